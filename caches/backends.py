@@ -1,0 +1,45 @@
+"""The recipes: which parts make which backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from caches.cache import Cache
+from caches.errors import UnsupportedLayer
+from caches.no_cache import NoCache
+from caches.registry import register
+from caches.spec import KV, LayerSpec
+from caches.store import FixedStore, GrowingStore
+from configs import ConfigError, DynamicCacheConfig, NoCacheConfig, StaticCacheConfig
+
+
+@register(DynamicCacheConfig)
+def dynamic(specs: Sequence[LayerSpec], options: DynamicCacheConfig) -> Cache:
+    """Grows as tokens come: the default."""
+    _require_only_kv("dynamic", specs)
+    return Cache("dynamic", specs, GrowingStore)
+
+
+@register(StaticCacheConfig)
+def static(specs: Sequence[LayerSpec], options: StaticCacheConfig) -> Cache:
+    """Fixed size, tensors that never move: what a compiled decode step needs."""
+    _require_only_kv("static", specs)
+    if options.max_cache_len is None:
+        raise ConfigError("a static cache built by hand needs max_cache_len, the tokens it can hold per row")
+    return Cache("static", specs, FixedStore, options.max_cache_len)
+
+
+@register(NoCacheConfig)
+def none(specs: Sequence[LayerSpec], options: NoCacheConfig) -> NoCache:
+    """Keeps nothing and computes everything again in every step: for models without a cache, and as a reference."""
+    return NoCache()
+
+
+def _require_only_kv(name: str, specs: Sequence[LayerSpec]) -> None:
+    for index, spec in enumerate(specs):
+        if spec.streams - {KV}:
+            kept = " and ".join(sorted(spec.streams))
+            raise UnsupportedLayer(
+                f"cache={name!r} keeps keys and values only, but layer {index} ({spec.layer_type}) keeps {kept}. "
+                "Generate with cache='none', or pass transformers' own cache as past_key_values."
+            )

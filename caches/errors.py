@@ -1,0 +1,28 @@
+"""Errors of the caches.
+
+CacheError
+├── UnknownCache (also a ValueError)       a name that is not registered
+├── CapacityError (also a ValueError)      more tokens than a fixed cache can hold
+├── UnsupportedLayer (also a ValueError)   a layer kind that a backend cannot keep
+└── StepError (also a RuntimeError)        begin / settle / abort called out of order, or tokens that are gone
+"""
+
+
+class CacheError(Exception):
+    """Base of every error a cache raises."""
+
+
+class UnknownCache(CacheError, ValueError):
+    """A backend name that nobody registered."""
+
+
+class CapacityError(CacheError, ValueError):
+    """More tokens than the cache can hold. Nothing was changed."""
+
+
+class UnsupportedLayer(CacheError, ValueError):
+    """A model has a kind of layer that this backend cannot keep."""
+
+
+class StepError(CacheError, RuntimeError):
+    """The steps of a cache were used out of order, or tokens are asked for that it no longer has."""

@@ -1,0 +1,60 @@
+"""Cache backends by name. A recipe is a function from a model's layers and the backend's options to a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from caches.cache import Driven
+from caches.errors import UnknownCache
+from caches.spec import LayerSpec, read_specs
+from configs import CacheConfig, nearest
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """name: what users write. options: the backend's configuration class. summary: one line on what it is for."""
+
+    name: str
+    options: type[CacheConfig]
+    build: Callable[[Sequence[LayerSpec], Any], Driven]
+    summary: str
+
+
+_recipes: dict[str, Recipe] = {}
+
+
+def register(options: type[CacheConfig]) -> Callable[[Callable], Callable]:
+    """Make a function the recipe for `options.name`. Its docstring's first line becomes the summary."""
+
+    def decorate(build: Callable) -> Callable:
+        if options.name in _recipes:
+            raise ValueError(f"a cache named {options.name!r} is registered already")
+        summary = (build.__doc__ or "").strip().splitlines()
+        _recipes[options.name] = Recipe(options.name, options, build, summary[0] if summary else "")
+        return build
+
+    return decorate
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of that name. Raises `UnknownCache` with the nearest names."""
+    if name not in _recipes:
+        raise UnknownCache(f"there is no cache named {name!r}; {nearest(name, names())}")
+    return _recipes[name]
+
+
+def names() -> list[str]:
+    return list(_recipes)
+
+
+def build(name: str, model_config: Any, options: CacheConfig | None = None, **changes: Any) -> Driven:
+    """An empty cache for a model with this configuration (a `PreTrainedConfig`).
+
+    options: the backend's configuration; `changes` override its fields, or stand alone.
+    Raises `UnknownCache`, `configs.ConfigError` (an unknown or impossible option), `UnsupportedLayer`.
+    """
+    chosen = recipe(name)
+    base = {} if options is None else options.to_dict()
+    return chosen.build(read_specs(model_config), chosen.options.from_dict(base, **changes))

@@ -1,0 +1,101 @@
+"""What each layer of a model has to keep, read from the model's configuration. The only reader of `layer_types`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from caches.errors import UnsupportedLayer
+
+KV, INDEX, STATE = "kv", "index", "state"
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far back a token looks: everywhere ("all"), `size` tokens ("window"), or to the start of its chunk ("chunk")."""
+
+    kind: str = "all"
+    size: int | None = None
+
+    @property
+    def columns(self) -> int | None:
+        """Columns before a token that it may still need; None for all of them.
+
+        The same for a window and for a chunk: where chunks begin differs from row to row with left padding.
+        """
+        return None if self.size is None else self.size - 1
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer as data. `streams` is what it keeps: "kv", "index", "state", several of them, or nothing."""
+
+    layer_type: str
+    streams: frozenset[str]
+    reach: Reach = Reach()
+
+    @property
+    def keeps_kv(self) -> bool:
+        return KV in self.streams
+
+
+# transformers' layer types: the streams they keep, and the configuration field that limits their reach.
+_LAYER_TYPES: dict[str, tuple[tuple[str, ...], str | None]] = {
+    "full_attention": ((KV,), None),
+    "sliding_attention": ((KV,), "sliding_window"),
+    "reference_sliding_attention": ((KV,), "sliding_window"),
+    "chunked_attention": ((KV,), "attention_chunk_size"),
+    "indexed_attention": ((KV, INDEX), None),
+    "conv": ((STATE,), None),
+    "linear_attention": ((STATE,), None),
+    "hybrid": ((KV, STATE), None),
+    "hybrid_sliding": ((KV, STATE), "sliding_window"),
+    "moe": ((), None),
+    "mlp": ((), None),
+}
+
+
+def read_specs(config: Any) -> tuple[LayerSpec, ...]:
+    """One `LayerSpec` per layer of the decoder that `config` (a `PreTrainedConfig`) describes.
+
+    Raises `UnsupportedLayer` for a layer type that is not in the table above.
+    """
+    config = config.get_text_config(decoder=True)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        layer_types = [_implied_layer_type(config)] * config.num_hidden_layers
+    reads_others = _layers_without_own_kv(config, len(layer_types))
+    return tuple(
+        LayerSpec(layer_type, frozenset()) if shared else _read_spec(config, layer_type)
+        for layer_type, shared in zip(layer_types, reads_others, strict=True)
+    )
+
+
+def _implied_layer_type(config: Any) -> str:
+    if getattr(config, "sliding_window", None) is not None:
+        return "sliding_attention"
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return "chunked_attention"
+    return "full_attention"
+
+
+def _layers_without_own_kv(config: Any, layers: int) -> list[bool]:
+    """Which layers read the keys and values of an earlier layer (gemma3n, gemma4)."""
+    modes = getattr(config, "kv_sharing_modes", None)
+    if modes is not None:
+        return [mode == "reuse" for mode in modes]
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    return [layer >= layers - shared for layer in range(layers)]
+
+
+def _read_spec(config: Any, layer_type: str) -> LayerSpec:
+    if layer_type not in _LAYER_TYPES:
+        raise UnsupportedLayer(
+            f"{config.model_type} has layers of type {layer_type!r}, which no backend here knows how to keep; "
+            f"known types: {', '.join(sorted(_LAYER_TYPES))}. Generate with cache='none', or register a backend for it."
+        )
+    streams, size_field = _LAYER_TYPES[layer_type]
+    reach = Reach()
+    if size_field is not None:
+        reach = Reach("chunk" if size_field == "attention_chunk_size" else "window", getattr(config, size_field))
+    return LayerSpec(layer_type, frozenset(streams), reach)

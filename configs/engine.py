@@ -1,0 +1,32 @@
+"""How a `Generator` works, apart from what it generates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from configs.base import Config, require_positive
+from configs.errors import ConfigError
+
+COMPILE_CHOICES = ("off", "inductor", "aot_eager", "eager")
+
+
+@dataclass(frozen=True)
+class EngineConfig(Config):
+    """Options of a `Generator`.
+
+    cache: name of the cache backend used when a call names none.
+    prefill_chunk_tokens: the prompt is read in pieces of at most this many tokens; None reads it at once.
+    compile: "off", or the `torch.compile` backend that turns the decode step of a fixed-size cache into one graph.
+    dtype, device_map: how a model given as a path is loaded (`from_pretrained`'s words).
+    """
+
+    cache: str = "dynamic"
+    prefill_chunk_tokens: int | None = None
+    compile: str = "off"
+    dtype: str = "auto"
+    device_map: str = "auto"
+
+    def validate(self) -> None:
+        require_positive("EngineConfig", prefill_chunk_tokens=self.prefill_chunk_tokens)
+        if self.compile not in COMPILE_CHOICES:
+            raise ConfigError(f"EngineConfig: compile={self.compile!r}, but it is one of {', '.join(COMPILE_CHOICES)}")

@@ -1,0 +1,9 @@
+"""The root of the engine's errors stands here because configurations raise them too and import nothing."""
+
+
+class EngineError(Exception):
+    """Base of every error of this project that is not a `caches.CacheError`."""
+
+
+class ConfigError(EngineError, ValueError):
+    """A configuration with an unknown key or an impossible value."""

@@ -1,0 +1,59 @@
+"""Generation for Hugging Face transformers models with a key-value cache chosen by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from configs import EngineConfig
+from engine.errors import ConfigError, EngineError, InputError, Interrupted, OptionError
+from engine.generator import Generator
+from engine.loading import SHIPPED_MODEL
+from engine.result import Generation, Piece, Stats
+
+
+def generate(model: PreTrainedModel | str, inputs: Any = None, *, tokenizer: Any = None, **arguments: Any) -> Generation:
+    """Generate text with a cache chosen by name.
+
+    model: a `PreTrainedModel`, or a local path or hub id.
+    inputs: a text, a list of texts, chat messages, a LongTensor [rows, tokens] or a mapping with `input_ids`,
+        `attention_mask` and whatever else the model takes. Model inputs may also be keywords, as in `model.generate`.
+    tokenizer: needed for text prompts, text results and stop strings, unless `model` is a path.
+    cache: a registered name ("dynamic", "static", "none"), a `CacheConfig`, or a live cache object that holds the
+        beginning of the prompt. Default "dynamic". cache_config: the backend's options, a dict or a `CacheConfig`.
+        `past_key_values`, `cache_implementation` and `use_cache=False` mean what they mean in transformers.
+    strategy: a strategy's name or object; by default it follows from the generation parameters as in transformers.
+    generation_config, and transformers' generation parameters by keyword: max_new_tokens (default 20), do_sample,
+        temperature, top_k, top_p, min_p, repetition_penalty, eos_token_id, stop_strings, max_time, output_scores, ...
+    logits_processor, stopping_criteria: lists of transformers' own. streamer: one of transformers' streamers.
+
+    Raises `InputError`, `OptionError`, `ConfigError` or a `caches.CacheError` before any work; `Interrupted`, which
+    carries what was generated, when something fails later.
+    """
+    return Generator(model, tokenizer).generate(inputs, **arguments)
+
+
+def stream(
+    model: PreTrainedModel | str, inputs: Any = None, *, tokenizer: Any = None, **arguments: Any
+) -> Iterator[Piece]:
+    """As `generate`, but yields a `Piece` (row, token ids, text) per row and step while they come."""
+    return Generator(model, tokenizer).stream(inputs, **arguments)
+
+
+__all__ = [
+    "SHIPPED_MODEL",
+    "ConfigError",
+    "EngineConfig",
+    "EngineError",
+    "Generation",
+    "Generator",
+    "InputError",
+    "Interrupted",
+    "OptionError",
+    "Piece",
+    "Stats",
+    "generate",
+    "stream",
+]

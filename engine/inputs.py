@@ -1,0 +1,109 @@
+"""The forms a prompt can have, turned into one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from engine.errors import InputError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """ids: LongTensor [rows, tokens], left-padded. mask: [rows, tokens or more], None when the caller gave none; wider
+    than `ids` when the columns before them are in the cache already. extras: whatever else the model takes."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor | None
+    extras: dict[str, Any] = field(default_factory=dict)
+
+    def repeat(self, times: int) -> Prompt:
+        """Every row `times` times, next to each other."""
+        if times == 1:
+            return self
+
+        def spread(value: Any) -> Any:
+            return value.repeat_interleave(times, dim=0) if isinstance(value, torch.Tensor) else value
+
+        return Prompt(spread(self.ids), spread(self.mask), {name: spread(value) for name, value in self.extras.items()})
+
+
+def read_prompt(inputs: Any, extras: dict[str, Any], tokenizer: Any, bos_id: int | None) -> Prompt:
+    """Text, texts, chat messages, a tensor, or a mapping with `input_ids`, as a `Prompt`.
+
+    extras: model inputs given as keywords; they may hold `input_ids` and `attention_mask` themselves.
+    bos_id: the prompt when there is none. Raises `InputError`.
+    """
+    extras = dict(extras)
+    if isinstance(inputs, Mapping) and not _is_message(inputs):
+        twice = sorted(set(inputs) & set(extras))
+        if twice:
+            raise InputError(f"{', '.join(twice)} given twice: in the inputs and as a keyword")
+        extras.update(inputs)
+        inputs = None
+    ids, mask = extras.pop("input_ids", None), extras.pop("attention_mask", None)
+    if inputs is not None and ids is not None:
+        raise InputError("the prompt was given twice: as inputs and as input_ids")
+    if inputs is None and ids is None:
+        if bos_id is None:
+            raise InputError("there is no prompt, and the model has no bos_token_id to begin with")
+        ids = torch.tensor([[bos_id]])
+    if inputs is not None:
+        if not isinstance(inputs, torch.Tensor):
+            if mask is not None:
+                raise InputError("attention_mask was given with a text prompt; the tokenizer makes that mask")
+            inputs, mask = _tokenize(inputs, tokenizer)
+        ids = inputs
+    return Prompt(_as_ids(ids), mask if mask is None else torch.as_tensor(mask), extras)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and "role" in value
+
+
+def _as_ids(ids: Any) -> torch.Tensor:
+    ids = torch.as_tensor(ids)
+    if ids.ndim == 1:
+        ids = ids[None]
+    if ids.ndim != 2 or ids.is_floating_point():
+        raise InputError(f"token ids are integers [rows, tokens], but these are {ids.dtype} {list(ids.shape)}")
+    return ids.long()
+
+
+def _tokenize(inputs: Any, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    if not isinstance(inputs, (str, Sequence)):
+        raise InputError(
+            f"a prompt is a text, texts, chat messages, a tensor or a mapping, not a {type(inputs).__name__}"
+        )
+    if tokenizer is None:
+        raise InputError(
+            "a text prompt needs a tokenizer: pass tokenizer=..., give the model as a path, or pass token ids"
+        )
+    if isinstance(inputs, str):
+        inputs = [inputs]
+    elif len(inputs) > 0 and _is_message(inputs[0]):
+        inputs = [inputs]
+    if len(inputs) == 0:
+        raise InputError("the list of prompts is empty")
+    rows = [_token_ids(row, tokenizer) for row in inputs]
+    for row, ids in enumerate(rows):
+        if not ids:
+            raise InputError(f"prompt {row} is empty: the model needs at least one token to begin with")
+    longest = max(map(len, rows))
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+    ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    return ids, mask
+
+
+def _token_ids(prompt: Any, tokenizer: Any) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    if isinstance(prompt, Sequence) and len(prompt) > 0 and all(_is_message(message) for message in prompt):
+        if not getattr(tokenizer, "chat_template", None):
+            raise InputError("chat messages need a tokenizer with a chat_template, and this one has none")
+        return tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]
+    raise InputError(f"a row of prompts is a text or a list of chat messages, not {prompt!r:.80}")

@@ -1,0 +1,59 @@
+"""The attention mask and the position ids of a run: made once for all its columns, each step reads a view."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.masking_utils import create_masks_for_generate
+
+
+class Columns:
+    """What is known of every column from the start: whether it is a pad, and its position.
+
+    mask: [rows, prompt columns], 0 where a pad is. total: columns when the run ends.
+    positions: [..., prompt columns] given by the caller; None counts the tokens that are not pads, from 0.
+    """
+
+    def __init__(self, mask: torch.Tensor, total: int, positions: torch.Tensor | None = None):
+        rows, prompt = mask.shape
+        full = torch.cat([mask, mask.new_ones(rows, total - prompt)], dim=1)
+        # Without pads there is nothing to mask but the future, and attention kernels do that faster by themselves.
+        self._mask = None if bool(mask.all()) else full
+        if positions is None:
+            positions = (full.cumsum(dim=1) - 1).clamp(min=0)
+        else:
+            steps = torch.arange(1, total - prompt + 1, device=positions.device, dtype=positions.dtype)
+            positions = torch.cat([positions, positions[..., -1:] + steps], dim=-1)
+        self._positions = positions
+
+    def mask(self, columns: int) -> torch.Tensor | None:
+        """2D mask [rows, columns] of the first columns; None when there are no pads."""
+        return None if self._mask is None else self._mask[:, :columns]
+
+    def positions(self, begin: int, end: int) -> torch.Tensor:
+        """Position ids [..., end - begin]."""
+        return self._positions[..., begin:end]
+
+    def rows(self, index: torch.Tensor) -> None:
+        if self._mask is not None:
+            self._mask = self._mask[index]
+        rows_axis = self._positions.ndim - 2  # [rows, columns], or [kinds, rows, columns] for multimodal positions
+        self._positions = self._positions.index_select(rows_axis, index)
+
+
+def graph_mask(model: Any, cache: TransformersCache, mask: torch.Tensor | None, positions: torch.Tensor) -> Any:
+    """What a compiled step gets instead of a 2D mask: 4D masks of fixed shape, one or a dict per layer type.
+
+    Made outside the graph with the sizes the cache announces for the open step.
+    """
+    make = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+    shape = (*positions.shape[-2:], 0)
+    return make(
+        config=model.config,
+        inputs_embeds=torch.empty(shape, dtype=model.dtype, device=positions.device),
+        attention_mask=mask,
+        past_key_values=cache,
+        position_ids=positions,
+    )

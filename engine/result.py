@@ -1,0 +1,73 @@
+"""What a generation gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache as TransformersCache
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Measured over one call. Rates count the tokens of all rows; a rate is None when nothing was timed for it.
+
+    prompt_tokens: tokens read, pads and tokens already in the cache not counted. new_tokens: tokens emitted, pads of
+    ended rows not counted. ttft_s: seconds from the call to the first token. cache_bytes: size of the cache at the end.
+    peak_bytes: most device memory allocated during the call; None where the device does not report it (CPU).
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    ttft_s: float | None
+    prefill_tokens_per_s: float | None
+    decode_tokens_per_s: float | None
+    total_s: float
+    cache_bytes: int
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The result of one call, with the fields of transformers' `return_dict_in_generate`.
+
+    sequences: LongTensor [rows, prompt + new], laid out as transformers' `generate` lays it out: prompts with their left
+        padding, rows that ended early filled up with the pad id.
+    text: the new text of every row, without special tokens and without the stop string that ended it; None when the
+        call had no tokenizer.
+    finish_reasons: per row "eos", "stop_string", "criteria", "time", "length", or None when it was cut off.
+    cache: the live cache, holding everything but the last token; None for cache="none".
+    scores, logits: per new token [rows, vocabulary], float32, after / before the logits processors; None unless
+        `output_scores` / `output_logits`.
+    attentions, hidden_states: what the model returned in each of its forwards; None unless asked for.
+    """
+
+    sequences: torch.Tensor
+    text: list[str] | None
+    finish_reasons: list[str | None]
+    stats: Stats
+    cache: TransformersCache | None
+    scores: tuple[torch.Tensor, ...] | None = None
+    logits: tuple[torch.Tensor, ...] | None = None
+    attentions: tuple[Any, ...] | None = None
+    hidden_states: tuple[Any, ...] | None = None
+
+    @property
+    def past_key_values(self) -> TransformersCache | None:
+        """transformers' name for `cache`."""
+        return self.cache
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One row's share of a stream.
+
+    tokens: the new token ids. text: the new text, held back while it may still change (half a character, the beginning
+    of a stop string); None without a tokenizer. finish_reason: set on the row's last piece.
+    """
+
+    row: int
+    tokens: tuple[int, ...]
+    text: str | None
+    finish_reason: str | None = None

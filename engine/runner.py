@@ -1,0 +1,136 @@
+"""The only caller of the model: which arguments it takes, prefill in pieces, the compiled decode step."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from caches import Driven
+from engine.masks import Columns, graph_mask
+
+# Extra inputs with one entry per token, and what a generated token has there (None: what the token before it has).
+PER_TOKEN_EXTRAS = {"token_type_ids": None, "mm_token_type_ids": 0, "moe_mm_token_type_ids": 0}
+
+
+class Runner:
+    """Runs one model's forwards.
+
+    compile: "off", or the `torch.compile` backend for decode steps on fixed caches.
+    """
+
+    def __init__(self, model: PreTrainedModel, compile: str = "off"):
+        self.model = model
+        self._takes = frozenset(inspect.signature(model.forward).parameters)
+        own = type(model).prepare_inputs_for_generation
+        self._prepares_itself = own is not GenerationMixin.prepare_inputs_for_generation
+        self._compiled = None
+        if compile != "off":
+            self._compiled = torch.compile(model.__call__, backend=compile, fullgraph=True, dynamic=False)
+
+    def feed(
+        self,
+        ids: torch.Tensor,
+        columns: Columns,
+        cache: Driven,
+        *,
+        before: int = 0,
+        prefill: bool = False,
+        extras: dict[str, Any] | None = None,
+        flags: dict[str, bool] | None = None,
+        chunk_tokens: int | None = None,
+    ) -> ModelOutput:
+        """Feed what the cache has not seen of `ids` [rows, n] and return the outputs of the last forward.
+
+        The step of that last forward stays open: the caller settles it. When a forward raises, its step is aborted and
+        the cache holds what the forwards before it committed.
+
+        before: columns in the cache that come before `ids`. prefill: the first feed of a run. extras: further model
+        inputs. flags: output_attentions, ... chunk_tokens: feed at most this many at a time.
+        """
+        total = before + ids.shape[1]
+        try:
+            while True:
+                begin = cache.seen
+                end = total if chunk_tokens is None else min(total, begin + chunk_tokens)
+                seen_ids = ids[:, : end - before]
+                inputs = self._inputs(seen_ids, columns, cache, begin, end, prefill, extras or {})
+                graph = self._compiled is not None and cache.fixed and end - begin == 1 and not prefill
+                if cache.handle is not None and inputs.get("past_key_values") is None:
+                    # The model wants everything computed again (longrope models do when they switch their scaling).
+                    if begin > 0:
+                        cache.reset()
+                        continue
+                    inputs["past_key_values"] = cache.handle
+                cache.begin(end - begin, graph)
+                outputs = self._call(inputs | (flags or {}), cache, columns, end, graph)
+                if end == total:
+                    return outputs
+                cache.settle()
+        except BaseException:
+            cache.abort()
+            raise
+
+    def _call(
+        self, inputs: dict[str, Any], cache: Driven, columns: Columns, end: int, graph: bool
+    ) -> ModelOutput:
+        if not graph:
+            return self.model(**inputs, return_dict=True)
+        assert self._compiled is not None
+        positions = columns.positions(end - 1, end).clone()
+        inputs["input_ids"] = inputs["input_ids"].clone()
+        if "position_ids" in inputs:
+            inputs["position_ids"] = positions
+        inputs["attention_mask"] = graph_mask(self.model, cache.handle, columns.mask(end), positions)
+        return self._compiled(**inputs, return_dict=True)
+
+    def _inputs(
+        self,
+        ids: torch.Tensor,
+        columns: Columns,
+        cache: Driven,
+        begin: int,
+        end: int,
+        prefill: bool,
+        extras: dict[str, Any],
+    ) -> dict[str, Any]:
+        """What the model's forward gets for the columns from `begin` to `end`; `ids` ends with the last of them."""
+        inputs: dict[str, Any] = {
+            "attention_mask": columns.mask(end),
+            "past_key_values": cache.handle,
+            "use_cache": cache.handle is not None,
+            "logits_to_keep": 1,
+        }
+        if self._prepares_itself or extras:
+            inputs["position_ids"] = columns.positions(0, end)
+            per_token = {name: extras[name][..., :end] for name in PER_TOKEN_EXTRAS if name in extras}
+            return self.model.prepare_inputs_for_generation(
+                ids,
+                next_sequence_length=end - begin,
+                is_first_iteration=prefill,
+                **self._taken(inputs),
+                **(extras | per_token),
+            )
+        inputs["input_ids"] = ids[:, begin - end :]
+        inputs["position_ids"] = columns.positions(begin, end)
+        if "cache_position" in self._takes:  # code from outside transformers; its own models have dropped it
+            inputs["cache_position"] = torch.arange(begin, end, device=ids.device)
+        return self._taken(inputs)
+
+    def _taken(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in inputs.items() if name in self._takes}
+
+
+def extend_extras(extras: dict[str, Any], columns: int) -> dict[str, Any]:
+    """`extras` with those that have one entry per token extended to `columns` of them."""
+    extended = dict(extras)
+    for name, fill in PER_TOKEN_EXTRAS.items():
+        if name in extras:
+            value = extras[name]
+            missing = columns - value.shape[-1]
+            tail = value[..., -1:] if fill is None else torch.full_like(value[..., -1:], fill)
+            extended[name] = torch.cat([value, tail.expand(*value.shape[:-1], missing)], dim=-1)
+    return extended

@@ -1,0 +1,60 @@
+"""When a row ends: end-of-sequence ids, stop strings, the caller's criteria, time and length. Decided on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import StoppingCriteriaList
+
+from engine.text import RowText
+
+
+class Stopping:
+    """`reasons[row]` is None while the row runs, then why it ended: the first of the reasons in the order below.
+
+    eos: `eos_ids`; stop_string: `texts`; criteria: `criteria`; time: `time_criteria`; length: `last_column` reached.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        last_column: int,
+        eos_ids: frozenset[int],
+        criteria: StoppingCriteriaList,
+        time_criteria: StoppingCriteriaList,
+    ):
+        self.reasons: list[str | None] = [None] * rows
+        self._last_column = last_column
+        self._eos_ids = eos_ids
+        self._criteria = (("criteria", criteria), ("time", time_criteria))
+
+    @property
+    def done(self) -> bool:
+        return all(reason is not None for reason in self.reasons)
+
+    def check(
+        self,
+        ids: torch.Tensor,
+        tokens: Sequence[int],
+        scores: tuple[torch.Tensor, ...] | None,
+        texts: Sequence[RowText] | None,
+    ) -> None:
+        """Look at one new column: `ids` [rows, columns] with it, `tokens` its ids on the host."""
+        verdicts = [
+            (reason, criteria(ids, scores).tolist()) for reason, criteria in self._criteria if len(criteria) > 0
+        ]
+        for row, token in enumerate(tokens):
+            if self.reasons[row] is not None:
+                continue
+            if token in self._eos_ids:
+                self.reasons[row] = "eos"
+            elif texts is not None and texts[row].stopped:
+                self.reasons[row] = "stop_string"
+            else:
+                told = [reason for reason, verdict in verdicts if verdict[row]]
+                at_end = ["length"] if ids.shape[1] >= self._last_column else []
+                self.reasons[row] = next(iter(told + at_end), None)
+
+    def rows(self, index: torch.Tensor) -> None:
+        self.reasons = [self.reasons[row] for row in index.tolist()]

@@ -1,0 +1,71 @@
+"""Tokens to text while they come: no half characters, and nothing of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class RowText:
+    """The text of one row. Feed it tokens with `push`, take what is safe to show, `flush` at the end.
+
+    stop_strings: the first one to appear ends the text just before it; `stopped` becomes True.
+    """
+
+    def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = ()):
+        self._tokenizer = tokenizer
+        self._stops = tuple(stop_strings)
+        self._tokens: list[int] = []
+        self._context = 0  # decoding starts here: tokens before cannot change the text any more
+        self._decoded = 0  # tokens whose text was taken
+        self._held = ""  # text that may be the beginning of a stop string
+        self._raw = ""  # all text taken from the tokenizer
+        self.text = ""  # all text released
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Add a token; returns the text that is final now."""
+        self._tokens.append(token)
+        before = self._decode(self._tokens[self._context : self._decoded])
+        now = self._decode(self._tokens[self._context :])
+        # A text that ends in a replacement character is half a character, or will turn out to be no text at all.
+        if len(now) <= len(before) or now.endswith("\ufffd"):
+            return ""
+        self._context, self._decoded = self._decoded, len(self._tokens)
+        return self._take(now[len(before) :])
+
+    def flush(self) -> str:
+        """No more tokens: returns what was held back."""
+        if self.stopped:
+            return ""
+        whole = self._decode(self._tokens)
+        rest = self._take(whole[len(self._raw) :]) if whole.startswith(self._raw) else ""
+        if self.stopped:
+            return rest
+        held, self._held = self._held, ""
+        self.text += held
+        return rest + held
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _take(self, delta: str) -> str:
+        self._raw += delta
+        pending = self._held + delta
+        found = [position for stop in self._stops if (position := pending.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            released = pending[: min(found)]
+        else:
+            safe = len(pending) - self._stop_prefix(pending)
+            released, self._held = pending[:safe], pending[safe:]
+        self.text += released
+        return released
+
+    def _stop_prefix(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        longest = max((len(stop) for stop in self._stops), default=0) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0

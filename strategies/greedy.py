@@ -1,0 +1,23 @@
+"""Greedy decoding: the most probable token, every time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from strategies.flow import Flow, Process, one_token_per_step
+from strategies.registry import register
+
+
+@register
+@dataclass(frozen=True)
+class Greedy:
+    """Takes the highest score; the lowest token id on ties. It has no options."""
+
+    name: ClassVar[str] = "greedy"
+    samples: ClassVar[bool] = False
+
+    def flow(self, ids: torch.Tensor, process: Process) -> Flow:
+        return one_token_per_step(ids, process, lambda scores: scores.argmax(dim=-1))
