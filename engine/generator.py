@@ -93,12 +93,15 @@ class Generator:
                 f"the {live.name} cache holds at most {live.max_tokens} tokens, but {request.mask.shape[1]} prompt tokens "
                 f"and {request.new_tokens} new ones need {request.total - 1}: raise max_cache_len or ask for fewer"
             )
+        chunk_tokens = request.config.prefill_chunk_size or self.config.prefill_chunk_tokens
+        if chunk_tokens is not None and live.handle is None:
+            raise OptionError(f"reading the prompt in pieces of {chunk_tokens} tokens needs a cache to keep them in")
         if self.config.compile != "off" and not live.fixed:
             raise OptionError(
                 f"compile={self.config.compile!r} needs a cache whose tensors never move, and {live.name!r} is not one: "
                 "use cache='static'"
             )
-        return Run(self._runner, self.config, request, live, tokenizer, streamer, stream_text, started)
+        return Run(self._runner, request, live, chunk_tokens, tokenizer, streamer, stream_text, started)
 
     def _new_cache(
         self, choice: CacheChoice | None, options: dict[str, Any] | CacheConfig | None, request: Request
@@ -162,9 +165,9 @@ class Run:
     def __init__(
         self,
         runner: Runner,
-        config: EngineConfig,
         request: Request,
         cache: Driven,
+        chunk_tokens: int | None,
         tokenizer: Any,
         streamer: BaseStreamer | None,
         stream_text: bool,
@@ -173,7 +176,7 @@ class Run:
         self._started = started
         self._runner, self._request, self._cache, self._tokenizer = runner, request, cache, tokenizer
         self._streamer = streamer
-        self._chunk_tokens = request.config.prefill_chunk_size or config.prefill_chunk_tokens
+        self._chunk_tokens = chunk_tokens
         prompt = request.prompt.ids
         self._rows = prompt.shape[0]
         self._before = request.before

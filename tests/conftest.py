@@ -1,0 +1,26 @@
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for the network
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import engine
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def shipped() -> engine.Generator:
+    """A generator of the model that ships with the package."""
+    return engine.Generator(str(engine.SHIPPED_MODEL))
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(engine.SHIPPED_MODEL)

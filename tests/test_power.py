@@ -1,0 +1,84 @@
+"""The comparisons with transformers can fail: each part of a step's bookkeeping is put off by one, and the text changes."""
+
+import pytest
+import torch
+from architectures import prompt, tiny_model
+
+import engine
+from caches.store import FixedStore, GrowingStore
+from caches.timeline import Timeline
+from engine.masks import Columns
+
+
+def shift_growing_write(monkeypatch):
+    def write(self, buffer, new):
+        end = max(0, self.timeline.end - 1)
+        buffer[:, :, end : end + new.shape[-2]] = new
+
+    monkeypatch.setattr(GrowingStore, "_write", write)
+
+
+def shift_write_index(monkeypatch):
+    original = Timeline.write_index
+    monkeypatch.setattr(Timeline, "write_index", lambda self, device: (original(self, device) - 1).clamp(min=0))
+
+
+def shift_mask(monkeypatch):
+    original = Columns.mask
+    monkeypatch.setattr(Columns, "mask", lambda self, columns: original(self, columns).roll(1, dims=1))
+
+
+def shift_decode_positions(monkeypatch):
+    original = Columns.positions
+    # All positions shifted together change nothing under rotary embeddings; these drift from the prompt's.
+    monkeypatch.setattr(Columns, "positions", lambda self, begin, end: original(self, begin, end) + (begin > 0))
+
+
+def shift_mask_sizes(monkeypatch):
+    original = Timeline.mask_sizes
+
+    def sizes(self, tokens, unsettled=0):
+        length, offset = original(self, tokens, unsettled)
+        return length, offset + (1 if offset > 0 else 0)
+
+    monkeypatch.setattr(Timeline, "mask_sizes", sizes)
+
+
+def keep_one_column_less(monkeypatch):
+    monkeypatch.setattr("caches.retention.KeepRecent.surviving", lambda self, held: min(held, self.columns - 1))
+
+
+def compact_one_off(monkeypatch):
+    original = GrowingStore.compact
+
+    def compact(self):
+        original(self)
+        self.buffer[:, :, : self.timeline.held] = self.buffer[:, :, : self.timeline.held].roll(1, dims=2)
+
+    monkeypatch.setattr(GrowingStore, "compact", compact)
+
+
+CASES = [
+    ("llama", "dynamic", shift_growing_write),
+    ("llama", "static", shift_write_index),
+    ("llama", "dynamic", shift_mask),
+    ("llama", "static", shift_mask),
+    ("llama", "none", shift_mask),
+    ("llama", "dynamic", shift_decode_positions),
+    ("gpt2", "static", shift_decode_positions),
+    ("mistral", "dynamic", shift_mask_sizes),
+    ("gemma2", "static", shift_mask_sizes),
+    ("mistral", "dynamic", keep_one_column_less),
+    ("llama4_text", "static", keep_one_column_less),
+    ("mistral", "dynamic", compact_one_off),
+    ("qwen3", "static", compact_one_off),
+]
+
+
+@pytest.mark.parametrize(("name", "cache", "damage"), CASES, ids=lambda value: getattr(value, "__name__", value))
+def test_damage_is_noticed(name, cache, damage, monkeypatch):
+    model, inputs = tiny_model(name), prompt()
+    expected = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+    damage(monkeypatch)
+    out = engine.generate(model, inputs, cache=cache, max_new_tokens=40)
+    assert not torch.equal(out.sequences, expected)
