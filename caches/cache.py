@@ -93,8 +93,7 @@ class Cache(TransformersCache):
 
         graph: the forward runs compiled: attention reads whole buffers and needs a mask made with `get_mask_sizes`.
         """
-        if self._open:
-            raise StepError("begin() while a step is open: settle() or abort() it first")
+        self._finish_foreign_step()
         placements = [timeline.place(tokens) for timeline, _ in self._groups.values()]
         for (timeline, layers), placement in zip(self._groups.values(), placements, strict=True):
             if placement.room != timeline.room:
@@ -216,8 +215,10 @@ class Cache(TransformersCache):
             self._open_foreign_step(layer_idx, key_states.shape[-2])
         return self.layers[layer_idx].append(key_states, value_states)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.seen
+    def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
+        """Tokens committed; a tensor while a compiled step is open."""
+        timeline = self._timeline
+        return timeline.clock if timeline.graph and timeline.clock is not None else self.seen
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.seen

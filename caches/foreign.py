@@ -32,8 +32,10 @@ class ForeignCache:
 
     @property
     def max_tokens(self) -> int | None:
-        # A sliding layer names its window here; the longest of all is a limit only when the buffers are fixed.
-        return self._cache.get_max_length() if self._cache.is_compileable else None
+        # Sliding layers name their window; a fixed layer of full attention names what it can hold, a growing one -1.
+        limits = [layer.get_max_length() for layer in self._cache.layers if not getattr(layer, "is_sliding", False)]
+        limits = [limit for limit in limits if limit >= 0]
+        return min(limits) if limits else None
 
     @property
     def bytes(self) -> int:

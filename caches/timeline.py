@@ -46,6 +46,7 @@ class Timeline:
         self.graph = False
         self._step_index: dict[torch.device, torch.Tensor] = {}
         self._decode_index: dict[torch.device, torch.Tensor] = {}
+        self.clock: torch.Tensor | None = None  # `seen` for compiled steps, where a number would be compiled in
         if max_columns is not None:
             self.room = self._limit if self._limit is not None else max_columns
 
@@ -98,11 +99,14 @@ class Timeline:
         if tokens == 1:
             for index in self._decode_index.values():
                 index.fill_(self.end)
+        if graph and self.clock is not None:
+            self.clock.fill_(self.seen)
 
     def write_index(self, device: torch.device) -> torch.Tensor:
         """The columns that the open step writes, LongTensor [pending] on `device`."""
         if device not in self._step_index:
-            # The tensor for decode steps is made along with the first one, so that no graph sees it appear.
+            # The tensors for decode steps are made along with the first one, so that no graph sees them appear.
+            self.clock = torch.tensor(self.seen, device=device) if self.clock is None else self.clock
             self._decode_index.setdefault(device, torch.full((1,), self.end, device=device))
             self._step_index.setdefault(device, torch.arange(self.end, self.end + self.pending, device=device))
         return self._step_index[device]

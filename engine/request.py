@@ -68,7 +68,8 @@ class Request:
         time_criteria = StoppingCriteriaList()
         if self.config.max_time is not None:
             time_criteria.append(MaxTimeCriteria(self.config.max_time))
-        return Stopping(self.prompt.ids.shape[0], self.total, self.eos_ids, self.criteria, time_criteria)
+        rows, last_column = self.prompt.ids.shape[0], self.total - self.before
+        return Stopping(rows, last_column, self.eos_ids, self.criteria, time_criteria)
 
 
 def read_request(

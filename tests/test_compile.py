@@ -1,0 +1,46 @@
+"""The decode step on a fixed cache is one graph, with the text of the eager one."""
+
+import pytest
+import torch
+from architectures import prompt, tiny_model
+
+import engine
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Every graph that is compiled, through the aot_eager backend."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    torch._dynamo.reset()
+    aot_eager, compile, seen = lookup_backend("aot_eager"), torch.compile, []
+
+    def counting(graph, inputs):
+        seen.append(graph)
+        return aot_eager(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", lambda f, backend, **options: compile(f, backend=counting, **options))
+    return seen
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2", "llama4_text", "phi3"])
+def test_one_graph_over_all_steps(name, graphs):
+    model, inputs = tiny_model(name), prompt()
+    expected = engine.generate(model, inputs, cache="static", max_new_tokens=21).sequences
+    generator = engine.Generator(model, config=engine.EngineConfig(cache="static", compile="aot_eager"))
+    assert torch.equal(generator.generate(inputs, max_new_tokens=21).sequences, expected)
+    assert len(graphs) == 1
+
+
+def test_a_compiled_step_over_a_window_that_is_compacted(graphs):
+    model, inputs = tiny_model("mistral"), prompt()
+    expected = engine.generate(model, inputs, cache="dynamic", max_new_tokens=60).sequences
+    generator = engine.Generator(model, config=engine.EngineConfig(cache="static", compile="aot_eager"))
+    assert torch.equal(generator.generate(inputs, max_new_tokens=60).sequences, expected)
+    assert len(graphs) == 1
+
+
+def test_compile_needs_a_fixed_cache():
+    generator = engine.Generator(tiny_model("llama"), config=engine.EngineConfig(compile="aot_eager"))
+    with pytest.raises(engine.OptionError, match="cache='static'"):
+        generator.generate(prompt(), max_new_tokens=5)

@@ -1,0 +1,129 @@
+"""Our caches in transformers' own loops, and transformers' caches in ours."""
+
+import copy
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, prompt, tiny_model
+from transformers import DynamicCache, StaticCache
+
+import caches
+import engine
+
+OURS = {"dynamic": {}, "static": {"max_cache_len": 60}}
+NEW = 40
+
+
+def build(name, model):
+    return caches.build(name, model.config, **OURS[name])
+
+
+@pytest.mark.parametrize("cache", OURS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_ours_in_transformers_generate(name, cache):
+    model, inputs = tiny_model(name), prompt()
+    expected = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    ours = build(cache, model)
+    out = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, past_key_values=ours)
+    assert torch.equal(out, expected)
+    assert ours.get_seq_length() == 13 + NEW - 1
+
+
+@pytest.mark.parametrize("cache", OURS)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_ours_in_transformers_beam_search(name, cache):
+    model, inputs = tiny_model(name), prompt()
+    options = {"max_new_tokens": NEW, "do_sample": False, "num_beams": 3}
+    expected = model.generate(**inputs, **options)
+    assert torch.equal(model.generate(**inputs, **options, past_key_values=build(cache, model)), expected)
+
+
+@pytest.mark.parametrize("cache", OURS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_ours_in_plain_calls(name, cache):
+    """The loop every tutorial shows: no begin, no settle, just `model(...)`."""
+    model, inputs = tiny_model(name), prompt()
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    ours, theirs = build(cache, model), DynamicCache(config=model.config)
+    step = ids
+    with torch.no_grad():
+        for _ in range(30):
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -step.shape[1] :]
+            arguments = {"input_ids": step, "attention_mask": mask, "position_ids": positions, "use_cache": True}
+            expected = model(**arguments, past_key_values=theirs).logits[:, -1]
+            logits = model(**arguments, past_key_values=ours).logits[:, -1]
+            torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-4)
+            step = expected.argmax(-1, keepdim=True)
+            mask = torch.cat([mask, torch.ones_like(step)], dim=1)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_forward_that_died_in_a_plain_call_leaves_no_trace(name, monkeypatch):
+    model = tiny_model(name)
+    ids = prompt(pads=0)["input_ids"]
+    ours = build("dynamic", model)
+    with torch.no_grad():
+        model(ids[:, :12], past_key_values=ours)
+        expected = model(ids[:, :13]).logits[:, -1]
+        layer = model.model.layers[2]
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, "forward", lambda *args, **kwargs: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(ids[:, 12:], past_key_values=ours)
+        assert ours.get_seq_length() == 12
+        logits = model(ids[:, 12:], past_key_values=ours).logits[:, -1]
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("make", [lambda config: DynamicCache(config=config), lambda config: StaticCache(config=config, max_cache_len=60)], ids=["DynamicCache", "StaticCache"])  # fmt: skip
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_theirs_in_ours(name, make):
+    model, inputs = tiny_model(name), prompt()
+    expected = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    theirs = make(model.config)
+    out = engine.generate(model, inputs, past_key_values=theirs, max_new_tokens=NEW)
+    assert torch.equal(out.sequences, expected)
+    assert out.cache is theirs
+
+
+@pytest.mark.parametrize("cache", OURS)
+@pytest.mark.parametrize("name", ["llama", "mistral", "llama4_text"])
+def test_a_second_turn_on_the_live_cache(name, cache):
+    model, inputs = tiny_model(name), prompt()
+    options = {"max_new_tokens": 9}
+    first = engine.generate(model, inputs, cache=build(cache, model), **options)
+    ids = torch.cat([first.sequences, prompt(tokens=6, pads=0, seed=3)["input_ids"]], dim=1)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, ids.shape[1] - 13, dtype=torch.long)], dim=1)
+    second = engine.generate(model, input_ids=ids, attention_mask=mask, cache=first.cache, **options)
+    assert torch.equal(second.sequences, model.generate(ids, attention_mask=mask, do_sample=False, **options))
+    assert second.stats.prompt_tokens == 2 * 7  # the last emitted token and the six new ones: nothing was read twice
+
+    # Only the new tokens, with a mask over all of them, as transformers also takes it.
+    first = engine.generate(model, inputs, cache=build(cache, model), **options)
+    new_only = engine.generate(model, input_ids=ids[:, -7:], attention_mask=mask, cache=first.cache, **options)
+    assert torch.equal(new_only.sequences[:, 7:], second.sequences[:, ids.shape[1] :])
+
+
+def test_one_prefix_many_prompts():
+    model = tiny_model("llama")
+    prefix = prompt(rows=1, pads=0)["input_ids"]
+    cache = caches.build("static", model.config, max_cache_len=40)
+    with torch.no_grad():
+        cache = model(prefix, past_key_values=cache).past_key_values
+    for seed in (1, 2):
+        ids = torch.cat([prefix, prompt(rows=1, tokens=5, pads=0, seed=seed)["input_ids"]], dim=1)
+        expected = model.generate(ids, max_new_tokens=8, do_sample=False)
+        assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False, past_key_values=copy.deepcopy(cache)), expected)  # fmt: skip
+        assert torch.equal(engine.generate(model, ids, max_new_tokens=8, cache=copy.deepcopy(cache)).sequences, expected)
+    assert cache.get_seq_length() == 13
+
+
+def test_transformers_own_spelling():
+    model, inputs = tiny_model("llama"), prompt()
+    expected = model.generate(**inputs, max_new_tokens=9, do_sample=False)
+    static = engine.generate(model, **inputs, max_new_tokens=9, cache_implementation="static")
+    assert torch.equal(static.sequences, expected) and static.cache.name == "static"
+    uncached = engine.generate(model, **inputs, max_new_tokens=9, use_cache=False)
+    assert torch.equal(uncached.sequences, expected) and uncached.past_key_values is None
+    in_pieces = engine.generate(model, **inputs, max_new_tokens=9, prefill_chunk_size=4)
+    assert torch.equal(in_pieces.sequences, expected)
