@@ -24,11 +24,26 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-HELD_OUT = ("heapq.py", "textwrap.py", "shlex.py", "csv.py", "fractions.py", "sched.py", "queue.py", "bisect.py",
-            "json/decoder.py", "json/encoder.py", "email/header.py", "http/cookies.py", "graphlib.py", "zipapp.py")
+HELD_OUT = (
+    "heapq.py",
+    "textwrap.py",
+    "shlex.py",
+    "csv.py",
+    "fractions.py",
+    "sched.py",
+    "queue.py",
+    "bisect.py",
+    "json/decoder.py",
+    "json/encoder.py",
+    "email/header.py",
+    "http/cookies.py",
+    "graphlib.py",
+    "zipapp.py",
+)
 SKIPPED_FOLDERS = {"test", "tests", "site-packages", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
 END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
 VOCABULARY = 4096
+STDLIB = Path(sysconfig.get_path("stdlib"))
 CHAT_TEMPLATE = (
     "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}# assistant: {% endif %}"
@@ -101,7 +116,7 @@ def new_model() -> LlamaForCausalLM:
 
 
 def bits_per_byte(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> float:
-    """Every byte of `texts` predicted once, with at most 1024 and (after the first 512) at least 512 tokens before it."""
+    """Every byte of `texts` predicted once, with up to 1024 tokens before it, 512 at least once there are so many."""
     nats, window, stride = 0.0, 1024, 512
     model.eval()
     with torch.inference_mode():
@@ -112,7 +127,9 @@ def bits_per_byte(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, t
                 begin = max(0, done - stride)
                 piece = ids[begin : begin + window][None]
                 logits = model(piece).logits[0, done - begin - 1 : -1]
-                nats += torch.nn.functional.cross_entropy(logits.float(), piece[0, done - begin :], reduction="sum").item()
+                nats += torch.nn.functional.cross_entropy(
+                    logits.float(), piece[0, done - begin :], reduction="sum"
+                ).item()
                 done = begin + piece.shape[1]
     model.train()
     return nats / math.log(2) / sum(len(text.encode()) for text in texts)
@@ -132,7 +149,7 @@ def main(
     out: Annotated[Path, typer.Option(help="folder to write the model to")],
     steps: Annotated[int, typer.Option(help="optimizer steps of 4096 tokens")] = 1200,
     work: Annotated[Path, typer.Option(help="folder for checkpoints")] = Path(".train"),
-    stdlib: Annotated[Path, typer.Option(help="the standard library's folder")] = Path(sysconfig.get_path("stdlib")),
+    stdlib: Annotated[Path, typer.Option(help="the standard library's folder")] = STDLIB,
     device: str = "cpu",
 ) -> None:
     torch.manual_seed(0)
@@ -141,8 +158,10 @@ def main(
     tokenizer = train_tokenizer(train_texts)
     ids = encode(tokenizer, train_texts)
     held_out_text = "".join(held_out_texts).encode()
-    print(f"{sum(map(len, train_texts)) / 1e6:.1f} MB in {len(train_texts)} files, {len(ids) / 1e6:.2f}M tokens; "
-          f"held out: {len(held_out_text) / 1e3:.0f} kB")
+    print(
+        f"{sum(map(len, train_texts)) / 1e6:.1f} MB in {len(train_texts)} files, {len(ids) / 1e6:.2f}M tokens; "
+        f"held out: {len(held_out_text) / 1e3:.0f} kB"
+    )
 
     model = new_model().to(device)
     optimizer_list = optimizers(model)
@@ -182,8 +201,12 @@ def main(
             progress.update(bar, advance=1, description=f"loss {loss.item():.3f}, {speed:,.0f} tokens/s")
             if (step + 1) % 100 == 0 or step + 1 == steps:
                 log.append({"step": step + 1, "loss": round(loss.item(), 4)})
-                state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizer_list],
-                         "step": step + 1, "log": log}
+                state = {
+                    "model": model.state_dict(),
+                    "optimizers": [o.state_dict() for o in optimizer_list],
+                    "step": step + 1,
+                    "log": log,
+                }
                 torch.save(state, checkpoint)
                 print(json.dumps(log[-1] | {"tokens_per_s": round(speed)}), flush=True)
 
@@ -198,7 +221,9 @@ def main(
     report = {
         "held_out_bits_per_byte": round(bits_per_byte(model.float().cpu(), tokenizer, held_out_texts), 4),
         "held_out_bytes": len(held_out_text),
-        "xz_bits_per_byte": round(8 * len(lzma.compress(held_out_text, preset=9 | lzma.PRESET_EXTREME)) / len(held_out_text), 4),
+        "xz_bits_per_byte": round(
+            8 * len(lzma.compress(held_out_text, preset=9 | lzma.PRESET_EXTREME)) / len(held_out_text), 4
+        ),
         "steps": steps,
         "trained_tokens": steps * BATCH_TOKENS,
         "python": platform.python_version(),

@@ -2,7 +2,7 @@
 
 from transformers.cache_utils import Cache as _TransformersCache
 
-from caches import backends as _backends  # registers the recipes
+import caches.backends  # noqa: F401 - registers the recipes
 from caches.cache import Cache, Driven
 from caches.errors import CacheError, CapacityError, StepError, UnknownCache, UnsupportedLayer
 from caches.foreign import ForeignCache

@@ -12,7 +12,7 @@ KV, INDEX, STATE = "kv", "index", "state"
 
 @dataclass(frozen=True)
 class Reach:
-    """How far back a token looks: everywhere ("all"), `size` tokens ("window"), or to the start of its chunk ("chunk")."""
+    """How far back a token looks: everywhere ("all"), `size` tokens ("window"), to the start of its chunk ("chunk")."""
 
     kind: str = "all"
     size: int | None = None

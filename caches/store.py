@@ -1,7 +1,8 @@
-"""How room is made for one stream of one layer: a tensor [rows, heads, columns, head_dim] whose columns a `Timeline` places.
+"""How room is made for one stream of one layer: a tensor [rows, heads, columns, head_dim].
 
-A store knows neither what its columns mean nor why some are forgotten. `GrowingStore` gets a larger buffer when it must,
-`FixedStore` never changes its address. Both write in place and hand out views: no step copies the history.
+A `Timeline` says where columns go; a store knows neither what they mean nor why some are forgotten. `GrowingStore`
+gets a larger buffer when it has to, `FixedStore` never changes its address. Both write in place and hand out views: no
+step copies the history.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class Timeline:
         return remaining >= 0 and self.end - tokens >= self.retention.surviving(remaining)
 
     def forget(self, tokens: int) -> None:
-        """Take back the last `tokens` committed ones; columns evicted since come back, they were not overwritten yet."""
+        """Take back the last `tokens` committed ones; columns evicted since come back: nothing overwrote them yet."""
         self.seen -= tokens
         self.end -= tokens
         self.start = self.end - self.retention.surviving(self.seen)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from configs import EngineConfig
 from engine.errors import ConfigError, EngineError, InputError, Interrupted, OptionError
-from engine.generator import Generator
+from engine.generator import Generator, Stream
 from engine.loading import SHIPPED_MODEL
 from engine.result import Generation, Piece, Stats
 
 
-def generate(model: PreTrainedModel | str, inputs: Any = None, *, tokenizer: Any = None, **arguments: Any) -> Generation:
+def generate(
+    model: PreTrainedModel | str, inputs: Any = None, *, tokenizer: Any = None, **arguments: Any
+) -> Generation:
     """Generate text with a cache chosen by name.
 
     model: a `PreTrainedModel`, or a local path or hub id.
@@ -35,10 +36,11 @@ def generate(model: PreTrainedModel | str, inputs: Any = None, *, tokenizer: Any
     return Generator(model, tokenizer).generate(inputs, **arguments)
 
 
-def stream(
-    model: PreTrainedModel | str, inputs: Any = None, *, tokenizer: Any = None, **arguments: Any
-) -> Iterator[Piece]:
-    """As `generate`, but yields a `Piece` (row, token ids, text) per row and step while they come."""
+def stream(model: PreTrainedModel | str, inputs: Any = None, *, tokenizer: Any = None, **arguments: Any) -> Stream:
+    """As `generate`, but yields a `Piece` (row, token ids, text) per row and step while they come.
+
+    The iterator's `result()` returns the `Generation`, also when it is left early.
+    """
     return Generator(model, tokenizer).stream(inputs, **arguments)
 
 
@@ -54,6 +56,7 @@ __all__ = [
     "OptionError",
     "Piece",
     "Stats",
+    "Stream",
     "generate",
     "stream",
 ]

@@ -82,9 +82,7 @@ def _tokenize(inputs: Any, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         raise InputError(
             "a text prompt needs a tokenizer: pass tokenizer=..., give the model as a path, or pass token ids"
         )
-    if isinstance(inputs, str):
-        inputs = [inputs]
-    elif len(inputs) > 0 and _is_message(inputs[0]):
+    if isinstance(inputs, str) or (len(inputs) > 0 and _is_message(inputs[0])):
         inputs = [inputs]
     if len(inputs) == 0:
         raise InputError("the list of prompts is empty")
@@ -94,9 +92,9 @@ def _tokenize(inputs: Any, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
             raise InputError(f"prompt {row} is empty: the model needs at least one token to begin with")
     longest = max(map(len, rows))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
-    ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])
+    padded = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    return ids, mask
+    return padded, mask
 
 
 def _token_ids(prompt: Any, tokenizer: Any) -> list[int]:

@@ -19,8 +19,9 @@ class Columns:
     def __init__(self, mask: torch.Tensor, total: int, positions: torch.Tensor | None = None):
         rows, prompt = mask.shape
         full = torch.cat([mask, mask.new_ones(rows, total - prompt)], dim=1)
-        # Without pads there is nothing to mask but the future, and attention kernels do that faster by themselves.
-        self._mask = None if bool(mask.all()) else full
+        # Without pads there is nothing to mask but the future, and attention kernels do that faster by themselves. But
+        # positions with gaps and no mask would be taken for several texts packed into one row.
+        self._mask = full if positions is not None or not bool(mask.all()) else None
         if positions is None:
             positions = (full.cumsum(dim=1) - 1).clamp(min=0)
         else:

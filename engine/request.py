@@ -104,7 +104,10 @@ def read_request(
         or getattr(model.generation_config, name) is not None
         for name in ("max_length", "min_length")
     }
-    config, model_inputs = model._prepare_generation_config(generation_config, **options)
+    try:
+        config, model_inputs = model._prepare_generation_config(generation_config, **options)
+    except ValueError as error:  # transformers' own checks of its parameters
+        raise OptionError(str(error)) from error
     for flag in ("output_attentions", "output_hidden_states"):  # kept in the config too
         model_inputs.pop(flag, None)
     _refuse_unknown(model, model_inputs)
@@ -183,7 +186,15 @@ def _refuse_unknown(model: PreTrainedModel, model_inputs: dict[str, Any]) -> Non
             raise OptionError(f"{type(model).__name__} and generate() know no option {name!r}; {nearest(name, known)}")
 
 
-_CALL_ARGUMENTS = {"cache", "cache_config", "strategy", "streamer", "logits_processor", "stopping_criteria", "tokenizer"}
+_CALL_ARGUMENTS = {
+    "cache",
+    "cache_config",
+    "strategy",
+    "streamer",
+    "logits_processor",
+    "stopping_criteria",
+    "tokenizer",
+}
 
 
 def _choose_strategy(config: GenerationConfig, strategy: str | Strategy | None, do_sample: bool | None) -> Strategy:
@@ -191,7 +202,9 @@ def _choose_strategy(config: GenerationConfig, strategy: str | Strategy | None, 
         mode = config.get_generation_mode()
         if mode not in _STRATEGY_OF_MODE:
             available = ", ".join(strategies.names())
-            raise OptionError(f"these options ask for {mode.value.replace('_', ' ')}; available strategies: {available}")
+            raise OptionError(
+                f"these options ask for {mode.value.replace('_', ' ')}; available strategies: {available}"
+            )
         strategy = _STRATEGY_OF_MODE[mode]
     if isinstance(strategy, str):
         strategy = strategies.build(strategy)
@@ -225,7 +238,9 @@ def _check_prompt(
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
         wrong = low if low < 0 else high
-        raise InputError(f"token id {wrong} is outside the model's vocabulary of {vocabulary} tokens (0 to {vocabulary - 1})")
+        raise InputError(
+            f"token id {wrong} is outside the model's vocabulary of {vocabulary} tokens (0 to {vocabulary - 1})"
+        )
     if mask is None:
         mask = model._prepare_attention_mask_for_generation(ids, config, {})
         may_be_right_padded = rows > 1
@@ -265,7 +280,7 @@ def _check_extras(prompt: Prompt, mask: torch.Tensor) -> None:
 def _check_length(model: PreTrainedModel, prompt_columns: int, total: int) -> None:
     if total <= prompt_columns:
         raise OptionError(
-            f"max_length={total} leaves no room after the prompt's {prompt_columns} tokens: raise it, or use max_new_tokens"
+            f"max_length={total} leaves no room after {prompt_columns} prompt tokens: raise it, or use max_new_tokens"
         )
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     # The last new token is never fed, so it needs no position.

@@ -32,8 +32,8 @@ class Stats:
 class Generation:
     """The result of one call, with the fields of transformers' `return_dict_in_generate`.
 
-    sequences: LongTensor [rows, prompt + new], laid out as transformers' `generate` lays it out: prompts with their left
-        padding, rows that ended early filled up with the pad id.
+    sequences: LongTensor [rows, prompt + new], laid out as by transformers' `generate`: prompts with their left pads,
+        rows that ended early filled up with the pad id.
     text: the new text of every row, without special tokens and without the stop string that ended it; None when the
         call had no tokenizer.
     finish_reasons: per row "eos", "stop_string", "criteria", "time", "length", or None when it was cut off.

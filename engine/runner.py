@@ -74,9 +74,7 @@ class Runner:
             cache.abort()
             raise
 
-    def _call(
-        self, inputs: dict[str, Any], cache: Driven, columns: Columns, end: int, graph: bool
-    ) -> ModelOutput:
+    def _call(self, inputs: dict[str, Any], cache: Driven, columns: Columns, end: int, graph: bool) -> ModelOutput:
         if not graph:
             return self.model(**inputs, return_dict=True)
         assert self._compiled is not None

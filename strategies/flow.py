@@ -1,7 +1,7 @@
 """What a decoding strategy is made of.
 
-A strategy's `flow` is a generator: it yields operations and is sent their results. One driver in the engine carries them
-out, so a flow touches no model, cache, mask or device, and a test can play the driver with `next()` and `.send()`.
+A strategy's `flow` is a generator: it yields operations and is sent their results. One driver in the engine carries
+them out, so a flow touches no model, cache, mask or device, and a test can play the driver with `next()` and `.send()`.
 
     operation          result sent back
     Forward(tokens)    logits after the last token, float32 [rows, vocabulary]

@@ -8,7 +8,7 @@ from configs import ConfigError, nearest
 from strategies.flow import Strategy
 
 _strategies: dict[str, type[Strategy]] = {}
-S = TypeVar("S", bound=type)
+S = TypeVar("S", bound=type[Strategy])
 
 
 def register(strategy: S) -> S:

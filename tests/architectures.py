@@ -13,7 +13,8 @@ WINDOW = 8
 
 _TINY = dict(
     vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8, max_position_embeddings=256, bos_token_id=1, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
+    num_key_value_heads=2, head_dim=8, max_position_embeddings=256, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+    tie_word_embeddings=False,
 )  # fmt: skip
 _MIXED = ["sliding_attention", "full_attention"] * 2
 _GPT2 = dict(vocab_size=VOCABULARY, n_embd=32, n_layer=3, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=None,

@@ -93,7 +93,7 @@ def test_generation_config_and_the_models_own_defaults():
 @pytest.mark.parametrize("cache", caches.names())
 def test_recorded_outputs(cache):
     model, inputs = tiny_model("llama"), prompt()
-    asked = {name: True for name in ("output_scores", "output_logits", "output_hidden_states")}
+    asked = dict.fromkeys(("output_scores", "output_logits", "output_hidden_states"), True)
     options = {"max_new_tokens": 5, "repetition_penalty": 1.4} | asked
     expected = model.generate(**inputs, **options, do_sample=False, return_dict_in_generate=True)
     out = engine.generate(model, inputs, cache=cache, **options)

@@ -75,7 +75,13 @@ def test_a_forward_that_died_in_a_plain_call_leaves_no_trace(name, monkeypatch):
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("make", [lambda config: DynamicCache(config=config), lambda config: StaticCache(config=config, max_cache_len=60)], ids=["DynamicCache", "StaticCache"])  # fmt: skip
+THEIRS = {
+    "DynamicCache": lambda config: DynamicCache(config=config),
+    "StaticCache": lambda config: StaticCache(config=config, max_cache_len=60),
+}
+
+
+@pytest.mark.parametrize("make", THEIRS.values(), ids=THEIRS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_theirs_in_ours(name, make):
     model, inputs = tiny_model(name), prompt()
@@ -112,9 +118,10 @@ def test_one_prefix_many_prompts():
         cache = model(prefix, past_key_values=cache).past_key_values
     for seed in (1, 2):
         ids = torch.cat([prefix, prompt(rows=1, tokens=5, pads=0, seed=seed)["input_ids"]], dim=1)
-        expected = model.generate(ids, max_new_tokens=8, do_sample=False)
-        assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False, past_key_values=copy.deepcopy(cache)), expected)  # fmt: skip
-        assert torch.equal(engine.generate(model, ids, max_new_tokens=8, cache=copy.deepcopy(cache)).sequences, expected)
+        options = {"max_new_tokens": 8, "do_sample": False}
+        expected = model.generate(ids, **options)
+        assert torch.equal(model.generate(ids, **options, past_key_values=copy.deepcopy(cache)), expected)
+        assert torch.equal(engine.generate(model, ids, **options, cache=copy.deepcopy(cache)).sequences, expected)
     assert cache.get_seq_length() == 13
 
 
@@ -122,8 +129,10 @@ def test_transformers_own_spelling():
     model, inputs = tiny_model("llama"), prompt()
     expected = model.generate(**inputs, max_new_tokens=9, do_sample=False)
     static = engine.generate(model, **inputs, max_new_tokens=9, cache_implementation="static")
-    assert torch.equal(static.sequences, expected) and static.cache.name == "static"
+    assert torch.equal(static.sequences, expected)
+    assert static.cache.name == "static"
     uncached = engine.generate(model, **inputs, max_new_tokens=9, use_cache=False)
-    assert torch.equal(uncached.sequences, expected) and uncached.past_key_values is None
+    assert torch.equal(uncached.sequences, expected)
+    assert uncached.past_key_values is None
     in_pieces = engine.generate(model, **inputs, max_new_tokens=9, prefill_chunk_size=4)
     assert torch.equal(in_pieces.sequences, expected)

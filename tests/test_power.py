@@ -1,11 +1,11 @@
-"""The comparisons with transformers can fail: each part of a step's bookkeeping is put off by one, and the text changes."""
+"""The comparisons with transformers can fail: put any part of a step's bookkeeping off by one, and the text changes."""
 
 import pytest
 import torch
 from architectures import prompt, tiny_model
 
 import engine
-from caches.store import FixedStore, GrowingStore
+from caches.store import GrowingStore
 from caches.timeline import Timeline
 from engine.masks import Columns
 

@@ -1,0 +1,115 @@
+"""The house rules: who may import whom, what is public, who may call what."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import caches
+import configs
+import engine
+import strategies
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("configs", "caches", "strategies", "engine")
+MAY_IMPORT = {
+    "configs": set(),
+    "caches": {"configs"},
+    "strategies": {"configs"},
+    "engine": {"configs", "caches", "strategies"},
+}
+
+
+def imports(path):
+    """Top-level names imported anywhere in a file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield (node.module or "").split(".")[0]
+
+
+def wrong_arrows(room, path):
+    return (set(imports(path)) & set(ROOMS)) - MAY_IMPORT[room] - {room}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_run_one_way(room):
+    files = sorted((ROOT / room).glob("*.py"))
+    assert files
+    for path in files:
+        assert not wrong_arrows(room, path), f"{path.name} imports {wrong_arrows(room, path)}"
+
+
+def test_a_wrong_arrow_would_be_seen(tmp_path):
+    bad = tmp_path / "bad.py"
+    bad.write_text("def f():\n    from engine.errors import EngineError\n    import strategies.flow\n")
+    assert wrong_arrows("caches", bad) == {"engine", "strategies"}
+
+
+def test_configurations_know_neither_torch_nor_models():
+    for path in (ROOT / "configs").glob("*.py"):
+        assert not set(imports(path)) & {"torch", "transformers", "numpy"}
+
+
+def test_strategies_know_no_models_and_stores_know_no_strategies():
+    for path in (ROOT / "strategies").glob("*.py"):
+        assert "transformers" not in set(imports(path))
+
+
+def test_the_timeline_has_no_keys_or_values_and_stores_no_policies():
+    text = (ROOT / "caches" / "store.py").read_text()
+    assert "spec" not in text.replace("specific", "")
+    assert "retention" not in text
+
+
+def test_the_codec_libraries_are_imported_only_when_used():
+    for room in ROOMS:
+        for path in (ROOT / room).glob("*.py"):
+            top = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+            names = {name for node in top for name in ast.unparse(node).replace(",", " ").split()}
+            assert not {name for name in names if name.startswith(("hqq", "optimum"))}
+
+
+PUBLIC = {
+    engine: {
+        "SHIPPED_MODEL", "ConfigError", "EngineConfig", "EngineError", "Generation", "Generator", "InputError",
+        "Interrupted", "OptionError", "Piece", "Stats", "Stream", "generate", "stream",
+    },
+    caches: {
+        "Cache", "CacheError", "CapacityError", "Driven", "ForeignCache", "NoCache", "Recipe", "StepError",
+        "UnknownCache", "UnsupportedLayer", "build", "driven", "names", "recipe", "register",
+    },
+    configs: {
+        "CacheConfig", "Config", "ConfigError", "DynamicCacheConfig", "EngineConfig", "EngineError", "NoCacheConfig",
+        "StaticCacheConfig", "nearest",
+    },
+    strategies: {
+        "Crop", "Emit", "Flow", "Forward", "Greedy", "Operation", "Process", "Rows", "Sampling", "Strategy", "build",
+        "names", "one_token_per_step", "register",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("room", PUBLIC, ids=lambda room: room.__name__)
+def test_public_names(room):
+    assert set(room.__all__) == PUBLIC[room]
+    for name in PUBLIC[room]:
+        assert getattr(room, name) is not None
+
+
+def test_every_error_has_its_root():
+    roots = (engine.EngineError, caches.CacheError)
+    for room in (engine, caches, configs):
+        for name in room.__all__:
+            thing = getattr(room, name)
+            if isinstance(thing, type) and issubclass(thing, Exception):
+                assert issubclass(thing, roots)
+
+
+def test_registered_twice_is_an_error():
+    with pytest.raises(ValueError, match="'dynamic' is registered already"):
+        caches.register(configs.DynamicCacheConfig)(lambda specs, options: None)
+    with pytest.raises(ValueError, match="'greedy' is registered already"):
+        strategies.register(strategies.Greedy)

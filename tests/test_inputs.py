@@ -1,0 +1,234 @@
+"""Every form a prompt can have, and every way it can be wrong."""
+
+import pytest
+import torch
+import transformers
+from architectures import prompt, tiny_model
+
+import caches
+import engine
+from configs import ConfigError, DynamicCacheConfig, StaticCacheConfig
+
+TEXT = "import os\n"
+OPTIONS = {"max_new_tokens": 5}
+
+
+def test_all_forms_of_one_prompt(shipped):
+    ids = shipped.tokenizer(TEXT, return_tensors="pt")
+    expected = shipped.model.generate(**ids, **OPTIONS, do_sample=False)
+    forms = [TEXT, [TEXT], ids["input_ids"], ids["input_ids"][0], ids, dict(ids), {"input_ids": ids["input_ids"]}]
+    for form in forms:
+        assert torch.equal(shipped.generate(form, **OPTIONS).sequences, expected)
+    assert torch.equal(shipped.generate(**ids, **OPTIONS).sequences, expected)
+    assert shipped.generate(TEXT, **OPTIONS).text == [shipped.tokenizer.decode(expected[0, ids["input_ids"].shape[1] :])]
+
+
+def test_ragged_texts_equal_each_text_alone(shipped):
+    texts = [TEXT, "class Path:\n    def joinpath(self, *others):\n", "x"]
+    together = shipped.generate(texts, max_new_tokens=20)
+    assert together.text == [shipped.generate(text, max_new_tokens=20).text[0] for text in texts]
+    pads = (together.sequences[:, :1] == shipped.tokenizer.pad_token_id).sum()
+    assert pads == 2  # the longest row has none
+    assert together.stats.prompt_tokens == sum(len(shipped.tokenizer(text)["input_ids"]) for text in texts)
+
+
+def test_chat_messages(shipped):
+    chat = [{"role": "user", "content": "write a loop"}]
+    ids = shipped.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    expected = shipped.generate(ids["input_ids"], **OPTIONS).sequences
+    assert torch.equal(shipped.generate(chat, **OPTIONS).sequences, expected)
+    assert torch.equal(shipped.generate([chat, chat], **OPTIONS).sequences, expected.expand(2, -1))
+
+
+def test_a_model_given_as_a_path():
+    out = engine.generate(str(engine.SHIPPED_MODEL), TEXT, cache="static", **OPTIONS)
+    assert isinstance(out.text[0], str)
+    assert next(engine.stream(str(engine.SHIPPED_MODEL), TEXT, **OPTIONS)).row == 0
+    half = engine.Generator(str(engine.SHIPPED_MODEL), config=engine.EngineConfig(dtype="bfloat16"))
+    assert half.model.dtype == torch.bfloat16
+    assert half.generate(TEXT, **OPTIONS).stats.new_tokens == 5
+
+
+def test_a_prompt_of_no_tokens_begins_with_bos(shipped):
+    expected = shipped.generate(torch.tensor([[0]]), **OPTIONS).sequences
+    assert torch.equal(shipped.generate(**OPTIONS).sequences, expected)
+
+
+def test_extra_model_inputs_reach_the_model():
+    """token_type_ids of GPT-2 are embedded: they change the text, and grow with it."""
+    model, inputs = tiny_model("gpt2"), prompt(pads=0)
+    kinds = torch.ones_like(inputs["input_ids"]) * 7
+    expected = model.generate(**inputs, token_type_ids=kinds, max_new_tokens=20, do_sample=False)
+    for cache in caches.names():
+        out = engine.generate(model, {**inputs, "token_type_ids": kinds}, cache=cache, max_new_tokens=20)
+        assert torch.equal(out.sequences, expected)
+    assert not torch.equal(engine.generate(model, inputs, max_new_tokens=20).sequences, expected)
+
+
+def test_positions_of_the_callers_own():
+    model, inputs = tiny_model("gpt2"), prompt(pads=0)
+    positions = torch.arange(13).expand(2, -1) * 2
+    expected = model.generate(**inputs, position_ids=positions, max_new_tokens=20, do_sample=False)
+    for cache in caches.names():
+        out = engine.generate(model, inputs, position_ids=positions, cache=cache, max_new_tokens=20)
+        assert torch.equal(out.sequences, expected)
+
+
+def test_cache_configurations():
+    model, inputs = tiny_model("llama"), prompt()
+    for choice in (
+        {"cache": "static", "cache_config": {"max_cache_len": 64}},
+        {"cache": "static", "cache_config": StaticCacheConfig(max_cache_len=64)},
+        {"cache": StaticCacheConfig(max_cache_len=64)},
+        {"cache_implementation": "static", "cache_config": {"max_cache_len": 64}},
+    ):
+        assert engine.generate(model, inputs, **choice, **OPTIONS).cache.max_tokens == 64
+    assert engine.generate(model, inputs, cache=DynamicCacheConfig(), **OPTIONS).cache.max_tokens is None
+    generator = engine.Generator(model, config=engine.EngineConfig(cache="static"))
+    assert generator.generate(inputs, **OPTIONS).cache.name == "static"
+
+
+def test_the_longrope_switch_of_phi3_computes_everything_again():
+    config = transformers.Phi3Config(
+        **{**tiny_model("phi3").config.to_dict(), "sliding_window": None, "original_max_position_embeddings": 20,
+           "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4,
+                               "long_factor": [3.0, 2.0, 5.0, 4.0], "original_max_position_embeddings": 20}}
+    )  # fmt: skip
+    model = transformers.Phi3ForCausalLM(config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim >= 2:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    inputs = prompt(pads=0)
+    expected = model.generate(**inputs, max_new_tokens=30, do_sample=False)
+    for cache in caches.names():
+        assert torch.equal(engine.generate(model, inputs, cache=cache, max_new_tokens=30).sequences, expected)
+
+
+IDS = prompt(pads=0)["input_ids"]
+RIGHT_PADDED = torch.ones_like(IDS).index_fill(1, torch.tensor([12]), 0)
+
+WRONG_INPUTS = {
+    "no tokens": ({"inputs": IDS[:, :0]}, "empty"),
+    "id too large": ({"inputs": torch.tensor([[4, 101]])}, "token id 101 is outside the model's vocabulary of 101"),
+    "negative id": ({"inputs": torch.tensor([[4, -1]])}, "token id -1"),
+    "floats": ({"inputs": torch.rand(2, 3)}, "integers"),
+    "mask of another shape": ({"inputs": IDS, "attention_mask": torch.ones(2, 12)}, r"shape \[2, 12\].*\[2, 13\]"),
+    "right padding": ({"inputs": IDS, "attention_mask": RIGHT_PADDED}, "pad on the left"),
+    "beyond the positions": ({"inputs": IDS, "max_new_tokens": 400}, "412 positions, but the model has 256"),
+    "text without a tokenizer": ({"inputs": "hello"}, "tokenizer"),
+    "prompt twice": ({"inputs": IDS, "input_ids": IDS}, "twice"),
+    "a number": ({"inputs": 5}, "not a int"),
+    "positions of another shape": ({"inputs": IDS, "position_ids": torch.zeros(2, 3)}, "position_ids has shape"),
+}
+
+WRONG_OPTIONS = {
+    "no new tokens": ({"max_new_tokens": 0}, "max_new_tokens=0"),
+    "negative": ({"max_new_tokens": -3}, "max_new_tokens=-3"),
+    "max_length too small": ({"max_length": 9, "max_new_tokens": None}, "max_length"),
+    "unknown keyword": ({"max_new_token": 5}, "max_new_tokens"),
+    "unknown strategy": ({"strategy": "gredy"}, "greedy"),
+    "beams": ({"num_beams": 4}, "beam search"),
+    "contradiction": ({"strategy": "greedy", "do_sample": True}, "do_sample=True"),
+    "many greedy": ({"num_return_sequences": 3}, "num_return_sequences"),
+    "two caches": ({"cache": "static", "cache_implementation": "dynamic"}, "both choose"),
+    "cache without cache": ({"cache": "static", "use_cache": False}, "use_cache=False"),
+    "a cache that is none": ({"cache": 7}, "not a int"),
+    "stop strings without a tokenizer": ({"stop_strings": ["a"]}, "tokenizer"),
+    "embeddings": ({"inputs_embeds": torch.zeros(1, 2, 32)}, "inputs_embeds"),
+    "pieces without a cache": ({"prefill_chunk_size": 3, "cache": "none"}, "pieces"),
+    "config for a live cache": ({"past_key_values": transformers.DynamicCache(), "cache_config": {}}, "live one"),
+    "healing": ({"token_healing": True}, "token_healing"),
+    "a cache option": ({"cache": "dynamic", "cache_config": {"max_cache_len": 5}}, "takes no options"),
+    "a misspelt cache option": ({"cache": "static", "cache_config": {"max_cache_length": 5}}, "max_cache_len"),
+    "an impossible cache option": ({"cache": "static", "cache_config": {"max_cache_len": 0}}, "at least 1"),
+}
+
+
+@pytest.fixture
+def idle_model(monkeypatch):
+    """Wrong calls are noticed before any work."""
+    model = tiny_model("llama")
+
+    def forward(*args, **kwargs):
+        raise AssertionError("the model was run")
+
+    monkeypatch.setattr(model.model, "forward", forward)
+    return model
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG_INPUTS.values(), ids=WRONG_INPUTS)
+def test_wrong_inputs(arguments, message, idle_model):
+    with pytest.raises(engine.InputError, match=message):
+        engine.generate(idle_model, **({"max_new_tokens": 5} | arguments))
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG_OPTIONS.values(), ids=WRONG_OPTIONS)
+def test_wrong_options(arguments, message, idle_model):
+    with pytest.raises((engine.OptionError, ConfigError, ValueError), match=message) as failure:
+        engine.generate(idle_model, IDS, **({"max_new_tokens": 5} | arguments))
+    assert isinstance(failure.value, (engine.EngineError, caches.CacheError))
+
+
+def test_wrong_texts(shipped):
+    for inputs, message in [
+        ("", "prompt 0 is empty"),
+        (["a", ""], "prompt 1 is empty"),
+        ([], "list of prompts is empty"),
+        (["a", 5], "a row of prompts"),
+        ([{"content": "x"}], "a row of prompts"),
+    ]:
+        with pytest.raises(engine.InputError, match=message):
+            shipped.generate(inputs, **OPTIONS)
+    with pytest.raises(engine.OptionError, match="empty stop string"):
+        shipped.generate("a", stop_strings=[""], **OPTIONS)
+
+
+def test_a_chat_without_a_template(tokenizer):
+    import copy
+
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = None
+    with pytest.raises(engine.InputError, match="chat_template"):
+        engine.generate(tiny_model("llama"), [{"role": "user", "content": "x"}], tokenizer=plain)
+
+
+def test_unknown_cache_names_the_nearest(idle_model):
+    with pytest.raises(caches.UnknownCache, match="no cache named 'statik'; did you mean 'static'"):
+        engine.generate(idle_model, IDS, cache="statik")
+
+
+def test_a_cache_that_is_too_small(idle_model):
+    with pytest.raises(caches.CapacityError, match="at most 15 tokens, but 13 prompt tokens and 5 new ones need 17"):
+        engine.generate(idle_model, IDS, cache="static", cache_config={"max_cache_len": 15}, max_new_tokens=5)
+
+
+def test_a_live_cache_that_does_not_fit_the_prompt():
+    model = tiny_model("llama")
+    cache = engine.generate(model, IDS, max_new_tokens=5).cache
+    other = prompt(pads=0, tokens=20, seed=9)["input_ids"]
+    with pytest.raises(engine.InputError, match="17 tokens that do not begin this prompt: they differ from token 0"):
+        engine.generate(model, other, cache=cache, max_new_tokens=5)
+    with pytest.raises(engine.InputError, match="2 rows, but the prompt has 1"):
+        engine.generate(model, other[:1], cache=cache, max_new_tokens=5)
+    with pytest.raises(engine.InputError, match="nothing is left to feed"):
+        engine.generate(model, IDS, cache=cache, max_new_tokens=5)
+
+
+def test_training_mode_and_encoder_decoder():
+    model = tiny_model("llama")
+    model.train()
+    try:
+        with pytest.raises(engine.InputError, match=r"model\.eval"):
+            engine.generate(model, IDS, **OPTIONS)
+    finally:
+        model.eval()
+    t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=99, d_model=16, d_ff=16, num_layers=1, d_kv=4, num_heads=2)).eval()  # fmt: skip
+    with pytest.raises(engine.InputError, match="encoder-decoder"):
+        engine.generate(t5, IDS, **OPTIONS)
+
+
+def test_a_layer_kind_no_backend_keeps():
+    config = transformers.MambaConfig(vocab_size=99, hidden_size=16, num_hidden_layers=2, state_size=4)
+    with pytest.raises(caches.UnsupportedLayer, match="layer 0"):
+        caches.build("dynamic", config)

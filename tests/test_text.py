@@ -1,0 +1,46 @@
+"""Tokens to text piece by piece: characters split over tokens, stop strings split over pieces."""
+
+import pytest
+
+from engine.text import RowText
+
+TEXTS = ["def f(x):\n    return x + 1\n", "naïve café – 漢字 🙂🙃 end", "a STOP b", "", " leading and trailing "]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_add_up_and_hold_no_half_characters(text, tokenizer):
+    row = RowText(tokenizer)
+    pieces = [row.push(token) for token in tokenizer(text)["input_ids"]] + [row.flush()]
+    assert "".join(pieces) == row.text == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_text_that_never_becomes_a_character_comes_at_the_end(tokenizer):
+    tokens = tokenizer("a🙂")["input_ids"][:-1]
+    row = RowText(tokenizer)
+    pieces = [row.push(token) for token in tokens]
+    assert "".join(pieces) == "a"
+    assert row.flush() == tokenizer.decode(tokens)[1:]
+
+
+@pytest.mark.parametrize(
+    ("stops", "expected", "stopped"),
+    [
+        (["return"], "def f(x):\n    ", True),
+        (["x + ", "return x"], "def f(x):\n    ", True),
+        ([")", "(x"], "def f", True),
+        (["returns"], TEXTS[0], False),
+        (["1\n\n"], TEXTS[0], False),
+        (["\n"], "def f(x):", True),
+    ],
+)
+def test_stop_strings_never_show(stops, expected, stopped, tokenizer):
+    row = RowText(tokenizer, stops)
+    shown = ""
+    for token in tokenizer(TEXTS[0])["input_ids"]:
+        shown += row.push(token)
+        assert expected.startswith(shown)
+        if row.stopped:
+            break
+    assert shown + row.flush() == row.text == expected
+    assert row.stopped is stopped
