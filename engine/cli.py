@@ -8,14 +8,19 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from transformers.utils import logging
 
-if TYPE_CHECKING:
-    from engine.result import Generation, Stats
+import caches
+from engine.errors import EngineError, Interrupted
+from engine.generator import Generator
+from engine.loading import SHIPPED_MODEL
+from engine.result import Generation, Stats
 
 app = typer.Typer(no_args_is_help=True, add_completion=True, rich_markup_mode=None)
 _messages = Console(stderr=True, highlight=False)
@@ -34,7 +39,7 @@ def generate(
     model: Annotated[
         str | None, typer.Option(help="Local path or hub id; default: the small model of the package.")
     ] = None,
-    cache: Annotated[str, typer.Option(help="Cache backend: dynamic, static or none.")] = "dynamic",
+    cache: Annotated[str, typer.Option(help=f"Cache backend: {', '.join(caches.names())}.")] = "dynamic",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
     temperature: Annotated[float | None, typer.Option(help="Sample at this temperature; 0 is greedy.")] = None,
     top_p: Annotated[
@@ -56,18 +61,12 @@ def generate(
     if top_p is not None and temperature == 0:
         raise typer.BadParameter("--temperature 0 is greedy, so --top-p cannot apply: leave one of them out")
 
-    # Imported late: --help must not wait for torch.
-    import torch
-    from transformers.utils import logging
-
-    import engine
-
     logging.disable_progress_bar()
     if seed is not None:
         torch.manual_seed(seed)
     options: dict[str, object] = {"cache": cache, "max_new_tokens": max_new_tokens, "do_sample": samples}
     options |= {name: value for name, value in (("temperature", temperature), ("top_p", top_p)) if samples and value}
-    generator = engine.Generator(model or str(engine.SHIPPED_MODEL))
+    generator = Generator(model or str(SHIPPED_MODEL))
     if stream:
         pieces = generator.stream(prompt, **options)
         for piece in pieces:
@@ -112,15 +111,11 @@ def _print_stats(cache: str, stats: Stats) -> None:
 
 def main() -> None:
     """Entry point: errors become one line and an exit code."""
-    from caches.errors import CacheError
-    from configs import EngineError
-    from engine.errors import Interrupted
-
     try:
         app()
     except Interrupted as error:
         _fail(str(error), 1)
-    except (EngineError, CacheError) as error:
+    except (EngineError, caches.CacheError) as error:
         _fail(str(error), 2)
     except OSError as error:  # transformers: no such model
         _fail(str(error).strip().splitlines()[0], 2)

@@ -82,7 +82,7 @@ class Generator:
         if live is None:
             chosen = _one_of(cache=cache, cache_implementation=cache_implementation)
             live = self._new_cache(chosen, cache_config, request)
-        elif request.before == 0:
+        elif request.before == 0 and live.handle is not None:
             check_prefix(live.handle, request.prompt.ids, live.seen)
         if live.max_tokens is not None and live.max_tokens < request.total - 1:
             raise caches.CapacityError(

@@ -6,7 +6,11 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.masking_utils import create_masks_for_generate
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
 
 
 class Columns:
@@ -44,17 +48,37 @@ class Columns:
         self._positions = self._positions.index_select(rows_axis, index)
 
 
+_MASK_OF_LAYER_TYPE = {
+    "full_attention": create_causal_mask,
+    "sliding_attention": create_sliding_window_causal_mask,
+    "chunked_attention": create_chunked_causal_mask,
+}
+
+
 def graph_mask(model: Any, cache: TransformersCache, mask: torch.Tensor | None, positions: torch.Tensor) -> Any:
     """What a compiled step gets instead of a 2D mask: 4D masks of fixed shape, one or a dict per layer type.
 
     Made outside the graph with the sizes the cache announces for the open step.
     """
-    make = getattr(model, "create_masks_for_generate", create_masks_for_generate)
-    shape = (*positions.shape[-2:], 0)
-    return make(
-        config=model.config,
-        inputs_embeds=torch.empty(shape, dtype=model.dtype, device=positions.device),
-        attention_mask=mask,
-        past_key_values=cache,
-        position_ids=positions,
-    )
+    config = model.config.get_text_config(decoder=True)
+    shape = (*positions.shape[-2:], 0)  # only the shape, type and device of the embeddings matter
+    arguments = {
+        "config": config,
+        "inputs_embeds": torch.empty(shape, dtype=model.dtype, device=positions.device),
+        "attention_mask": mask,
+        "past_key_values": cache,
+        "position_ids": positions,
+    }
+    if hasattr(model, "create_masks_for_generate"):
+        return model.create_masks_for_generate(**arguments | {"config": model.config})
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None:
+        return {kind: contiguous(_MASK_OF_LAYER_TYPE[kind](**arguments)) for kind in sorted(set(layer_types))}
+    if getattr(config, "sliding_window", None) is not None:
+        return contiguous(create_sliding_window_causal_mask(**arguments))
+    return contiguous(create_causal_mask(**arguments))
+
+
+def contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with strides of its own, not those of the tensor it is a view of: graphs are compiled for strides."""
+    return tensor.clone(memory_format=torch.contiguous_format)

@@ -10,7 +10,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from caches import Driven
-from engine.masks import Columns, graph_mask
+from engine.masks import Columns, contiguous, graph_mask
 
 # Extra inputs with one entry per token, and what a generated token has there (None: what the token before it has).
 PER_TOKEN_EXTRAS = {"token_type_ids": None, "mm_token_type_ids": 0, "moe_mm_token_type_ids": 0}
@@ -78,8 +78,8 @@ class Runner:
         if not graph:
             return self.model(**inputs, return_dict=True)
         assert self._compiled is not None
-        positions = columns.positions(end - 1, end).clone()
-        inputs["input_ids"] = inputs["input_ids"].clone()
+        positions = contiguous(columns.positions(end - 1, end))
+        inputs["input_ids"] = contiguous(inputs["input_ids"])
         if "position_ids" in inputs:
             inputs["position_ids"] = positions
         inputs["attention_mask"] = graph_mask(self.model, cache.handle, columns.mask(end), positions)

@@ -24,3 +24,14 @@ def shipped() -> engine.Generator:
 @pytest.fixture(scope="session")
 def tokenizer():
     return AutoTokenizer.from_pretrained(engine.SHIPPED_MODEL)
+
+
+@pytest.fixture
+def cli():
+    """Runs `engine ...` in this process: a function of its arguments, with `exit_code`, `stdout`, `stderr`."""
+    from typer.testing import CliRunner
+
+    from engine.cli import app
+
+    runner = CliRunner()
+    return lambda arguments, input=None: runner.invoke(app, arguments, input=input)

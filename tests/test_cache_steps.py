@@ -1,4 +1,4 @@
-"""One step is a transaction, on every backend and every kind of reach: driven by hand, with tensors that can be read."""
+"""One step is a transaction, on every backend and kind of reach: driven by hand, with tensors that can be read."""
 
 import copy
 

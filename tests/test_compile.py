@@ -23,12 +23,21 @@ def graphs(monkeypatch):
     return seen
 
 
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2", "llama4_text", "phi3"])
-def test_one_graph_over_all_steps(name, graphs):
-    model, inputs = tiny_model(name), prompt()
+def test_one_graph_over_all_steps(name, rows, graphs):
+    model, inputs = tiny_model(name), prompt(rows=rows)
     expected = engine.generate(model, inputs, cache="static", max_new_tokens=21).sequences
     generator = engine.Generator(model, config=engine.EngineConfig(cache="static", compile="aot_eager"))
     assert torch.equal(generator.generate(inputs, max_new_tokens=21).sequences, expected)
+    assert len(graphs) == 1
+
+
+def test_a_second_call_of_the_same_shapes_compiles_nothing(graphs):
+    generator = engine.Generator(tiny_model("llama"), config=engine.EngineConfig(cache="static", compile="aot_eager"))
+    first = generator.generate(prompt(), max_new_tokens=9)
+    again = generator.generate(prompt(), max_new_tokens=9)
+    assert torch.equal(first.sequences, again.sequences)
     assert len(graphs) == 1
 
 

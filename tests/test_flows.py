@@ -1,11 +1,11 @@
 """Flows alone: the test plays the driver."""
 
 import torch
+from support import toy_flow
 
 import engine
 import strategies
 from strategies import Crop, Emit, Forward, Rows
-from support import toy_flow
 
 
 def test_names():
@@ -52,7 +52,7 @@ def test_sampling_draws_from_the_processed_scores():
 
 
 def test_the_driver_carries_out_every_operation():
-    """A strategy of one's own, with rollback and reordering, gives greedy text: nothing it took back is left anywhere."""
+    """A strategy of one's own, with rollback and reordering, gives greedy text: nothing it took back is left."""
     from architectures import prompt, tiny_model
 
     class Wasteful:

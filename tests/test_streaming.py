@@ -118,7 +118,7 @@ def test_what_was_generated_survives_a_failure(shipped, cache):
     if cache == "static":
         options["cache_config"] = {"max_cache_len": 99}
     whole = shipped.generate(PROMPTS, **options)
-    with pytest.raises(engine.Interrupted, match="after 4 new tokens per row .ArithmeticError: no fifth") as failure:
+    with pytest.raises(engine.Interrupted, match=r"after 4 new tokens per row \(ArithmeticError: no fifth") as failure:
         shipped.generate(PROMPTS, logits_processor=[Broken()], **options)
     part = failure.value.partial
     assert isinstance(failure.value.__cause__, ArithmeticError)
