@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -14,7 +15,7 @@ from engine.result import Generation, Piece, Stats
 
 
 def generate(
-    model: PreTrainedModel | str, inputs: Any = None, *, tokenizer: Any = None, **arguments: Any
+    model: PreTrainedModel | str | Path, inputs: Any = None, *, tokenizer: Any = None, **arguments: Any
 ) -> Generation:
     """Generate text with a cache chosen by name.
 
@@ -36,7 +37,9 @@ def generate(
     return Generator(model, tokenizer).generate(inputs, **arguments)
 
 
-def stream(model: PreTrainedModel | str, inputs: Any = None, *, tokenizer: Any = None, **arguments: Any) -> Stream:
+def stream(
+    model: PreTrainedModel | str | Path, inputs: Any = None, *, tokenizer: Any = None, **arguments: Any
+) -> Stream:
     """As `generate`, but yields a `Piece` (row, token ids, text) per row and step while they come.
 
     The iterator's `result()` returns the `Generation`, also when it is left early.

@@ -66,7 +66,7 @@ def generate(
         torch.manual_seed(seed)
     options: dict[str, object] = {"cache": cache, "max_new_tokens": max_new_tokens, "do_sample": samples}
     options |= {name: value for name, value in (("temperature", temperature), ("top_p", top_p)) if samples and value}
-    generator = Generator(model or str(SHIPPED_MODEL))
+    generator = Generator(model or SHIPPED_MODEL)
     if stream:
         pieces = generator.stream(prompt, **options)
         for piece in pieces:

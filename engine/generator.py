@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -32,7 +33,7 @@ class Generator:
     tokenizer: needed for text prompts, text results and stop strings. config: how it works.
     """
 
-    def __init__(self, model: PreTrainedModel | str, tokenizer: Any = None, config: EngineConfig | None = None):
+    def __init__(self, model: PreTrainedModel | str | Path, tokenizer: Any = None, config: EngineConfig | None = None):
         self.config = config or EngineConfig()
         self.model, self.tokenizer = load(model, tokenizer, self.config)
         self._runner = Runner(self.model, self.config.compile)

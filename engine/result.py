@@ -36,7 +36,8 @@ class Generation:
         rows that ended early filled up with the pad id.
     text: the new text of every row, without special tokens and without the stop string that ended it; None when the
         call had no tokenizer.
-    finish_reasons: per row "eos", "stop_string", "criteria", "time", "length", or None when it was cut off.
+    finish_reasons: per row "eos", "stop_string", "criteria", "time", "length", or None when the run ended
+        before the row did.
     cache: the live cache, holding everything but the last token; None for cache="none".
     scores, logits: per new token [rows, vocabulary], float32, after / before the logits processors; None unless
         `output_scores` / `output_logits`.

@@ -3,7 +3,6 @@ of the cache, the streams and the clean end."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Generator
 from typing import Any
@@ -76,13 +75,15 @@ class Run:
             answer: Any = None
             while not self._stopping.done:
                 with torch.no_grad():
-                    operation = flow.send(answer)
+                    try:
+                        operation = flow.send(answer)
+                    except StopIteration:
+                        return
                     answer, pieces = self._perform(operation)
                 yield from pieces
         except EngineError:
             raise
         except Exception as error:
-            self._leave_last_token_unfed()
             new = self._length - self._request.prompt.ids.shape[1]
             raise Interrupted(
                 f"generation stopped after {new} new tokens per row ({type(error).__name__}: {error}); what was "
@@ -171,12 +172,12 @@ class Run:
         return pieces
 
     def _reorder(self, index: torch.Tensor) -> None:
+        if self._texts is not None:
+            raise OptionError("stop strings and streamed text cannot follow a strategy that reorders rows")
         self._cache.rows(index)
         self._columns.rows(index)
         self._ids, self._fed = self._ids[index], self._fed[index]
         self._stopping.rows(index)
-        if self._texts is not None:
-            raise OptionError("stop strings and streamed text cannot follow a strategy that reorders rows")
 
     def _settle(self, drop: int = 0) -> None:
         if not self._step_open:
@@ -188,17 +189,15 @@ class Run:
         if drop:
             self._fed = self._fed[:, :-drop]
 
-    def _leave_last_token_unfed(self) -> None:
-        """What holds after every run holds after a failed one: continuing needs a token that the cache has not seen."""
-        if self._step_open:
-            fed_too_far = max(0, self._fed.shape[1] - (self._length - 1))
-            with contextlib.suppress(caches.StepError):  # a cache that cannot take it back keeps it
-                self._settle(drop=fed_too_far)
-
     def _close(self) -> None:
         if self._ended_s is not None:
             return
-        self._settle()
+        # Continuing needs a token that the cache has not seen: a run that failed may have fed the last one.
+        fed_too_far = max(0, self._fed.shape[1] - (self._length - 1)) if self._step_open else 0
+        try:
+            self._settle(drop=fed_too_far)
+        except caches.StepError:  # a cache that cannot take it back keeps it
+            self._settle()
         self._ended_s = time.perf_counter()
         if self._streamer is not None:
             self._streamer.end()

@@ -9,7 +9,8 @@ them out, so a flow touches no model, cache, mask or device, and a test can play
     Crop(tokens)       None
     Rows(index)        None
 
-The first operation of every flow is a `Forward` of the prompt. The driver closes the flow when all rows have ended.
+The first operation of every flow is a `Forward` of the prompt. The driver closes the flow when all rows have ended; a
+flow that returns ends the run.
 """
 
 from __future__ import annotations

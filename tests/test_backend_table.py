@@ -55,9 +55,11 @@ def rolls_back_in_a_window(cache: str) -> bool:
 
 
 def in_transformers_beam_search(cache: str) -> bool:
-    model, inputs = tiny_model("gemma2"), prompt()
+    model, inputs, handle = tiny_model("gemma2"), prompt(), new_cache(cache, "gemma2").handle
+    if handle is None:
+        return False
     options = {"max_new_tokens": NEW, "do_sample": False, "num_beams": 3}
-    out = model.generate(**inputs, **options, past_key_values=new_cache(cache, "gemma2").handle)
+    out = model.generate(**inputs, **options, past_key_values=handle)
     return torch.equal(out, model.generate(**inputs, **options))
 
 

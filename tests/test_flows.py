@@ -77,6 +77,23 @@ def test_the_driver_carries_out_every_operation():
             assert torch.equal(out.sequences, model.generate(**inputs, max_new_tokens=30, do_sample=False))
 
 
+def test_a_flow_that_returns_ends_the_run():
+    from architectures import prompt, tiny_model
+
+    class ThreeTokens:
+        name, samples = "three", False
+
+        def flow(self, ids, process):
+            for _ in range(3):
+                logits = yield Forward(ids[:, -1:] if ids.shape[1] > 13 else ids)
+                ids = yield Emit(logits.argmax(-1, keepdim=True))
+
+    model, inputs = tiny_model("llama"), prompt()
+    out = engine.generate(model, inputs, strategy=ThreeTokens(), max_new_tokens=30)
+    assert torch.equal(out.sequences, model.generate(**inputs, max_new_tokens=3, do_sample=False))
+    assert out.finish_reasons == [None, None]
+
+
 def test_several_tokens_may_be_emitted_at_once():
     from architectures import prompt, tiny_model
 

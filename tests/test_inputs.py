@@ -43,10 +43,10 @@ def test_chat_messages(shipped):
 
 
 def test_a_model_given_as_a_path():
-    out = engine.generate(str(engine.SHIPPED_MODEL), TEXT, cache="static", **OPTIONS)
+    out = engine.generate(engine.SHIPPED_MODEL, TEXT, cache="static", **OPTIONS)
     assert isinstance(out.text[0], str)
-    assert next(engine.stream(str(engine.SHIPPED_MODEL), TEXT, **OPTIONS)).row == 0
-    half = engine.Generator(str(engine.SHIPPED_MODEL), config=engine.EngineConfig(dtype="bfloat16"))
+    assert next(engine.stream(engine.SHIPPED_MODEL, TEXT, **OPTIONS)).row == 0
+    half = engine.Generator(engine.SHIPPED_MODEL, config=engine.EngineConfig(dtype="bfloat16"))
     assert half.model.dtype == torch.bfloat16
     assert half.generate(TEXT, **OPTIONS).stats.new_tokens == 5
 

@@ -1,0 +1,43 @@
+"""The same equalities on a GPU."""
+
+import copy
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, prompt, tiny_model
+
+import caches
+import engine
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture
+def on_gpu():
+    def move(name):
+        # float64: kernels for different shapes round differently, and this is about bookkeeping.
+        return copy.deepcopy(tiny_model(name)).to("cuda", torch.float64)
+
+    return move
+
+
+@pytest.mark.parametrize("cache", caches.names())
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy(name, cache, on_gpu):
+    model = on_gpu(name)
+    inputs = {key: value.cuda() for key, value in prompt().items()}
+    expected = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+    out = engine.generate(model, inputs, cache=cache, max_new_tokens=40)
+    assert torch.equal(out.sequences, expected)
+    assert out.stats.peak_bytes > 0
+    # Prompts on the host are moved to the model.
+    assert torch.equal(engine.generate(model, prompt(), cache=cache, max_new_tokens=40).sequences, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_the_compiled_step(name, on_gpu):
+    torch._dynamo.reset()
+    model = on_gpu(name)
+    expected = engine.generate(model, prompt(), cache="static", max_new_tokens=40).sequences
+    generator = engine.Generator(model, config=engine.EngineConfig(cache="static", compile="inductor"))
+    assert torch.equal(generator.generate(prompt(), max_new_tokens=40).sequences, expected)
