@@ -3,16 +3,18 @@
 from transformers.cache_utils import Cache as _TransformersCache
 
 import caches.backends  # noqa: F401 - registers the recipes
-from caches.cache import Cache, Driven
+from caches.cache import Cache
+from caches.driven import Driven
 from caches.errors import CacheError, CapacityError, StepError, UnknownCache, UnsupportedLayer
 from caches.foreign import ForeignCache
 from caches.no_cache import NoCache
 from caches.registry import Recipe, build, names, recipe, register
+from caches.spec import mask_kinds
 
 
 def driven(cache: Driven | _TransformersCache) -> Driven:
     """A live cache as the engine's loop drives it: ours as it is, transformers' own wrapped."""
-    return cache if isinstance(cache, (Cache, ForeignCache, NoCache)) else ForeignCache(cache)
+    return cache if isinstance(cache, Driven) else ForeignCache(cache)
 
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "UnsupportedLayer",
     "build",
     "driven",
+    "mask_kinds",
     "names",
     "recipe",
     "register",

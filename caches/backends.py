@@ -10,6 +10,7 @@ from caches.no_cache import NoCache
 from caches.registry import register
 from caches.spec import KV, LayerSpec
 from caches.store import FixedStore, GrowingStore
+from caches.timeline import Timeline
 from configs import ConfigError, DynamicCacheConfig, NoCacheConfig, StaticCacheConfig
 
 
@@ -17,7 +18,7 @@ from configs import ConfigError, DynamicCacheConfig, NoCacheConfig, StaticCacheC
 def dynamic(specs: Sequence[LayerSpec], options: DynamicCacheConfig) -> Cache:
     """Grows as tokens come: the default."""
     _require_only_kv("dynamic", specs)
-    return Cache("dynamic", specs, GrowingStore)
+    return Cache("dynamic", specs, _growing)
 
 
 @register(StaticCacheConfig)
@@ -26,13 +27,21 @@ def static(specs: Sequence[LayerSpec], options: StaticCacheConfig) -> Cache:
     _require_only_kv("static", specs)
     if options.max_cache_len is None:
         raise ConfigError("a static cache built by hand needs max_cache_len, the tokens it can hold per row")
-    return Cache("static", specs, FixedStore, options.max_cache_len)
+    return Cache("static", specs, _fixed, fixed=True, max_tokens=options.max_cache_len)
 
 
 @register(NoCacheConfig)
 def none(specs: Sequence[LayerSpec], options: NoCacheConfig) -> NoCache:
     """Keeps nothing and computes everything again in every step: for models without a cache, and as a reference."""
     return NoCache()
+
+
+def _growing(spec: LayerSpec, timeline: Timeline) -> GrowingStore:
+    return GrowingStore(timeline)
+
+
+def _fixed(spec: LayerSpec, timeline: Timeline) -> FixedStore:
+    return FixedStore(timeline)
 
 
 def _require_only_kv(name: str, specs: Sequence[LayerSpec]) -> None:

@@ -1,4 +1,4 @@
-"""A cache as transformers' models see it. The only file that speaks transformers' cache protocol.
+"""A cache as transformers' models see it: the only file in which our caches speak transformers' protocol.
 
 Our own loop drives it with `begin / settle / abort`. In a foreign loop (`model.generate`, or plain `model(...)`) nobody
 calls those: there the first `update` of a step opens it and settles the one before, and what is asked in between is
@@ -7,129 +7,105 @@ answered as if that had already happened.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
 from caches.errors import StepError
-from caches.layer import Layer
-from caches.retention import KeepAll, KeepRecent
-from caches.spec import LayerSpec, Reach
-from caches.store import GrowingStore
+from caches.layer import Layer, StoreFactory
+from caches.retention import KeepAll, KeepRecent, Retention
+from caches.spec import LayerSpec
 from caches.timeline import Timeline
 
 
-class Driven(Protocol):
-    """What the engine's loop asks of a cache, whoever wrote it."""
-
-    name: str
-
-    @property
-    def handle(self) -> TransformersCache | None:
-        """What the model gets as its cache argument."""
-
-    @property
-    def seen(self) -> int:
-        """Tokens committed: the loop feeds what comes after them."""
-
-    @property
-    def max_tokens(self) -> int | None:
-        """Tokens it can hold; None when it has no limit."""
-
-    @property
-    def fixed(self) -> bool:
-        """Whether its tensors never move, so that a compiled step can use it."""
-
-    @property
-    def bytes(self) -> int: ...
-
-    def begin(self, tokens: int, graph: bool = False) -> None: ...
-
-    def settle(self, drop: int = 0) -> None: ...
-
-    def abort(self) -> None: ...
-
-    def rows(self, index: torch.Tensor) -> None: ...
-
-    def reserve(self, tokens: int) -> None: ...
-
-    def reset(self) -> None: ...
+def what_reach_needs(spec: LayerSpec) -> Retention:
+    """Keep exactly what the layer may still look at."""
+    return KeepAll() if spec.reach.columns is None else KeepRecent(spec.reach.columns)
 
 
 class Cache(TransformersCache):
-    """Keys and values of a model's layers, kept as its recipe says.
+    """Keys and values of a model's layers, kept as its recipe says. What the methods of a step do: see `Driven`.
 
-    name: the recipe's name. specs: one per layer. store: how room is made.
-    max_tokens: tokens it may hold (fixed stores), or None.
+    name: the recipe's name. specs: one per layer. new_store: makes the store of each stream. fixed: whether those
+    stores never move. max_tokens: tokens it may hold per row, or None. retention: which columns a layer keeps.
     """
 
-    def __init__(self, name: str, specs: Sequence[LayerSpec], store: type[GrowingStore], max_tokens: int | None = None):
+    def __init__(
+        self,
+        name: str,
+        specs: Sequence[LayerSpec],
+        new_store: StoreFactory,
+        *,
+        fixed: bool = False,
+        max_tokens: int | None = None,
+        retention: Callable[[LayerSpec], Retention] = what_reach_needs,
+    ):
         self.name = name
-        self.max_tokens = max_tokens
-        self._groups: dict[Reach, tuple[Timeline, list[Layer]]] = {}
-        layers = []
-        for spec in specs:
-            if spec.reach not in self._groups:
-                bound = spec.reach.columns
-                retention = KeepAll() if bound is None else KeepRecent(bound)
-                self._groups[spec.reach] = Timeline(retention, max_tokens), []
-            timeline, members = self._groups[spec.reach]
-            layers.append(Layer(spec, timeline, store))
-            if spec.keeps_kv:
-                members.append(layers[-1])
-        self._groups = {reach: group for reach, group in self._groups.items() if group[1]}
+        self.fixed = fixed
+        self.log: torch.Tensor | None = None
+        kept = [(spec.reach, retention(spec)) for spec in specs]
+        # Without any layer that keeps columns there is still a clock.
+        used = [group for group, spec in zip(kept, specs, strict=True) if spec.keeps_kv] or kept[:1]
+        timelines = {group: Timeline(group[1], max_tokens, all_room=fixed) for group in dict.fromkeys(used)}
+        self._timelines = list(timelines.values())
+        clock = self._timelines[0]
+        super().__init__(
+            layers=[
+                Layer(spec, timelines.get(group, clock), new_store) for spec, group in zip(specs, kept, strict=True)
+            ]
+        )
         self._open = False  # a step was begun and neither settled nor aborted
         self._driven = False  # ... by our loop, which will also close it
         self._written: set[int] = set()  # layers that a foreign loop's open step has reached
         self._required = {i for i, spec in enumerate(specs) if spec.keeps_kv}
-        super().__init__(layers=layers)
 
     # One step is a transaction.
 
     def begin(self, tokens: int, graph: bool = False) -> None:
-        """Make room for `tokens` more columns and decide where they go. When this raises, nothing has changed.
-
-        graph: the forward runs compiled: attention reads whole buffers and needs a mask made with `get_mask_sizes`.
-        """
         self._finish_foreign_step()
-        placements = [timeline.place(tokens) for timeline, _ in self._groups.values()]
-        for (timeline, layers), placement in zip(self._groups.values(), placements, strict=True):
-            if placement.room != timeline.room:
-                for store in _stores(layers):
-                    store.reserve(placement.room)
-        for (timeline, layers), placement in zip(self._groups.values(), placements, strict=True):
-            if placement.compact:
-                for store in _stores(layers):
+        placements = {timeline: timeline.place(tokens) for timeline in self._timelines}
+        # What may fail comes first and changes nothing that anybody can see.
+        self._make_room({timeline: placement.room for timeline, placement in placements.items()})
+        for layer in self.layers:
+            if placements[layer.timeline].compact:
+                for store in layer.stores.values():
                     store.compact()
+        for timeline, placement in placements.items():
             timeline.begin(tokens, placement, graph)
         self._open = self._driven = True
 
+    def _make_room(self, rooms: dict[Timeline, int]) -> None:
+        if all(room == timeline.room for timeline, room in rooms.items()):
+            return
+        for layer in self.layers:
+            for store in layer.stores.values():
+                store.reserve(rooms[layer.timeline])
+        for timeline, room in rooms.items():
+            timeline.room = room
+
     def settle(self, drop: int = 0) -> None:
-        """Commit the open step without its last `drop` tokens, then forget what is out of reach."""
         if not self._open:
             raise StepError("settle() without begin()")
-        for timeline, layers in self._groups.values():
-            if not 0 <= drop <= timeline.pending:
-                raise StepError(f"settle(drop={drop}), but the open step has {timeline.pending} tokens")
-            if timeline.overflow:
-                committed = timeline.held + timeline.pending - drop
-                for store in _stores(layers):
-                    store.settle_overflow(committed, timeline.retention.surviving(committed))
+        pending = self._timelines[0].pending
+        if not 0 <= drop <= pending:
+            raise StepError(f"settle(drop={drop}), but the open step has {pending} tokens")
+        for layer in self.layers:
+            layer.settle(drop)
+        for timeline in self._timelines:
             timeline.settle(drop)
         if self._driven:  # the whole forward ran: layers it did not reach never take part
             self._required = {i for i in self._required if self.layers[i].is_initialized}
         self._close()
 
     def abort(self) -> None:
-        """Forget the open step on every layer, whichever of them it had reached. Without one: nothing to do."""
         if not self._open:
             return
-        for timeline, layers in self._groups.values():
-            for store in _stores(layers):
-                store.abort()
-            timeline.abort()
+        for layer in self.layers:
+            layer.abort()
+        for timeline in self._timelines:
+            timeline.close()
         self._close()
 
     def _close(self) -> None:
@@ -137,23 +113,23 @@ class Cache(TransformersCache):
         self._written.clear()
 
     def rows(self, index: torch.Tensor) -> None:
-        """Row i becomes row `index[i]` in everything every layer holds."""
         self._finish_foreign_step()
-        for _, layers in self._groups.values():
-            for store in _stores(layers):
+        for layer in self.layers:
+            for store in layer.stores.values():
                 store.rows(index)
+        self.log = None if self.log is None else self.log[index]
 
     def reserve(self, tokens: int) -> None:
-        """Say that `tokens` tokens will come in all, so that room for them is made at once."""
-        for timeline, _ in self._groups.values():
-            timeline.reserve(tokens)
+        self._make_room({timeline: timeline.room_for(tokens) for timeline in self._timelines})
 
     def reset(self) -> None:
         """Forget everything. Fixed buffers stay where they are."""
         self._close()
-        for timeline, layers in self._groups.values():
+        self.log = None
+        for timeline in self._timelines:
             timeline.reset()
-            for store in _stores(layers):
+        for layer in self.layers:
+            for store in layer.stores.values():
                 store.reset()
 
     @property
@@ -161,30 +137,25 @@ class Cache(TransformersCache):
         return self
 
     @property
-    def fixed(self) -> bool:
-        return self.max_tokens is not None
+    def seen(self) -> int:
+        return self._timelines[0].seen + self._unsettled
 
     @property
-    def seen(self) -> int:
-        """Tokens committed, per row, pads included."""
-        return self._timeline.seen + self._unsettled
+    def max_tokens(self) -> int | None:
+        """Tokens it can hold per row; None without limit, also when every layer forgets what is out of its reach."""
+        return next((t.max_tokens for t in self._timelines if t.max_tokens is not None), None)
 
     @property
     def bytes(self) -> int:
-        """Bytes of all buffers, free columns included."""
-        return sum(store.bytes for _, layers in self._groups.values() for store in _stores(layers))
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors())
 
     # Foreign loops.
-
-    @property
-    def _timeline(self) -> Timeline:
-        return next(iter(self._groups.values()))[0]
 
     @property
     def _unsettled(self) -> int:
         """Tokens of a foreign loop's step that is complete but not settled yet."""
         complete = self._open and not self._driven and self._written >= self._required
-        return self._timeline.pending if complete else 0
+        return self._timelines[0].pending if complete else 0
 
     def _finish_foreign_step(self) -> None:
         if not self._open:
@@ -200,6 +171,7 @@ class Cache(TransformersCache):
         if not self._open:
             self.begin(tokens)
             self._driven = False
+            self.log = None  # what a foreign loop feeds is not known
         self._written.add(layer_idx)
 
     # transformers' protocol.
@@ -217,16 +189,14 @@ class Cache(TransformersCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
         """Tokens committed; a tensor while a compiled step is open."""
-        timeline = self._timeline
+        timeline = self._timelines[0]
         return timeline.clock if timeline.graph and timeline.clock is not None else self.seen
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.seen
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        layer = self.layers[layer_idx] if self.layers[layer_idx].spec.keeps_kv else None
-        timeline = layer.timeline if layer is not None else self._timeline
-        return timeline.mask_sizes(query_length, self._unsettled)
+        return self.layers[layer_idx].timeline.mask_sizes(query_length, self._unsettled)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Tokens it can hold, -1 when it has no limit (transformers' convention)."""
@@ -246,28 +216,29 @@ class Cache(TransformersCache):
         """Positive: the new size. Negative: how many of the last tokens to remove. 0 removes nothing."""
         self._finish_foreign_step()
         remove = max(0, self.seen - tokens) if tokens > 0 else -tokens
-        timelines = [timeline for timeline, _ in self._groups.values()]
-        for timeline in timelines:
+        if remove > self.seen:
+            raise StepError(f"crop({tokens}): the cache holds {self.seen} tokens, {remove} cannot be removed from it")
+        for timeline in self._timelines:
             if not timeline.can_forget(remove):
                 raise StepError(
                     f"crop({tokens}) of {self.seen} tokens: a sliding layer keeps {timeline.held} of them and the ones "
                     "before are gone. Reset the cache and feed the tokens to keep again."
                 )
-        for timeline in timelines:
+        for timeline in self._timelines:
             timeline.forget(remove)
+        self.log = None if self.log is None else self.log[:, : self.seen]
 
     @property
     def batch_size(self) -> int:
         """Rows, or -1 before the first step."""
-        for layer in self.layers:
-            if layer.is_initialized:
-                return layer.keys.shape[0]
-        return -1
+        tensors = (tensor for layer in self.layers for tensor in layer.tensors())
+        first = next(tensors, None)
+        return -1 if first is None else first.shape[0]
 
     @property
     def is_compileable(self) -> bool:
         # transformers would compile around our bookkeeping; only our loop knows how to keep that out of the graph.
-        return self._driven and self._timeline.graph
+        return self._driven and self._timelines[0].graph
 
     @property
     def is_initialized(self) -> bool:
@@ -275,7 +246,7 @@ class Cache(TransformersCache):
 
     @property
     def is_croppable(self) -> bool:
-        return all(isinstance(timeline.retention, KeepAll) for timeline, _ in self._groups.values())
+        return all(isinstance(timeline.retention, KeepAll) for timeline in self._timelines)
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -291,8 +262,3 @@ class Cache(TransformersCache):
 
     def __repr__(self) -> str:
         return f"Cache({self.name!r}, layers={len(self.layers)}, seen={self.seen}, bytes={self.bytes})"
-
-
-def _stores(layers: list[Layer]) -> Iterator[GrowingStore]:
-    for layer in layers:
-        yield from layer.stores()

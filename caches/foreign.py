@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import EncoderDecoderCache
@@ -10,7 +12,11 @@ from caches.errors import StepError, UnsupportedLayer
 
 
 class ForeignCache:
-    """The four operations of a step on a cache that has only `update` and `crop`."""
+    """The operations of a step on a cache that has only `update` and `crop`.
+
+    A sliding layer of transformers forgets in the middle of a step. Once one is full, a step cannot be undone, and a
+    failed one makes the cache unusable: then every further `begin` raises `StepError`.
+    """
 
     fixed = False  # for our compiled step: it writes where transformers' own bookkeeping says
 
@@ -18,9 +24,17 @@ class ForeignCache:
         if isinstance(cache, EncoderDecoderCache):
             raise UnsupportedLayer("an EncoderDecoderCache belongs to an encoder-decoder model, which is not supported")
         self._cache = cache
-        self._tokens = 0
         self._seen_before: int | None = None  # while a step is open
         self.name = type(cache).__name__
+
+    @property
+    def log(self) -> None:
+        """Not kept: others can feed this cache unnoticed."""
+        return
+
+    @log.setter
+    def log(self, ids: torch.Tensor | None) -> None:
+        pass
 
     @property
     def handle(self) -> TransformersCache:
@@ -45,34 +59,31 @@ class ForeignCache:
     def begin(self, tokens: int, graph: bool = False) -> None:
         if graph:
             raise StepError(f"a compiled step needs one of our own fixed caches, not a {self.name}")
-        self._seen_before, self._tokens = self.seen, tokens
+        lengths = {int(layer.get_seq_length()) for layer in self._cache.layers if _is_written(layer)}
+        if len(lengths) > 1:
+            raise StepError(
+                f"the layers of this {self.name} hold {min(lengths)} to {max(lengths)} tokens: a step failed half-way "
+                "and could not be taken back. Start with an empty cache"
+            )
+        self._seen_before = self.seen
 
     def settle(self, drop: int = 0) -> None:
         if drop:
             for layer in self._cache.layers:
-                window = getattr(layer, "sliding_window", None)
-                if window is not None and self.seen >= window and not getattr(layer, "record_past", False):
-                    raise StepError(
-                        f"the last {drop} tokens cannot be taken back from a {type(layer).__name__} that is full and "
-                        "does not record its past"
-                    )
+                if not _can_take_back(layer):
+                    raise StepError(f"the last {drop} tokens cannot be taken back from a full {type(layer).__name__}")
             self._cache.crop(-drop)
         self._seen_before = None
 
     def abort(self) -> None:
-        """Take back the layers that the failed step had reached. Raises `StepError` where their class cannot."""
+        """Take back the layers that the failed step had reached, as far as their classes can."""
         if self._seen_before is None:
             return
         before, self._seen_before = self._seen_before, None
         for layer in self._cache.layers:
-            if not hasattr(layer, "get_seq_length") or int(layer.get_seq_length()) == before:
-                continue
-            if not getattr(layer, "is_croppable", False):
-                raise StepError(
-                    f"the failed step of {self._tokens} tokens cannot be taken back from a {type(layer).__name__}, "
-                    "so this cache is no longer usable; generate with a cache of ours to keep it usable"
-                )
-            layer.crop(before - int(layer.get_seq_length()))
+            ahead = int(layer.get_seq_length()) - before if _is_written(layer) else 0
+            if ahead and _can_take_back(layer):
+                layer.crop(-ahead)
 
     def rows(self, index: torch.Tensor) -> None:
         self._cache.reorder_cache(index)
@@ -82,3 +93,14 @@ class ForeignCache:
 
     def reset(self) -> None:
         self._cache.reset()
+
+
+def _is_written(layer: Any) -> bool:
+    return hasattr(layer, "get_seq_length") and getattr(layer, "is_initialized", False)
+
+
+def _can_take_back(layer: Any) -> bool:
+    """Whether the layer's last tokens can be cropped."""
+    window = getattr(layer, "sliding_window", None)
+    is_full = window is not None and _is_written(layer) and int(layer.get_seq_length()) >= window
+    return getattr(layer, "is_croppable", False) and (not is_full or getattr(layer, "record_past", False))

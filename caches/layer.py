@@ -2,48 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from caches.spec import LayerSpec
-from caches.store import GrowingStore
+from caches.store import Store
 from caches.timeline import Timeline
+
+StoreFactory = Callable[[LayerSpec, Timeline], Store]
 
 
 class Layer:
-    """Keys and values of one layer. `timeline` is shared with the other layers of the same reach."""
+    """Keys and values of one layer, or nothing. `timeline` is shared with the other layers of its group."""
 
     supports_early_init = False  # transformers asks: shapes are learned from the first step
 
-    def __init__(self, spec: LayerSpec, timeline: Timeline, store: type[GrowingStore]):
+    def __init__(self, spec: LayerSpec, timeline: Timeline, new_store: StoreFactory):
         self.spec = spec
         self.timeline = timeline
-        self._keys = store(timeline)
-        self._values = store(timeline)
+        names = ("keys", "values") if spec.keeps_kv else ()
+        self.stores: dict[str, Store] = {name: new_store(spec, timeline) for name in names}
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add one step's keys and values [rows, kv_heads, tokens, head_dim]; returns what attention reads."""
-        return self._keys.append(keys), self._values.append(values)
+        return self.stores["keys"].append(keys), self.stores["values"].append(values)
 
-    def stores(self) -> Iterator[GrowingStore]:
-        if self.spec.keeps_kv:
-            yield self._keys
-            yield self._values
+    def settle(self, drop: int) -> None:
+        for store in self.stores.values():
+            store.settle(drop)
+
+    def abort(self) -> None:
+        for store in self.stores.values():
+            store.abort()
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Everything the layer keeps."""
+        for store in self.stores.values():
+            yield from store.tensors()
 
     @property
     def keys(self) -> torch.Tensor | None:
         """Committed keys [rows, kv_heads, held, head_dim], or None before the first step."""
-        return self._keys.committed() if self.is_initialized else None
+        return self.stores["keys"].committed() if self.stores else None
 
     @property
     def values(self) -> torch.Tensor | None:
         """Committed values [rows, kv_heads, held, head_dim], or None before the first step."""
-        return self._values.committed() if self.is_initialized else None
+        return self.stores["values"].committed() if self.stores else None
 
     @property
     def is_initialized(self) -> bool:
-        return self._keys.buffer is not None
+        return next(self.tensors(), None) is not None
 
     @property
     def is_sliding(self) -> bool:

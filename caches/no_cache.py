@@ -6,7 +6,10 @@ import torch
 
 
 class NoCache:
+    """Has nothing to open, commit or undo."""
+
     name = "none"
+    log = None
     handle = None
     seen = 0
     max_tokens = None

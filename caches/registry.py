@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from caches.cache import Driven
+from caches.driven import Driven
 from caches.errors import UnknownCache
 from caches.spec import LayerSpec, read_specs
 from configs import CacheConfig, nearest
@@ -20,6 +20,11 @@ class Recipe:
     options: type[CacheConfig]
     build: Callable[[Sequence[LayerSpec], Any], Driven]
     summary: str
+
+    @property
+    def has_a_size(self) -> bool:
+        """Whether it has to be told how many tokens it will hold."""
+        return "max_cache_len" in self.options.option_names()
 
 
 _recipes: dict[str, Recipe] = {}

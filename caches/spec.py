@@ -71,6 +71,14 @@ def read_specs(config: Any) -> tuple[LayerSpec, ...]:
     )
 
 
+def mask_kinds(config: Any) -> str | dict[str, str]:
+    """Which masks the model takes: one, of this kind of reach, or a dict of kinds by its layer types."""
+    specs = read_specs(config)
+    if getattr(config.get_text_config(decoder=True), "layer_types", None) is None:
+        return specs[0].reach.kind
+    return {spec.layer_type: spec.reach.kind for spec in specs}
+
+
 def _implied_layer_type(config: Any) -> str:
     if getattr(config, "sliding_window", None) is not None:
         return "sliding_attention"

@@ -7,27 +7,63 @@ step copies the history.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import ClassVar, Protocol
+
 import torch
 
+from caches.errors import StepError
 from caches.timeline import Timeline
+
+
+class Store(Protocol):
+    """One stream of one layer. fixed: its tensors never move."""
+
+    fixed: ClassVar[bool]
+
+    def append(self, new: torch.Tensor) -> torch.Tensor:
+        """Inside the forward: add `new` [rows, heads, pending, head_dim]; returns what attention reads."""
+
+    def reserve(self, room: int) -> None:
+        """Before a step: have room for `room` columns; what is there keeps its place."""
+
+    def compact(self) -> None:
+        """Before a step: move the held columns to the front. Must not fail."""
+
+    def settle(self, drop: int) -> None:
+        """After a step, before the timeline settles: its last `drop` columns are rejected."""
+
+    def abort(self) -> None:
+        """After a failed step, before the timeline closes: forget the pending columns."""
+
+    def rows(self, index: torch.Tensor) -> None:
+        """Row i becomes a copy of row `index[i]`."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+
+    def committed(self) -> torch.Tensor | None:
+        """The columns held, [rows, heads, held, head_dim]; None before the first step."""
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Everything it keeps, rows first."""
 
 
 class GrowingStore:
     """Room is made as columns come (geometrically: the timeline decides) and written in place."""
+
+    fixed: ClassVar[bool] = False
 
     def __init__(self, timeline: Timeline):
         self.timeline = timeline
         self.buffer: torch.Tensor | None = None
         self.overflow: torch.Tensor | None = None
 
-    # Inside the model's forward.
-
     def append(self, new: torch.Tensor) -> torch.Tensor:
-        """Add `new` [rows, heads, pending, head_dim]; returns what attention reads: held and new columns."""
         if self.buffer is None:
             self.buffer = self._allocate(new, self.timeline.room)
         if self.timeline.overflow:
-            self.overflow = torch.cat([self.committed(), new], dim=-2)
+            self.overflow = torch.cat([self.buffer[:, :, self.timeline.start : self.timeline.end], new], dim=-2)
             return self.overflow
         self._write(self.buffer, new)
         return self._visible(self.buffer)
@@ -43,52 +79,45 @@ class GrowingStore:
         timeline = self.timeline
         return buffer[:, :, timeline.start : timeline.end + timeline.pending]
 
-    # Between two steps.
-
-    def reserve(self, columns: int) -> None:
-        """Have room for `columns`; what is there keeps its place. Does nothing when there is room or no buffer yet."""
-        if self.buffer is None or self.buffer.shape[-2] >= columns:
+    def reserve(self, room: int) -> None:
+        if self.buffer is None or self.buffer.shape[-2] >= room:
             return
-        larger = self._allocate(self.buffer, columns)
+        larger = self._allocate(self.buffer, room)
         larger[:, :, : self.timeline.end] = self.buffer[:, :, : self.timeline.end]
         self.buffer = larger
 
     def compact(self) -> None:
-        """Move the held columns to the front. Allocates nothing, so it cannot fail."""
         if self.buffer is None:
             return
         start, end = self.timeline.start, self.timeline.end
-        # In pieces no longer than the distance they move: source and target never overlap.
+        # In pieces no longer than the distance they move: source and target never overlap, nothing is allocated.
         for begin in range(start, end, start or 1):
             piece = self.buffer[:, :, begin : min(begin + start, end)]
             self.buffer[:, :, begin - start : begin - start + piece.shape[-2]] = piece
 
-    def settle_overflow(self, committed: int, surviving: int) -> None:
-        """Keep the last `surviving` columns of the first `committed` ones that the step's concatenation has."""
-        if self.buffer is not None and self.overflow is not None:
-            self.buffer[:, :, :surviving] = self.overflow[:, :, committed - surviving : committed]
+    def settle(self, drop: int) -> None:
+        if self.overflow is None or self.buffer is None:
+            return
+        committed, surviving = self.overflow.shape[-2] - drop, self.timeline.surviving(drop)
+        self.buffer[:, :, :surviving] = self.overflow[:, :, committed - surviving : committed]
         self.overflow = None
 
     def abort(self) -> None:
-        """Forget the pending columns."""
         self.overflow = None
 
     def rows(self, index: torch.Tensor) -> None:
-        """Row i becomes a copy of row `index[i]`; the number of rows may change."""
         if self.buffer is not None:
             self.buffer = self.buffer.index_select(0, index.to(self.buffer.device))
 
     def reset(self) -> None:
         self.buffer = self.overflow = None
 
-    def committed(self) -> torch.Tensor:
-        """A view of the columns held, [rows, heads, held, head_dim]."""
-        assert self.buffer is not None
-        return self.buffer[:, :, self.timeline.start : self.timeline.end]
+    def committed(self) -> torch.Tensor | None:
+        return None if self.buffer is None else self.buffer[:, :, self.timeline.start : self.timeline.end]
 
-    @property
-    def bytes(self) -> int:
-        return 0 if self.buffer is None else self.buffer.nbytes
+    def tensors(self) -> Iterator[torch.Tensor]:
+        if self.buffer is not None:
+            yield self.buffer
 
 
 class FixedStore(GrowingStore):
@@ -96,6 +125,8 @@ class FixedStore(GrowingStore):
 
     It starts as zeros: a compiled step reads masked columns too, and a masked NaN would still be a NaN.
     """
+
+    fixed: ClassVar[bool] = True
 
     def _allocate(self, like: torch.Tensor, columns: int) -> torch.Tensor:
         return like.new_zeros((*like.shape[:-2], columns, like.shape[-1]))
@@ -113,9 +144,13 @@ class FixedStore(GrowingStore):
             self.buffer[:, :, timeline.end : timeline.end + timeline.pending] = 0
 
     def rows(self, index: torch.Tensor) -> None:
-        """As in `GrowingStore`, but the number of rows stays: a buffer that keeps its address keeps its shape."""
         if self.buffer is None:
             return
+        if len(index) != self.buffer.shape[0]:
+            raise StepError(
+                f"a fixed cache of {self.buffer.shape[0]} rows cannot become one of {len(index)}: its tensors keep "
+                "their address. Use cache='dynamic', or give it all rows from the start"
+            )
         end = self.timeline.end
         self.buffer[:, :, :end] = self.buffer[:, :, :end].index_select(0, index.to(self.buffer.device))
 

@@ -1,7 +1,7 @@
 """The clock and the columns of a group of layers, without any keys or values.
 
-All layers of a group have the same reach, so they keep the same columns at the same places and this is decided once for
-all of them. Their buffers hold `room` columns; the committed ones are `[start, end)`:
+All layers of a group keep the same columns at the same places, so this is decided once for all of them. Their buffers
+hold `room` columns; the committed ones are `[start, end)`:
 
     |  evicted  |  held, committed  |  pending  |  free  |
     0         start                end                  room
@@ -35,39 +35,37 @@ class Placement:
 class Timeline:
     """seen: tokens ever committed. held: columns committed and kept. pending: columns of the open step.
 
-    max_columns: tokens a fixed cache may hold; None for a growing one. Only groups that keep everything run out of it.
+    max_tokens: tokens the cache may hold, or None. all_room: buffers get all the room they may have at once.
     """
 
-    def __init__(self, retention: Retention, max_columns: int | None = None):
+    def __init__(self, retention: Retention, max_tokens: int | None = None, all_room: bool = False):
         self.retention = retention
-        self.max_columns = max_columns
         self.seen = self.start = self.end = self.pending = self.room = 0
         self.overflow = False
         self.graph = False
+        self.clock: torch.Tensor | None = None  # `seen` for compiled steps, where a number would be compiled in
         self._step_index: dict[torch.device, torch.Tensor] = {}
         self._decode_index: dict[torch.device, torch.Tensor] = {}
-        self.clock: torch.Tensor | None = None  # `seen` for compiled steps, where a number would be compiled in
-        if max_columns is not None:
-            self.room = self._limit if self._limit is not None else max_columns
+        bound = retention.bound
+        # A window that is wider than the whole cache forgets nothing: then it is the cache that is full one day.
+        can_be_full = bound is None or (max_tokens is not None and max_tokens <= bound)
+        self.max_tokens = max_tokens if can_be_full else None
+        self._limit = self.max_tokens
+        if self._limit is None and bound is not None:
+            self._limit = bound + max(16, bound // 8)  # some slack, so that moves stay rare
+        if all_room and self._limit is not None:
+            self.room = self._limit
 
     @property
     def held(self) -> int:
         return self.end - self.start
-
-    @property
-    def _limit(self) -> int | None:
-        """Columns a buffer never exceeds: a window and some slack, at least 16 columns, so that moves stay rare."""
-        bound = self.retention.bound
-        if bound is None:
-            return self.max_columns
-        return bound + max(16, bound // 8)
 
     def place(self, tokens: int) -> Placement:
         """Where the next `tokens` columns go. Raises `CapacityError`; changes nothing."""
         needed, limit = self.end + tokens, self._limit
         if limit is None or needed <= limit:
             return Placement(self._grown(needed))
-        if self.retention.bound is None:
+        if self.max_tokens is not None:
             raise CapacityError(
                 f"the cache holds {self.held} of at most {limit} tokens and cannot take {tokens} more: "
                 f"{self.held + tokens - limit} too many. Build it with max_cache_len={self.held + tokens} or more, "
@@ -84,10 +82,9 @@ class Timeline:
         room = -(-room // _ROUND) * _ROUND
         return room if self._limit is None else min(room, self._limit)
 
-    def reserve(self, tokens: int) -> None:
-        """Buffers made from now on have room for `tokens` columns at once (as far as the retention needs them)."""
-        if self.max_columns is None:
-            self.room = self._grown(tokens if self._limit is None else min(tokens, self._limit))
+    def room_for(self, tokens: int) -> int:
+        """The room that holding `tokens` tokens takes."""
+        return self._grown(tokens if self._limit is None else min(tokens, self._limit))
 
     def begin(self, tokens: int, placement: Placement, graph: bool) -> None:
         """Open a step. With `graph`, attention gets the whole room and the place to write is a tensor, not a number."""
@@ -111,20 +108,21 @@ class Timeline:
             self._step_index.setdefault(device, torch.arange(self.end, self.end + self.pending, device=device))
         return self._step_index[device]
 
+    def surviving(self, drop: int) -> int:
+        """Columns that stay when the open step is settled without its last `drop` tokens."""
+        return self.retention.surviving(self.held + self.pending - drop)
+
     def settle(self, drop: int = 0) -> None:
         """Commit all pending tokens but the last `drop`, then forget what the retention does not keep."""
-        committed = self.pending - drop
-        surviving = self.retention.surviving(self.held + committed)
+        surviving, committed = self.surviving(drop), self.pending - drop
         # An overflowing step is laid out anew from the front of the buffers.
         self.end = surviving if self.overflow else self.end + committed
         self.start = self.end - surviving
         self.seen += committed
-        self._close()
+        self.close()
 
-    def abort(self) -> None:
-        self._close()
-
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Forget the open step, if there is one."""
         self.pending, self.overflow, self.graph = 0, False, False
 
     def can_forget(self, tokens: int) -> bool:
@@ -139,7 +137,7 @@ class Timeline:
         self.start = self.end - self.retention.surviving(self.seen)
 
     def reset(self) -> None:
-        self._close()
+        self.close()
         self.seen = self.start = self.end = 0
 
     def mask_sizes(self, tokens: int, unsettled: int = 0) -> tuple[int, int]:

@@ -15,13 +15,17 @@ import caches
 from caches import Driven
 from configs import CacheConfig, EngineConfig
 from engine.errors import OptionError
+from engine.lane import Lane
 from engine.loading import load
+from engine.masks import Columns
 from engine.request import Request, read_request
 from engine.result import Generation, Piece
 from engine.run import Run
 from engine.runner import Runner
 from engine.session import check_prefix
 from strategies import Strategy
+
+_SIZE_STEP = 128  # tokens
 
 CacheChoice: TypeAlias = str | CacheConfig | TransformersCache | Driven
 
@@ -83,8 +87,8 @@ class Generator:
         if live is None:
             chosen = _one_of(cache=cache, cache_implementation=cache_implementation)
             live = self._new_cache(chosen, cache_config, request)
-        elif request.before == 0 and live.handle is not None:
-            check_prefix(live.handle, request.prompt.ids, live.seen)
+        elif request.before == 0:
+            check_prefix(live, request.prompt.ids)
         if live.max_tokens is not None and live.max_tokens < request.total - 1:
             raise caches.CapacityError(
                 f"the {live.name} cache holds at most {live.max_tokens} tokens, but {request.mask.shape[1]} prompt "
@@ -99,7 +103,18 @@ class Generator:
                 f"compile={self.config.compile!r} needs a cache whose tensors never move, and {live.name!r} is not "
                 "one: use cache='static'"
             )
-        return Run(self._runner, request, live, chunk_tokens, tokenizer, streamer, stream_text, started)
+        extras = dict(request.prompt.extras)
+        lane = Lane(
+            self._runner,
+            live,
+            Columns(request.mask, request.total, extras.pop("position_ids", None)),
+            rows=len(request.prompt.ids),
+            before=request.before,
+            extras=extras,
+            flags=request.output_flags,
+            chunk_tokens=chunk_tokens,
+        )
+        return Run(request, lane, tokenizer=tokenizer, streamer=streamer, stream_text=stream_text, started=started)
 
     def _new_cache(
         self, choice: CacheChoice | None, options: dict[str, Any] | CacheConfig | None, request: Request
@@ -116,9 +131,10 @@ class Generator:
             values = choice.to_dict() | values
             choice = choice.name
         assert isinstance(choice, str)
-        known = caches.recipe(choice).options.option_names()
-        if "max_cache_len" in known and values.get("max_cache_len") is None:
-            values["max_cache_len"] = max(request.total, getattr(request.config, "max_cache_len", None) or 0)
+        if caches.recipe(choice).has_a_size and values.get("max_cache_len") is None:
+            wanted = max(request.total, getattr(request.config, "max_cache_len", None) or 0)
+            # A compiled step is compiled for a size: calls of similar length share one.
+            values["max_cache_len"] = -(-wanted // _SIZE_STEP) * _SIZE_STEP
         cache = caches.build(choice, self.model.config, **values)
         # A row may end early: then room for all its tokens would be room for nothing.
         columns = request.total - 1
@@ -150,7 +166,7 @@ def _live_cache(
         return None
     if cache_config is not None:
         raise OptionError("cache_config builds a new cache, but a live one was given: leave one of them out")
-    if not isinstance(chosen, (TransformersCache, caches.NoCache, caches.ForeignCache)):
+    if not isinstance(chosen, (TransformersCache, Driven)):
         raise OptionError(
             f"a cache is a name, a CacheConfig or a cache object, not a {type(chosen).__name__}; "
             f"names: {', '.join(caches.names())}"

@@ -12,6 +12,8 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
+from caches import mask_kinds
+
 
 class Columns:
     """What is known of every column from the start: whether it is a pad, and its position.
@@ -22,6 +24,7 @@ class Columns:
 
     def __init__(self, mask: torch.Tensor, total: int, positions: torch.Tensor | None = None):
         rows, prompt = mask.shape
+        self.total, self.device = total, mask.device
         full = torch.cat([mask, mask.new_ones(rows, total - prompt)], dim=1)
         # Without pads there is nothing to mask but the future, and attention kernels do that faster by themselves. But
         # positions with gaps and no mask would be taken for several texts packed into one row.
@@ -48,10 +51,10 @@ class Columns:
         self._positions = self._positions.index_select(rows_axis, index)
 
 
-_MASK_OF_LAYER_TYPE = {
-    "full_attention": create_causal_mask,
-    "sliding_attention": create_sliding_window_causal_mask,
-    "chunked_attention": create_chunked_causal_mask,
+_MASK_OF_REACH = {
+    "all": create_causal_mask,
+    "window": create_sliding_window_causal_mask,
+    "chunk": create_chunked_causal_mask,
 }
 
 
@@ -60,23 +63,21 @@ def graph_mask(model: Any, cache: TransformersCache, mask: torch.Tensor | None, 
 
     Made outside the graph with the sizes the cache announces for the open step.
     """
-    config = model.config.get_text_config(decoder=True)
-    shape = (*positions.shape[-2:], 0)  # only the shape, type and device of the embeddings matter
     arguments = {
-        "config": config,
-        "inputs_embeds": torch.empty(shape, dtype=model.dtype, device=positions.device),
+        # Only the shape, type and device of the embeddings matter.
+        "inputs_embeds": torch.empty((*positions.shape[-2:], 0), dtype=model.dtype, device=positions.device),
         "attention_mask": mask,
         "past_key_values": cache,
         "position_ids": positions,
     }
     if hasattr(model, "create_masks_for_generate"):
-        return model.create_masks_for_generate(**arguments | {"config": model.config})
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None:
-        return {kind: contiguous(_MASK_OF_LAYER_TYPE[kind](**arguments)) for kind in sorted(set(layer_types))}
-    if getattr(config, "sliding_window", None) is not None:
-        return contiguous(create_sliding_window_causal_mask(**arguments))
-    return contiguous(create_causal_mask(**arguments))
+        made = model.create_masks_for_generate(config=model.config, **arguments)
+        return {kind: contiguous(one) for kind, one in made.items()} if isinstance(made, dict) else contiguous(made)
+    # Not transformers' function of that name: in 5.17 it fails on chunked attention.
+    config, kinds = model.config.get_text_config(decoder=True), mask_kinds(model.config)
+    if isinstance(kinds, str):
+        return contiguous(_MASK_OF_REACH[kinds](config, **arguments))
+    return {name: contiguous(_MASK_OF_REACH[kind](config, **arguments)) for name, kind in kinds.items()}
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:

@@ -55,6 +55,11 @@ class Request:
     stop_strings: tuple[str, ...]
 
     @property
+    def output_flags(self) -> dict[str, bool]:
+        """What the model is asked to return besides its logits."""
+        return {name: True for name in ("output_attentions", "output_hidden_states") if getattr(self.config, name)}
+
+    @property
     def new_tokens(self) -> int:
         """Tokens a row gets at most."""
         return self.total - self.mask.shape[1]

@@ -1,5 +1,5 @@
-"""The one loop. A strategy's flow says what to do and `Run` does it: it owns the clock, the tokens, the mask, the steps
-of the cache, the streams and the clean end."""
+"""The one loop. A strategy's flow says what to do and `Run` does it: it owns the tokens, the records, the streams and
+the clean end; the model's side of it is a `Lane`."""
 
 from __future__ import annotations
 
@@ -10,56 +10,47 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-import caches
-from caches import Driven
-from engine.errors import EngineError, Interrupted, OptionError
-from engine.masks import Columns
+from engine.errors import EngineError, Interrupted
+from engine.lane import Lane
 from engine.request import Request
 from engine.result import Generation, Piece, Stats
-from engine.runner import Runner, extend_extras
-from engine.session import remember
 from engine.text import RowText
 from strategies import Crop, Emit, Forward, Operation, Rows
 
+RECORDS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
 
 class Run:
-    """One generation under way."""
+    """One generation under way.
+
+    tokenizer: None when nobody wants text. stream_text: whether text is wanted piece by piece. started: when the call
+    began, of `time.perf_counter`.
+    """
 
     def __init__(
         self,
-        runner: Runner,
         request: Request,
-        cache: Driven,
-        chunk_tokens: int | None,
+        lane: Lane,
+        *,
         tokenizer: Any,
         streamer: BaseStreamer | None,
         stream_text: bool,
         started: float,
     ):
-        self._started = started
-        self._runner, self._request, self._cache, self._tokenizer = runner, request, cache, tokenizer
-        self._streamer = streamer
-        self._chunk_tokens = chunk_tokens
+        self._request, self._lane, self._tokenizer, self._streamer = request, lane, tokenizer, streamer
         prompt = request.prompt.ids
-        self._rows = prompt.shape[0]
-        self._before = request.before
-        self._prompt_tokens = int(request.mask[:, cache.seen :].sum())
-        extras = dict(request.prompt.extras)
-        self._columns = Columns(request.mask, request.total, extras.pop("position_ids", None))
-        self._extras = extend_extras(extras, request.total)
+        self._prompt_tokens = int(request.mask[:, lane.cache.seen :].sum())
         self._stopping = request.stopping()
         # Emitted tokens, the prompt first; the part in use is [:, :_length].
-        self._ids = prompt.new_full((self._rows, request.total - request.before), request.pad_id)
+        self._ids = prompt.new_full((len(prompt), request.total - request.before), request.pad_id)
         self._ids[:, : prompt.shape[1]] = prompt
         self._length = prompt.shape[1]
-        self._fed = prompt[:, :0]  # tokens given to the model in this run, committed or in the open step
-        self._step_open = False
         self._texts: list[RowText] | None = None
         if tokenizer is not None and (stream_text or request.stop_strings):
-            self._texts = [RowText(tokenizer, request.stop_strings) for _ in range(self._rows)]
-        wanted = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-        self._records: dict[str, list[Any]] = {name: [] for name in wanted if getattr(request.config, name, None)}
+            self._texts = [RowText(tokenizer, request.stop_strings) for _ in prompt]
+        self._records: dict[str, list[Any]] = {name: [] for name in RECORDS if getattr(request.config, name, None)}
         self._new_tokens = 0
+        self._started = started
         self._first_token_s: float | None = None
         self._ended_s: float | None = None
         self._device = prompt.device
@@ -98,39 +89,22 @@ class Run:
         """Carry out one operation of the flow: its result, and what there is to show."""
         match operation:
             case Forward(tokens):
-                self._settle()
                 return self._forward(tokens), []
             case Emit(tokens, scores):
                 return self._emit(tokens, scores)
             case Crop(tokens):
-                self._settle(drop=tokens)
+                self._lane.settle(drop=tokens)
             case Rows(index):
-                self._settle()
                 self._reorder(index)
         return None, []
 
     def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        prefill = self._fed.shape[1] == 0
-        self._fed = torch.cat([self._fed, tokens], dim=1)
-        flags: dict[str, bool] = {
-            name: True for name in ("output_attentions", "output_hidden_states") if name in self._records
-        }
-        outputs = self._runner.feed(
-            self._fed,
-            self._columns,
-            self._cache,
-            before=self._before,
-            prefill=prefill,
-            extras=self._extras,
-            flags=flags,
-            chunk_tokens=self._chunk_tokens,
-        )
-        self._step_open = True
-        for name in flags:
-            self._records[name].append(getattr(outputs, name.removeprefix("output_")))
+        outputs = self._lane.forward(tokens)
         logits = outputs.logits[:, -1].to(torch.float32, copy=True)
-        if "output_logits" in self._records:
-            self._records["output_logits"].append(logits)
+        found = {"output_logits": logits, "output_attentions": outputs.get("attentions")}
+        found["output_hidden_states"] = outputs.get("hidden_states")
+        for name in found.keys() & self._records.keys():
+            self._records[name].append(found[name])
         return logits
 
     def _emit(self, tokens: torch.Tensor, scores: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, list[Piece]]:
@@ -155,7 +129,7 @@ class Run:
 
     def _end_rows(self, new: list[int], running: list[bool], scores: tuple[torch.Tensor, ...] | None) -> list[Piece]:
         """Find the rows that end with their new token; one piece for each that was running."""
-        deltas: list[str | None] = [None] * self._rows
+        deltas: list[str | None] = [None] * len(new)
         if self._texts is not None:
             deltas = [
                 text.push(token) if runs else "" for text, token, runs in zip(self._texts, new, running, strict=True)
@@ -172,37 +146,19 @@ class Run:
         return pieces
 
     def _reorder(self, index: torch.Tensor) -> None:
-        if self._texts is not None:
-            raise OptionError("stop strings and streamed text cannot follow a strategy that reorders rows")
-        self._cache.rows(index)
-        self._columns.rows(index)
-        self._ids, self._fed = self._ids[index], self._fed[index]
+        self._lane.rows(index)
+        self._ids = self._ids[index]
         self._stopping.rows(index)
-
-    def _settle(self, drop: int = 0) -> None:
-        if not self._step_open:
-            if drop:
-                raise EngineError(f"Crop({drop}) has to follow a Forward")
-            return
-        self._cache.settle(drop)
-        self._step_open = False
-        if drop:
-            self._fed = self._fed[:, :-drop]
+        if self._texts is not None:
+            self._texts = [self._texts[row].copy() for row in index.tolist()]
 
     def _close(self) -> None:
         if self._ended_s is not None:
             return
-        # Continuing needs a token that the cache has not seen: a run that failed may have fed the last one.
-        fed_too_far = max(0, self._fed.shape[1] - (self._length - 1)) if self._step_open else 0
-        try:
-            self._settle(drop=fed_too_far)
-        except caches.StepError:  # a cache that cannot take it back keeps it
-            self._settle()
+        self._lane.close(self._length)
         self._ended_s = time.perf_counter()
         if self._streamer is not None:
             self._streamer.end()
-        if self._cache.handle is not None and self._before == 0:
-            remember(self._cache.handle, self._fed[:, : self._cache.seen])
 
     def result(self) -> Generation:
         """What was generated. Ends the run."""
@@ -214,7 +170,7 @@ class Run:
             text=self._text(sequences),
             finish_reasons=list(self._stopping.reasons),
             stats=self._stats(),
-            cache=self._cache.handle,
+            cache=self._lane.cache.handle,
             **records,
         )
 
@@ -234,7 +190,7 @@ class Run:
         assert self._ended_s is not None
         prefill_s = None if self._first_token_s is None else self._first_token_s - self._started
         decode_s = None if self._first_token_s is None else self._ended_s - self._first_token_s
-        decoded = self._new_tokens - self._rows  # the first token of each row comes from the prefill
+        decoded = self._new_tokens - len(self._ids)  # the first token of each row comes from the prefill
         return Stats(
             prompt_tokens=self._prompt_tokens,
             new_tokens=self._new_tokens,
@@ -242,6 +198,6 @@ class Run:
             prefill_tokens_per_s=None if not prefill_s else self._prompt_tokens / prefill_s,
             decode_tokens_per_s=None if not decode_s or decoded < 1 else decoded / decode_s,
             total_s=self._ended_s - self._started,
-            cache_bytes=self._cache.bytes,
+            cache_bytes=self._lane.cache.bytes,
             peak_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
         )

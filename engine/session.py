@@ -1,33 +1,21 @@
-"""What each cache was fed, so that a conversation never continues on a cache that belongs to another one."""
+"""Continuing on a cache that is not empty."""
 
 from __future__ import annotations
 
-from typing import Any
-from weakref import WeakKeyDictionary
-
 import torch
 
+from caches import Driven
 from engine.errors import InputError
 
-_fed: WeakKeyDictionary[Any, torch.Tensor] = WeakKeyDictionary()
 
-
-def remember(cache: Any, ids: torch.Tensor) -> None:
-    """Note that `cache` (the object the model gets) holds the keys and values of `ids` [rows, tokens]."""
-    _fed[cache] = ids.clone()
-
-
-def check_prefix(cache: Any, ids: torch.Tensor, seen: int) -> None:
-    """Raise `InputError` unless the tokens in `cache` begin the prompt `ids`. A cache we never fed passes."""
-    fed = _fed.get(cache)
-    if fed is None:
+def check_prefix(cache: Driven, ids: torch.Tensor) -> None:
+    """Raise `InputError` unless the tokens in `cache` begin the prompt `ids`. Passes when its content is unknown."""
+    log, seen = cache.log, cache.seen
+    if log is None or log.shape[1] != seen:
         return
-    if fed.shape[0] != ids.shape[0]:
-        raise InputError(f"the cache holds {fed.shape[0]} rows, but the prompt has {ids.shape[0]}")
-    fed = fed[:, :seen].to(ids.device)
-    if fed.shape[1] < seen:
-        return  # somebody else fed it further
-    different = (fed != ids[:, :seen]).any(dim=0)
+    if log.shape[0] != ids.shape[0]:
+        raise InputError(f"the cache holds {log.shape[0]} rows, but the prompt has {ids.shape[0]}")
+    different = (log.to(ids.device) != ids[:, :seen]).any(dim=0)
     if bool(different.any()):
         first = int(different.nonzero()[0])
         raise InputError(

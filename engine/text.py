@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,12 @@ class RowText:
         held, self._held = self._held, ""
         self.text += held
         return rest + held
+
+    def copy(self) -> RowText:
+        """The same text so far, to go on differently."""
+        twin = copy.copy(self)
+        twin._tokens = list(self._tokens)
+        return twin
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

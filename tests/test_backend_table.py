@@ -24,8 +24,8 @@ def same_text(name: str, cache: str, config: engine.EngineConfig | None = None, 
 
 
 def new_cache(cache: str, name: str = "llama") -> caches.Driven:
-    takes_length = "max_cache_len" in caches.recipe(cache).options.option_names()
-    return caches.build(cache, tiny_model(name).config, **({"max_cache_len": 64} if takes_length else {}))
+    options = {"max_cache_len": 64} if caches.recipe(cache).has_a_size else {}
+    return caches.build(cache, tiny_model(name).config, **options)
 
 
 def next_turn(cache: str) -> bool:

@@ -21,7 +21,7 @@ BACKENDS = [name for name in caches.names() if name != "none"]
 
 def build(name):
     recipe = caches.recipe(name)
-    options = {"max_cache_len": 600} if "max_cache_len" in recipe.options.option_names() else {}
+    options = {"max_cache_len": 600} if recipe.has_a_size else {}
     return recipe.build(SPECS, recipe.options.from_dict(options))
 
 
@@ -135,6 +135,8 @@ def test_crop_of_what_a_window_has_lost_is_refused(cache):
     step(cache, 60)
     with pytest.raises(caches.StepError, match="sliding layer"):
         cache.crop(20)
+    with pytest.raises(caches.StepError, match="61 cannot be removed"):
+        cache.crop(-61)
     check_held(cache, 60)
 
 
@@ -185,13 +187,14 @@ def test_nobody_has_to_begin_or_settle(cache):
 def test_static_tensors_never_move():
     cache = build("static")
     step(cache, 3)
-    addresses = [store.buffer.data_ptr() for layer in LAYERS for store in cache.layers[layer].stores()]
+    addresses = [tensor.data_ptr() for layer in LAYERS for tensor in cache.layers[layer].tensors()]
+    assert len(addresses) == 2 * len(LAYERS)
     for count in STEPS:
         step(cache, count)
     cache.rows(torch.tensor([1, 0, 2]))
     cache.crop(-1)
     cache.reset()
-    assert addresses == [store.buffer.data_ptr() for layer in LAYERS for store in cache.layers[layer].stores()]
+    assert addresses == [tensor.data_ptr() for layer in LAYERS for tensor in cache.layers[layer].tensors()]
 
 
 def test_static_is_full():
@@ -209,12 +212,12 @@ def test_dynamic_makes_room_geometrically_and_windows_stay_small():
     moves, bytes_of_all, address = 0, [], None
     for _ in range(1000):
         step(cache, 1)
-        buffer = cache.layers[0]._keys.buffer
+        buffer = cache.layers[0].stores["keys"].buffer
         moves += buffer.data_ptr() != address
         address = buffer.data_ptr()
         bytes_of_all.append(buffer.shape[2])
     assert moves <= 8  # not 1000
-    assert cache.layers[1]._keys.buffer.shape[2] <= (WINDOW - 1) + 16
+    assert cache.layers[1].stores["keys"].buffer.shape[2] <= (WINDOW - 1) + 16
     assert max(bytes_of_all) <= 1.5 * 1000 + 64
 
 
@@ -222,18 +225,81 @@ def test_reserving_makes_room_once():
     cache = build("dynamic")
     cache.reserve(500)
     step(cache, 1)
-    address = cache.layers[0]._keys.buffer.data_ptr()
+    address = cache.layers[0].stores["keys"].buffer.data_ptr()
     for _ in range(499):
         step(cache, 1)
-    assert cache.layers[0]._keys.buffer.data_ptr() == address
-    assert cache.layers[0]._keys.buffer.shape[2] == 512
+    assert cache.layers[0].stores["keys"].buffer.data_ptr() == address
+    assert cache.layers[0].stores["keys"].buffer.shape[2] == 512
+
+
+def test_reserving_on_a_cache_that_is_not_empty():
+    cache = build("dynamic")
+    step(cache, 5)
+    cache.reserve(300)
+    check_held(cache, 5)
+    address = cache.layers[0].stores["keys"].buffer.data_ptr()
+    for _ in range(295):
+        step(cache, 1)
+    check_held(cache, 300)
+    assert cache.layers[0].stores["keys"].buffer.data_ptr() == address
+
+
+@pytest.mark.parametrize("max_cache_len", [3, WINDOW - 1])
+def test_a_fixed_cache_smaller_than_the_window(max_cache_len):
+    recipe = caches.recipe("static")
+    cache = recipe.build(SPECS[1:2], recipe.options.from_dict({"max_cache_len": max_cache_len}))
+    assert cache.max_tokens == max_cache_len
+    cache.begin(max_cache_len)
+    cache.update(tokens(0, max_cache_len, 1), -tokens(0, max_cache_len, 1), 0)
+    cache.settle()
+    with pytest.raises(caches.CapacityError):
+        cache.begin(1)
+
+
+def test_a_fixed_cache_of_windows_only_is_never_full():
+    recipe = caches.recipe("static")
+    cache = recipe.build(SPECS[1:2], recipe.options.from_dict({"max_cache_len": 20}))
+    assert cache.fixed
+    assert cache.max_tokens is None
+    for position in range(60):
+        cache.begin(1)
+        cache.update(tokens(position, 1, 1), tokens(position, 1, 1), 0)
+        cache.settle()
+    assert cache.layers[0].keys[0, 0, :, 0].tolist() == [column(p, 1, 0) for p in range(60 - WINDOW + 1, 60)]
+
+
+def test_another_number_of_rows():
+    cache = build("dynamic")
+    step(cache, 9)
+    assert cache.batch_size == ROWS
+    cache.batch_repeat_interleave(2)
+    check_held(cache, 9, order=[0, 0, 1, 1, 2, 2])
+    cache.batch_select_indices(torch.tensor([4, 0]))
+    check_held(cache, 9, order=[2, 0])
+    assert cache.batch_size == 2
+    fixed = build("static")
+    step(fixed, 9)
+    with pytest.raises(caches.StepError, match="3 rows cannot become one of 6"):
+        fixed.batch_repeat_interleave(2)
+
+
+def test_the_log_follows():
+    cache = build("dynamic")
+    step(cache, 9)
+    cache.log = torch.arange(27).view(3, 9)
+    cache.rows(torch.tensor([2, 1, 0]))
+    cache.crop(-2)
+    assert cache.log.tolist() == [list(range(begin, begin + 7)) for begin in (18, 9, 0)]
+    assert copy.deepcopy(cache).log.tolist() == cache.log.tolist()
+    forward(cache, 1)  # somebody else feeds it
+    assert cache.log is None
 
 
 def test_out_of_memory_while_making_room_changes_nothing(monkeypatch):
     cache = build("dynamic")
     step(cache, 64)
-    last = cache.layers[3]._values  # the group of the first layer is enlarged before this one is reached
-    monkeypatch.setattr(cache.layers[0]._values, "_allocate", lambda *_: (_ for _ in ()).throw(MemoryError()))
+    last = cache.layers[3].stores["values"]  # the group of the first layer is enlarged before this one is reached
+    monkeypatch.setattr(cache.layers[0].stores["values"], "_allocate", lambda *_: (_ for _ in ()).throw(MemoryError()))
     with pytest.raises(MemoryError):
         cache.begin(64)
     check_held(cache, 64)

@@ -79,7 +79,7 @@ PUBLIC = {
     },
     caches: {
         "Cache", "CacheError", "CapacityError", "Driven", "ForeignCache", "NoCache", "Recipe", "StepError",
-        "UnknownCache", "UnsupportedLayer", "build", "driven", "names", "recipe", "register",
+        "UnknownCache", "UnsupportedLayer", "build", "driven", "mask_kinds", "names", "recipe", "register",
     },
     configs: {
         "CacheConfig", "Config", "ConfigError", "DynamicCacheConfig", "EngineConfig", "EngineError", "NoCacheConfig",

@@ -1,0 +1,100 @@
+"""One model's side of a run: its cache, the mask and positions of its columns, and what it was fed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.utils import ModelOutput
+
+import caches
+from caches import Driven
+from engine.errors import EngineError
+from engine.masks import Columns
+from engine.runner import Runner, extend_extras
+
+
+class Lane:
+    """columns: all of the run. before: how many of them the cache holds of tokens that are not given again.
+
+    extras: further model inputs. flags: output_attentions and the like. chunk_tokens: see `Runner.feed`.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        cache: Driven,
+        columns: Columns,
+        *,
+        rows: int,
+        before: int,
+        extras: dict[str, Any],
+        flags: dict[str, bool],
+        chunk_tokens: int | None,
+    ):
+        self.cache = cache
+        self._runner, self._columns, self._before = runner, columns, before
+        self._extras, self._flags, self._chunk_tokens = extend_extras(extras, columns.total), flags, chunk_tokens
+        self._fed = torch.empty(rows, 0, dtype=torch.long, device=columns.device)
+        self._log_before = cache.log
+        self._step_open = False
+
+    @property
+    def fed(self) -> int:
+        """Tokens given to the model in this run, those of the open step included."""
+        return self._fed.shape[1]
+
+    def forward(self, tokens: torch.Tensor) -> ModelOutput:
+        """Feed `tokens` [rows, n] that come after what was fed; the step stays open until `settle`."""
+        self.settle()
+        fed = torch.cat([self._fed, tokens], dim=1)
+        outputs = self._runner.feed(
+            fed,
+            self._columns,
+            self.cache,
+            before=self._before,
+            prefill=self.fed == 0,
+            extras=self._extras,
+            flags=self._flags,
+            chunk_tokens=self._chunk_tokens,
+        )
+        self._fed, self._step_open = fed, True
+        return outputs
+
+    def settle(self, drop: int = 0) -> None:
+        """Commit the open step, if there is one, without its last `drop` tokens."""
+        if not self._step_open:
+            if drop:
+                raise EngineError(f"Crop({drop}) has to follow a Forward")
+            return
+        self.cache.settle(drop)
+        self._step_open = False
+        self._fed = self._fed[:, : self.fed - drop]
+
+    def rows(self, index: torch.Tensor) -> None:
+        """Row i becomes row `index[i]` in everything that is kept per row."""
+        self.settle()
+        self.cache.rows(index)
+        self._columns.rows(index)
+        rows = self._fed.shape[0]
+        self._fed = self._fed[index]
+        self._extras = {
+            name: value[index] if isinstance(value, torch.Tensor) and value.shape[:1] == (rows,) else value
+            for name, value in self._extras.items()
+        }
+        self._log_before = None if self._log_before is None else self._log_before[index]
+
+    def close(self, tokens: int) -> None:
+        """End with a cache that can be continued: it has seen fewer than the run's `tokens` tokens.
+
+        A run that failed between a forward and the choice of the next token has fed all: the last is taken back.
+        """
+        fed_too_far = max(0, self.fed - (tokens - 1)) if self._step_open else 0
+        try:
+            self.settle(drop=fed_too_far)
+        except caches.StepError:  # a cache that cannot take it back keeps it
+            self.settle()
+        if self._before == 0:
+            self.cache.log = self._fed[:, : self.cache.seen]
+        elif self._log_before is not None:
+            self.cache.log = torch.cat([self._log_before, self._fed], dim=1)[:, : self.cache.seen]
