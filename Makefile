@@ -22,6 +22,7 @@ check: .venv/installed
 test-oldest: .venv-oldest/installed
 	.venv-oldest/bin/python -m pytest
 
+# torch first and alone: where a build for CPUs only is at hand, the rest must not replace it.
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet torch -c constraints.txt

@@ -1,6 +1,6 @@
 """Train the small Llama that ships in the package, on the source of Python's standard library.
 
-    python benchmarks/train_shipped_model.py --out engine/shipped --steps 1200
+    python benchmarks/train_shipped_model.py --out engine/shipped --steps 2000
 
 Everything is seeded: the same Python release, torch release, thread count and `--steps` give the same weights. The run
 checkpoints to `--work` every 100 steps and resumes from there. At the end it writes a transformers folder (float16
@@ -147,7 +147,7 @@ def optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
 
 def main(
     out: Annotated[Path, typer.Option(help="folder to write the model to")],
-    steps: Annotated[int, typer.Option(help="optimizer steps of 4096 tokens")] = 1200,
+    steps: Annotated[int, typer.Option(help="optimizer steps of 4096 tokens")] = 2000,
     work: Annotated[Path, typer.Option(help="folder for checkpoints")] = Path(".train"),
     stdlib: Annotated[Path, typer.Option(help="the standard library's folder")] = STDLIB,
     device: str = "cpu",

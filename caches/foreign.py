@@ -14,8 +14,8 @@ from caches.errors import StepError, UnsupportedLayer
 class ForeignCache:
     """The operations of a step on a cache that has only `update` and `crop`.
 
-    A sliding layer of transformers forgets in the middle of a step. Once one is full, a step cannot be undone, and a
-    failed one makes the cache unusable: then every further `begin` raises `StepError`.
+    A sliding layer of transformers forgets in the middle of a step. Once one is full, a step cannot be undone: when it
+    fails the cache is lost, `handle` becomes None and a `begin` on the same object raises `StepError`.
     """
 
     fixed = False  # for our compiled step: it writes where transformers' own bookkeeping says
@@ -25,6 +25,7 @@ class ForeignCache:
             raise UnsupportedLayer("an EncoderDecoderCache belongs to an encoder-decoder model, which is not supported")
         self._cache = cache
         self._seen_before: int | None = None  # while a step is open
+        self._lost = False
         self.name = type(cache).__name__
 
     @property
@@ -37,8 +38,8 @@ class ForeignCache:
         pass
 
     @property
-    def handle(self) -> TransformersCache:
-        return self._cache
+    def handle(self) -> TransformersCache | None:
+        return None if self._lost else self._cache
 
     @property
     def seen(self) -> int:
@@ -84,6 +85,8 @@ class ForeignCache:
             ahead = int(layer.get_seq_length()) - before if _is_written(layer) else 0
             if ahead and _can_take_back(layer):
                 layer.crop(-ahead)
+            elif ahead:
+                self._lost = True
 
     def rows(self, index: torch.Tensor) -> None:
         self._cache.reorder_cache(index)

@@ -65,7 +65,9 @@ def generate(
     if seed is not None:
         torch.manual_seed(seed)
     options: dict[str, object] = {"cache": cache, "max_new_tokens": max_new_tokens, "do_sample": samples}
-    options |= {name: value for name, value in (("temperature", temperature), ("top_p", top_p)) if samples and value}
+    options |= {
+        name: value for name, value in (("temperature", temperature), ("top_p", top_p)) if samples and value is not None
+    }
     generator = Generator(model or SHIPPED_MODEL)
     if stream:
         pieces = generator.stream(prompt, **options)
@@ -118,13 +120,13 @@ def main() -> None:
     except (EngineError, caches.CacheError) as error:
         _fail(str(error), 2)
     except OSError as error:  # transformers: no such model
-        _fail(str(error).strip().splitlines()[0], 2)
+        _fail(str(error).strip().partition("\n")[0], 2)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
 def _fail(message: str, code: int) -> None:
-    _messages.print(f"error: {message}", style="red", markup=False)
+    _messages.print(f"error: {message}", style="red", markup=False, soft_wrap=True)
     sys.exit(code)
 
 

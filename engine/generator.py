@@ -72,6 +72,11 @@ class Generator:
     ) -> Run:
         started = time.perf_counter()
         tokenizer = tokenizer if tokenizer is not None else self.tokenizer
+        if generation_config is not None:
+            cache_implementation = _one_of(
+                cache_implementation=cache_implementation,
+                **{"generation_config.cache_implementation": generation_config.cache_implementation},
+            )
         live = _live_cache(cache, past_key_values, cache_implementation, cache_config)
         request = read_request(
             self.model,

@@ -32,6 +32,7 @@ _STRATEGY_OF_MODE = {GenerationMode.GREEDY_SEARCH: "greedy", GenerationMode.SAMP
 # Options of `GenerationConfig` that mean something elsewhere, or nothing here: refused rather than ignored.
 _REFUSED = {
     "token_healing": "it is not available here",
+    "disable_compile": "nothing is compiled unless EngineConfig(compile=...) says so",
     "compile_config": "give EngineConfig(compile=...) to a Generator instead",
     "return_legacy_cache": "caches are objects here; take `out.cache`",
     "low_memory": "it belongs to contrastive search, which is not available",
@@ -116,7 +117,7 @@ def read_request(
     for flag in ("output_attentions", "output_hidden_states"):  # kept in the config too
         model_inputs.pop(flag, None)
     _refuse_unknown(model, model_inputs)
-    chosen = _choose_strategy(config, strategy, options.get("do_sample"))
+    chosen = _choose_strategy(config, strategy, options, generation_config)
     for name, remedy in _REFUSED.items():
         if getattr(config, name, None):
             raise OptionError(f"{name}={getattr(config, name)!r} cannot apply: {remedy}")
@@ -142,14 +143,7 @@ def read_request(
         if raw:
             raise OptionError(f"prefill_chunk_size cannot cut {', '.join(raw)} into pieces: read the prompt at once")
 
-    stop_strings = config.stop_strings or ()
-    stop_strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
-    if stop_strings and tokenizer is None:
-        raise OptionError("stop_strings are looked for in the text: pass tokenizer=..., or give the model as a path")
-    if "" in stop_strings:
-        raise OptionError("an empty stop string would end every text before it begins")
-    eos = config._eos_token_tensor
-    pad = config._pad_token_tensor
+    eos, pad = config._eos_token_tensor, config._pad_token_tensor
     if pad is None and tokenizer is not None and tokenizer.pad_token_id is not None:
         pad = torch.tensor(tokenizer.pad_token_id)
     return Request(
@@ -159,20 +153,44 @@ def read_request(
         total=total,
         config=config,
         strategy=chosen,
-        processors=model._get_logits_processor(
-            generation_config=config,
-            input_ids_seq_length=prompt.ids.shape[1],
-            encoder_input_ids=prompt.ids,
-            logits_processor=LogitsProcessorList(logits_processor or []),
-            device=str(model.device),
-            model_kwargs={"attention_mask": mask},
-            **constraint,
-        ),
+        processors=_processors(model, prompt, mask, config, logits_processor, constraint),
         criteria=StoppingCriteriaList(stopping_criteria or []),
         eos_ids=frozenset() if eos is None else frozenset(eos.tolist()),
         pad_id=0 if pad is None else int(pad),
-        stop_strings=stop_strings,
+        stop_strings=_stop_strings(config, tokenizer),
     )
+
+
+def _processors(
+    model: PreTrainedModel,
+    prompt: Prompt,
+    mask: torch.Tensor,
+    config: GenerationConfig,
+    given: Sequence | None,
+    constraint: dict[str, Any],
+) -> LogitsProcessorList:
+    try:
+        return model._get_logits_processor(
+            generation_config=config,
+            input_ids_seq_length=prompt.ids.shape[1],
+            encoder_input_ids=prompt.ids,
+            logits_processor=LogitsProcessorList(given or []),
+            device=str(model.device),
+            model_kwargs={"attention_mask": mask},
+            **constraint,
+        )
+    except ValueError as error:  # an impossible temperature, top_p, ...
+        raise OptionError(str(error)) from error
+
+
+def _stop_strings(config: GenerationConfig, tokenizer: Any) -> tuple[str, ...]:
+    stops = config.stop_strings or ()
+    stops = (stops,) if isinstance(stops, str) else tuple(stops)
+    if stops and tokenizer is None:
+        raise OptionError("stop_strings are looked for in the text: pass tokenizer=..., or give the model as a path")
+    if "" in stops:
+        raise OptionError("an empty stop string would end every text before it begins")
+    return stops
 
 
 # Arguments of `generate` that only build logits processors.
@@ -202,26 +220,30 @@ _CALL_ARGUMENTS = {
 }
 
 
-def _choose_strategy(config: GenerationConfig, strategy: str | Strategy | None, do_sample: bool | None) -> Strategy:
-    if strategy is None:
-        mode = config.get_generation_mode()
-        if mode not in _STRATEGY_OF_MODE:
-            available = ", ".join(strategies.names())
-            raise OptionError(
-                f"these options ask for {mode.value.replace('_', ' ')}; available strategies: {available}"
-            )
-        strategy = _STRATEGY_OF_MODE[mode]
-    if isinstance(strategy, str):
-        strategy = strategies.build(strategy)
-    if do_sample is not None and do_sample != strategy.samples:
-        raise OptionError(f"strategy={strategy.name!r} contradicts do_sample={do_sample}: leave one of them out")
-    if config.num_return_sequences > 1 and not strategy.samples:
+def _choose_strategy(
+    config: GenerationConfig,
+    strategy: str | Strategy | None,
+    options: dict[str, Any],
+    generation_config: GenerationConfig | None,
+) -> Strategy:
+    """The named strategy, or the one that the parameters mean in transformers. They may not contradict each other."""
+    implied = _STRATEGY_OF_MODE.get(mode := config.get_generation_mode())
+    if implied is None:
         raise OptionError(
-            f"num_return_sequences={config.num_return_sequences}, but {strategy.name} gives the same text every time; "
+            f"these options ask for {mode.value.replace('_', ' ')}, which is not available; "
+            f"strategies: {', '.join(strategies.names())}"
+        )
+    chosen = strategies.build(strategy or implied) if strategy is None or isinstance(strategy, str) else strategy
+    do_sample = options.get("do_sample", generation_config and generation_config.do_sample)
+    if do_sample is not None and do_sample != chosen.samples:
+        raise OptionError(f"strategy={chosen.name!r} contradicts do_sample={do_sample}: leave one of them out")
+    if config.num_return_sequences > 1 and not chosen.samples:
+        raise OptionError(
+            f"num_return_sequences={config.num_return_sequences}, but {chosen.name} gives the same text every time; "
             "use do_sample=True"
         )
-    config.do_sample = strategy.samples
-    return strategy
+    config.do_sample = chosen.samples
+    return chosen
 
 
 def _to_device(prompt: Prompt, device: torch.device) -> Prompt:

@@ -78,7 +78,7 @@ class Run:
             new = self._length - self._request.prompt.ids.shape[1]
             raise Interrupted(
                 f"generation stopped after {new} new tokens per row ({type(error).__name__}: {error}); what was "
-                "generated is in `partial`, and its cache can be continued",
+                "generated is in `partial`, with its cache where that can be continued",
                 self.result(),
             ) from error
         finally:

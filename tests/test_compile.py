@@ -41,6 +41,17 @@ def test_a_second_call_of_the_same_shapes_compiles_nothing(graphs):
     assert len(graphs) == 1
 
 
+def test_calls_of_similar_length_share_a_graph(graphs):
+    model = tiny_model("llama")
+    generator = engine.Generator(model, config=engine.EngineConfig(cache="static", compile="aot_eager"))
+    for tokens in range(5, 17):
+        out = generator.generate(prompt(tokens=tokens, pads=2), max_new_tokens=4)
+        assert torch.equal(
+            out.sequences, engine.generate(model, prompt(tokens=tokens, pads=2), max_new_tokens=4).sequences
+        )
+    assert len(graphs) == 1
+
+
 def test_a_compiled_step_over_a_window_that_is_compacted(graphs):
     model, inputs = tiny_model("mistral"), prompt()
     expected = engine.generate(model, inputs, cache="dynamic", max_new_tokens=60).sequences

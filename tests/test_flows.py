@@ -77,6 +77,49 @@ def test_the_driver_carries_out_every_operation():
             assert torch.equal(out.sequences, model.generate(**inputs, max_new_tokens=30, do_sample=False))
 
 
+def test_rows_may_become_more_and_everything_follows_them():
+    """Every row twice, in the other order: extra inputs, positions, texts and stops belong to rows too."""
+    from architectures import prompt, tiny_model
+
+    class Twice:
+        name, samples = "twice", False
+
+        def flow(self, ids, process):
+            logits = yield Forward(ids)
+            ids = yield Emit(process(ids, logits).argmax(-1, keepdim=True))
+            yield Rows(torch.tensor([1, 1, 0, 0]))
+            ids = ids[[1, 1, 0, 0]]
+            while True:
+                logits = yield Forward(ids[:, -1:])
+                ids = yield Emit(process(ids, logits).argmax(-1, keepdim=True))
+
+    model, inputs = tiny_model("gpt2"), prompt()
+    inputs["token_type_ids"] = torch.tensor([[7], [8]]).expand(2, 13)
+    expected = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    for cache in ("dynamic", "none"):
+        out = engine.generate(model, inputs, cache=cache, strategy=Twice(), max_new_tokens=12)
+        assert torch.equal(out.sequences, expected[[1, 1, 0, 0]])
+
+
+def test_streamed_text_follows_rows(shipped):
+    class Swapped:
+        name, samples = "swapped", False
+
+        def flow(self, ids, process):
+            while True:
+                logits = yield Forward(ids if ids.shape[1] == begin else ids[:, -1:])
+                ids = yield Emit(process(ids, logits).argmax(-1, keepdim=True))
+                yield Rows(torch.tensor([1, 0]))
+                ids = ids[[1, 0]]
+
+    texts = ["class A:\n    def f(self", "import os\nimport re\nprint"]
+    plain = shipped.generate(texts, max_new_tokens=10, stop_strings=["self", "path"])
+    begin = shipped.generate(texts, max_new_tokens=1).sequences.shape[1] - 1
+    out = shipped.stream(texts, strategy=Swapped(), max_new_tokens=10, stop_strings=["self", "path"])
+    list(out)
+    assert sorted(out.result().text) == sorted(plain.text)
+
+
 def test_a_flow_that_returns_ends_the_run():
     from architectures import prompt, tiny_model
 

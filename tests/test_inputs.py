@@ -125,6 +125,8 @@ WRONG_INPUTS = {
     "positions of another shape": ({"inputs": IDS, "position_ids": torch.zeros(2, 3)}, "position_ids has shape"),
 }
 
+SAMPLING = transformers.GenerationConfig(do_sample=True)
+STATIC = transformers.GenerationConfig(cache_implementation="static")
 WRONG_OPTIONS = {
     "no new tokens": ({"max_new_tokens": 0}, "max_new_tokens=0"),
     "negative": ({"max_new_tokens": -3}, "max_new_tokens=-3"),
@@ -142,6 +144,12 @@ WRONG_OPTIONS = {
     "pieces without a cache": ({"prefill_chunk_size": 3, "cache": "none"}, "pieces"),
     "config for a live cache": ({"past_key_values": transformers.DynamicCache(), "cache_config": {}}, "live one"),
     "healing": ({"token_healing": True}, "token_healing"),
+    "compile twice said": ({"disable_compile": True}, "disable_compile"),
+    "temperature below zero": ({"do_sample": True, "temperature": -1.0}, "temperature"),
+    "beams by a greedy strategy": ({"strategy": "greedy", "num_beams": 4}, "beam search"),
+    "lookup by a greedy strategy": ({"strategy": "greedy", "prompt_lookup_num_tokens": 3}, "not available"),
+    "a config that samples": ({"strategy": "greedy", "generation_config": SAMPLING}, "do_sample=True"),
+    "a config with a cache": ({"cache": "dynamic", "generation_config": STATIC}, "both choose"),
     "a cache option": ({"cache": "dynamic", "cache_config": {"max_cache_len": 5}}, "takes no options"),
     "a misspelt cache option": ({"cache": "static", "cache_config": {"max_cache_length": 5}}, "max_cache_len"),
     "an impossible cache option": ({"cache": "static", "cache_config": {"max_cache_len": 0}}, "at least 1"),

@@ -92,6 +92,36 @@ def test_theirs_in_ours(name, make):
     assert out.cache is theirs
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("new_tokens", [2, 20])
+def test_theirs_after_a_failed_step(name, new_tokens, monkeypatch):
+    """What can be taken back is; what cannot is refused from then on, and the failure itself is what is reported."""
+    model, inputs = tiny_model(name), prompt(tokens=5, pads=0)
+    theirs = DynamicCache(config=model.config)
+    layer, calls = model.model.layers[2], []
+    forward = layer.forward
+
+    def fails_at_last(*args, **kwargs):
+        calls.append(0)
+        return 1 / 0 if len(calls) == new_tokens else forward(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "forward", fails_at_last)
+        with pytest.raises(engine.Interrupted, match="ZeroDivisionError") as failure:
+            engine.generate(model, inputs, cache=theirs, max_new_tokens=30)
+    part = failure.value.partial
+    whole = model.generate(**inputs, max_new_tokens=30, do_sample=False)
+    assert torch.equal(part.sequences, whole[:, : 5 + new_tokens - 1])
+    go_on = {"cache": part.cache, "max_new_tokens": 30 - new_tokens + 1}
+    if name == "mistral" and new_tokens == 20:
+        assert part.cache is None
+        with pytest.raises(engine.Interrupted, match="could not be taken back"):
+            engine.generate(model, whole[:, :25], cache=theirs, max_new_tokens=5)
+    else:
+        mask = torch.ones_like(part.sequences)
+        assert torch.equal(engine.generate(model, part.sequences, attention_mask=mask, **go_on).sequences, whole)
+
+
 @pytest.mark.parametrize("cache", OURS)
 @pytest.mark.parametrize("name", ["llama", "mistral", "llama4_text"])
 def test_a_second_turn_on_the_live_cache(name, cache):

@@ -48,7 +48,12 @@ def test_files_it_names_exist(file):
     assert (ROOT / file).exists()
 
 
-def test_the_shipped_models_figures():
+def test_the_shipped_models_figures(shipped):
     report = json.loads((engine.SHIPPED_MODEL / "training.json").read_text())
     assert f"{report['held_out_bits_per_byte']:.2f} bits per byte" in README
     assert f"{report['xz_bits_per_byte']:.2f}" in README
+    model = shipped.model
+    assert f"{model.num_parameters() / 1e6:.1f} million parameters" in README
+    assert f"vocabulary of {model.config.vocab_size}" in README
+    script = (ROOT / "benchmarks" / "train_shipped_model.py").read_text()
+    assert f"--steps {report['steps']}" in script
