@@ -65,9 +65,8 @@ def generate(
     if seed is not None:
         torch.manual_seed(seed)
     options: dict[str, object] = {"cache": cache, "max_new_tokens": max_new_tokens, "do_sample": samples}
-    options |= {
-        name: value for name, value in (("temperature", temperature), ("top_p", top_p)) if samples and value is not None
-    }
+    if samples:
+        options |= {"temperature": temperature, "top_p": top_p}
     generator = Generator(model or SHIPPED_MODEL)
     if stream:
         pieces = generator.stream(prompt, **options)

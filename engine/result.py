@@ -38,7 +38,7 @@ class Generation:
         call had no tokenizer.
     finish_reasons: per row "eos", "stop_string", "criteria", "time", "length", or None when the run ended
         before the row did.
-    cache: the live cache, holding everything but the last token; None for cache="none", and for a cache of transformers'
+    cache: the live cache, holding everything but the last token; None for cache="none", and for one of transformers'
         own that a failed step has spoilt.
     scores, logits: per new token [rows, vocabulary], float32, after / before the logits processors; None unless
         `output_scores` / `output_logits`.
