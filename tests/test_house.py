@@ -53,23 +53,54 @@ def test_configurations_know_neither_torch_nor_models():
         assert not set(imports(path)) & {"torch", "transformers", "numpy"}
 
 
-def test_strategies_know_no_models_and_stores_know_no_strategies():
-    for path in (ROOT / "strategies").glob("*.py"):
-        assert "transformers" not in set(imports(path))
-
-
-def test_the_timeline_has_no_keys_or_values_and_stores_no_policies():
-    text = (ROOT / "caches" / "store.py").read_text()
-    assert "spec" not in text.replace("specific", "")
-    assert "retention" not in text
-
-
-def test_the_codec_libraries_are_imported_only_when_used():
+def files_with(wanted):
+    """Files of the four rooms in which a node of the syntax tree is wanted."""
+    found = set()
     for room in ROOMS:
         for path in (ROOT / room).glob("*.py"):
-            top = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
-            names = {name for node in top for name in ast.unparse(node).replace(",", " ").split()}
-            assert not {name for name in names if name.startswith(("hqq", "optimum"))}
+            if any(wanted(node) for node in ast.walk(ast.parse(path.read_text()))):
+                found.add(f"{room}/{path.name}")
+    return found
+
+
+def names_layer_types(node):
+    return (isinstance(node, ast.Attribute) and node.attr == "layer_types") or (
+        isinstance(node, ast.Constant) and node.value == "layer_types"
+    )
+
+
+def calls_the_model(node):
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in ("model", "self.model", "self._model")
+
+
+def uses_private_parts_of_the_model(node):
+    private = isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+    return private and ast.unparse(node.value) == "model"
+
+
+def imports_codec(node):
+    return isinstance(node, (ast.Import, ast.ImportFrom)) and any(
+        name.startswith(("hqq", "optimum")) for name in ast.unparse(node).replace(",", " ").split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("wanted", "where"),
+    [
+        (names_layer_types, {"caches/spec.py"}),
+        (calls_the_model, {"engine/runner.py"}),
+        (uses_private_parts_of_the_model, {"engine/request.py"}),
+        (imports_codec, set()),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_one_file_knows(wanted, where):
+    assert files_with(wanted) == where
+
+
+def test_strategies_know_no_models():
+    for path in (ROOT / "strategies").glob("*.py"):
+        assert "transformers" not in set(imports(path))
 
 
 PUBLIC = {
