@@ -87,6 +87,7 @@ class Generator:
             generation_config=generation_config,
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
+            chunk_tokens=self.config.prefill_chunk_tokens,
             options=options,
         )
         if live is None:
@@ -100,9 +101,10 @@ class Generator:
                 f"tokens and {request.new_tokens} new ones need {request.total - 1}: raise max_cache_len or ask for "
                 "fewer"
             )
-        chunk_tokens = request.config.prefill_chunk_size or self.config.prefill_chunk_tokens
-        if chunk_tokens is not None and live.handle is None:
-            raise OptionError(f"reading the prompt in pieces of {chunk_tokens} tokens needs a cache to keep them in")
+        if request.chunk_tokens is not None and live.handle is None:
+            raise OptionError(
+                f"reading the prompt in pieces of {request.chunk_tokens} tokens needs a cache to keep them in"
+            )
         if self.config.compile != "off" and not live.fixed:
             raise OptionError(
                 f"compile={self.config.compile!r} needs a cache whose tensors never move, and {live.name!r} is not "
@@ -117,7 +119,7 @@ class Generator:
             before=request.before,
             extras=extras,
             flags=request.output_flags,
-            chunk_tokens=chunk_tokens,
+            chunk_tokens=request.chunk_tokens,
         )
         return Run(request, lane, tokenizer=tokenizer, streamer=streamer, stream_text=stream_text, started=started)
 

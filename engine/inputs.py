@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +22,16 @@ class Prompt:
 
     def repeat(self, times: int) -> Prompt:
         """Every row `times` times, next to each other."""
-        if times == 1:
-            return self
+        return self if times == 1 else self._map(lambda tensor: tensor.repeat_interleave(times, dim=0))
 
-        def spread(value: Any) -> Any:
-            return value.repeat_interleave(times, dim=0) if isinstance(value, torch.Tensor) else value
+    def to(self, device: torch.device) -> Prompt:
+        return self._map(lambda tensor: tensor.to(device))
 
-        return Prompt(spread(self.ids), spread(self.mask), {name: spread(value) for name, value in self.extras.items()})
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Prompt:
+        extras = {
+            name: change(value) if isinstance(value, torch.Tensor) else value for name, value in self.extras.items()
+        }
+        return Prompt(change(self.ids), None if self.mask is None else change(self.mask), extras)
 
 
 def read_prompt(inputs: Any, extras: dict[str, Any], tokenizer: Any, bos_id: int | None) -> Prompt:

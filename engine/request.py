@@ -17,13 +17,12 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.generation import GenerationMode
-from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 import strategies
 from configs import nearest
-from engine.errors import InputError, OptionError
+from engine.checks import check_extras, check_ids, check_length, check_mask, check_model, check_pieces
+from engine.errors import OptionError
 from engine.inputs import Prompt, read_prompt
-from engine.runner import PER_TOKEN_EXTRAS
 from engine.stopping import Stopping
 from strategies import Strategy
 
@@ -54,6 +53,7 @@ class Request:
     eos_ids: frozenset[int]
     pad_id: int
     stop_strings: tuple[str, ...]
+    chunk_tokens: int | None
 
     @property
     def output_flags(self) -> dict[str, bool]:
@@ -88,60 +88,41 @@ def read_request(
     generation_config: GenerationConfig | None,
     logits_processor: LogitsProcessorList | Sequence | None,
     stopping_criteria: StoppingCriteriaList | Sequence | None,
+    chunk_tokens: int | None,
     options: dict[str, Any],
 ) -> Request:
     """Check everything that can be checked without running the model. Raises `InputError` and `OptionError`.
 
     options: generation parameters and model inputs by keyword, mixed, as `model.generate` takes them.
     """
-    if model.training:
-        raise InputError("the model is in training mode, where dropout makes its text random: call model.eval() first")
-    if model.config.is_encoder_decoder:
-        raise InputError(f"{type(model).__name__} is an encoder-decoder model; only decoder-only models are supported")
-    max_new_tokens = options.get("max_new_tokens", generation_config and generation_config.max_new_tokens)
-    if max_new_tokens is not None and max_new_tokens < 1:
-        raise OptionError(f"max_new_tokens={max_new_tokens}, but a generation has at least one new token")
+    check_model(model)
     options = dict(options)
     constraint = {name: options.pop(name, None) for name in _PROCESSOR_ARGUMENTS}
-
-    lengths_given = {
-        name: options.get(name) is not None
-        or (generation_config is not None and getattr(generation_config, name) is not None)
-        or getattr(model.generation_config, name) is not None
-        for name in ("max_length", "min_length")
-    }
-    try:
-        config, model_inputs = model._prepare_generation_config(generation_config, **options)
-    except ValueError as error:  # transformers' own checks of its parameters
-        raise OptionError(str(error)) from error
-    for flag in ("output_attentions", "output_hidden_states"):  # kept in the config too
-        model_inputs.pop(flag, None)
-    _refuse_unknown(model, model_inputs)
+    config, model_inputs, lengths_given = _complete_config(model, generation_config, options)
     chosen = _choose_strategy(config, strategy, options, generation_config)
-    for name, remedy in _REFUSED.items():
-        if getattr(config, name, None):
-            raise OptionError(f"{name}={getattr(config, name)!r} cannot apply: {remedy}")
 
     prompt = read_prompt(inputs, model_inputs, tokenizer, config.bos_token_id)
-    prompt = _to_device(prompt.repeat(config.num_return_sequences), model.device)
+    prompt = prompt.repeat(config.num_return_sequences).to(model.device)
     model._prepare_special_tokens(config, prompt.mask is not None, device=model.device, batch_size=len(prompt.ids))
-    mask, before = _check_prompt(model, prompt, config, cache_seen)
-    _check_extras(prompt, mask)
-
+    check_ids(model, prompt.ids)
+    mask = prompt.mask
+    if mask is None:  # transformers reads it off the pad ids, where those cannot be anything else
+        mask = model._prepare_attention_mask_for_generation(prompt.ids, config, {})
+    mask = (mask != 0).long()
+    before = check_mask(prompt.ids, mask, cache_seen)
+    check_extras(prompt, mask)
+    chunk_tokens = config.prefill_chunk_size or chunk_tokens
+    check_pieces(prompt, chunk_tokens)
     model._prepare_generated_length(
         generation_config=config,
-        has_default_max_length=not lengths_given["max_length"],
-        has_default_min_length=not lengths_given["min_length"],
+        has_default_max_length="max_length" not in lengths_given,
+        has_default_min_length="min_length" not in lengths_given,
         model_input_name="input_ids",
         input_ids_length=prompt.ids.shape[1],
         inputs_tensor=prompt.ids,
     )
     total = before + config.max_length
-    _check_length(model, mask.shape[1], total)
-    if config.prefill_chunk_size is not None:
-        raw = sorted(set(prompt.extras) & set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL))
-        if raw:
-            raise OptionError(f"prefill_chunk_size cannot cut {', '.join(raw)} into pieces: read the prompt at once")
+    check_length(model, mask.shape[1], total)
 
     eos, pad = config._eos_token_tensor, config._pad_token_tensor
     if pad is None and tokenizer is not None and tokenizer.pad_token_id is not None:
@@ -158,7 +139,37 @@ def read_request(
         eos_ids=frozenset() if eos is None else frozenset(eos.tolist()),
         pad_id=0 if pad is None else int(pad),
         stop_strings=_stop_strings(config, tokenizer),
+        chunk_tokens=chunk_tokens,
     )
+
+
+def _complete_config(
+    model: PreTrainedModel, generation_config: GenerationConfig | None, options: dict[str, Any]
+) -> tuple[GenerationConfig, dict[str, Any], set[str]]:
+    """All parameters: those given, the model's own, the defaults. The rest of `options`: inputs of the model.
+
+    Third, which of max_length and min_length somebody chose: transformers counts those from the prompt's beginning.
+    """
+    max_new_tokens = options.get("max_new_tokens", generation_config and generation_config.max_new_tokens)
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise OptionError(f"max_new_tokens={max_new_tokens}, but a generation has at least one new token")
+    configs = [config for config in (generation_config, model.generation_config) if config is not None]
+    given = {
+        name
+        for name in ("max_length", "min_length")
+        if options.get(name) is not None or any(getattr(config, name) is not None for config in configs)
+    }
+    try:
+        config, model_inputs = model._prepare_generation_config(generation_config, **options)
+    except ValueError as error:  # transformers' own checks of its parameters
+        raise OptionError(str(error)) from error
+    for flag in ("output_attentions", "output_hidden_states"):  # kept in the config too
+        model_inputs.pop(flag, None)
+    _refuse_unknown(model, model_inputs)
+    for name, remedy in _REFUSED.items():
+        if getattr(config, name, None):
+            raise OptionError(f"{name}={getattr(config, name)!r} cannot apply: {remedy}")
+    return config, model_inputs, given
 
 
 def _processors(
@@ -244,76 +255,3 @@ def _choose_strategy(
         )
     config.do_sample = chosen.samples
     return chosen
-
-
-def _to_device(prompt: Prompt, device: torch.device) -> Prompt:
-    def move(value: Any) -> Any:
-        return value.to(device) if isinstance(value, torch.Tensor) else value
-
-    return Prompt(move(prompt.ids), move(prompt.mask), {name: move(value) for name, value in prompt.extras.items()})
-
-
-def _check_prompt(
-    model: PreTrainedModel, prompt: Prompt, config: GenerationConfig, cache_seen: int
-) -> tuple[torch.Tensor, int]:
-    """The mask of all columns up to the end of the prompt, and how many of them come before `prompt.ids`."""
-    ids, mask, before = prompt.ids, prompt.mask, 0
-    rows, tokens = ids.shape
-    if ids.numel() == 0:
-        raise InputError(f"the prompt is empty ({rows} rows of {tokens} tokens): the model needs a token to begin with")
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocabulary:
-        wrong = low if low < 0 else high
-        raise InputError(
-            f"token id {wrong} is outside the model's vocabulary of {vocabulary} tokens (0 to {vocabulary - 1})"
-        )
-    if mask is None:
-        mask = model._prepare_attention_mask_for_generation(ids, config, {})
-        may_be_right_padded = rows > 1
-    else:
-        may_be_right_padded = True
-        if list(mask.shape) == [rows, cache_seen + tokens] and cache_seen > 0:
-            before = cache_seen  # only the new tokens were given; the mask also covers those in the cache
-        elif mask.shape != ids.shape:
-            raise InputError(
-                f"attention_mask has shape {list(mask.shape)}, but the token ids have {list(ids.shape)}: "
-                "it needs one entry per token"
-            )
-    mask = (mask != 0).long()
-    if may_be_right_padded and bool((mask[:, -1] == 0).any()):
-        raise InputError(
-            "the prompts are padded on the right, so the model would continue after pads: "
-            "pad on the left (tokenizer.padding_side = 'left')"
-        )
-    if cache_seen >= before + tokens:
-        raise InputError(
-            f"the cache holds {cache_seen} tokens and the prompt has {before + tokens}: nothing is left to feed. "
-            "Give the whole conversation, with at least one token that the cache has not seen"
-        )
-    return mask, before
-
-
-def _check_extras(prompt: Prompt, mask: torch.Tensor) -> None:
-    for name in ("position_ids", *PER_TOKEN_EXTRAS):
-        value = prompt.extras.get(name)
-        if value is not None and value.shape[-1] != mask.shape[1]:
-            raise InputError(
-                f"{name} has shape {list(value.shape)}, but the mask covers {mask.shape[1]} tokens: "
-                "its last dimension needs one entry per token"
-            )
-
-
-def _check_length(model: PreTrainedModel, prompt_columns: int, total: int) -> None:
-    if total <= prompt_columns:
-        raise OptionError(
-            f"max_length={total} leaves no room after {prompt_columns} prompt tokens: raise it, or use max_new_tokens"
-        )
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    # The last new token is never fed, so it needs no position.
-    if positions is not None and total - 1 > positions:
-        raise InputError(
-            f"{prompt_columns} prompt tokens and {total - prompt_columns} new ones need {total - 1} positions, but the "
-            f"model has {positions}: shorten the prompt or max_new_tokens (or raise config.max_position_embeddings if "
-            "its positions are known to reach further)"
-        )
