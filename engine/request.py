@@ -106,7 +106,9 @@ def read_request(
     model._prepare_special_tokens(config, prompt.mask is not None, device=model.device, batch_size=len(prompt.ids))
     check_ids(model, prompt.ids)
     mask = prompt.mask
-    if mask is None:  # transformers reads it off the pad ids, where those cannot be anything else
+    if mask is None and len(prompt.ids) == 1:
+        mask = torch.ones_like(prompt.ids)  # a row alone has nothing to be padded to
+    elif mask is None:  # transformers reads it off the pad ids, where those cannot be anything else
         mask = model._prepare_attention_mask_for_generation(prompt.ids, config, {})
     mask = (mask != 0).long()
     before = check_mask(prompt.ids, mask, cache_seen)

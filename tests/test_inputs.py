@@ -244,3 +244,23 @@ def test_a_layer_kind_no_backend_keeps():
     config = transformers.MambaConfig(vocab_size=99, hidden_size=16, num_hidden_layers=2, state_size=4)
     with pytest.raises(caches.UnsupportedLayer, match="layer 0"):
         caches.build("dynamic", config)
+
+
+def test_images_cannot_be_read_in_pieces():
+    from engine.checks import check_pieces
+    from engine.inputs import Prompt
+
+    with_image = Prompt(IDS, None, {"pixel_values": torch.zeros(1, 3, 4, 4)})
+    check_pieces(with_image, None)
+    with pytest.raises(engine.OptionError, match="pixel_values cannot be cut into pieces of 4 tokens"):
+        check_pieces(with_image, 4)
+
+
+def test_pads_are_read_off_the_ids_of_a_batch_but_not_of_a_row_alone():
+    model, inputs = tiny_model("llama"), prompt()
+    without_mask = engine.generate(model, inputs["input_ids"], max_new_tokens=9)
+    assert torch.equal(without_mask.sequences, model.generate(inputs["input_ids"], max_new_tokens=9, do_sample=False))
+    alone = torch.tensor([[5, 0, 7, 0]])  # id 0 may well be a word here
+    ones = torch.ones_like(alone)
+    expected = model.generate(alone, attention_mask=ones, max_new_tokens=9, do_sample=False)
+    assert torch.equal(engine.generate(model, alone, max_new_tokens=9).sequences, expected)
