@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
-from caches.errors import StepError
+from caches.driven import Log
+from caches.errors import StepError, UnsupportedLayer
 from caches.layer import Layer, StoreFactory
 from caches.retention import KeepAll, KeepRecent, Retention
-from caches.spec import LayerSpec
+from caches.spec import LayerSpec, read_specs
 from caches.timeline import Timeline
 
 
@@ -44,7 +45,8 @@ class Cache(TransformersCache):
     ):
         self.name = name
         self.fixed = fixed
-        self.log: torch.Tensor | None = None
+        self.specs = tuple(specs)
+        self.log: Log | None = None
         kept = [(spec.reach, retention(spec)) for spec in specs]
         # Without any layer that keeps columns there is still a clock.
         used = [group for group, spec in zip(kept, specs, strict=True) if spec.keeps_kv] or kept[:1]
@@ -60,6 +62,14 @@ class Cache(TransformersCache):
         self._driven = False  # ... by our loop, which will also close it
         self._written: set[int] = set()  # layers that a foreign loop's open step has reached
         self._required = {i for i, spec in enumerate(specs) if spec.keeps_kv}
+
+    def check_fits(self, model_config: Any) -> None:
+        specs = read_specs(model_config)
+        if specs != self.specs:
+            raise UnsupportedLayer(
+                f"it was built for {_layers_in_words(self.specs)}, but the model has {_layers_in_words(specs)}; "
+                "build one with the model's own configuration"
+            )
 
     # One step is a transaction.
 
@@ -117,7 +127,7 @@ class Cache(TransformersCache):
         for layer in self.layers:
             for store in layer.stores.values():
                 store.rows(index)
-        self.log = None if self.log is None else self.log[index]
+        self.log = None if self.log is None else self.log.rows(index)
 
     def reserve(self, tokens: int) -> None:
         self._make_room({timeline: timeline.room_for(tokens) for timeline in self._timelines})
@@ -226,7 +236,7 @@ class Cache(TransformersCache):
                 )
         for timeline in self._timelines:
             timeline.forget(remove)
-        self.log = None if self.log is None else self.log[:, : self.seen]
+        self.log = None if self.log is None else self.log.first(self.seen)
 
     @property
     def batch_size(self) -> int:
@@ -262,3 +272,10 @@ class Cache(TransformersCache):
 
     def __repr__(self) -> str:
         return f"Cache({self.name!r}, layers={len(self.layers)}, seen={self.seen}, bytes={self.bytes})"
+
+
+def _layers_in_words(specs: Sequence[LayerSpec]) -> str:
+    kinds = dict.fromkeys(
+        f"{spec.layer_type}{'' if spec.reach.size is None else f' of {spec.reach.size}'}" for spec in specs
+    )
+    return f"{len(specs)} layers ({', '.join(kinds)})"

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
+
+
+@dataclass(frozen=True)
+class Log:
+    """The tokens of a cache and those that come after them, as far as a run of ours knows.
+
+    ids, mask: [rows, columns], at least as many columns as the cache has seen; mask is 0 where a pad is.
+    """
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+
+    def rows(self, index: torch.Tensor) -> Log:
+        return Log(self.ids[index], self.mask[index])
+
+    def first(self, columns: int) -> Log:
+        return Log(self.ids[:, :columns], self.mask[:, :columns])
+
+    def then(self, later: Log) -> Log:
+        return Log(torch.cat([self.ids, later.ids], dim=1), torch.cat([self.mask, later.mask], dim=1))
 
 
 @runtime_checkable
 class Driven(Protocol):
     """One step is a transaction: `begin`, the forward, then `settle` or `abort`.
 
-    name: what messages call it. log: ids [rows, seen] of the tokens in it when our loop fed them all, else None.
+    name: what messages call it. log: what is in it when our loop fed it all, else None.
     """
 
     name: str
-    log: torch.Tensor | None
+    log: Log | None
 
     @property
     def handle(self) -> TransformersCache | None:
@@ -25,6 +46,10 @@ class Driven(Protocol):
     @property
     def seen(self) -> int:
         """Tokens committed per row: the loop feeds what comes after them."""
+
+    @property
+    def batch_size(self) -> int:
+        """Rows; -1 before the first step."""
 
     @property
     def max_tokens(self) -> int | None:
@@ -37,6 +62,9 @@ class Driven(Protocol):
     @property
     def bytes(self) -> int:
         """Bytes of everything it keeps, room for tokens to come included."""
+
+    def check_fits(self, model_config: Any) -> None:
+        """Raise `UnsupportedLayer` when it was built for other layers than this model's (a `PreTrainedConfig`)."""
 
     def begin(self, tokens: int, graph: bool = False) -> None:
         """Open a step of `tokens` per row: make room, decide where they go. When this raises, nothing has changed.

@@ -8,6 +8,7 @@ import torch
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import EncoderDecoderCache
 
+from caches.driven import Log
 from caches.errors import StepError, UnsupportedLayer
 
 
@@ -34,7 +35,7 @@ class ForeignCache:
         return
 
     @log.setter
-    def log(self, ids: torch.Tensor | None) -> None:
+    def log(self, log: Log | None) -> None:
         pass
 
     @property
@@ -44,6 +45,14 @@ class ForeignCache:
     @property
     def seen(self) -> int:
         return int(self._cache.get_seq_length())
+
+    @property
+    def batch_size(self) -> int:
+        for layer in self._cache.layers:
+            keys = getattr(layer, "keys", None)
+            if _is_written(layer) and keys is not None and keys.numel() > 0:
+                return keys.shape[0]
+        return -1
 
     @property
     def max_tokens(self) -> int | None:
@@ -56,6 +65,9 @@ class ForeignCache:
     def bytes(self) -> int:
         tensors = (getattr(layer, name, None) for layer in self._cache.layers for name in ("keys", "values"))
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def check_fits(self, model_config: Any) -> None:
+        """Not known: transformers' layers do not say what they were built for."""
 
     def begin(self, tokens: int, graph: bool = False) -> None:
         if graph:

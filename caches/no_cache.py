@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from caches.driven import Log
 
 
 class NoCache:
     """Has nothing to open, commit or undo."""
 
     name = "none"
-    log = None
+    log: Log | None = None
     handle = None
     seen = 0
+    batch_size = -1
     max_tokens = None
     fixed = False
     bytes = 0
+
+    def check_fits(self, model_config: Any) -> None:
+        pass
 
     def begin(self, tokens: int, graph: bool = False) -> None:
         pass

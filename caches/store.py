@@ -62,6 +62,8 @@ class GrowingStore:
     def append(self, new: torch.Tensor) -> torch.Tensor:
         if self.buffer is None:
             self.buffer = self._allocate(new, self.timeline.room)
+        if self.buffer.shape[0] != new.shape[0]:
+            raise StepError(f"the cache holds {self.buffer.shape[0]} rows, but the step has {new.shape[0]}")
         if self.timeline.overflow:
             self.overflow = torch.cat([self.buffer[:, :, self.timeline.start : self.timeline.end], new], dim=-2)
             return self.overflow
@@ -69,7 +71,8 @@ class GrowingStore:
         return self._visible(self.buffer)
 
     def _allocate(self, like: torch.Tensor, columns: int) -> torch.Tensor:
-        return like.new_empty((*like.shape[:-2], columns, like.shape[-1]))
+        with torch.inference_mode(False):  # or nobody could continue this cache outside of inference mode
+            return like.new_empty((*like.shape[:-2], columns, like.shape[-1]))
 
     def _write(self, buffer: torch.Tensor, new: torch.Tensor) -> None:
         end = self.timeline.end
@@ -129,7 +132,7 @@ class FixedStore(GrowingStore):
     fixed: ClassVar[bool] = True
 
     def _allocate(self, like: torch.Tensor, columns: int) -> torch.Tensor:
-        return like.new_zeros((*like.shape[:-2], columns, like.shape[-1]))
+        return super()._allocate(like, columns).zero_()
 
     def _write(self, buffer: torch.Tensor, new: torch.Tensor) -> None:
         buffer.index_copy_(2, self.timeline.write_index(buffer.device), new)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from engine.errors import InputError, OptionError
 from engine.inputs import Prompt
 from engine.runner import PER_TOKEN_EXTRAS
+from strategies import Strategy
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -16,6 +19,43 @@ def check_model(model: PreTrainedModel) -> None:
         raise InputError("the model is in training mode, where dropout makes its text random: call model.eval() first")
     if model.config.is_encoder_decoder:
         raise InputError(f"{type(model).__name__} is an encoder-decoder model; only decoder-only models are supported")
+
+
+# Options of `GenerationConfig` that are carried out whatever the strategy ...
+_ALWAYS_APPLY = {
+    "max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings", "do_sample",
+    "num_beams",
+    "num_return_sequences", "use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size",
+    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+    "bad_words_ids", "renormalize_logits", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
+    "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "guidance_scale",
+    "watermarking_config", "output_attentions", "output_hidden_states", "output_scores", "output_logits",
+    "return_dict_in_generate", "pad_token_id", "bos_token_id", "eos_token_id", "transformers_version",
+}  # fmt: skip
+# ... and those that shape a distribution to draw from.
+_SAMPLING = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+_REMEDIES = {
+    "compile_config": "give EngineConfig(compile=...) to a Generator instead",
+    "disable_compile": "nothing is compiled unless EngineConfig(compile=...) says so",
+    "return_legacy_cache": "caches are objects here; take `out.cache`",
+}
+
+
+def check_applies(strategy: Strategy, generation_config: GenerationConfig | None, options: dict[str, Any]) -> None:
+    """Refuse what the caller asked for and nothing would carry out. Defaults and the model's own settings may stand."""
+    asked = {} if generation_config is None else generation_config.to_dict()
+    asked |= {name: value for name, value in options.items() if hasattr(generation_config or GenerationConfig(), name)}
+    neutral = GenerationConfig._get_default_generation_params()
+    for name, value in asked.items():
+        if value is None or value is False or name.startswith("_") or value == neutral.get(name):
+            continue
+        if name in _SAMPLING and not strategy.samples:
+            raise OptionError(
+                f"{name}={value!r} applies to sampling, but {strategy.name} draws nothing: do_sample=True?"
+            )
+        if name not in _ALWAYS_APPLY | _SAMPLING:
+            remedy = _REMEDIES.get(name, f"{strategy.name} has no use for it")
+            raise OptionError(f"{name}={value!r} cannot apply: {remedy}")
 
 
 def check_ids(model: PreTrainedModel, ids: torch.Tensor) -> None:
@@ -68,9 +108,13 @@ def check_length(model: PreTrainedModel, prompt_columns: int, total: int) -> Non
         raise OptionError(
             f"max_length={total} leaves no room after {prompt_columns} prompt tokens: raise it, or use max_new_tokens"
         )
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    config = model.config.get_text_config(decoder=True)
+    positions = getattr(config, "max_position_embeddings", None) or 0
+    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    if positions <= 0 or rope_type == "dynamic":  # no limit, or one that rotations stretch with the text
+        return
     # The last new token is never fed, so it needs no position.
-    if positions is not None and total - 1 > positions:
+    if total - 1 > positions:
         raise InputError(
             f"{prompt_columns} prompt tokens and {total - prompt_columns} new ones need {total - 1} positions, but the "
             f"model has {positions}: shorten the prompt or max_new_tokens (or raise config.max_position_embeddings if "

@@ -22,7 +22,7 @@ from engine.request import Request, read_request
 from engine.result import Generation, Piece
 from engine.run import Run
 from engine.runner import Runner
-from engine.session import check_prefix
+from engine.session import check_continues
 from strategies import Strategy
 
 _SIZE_STEP = 128  # tokens
@@ -82,7 +82,7 @@ class Generator:
             self.model,
             tokenizer,
             inputs,
-            cache_seen=0 if live is None else live.seen,
+            cache=live,
             strategy=strategy,
             generation_config=generation_config,
             logits_processor=logits_processor,
@@ -93,8 +93,16 @@ class Generator:
         if live is None:
             chosen = _one_of(cache=cache, cache_implementation=cache_implementation)
             live = self._new_cache(chosen, cache_config, request)
-        elif request.before == 0:
-            check_prefix(live, request.prompt.ids)
+        else:
+            if request.use_cache is False:
+                raise OptionError("use_cache=False contradicts the live cache that was given: leave one of them out")
+            live.check_fits(self.model.config)
+            check_continues(live, request.prompt.ids, request.mask, request.before)
+        if live.handle is not None and not self._runner.takes_cache:
+            raise OptionError(
+                f"{type(self.model).__name__} keeps no keys and values between its forwards, so the {live.name} cache "
+                "has nothing to hold: use cache='none'"
+            )
         if live.max_tokens is not None and live.max_tokens < request.total - 1:
             raise caches.CapacityError(
                 f"the {live.name} cache holds at most {live.max_tokens} tokens, but {request.mask.shape[1]} prompt "
@@ -126,10 +134,10 @@ class Generator:
     def _new_cache(
         self, choice: CacheChoice | None, options: dict[str, Any] | CacheConfig | None, request: Request
     ) -> Driven:
-        if request.config.use_cache is False:
-            if choice not in (None, "none"):
-                raise OptionError(f"use_cache=False contradicts cache={choice!r}: leave one of them out")
-            choice = "none"
+        if request.use_cache is False and choice not in (None, "none"):
+            raise OptionError(f"use_cache=False contradicts cache={choice!r}: leave one of them out")
+        if choice is None and request.config.use_cache is False:
+            choice = "none"  # said by this call, or by the model's own configuration
         if choice is None:
             choice = request.config.cache_implementation or self.config.cache
         options = request.config.cache_config if options is None else options

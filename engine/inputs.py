@@ -35,7 +35,7 @@ class Prompt:
 
 
 def read_prompt(inputs: Any, extras: dict[str, Any], tokenizer: Any, bos_id: int | None) -> Prompt:
-    """Text, texts, chat messages, a tensor, or a mapping with `input_ids`, as a `Prompt`.
+    """Text, texts, chat messages, ids, or a mapping with `input_ids`, as a `Prompt`.
 
     extras: model inputs given as keywords; they may hold `input_ids` and `attention_mask` themselves.
     bos_id: the prompt when there is none. Raises `InputError`.
@@ -55,7 +55,7 @@ def read_prompt(inputs: Any, extras: dict[str, Any], tokenizer: Any, bos_id: int
             raise InputError("there is no prompt, and the model has no bos_token_id to begin with")
         ids = torch.tensor([[bos_id]])
     if inputs is not None:
-        if not isinstance(inputs, torch.Tensor):
+        if not isinstance(inputs, torch.Tensor) and not _are_ids(inputs):
             if mask is not None:
                 raise InputError("attention_mask was given with a text prompt; the tokenizer makes that mask")
             inputs, mask = _tokenize(inputs, tokenizer)
@@ -67,8 +67,18 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and "role" in value
 
 
+def _are_ids(value: Any) -> bool:
+    """Whether it is a list of numbers, or a list of such lists."""
+    while isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0:
+        value = value[0]
+    return isinstance(value, int)
+
+
 def _as_ids(ids: Any) -> torch.Tensor:
-    ids = torch.as_tensor(ids)
+    try:
+        ids = torch.as_tensor(ids)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"token ids are a rectangular array of integers, but: {error}") from error
     if ids.ndim == 1:
         ids = ids[None]
     if ids.ndim != 2 or ids.is_floating_point():

@@ -8,7 +8,7 @@ import torch
 from transformers.utils import ModelOutput
 
 import caches
-from caches import Driven
+from caches import Driven, Log
 from engine.errors import EngineError
 from engine.masks import Columns
 from engine.runner import Runner, extend_extras
@@ -82,19 +82,20 @@ class Lane:
             name: value[index] if isinstance(value, torch.Tensor) and value.shape[:1] == (rows,) else value
             for name, value in self._extras.items()
         }
-        self._log_before = None if self._log_before is None else self._log_before[index]
+        self._log_before = None if self._log_before is None else self._log_before.rows(index)
 
-    def close(self, tokens: int) -> None:
-        """End with a cache that can be continued: it has seen fewer than the run's `tokens` tokens.
+    def close(self, log: Log) -> None:
+        """End with a cache that can be continued: there is a token that it has not seen.
 
-        A run that failed between a forward and the choice of the next token has fed all: the last is taken back.
+        log: the run's tokens. A run that failed between a forward and the choice of the next token has fed all of them:
+        the last is taken back.
         """
-        fed_too_far = max(0, self.fed - (tokens - 1)) if self._step_open else 0
+        fed_too_far = max(0, self.fed - (log.ids.shape[1] - 1)) if self._step_open else 0
         try:
             self.settle(drop=fed_too_far)
         except caches.StepError:  # a cache that cannot take it back keeps it
             self.settle()
         if self._before == 0:
-            self.cache.log = self._fed[:, : self.cache.seen]
+            self.cache.log = log
         elif self._log_before is not None:
-            self.cache.log = torch.cat([self._log_before, self._fed], dim=1)[:, : self.cache.seen]
+            self.cache.log = self._log_before.first(self._before).then(log)

@@ -19,23 +19,16 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 import strategies
+from caches import Driven
 from configs import nearest
-from engine.checks import check_extras, check_ids, check_length, check_mask, check_model, check_pieces
+from engine.checks import check_applies, check_extras, check_ids, check_length, check_mask, check_model, check_pieces
 from engine.errors import OptionError
 from engine.inputs import Prompt, read_prompt
+from engine.session import known_mask
 from engine.stopping import Stopping
 from strategies import Strategy
 
 _STRATEGY_OF_MODE = {GenerationMode.GREEDY_SEARCH: "greedy", GenerationMode.SAMPLE: "sampling"}
-
-# Options of `GenerationConfig` that mean something elsewhere, or nothing here: refused rather than ignored.
-_REFUSED = {
-    "token_healing": "it is not available here",
-    "disable_compile": "nothing is compiled unless EngineConfig(compile=...) says so",
-    "compile_config": "give EngineConfig(compile=...) to a Generator instead",
-    "return_legacy_cache": "caches are objects here; take `out.cache`",
-    "low_memory": "it belongs to contrastive search, which is not available",
-}
 
 
 @dataclass(frozen=True)
@@ -54,6 +47,7 @@ class Request:
     pad_id: int
     stop_strings: tuple[str, ...]
     chunk_tokens: int | None
+    use_cache: bool | None
 
     @property
     def output_flags(self) -> dict[str, bool]:
@@ -83,7 +77,7 @@ def read_request(
     tokenizer: Any,
     inputs: Any,
     *,
-    cache_seen: int,
+    cache: Driven | None,
     strategy: str | Strategy | None,
     generation_config: GenerationConfig | None,
     logits_processor: LogitsProcessorList | Sequence | None,
@@ -100,18 +94,19 @@ def read_request(
     constraint = {name: options.pop(name, None) for name in _PROCESSOR_ARGUMENTS}
     config, model_inputs, lengths_given = _complete_config(model, generation_config, options)
     chosen = _choose_strategy(config, strategy, options, generation_config)
+    check_applies(chosen, generation_config, options)
 
     prompt = read_prompt(inputs, model_inputs, tokenizer, config.bos_token_id)
+    _refuse_unknown(model, prompt.extras)
     prompt = prompt.repeat(config.num_return_sequences).to(model.device)
     model._prepare_special_tokens(config, prompt.mask is not None, device=model.device, batch_size=len(prompt.ids))
     check_ids(model, prompt.ids)
     mask = prompt.mask
-    if mask is None and len(prompt.ids) == 1:
-        mask = torch.ones_like(prompt.ids)  # a row alone has nothing to be padded to
-    elif mask is None:  # transformers reads it off the pad ids, where those cannot be anything else
-        mask = model._prepare_attention_mask_for_generation(prompt.ids, config, {})
+    if mask is None:
+        known = known_mask(cache, prompt.ids)
+        mask = torch.cat([known, _inferred_mask(model, prompt.ids[:, known.shape[1] :], config)], dim=1)
     mask = (mask != 0).long()
-    before = check_mask(prompt.ids, mask, cache_seen)
+    before = check_mask(prompt.ids, mask, 0 if cache is None else cache.seen)
     check_extras(prompt, mask)
     chunk_tokens = config.prefill_chunk_size or chunk_tokens
     check_pieces(prompt, chunk_tokens)
@@ -142,6 +137,7 @@ def read_request(
         pad_id=0 if pad is None else int(pad),
         stop_strings=_stop_strings(config, tokenizer),
         chunk_tokens=chunk_tokens,
+        use_cache=options.get("use_cache", generation_config and generation_config.use_cache),
     )
 
 
@@ -153,8 +149,10 @@ def _complete_config(
     Third, which of max_length and min_length somebody chose: transformers counts those from the prompt's beginning.
     """
     max_new_tokens = options.get("max_new_tokens", generation_config and generation_config.max_new_tokens)
-    if max_new_tokens is not None and max_new_tokens < 1:
-        raise OptionError(f"max_new_tokens={max_new_tokens}, but a generation has at least one new token")
+    if max_new_tokens is not None and (not isinstance(max_new_tokens, int) or max_new_tokens < 1):
+        raise OptionError(
+            f"max_new_tokens={max_new_tokens!r}, but a generation has a whole number of new tokens, 1 or more"
+        )
     configs = [config for config in (generation_config, model.generation_config) if config is not None]
     given = {
         name
@@ -167,11 +165,14 @@ def _complete_config(
         raise OptionError(str(error)) from error
     for flag in ("output_attentions", "output_hidden_states"):  # kept in the config too
         model_inputs.pop(flag, None)
-    _refuse_unknown(model, model_inputs)
-    for name, remedy in _REFUSED.items():
-        if getattr(config, name, None):
-            raise OptionError(f"{name}={getattr(config, name)!r} cannot apply: {remedy}")
     return config, model_inputs, given
+
+
+def _inferred_mask(model: PreTrainedModel, ids: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
+    """The mask of a prompt that came without one, as transformers reads it off the pad ids."""
+    if ids.shape[0] == 1 or ids.numel() == 0:  # a row alone has nothing to be padded to
+        return torch.ones_like(ids)
+    return model._prepare_attention_mask_for_generation(ids, config, {})
 
 
 def _processors(
@@ -210,16 +211,19 @@ def _stop_strings(config: GenerationConfig, tokenizer: Any) -> tuple[str, ...]:
 _PROCESSOR_ARGUMENTS = ("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt_attention_mask")
 
 
-def _refuse_unknown(model: PreTrainedModel, model_inputs: dict[str, Any]) -> None:
-    taken = set(inspect.signature(model.forward).parameters)
-    taken |= set(inspect.signature(model.prepare_inputs_for_generation).parameters)
-    taken -= {"args", "kwargs", "model_kwargs", "labels"}
-    if "inputs_embeds" in model_inputs:
+def _refuse_unknown(model: PreTrainedModel, extras: dict[str, Any]) -> None:
+    """Refuse model inputs that the model does not take, among them every misspelt option."""
+    if "inputs_embeds" in extras:
         raise OptionError("inputs_embeds are not supported: give the prompt as token ids")
-    for name in model_inputs:
-        if name not in taken:
-            known = sorted(taken | set(GenerationConfig().to_dict()) | set(_PROCESSOR_ARGUMENTS) | _CALL_ARGUMENTS)
-            raise OptionError(f"{type(model).__name__} and generate() know no option {name!r}; {nearest(name, known)}")
+    takes = set(inspect.signature(model.forward).parameters)
+    takes |= set(inspect.signature(model.prepare_inputs_for_generation).parameters)
+    takes -= _SET_BY_THE_ENGINE
+    for name in extras:
+        if name in _SET_BY_THE_ENGINE:
+            raise OptionError(f"{name!r} is set by the engine in every step and cannot be an input: leave it out")
+        if name not in takes:
+            known = sorted(takes | set(GenerationConfig().to_dict()) | set(_PROCESSOR_ARGUMENTS) | _CALL_ARGUMENTS)
+            raise OptionError(f"{type(model).__name__} and generate() know no input {name!r}; {nearest(name, known)}")
 
 
 _CALL_ARGUMENTS = {
@@ -231,6 +235,10 @@ _CALL_ARGUMENTS = {
     "stopping_criteria",
     "tokenizer",
 }
+_SET_BY_THE_ENGINE = {
+    "args", "kwargs", "model_kwargs", "labels", "logits_to_keep", "next_sequence_length", "is_first_iteration",
+    "past_key_values", "use_cache", "cache_position", "return_dict", "output_attentions", "output_hidden_states",
+}  # fmt: skip
 
 
 def _choose_strategy(

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from engine.errors import EngineError, Interrupted
+from caches import Log
+from engine.errors import Interrupted
 from engine.lane import Lane
 from engine.request import Request
 from engine.result import Generation, Piece, Stats
@@ -45,12 +46,16 @@ class Run:
         self._ids = prompt.new_full((len(prompt), request.total - request.before), request.pad_id)
         self._ids[:, : prompt.shape[1]] = prompt
         self._length = prompt.shape[1]
+        self._mask = torch.zeros_like(self._ids)  # 1 where a token is that is no pad
+        self._mask[:, : self._length] = request.mask[:, request.before :]
         self._texts: list[RowText] | None = None
         if tokenizer is not None and (stream_text or request.stop_strings):
             self._texts = [RowText(tokenizer, request.stop_strings) for _ in prompt]
         self._records: dict[str, list[Any]] = {name: [] for name in RECORDS if getattr(request.config, name, None)}
         self._new_tokens = 0
         self._started = started
+        self._away_s = 0.0  # time that the consumer of a stream took, which is none of ours
+        self._ready_s = time.perf_counter()
         self._first_token_s: float | None = None
         self._ended_s: float | None = None
         self._device = prompt.device
@@ -59,6 +64,7 @@ class Run:
 
     def pieces(self) -> Generator[Piece, None, None]:
         """Run to the end, piece by piece. Whatever stops it, the cache is consistent and the streamer has ended."""
+        self._away_s += time.perf_counter() - self._ready_s
         flow = self._request.strategy.flow(self._ids[:, : self._length], self._request.processors)
         try:
             if self._streamer is not None:
@@ -71,9 +77,12 @@ class Run:
                     except StopIteration:
                         return
                     answer, pieces = self._perform(operation)
-                yield from pieces
-        except EngineError:
-            raise
+                for piece in pieces:
+                    left_s = time.perf_counter()
+                    try:
+                        yield piece
+                    finally:
+                        self._away_s += time.perf_counter() - left_s
         except Exception as error:
             new = self._length - self._request.prompt.ids.shape[1]
             raise Interrupted(
@@ -114,26 +123,29 @@ class Run:
                 break
             new = tokens[:, column].tolist()  # waits for the device, so the clock below is honest
             if self._first_token_s is None:
-                self._first_token_s = time.perf_counter()
+                self._first_token_s = self._now()
             running = [reason is None for reason in self._stopping.reasons]
             new = [token if runs else self._request.pad_id for token, runs in zip(new, running, strict=True)]
             self._ids[:, self._length] = torch.tensor(new)
+            self._mask[:, self._length] = torch.tensor(running)
             self._length += 1
             self._new_tokens += sum(running)
             if "output_scores" in self._records and scores:
                 self._records["output_scores"].append(scores[column])
             if self._streamer is not None:
                 self._streamer.put(torch.tensor(new))
-            pieces += self._end_rows(new, running, scores[: column + 1] or None)
+            pieces += self._end_rows(new, running)
         return self._ids[:, : self._length], pieces
 
-    def _end_rows(self, new: list[int], running: list[bool], scores: tuple[torch.Tensor, ...] | None) -> list[Piece]:
+    def _end_rows(self, new: list[int], running: list[bool]) -> list[Piece]:
         """Find the rows that end with their new token; one piece for each that was running."""
         deltas: list[str | None] = [None] * len(new)
         if self._texts is not None:
             deltas = [
                 text.push(token) if runs else "" for text, token, runs in zip(self._texts, new, running, strict=True)
             ]
+        recorded = self._records.get("output_scores")
+        scores = None if recorded is None else tuple(recorded)
         self._stopping.check(self._ids[:, : self._length], new, scores, self._texts)
         pieces = []
         for row, reason in enumerate(self._stopping.reasons):
@@ -147,16 +159,19 @@ class Run:
 
     def _reorder(self, index: torch.Tensor) -> None:
         self._lane.rows(index)
-        self._ids = self._ids[index]
+        self._ids, self._mask = self._ids[index], self._mask[index]
         self._stopping.rows(index)
         if self._texts is not None:
             self._texts = [self._texts[row].copy() for row in index.tolist()]
 
+    def _now(self) -> float:
+        return time.perf_counter() - self._away_s
+
     def _close(self) -> None:
         if self._ended_s is not None:
             return
-        self._lane.close(self._length)
-        self._ended_s = time.perf_counter()
+        self._lane.close(Log(self._ids[:, : self._length], self._mask[:, : self._length]))
+        self._ended_s = self._now()
         if self._streamer is not None:
             self._streamer.end()
 

@@ -10,6 +10,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from caches import Driven
+from engine.errors import InputError
 from engine.masks import Columns, contiguous, graph_mask
 
 # Extra inputs with one entry per token, and what a generated token has there (None: what the token before it has).
@@ -17,7 +18,7 @@ PER_TOKEN_EXTRAS = {"token_type_ids": None, "mm_token_type_ids": 0, "moe_mm_toke
 
 
 class Runner:
-    """Runs one model's forwards.
+    """Runs one model's forwards. takes_cache: whether the model knows our kind of cache at all.
 
     compile: "off", or the `torch.compile` backend for decode steps on fixed caches.
     """
@@ -27,6 +28,7 @@ class Runner:
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         own = type(model).prepare_inputs_for_generation
         self._prepares_itself = own is not GenerationMixin.prepare_inputs_for_generation
+        self.takes_cache = "past_key_values" in self._takes
         self._compiled = None
         if compile != "off":
             self._compiled = torch.compile(model.__call__, backend=compile, fullgraph=True, dynamic=False)
@@ -52,27 +54,32 @@ class Runner:
         inputs. flags: output_attentions, ... chunk_tokens: feed at most this many at a time.
         """
         total = before + ids.shape[1]
-        try:
-            while True:
-                begin = cache.seen
-                end = total if chunk_tokens is None else min(total, begin + chunk_tokens)
-                seen_ids = ids[:, : end - before]
-                inputs = self._inputs(seen_ids, columns, cache, begin, end, prefill, extras or {})
-                graph = self._compiled is not None and cache.fixed and end - begin == 1 and not prefill
-                if cache.handle is not None and inputs.get("past_key_values") is None:
-                    # The model wants everything computed again (longrope models do when they switch their scaling).
-                    if begin > 0:
-                        cache.reset()
-                        continue
-                    inputs["past_key_values"] = cache.handle
-                cache.begin(end - begin, graph)
+        while True:
+            begin = cache.seen
+            end = total if chunk_tokens is None else min(total, begin + chunk_tokens)
+            inputs = self._inputs(ids[:, : end - before], columns, cache, begin, end, prefill, extras or {})
+            graph = self._compiled is not None and cache.fixed and end - begin == 1 and not prefill
+            if cache.handle is not None and inputs.get("past_key_values") is None:
+                # The model wants everything computed again (longrope models do when they switch their scaling).
+                if before > 0:
+                    raise InputError(
+                        f"the model wants all {total} tokens computed again, but the {before} in the cache were not "
+                        "given again: give the whole conversation"
+                    )
+                if begin > 0:
+                    cache.reset()
+                    chunk_tokens = None
+                    continue
+                inputs["past_key_values"] = cache.handle
+            cache.begin(end - begin, graph)
+            try:
                 outputs = self._call(inputs | (flags or {}), cache, columns, end, graph)
-                if end == total:
-                    return outputs
-                cache.settle()
-        except BaseException:
-            cache.abort()
-            raise
+            except BaseException:
+                cache.abort()
+                raise
+            if end == total:
+                return outputs
+            cache.settle()
 
     def _call(self, inputs: dict[str, Any], cache: Driven, columns: Columns, end: int, graph: bool) -> ModelOutput:
         if not graph:
@@ -103,6 +110,8 @@ class Runner:
             "logits_to_keep": 1,
         }
         if self._prepares_itself or extras:
+            # As long as the text is, also where its beginning is only in the cache: some models look at that.
+            ids = torch.nn.functional.pad(ids, (end - ids.shape[1], 0))
             inputs["position_ids"] = columns.positions(0, end)
             per_token = {name: extras[name][..., :end] for name in PER_TOKEN_EXTRAS if name in extras}
             return self.model.prepare_inputs_for_generation(

@@ -1,4 +1,4 @@
-"""Continuing on a cache that is not empty."""
+"""Continuing on a cache that is not empty: what is in it has to begin the prompt, pads included."""
 
 from __future__ import annotations
 
@@ -8,17 +8,50 @@ from caches import Driven
 from engine.errors import InputError
 
 
-def check_prefix(cache: Driven, ids: torch.Tensor) -> None:
-    """Raise `InputError` unless the tokens in `cache` begin the prompt `ids`. Passes when its content is unknown."""
+def known_mask(cache: Driven | None, ids: torch.Tensor) -> torch.Tensor:
+    """The mask [rows, n] of the first columns of `ids` that the cache's log also begins with; n may be 0.
+
+    Raises `InputError` where pads between two turns would push tokens out of a sliding window.
+    """
+    log = None if cache is None else cache.log
+    if log is None or log.ids.shape[0] != ids.shape[0]:
+        return ids[:, :0]
+    columns = min(log.ids.shape[1], ids.shape[1])
+    same = (log.ids[:, :columns].to(ids.device) == ids[:, :columns]).all(dim=0)
+    agreed = int(same.long().cumprod(dim=0).sum())
+    mask = log.mask[:, :agreed].to(ids.device)
+    ended = (mask[:, 1:] < mask[:, :-1]).any(dim=1).nonzero().flatten().tolist()
+    if ended and cache is not None and any(getattr(cache.handle, "is_sliding", ())):
+        raise InputError(
+            f"row {ended[0]} of the cache ended early and was filled up with pads, which take places in the model's "
+            "sliding window: go on with that row alone, from its own tokens"
+        )
+    return mask
+
+
+def check_continues(cache: Driven, ids: torch.Tensor, mask: torch.Tensor, before: int) -> None:
+    """Raise `InputError` unless what is in `cache` begins the prompt; an unknown content passes.
+
+    ids: the prompt's tokens after the first `before` columns; mask: of all its columns.
+    """
     log, seen = cache.log, cache.seen
-    if log is None or log.shape[1] != seen:
+    if seen == 0:
         return
-    if log.shape[0] != ids.shape[0]:
-        raise InputError(f"the cache holds {log.shape[0]} rows, but the prompt has {ids.shape[0]}")
-    different = (log.to(ids.device) != ids[:, :seen]).any(dim=0)
+    if cache.batch_size not in (-1, ids.shape[0]):
+        raise InputError(f"the cache holds {cache.batch_size} rows, but the prompt has {ids.shape[0]}")
+    if log is None or log.ids.shape[1] < seen:
+        return
+    known = log.first(seen)
+    given = ids[:, : seen - before]
+    different = (known.ids[:, before:].to(ids.device) != given).any(dim=0)
     if bool(different.any()):
-        first = int(different.nonzero()[0])
+        first = before + int(different.nonzero()[0])
         raise InputError(
             f"the cache holds {seen} tokens that do not begin this prompt: they differ from token {first} on. "
             "Give the whole conversation as it was generated, or start with an empty cache"
+        )
+    if not torch.equal(known.mask.to(mask.device), mask[:, :seen]):
+        raise InputError(
+            f"attention_mask says something else about the {seen} tokens in the cache than when they were read or "
+            "generated (rows that ended early were filled up with pads): leave it out, and it is remembered"
         )

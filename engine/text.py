@@ -16,6 +16,12 @@ class RowText:
     def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = ()):
         self._tokenizer = tokenizer
         self._stops = tuple(stop_strings)
+        # Special tokens never show, so a stop string that is one has to be recognised by its id.
+        self._stop_ids = {
+            token
+            for token, text in zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+            if any(stop in text for stop in self._stops)
+        }
         self._tokens: list[int] = []
         self._context = 0  # decoding starts here: tokens before cannot change the text any more
         self._decoded = 0  # tokens whose text was taken
@@ -26,6 +32,10 @@ class RowText:
 
     def push(self, token: int) -> str:
         """Add a token; returns the text that is final now."""
+        if token in self._stop_ids:
+            rest = self.flush()
+            self.stopped = True
+            return rest
         self._tokens.append(token)
         before = self._decode(self._tokens[self._context : self._decoded])
         now = self._decode(self._tokens[self._context :])

@@ -286,13 +286,30 @@ def test_another_number_of_rows():
 def test_the_log_follows():
     cache = build("dynamic")
     step(cache, 9)
-    cache.log = torch.arange(27).view(3, 9)
+    cache.log = caches.Log(torch.arange(27).view(3, 9), torch.ones(3, 9))
     cache.rows(torch.tensor([2, 1, 0]))
     cache.crop(-2)
-    assert cache.log.tolist() == [list(range(begin, begin + 7)) for begin in (18, 9, 0)]
-    assert copy.deepcopy(cache).log.tolist() == cache.log.tolist()
+    assert cache.log.ids.tolist() == [list(range(begin, begin + 7)) for begin in (18, 9, 0)]
+    assert cache.log.mask.shape == (3, 7)
+    assert torch.equal(copy.deepcopy(cache).log.ids, cache.log.ids)
     forward(cache, 1)  # somebody else feeds it
     assert cache.log is None
+
+
+def test_steps_of_another_number_of_rows(cache):
+    step(cache, 3)
+    cache.begin(1)
+    with pytest.raises(caches.StepError, match="holds 3 rows, but the step has 2"):
+        cache.update(torch.zeros(2, HEADS, 1, DIM), torch.zeros(2, HEADS, 1, DIM), 0)
+    cache.abort()
+    check_held(cache, 3)
+
+
+def test_a_cache_made_in_inference_mode_goes_on_outside(cache):
+    with torch.inference_mode():
+        step(cache, 3)
+    step(cache, 2)
+    check_held(cache, 5)
 
 
 def test_out_of_memory_while_making_room_changes_nothing(monkeypatch):

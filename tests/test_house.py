@@ -109,7 +109,7 @@ PUBLIC = {
         "Interrupted", "OptionError", "Piece", "Stats", "Stream", "generate", "stream",
     },
     caches: {
-        "Cache", "CacheError", "CapacityError", "Driven", "ForeignCache", "NoCache", "Recipe", "StepError",
+        "Cache", "CacheError", "CapacityError", "Driven", "ForeignCache", "Log", "NoCache", "Recipe", "StepError",
         "UnknownCache", "UnsupportedLayer", "build", "driven", "mask_kinds", "names", "recipe", "register",
     },
     configs: {

@@ -1,5 +1,7 @@
 """Every form a prompt can have, and every way it can be wrong."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -16,7 +18,16 @@ OPTIONS = {"max_new_tokens": 5}
 def test_all_forms_of_one_prompt(shipped):
     ids = shipped.tokenizer(TEXT, return_tensors="pt")
     expected = shipped.model.generate(**ids, **OPTIONS, do_sample=False)
-    forms = [TEXT, [TEXT], ids["input_ids"], ids["input_ids"][0], ids, dict(ids), {"input_ids": ids["input_ids"]}]
+    forms = [
+        TEXT,
+        [TEXT],
+        ids["input_ids"],
+        ids["input_ids"][0],
+        ids["input_ids"].tolist(),
+        ids,
+        dict(ids),
+        {"input_ids": ids["input_ids"]},
+    ]
     for form in forms:
         assert torch.equal(shipped.generate(form, **OPTIONS).sequences, expected)
     assert torch.equal(shipped.generate(**ids, **OPTIONS).sequences, expected)
@@ -90,22 +101,61 @@ def test_cache_configurations():
     assert generator.generate(inputs, **OPTIONS).cache.name == "static"
 
 
-def test_the_longrope_switch_of_phi3_computes_everything_again():
-    config = transformers.Phi3Config(
-        **{**tiny_model("phi3").config.to_dict(), "sliding_window": None, "original_max_position_embeddings": 20,
-           "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4,
-                               "long_factor": [3.0, 2.0, 5.0, 4.0], "original_max_position_embeddings": 20}}
-    )  # fmt: skip
-    model = transformers.Phi3ForCausalLM(config).eval()
+@pytest.fixture
+def longrope():
+    """A phi3 whose rotations change at 20 tokens: from there on it wants everything computed again."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 20}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0, 2.0, 5.0, 4.0]}
+    changes = {"sliding_window": None, "original_max_position_embeddings": 20, "rope_parameters": rope}
+    model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**tiny_model("phi3").config.to_dict() | changes))
     for parameter in model.parameters():
         if parameter.ndim >= 2:
             torch.nn.init.normal_(parameter, std=0.3)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    inputs = prompt(pads=0)
+    return model.eval()
+
+
+@pytest.mark.parametrize("tokens", [13, 30])
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
+def test_a_model_that_wants_everything_computed_again(longrope, cache, chunk, tokens):
+    if cache == "none" and chunk:
+        return
+    inputs = prompt(pads=0, tokens=tokens)
     # Without a cache: with one, transformers 5.17 disagrees with itself here.
-    expected = model.generate(**inputs, max_new_tokens=30, do_sample=False, use_cache=False)
-    for cache in caches.names():
-        assert torch.equal(engine.generate(model, inputs, cache=cache, max_new_tokens=30).sequences, expected)
+    expected = longrope.generate(**inputs, max_new_tokens=30, do_sample=False, use_cache=False)
+    generator = engine.Generator(longrope, config=engine.EngineConfig(prefill_chunk_tokens=chunk))
+    assert torch.equal(generator.generate(inputs, cache=cache, max_new_tokens=30).sequences, expected)
+
+
+def test_a_model_that_wants_tokens_nobody_gave(longrope):
+    first = engine.generate(longrope, prompt(pads=0), max_new_tokens=3)
+    mask = torch.ones(2, 16)
+    with pytest.raises(engine.Interrupted, match="15 in the cache were not given again: give the whole conversation"):
+        engine.generate(longrope, first.sequences[:, -1:], attention_mask=mask, cache=first.cache, max_new_tokens=12)
+
+
+def test_a_model_without_a_cache():
+    config = transformers.OpenAIGPTConfig(vocab_size=101, n_embd=16, n_layer=2, n_head=2, n_positions=64)
+    model = transformers.OpenAIGPTLMHeadModel(config).eval()
+    with pytest.raises(engine.OptionError, match="cache='none'"):
+        engine.generate(model, IDS, max_new_tokens=3)
+    out = engine.generate(model, IDS, cache="none", max_new_tokens=3)
+    assert torch.equal(out.sequences, model.generate(IDS, max_new_tokens=3, do_sample=False))
+
+
+def test_a_model_that_by_default_uses_no_cache():
+    model = tiny_model("llama")
+    model.generation_config.use_cache = False
+    try:
+        assert engine.generate(model, IDS, max_new_tokens=3).cache is None
+        assert engine.generate(model, IDS, cache="static", max_new_tokens=3).cache.name == "static"
+        live = engine.generate(model, IDS, use_cache=True, max_new_tokens=3).cache
+        assert live.name == "dynamic"
+    finally:
+        model.generation_config.use_cache = True
+    with pytest.raises(engine.OptionError, match="use_cache=False contradicts the live cache"):
+        engine.generate(model, prompt(tokens=30)["input_ids"], cache=live, use_cache=False, max_new_tokens=3)
 
 
 IDS = prompt(pads=0)["input_ids"]
@@ -121,11 +171,13 @@ WRONG_INPUTS = {
     "beyond the positions": ({"inputs": IDS, "max_new_tokens": 400}, "412 positions, but the model has 256"),
     "text without a tokenizer": ({"inputs": "hello"}, "tokenizer"),
     "prompt twice": ({"inputs": IDS, "input_ids": IDS}, "twice"),
-    "a number": ({"inputs": 5}, "not a int"),
+    "a number with a point": ({"inputs": 5.5}, "not a float"),
+    "ragged ids": ({"inputs": [[1, 2], [3]]}, "rectang"),
     "positions of another shape": ({"inputs": IDS, "position_ids": torch.zeros(2, 3)}, "position_ids has shape"),
 }
 
 SAMPLING = transformers.GenerationConfig(do_sample=True)
+DRAFTS = transformers.GenerationConfig(num_assistant_tokens=7)
 STATIC = transformers.GenerationConfig(cache_implementation="static")
 WRONG_OPTIONS = {
     "no new tokens": ({"max_new_tokens": 0}, "max_new_tokens=0"),
@@ -144,6 +196,18 @@ WRONG_OPTIONS = {
     "pieces without a cache": ({"prefill_chunk_size": 3, "cache": "none"}, "pieces"),
     "config for a live cache": ({"past_key_values": transformers.DynamicCache(), "cache_config": {}}, "live one"),
     "healing": ({"token_healing": True}, "token_healing"),
+    "in a mapping: embeddings": ({"inputs": {"input_ids": IDS, "inputs_embeds": torch.zeros(2, 13, 32)}}, "inputs_emb"),
+    "in a mapping: an option": ({"inputs": {"input_ids": IDS, "max_new_tokens": 3}}, "no input 'max_new_tokens'"),
+    "in a mapping: what this model does not take": (
+        {"inputs": {"input_ids": IDS, "token_type_ids": IDS}},
+        "token_type",
+    ),
+    "in a mapping: what the engine sets": ({"inputs": {"input_ids": IDS, "use_cache": True}}, "set by the engine"),
+    "what the engine sets": ({"logits_to_keep": 3}, "set by the engine"),
+    "for beams only": ({"length_penalty": 2.0}, "length_penalty=2.0 cannot apply: greedy has no use for it"),
+    "for drafts only": ({"generation_config": DRAFTS}, "num_assistant_tokens=7 cannot apply"),
+    "for sampling only": ({"temperature": 0.7}, "temperature=0.7 applies to sampling, but greedy draws nothing"),
+    "not a whole number": ({"max_new_tokens": "3"}, "max_new_tokens='3'"),
     "compile twice said": ({"disable_compile": True}, "disable_compile"),
     "temperature below zero": ({"do_sample": True, "temperature": -1.0}, "temperature"),
     "beams by a greedy strategy": ({"strategy": "greedy", "num_beams": 4}, "beam search"),
@@ -177,7 +241,7 @@ def test_wrong_inputs(arguments, message, idle_model):
 @pytest.mark.parametrize(("arguments", "message"), WRONG_OPTIONS.values(), ids=WRONG_OPTIONS)
 def test_wrong_options(arguments, message, idle_model):
     with pytest.raises((engine.OptionError, ConfigError, ValueError), match=message) as failure:
-        engine.generate(idle_model, IDS, **({"max_new_tokens": 5} | arguments))
+        engine.generate(idle_model, **({"inputs": IDS, "max_new_tokens": 5} | arguments))
     assert isinstance(failure.value, (engine.EngineError, caches.CacheError))
 
 
@@ -196,8 +260,6 @@ def test_wrong_texts(shipped):
 
 
 def test_a_chat_without_a_template(tokenizer):
-    import copy
-
     plain = copy.deepcopy(tokenizer)
     plain.chat_template = None
     with pytest.raises(engine.InputError, match="chat_template"):
@@ -222,6 +284,17 @@ def test_a_live_cache_that_does_not_fit_the_prompt():
         engine.generate(model, other, cache=cache, max_new_tokens=5)
     with pytest.raises(engine.InputError, match="2 rows, but the prompt has 1"):
         engine.generate(model, other[:1], cache=cache, max_new_tokens=5)
+    theirs = model(IDS, use_cache=True).past_key_values
+    with pytest.raises(engine.InputError, match="2 rows, but the prompt has 1"):
+        engine.generate(model, other[:1], cache=theirs, max_new_tokens=5)
+    with pytest.raises(caches.UnsupportedLayer, match=r"built for 4 layers \(full_attention\), but the model"):
+        engine.generate(tiny_model("mistral"), other, cache=cache, max_new_tokens=5)
+    twin = copy.deepcopy(cache)
+    with pytest.raises(engine.InputError, match="do not begin this prompt"):
+        engine.generate(model, other, cache=twin, max_new_tokens=5)
+    cache.reset()
+    expected = engine.generate(model, other[:1], max_new_tokens=5).sequences
+    assert torch.equal(engine.generate(model, other[:1], cache=cache, max_new_tokens=5).sequences, expected)
     with pytest.raises(engine.InputError, match="nothing is left to feed"):
         engine.generate(model, IDS, cache=cache, max_new_tokens=5)
 
@@ -230,7 +303,7 @@ def test_training_mode_and_encoder_decoder():
     model = tiny_model("llama")
     model.train()
     try:
-        with pytest.raises(engine.InputError, match=r"model\.eval"):
+        with pytest.raises(engine.InputError, match="training mode"):
             engine.generate(model, IDS, **OPTIONS)
     finally:
         model.eval()

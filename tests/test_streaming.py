@@ -1,5 +1,7 @@
 """Streams carry what `generate` returns, stop where it stops, and end whatever happens."""
 
+import time
+
 import pytest
 import torch
 from transformers import StoppingCriteria, TextIteratorStreamer, TextStreamer
@@ -162,3 +164,27 @@ def test_an_ended_streamer_even_after_a_failure(shipped):
     with pytest.raises(engine.Interrupted):
         shipped.generate(PROMPTS[0], **OPTIONS, streamer=recorder, logits_processor=[Broken()])
     assert recorder.ended == 1
+
+
+def test_a_stop_string_that_is_a_special_token(shipped):
+    forced = shipped.tokenizer(" hello world")["input_ids"] + [0, 7, 7, 7]
+    begin = len(shipped.tokenizer(PROMPTS[0])["input_ids"])
+
+    class Force:
+        def __call__(self, ids, scores):
+            return torch.full_like(scores, -1e9).index_fill(1, torch.tensor(forced[ids.shape[1] - begin]), 0.0)
+
+    options = {"max_new_tokens": len(forced), "eos_token_id": 4000, "logits_processor": [Force()]}
+    out = shipped.generate(PROMPTS[0], stop_strings=["<|endoftext|>"], **options)
+    assert (out.text, out.finish_reasons) == ([" hello world"], ["stop_string"])
+    assert out.sequences[0, begin:].tolist() == forced[:-3]
+
+
+def test_the_consumers_time_is_not_ours(shipped):
+    stream = shipped.stream(PROMPTS[0], max_new_tokens=4)
+    time.sleep(0.3)
+    for _ in stream:
+        time.sleep(0.2)
+    stats = stream.result().stats
+    assert stats.ttft_s < 0.3
+    assert stats.total_s < 0.5

@@ -1,0 +1,105 @@
+"""Later turns on a live cache equal the same text read anew: pads and ended rows are remembered."""
+
+import copy
+
+import pytest
+import torch
+from architectures import prompt, tiny_model
+
+import engine
+
+TEXTS = ["import os\n", "class Path:\n    def joinpath(self, *others):\n"]
+
+
+@pytest.fixture
+def same_pad_and_end(shipped):
+    """A tokenizer whose pad is its end-of-text: the mask cannot be read off the ids."""
+    tokenizer, model = copy.deepcopy(shipped.tokenizer), copy.deepcopy(shipped.model)
+    tokenizer.pad_token = tokenizer.eos_token
+    model.generation_config.pad_token_id = None
+    return engine.Generator(model, tokenizer)
+
+
+def test_pads_of_the_first_turn_are_remembered(same_pad_and_end):
+    generator = same_pad_and_end
+    alone = [generator.generate(text, max_new_tokens=16).text[0] for text in TEXTS]
+    first = generator.generate(TEXTS, max_new_tokens=8)
+    second = generator.generate(first.sequences, cache=first.cache, max_new_tokens=8)
+    assert [a + b for a, b in zip(first.text, second.text, strict=True)] == alone
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_row_that_ended_early_goes_on_where_it_ended(cache):
+    model, inputs = tiny_model("llama"), prompt()
+    free = engine.generate(model, inputs, max_new_tokens=12).sequences[:, 13:]
+    eos = next(token for token in free[0, 2:8].tolist() if token not in free[1].tolist())
+    size = {"cache_config": {"max_cache_len": 99}} if cache == "static" else {}
+    first = engine.generate(model, inputs, cache=cache, eos_token_id=eos, max_new_tokens=12, **size)
+    assert first.finish_reasons == ["eos", "length"]
+    more = prompt(tokens=5, pads=0, seed=4)["input_ids"]
+    second = engine.generate(model, torch.cat([first.sequences, more], dim=1), cache=first.cache, max_new_tokens=9)
+
+    ended = first.sequences[0, 4:].tolist()
+    ended = ended[: ended.index(eos, 9) + 1]
+    rows = [torch.tensor(ended + more[0].tolist()), torch.cat([first.sequences[1], more[1]])]
+    for row, ids in enumerate(rows):
+        expected = engine.generate(model, ids, max_new_tokens=9).sequences[0, -9:]
+        assert torch.equal(second.sequences[row, -9:], expected)
+
+
+def test_a_row_that_ended_early_cannot_go_on_in_a_window():
+    model, inputs = tiny_model("mistral"), prompt()
+    eos = engine.generate(model, inputs, max_new_tokens=3).sequences[0, -1].item()
+    first = engine.generate(model, inputs, eos_token_id=eos, max_new_tokens=12)
+    assert first.finish_reasons == ["eos", "length"]
+    with pytest.raises(engine.InputError, match="row 0 of the cache ended early"):
+        engine.generate(model, first.sequences, cache=first.cache, max_new_tokens=9)
+
+
+def test_a_mask_that_contradicts_the_cache_is_refused():
+    model, inputs = tiny_model("llama"), prompt()
+    first = engine.generate(model, inputs, max_new_tokens=4)
+    with pytest.raises(engine.InputError, match="leave it out"):
+        engine.generate(model, first.sequences, attention_mask=torch.ones(2, 17), cache=first.cache, max_new_tokens=4)
+
+
+def test_new_tokens_only_then_everything():
+    model, inputs = tiny_model("llama"), prompt()
+    first = engine.generate(model, inputs, max_new_tokens=4)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 4, dtype=torch.long)], dim=1)
+    options = {"cache": first.cache, "max_new_tokens": 4}
+    engine.generate(model, first.sequences[:, -1:], attention_mask=mask, **options)
+    expected = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    assert torch.equal(engine.generate(model, expected[:, :21], **options).sequences, expected[:, :25])
+    with pytest.raises(engine.InputError, match="differ from token 0"):
+        engine.generate(model, prompt(tokens=30, seed=8)["input_ids"], **options)
+
+
+def test_a_cache_in_use_is_left_alone():
+    model, inputs = tiny_model("llama"), prompt()
+    expected = engine.generate(model, inputs, max_new_tokens=8)
+    stream = engine.stream(model, inputs, max_new_tokens=8)
+    next(stream)
+    busy = stream._run._lane.cache
+    with pytest.raises((engine.EngineError, RuntimeError), match="step is open"):
+        engine.generate(model, expected.sequences, cache=busy, max_new_tokens=2)
+    list(stream)
+    assert torch.equal(stream.result().sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError, engine.InputError])
+def test_what_a_processor_raises_leaves_a_cache_to_continue_from(failure):
+    model, inputs = tiny_model("llama"), prompt()
+    whole = engine.generate(model, inputs, max_new_tokens=12).sequences
+
+    def stop(ids, scores):
+        if ids.shape[1] == 16:
+            raise failure("enough")
+        return scores
+
+    stream = engine.stream(model, inputs, max_new_tokens=12, logits_processor=[stop])
+    with pytest.raises((KeyboardInterrupt, engine.Interrupted)):
+        list(stream)
+    part = stream.result()
+    assert torch.equal(part.sequences, whole[:, :16])
+    assert torch.equal(engine.generate(model, part.sequences, cache=part.cache, max_new_tokens=9).sequences, whole)
