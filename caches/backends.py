@@ -8,7 +8,7 @@ from caches.cache import Cache
 from caches.errors import UnsupportedLayer
 from caches.no_cache import NoCache
 from caches.registry import register
-from caches.spec import KV, LayerSpec
+from caches.spec import INDEX, KV, LayerSpec
 from caches.store import FixedStore, GrowingStore
 from caches.timeline import Timeline
 from configs import ConfigError, DynamicCacheConfig, NoCacheConfig, StaticCacheConfig
@@ -17,14 +17,14 @@ from configs import ConfigError, DynamicCacheConfig, NoCacheConfig, StaticCacheC
 @register(DynamicCacheConfig)
 def dynamic(specs: Sequence[LayerSpec], options: DynamicCacheConfig) -> Cache:
     """Grows as tokens come: the default."""
-    _require_only_kv("dynamic", specs)
+    _refuse_all_but_columns("dynamic", specs)
     return Cache("dynamic", specs, _growing)
 
 
 @register(StaticCacheConfig)
 def static(specs: Sequence[LayerSpec], options: StaticCacheConfig) -> Cache:
     """Fixed size, tensors that never move: what a compiled decode step needs."""
-    _require_only_kv("static", specs)
+    _refuse_all_but_columns("static", specs)
     if options.max_cache_len is None:
         raise ConfigError("a static cache built by hand needs max_cache_len, the tokens it can hold per row")
     return Cache("static", specs, _fixed, fixed=True, max_tokens=options.max_cache_len)
@@ -44,11 +44,11 @@ def _fixed(spec: LayerSpec, timeline: Timeline) -> FixedStore:
     return FixedStore(timeline)
 
 
-def _require_only_kv(name: str, specs: Sequence[LayerSpec]) -> None:
+def _refuse_all_but_columns(name: str, specs: Sequence[LayerSpec]) -> None:
     for index, spec in enumerate(specs):
-        if spec.streams - {KV}:
+        if spec.streams - {KV, INDEX}:
             kept = " and ".join(sorted(spec.streams))
             raise UnsupportedLayer(
-                f"cache={name!r} keeps keys and values only, but layer {index} ({spec.layer_type}) keeps {kept}. "
+                f"cache={name!r} keeps columns of keys and values, but layer {index} ({spec.layer_type}) keeps {kept}. "
                 "Generate with cache='none', or pass transformers' own cache as past_key_values."
             )

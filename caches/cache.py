@@ -17,7 +17,7 @@ from caches.driven import Log
 from caches.errors import StepError, UnsupportedLayer
 from caches.layer import Layer, StoreFactory
 from caches.retention import KeepAll, KeepRecent, Retention
-from caches.spec import LayerSpec, read_specs
+from caches.spec import INDEX, KV, LayerSpec, read_specs
 from caches.timeline import Timeline
 
 
@@ -60,8 +60,8 @@ class Cache(TransformersCache):
         )
         self._open = False  # a step was begun and neither settled nor aborted
         self._driven = False  # ... by our loop, which will also close it
-        self._written: set[int] = set()  # layers that a foreign loop's open step has reached
-        self._required = {i for i, spec in enumerate(specs) if spec.keeps_kv}
+        self._written: set[tuple[int, str]] = set()  # streams of layers that a foreign loop's open step has reached
+        self._required = {(i, stream) for i, spec in enumerate(specs) for stream in spec.streams}
 
     def check_fits(self, model_config: Any) -> None:
         specs = read_specs(model_config)
@@ -101,12 +101,13 @@ class Cache(TransformersCache):
         pending = self._timelines[0].pending
         if not 0 <= drop <= pending:
             raise StepError(f"settle(drop={drop}), but the open step has {pending} tokens")
+        first = self._timelines[0].seen == 0
         for layer in self.layers:
             layer.settle(drop)
         for timeline in self._timelines:
             timeline.settle(drop)
-        if self._driven:  # the whole forward ran: layers it did not reach never take part
-            self._required = {i for i in self._required if self.layers[i].is_initialized}
+        if self._driven and first:  # the whole forward ran: layers it did not reach never take part
+            self._required = {(i, stream) for i, stream in self._required if self.layers[i].is_initialized}
         self._close()
 
     def abort(self) -> None:
@@ -175,14 +176,14 @@ class Cache(TransformersCache):
         # A forward that died half-way left some layers one step ahead: as if it had never been.
         self.settle() if self._written >= self._required else self.abort()
 
-    def _open_foreign_step(self, layer_idx: int, tokens: int) -> None:
-        if layer_idx in self._written:
+    def _open_foreign_step(self, layer_idx: int, stream: str, tokens: int) -> None:
+        if (layer_idx, stream) in self._written:
             self._finish_foreign_step()
         if not self._open:
             self.begin(tokens)
             self._driven = False
             self.log = None  # what a foreign loop feeds is not known
-        self._written.add(layer_idx)
+        self._written.add((layer_idx, stream))
 
     # transformers' protocol.
 
@@ -194,8 +195,14 @@ class Cache(TransformersCache):
         Further arguments (`cache_kwargs` of older releases) are accepted: nothing in them is needed.
         """
         if not self._driven:
-            self._open_foreign_step(layer_idx, key_states.shape[-2])
+            self._open_foreign_step(layer_idx, KV, key_states.shape[-2])
         return self.layers[layer_idx].append(key_states, value_states)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Append the keys [rows, tokens, index_dim] by which a sparse layer chooses what to attend to; returns all."""
+        if not self._driven:
+            self._open_foreign_step(layer_idx, INDEX, indexer_key_states.shape[1])
+        return self.layers[layer_idx].append_index(indexer_key_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
         """Tokens committed; a tensor while a compiled step is open."""

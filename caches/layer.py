@@ -6,27 +6,32 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from caches.spec import LayerSpec
+from caches.spec import INDEX, KV, LayerSpec
 from caches.store import Store
 from caches.timeline import Timeline
 
+_STORES_OF_STREAM = {KV: ("keys", "values"), INDEX: ("index",)}
 StoreFactory = Callable[[LayerSpec, Timeline], Store]
 
 
 class Layer:
-    """Keys and values of one layer, or nothing. `timeline` is shared with the other layers of its group."""
+    """Keys and values of one layer, the keys of its index, or nothing. Its group shares `timeline`."""
 
     supports_early_init = False  # transformers asks: shapes are learned from the first step
 
     def __init__(self, spec: LayerSpec, timeline: Timeline, new_store: StoreFactory):
         self.spec = spec
         self.timeline = timeline
-        names = ("keys", "values") if spec.keeps_kv else ()
+        names = [name for stream, names in _STORES_OF_STREAM.items() if stream in spec.streams for name in names]
         self.stores: dict[str, Store] = {name: new_store(spec, timeline) for name in names}
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add one step's keys and values [rows, kv_heads, tokens, head_dim]; returns what attention reads."""
         return self.stores["keys"].append(keys), self.stores["values"].append(values)
+
+    def append_index(self, keys: torch.Tensor) -> torch.Tensor:
+        """Add one step's index keys [rows, tokens, index_dim]; returns all that are kept."""
+        return self.stores["index"].append(keys[:, None])[:, 0]
 
     def settle(self, drop: int) -> None:
         for store in self.stores.values():
@@ -44,12 +49,12 @@ class Layer:
     @property
     def keys(self) -> torch.Tensor | None:
         """Committed keys [rows, kv_heads, held, head_dim], or None before the first step."""
-        return self.stores["keys"].committed() if self.stores else None
+        return self.stores["keys"].committed() if "keys" in self.stores else None
 
     @property
     def values(self) -> torch.Tensor | None:
         """Committed values [rows, kv_heads, held, head_dim], or None before the first step."""
-        return self.stores["values"].committed() if self.stores else None
+        return self.stores["values"].committed() if "keys" in self.stores else None
 
     @property
     def is_initialized(self) -> bool:

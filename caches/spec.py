@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from caches.errors import UnsupportedLayer
-
-KV, INDEX, STATE = "kv", "index", "state"
+KV, INDEX, STATE, UNKNOWN = "kv", "index", "state", "something unknown"
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,10 @@ class Reach:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer as data. `streams` is what it keeps: "kv", "index", "state", several of them, or nothing."""
+    """One layer as data. `streams` is what it keeps: "kv", "index", "state", several of them, or nothing.
+
+    A layer type that is not in the table below keeps "something unknown": a backend has to refuse it.
+    """
 
     layer_type: str
     streams: frozenset[str]
@@ -46,6 +47,7 @@ _LAYER_TYPES: dict[str, tuple[tuple[str, ...], str | None]] = {
     "reference_sliding_attention": ((KV,), "sliding_window"),
     "chunked_attention": ((KV,), "attention_chunk_size"),
     "indexed_attention": ((KV, INDEX), None),
+    "deepseek_sparse_attention": ((KV, INDEX), None),  # its name in transformers 5.17
     "conv": ((STATE,), None),
     "linear_attention": ((STATE,), None),
     "hybrid": ((KV, STATE), None),
@@ -56,10 +58,7 @@ _LAYER_TYPES: dict[str, tuple[tuple[str, ...], str | None]] = {
 
 
 def read_specs(config: Any) -> tuple[LayerSpec, ...]:
-    """One `LayerSpec` per layer of the decoder that `config` (a `PreTrainedConfig`) describes.
-
-    Raises `UnsupportedLayer` for a layer type that is not in the table above.
-    """
+    """One `LayerSpec` per layer of the decoder that `config` (a `PreTrainedConfig`) describes."""
     config = config.get_text_config(decoder=True)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
@@ -97,12 +96,7 @@ def _layers_without_own_kv(config: Any, layers: int) -> list[bool]:
 
 
 def _read_spec(config: Any, layer_type: str) -> LayerSpec:
-    if layer_type not in _LAYER_TYPES:
-        raise UnsupportedLayer(
-            f"{config.model_type} has layers of type {layer_type!r}, which no backend here knows how to keep; "
-            f"known types: {', '.join(sorted(_LAYER_TYPES))}. Generate with cache='none', or register a backend for it."
-        )
-    streams, size_field = _LAYER_TYPES[layer_type]
+    streams, size_field = _LAYER_TYPES.get(layer_type, ((UNKNOWN,), None))
     reach = Reach()
     if size_field is not None:
         reach = Reach("chunk" if size_field == "attention_chunk_size" else "window", getattr(config, size_field))

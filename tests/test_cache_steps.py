@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import caches
-from caches.spec import KV, LayerSpec, Reach
+from caches.spec import INDEX, KV, LayerSpec, Reach
 
 ROWS, HEADS, DIM, WINDOW = 3, 2, 4, 6
 SPECS = [
@@ -310,6 +310,24 @@ def test_a_cache_made_in_inference_mode_goes_on_outside(cache):
         step(cache, 3)
     step(cache, 2)
     check_held(cache, 5)
+
+
+def test_an_index_follows_its_layer(cache):
+    """Sparse attention keeps one more stream, [rows, tokens, index_dim], written before the keys in the same step."""
+    recipe = caches.recipe(cache.name)
+    spec = LayerSpec("indexed_attention", frozenset({KV, INDEX}))
+    indexed = recipe.build([spec], recipe.options.from_dict({"max_cache_len": 99} if recipe.has_a_size else {}))
+    seen = 0
+    for count in (5, 1, 1, 3):
+        index = torch.arange(seen, seen + count).float().expand(ROWS, 2, count).transpose(1, 2)
+        read = indexed.update_indexer(index, 0)
+        indexed.update(tokens(seen, count, 0), tokens(seen, count, 0), 0)
+        seen += count
+        assert read[1, :, 0].tolist() == list(range(seen))
+        assert indexed.get_seq_length() == seen
+    indexed.crop(-2)
+    indexed.rows(torch.tensor([1, 0, 2]))
+    assert indexed.layers[0].stores["index"].committed().shape == (ROWS, 1, 8, 2)
 
 
 def test_out_of_memory_while_making_room_changes_nothing(monkeypatch):

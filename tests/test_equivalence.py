@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, prompt, tiny_model
+from architectures import ARCHITECTURES, MORE_ARCHITECTURES, prompt, tiny_model
 
 import caches
 import engine
@@ -27,6 +27,18 @@ def test_greedy(name, cache, chunk):
     assert torch.equal(out.sequences, expected.sequences)
     torch.testing.assert_close(out.logits, expected.logits, atol=1e-3, rtol=1e-4)
     assert out.finish_reasons == ["length", "length"]
+
+
+@pytest.mark.parametrize("cache", caches.names())
+@pytest.mark.parametrize("name", MORE_ARCHITECTURES)
+def test_greedy_on_more_architectures(name, cache):
+    model, inputs = tiny_model(name), prompt()
+    out = engine.generate(model, inputs, cache=cache, max_new_tokens=NEW, output_logits=True)
+    # Without a cache like without: transformers disagrees with itself on sparse attention.
+    options = {"use_cache": cache != "none", "output_logits": True, "return_dict_in_generate": True}
+    expected = reference(model, inputs, **options)
+    assert torch.equal(out.sequences, expected.sequences)
+    torch.testing.assert_close(out.logits, expected.logits, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "llama4_text"])

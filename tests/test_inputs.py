@@ -317,6 +317,11 @@ def test_a_layer_kind_no_backend_keeps():
     config = transformers.MambaConfig(vocab_size=99, hidden_size=16, num_hidden_layers=2, state_size=4)
     with pytest.raises(caches.UnsupportedLayer, match="layer 0"):
         caches.build("dynamic", config)
+    unheard = copy.deepcopy(tiny_model("llama").config)
+    unheard.layer_types = ["full_attention"] * 3 + ["telepathy"]
+    with pytest.raises(caches.UnsupportedLayer, match=r"layer 3 \(telepathy\) keeps something unknown"):
+        caches.build("static", unheard, max_cache_len=9)
+    assert caches.build("none", unheard).handle is None
 
 
 def test_images_cannot_be_read_in_pieces():
