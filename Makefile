@@ -1,17 +1,24 @@
 # Everything runs in .venv, made on first use. After that nothing needs the network.
 PYTHON ?= python3
 BIN := .venv/bin
+PROMPT := 'def open(self, path, mode="r"):\n    """Open the file named path'
 
-.PHONY: demo test check test-oldest clean
+.PHONY: demo test test-slow check test-oldest clean
 
 demo: .venv/installed
 	@for cache in dynamic static; do \
-		printf '\n--- cache=%s ---\ndef read_lines(path' $$cache; \
-		$(BIN)/engine generate 'def read_lines(path' --cache $$cache --max-new-tokens 96 --stream --stats || exit 1; \
+		printf '\n--- cache=%s ---\n' $$cache; \
+		printf $(PROMPT); \
+		printf $(PROMPT) | $(BIN)/engine generate - --cache $$cache --max-new-tokens 96 --stream --stats \
+			--temperature 0.7 --top-p 0.9 --seed 2 || exit 1; \
 	done
 
 test: .venv/installed
 	$(BIN)/python -m pytest
+
+# What takes longer: compiling with a C++ compiler.
+test-slow: .venv/installed
+	$(BIN)/python -m pytest -m slow
 
 check: .venv/installed
 	$(BIN)/ruff check .

@@ -64,3 +64,13 @@ def test_compile_needs_a_fixed_cache():
     generator = engine.Generator(tiny_model("llama"), config=engine.EngineConfig(compile="aot_eager"))
     with pytest.raises(engine.OptionError, match="cache='static'"):
         generator.generate(prompt(), max_new_tokens=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_inductor(name):
+    torch._dynamo.reset()
+    model, inputs = tiny_model(name), prompt()
+    expected = engine.generate(model, inputs, cache="static", max_new_tokens=40).sequences
+    generator = engine.Generator(model, config=engine.EngineConfig(cache="static", compile="inductor"))
+    assert torch.equal(generator.generate(inputs, max_new_tokens=40).sequences, expected)

@@ -57,3 +57,9 @@ def test_the_shipped_models_figures(shipped):
     assert f"vocabulary of {model.config.vocab_size}" in README
     script = (ROOT / "benchmarks" / "train_shipped_model.py").read_text()
     assert f"--steps {report['steps']}" in script
+
+
+def test_the_number_of_architectures():
+    from architectures import ARCHITECTURES, MORE_ARCHITECTURES
+
+    assert f"compare {len(ARCHITECTURES | MORE_ARCHITECTURES)} architectures" in README
