@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from configs.base import Config, require_positive
 from configs.errors import ConfigError
 
+LINEARS_CHOICES = ("auto", "default", "onednn")
 COMPILE_CHOICES = ("off", "inductor", "aot_eager", "eager")
 
 
@@ -17,12 +18,15 @@ class EngineConfig(Config):
     cache: name of the cache backend used when a call names none.
     prefill_chunk_tokens: the prompt is read in pieces of at most this many tokens; None reads it at once.
     compile: "off", or the `torch.compile` backend that turns the decode step of a fixed-size cache into one graph.
+    linears: how float32 linear layers on a CPU compute: "default" as torch picks, "onednn", or "auto": whichever of the
+        two is faster on this machine. They differ by rounding.
     dtype, device_map: how a model given as a path is loaded (`from_pretrained`'s words).
     """
 
     cache: str = "dynamic"
     prefill_chunk_tokens: int | None = None
     compile: str = "off"
+    linears: str = "auto"
     dtype: str = "auto"
     device_map: str = "auto"
 
@@ -30,3 +34,5 @@ class EngineConfig(Config):
         require_positive("EngineConfig", prefill_chunk_tokens=self.prefill_chunk_tokens)
         if self.compile not in COMPILE_CHOICES:
             raise ConfigError(f"EngineConfig: compile={self.compile!r}, but it is one of {', '.join(COMPILE_CHOICES)}")
+        if self.linears not in LINEARS_CHOICES:
+            raise ConfigError(f"EngineConfig: linears={self.linears!r}, but it is one of {', '.join(LINEARS_CHOICES)}")

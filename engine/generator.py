@@ -40,7 +40,7 @@ class Generator:
     def __init__(self, model: PreTrainedModel | str | Path, tokenizer: Any = None, config: EngineConfig | None = None):
         self.config = config or EngineConfig()
         self.model, self.tokenizer = load(model, tokenizer, self.config)
-        self._runner = Runner(self.model, self.config.compile)
+        self._runner = Runner(self.model, self.config.compile, self.config.linears)
 
     def generate(self, inputs: Any = None, **arguments: Any) -> Generation:
         """Generate to the end. Arguments as in `engine.generate`."""

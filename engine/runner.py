@@ -11,6 +11,7 @@ from transformers.utils import ModelOutput
 
 from caches import Driven
 from engine.errors import InputError
+from engine.linears import Linears
 from engine.masks import Columns, contiguous, graph_mask
 
 # Extra inputs with one entry per token, and what a generated token has there (None: what the token before it has).
@@ -20,11 +21,12 @@ PER_TOKEN_EXTRAS = {"token_type_ids": None, "mm_token_type_ids": 0, "moe_mm_toke
 class Runner:
     """Runs one model's forwards. takes_cache: whether the model knows our kind of cache at all.
 
-    compile: "off", or the `torch.compile` backend for decode steps on fixed caches.
+    compile: "off", or the `torch.compile` backend for decode steps on fixed caches. linears: see `Linears`.
     """
 
-    def __init__(self, model: PreTrainedModel, compile: str = "off"):
+    def __init__(self, model: PreTrainedModel, compile: str = "off", linears: str = "default"):
         self.model = model
+        self._linears = Linears(model, linears)
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         own = type(model).prepare_inputs_for_generation
         self._prepares_itself = own is not GenerationMixin.prepare_inputs_for_generation
@@ -83,7 +85,8 @@ class Runner:
 
     def _call(self, inputs: dict[str, Any], cache: Driven, columns: Columns, end: int, graph: bool) -> ModelOutput:
         if not graph:
-            return self.model(**inputs, return_dict=True)
+            with self._linears.routed():
+                return self.model(**inputs, return_dict=True)
         assert self._compiled is not None
         positions = contiguous(columns.positions(end - 1, end))
         inputs["input_ids"] = contiguous(inputs["input_ids"])

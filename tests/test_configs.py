@@ -38,6 +38,7 @@ def test_overrides_win():
         (StaticCacheConfig, {"max_cache_len": 0}, "max_cache_len=0, but it has to be at least 1"),
         (EngineConfig, {"prefill_chunk_tokens": -1}, "prefill_chunk_tokens=-1"),
         (EngineConfig, {"compile": "fast"}, "compile='fast'"),
+        (EngineConfig, {"linears": "mkl"}, "linears='mkl'"),
     ],
 )
 def test_refusals(kind, values, message):

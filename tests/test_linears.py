@@ -1,0 +1,86 @@
+"""Linear layers through oneDNN: the same numbers up to rounding, and a model that is left as it was."""
+
+import copy
+
+import pytest
+import torch
+from architectures import prompt, tiny_model
+from torch import nn
+
+import engine
+from engine import linears
+from engine.linears import Linears
+
+pytestmark = pytest.mark.skipif(not linears.has_onednn(), reason="this torch was built without oneDNN")
+
+
+def wrapped(model):
+    return [name for name, module in model.named_modules() if "forward" in module.__dict__]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1, 48), (3, 7, 48), (48,)])
+def test_equal_to_rounding(bias, shape):
+    layer, input = nn.Linear(48, 33, bias=bias), torch.randn(shape)
+    with torch.no_grad():
+        expected = layer(input)
+        with Linears(layer, "onednn").routed():
+            assert wrapped(layer)
+            torch.testing.assert_close(layer(input), expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(layer(input.expand(2, *shape)[1]), expected, atol=1e-5, rtol=1e-5)
+        assert not wrapped(layer)
+
+
+def test_new_weights_are_seen():
+    layer, input = nn.Linear(8, 8), torch.randn(2, 8)
+    route = Linears(layer, "onednn")
+    layer.weight = nn.Parameter(torch.zeros(8, 8))
+    layer.bias = nn.Parameter(torch.ones(8))
+    with torch.no_grad(), route.routed():
+        assert torch.equal(layer(input), torch.ones(2, 8))
+
+
+def test_what_is_routed(monkeypatch):
+    model = copy.deepcopy(tiny_model("llama"))
+    count = sum(isinstance(module, nn.Linear) for module in model.modules())
+    assert len(Linears(model, "onednn")) == count
+    assert len(Linears(model, "default")) == 0
+    for faster in (True, False):
+        monkeypatch.setattr(linears, "onednn_is_faster", lambda faster=faster: faster)
+        assert len(Linears(model, "auto")) == (count if faster else 0)
+    model.lm_head.forward = lambda input: nn.Linear.forward(model.lm_head, input)  # somebody's hook
+    assert len(Linears(model, "onednn")) == count - 1
+    assert len(Linears(model.to(torch.bfloat16), "onednn")) == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_generation(name):
+    model, inputs = tiny_model(name), prompt()
+    expected = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+    for choice in ("default", "onednn"):
+        generator = engine.Generator(model, config=engine.EngineConfig(linears=choice))
+        assert torch.equal(generator.generate(inputs, max_new_tokens=20).sequences, expected)
+    assert not wrapped(model)
+
+
+def test_a_failing_forward_leaves_the_model_as_it_was(monkeypatch):
+    model = tiny_model("llama")
+    monkeypatch.setattr(model.model.layers[1], "forward", lambda *args, **kwargs: 1 / 0)
+    generator = engine.Generator(model, config=engine.EngineConfig(linears="onednn"))
+    with pytest.raises(engine.Interrupted, match="ZeroDivisionError"):
+        generator.generate(prompt(), max_new_tokens=5)
+    assert wrapped(model) == ["model.layers.1"]  # what the test put there
+
+
+def test_a_model_that_was_moved_is_left_alone():
+    model = copy.deepcopy(tiny_model("llama"))
+    generator = engine.Generator(model, config=engine.EngineConfig(linears="onednn"))
+    model.to(torch.bfloat16)
+    expected = model.generate(**prompt(), max_new_tokens=5, do_sample=False)
+    assert torch.equal(generator.generate(prompt(), max_new_tokens=5).sequences, expected)
+
+
+def test_the_measurement_says_something():
+    linears.onednn_is_faster.cache_clear()
+    assert linears.onednn_is_faster() in (True, False)
+    assert linears._median_s(lambda: None) < 0.01
