@@ -2,8 +2,8 @@
 
     python benchmarks/decode.py --out benchmarks/results/decode-cpu.json
 
-Prints the floor first: the bytes of weights and cache that a step has to read, over the bandwidth measured here. Then per
-case the median and spread of several runs after a warm-up, all engines taking turns, and one JSON line.
+Prints the floor first: the bytes of weights and cache that a step has to read, over the bandwidth measured here. Then
+per case the median and spread of several runs after a warm-up, all engines taking turns, and one JSON line.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ def check_applies(strategy: Strategy, generation_config: GenerationConfig | None
     for name, value in asked.items():
         if value is None or value is False or name.startswith("_") or value == neutral.get(name):
             continue
-        if name in _SAMPLING and not strategy.samples:
+        # In a whole configuration they may stand by: it also serves calls that sample.
+        if name in _SAMPLING and name in options and not strategy.samples:
             raise OptionError(
                 f"{name}={value!r} applies to sampling, but {strategy.name} draws nothing: do_sample=True?"
             )

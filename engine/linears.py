@@ -1,8 +1,8 @@
 """Linear layers on a CPU through oneDNN where that is faster than what torch picks by itself.
 
 torch sends float32 matrix products to MKL, which on some processors computes them at half of oneDNN's speed or less,
-with one row as with thousands. oneDNN's operator takes the same plain weights: no second copy, no conversion, results equal
-to rounding. Which one is faster is measured once per process, on a matrix that no cache holds.
+with one row as with thousands. oneDNN's operator takes the same plain weights: no second copy, no conversion, results
+equal to rounding. Which one is faster is measured once per process, on a matrix that no cache holds.
 """
 
 from __future__ import annotations

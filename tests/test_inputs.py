@@ -245,6 +245,22 @@ def test_wrong_options(arguments, message, idle_model):
     assert isinstance(failure.value, (engine.EngineError, caches.CacheError))
 
 
+def test_a_configuration_for_sampling_serves_greedy_calls_too():
+    model, inputs = tiny_model("llama"), prompt()
+    config = transformers.GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, max_new_tokens=5, pad_token_id=0)
+    expected = model.generate(**inputs, max_new_tokens=5, do_sample=False)
+    out = engine.generate(model, inputs, generation_config=config, do_sample=False)
+    assert torch.equal(out.sequences, expected)
+
+
+def test_neutral_values_are_no_options():
+    model, inputs = tiny_model("llama"), prompt()
+    neutral = {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50, "num_beams": 1, "length_penalty": 1.0}
+    neutral |= {"eos_token_id": None, "streamer": None, "use_cache": True, "early_stopping": False}
+    expected = model.generate(**inputs, max_new_tokens=5, **neutral)
+    assert torch.equal(engine.generate(model, inputs, max_new_tokens=5, **neutral).sequences, expected)
+
+
 def test_wrong_texts(shipped):
     for inputs, message in [
         ("", "prompt 0 is empty"),
