@@ -110,7 +110,8 @@ class GrowingStore:
 
     def rows(self, index: torch.Tensor) -> None:
         if self.buffer is not None:
-            self.buffer = self.buffer.index_select(0, index.to(self.buffer.device))
+            with torch.inference_mode(False):
+                self.buffer = self.buffer.index_select(0, index.to(self.buffer.device))
 
     def reset(self) -> None:
         self.buffer = self.overflow = None

@@ -102,10 +102,12 @@ class Timeline:
     def write_index(self, device: torch.device) -> torch.Tensor:
         """The columns that the open step writes, LongTensor [pending] on `device`."""
         if device not in self._step_index:
-            # The tensors for decode steps are made along with the first one, so that no graph sees them appear.
-            self.clock = torch.tensor(self.seen, device=device) if self.clock is None else self.clock
-            self._decode_index.setdefault(device, torch.full((1,), self.end, device=device))
-            self._step_index.setdefault(device, torch.arange(self.end, self.end + self.pending, device=device))
+            # The tensors for decode steps are made along with the first one, so that no graph sees them appear, and
+            # outside of inference mode, so that a later step may write them wherever it runs.
+            with torch.inference_mode(False):
+                self.clock = torch.tensor(self.seen, device=device) if self.clock is None else self.clock
+                self._decode_index.setdefault(device, torch.full((1,), self.end, device=device))
+                self._step_index.setdefault(device, torch.arange(self.end, self.end + self.pending, device=device))
         return self._step_index[device]
 
     def surviving(self, drop: int) -> int:

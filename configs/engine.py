@@ -15,7 +15,7 @@ COMPILE_CHOICES = ("off", "inductor", "aot_eager", "eager")
 class EngineConfig(Config):
     """Options of a `Generator`.
 
-    cache: name of the cache backend used when a call names none.
+    cache: name of the cache backend used when a call names none; None is the model's own setting, or else "dynamic".
     prefill_chunk_tokens: the prompt is read in pieces of at most this many tokens; None reads it at once.
     compile: "off", or the `torch.compile` backend that turns the decode step of a fixed-size cache into one graph.
     linears: how float32 linear layers on a CPU compute: "default" as torch picks, "onednn", or "auto": whichever of the
@@ -23,7 +23,7 @@ class EngineConfig(Config):
     dtype, device_map: how a model given as a path is loaded (`from_pretrained`'s words).
     """
 
-    cache: str = "dynamic"
+    cache: str | None = None
     prefill_chunk_tokens: int | None = None
     compile: str = "off"
     linears: str = "auto"

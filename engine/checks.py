@@ -30,13 +30,13 @@ _ALWAYS_APPLY = {
     "bad_words_ids", "renormalize_logits", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
     "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "guidance_scale",
     "watermarking_config", "output_attentions", "output_hidden_states", "output_scores", "output_logits",
-    "return_dict_in_generate", "pad_token_id", "bos_token_id", "eos_token_id", "transformers_version",
+    "return_dict_in_generate", "disable_compile", "pad_token_id", "bos_token_id", "eos_token_id",
+    "transformers_version",
 }  # fmt: skip
 # ... and those that shape a distribution to draw from.
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 _REMEDIES = {
     "compile_config": "give EngineConfig(compile=...) to a Generator instead",
-    "disable_compile": "nothing is compiled unless EngineConfig(compile=...) says so",
     "return_legacy_cache": "caches are objects here; take `out.cache`",
 }
 
@@ -46,9 +46,12 @@ def check_applies(strategy: Strategy, generation_config: GenerationConfig | None
     asked = {} if generation_config is None else generation_config.to_dict()
     asked |= {name: value for name, value in options.items() if hasattr(generation_config or GenerationConfig(), name)}
     neutral = GenerationConfig._get_default_generation_params()
+    known = GenerationConfig().to_dict()  # checkpoints carry further names of their own
     for name, value in asked.items():
-        if value is None or value is False or name.startswith("_") or value == neutral.get(name):
+        if value is None or value is False or name.startswith("_") or name not in known or value == neutral.get(name):
             continue
+        if name in ("temperature", "top_k") and value == 0 and not strategy.samples:
+            continue  # another way to say greedy
         # In a whole configuration they may stand by: it also serves calls that sample.
         if name in _SAMPLING and name in options and not strategy.samples:
             raise OptionError(
@@ -81,7 +84,12 @@ def check_mask(ids: torch.Tensor, mask: torch.Tensor, cache_seen: int) -> int:
             f"attention_mask has shape {list(mask.shape)}, but the token ids have {list(ids.shape)}: "
             "it needs one entry per token"
         )
-    if bool((mask[:, -1] == 0).any()):
+    ends_in_pads = (mask[:, -1] == 0).nonzero().flatten().tolist()
+    if ends_in_pads and cache_seen > 0:
+        raise InputError(
+            f"row {ends_in_pads[0]} has ended and is filled up with pads: give all rows new tokens, or go on without it"
+        )
+    if ends_in_pads:
         raise InputError(
             "the prompts are padded on the right, so the model would continue after pads: "
             "pad on the left (tokenizer.padding_side = 'left')"

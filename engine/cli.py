@@ -45,7 +45,7 @@ def generate(
     top_p: Annotated[
         float | None, typer.Option(help="Sample from the most probable tokens that add up to this.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed for sampling.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed for sampling.", min=0, max=2**63)] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text while it comes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with text, tokens and stats.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print speed and cache size to standard error.")] = False,
@@ -56,7 +56,7 @@ def generate(
     if prompt in (None, "-"):
         if sys.stdin.isatty():
             raise typer.BadParameter("there is no PROMPT: give one, or pipe it into standard input")
-        prompt = sys.stdin.read()
+        prompt = _standard_input()
     samples = top_p is not None or bool(temperature)
     if top_p is not None and temperature == 0:
         raise typer.BadParameter("--temperature 0 is greedy, so --top-p cannot apply: leave one of them out")
@@ -79,6 +79,13 @@ def generate(
         print(_as_json(result) if as_json else _text(result))
     if stats:
         _print_stats(cache, result.stats)
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"standard input is no text in UTF-8: {error.reason} at byte {error.start}") from error
 
 
 def _text(result: Generation) -> str:
@@ -118,8 +125,6 @@ def main() -> None:
         _fail(str(error), 1)
     except (EngineError, caches.CacheError) as error:
         _fail(str(error), 2)
-    except OSError as error:  # transformers: no such model
-        _fail(str(error).strip().partition("\n")[0], 2)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -72,10 +72,10 @@ class Generator:
     ) -> Run:
         started = time.perf_counter()
         tokenizer = tokenizer if tokenizer is not None else self.tokenizer
-        if generation_config is not None:
+        in_config = generation_config and generation_config.cache_implementation
+        if in_config and in_config != self.model.generation_config.cache_implementation:
             cache_implementation = _one_of(
-                cache_implementation=cache_implementation,
-                **{"generation_config.cache_implementation": generation_config.cache_implementation},
+                cache_implementation=cache_implementation, **{"generation_config.cache_implementation": in_config}
             )
         live = _live_cache(cache, past_key_values, cache_implementation, cache_config)
         request = read_request(
@@ -113,6 +113,8 @@ class Generator:
             raise OptionError(
                 f"reading the prompt in pieces of {request.chunk_tokens} tokens needs a cache to keep them in"
             )
+        if self.config.compile != "off" and request.config.disable_compile:
+            raise OptionError(f"disable_compile=True contradicts EngineConfig(compile={self.config.compile!r})")
         if self.config.compile != "off" and not live.fixed:
             raise OptionError(
                 f"compile={self.config.compile!r} needs a cache whose tensors never move, and {live.name!r} is not "
@@ -139,7 +141,7 @@ class Generator:
         if choice is None and request.config.use_cache is False:
             choice = "none"  # said by this call, or by the model's own configuration
         if choice is None:
-            choice = request.config.cache_implementation or self.config.cache
+            choice = self.config.cache or request.config.cache_implementation or "dynamic"
         options = request.config.cache_config if options is None else options
         values = _as_dict(options)
         if isinstance(choice, CacheConfig):

@@ -60,7 +60,10 @@ def read_prompt(inputs: Any, extras: dict[str, Any], tokenizer: Any, bos_id: int
                 raise InputError("attention_mask was given with a text prompt; the tokenizer makes that mask")
             inputs, mask = _tokenize(inputs, tokenizer)
         ids = inputs
-    return Prompt(_as_ids(ids), mask if mask is None else torch.as_tensor(mask), extras)
+    if mask is not None:
+        mask = torch.as_tensor(mask)
+        mask = mask[None] if mask.ndim == 1 else mask
+    return Prompt(_as_ids(ids), mask, extras)
 
 
 def _is_message(value: Any) -> bool:

@@ -9,7 +9,7 @@ from transformers.utils import ModelOutput
 
 import caches
 from caches import Driven, Log
-from engine.errors import EngineError
+from engine.errors import EngineError, InputError
 from engine.masks import Columns
 from engine.runner import Runner, extend_extras
 
@@ -36,7 +36,7 @@ class Lane:
         self._runner, self._columns, self._before = runner, columns, before
         self._extras, self._flags, self._chunk_tokens = extend_extras(extras, columns.total), flags, chunk_tokens
         self._fed = torch.empty(rows, 0, dtype=torch.long, device=columns.device)
-        self._log_before = cache.log
+        self._log_before, self._seen_before = cache.log, cache.seen
         self._step_open = False
 
     @property
@@ -47,6 +47,8 @@ class Lane:
     def forward(self, tokens: torch.Tensor) -> ModelOutput:
         """Feed `tokens` [rows, n] that come after what was fed; the step stays open until `settle`."""
         self.settle()
+        if self.fed == 0 and (self.cache.log is not self._log_before or self.cache.seen != self._seen_before):
+            raise InputError("the cache has changed between the call and its first token: somebody else used it")
         fed = torch.cat([self._fed, tokens], dim=1)
         outputs = self._runner.feed(
             fed,
@@ -90,6 +92,8 @@ class Lane:
         log: the run's tokens. A run that failed between a forward and the choice of the next token has fed all of them:
         the last is taken back.
         """
+        if self.fed == 0:
+            return
         fed_too_far = max(0, self.fed - (log.ids.shape[1] - 1)) if self._step_open else 0
         try:
             self.settle(drop=fed_too_far)

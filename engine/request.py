@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import (
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessorList,
     MaxTimeCriteria,
     PreTrainedModel,
@@ -90,7 +91,13 @@ def read_request(
     options: generation parameters and model inputs by keyword, mixed, as `model.generate` takes them.
     """
     check_model(model)
-    options = dict(options)
+    # Left at None, transformers' arguments mean nothing.
+    spare = set(inspect.signature(GenerationMixin.generate).parameters) | set(
+        inspect.signature(model.forward).parameters
+    )
+    options = {name: value for name, value in options.items() if value is not None or name not in spare}
+    if options.get("synced_gpus") is False:
+        del options["synced_gpus"]
     constraint = {name: options.pop(name, None) for name in _PROCESSOR_ARGUMENTS}
     config, model_inputs, lengths_given = _complete_config(model, generation_config, options)
     chosen = _choose_strategy(config, strategy, options, generation_config)

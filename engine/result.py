@@ -39,7 +39,8 @@ class Generation:
     finish_reasons: per row "eos", "stop_string", "criteria", "time", "length", or None when the run ended
         before the row did.
     cache: the live cache, holding everything but the last token; None for cache="none", and for one of transformers'
-        own that a failed step has spoilt.
+        own that a failed step has spoilt. (transformers' fixed and sliding layers cannot take a token back: after a
+        failure between a forward and the choice of its token they hold that last token too.)
     scores, logits: per new token [rows, vocabulary], float32, after / before the logits processors; None unless
         `output_scores` / `output_logits`.
     attentions, hidden_states: what the model returned in each of its forwards; None unless asked for.

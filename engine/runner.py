@@ -33,7 +33,11 @@ class Runner:
         self.takes_cache = "past_key_values" in self._takes
         self._compiled = None
         if compile != "off":
-            self._compiled = torch.compile(model.__call__, backend=compile, fullgraph=True, dynamic=False)
+            # A graph per number of rows and size: more of them than torch expects of one function.
+            limits: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": 64}
+            known = inspect.signature(torch.compile).parameters  # both are missing in older releases
+            limits = {name: value for name, value in limits.items() if name in known}
+            self._compiled = torch.compile(model.__call__, backend=compile, fullgraph=True, dynamic=False, **limits)
 
     def feed(
         self,
@@ -70,6 +74,10 @@ class Runner:
                     )
                 if begin > 0:
                     cache.reset()
+                    if cache.seen > 0:
+                        raise InputError(
+                            f"the model wants all tokens computed again, but a {cache.name} cannot be emptied"
+                        )
                     chunk_tokens = None
                     continue
                 inputs["past_key_values"] = cache.handle

@@ -9,24 +9,14 @@ from engine.errors import InputError
 
 
 def known_mask(cache: Driven | None, ids: torch.Tensor) -> torch.Tensor:
-    """The mask [rows, n] of the first columns of `ids` that the cache's log also begins with; n may be 0.
-
-    Raises `InputError` where pads between two turns would push tokens out of a sliding window.
-    """
+    """The mask [rows, n] of the first columns of `ids` that the cache's log also begins with; n may be 0."""
     log = None if cache is None else cache.log
     if log is None or log.ids.shape[0] != ids.shape[0]:
         return ids[:, :0]
     columns = min(log.ids.shape[1], ids.shape[1])
     same = (log.ids[:, :columns].to(ids.device) == ids[:, :columns]).all(dim=0)
     agreed = int(same.long().cumprod(dim=0).sum())
-    mask = log.mask[:, :agreed].to(ids.device)
-    ended = (mask[:, 1:] < mask[:, :-1]).any(dim=1).nonzero().flatten().tolist()
-    if ended and cache is not None and any(getattr(cache.handle, "is_sliding", ())):
-        raise InputError(
-            f"row {ended[0]} of the cache ended early and was filled up with pads, which take places in the model's "
-            "sliding window: go on with that row alone, from its own tokens"
-        )
-    return mask
+    return log.mask[:, :agreed].to(ids.device)
 
 
 def check_continues(cache: Driven, ids: torch.Tensor, mask: torch.Tensor, before: int) -> None:
@@ -35,10 +25,16 @@ def check_continues(cache: Driven, ids: torch.Tensor, mask: torch.Tensor, before
     ids: the prompt's tokens after the first `before` columns; mask: of all its columns.
     """
     log, seen = cache.log, cache.seen
-    if seen == 0:
-        return
     if cache.batch_size not in (-1, ids.shape[0]):
         raise InputError(f"the cache holds {cache.batch_size} rows, but the prompt has {ids.shape[0]}")
+    if seen == 0:
+        return
+    ended = (mask[:, 1:seen] < mask[:, : seen - 1]).any(dim=1).nonzero().flatten().tolist()
+    if ended and any(getattr(cache.handle, "is_sliding", ())):
+        raise InputError(
+            f"row {ended[0]} of the cache ended early and was filled up with pads, which take places in the model's "
+            "sliding window: go on with that row alone, from its own tokens"
+        )
     if log is None or log.ids.shape[1] < seen:
         return
     known = log.first(seen)

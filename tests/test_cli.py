@@ -66,7 +66,8 @@ def test_wrong_usage(cli, arguments):
         (["x", "--max-new-tokens", "0"], "error: max_new_tokens=0"),
         (["x", "--max-new-tokens", "9999"], "error: 1 prompt tokens and 9999 new ones need"),
         ([""], "error: prompt 0 is empty"),
-        (["x", "--model", "no/such/folder"], "error: "),
+        (["x", "--model", "no/such/folder"], "error: no model could be loaded from 'no/such/folder'"),
+        (["x", "--model", "/"], "error: no model could be loaded from '/'"),
         (["x", "--top-p", "-1"], "error: `top_p`"),
     ],
 )
@@ -77,6 +78,14 @@ def test_errors_are_one_line_and_an_exit_code(arguments, message):
     assert done.stdout == ""
     assert done.stderr.startswith(message)
     assert done.stderr.count("\n") == 1
+
+
+def test_input_that_is_no_text():
+    command = [sys.executable, "-m", "engine.cli", "generate", "-"]
+    done = subprocess.run(command, input=b"\xff\xfe", capture_output=True, timeout=120)
+    assert done.returncode == 2
+    assert b"no text in UTF-8" in done.stderr
+    assert b"Traceback" not in done.stderr
 
 
 def test_the_shipped_model_is_small_and_complete():

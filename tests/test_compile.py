@@ -1,5 +1,7 @@
 """The decode step on a fixed cache is one graph, with the text of the eager one."""
 
+import functools
+
 import pytest
 import torch
 from architectures import prompt, tiny_model
@@ -19,7 +21,11 @@ def graphs(monkeypatch):
         seen.append(graph)
         return aot_eager(graph, inputs)
 
-    monkeypatch.setattr(torch, "compile", lambda f, backend, **options: compile(f, backend=counting, **options))
+    @functools.wraps(compile)
+    def patched(f, backend, **options):
+        return compile(f, backend=counting, **options)
+
+    monkeypatch.setattr(torch, "compile", patched)
     return seen
 
 
@@ -50,6 +56,13 @@ def test_calls_of_similar_length_share_a_graph(graphs):
             out.sequences, engine.generate(model, prompt(tokens=tokens, pads=2), max_new_tokens=4).sequences
         )
     assert len(graphs) == 1
+
+
+def test_any_number_of_shapes(graphs):
+    generator = engine.Generator(tiny_model("llama"), config=engine.EngineConfig(cache="static", compile="aot_eager"))
+    for rows in range(1, 11):
+        assert generator.generate(prompt(rows=rows), max_new_tokens=3).stats.new_tokens == 3 * rows
+    assert len(graphs) == 10
 
 
 def test_a_compiled_step_over_a_window_that_is_compacted(graphs):

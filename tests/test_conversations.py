@@ -52,7 +52,20 @@ def test_a_row_that_ended_early_cannot_go_on_in_a_window():
     eos = engine.generate(model, inputs, max_new_tokens=3).sequences[0, -1].item()
     first = engine.generate(model, inputs, eos_token_id=eos, max_new_tokens=12)
     assert first.finish_reasons == ["eos", "length"]
+    more = torch.cat([first.sequences, prompt(tokens=2, pads=0)["input_ids"]], dim=1)
     with pytest.raises(engine.InputError, match="row 0 of the cache ended early"):
+        engine.generate(model, more, cache=first.cache, max_new_tokens=9)
+    mask = torch.ones_like(more)
+    mask[:, :25] = first.cache.log.mask
+    with pytest.raises(engine.InputError, match="row 0 of the cache ended early"):
+        engine.generate(model, more, attention_mask=mask, cache=first.cache, max_new_tokens=9)
+
+
+def test_a_row_that_has_nothing_new():
+    model, inputs = tiny_model("llama"), prompt()
+    eos = engine.generate(model, inputs, max_new_tokens=3).sequences[0, -1].item()
+    first = engine.generate(model, inputs, eos_token_id=eos, max_new_tokens=12)
+    with pytest.raises(engine.InputError, match="row 0 has ended"):
         engine.generate(model, first.sequences, cache=first.cache, max_new_tokens=9)
 
 
@@ -85,6 +98,29 @@ def test_a_cache_in_use_is_left_alone():
         engine.generate(model, expected.sequences, cache=busy, max_new_tokens=2)
     list(stream)
     assert torch.equal(stream.result().sequences, expected.sequences)
+
+
+def test_a_stream_that_starts_late_on_a_cache_that_has_changed():
+    model, inputs = tiny_model("llama"), prompt()
+    first = engine.generate(model, inputs, max_new_tokens=4)
+    late = engine.stream(model, first.sequences, cache=first.cache, max_new_tokens=4)
+    never = engine.stream(model, first.sequences, cache=first.cache, max_new_tokens=4)
+    second = engine.generate(model, first.sequences, cache=first.cache, max_new_tokens=4)
+    with pytest.raises(engine.Interrupted, match="somebody else used it"):
+        next(late)
+    assert never.result().stats.new_tokens == 0
+    whole = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    assert torch.equal(engine.generate(model, second.sequences, cache=first.cache, max_new_tokens=4).sequences, whole)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_cache_made_in_inference_mode(cache):
+    model, inputs = tiny_model("llama"), prompt()
+    with torch.inference_mode():
+        first = engine.generate(model, inputs, cache=cache, max_new_tokens=4)
+        first.cache.rows(torch.tensor([0, 1]))
+    second = engine.generate(model, first.sequences.clone(), cache=first.cache, max_new_tokens=4)
+    assert torch.equal(second.sequences, model.generate(**inputs, max_new_tokens=8, do_sample=False))
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError, engine.InputError])

@@ -115,6 +115,13 @@ def longrope():
     return model.eval()
 
 
+def test_theirs_with_a_model_that_wants_everything_computed_again(longrope):
+    inputs = prompt(pads=0)
+    expected = longrope.generate(**inputs, max_new_tokens=30, do_sample=False, use_cache=False)
+    theirs = transformers.DynamicCache(config=longrope.config)
+    assert torch.equal(engine.generate(longrope, inputs, cache=theirs, max_new_tokens=30).sequences, expected)
+
+
 @pytest.mark.parametrize("tokens", [13, 30])
 @pytest.mark.parametrize("chunk", [None, 4])
 @pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
@@ -208,7 +215,7 @@ WRONG_OPTIONS = {
     "for drafts only": ({"generation_config": DRAFTS}, "num_assistant_tokens=7 cannot apply"),
     "for sampling only": ({"temperature": 0.7}, "temperature=0.7 applies to sampling, but greedy draws nothing"),
     "not a whole number": ({"max_new_tokens": "3"}, "max_new_tokens='3'"),
-    "compile twice said": ({"disable_compile": True}, "disable_compile"),
+    "real values of other arguments": ({"assistant_model": 3}, "assistant_model"),
     "temperature below zero": ({"do_sample": True, "temperature": -1.0}, "temperature"),
     "beams by a greedy strategy": ({"strategy": "greedy", "num_beams": 4}, "beam search"),
     "lookup by a greedy strategy": ({"strategy": "greedy", "prompt_lookup_num_tokens": 3}, "not available"),
@@ -257,7 +264,13 @@ def test_neutral_values_are_no_options():
     model, inputs = tiny_model("llama"), prompt()
     neutral = {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50, "num_beams": 1, "length_penalty": 1.0}
     neutral |= {"eos_token_id": None, "streamer": None, "use_cache": True, "early_stopping": False}
+    neutral |= {"synced_gpus": False, "assistant_model": None, "disable_compile": True}
     expected = model.generate(**inputs, max_new_tokens=5, **neutral)
+    for more in ({"inputs_embeds": None, "labels": None}, {"top_k": 0}, {"temperature": 0.0}):
+        assert torch.equal(engine.generate(model, inputs, max_new_tokens=5, **neutral | more).sequences, expected)
+    own = {"chat_format": "chatml", "max_window_size": 24000}
+    config = transformers.GenerationConfig.from_dict(own | {"max_new_tokens": 5, "pad_token_id": 0})
+    assert torch.equal(engine.generate(model, inputs, generation_config=config).sequences, expected)
     assert torch.equal(engine.generate(model, inputs, max_new_tokens=5, **neutral).sequences, expected)
 
 
@@ -308,11 +321,30 @@ def test_a_live_cache_that_does_not_fit_the_prompt():
     twin = copy.deepcopy(cache)
     with pytest.raises(engine.InputError, match="do not begin this prompt"):
         engine.generate(model, other, cache=twin, max_new_tokens=5)
+    fixed = engine.generate(model, IDS, cache="static", max_new_tokens=5).cache
+    fixed.reset()
+    with pytest.raises(engine.InputError, match="2 rows, but the prompt has 1"):
+        engine.generate(model, other[:1], cache=fixed, max_new_tokens=5)
     cache.reset()
     expected = engine.generate(model, other[:1], max_new_tokens=5).sequences
     assert torch.equal(engine.generate(model, other[:1], cache=cache, max_new_tokens=5).sequences, expected)
     with pytest.raises(engine.InputError, match="nothing is left to feed"):
         engine.generate(model, IDS, cache=cache, max_new_tokens=5)
+
+
+def test_whose_choice_of_cache_counts():
+    model, options = tiny_model("llama"), {"max_new_tokens": 3}
+    model.generation_config.cache_implementation = "static"
+    try:
+        assert engine.generate(model, IDS, **options).cache.name == "static"
+        assert engine.generate(model, IDS, cache="dynamic", **options).cache.name == "dynamic"
+        copied = copy.deepcopy(model.generation_config)
+        copied.max_new_tokens = 3
+        assert engine.generate(model, IDS, cache="dynamic", generation_config=copied).cache.name == "dynamic"
+        generator = engine.Generator(model, config=engine.EngineConfig(cache="dynamic"))
+        assert generator.generate(IDS, **options).cache.name == "dynamic"
+    finally:
+        model.generation_config.cache_implementation = None
 
 
 def test_training_mode_and_encoder_decoder():
