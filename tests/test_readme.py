@@ -1,6 +1,7 @@
 """Everything the README shows is run, and what it states is compared with where it comes from."""
 
 import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -57,6 +58,31 @@ def test_the_shipped_models_figures(shipped):
     assert f"vocabulary of {model.config.vocab_size}" in README
     script = (ROOT / "benchmarks" / "train_shipped_model.py").read_text()
     assert f"--steps {report['steps']}" in script
+
+
+def speed_table():
+    report = json.loads((ROOT / "benchmarks" / "results" / "decode-cpu.json").read_text())
+    cases = report["cases"]
+    lines = [
+        f"{report['processor']}, {report['threads']} threads, torch {report['torch']}, transformers "
+        f"{report['transformers']}, {report['bandwidth_gb_per_s']:.0f} GB/s; ms per token, median (least to most).\n",
+        "| | " + " | ".join(f"prompt {case['prompt_tokens']}" for case in cases) + " |",
+        "|---|" + "---|" * len(cases),
+        "| floor: reading weights and cache once | " + " | ".join(f"{case['floor_ms']:.1f}" for case in cases) + " |",
+    ]
+    for name in cases[0]["engines"]:
+        taken = [case["engines"][name] for case in cases]
+        cells = [f"{t['ms']:.1f} ({t['least_ms']:.1f} to {t['most_ms']:.1f})" for t in taken]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_speeds_are_those_measured():
+    found = re.search(r"(?<=<!-- speed -->\n).*?(?=<!-- /speed -->)", README, flags=re.S).group()
+    if os.environ.get("UPDATE_README"):
+        (ROOT / "README.md").write_text(README.replace(f"<!-- speed -->\n{found}", f"<!-- speed -->\n{speed_table()}"))
+    else:
+        assert found == speed_table()
 
 
 def test_the_number_of_architectures():
