@@ -28,7 +28,7 @@ class OptionError(EngineError, ValueError, TypeError):
 
 
 class Interrupted(EngineError, RuntimeError):
-    """Something raised while generating. `partial` holds all tokens emitted before and a consistent cache."""
+    """Something raised while generating. `partial` holds all tokens emitted before, and the cache to continue."""
 
     def __init__(self, message: str, partial: Generation):
         super().__init__(message)

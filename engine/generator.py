@@ -98,6 +98,22 @@ class Generator:
                 raise OptionError("use_cache=False contradicts the live cache that was given: leave one of them out")
             live.check_fits(self.model.config)
             check_continues(live, request.prompt.ids, request.mask, request.before)
+        self._check_together(live, request)
+        extras = dict(request.prompt.extras)
+        lane = Lane(
+            self._runner,
+            live,
+            Columns(request.mask, request.total, extras.pop("position_ids", None)),
+            rows=len(request.prompt.ids),
+            before=request.before,
+            extras=extras,
+            flags=request.output_flags,
+            chunk_tokens=request.chunk_tokens,
+        )
+        return Run(request, lane, tokenizer=tokenizer, streamer=streamer, stream_text=stream_text, started=started)
+
+    def _check_together(self, live: Driven, request: Request) -> None:
+        """Refuse what this model, this cache and this request cannot do together."""
         if live.handle is not None and not self._runner.takes_cache:
             raise OptionError(
                 f"{type(self.model).__name__} keeps no keys and values between its forwards, so the {live.name} cache "
@@ -120,18 +136,6 @@ class Generator:
                 f"compile={self.config.compile!r} needs a cache whose tensors never move, and {live.name!r} is not "
                 "one: use cache='static'"
             )
-        extras = dict(request.prompt.extras)
-        lane = Lane(
-            self._runner,
-            live,
-            Columns(request.mask, request.total, extras.pop("position_ids", None)),
-            rows=len(request.prompt.ids),
-            before=request.before,
-            extras=extras,
-            flags=request.output_flags,
-            chunk_tokens=request.chunk_tokens,
-        )
-        return Run(request, lane, tokenizer=tokenizer, streamer=streamer, stream_text=stream_text, started=started)
 
     def _new_cache(
         self, choice: CacheChoice | None, options: dict[str, Any] | CacheConfig | None, request: Request

@@ -188,3 +188,16 @@ def test_the_consumers_time_is_not_ours(shipped):
     stats = stream.result().stats
     assert stats.ttft_s < 0.3
     assert stats.total_s < 0.5
+
+
+def test_stats_add_up(shipped):
+    begun = time.perf_counter()
+    stats = shipped.generate(PROMPTS, max_new_tokens=10).stats
+    assert stats.total_s <= time.perf_counter() - begun
+    assert 0 < stats.ttft_s < stats.total_s
+    assert stats.new_tokens == 30
+    assert stats.prefill_tokens_per_s == pytest.approx(stats.prompt_tokens / stats.ttft_s)
+    assert stats.decode_tokens_per_s == pytest.approx(27 / (stats.total_s - stats.ttft_s))
+    assert stats.peak_bytes is None  # a CPU does not report it
+    one = shipped.generate(PROMPTS[0], max_new_tokens=1).stats
+    assert one.decode_tokens_per_s is None
