@@ -35,23 +35,26 @@ class Lane:
         self.cache = cache
         self._runner, self._columns, self._before = runner, columns, before
         self._extras, self._flags, self._chunk_tokens = extend_extras(extras, columns.total), flags, chunk_tokens
-        self._fed = torch.empty(rows, 0, dtype=torch.long, device=columns.device)
+        # The tokens fed are written in place: a step copies no history.
+        self._ids = torch.empty(rows, columns.total - before, dtype=torch.long, device=columns.device)
+        self.fed = 0  # tokens given to the model in this run, those of the open step included
         self._log_before, self._seen_before = cache.log, cache.seen
         self._step_open = False
-
-    @property
-    def fed(self) -> int:
-        """Tokens given to the model in this run, those of the open step included."""
-        return self._fed.shape[1]
 
     def forward(self, tokens: torch.Tensor) -> ModelOutput:
         """Feed `tokens` [rows, n] that come after what was fed; the step stays open until `settle`."""
         self.settle()
         if self.fed == 0 and (self.cache.log is not self._log_before or self.cache.seen != self._seen_before):
             raise InputError("the cache has changed between the call and its first token: somebody else used it")
-        fed = torch.cat([self._fed, tokens], dim=1)
+        fed = self.fed + tokens.shape[1]
+        if fed > self._ids.shape[1]:
+            raise EngineError(
+                f"the strategy feeds {tokens.shape[1]} tokens after {self.fed}, but this run ends after "
+                f"{self._ids.shape[1]}: it may not look further ahead than max_new_tokens"
+            )
+        self._ids[:, self.fed : fed] = tokens
         outputs = self._runner.feed(
-            fed,
+            self._ids[:, :fed],
             self._columns,
             self.cache,
             before=self._before,
@@ -60,7 +63,7 @@ class Lane:
             flags=self._flags,
             chunk_tokens=self._chunk_tokens,
         )
-        self._fed, self._step_open = fed, True
+        self.fed, self._step_open = fed, True
         return outputs
 
     def settle(self, drop: int = 0) -> None:
@@ -71,15 +74,15 @@ class Lane:
             return
         self.cache.settle(drop)
         self._step_open = False
-        self._fed = self._fed[:, : self.fed - drop]
+        self.fed -= drop
 
     def rows(self, index: torch.Tensor) -> None:
         """Row i becomes row `index[i]` in everything that is kept per row."""
         self.settle()
         self.cache.rows(index)
         self._columns.rows(index)
-        rows = self._fed.shape[0]
-        self._fed = self._fed[index]
+        rows = len(self._ids)
+        self._ids = self._ids[index]
         self._extras = {
             name: value[index] if isinstance(value, torch.Tensor) and value.shape[:1] == (rows,) else value
             for name, value in self._extras.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
@@ -12,7 +12,9 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from caches import mask_kinds
+from caches import Cache
+
+MaskKinds: TypeAlias = str | dict[str, str]
 
 
 class Columns:
@@ -29,6 +31,7 @@ class Columns:
         # Without pads there is nothing to mask but the future, and attention kernels do that faster by themselves. But
         # positions with gaps and no mask would be taken for several texts packed into one row.
         self._mask = full if positions is not None or not bool(mask.all()) else None
+        self._step_masks: dict[torch.dtype, torch.Tensor] = {}  # as attention takes them: [rows, 1, 1, columns]
         if positions is None:
             positions = (full.cumsum(dim=1) - 1).clamp(min=0)
         else:
@@ -40,6 +43,19 @@ class Columns:
         """2D mask [rows, columns] of the first columns; None when there are no pads."""
         return None if self._mask is None else self._mask[:, :columns]
 
+    def step_mask(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+        """What one token may look at, of the columns from `begin` to `end`: [rows, 1, 1, end - begin], a view.
+
+        dtype: bool, or the type of scores that it is added to.
+        """
+        assert self._mask is not None
+        if dtype not in self._step_masks:
+            visible = (self._mask != 0)[:, None, None]
+            if dtype != torch.bool:
+                visible = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
+            self._step_masks[dtype] = visible
+        return self._step_masks[dtype][..., begin:end]
+
     def positions(self, begin: int, end: int) -> torch.Tensor:
         """Position ids [..., end - begin]."""
         return self._positions[..., begin:end]
@@ -47,6 +63,7 @@ class Columns:
     def rows(self, index: torch.Tensor) -> None:
         if self._mask is not None:
             self._mask = self._mask[index]
+            self._step_masks.clear()
         rows_axis = self._positions.ndim - 2  # [rows, columns], or [kinds, rows, columns] for multimodal positions
         self._positions = self._positions.index_select(rows_axis, index)
 
@@ -58,7 +75,32 @@ _MASK_OF_REACH = {
 }
 
 
-def graph_mask(model: Any, cache: TransformersCache, mask: torch.Tensor | None, positions: torch.Tensor) -> Any:
+def one_token_mask(model: Any, cache: TransformersCache | None, kinds: MaskKinds, columns: Columns, end: int) -> Any:
+    """The mask of an eager step of one token per row, or a dict of them per layer type, made of views.
+
+    transformers would expand the 2D mask anew in every step, and wait for the device to learn whether it has pads. None
+    where that is its business: models that read the 2D mask themselves, caches of its own, masks with more than pads.
+    """
+    attention = model.config._attn_implementation
+    if not isinstance(cache, Cache) or columns.mask(end) is None:
+        return None
+    if not model._supports_attention_backend or attention not in ("sdpa", "eager"):
+        return None
+    dtype = torch.bool if attention == "sdpa" else model.dtype
+    masks: dict[str, torch.Tensor] = {}
+    for layer, spec in enumerate(cache.specs):
+        if spec.layer_type in masks or not spec.keeps_kv:
+            continue
+        length, offset = cache.get_mask_sizes(1, layer)
+        if spec.reach.kind == "chunk" or length > (spec.reach.size or length):
+            return None
+        masks[spec.layer_type] = columns.step_mask(offset, offset + length, dtype)
+    return masks if isinstance(kinds, dict) else next(iter(masks.values()))
+
+
+def graph_mask(
+    model: Any, cache: TransformersCache, kinds: MaskKinds, mask: torch.Tensor | None, positions: torch.Tensor
+) -> Any:
     """What a compiled step gets instead of a 2D mask: 4D masks of fixed shape, one or a dict per layer type.
 
     Made outside the graph with the sizes the cache announces for the open step.
@@ -74,7 +116,7 @@ def graph_mask(model: Any, cache: TransformersCache, mask: torch.Tensor | None, 
         made = model.create_masks_for_generate(config=model.config, **arguments)
         return {kind: contiguous(one) for kind, one in made.items()} if isinstance(made, dict) else contiguous(made)
     # Not transformers' function of that name: in 5.17 it fails on chunked attention.
-    config, kinds = model.config.get_text_config(decoder=True), mask_kinds(model.config)
+    config = model.config.get_text_config(decoder=True)
     if isinstance(kinds, str):
         return contiguous(_MASK_OF_REACH[kinds](config, **arguments))
     return {name: contiguous(_MASK_OF_REACH[kind](config, **arguments)) for name, kind in kinds.items()}

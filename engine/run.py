@@ -4,21 +4,32 @@ the clean end; the model's side of it is a `Lane`."""
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Generator
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from caches import Log
 from engine.errors import Interrupted
 from engine.lane import Lane
 from engine.request import Request
 from engine.result import Generation, Piece, Stats
 from engine.text import RowText
+from engine.tokens import Tokens
 from strategies import Crop, Emit, Forward, Operation, Rows
 
 RECORDS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """Where a run stood after a column was written, to come back to: lengths of its records, the random state."""
+
+    records: dict[str, int]
+    generator: torch.Tensor | None
 
 
 class Run:
@@ -40,55 +51,60 @@ class Run:
     ):
         self._request, self._lane, self._tokenizer, self._streamer = request, lane, tokenizer, streamer
         prompt = request.prompt.ids
+        self._device = prompt.device
         self._prompt_tokens = int(request.mask[:, lane.cache.seen :].sum())
         self._stopping = request.stopping()
-        # Emitted tokens, the prompt first; the part in use is [:, :_length].
-        self._ids = prompt.new_full((len(prompt), request.total - request.before), request.pad_id)
-        self._ids[:, : prompt.shape[1]] = prompt
-        self._length = prompt.shape[1]
-        self._mask = torch.zeros_like(self._ids)  # 1 where a token is that is no pad
-        self._mask[:, : self._length] = request.mask[:, request.before :]
+        columns = request.total - request.before
+        self._tokens = Tokens(prompt, request.mask[:, request.before :], columns, request.pad_id)
+        self._last_column = columns
         self._texts: list[RowText] | None = None
         if tokenizer is not None and (stream_text or request.stop_strings):
             self._texts = [RowText(tokenizer, request.stop_strings) for _ in prompt]
         self._records: dict[str, list[Any]] = {name: [] for name in RECORDS if getattr(request.config, name, None)}
+        self._unread: deque[_Mark] = deque()  # one per column that the host has not read yet
+        self._read = self._mark()
         self._new_tokens = 0
         self._started = started
         self._away_s = 0.0  # time that the consumer of a stream took, which is none of ours
         self._ready_s = time.perf_counter()
         self._first_token_s: float | None = None
         self._ended_s: float | None = None
-        self._device = prompt.device
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def pieces(self) -> Generator[Piece, None, None]:
         """Run to the end, piece by piece. Whatever stops it, the cache is consistent and the streamer has ended."""
         self._away_s += time.perf_counter() - self._ready_s
-        flow = self._request.strategy.flow(self._ids[:, : self._length], self._request.processors)
+        flow = self._request.strategy.flow(self._tokens.ids, self._request.processors)
         try:
             if self._streamer is not None:
-                self._streamer.put(self._ids[:, : self._length].cpu())
+                self._streamer.put(self._tokens.ids.cpu())
             answer: Any = None
-            while not self._stopping.done:
+            ended = False
+            while not (ended or self._stopping.done):
                 with torch.no_grad():
                     try:
                         operation = flow.send(answer)
                     except StopIteration:
-                        return
-                    answer, pieces = self._perform(operation)
+                        ended, pieces = True, self._read_all()
+                    else:
+                        answer, pieces = self._perform(operation)
                 for piece in pieces:
                     left_s = time.perf_counter()
                     try:
                         yield piece
                     finally:
                         self._away_s += time.perf_counter() - left_s
+        except GeneratorExit:  # the consumer has left: what it was not shown has not happened
+            self._forget_unread()
+            raise
         except Exception as error:
-            new = self._length - self._request.prompt.ids.shape[1]
+            result = self.result()
+            new = result.sequences.shape[1] - self._tokens.prompt
             raise Interrupted(
                 f"generation stopped after {new} new tokens per row ({type(error).__name__}: {error}); what was "
                 "generated is in `partial`, with its cache where that can be continued",
-                self.result(),
+                result,
             ) from error
         finally:
             flow.close()
@@ -100,12 +116,15 @@ class Run:
             case Forward(tokens):
                 return self._forward(tokens), []
             case Emit(tokens, scores):
-                return self._emit(tokens, scores)
+                pieces = self._emit(tokens, scores)
+                return self._tokens.ids, pieces
             case Crop(tokens):
                 self._lane.settle(drop=tokens)
+                return None, []
             case Rows(index):
+                pieces = self._read_all()
                 self._reorder(index)
-        return None, []
+                return None, pieces
 
     def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
         outputs = self._lane.forward(tokens)
@@ -116,26 +135,57 @@ class Run:
             self._records[name].append(found[name])
         return logits
 
-    def _emit(self, tokens: torch.Tensor, scores: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, list[Piece]]:
+    def _emit(self, tokens: torch.Tensor, scores: tuple[torch.Tensor, ...]) -> list[Piece]:
         pieces: list[Piece] = []
         for column in range(tokens.shape[1]):
             if self._stopping.done:
                 break
-            new = tokens[:, column].tolist()  # waits for the device, so the clock below is honest
-            if self._first_token_s is None:
-                self._first_token_s = self._now()
-            running = [reason is None for reason in self._stopping.reasons]
-            new = [token if runs else self._request.pad_id for token, runs in zip(new, running, strict=True)]
-            self._ids[:, self._length] = torch.tensor(new)
-            self._mask[:, self._length] = torch.tensor(running)
-            self._length += 1
-            self._new_tokens += sum(running)
+            self._tokens.write(tokens[:, column])
             if "output_scores" in self._records and scores:
                 self._records["output_scores"].append(scores[column])
-            if self._streamer is not None:
-                self._streamer.put(torch.tensor(new))
-            pieces += self._end_rows(new, running)
-        return self._ids[:, : self._length], pieces
+            self._unread.append(self._mark())
+            # The first token is waited for, so that the time to it is honest, and nothing can come after the last.
+            at_once = not self._tokens.late or self._first_token_s is None
+            at_once = at_once or self._tokens.written == self._last_column
+            while self._tokens.unread > (0 if at_once else 1):
+                pieces += self._read_column()
+        return pieces
+
+    def _mark(self) -> _Mark:
+        draws_late = self._tokens.late and self._request.strategy.samples
+        generator = _random_state(self._device) if draws_late else None
+        return _Mark({name: len(values) for name, values in self._records.items()}, generator)
+
+    def _read_all(self) -> list[Piece]:
+        pieces: list[Piece] = []
+        while self._tokens.unread and not self._stopping.done:
+            pieces += self._read_column()
+        return pieces
+
+    def _read_column(self) -> list[Piece]:
+        """Look at the first column not read yet: show it, and find the rows that end with it."""
+        running = [reason is None for reason in self._stopping.reasons]
+        new = [
+            token if runs else self._request.pad_id for token, runs in zip(self._tokens.next(), running, strict=True)
+        ]
+        self._read = self._unread.popleft()
+        if self._first_token_s is None:
+            self._first_token_s = self._now()
+        self._new_tokens += sum(running)
+        if self._streamer is not None:
+            self._streamer.put(torch.tensor(new))
+        return self._end_rows(new, running)
+
+    def _forget_unread(self) -> None:
+        """As if nothing had been done after the column read last."""
+        if not self._tokens.unread:
+            return
+        self._tokens.forget_unread()
+        self._unread.clear()
+        for name, length in self._read.records.items():
+            del self._records[name][length:]
+        if self._read.generator is not None:
+            _set_random_state(self._read.generator, self._device)
 
     def _end_rows(self, new: list[int], running: list[bool]) -> list[Piece]:
         """Find the rows that end with their new token; one piece for each that was running."""
@@ -145,21 +195,23 @@ class Run:
                 text.push(token) if runs else "" for text, token, runs in zip(self._texts, new, running, strict=True)
             ]
         recorded = self._records.get("output_scores")
-        scores = None if recorded is None else tuple(recorded)
-        self._stopping.check(self._ids[:, : self._length], new, scores, self._texts)
+        scores = None if recorded is None else tuple(recorded[: self._read.records["output_scores"]])
+        self._stopping.check(self._tokens.ids[:, : self._tokens.read], new, scores, self._texts)
         pieces = []
         for row, reason in enumerate(self._stopping.reasons):
             if not running[row]:
                 continue
             delta = deltas[row]
-            if reason is not None and self._texts is not None:
-                delta = (delta or "") + self._texts[row].flush()
+            if reason is not None:
+                self._tokens.end_row(row)
+                if self._texts is not None:
+                    delta = (delta or "") + self._texts[row].flush()
             pieces.append(Piece(row, (new[row],), delta, reason))
         return pieces
 
     def _reorder(self, index: torch.Tensor) -> None:
         self._lane.rows(index)
-        self._ids, self._mask = self._ids[index], self._mask[index]
+        self._tokens.rows(index)
         self._stopping.rows(index)
         if self._texts is not None:
             self._texts = [self._texts[row].copy() for row in index.tolist()]
@@ -170,7 +222,10 @@ class Run:
     def _close(self) -> None:
         if self._ended_s is not None:
             return
-        self._lane.close(Log(self._ids[:, : self._length], self._mask[:, : self._length]))
+        with suppress(Exception):  # a run that was stopped: what raised once may raise again
+            self._read_all()
+        self._forget_unread()
+        self._lane.close(self._tokens.log())
         self._ended_s = self._now()
         if self._streamer is not None:
             self._streamer.end()
@@ -178,7 +233,7 @@ class Run:
     def result(self) -> Generation:
         """What was generated. Ends the run."""
         self._close()
-        sequences = self._ids[:, : self._length]
+        sequences = self._tokens.ids
         records = {name.removeprefix("output_"): tuple(values) for name, values in self._records.items()}
         return Generation(
             sequences=sequences,
@@ -196,7 +251,7 @@ class Run:
             for text in self._texts:
                 text.flush()
             return [text.text for text in self._texts]
-        new = sequences[:, self._request.prompt.ids.shape[1] :].tolist()
+        new = sequences[:, self._tokens.prompt :].tolist()
         return [
             self._tokenizer.decode(row, skip_special_tokens=True, clean_up_tokenization_spaces=False) for row in new
         ]
@@ -205,7 +260,7 @@ class Run:
         assert self._ended_s is not None
         prefill_s = None if self._first_token_s is None else self._first_token_s - self._started
         decode_s = None if self._first_token_s is None else self._ended_s - self._first_token_s
-        decoded = self._new_tokens - len(self._ids)  # the first token of each row comes from the prefill
+        decoded = self._new_tokens - len(self._tokens.ids)  # the first token of each row comes from the prefill
         return Stats(
             prompt_tokens=self._prompt_tokens,
             new_tokens=self._new_tokens,
@@ -216,3 +271,14 @@ class Run:
             cache_bytes=self._lane.cache.bytes,
             peak_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
         )
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_random_state(state: torch.Tensor, device: torch.device) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from functools import cached_property
 from typing import Any
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from caches import Driven
+from caches import Driven, mask_kinds
 from engine.errors import InputError
 from engine.linears import Linears
-from engine.masks import Columns, contiguous, graph_mask
+from engine.masks import Columns, contiguous, graph_mask, one_token_mask
 
 # Extra inputs with one entry per token, and what a generated token has there (None: what the token before it has).
 PER_TOKEN_EXTRAS = {"token_type_ids": None, "mm_token_type_ids": 0, "moe_mm_token_type_ids": 0}
@@ -38,6 +39,10 @@ class Runner:
             known = inspect.signature(torch.compile).parameters  # both are missing in older releases
             limits = {name: value for name, value in limits.items() if name in known}
             self._compiled = torch.compile(model.__call__, backend=compile, fullgraph=True, dynamic=False, **limits)
+
+    @cached_property
+    def _mask_kinds(self) -> str | dict[str, str]:
+        return mask_kinds(self.model.config)
 
     def feed(
         self,
@@ -100,7 +105,7 @@ class Runner:
         inputs["input_ids"] = contiguous(inputs["input_ids"])
         if "position_ids" in inputs:
             inputs["position_ids"] = positions
-        inputs["attention_mask"] = graph_mask(self.model, cache.handle, columns.mask(end), positions)
+        inputs["attention_mask"] = graph_mask(self.model, cache.handle, self._mask_kinds, columns.mask(end), positions)
         return self._compiled(**inputs, return_dict=True)
 
     def _inputs(
@@ -132,6 +137,9 @@ class Runner:
                 **self._taken(inputs),
                 **(extras | per_token),
             )
+        if end - begin == 1:
+            mask = one_token_mask(self.model, cache.handle, self._mask_kinds, columns, end)
+            inputs["attention_mask"] = inputs["attention_mask"] if mask is None else mask
         inputs["input_ids"] = ids[:, begin - end :]
         inputs["position_ids"] = columns.positions(begin, end)
         if "cache_position" in self._takes:  # code from outside transformers; its own models have dropped it

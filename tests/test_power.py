@@ -28,6 +28,11 @@ def shift_mask(monkeypatch):
     monkeypatch.setattr(Columns, "mask", lambda self, columns: original(self, columns).roll(1, dims=1))
 
 
+def shift_step_mask(monkeypatch):
+    original = Columns.step_mask
+    monkeypatch.setattr(Columns, "step_mask", lambda self, *arguments: original(self, *arguments).roll(1, dims=3))
+
+
 def shift_decode_positions(monkeypatch):
     original = Columns.positions
     # All positions shifted together change nothing under rotary embeddings; these drift from the prompt's.
@@ -64,6 +69,8 @@ CASES = [
     ("llama", "dynamic", shift_mask),
     ("llama", "static", shift_mask),
     ("llama", "none", shift_mask),
+    ("llama", "dynamic", shift_step_mask),
+    ("qwen3", "static", shift_step_mask),
     ("llama", "dynamic", shift_decode_positions),
     ("gpt2", "static", shift_decode_positions),
     ("mistral", "dynamic", shift_mask_sizes),
@@ -80,5 +87,7 @@ def test_damage_is_noticed(name, cache, damage, monkeypatch):
     model, inputs = tiny_model(name), prompt()
     expected = model.generate(**inputs, max_new_tokens=40, do_sample=False)
     damage(monkeypatch)
-    out = engine.generate(model, inputs, cache=cache, max_new_tokens=40)
+    # In pieces, so that a window is full before the prompt ends.
+    config = engine.EngineConfig(prefill_chunk_tokens=None if cache == "none" else 5)
+    out = engine.Generator(model, config=config).generate(inputs, cache=cache, max_new_tokens=40)
     assert not torch.equal(out.sequences, expected)

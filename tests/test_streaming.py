@@ -12,6 +12,12 @@ PROMPTS = ["import os\n", "class Path:\n    def __init__(self", "def "]
 OPTIONS = {"max_new_tokens": 40}
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["read at once", "read late"])
+def _late(request, monkeypatch):
+    """Everything here also with tokens read one step late, as on an accelerator."""
+    monkeypatch.setattr("engine.tokens.reads_late", lambda device: request.param)
+
+
 def joined(pieces, rows):
     tokens, texts = [[] for _ in range(rows)], ["" for _ in range(rows)]
     for piece in pieces:

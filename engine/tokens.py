@@ -1,0 +1,92 @@
+"""The token ids of a run: written where the model computes, read by the host that decides which rows have ended.
+
+On a CPU the host reads a column as soon as it is written. An accelerator would have to be waited for in every step, and
+stand still while the host thinks: there a column is read once the next one is on its way, and what turns out to be
+written after the end is forgotten.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from caches import Log
+
+_ASYNCHRONOUS = ("cuda", "xpu")
+
+
+def reads_late(device: torch.device) -> bool:
+    """Whether reading a tensor on the host waits for everything that was asked of `device` before."""
+    return device.type in _ASYNCHRONOUS
+
+
+class Tokens:
+    """ids, mask: [rows, columns], the prompt first; mask is 0 where a pad is. Memory for all of a run is taken once.
+
+    written: columns in use. read: how many of them the host has seen; those between are `unread`.
+    """
+
+    def __init__(self, prompt: torch.Tensor, mask: torch.Tensor, columns: int, pad_id: int):
+        rows, self.prompt = prompt.shape
+        self.written = self.read = self.prompt
+        self._pad_id = pad_id
+        self._ids = prompt.new_full((rows, columns), pad_id)
+        self._ids[:, : self.prompt] = prompt
+        self._mask = torch.ones_like(self._ids)
+        self._mask[:, : self.prompt] = mask
+        self._ended: torch.Tensor | None = None  # bool [rows] once a row has ended
+        self.late = reads_late(prompt.device)
+        self._copies: list[tuple[torch.Tensor, torch.Event | None]] = []  # the unread columns on their way to the host
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """All columns written, [rows, written]."""
+        return self._ids[:, : self.written]
+
+    @property
+    def unread(self) -> int:
+        return self.written - self.read
+
+    def write(self, tokens: torch.Tensor) -> None:
+        """Append a column [rows]. Rows known to have ended get the pad id."""
+        column = self._ids[:, self.written]
+        column.copy_(tokens if self._ended is None else tokens.masked_fill(self._ended, self._pad_id))
+        self.written += 1
+        self._copies.append(_copy_to_host(column))
+
+    def next(self) -> list[int]:
+        """The first unread column on the host, waiting for it if it has not arrived."""
+        column, arrived = self._copies.pop(0)
+        if arrived is not None:
+            arrived.synchronize()
+        self.read += 1
+        return column.tolist()
+
+    def end_row(self, row: int) -> None:
+        """The row ends with the column read last: what comes after it are pads."""
+        if self._ended is None:
+            self._ended = torch.zeros(len(self._ids), dtype=torch.bool, device=self._ids.device)
+        self._ended[row] = True
+        self._ids[row, self.read :] = self._pad_id
+        self._mask[row, self.read :] = 0
+
+    def forget_unread(self) -> None:
+        self.written = self.read
+        self._copies.clear()
+
+    def rows(self, index: torch.Tensor) -> None:
+        """Row i becomes row `index[i]`. Everything has to be read before."""
+        self._ids, self._mask = self._ids[index], self._mask[index]
+        self._ended = None if self._ended is None else self._ended[index]
+
+    def log(self) -> Log:
+        return Log(self.ids, self._mask[:, : self.written])
+
+
+def _copy_to_host(column: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
+    if column.device.type not in _ASYNCHRONOUS:
+        return column.clone(), None
+    copy = torch.empty(column.shape, dtype=column.dtype, pin_memory=True)
+    copy.copy_(column, non_blocking=True)
+    arrived = torch.Event(column.device)
+    arrived.record()
+    return copy, arrived
