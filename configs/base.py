@@ -36,6 +36,11 @@ class Config:
         return [field.name for field in dataclasses.fields(cls)]
 
     @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Every option's default."""
+        return {field.name: field.default for field in dataclasses.fields(cls)}
+
+    @classmethod
     def from_dict(cls: type[C], data: dict[str, Any], **overrides: Any) -> C:
         """Build from a dict, `overrides` winning. An unknown key is a `ConfigError` that names the valid ones."""
         values = {**data, **overrides}

@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-from configs import EngineConfig
-from engine.errors import ConfigError, EngineError, InputError, Interrupted, OptionError
-from engine.generator import Generator, Stream
-from engine.loading import SHIPPED_MODEL
-from engine.result import Generation, Piece, Stats
+    from configs import EngineConfig
+    from engine.errors import ConfigError, EngineError, InputError, Interrupted, OptionError
+    from engine.generator import Generator, Stream
+    from engine.loading import SHIPPED_MODEL
+    from engine.result import Generation, Piece, Stats
+
+# Imported on first use: torch and transformers take seconds, and `engine --help` needs neither.
+_HOME = {
+    "SHIPPED_MODEL": "engine.loading",
+    "ConfigError": "engine.errors",
+    "EngineConfig": "configs",
+    "EngineError": "engine.errors",
+    "Generation": "engine.result",
+    "Generator": "engine.generator",
+    "InputError": "engine.errors",
+    "Interrupted": "engine.errors",
+    "OptionError": "engine.errors",
+    "Piece": "engine.result",
+    "Stats": "engine.result",
+    "Stream": "engine.generator",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def generate(
@@ -34,6 +58,8 @@ def generate(
     Raises `InputError`, `OptionError`, `ConfigError` or a `caches.CacheError` before any work; `Interrupted`, which
     carries what was generated, when something fails later.
     """
+    from engine.generator import Generator
+
     return Generator(model, tokenizer).generate(inputs, **arguments)
 
 
@@ -44,7 +70,13 @@ def stream(
 
     The iterator's `result()` returns the `Generation`, also when it is left early.
     """
+    from engine.generator import Generator
+
     return Generator(model, tokenizer).stream(inputs, **arguments)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 __all__ = [

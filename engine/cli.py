@@ -1,29 +1,35 @@
-"""The command line: `engine generate`.
+"""The command line: `engine generate` and `engine caches`.
 
-Exit codes: 0 done, 1 something failed while generating, 2 a wrong option or prompt, 130 interrupted with Ctrl-C.
+Exit codes: 0 done, 1 something failed while generating, 2 a wrong option, prompt or model, 130 interrupted with Ctrl-C.
+Texts and JSON go to standard output, everything else to standard error. torch and transformers are imported only when a
+command needs them, so that help and completion answer at once.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
-from rich.table import Table
-from transformers.utils import logging
 
-import caches
-from engine.errors import EngineError, Interrupted
-from engine.generator import Generator
-from engine.loading import SHIPPED_MODEL
-from engine.result import Generation, Stats
+from configs import CacheConfig, EngineConfig
+from configs.engine import COMPILE_CHOICES, LINEARS_CHOICES
+from engine import show
+from engine.errors import EngineError, Interrupted, OptionError
+from engine.progress import Work
 
 app = typer.Typer(no_args_is_help=True, add_completion=True, rich_markup_mode=None)
 _messages = Console(stderr=True, highlight=False)
+
+Model = Annotated[str | None, typer.Option(help="Local path or hub id; default: the small model of the package.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON: its fields are in the README.")]
+
+
+def _cache_names() -> list[str]:
+    return [config.name for config in CacheConfig.__subclasses__()]
 
 
 @app.callback()
@@ -36,102 +42,209 @@ def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="The text to continue; - or nothing reads standard input.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Local path or hub id; default: the small model of the package.")
+    file: Annotated[
+        list[Path] | None, typer.Option("--file", "-f", help="Take the prompt from this file; repeat it for a batch.")
     ] = None,
-    cache: Annotated[str, typer.Option(help=f"Cache backend: {', '.join(caches.names())}.")] = "dynamic",
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message to a chat model.")] = False,
+    system: Annotated[str | None, typer.Option(help="The system message that comes before it, with --chat.")] = None,
+    # The model and how it runs.
+    model: Model = None,
+    cache: Annotated[
+        str, typer.Option(help="Cache backend, see `engine caches`.", autocompletion=_cache_names)
+    ] = "dynamic",
+    cache_option: Annotated[
+        list[str] | None, typer.Option(help="An option of the cache, NAME=VALUE; may be repeated.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Data type of the weights: auto, float32, bfloat16, ...")] = "auto",
+    device: Annotated[str, typer.Option(help="Where the model goes: auto, cpu, cuda:1, ...")] = "auto",
+    prefill_chunk_tokens: Annotated[
+        int | None, typer.Option(help="Read the prompt in pieces of this many tokens, to save memory.")
+    ] = None,
+    compile: Annotated[
+        str, typer.Option(help="Compile the decode step.", autocompletion=lambda: list(COMPILE_CHOICES))
+    ] = "off",
+    linears: Annotated[
+        str, typer.Option(help="Library of linear layers on a CPU.", autocompletion=lambda: list(LINEARS_CHOICES))
+    ] = "auto",
+    # What is generated.
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
+    min_new_tokens: Annotated[int | None, typer.Option(help="Tokens to generate at least.")] = None,
+    max_time: Annotated[float | None, typer.Option(help="Stop after this many seconds.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.")] = None,
+    strategy: Annotated[str | None, typer.Option(help="Decoding strategy by name.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Sample at this temperature; 0 is greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from this many most probable tokens.")] = None,
     top_p: Annotated[
         float | None, typer.Option(help="Sample from the most probable tokens that add up to this.")
     ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Sample from tokens at least this probable, relative to the most probable.")
+    ] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Over 1: repeat less.")] = None,
+    num_return_sequences: Annotated[int | None, typer.Option("--samples", help="Texts to sample per prompt.")] = None,
+    set_option: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any other generation parameter of transformers, NAME=VALUE; may be repeated."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed for sampling.", min=0, max=2**63)] = None,
+    # What is printed.
     stream: Annotated[bool, typer.Option("--stream", help="Print the text while it comes.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with text, tokens and stats.")] = False,
+    as_json: Json = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print speed and cache size to standard error.")] = False,
 ) -> None:
-    """Continue PROMPT. Greedy, unless --temperature or --top-p asks for sampling."""
-    if stream and as_json:
-        raise typer.BadParameter("--stream prints text and --json prints one object at the end: choose one")
-    if prompt in (None, "-"):
-        if sys.stdin.isatty():
-            raise typer.BadParameter("there is no PROMPT: give one, or pipe it into standard input")
-        prompt = _standard_input()
-    samples = top_p is not None or bool(temperature)
-    if top_p is not None and temperature == 0:
-        raise typer.BadParameter("--temperature 0 is greedy, so --top-p cannot apply: leave one of them out")
-
-    logging.disable_progress_bar()
-    if seed is not None:
-        torch.manual_seed(seed)
-    options: dict[str, object] = {"cache": cache, "max_new_tokens": max_new_tokens, "do_sample": samples}
-    if samples:
-        options |= {"temperature": temperature, "top_p": top_p}
-    generator = Generator(model or SHIPPED_MODEL)
-    if stream:
-        pieces = generator.stream(prompt, **options)
-        for piece in pieces:
-            print(piece.text, end="", flush=True)
-        print()
-        result = pieces.result()
-    else:
-        result = generator.generate(prompt, **options)
-        print(_as_json(result) if as_json else _text(result))
-    if stats:
-        _print_stats(cache, result.stats)
-
-
-def _standard_input() -> str:
-    try:
-        return sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"standard input is no text in UTF-8: {error.reason} at byte {error.start}") from error
-
-
-def _text(result: Generation) -> str:
-    assert result.text is not None  # a model given as a path comes with its tokenizer
-    return result.text[0]
-
-
-def _as_json(result: Generation) -> str:
-    prompt_columns = result.sequences.shape[1] - result.stats.new_tokens
-    return json.dumps(
-        {
-            "text": _text(result),
-            "tokens": result.sequences[0, prompt_columns:].tolist(),
-            "finish_reason": result.finish_reasons[0],
-            "stats": asdict(result.stats),
-        }
+    """Continue PROMPT. Greedy, unless an option that shapes sampling is given."""
+    prompts = _prompts(prompt, file or [])
+    samples = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+               "num_return_sequences": num_return_sequences}  # fmt: skip
+    if temperature == 0:
+        del samples["temperature"]
+        _refuse_all(samples, "--temperature 0 is greedy")
+    draws = any(value is not None for value in samples.values())
+    options = samples | {
+        "max_new_tokens": max_new_tokens,
+        "min_new_tokens": min_new_tokens,
+        "max_time": max_time,
+        "stop_strings": stop or None,
+        "strategy": strategy,
+        "repetition_penalty": repetition_penalty,
+        "do_sample": draws if strategy is None else None,
+    }
+    options = {name: value for name, value in options.items() if value is not None} | _assignments(set_option, "--set")
+    rows = len(prompts) * (num_return_sequences or 1)
+    if stream and rows > 1 and not as_json:
+        raise OptionError(f"--stream prints one text, but there are {rows}: add --json, which tells them apart")
+    if system is not None and not chat:
+        raise OptionError("--system belongs to a chat: add --chat")
+    config = EngineConfig(
+        prefill_chunk_tokens=prefill_chunk_tokens, compile=compile, linears=linears, dtype=dtype, device_map=device
     )
+    inputs = [_messages_of(text, system) for text in prompts] if chat else prompts
+
+    with Work() as work:
+        work.doing("starting torch and transformers")
+        import torch
+        from transformers.utils import logging
+
+        from engine.generator import Generator
+        from engine.loading import SHIPPED_MODEL
+
+        work.doing("loading the model")
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()  # what it warns of is refused here, or said in our own words
+        if seed is not None:
+            torch.manual_seed(seed)
+        generator = Generator(model or SHIPPED_MODEL, config=config)
+        work.doing("reading the prompt")
+        cache_config = _assignments(cache_option, "--cache-option") or None
+        pieces = generator.stream(inputs, cache=cache, cache_config=cache_config, **options)
+        try:
+            for count, piece in enumerate(pieces):
+                if count == 0:
+                    work.doing("generating")
+                work.count(count // rows + 1, max_new_tokens, rows)
+                if stream:
+                    work.hide()
+                    print(show.piece_as_json(piece) if as_json else piece.text, end="\n" if as_json else "", flush=True)
+        finally:  # also what there is when something fails, or Ctrl-C was pressed
+            work.hide()
+            result = pieces.result()
+            if as_json:
+                print(show.as_json(result))
+            else:
+                print("" if stream else show.as_text(result))
+    if stats:
+        _messages.print(show.stats_table(result.stats))
 
 
-def _print_stats(cache: str, stats: Stats) -> None:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("cache", cache)
-    table.add_row("tokens", f"{stats.prompt_tokens} read, {stats.new_tokens} new")
-    if stats.ttft_s is not None:
-        table.add_row("time to first token", f"{1000 * stats.ttft_s:.1f} ms")
-    if stats.decode_tokens_per_s is not None:
-        table.add_row("speed", f"{stats.decode_tokens_per_s:.1f} tokens/s")
-    table.add_row("cache size", f"{stats.cache_bytes:,} bytes")
-    _messages.print(table)
+@app.command()
+def caches(
+    name: Annotated[str | None, typer.Argument(help="Only this one.", autocompletion=_cache_names)] = None,
+    model: Model = None,
+    tokens: Annotated[int, typer.Option(help="Tokens per row to state the size for.", min=64)] = 4096,
+    as_json: Json = False,
+) -> None:
+    """List the cache backends: what each is for, its options, and what it takes for a model (no weights are loaded)."""
+    with Work() as work:
+        work.doing("starting torch and transformers")
+        from caches import CacheError, names, recipe
+        from engine.loading import SHIPPED_MODEL, load_config
+        from engine.sizes import cache_bytes, skeleton
+
+        work.doing("reading the model's configuration")
+        bare = skeleton(load_config(model or SHIPPED_MODEL))
+        found = []
+        for one in [recipe(name)] if name else map(recipe, names()):
+            work.doing(f"measuring {one.name}")
+            entry: dict[str, Any] = {"name": one.name, "summary": one.summary, "options": one.options.defaults()}
+            try:
+                at_half, at_all = (cache_bytes(bare, one.name, size) for size in (tokens // 2, tokens))
+                entry |= {"bytes": at_all, "bytes_per_token": (at_all - at_half) / (tokens - tokens // 2)}
+            except CacheError as error:
+                entry |= {"refused": str(error)}
+            found.append(entry)
+    report = {"model": str(model or "shipped"), "tokens": tokens, "dtype": str(bare.dtype).removeprefix("torch."),
+              "caches": found}  # fmt: skip
+    print(json.dumps(report)) if as_json else Console(highlight=False).print(show.caches_table(report))
 
 
-def main() -> None:
-    """Entry point: errors become one line and an exit code."""
+def _prompts(prompt: str | None, files: list[Path]) -> list[str]:
+    """The texts to continue. A newline at the end of a file or of standard input belongs to the text."""
+    if files:
+        if prompt is not None:
+            raise OptionError("the prompt was given twice: as PROMPT and as --file")
+        return [_read(str(file), file.read_bytes) for file in files]
+    if prompt not in (None, "-"):
+        return [prompt]
+    if sys.stdin.isatty():
+        raise OptionError("there is no PROMPT: give one, name a --file, or pipe it into standard input")
+    return [_read("standard input", sys.stdin.buffer.read)]
+
+
+def _read(where: str, read: Any) -> str:
     try:
-        app()
-    except Interrupted as error:
-        _fail(str(error), 1)
-    except (EngineError, caches.CacheError) as error:
-        _fail(str(error), 2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        return read().decode()
+    except OSError as error:
+        raise OptionError(f"{where} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{where} is no text in UTF-8: {error.reason} at byte {error.start}") from error
 
 
-def _fail(message: str, code: int) -> None:
-    _messages.print(f"error: {message}", style="red", markup=False, soft_wrap=True)
-    sys.exit(code)
+def _messages_of(text: str, system: str | None) -> list[dict[str, str]]:
+    user = {"role": "user", "content": text}
+    return [user] if system is None else [{"role": "system", "content": system}, user]
+
+
+def _assignments(pairs: list[str] | None, option: str) -> dict[str, Any]:
+    """`NAME=VALUE` pairs; a value is JSON where it can be read as that, else a text."""
+    values: dict[str, Any] = {}
+    for pair in pairs or []:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise OptionError(f"{option} {pair}: it takes NAME=VALUE")
+        try:
+            values[name] = json.loads(text)
+        except json.JSONDecodeError:
+            values[name] = text
+    return values
+
+
+def _refuse_all(options: dict[str, Any], reason: str) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise OptionError(f"{reason}, so --{name.replace('_', '-')} cannot apply: leave one of them out")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point: errors become one line and an exit code. arguments: those of the process by default."""
+    try:
+        app(arguments)
+    except Exception as error:
+        from caches import CacheError
+
+        known = isinstance(error, (EngineError, CacheError))
+        message = str(error) if known else f"{type(error).__name__}: {error}"
+        _messages.print(f"error: {' '.join(message.split())}", style="red", markup=False, soft_wrap=True)
+        sys.exit(2 if known and not isinstance(error, Interrupted) else 1)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,13 @@ from transformers.cache_utils import Cache as TransformersCache
 class Stats:
     """Measured over one call. Rates count the tokens of all rows; a rate is None when nothing was timed for it.
 
+    cache: the name of the backend that was used, or the class of a cache of transformers' own.
     prompt_tokens: tokens read, pads and tokens already in the cache not counted. new_tokens: tokens emitted, pads of
     ended rows not counted. ttft_s: seconds from the call to the first token. cache_bytes: size of the cache at the end.
     peak_bytes: most device memory allocated during the call; None where the device does not report it (CPU).
     """
 
+    cache: str
     prompt_tokens: int
     new_tokens: int
     ttft_s: float | None
@@ -34,6 +36,7 @@ class Generation:
 
     sequences: LongTensor [rows, prompt + new], laid out as by transformers' `generate`: prompts with their left pads,
         rows that ended early filled up with the pad id.
+    tokens: the new token ids of every row, without the pads after its end.
     text: the new text of every row, without special tokens and without the stop string that ended it; None when the
         call had no tokenizer.
     finish_reasons: per row "eos", "stop_string", "criteria", "time", "length", or None when the run ended
@@ -47,6 +50,7 @@ class Generation:
     """
 
     sequences: torch.Tensor
+    tokens: list[list[int]]
     text: list[str] | None
     finish_reasons: list[str | None]
     stats: Stats

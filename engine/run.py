@@ -237,6 +237,7 @@ class Run:
         records = {name.removeprefix("output_"): tuple(values) for name, values in self._records.items()}
         return Generation(
             sequences=sequences,
+            tokens=self._tokens.new(),
             text=self._text(sequences),
             finish_reasons=list(self._stopping.reasons),
             stats=self._stats(),
@@ -262,6 +263,7 @@ class Run:
         decode_s = None if self._first_token_s is None else self._ended_s - self._first_token_s
         decoded = self._new_tokens - len(self._tokens.ids)  # the first token of each row comes from the prefill
         return Stats(
+            cache=self._lane.cache.name,
             prompt_tokens=self._prompt_tokens,
             new_tokens=self._new_tokens,
             ttft_s=prefill_s,

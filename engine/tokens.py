@@ -78,6 +78,11 @@ class Tokens:
         self._ids, self._mask = self._ids[index], self._mask[index]
         self._ended = None if self._ended is None else self._ended[index]
 
+    def new(self) -> list[list[int]]:
+        """The tokens of every row after the prompt, without the pads after its end."""
+        new, mask = (part[:, self.prompt : self.written].tolist() for part in (self._ids, self._mask))
+        return [[token for token, real in zip(*row, strict=True) if real] for row in zip(new, mask, strict=True)]
+
     def log(self) -> Log:
         return Log(self.ids, self._mask[:, : self.written])
 

@@ -3,6 +3,10 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for the network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import io
+import sys
+from dataclasses import dataclass
+
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -28,12 +32,25 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(engine.SHIPPED_MODEL)
 
 
+@dataclass(frozen=True)
+class Done:
+    """What a command did."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
 @pytest.fixture
-def cli():
-    """Runs `engine ...` in this process: a function of its arguments, with `exit_code`, `stdout`, `stderr`."""
-    from typer.testing import CliRunner
+def cli(monkeypatch, capsys):
+    """Runs `engine ...` in this process: a function of its arguments, and of what is piped into it."""
+    from engine.cli import main
 
-    from engine.cli import app
+    def run(arguments, input=""):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(input.encode())))
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        return Done(ended.value.code, *capsys.readouterr())
 
-    runner = CliRunner()
-    return lambda arguments, input=None: runner.invoke(app, arguments, input=input)
+    return run

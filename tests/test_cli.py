@@ -1,14 +1,24 @@
 """The command line."""
 
+import dataclasses
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 
 import pytest
+import torch
+import transformers
+from architectures import ARCHITECTURES, tiny_model
+from support import in_terminal
 
+import caches
 import engine
 
 PROMPT = "import os\n"
+ENGINE = [sys.executable, "-m", "engine.cli"]
 
 
 def test_text_as_generate_gives_it(cli, shipped):
@@ -25,11 +35,77 @@ def test_streaming_prints_the_same(cli, cache):
 def test_json(cli, shipped):
     result = json.loads(cli(["generate", PROMPT, "--max-new-tokens", "12", "--json"]).stdout)
     expected = shipped.generate(PROMPT, max_new_tokens=12)
-    assert result["text"] == expected.text[0]
-    assert result["tokens"] == expected.sequences[0, -12:].tolist()
-    assert result["finish_reason"] == "length"
-    assert result["stats"]["new_tokens"] == 12
-    assert set(result) == {"text", "tokens", "finish_reason", "stats"}
+    row = {"text": expected.text[0], "tokens": expected.sequences[0, -12:].tolist(), "finish_reason": "length"}
+    assert set(result) == {"rows", "stats"}
+    assert result["rows"] == [row]
+    assert set(result["stats"]) == {field.name for field in dataclasses.fields(engine.Stats)}
+    assert (result["stats"]["new_tokens"], result["stats"]["cache"]) == (12, "dynamic")
+
+
+def test_json_piece_by_piece(cli):
+    arguments = ["generate", PROMPT, "--max-new-tokens", "12", "--json"]
+    *pieces, last = map(json.loads, cli([*arguments, "--stream"]).stdout.splitlines())
+    assert last["rows"] == json.loads(cli(arguments).stdout)["rows"]
+    assert [set(piece) for piece in pieces] == [{"row", "tokens", "text", "finish_reason"}] * 12
+    assert "".join(piece["text"] for piece in pieces) == last["rows"][0]["text"]
+    assert [token for piece in pieces for token in piece["tokens"]] == last["rows"][0]["tokens"]
+
+
+def test_a_batch_from_files(cli, shipped, tmp_path):
+    texts = [PROMPT, "class Path:\n    def __init__(self"]
+    files = []
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.py").write_text(text)
+        files += ["--file", str(tmp_path / f"{number}.py")]
+    expected = shipped.generate(texts, max_new_tokens=12)
+    result = json.loads(cli(["generate", *files, "--max-new-tokens", "12", "--json"]).stdout)
+    assert [row["text"] for row in result["rows"]] == expected.text
+    lines = cli(["generate", *files, "--max-new-tokens", "12"]).stdout
+    assert lines == f"[0] {expected.text[0]}\n[1] {expected.text[1]}\n"
+
+
+def test_a_chat(cli, shipped):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    expected = shipped.generate(messages, max_new_tokens=8).text[0]
+    arguments = ["generate", "hi", "--chat", "--system", "Be brief.", "--max-new-tokens", "8"]
+    assert cli(arguments).stdout == expected + "\n"
+    assert expected != shipped.generate("hi", max_new_tokens=8).text[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        (["--stop", "path", "--stop", "os"], {"stop_strings": ["path", "os"]}),
+        (
+            ["--min-new-tokens", "9", "--set", "eos_token_id=[0, 5, 15]"],
+            {"min_new_tokens": 9, "eos_token_id": [0, 5, 15]},
+        ),
+        (["--repetition-penalty", "1.7"], {"repetition_penalty": 1.7}),
+        (["--set", "no_repeat_ngram_size=1"], {"no_repeat_ngram_size": 1}),
+        (["--top-k", "3", "--min-p", "0.1", "--seed", "4"], {"top_k": 3, "min_p": 0.1, "do_sample": True}),
+        (["--samples", "2", "--seed", "4"], {"num_return_sequences": 2, "do_sample": True}),
+        (["--strategy", "sampling", "--seed", "4"], {"do_sample": True}),
+        (["--cache", "static", "--cache-option", "max_cache_len=99"], {}),
+        (["--prefill-chunk-tokens", "2", "--linears", "default", "--dtype", "float32", "--device", "cpu"], {}),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_options_reach_the_library(cli, shipped, arguments, options):
+    result = json.loads(cli(["generate", PROMPT, "--max-new-tokens", "20", "--json", *arguments]).stdout)
+    torch.manual_seed(4)
+    expected = shipped.generate(PROMPT, max_new_tokens=20, **options)
+    assert [row["text"] for row in result["rows"]] == expected.text
+    assert [row["finish_reason"] for row in result["rows"]] == expected.finish_reasons
+    plain = shipped.generate(PROMPT, max_new_tokens=20).text
+    assert (expected.text != plain) == bool(options)
+
+
+def test_the_cache_options_reach_the_cache(cli):
+    def size(*more):
+        arguments = ["generate", PROMPT, "--max-new-tokens", "4", "--cache", "static", "--json", *more]
+        return json.loads(cli(arguments).stdout)["stats"]["cache_bytes"]
+
+    assert size("--cache-option", "max_cache_len=512") == 4 * size("--cache-option", "max_cache_len=128")
 
 
 def test_standard_input_and_stats(cli):
@@ -53,10 +129,24 @@ def test_sampling_follows_the_seed(cli):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--stream", "--json"], ["--temperature", "0", "--top-p", "0.5"], ["--nonsense"], ["--max-new-tokens", "many"]],
+    [
+        ["--stream", "--samples", "2"],
+        ["--temperature", "0", "--top-p", "0.5"],
+        ["--nonsense"],
+        ["--max-new-tokens", "many"],
+        ["--file", "no/such/file"],
+        ["--system", "no chat"],
+        ["--set", "top_k"],
+        ["--set", "no_such_parameter=1"],
+        ["--cache-option", "max_cache_len=9"],
+        ["--compile", "no-such-compiler"],
+    ],
 )
 def test_wrong_usage(cli, arguments):
-    assert cli(["generate", PROMPT, *arguments]).exit_code == 2
+    done = cli(["generate", PROMPT, *arguments])
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert "rror: " in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -66,6 +156,7 @@ def test_wrong_usage(cli, arguments):
         (["x", "--max-new-tokens", "0"], "error: max_new_tokens=0"),
         (["x", "--max-new-tokens", "9999"], "error: 1 prompt tokens and 9999 new ones need"),
         ([""], "error: prompt 0 is empty"),
+        (["x", "--temperature", "0", "--top-k", "2"], "error: --temperature 0 is greedy"),
         (["x", "--model", "no/such/folder"], "error: no model could be loaded from 'no/such/folder'"),
         (["x", "--model", "/"], "error: no model could be loaded from '/'"),
         (["x", "--top-p", "-1"], "error: `top_p`"),
@@ -92,3 +183,79 @@ def test_the_shipped_model_is_small_and_complete():
     size = sum(file.stat().st_size for file in engine.SHIPPED_MODEL.iterdir())
     assert size <= 12e6
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {f.name for f in engine.SHIPPED_MODEL.iterdir()}
+
+
+def test_caches_lists_all_of_them_with_their_sizes(cli, shipped):
+    report = json.loads(cli(["caches", "--tokens", "1024", "--json"]).stdout)
+    assert [cache["name"] for cache in report["caches"]] == caches.names()
+    for cache in report["caches"]:
+        config = {"max_cache_len": 1024} if caches.recipe(cache["name"]).has_a_size else None
+        ids = torch.randint(2, 99, (1, 1023))
+        out = shipped.generate(ids, cache=cache["name"], cache_config=config, max_new_tokens=1)
+        assert cache["bytes"] == out.stats.cache_bytes
+        assert cache["bytes_per_token"] == cache["bytes"] / 1024
+        assert cache["summary"] == caches.recipe(cache["name"]).summary
+    table = cli(["caches", "--tokens", "1024"]).stdout
+    assert all(name in table for name in caches.names())
+    assert "1,024 tokens" in table
+    assert "dynamic" not in cli(["caches", "static"]).stdout.split("what it is")[1]
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "mixtral", "biogpt", "gpt_oss", "deepseek_v3"])
+def test_sizes_are_found_without_weights(cli, tmp_path, name):
+    model = tiny_model(name)
+    model.config.save_pretrained(tmp_path)
+    report = json.loads(cli(["caches", "dynamic", "--model", str(tmp_path), "--tokens", "128", "--json"]).stdout)
+    [cache] = report["caches"]
+    out = engine.generate(model, torch.ones(1, 128, dtype=torch.long), max_new_tokens=1)
+    assert cache["bytes"] == out.stats.cache_bytes
+
+
+def test_caches_says_what_is_refused(cli, tmp_path):
+    transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=99).save_pretrained(tmp_path)
+    report = json.loads(cli(["caches", "--model", str(tmp_path), "--json"]).stdout)
+    refused = {cache["name"]: cache.get("refused", "") for cache in report["caches"]}
+    assert "keeps state" in refused["dynamic"]
+    assert refused["none"] == ""
+
+
+def test_help_and_completion_do_not_wait_for_torch():
+    script = "import sys, engine.cli; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+
+
+def complete(words):
+    environment = os.environ | {"_ENGINE_COMPLETE": "complete_bash", "COMP_WORDS": words}
+    environment["COMP_CWORD"] = str(len(words.split(" ")) - 1)
+    script = "import sys; sys.argv = ['engine']; from engine.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    return done.stdout.split()
+
+
+def test_completion():
+    assert complete("engine gen") == ["generate"]
+    assert complete("engine generate --cache ") == caches.names()
+    assert complete("engine generate --cache st") == ["static"]
+    assert "--prefill-chunk-tokens" in complete("engine generate --pre")
+    assert complete("engine generate --linears one") == ["onednn"]
+
+
+def test_on_a_terminal_it_says_what_it_does():
+    shown, code = in_terminal(["engine", "generate", PROMPT, "--max-new-tokens", "200", "--stats"])
+    assert code == 0
+    assert "starting torch and transformers" in shown
+    assert re.search(r"\d+ of 200 tokens, [\d.]+ tokens/s", shown)
+    quiet = subprocess.run([*ENGINE, "generate", PROMPT, "--max-new-tokens", "5"], capture_output=True, timeout=120)
+    assert quiet.stderr == b""
+
+
+def test_ctrl_c_prints_what_there_is():
+    process = subprocess.Popen(
+        [*ENGINE, "generate", PROMPT, "--max-new-tokens", "1500", "--stream"], stdout=subprocess.PIPE, text=True
+    )
+    begun = process.stdout.read(40)
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert (begun + rest).endswith("\n")
+    assert len(begun + rest) < 1500

@@ -39,8 +39,8 @@ def test_shell_blocks(cli):
         piped, _, command = command.rpartition(" | ")
         words = shlex.split(command)
         assert words[0] == "engine"
-        result = cli(words[1:], input=shlex.split(piped)[1] + "\n" if piped else None)
-        assert result.exit_code == 0, result.output
+        result = cli(words[1:], input=shlex.split(piped)[1] + "\n" if piped else "")
+        assert result.exit_code == 0, result.stderr
         assert result.stdout.strip()
 
 

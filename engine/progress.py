@@ -1,0 +1,48 @@
+"""What the command line is doing at the moment: on standard error, on a terminal only, and gone when it is done."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+
+class Work:
+    """A context in which `doing` names the work at hand, and `count` says how far it is."""
+
+    def __init__(self) -> None:
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[counted]}"),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            disable=not sys.stderr.isatty(),
+        )
+        self._task = self._bar.add_task("", total=None, counted="")
+        self._since_s = 0.0
+
+    def __enter__(self) -> Work:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.hide()
+
+    def doing(self, what: str) -> None:
+        self._since_s = time.perf_counter()
+        self._bar.reset(self._task, total=None, description=what, counted="")
+
+    def count(self, tokens: int, total: int, rows: int = 1) -> None:
+        """`tokens` of at most `total` are there, in each of `rows` rows."""
+        rate = rows * tokens / max(time.perf_counter() - self._since_s, 1e-9)
+        counted = f"{tokens} of {total} tokens, {rate:.1f} tokens/s"
+        self._bar.update(self._task, completed=tokens, total=total, counted=counted)
+
+    def hide(self) -> None:
+        self._bar.stop()

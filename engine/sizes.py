@@ -1,0 +1,44 @@
+"""How many bytes a cache takes for a model, found out without its weights: by a forward on torch's meta device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+import caches
+from engine.errors import InputError
+
+
+def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of this configuration without any weights. Raises `InputError` when transformers knows none."""
+    # Kernels of which torch knows the shapes alone, and attention that looks into no mask.
+    simple = {"experts_implementation": "batched_mm", "attn_implementation": "eager"}
+    dtype = config.dtype or torch.float32
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, **simple).eval()
+    except ValueError as error:
+        raise InputError(
+            f"a {type(config).__name__} describes no model that generates text: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def cache_bytes(model: PreTrainedModel, name: str, tokens: int, rows: int = 1, **options: Any) -> int:
+    """Bytes of the backend `name` once it holds `tokens` tokens per row, in the model's data type.
+
+    model: a `skeleton`. Raises `caches.CacheError` where the backend refuses the model.
+    """
+    if caches.recipe(name).has_a_size:
+        options.setdefault("max_cache_len", tokens)
+    cache = caches.build(name, model.config, **options)
+    if cache.handle is None:
+        return 0
+    cache.reserve(tokens)
+    cache.begin(tokens)
+    ids = torch.zeros(rows, tokens, dtype=torch.long, device="meta")
+    with torch.no_grad():
+        model(ids, past_key_values=cache.handle, use_cache=True)
+    cache.settle()
+    return cache.bytes
