@@ -77,8 +77,8 @@ def test_a_chat(cli, shipped):
     [
         (["--stop", "path", "--stop", "os"], {"stop_strings": ["path", "os"]}),
         (
-            ["--min-new-tokens", "9", "--set", "eos_token_id=[0, 5, 15]"],
-            {"min_new_tokens": 9, "eos_token_id": [0, 5, 15]},
+            ["--min-new-tokens", "9", "--set", "eos_token_id=[654]"],
+            {"min_new_tokens": 9, "eos_token_id": [654]},
         ),
         (["--repetition-penalty", "1.7"], {"repetition_penalty": 1.7}),
         (["--set", "no_repeat_ngram_size=1"], {"no_repeat_ngram_size": 1}),
@@ -162,21 +162,28 @@ def test_wrong_usage(cli, arguments):
         (["x", "--top-p", "-1"], "error: `top_p`"),
     ],
 )
-def test_errors_are_one_line_and_an_exit_code(arguments, message):
-    command = [sys.executable, "-m", "engine.cli", "generate", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
+def test_errors_are_one_line_and_an_exit_code(cli, arguments, message):
+    done = cli(["generate", *arguments])
+    assert done.exit_code == 2
     assert done.stdout == ""
     assert done.stderr.startswith(message)
     assert done.stderr.count("\n") == 1
 
 
+def test_what_nobody_foresaw_is_one_line_too(cli, monkeypatch):
+    def breaks(*arguments, **options):
+        raise ArithmeticError("no\nsuch luck")
+
+    monkeypatch.setattr("engine.generator.Generator.stream", breaks)
+    done = cli(["generate", "x"])
+    assert (done.exit_code, done.stderr) == (1, "error: ArithmeticError: no such luck\n")
+
+
 def test_input_that_is_no_text():
-    command = [sys.executable, "-m", "engine.cli", "generate", "-"]
-    done = subprocess.run(command, input=b"\xff\xfe", capture_output=True, timeout=120)
+    done = subprocess.run([*ENGINE, "generate", "-"], input=b"\xff\xfe", capture_output=True, timeout=120)
     assert done.returncode == 2
-    assert b"no text in UTF-8" in done.stderr
-    assert b"Traceback" not in done.stderr
+    assert done.stderr.startswith(b"error: standard input is no text in UTF-8")
+    assert done.stderr.count(b"\n") == 1
 
 
 def test_the_shipped_model_is_small_and_complete():
