@@ -1,149 +1,196 @@
-"""Greedy decoding beside transformers' `generate`: same process, model, prompt and length.
+"""Greedy decoding beside transformers' `generate`, and llama.cpp where it is installed: same model, prompt and length.
 
     python benchmarks/decode.py --out benchmarks/results/decode-cpu.json
+    python benchmarks/plot.py benchmarks/results/decode-cpu.json
 
 Prints the floor first: the bytes of weights and cache that a step has to read, over the bandwidth measured here. Then
-per case the median and spread of several runs after a warm-up, all engines taking turns, and one JSON line.
+per case the median and spread of several runs, where a step's time goes, the overhead of the loop, and one JSON line.
 """
 
 from __future__ import annotations
 
-import json
-import platform
-import statistics
-import subprocess
+import importlib.util
+import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import torch
 import transformers
 import typer
+from common import SMALL, bandwidth, decode_ms, llama, report, spread, timed
 from rich.console import Console
 from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import caches
 import engine
 
-SMALL = dict(
-    vocab_size=32000,
-    hidden_size=768,
-    intermediate_size=2048,
-    num_hidden_layers=12,
-    num_attention_heads=12,
-    num_key_value_heads=4,
-    max_position_embeddings=8192,
-)
+NEW = 64
+_console = Console()
 
 
-def small_model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    return model
+def prompt_of(tokens: int) -> torch.Tensor:
+    return torch.randint(3, SMALL["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(0))
 
 
-def bandwidth() -> float:
-    """Bytes per second that summing a large tensor reads."""
-    data = torch.ones(2**28 // 4)
-    taken = min(_timed(lambda: data.sum()) for _ in range(5))
-    return data.nbytes / taken
+def engines_for(model: Any, ids: torch.Tensor, compiled: bool, peer: Any) -> dict[str, Callable[[int], Any]]:
+    """Functions of the number of new tokens. Each returns the tokens."""
 
+    def theirs(new: int, **options: Any) -> list[int]:
+        return model.generate(ids, max_new_tokens=new, do_sample=False, **options)[0, ids.shape[1] :].tolist()
 
-def _timed(work: Callable[[], Any]) -> float:
-    begun = time.perf_counter()
-    work()
-    return time.perf_counter() - begun
+    def ours(**config: Any) -> Callable[[int], list[int]]:
+        generator = engine.Generator(model, config=engine.EngineConfig(**config))
+        return lambda new: generator.generate(ids, max_new_tokens=new).tokens[0]
 
-
-def measure(engines: dict[str, Callable[[int], Any]], new: int, runs: int) -> dict[str, dict[str, float]]:
-    """Per engine the decode time per token: a whole call minus a call for one token, in ms, median, least and most."""
-    for work in engines.values():
-        work(2)
-    times: dict[str, list[float]] = {name: [] for name in engines}
-    for _ in range(runs):
-        for name, work in engines.items():  # taking turns, so that a slow minute hits all of them
-            times[name].append(1000 * (_timed(lambda: work(new)) - _timed(lambda: work(1))) / (new - 1))  # noqa: B023
-    return {
-        name: {"ms": statistics.median(taken), "least_ms": min(taken), "most_ms": max(taken)}
-        for name, taken in times.items()
+    found: dict[str, Callable[[int], Any]] = {
+        "transformers dynamic": theirs,
+        "transformers static": lambda new: theirs(new, cache_implementation="static", disable_compile=True),
+        "dynamic, torch's linears": ours(linears="default"),
+        "dynamic": ours(),
+        "static": ours(cache="static"),
     }
+    if compiled:
+        found["static, compiled"] = ours(cache="static", compile="inductor")
+    if peer is not None:
+        found["llama.cpp, float32"] = lambda new: peer.generate(ids, new)
+    return found
+
+
+def where_time_goes(model: Any, ids: torch.Tensor) -> dict[str, float]:
+    """ms per decode step in the parts of the default engine. Taking the time costs a few microseconds per part."""
+    taken: dict[str, float] = defaultdict(float)
+
+    def measured(name: str, work: Callable) -> Callable:
+        @wraps(work)  # the engine reads the signature of the model's forward
+        def run(*arguments: Any, **options: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return work(*arguments, **options)
+            finally:
+                taken[name] += time.perf_counter() - begun
+
+        return run
+
+    generator = engine.Generator(model)
+    generator.generate(ids, max_new_tokens=2)
+    attention = measured("attention", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    begun: dict[nn.Module, float] = {}
+
+    def enter(module: nn.Module, _: Any) -> None:
+        begun[module] = time.perf_counter()
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        taken["linear layers"] += time.perf_counter() - begun[module]
+
+    hooks = []
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+    with (
+        patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, {"sdpa": attention}),
+        patch.object(caches.Cache, "update", measured("cache", caches.Cache.update)),
+        patch.object(model, "forward", measured("model", model.forward)),
+    ):
+        whole = timed(lambda: generator.generate(ids, max_new_tokens=NEW))
+        after_all = dict(taken)
+        taken.clear()
+        first = timed(lambda: generator.generate(ids, max_new_tokens=1))
+    for hook in hooks:
+        hook.remove()
+    parts = {name: 1000 * (after_all[name] - taken[name]) / (NEW - 1) for name in after_all}
+    inside = parts.pop("model")
+    outside = 1000 * (whole - first) / (NEW - 1) - inside
+    return parts | {"rest of the model": inside - sum(parts.values()), "outside the model": outside}
+
+
+def overhead_ms(runs: int, new: int = 200) -> dict[str, dict[str, float]]:
+    """Everything outside `model(...)`, per token, on a model of 4 layers, 256 wide."""
+    shape = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4)
+    model = llama(vocab_size=1000, num_key_value_heads=2, max_position_embeddings=4096, **shape)
+    ids = torch.randint(3, 1000, (1, 64), generator=torch.Generator().manual_seed(0))
+    inside, forward = 0.0, model.forward
+
+    @wraps(forward)
+    def measured(*arguments: Any, **options: Any) -> Any:
+        nonlocal inside
+        begun = time.perf_counter()
+        outputs = forward(*arguments, **options)
+        inside += time.perf_counter() - begun
+        return outputs
+
+    generator = engine.Generator(model)
+    works = {
+        "transformers dynamic": lambda: model.generate(ids, max_new_tokens=new, do_sample=False),
+        "dynamic": lambda: generator.generate(ids, max_new_tokens=new),
+        "static": lambda: generator.generate(ids, cache="static", max_new_tokens=new),
+    }
+    samples: dict[str, list[float]] = defaultdict(list)
+    with patch.object(model, "forward", measured):
+        for run in range(runs + 1):
+            for name, work in works.items():
+                inside = 0.0
+                outside = timed(work) - inside
+                if run > 0:
+                    samples[name].append(1000 * outside / new)
+    return {name: spread(taken) for name, taken in samples.items()}
+
+
+def measure(model: Any, prompt_tokens: int, speed: float, peer: Any, runs: int, compiled: bool) -> dict[str, Any]:
+    ids = prompt_of(prompt_tokens)
+    weights = sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
+    head_dim = SMALL["hidden_size"] // SMALL["num_attention_heads"]
+    per_token = 2 * SMALL["num_hidden_layers"] * SMALL["num_key_value_heads"] * head_dim * 4
+    cache_bytes = per_token * (prompt_tokens + NEW // 2)
+    floor_ms = 1000 * (weights + cache_bytes) / speed
+    _console.print(
+        f"\nprompt {prompt_tokens}, {NEW} new: a step reads {weights / 1e6:.0f} MB of weights and "
+        f"{cache_bytes / 1e6:.0f} MB of cache; at {speed / 1e9:.1f} GB/s that is {floor_ms:.1f} ms"
+    )
+    engines = engines_for(model, ids, compiled, peer)
+    expected = engines["transformers dynamic"](NEW)
+    same_text = {name: work(NEW) == expected for name, work in engines.items()}
+    found = decode_ms(engines, NEW, runs)
+    table = Table("engine", "ms per token", "least", "most", "x transformers dynamic", "of the floor", "same text")
+    base = found["transformers dynamic"]["median"]
+    for name, taken in found.items():
+        ratio, share = base / taken["median"], floor_ms / taken["median"]
+        table.add_row(name, *(f"{value:.1f}" for value in taken.values()), f"{ratio:.2f}", f"{share:.0%}",
+                      str(same_text[name]))  # fmt: skip
+    _console.print(table)
+    profile = where_time_goes(model, ids)
+    _console.print("a step of dynamic: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in profile.items()))
+    return {"prompt_tokens": prompt_tokens, "new_tokens": NEW, "floor_ms": floor_ms, "engines_ms": found,
+            "same_text": same_text, "step_ms": profile}  # fmt: skip
 
 
 def main(
     out: Annotated[Path | None, typer.Option(help="file for the results")] = None,
     runs: Annotated[int, typer.Option(help="runs per engine")] = 5,
-    threads: Annotated[int, typer.Option(help="threads of torch")] = 2,
+    threads: Annotated[int, typer.Option(help="threads of torch and llama.cpp")] = 2,
     compiled: Annotated[bool, typer.Option(help="also the compiled decode step")] = True,
 ) -> None:
     torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
-    console = Console()
-    model = small_model()
-    plain = engine.Generator(model, config=engine.EngineConfig(linears="default"))
-    routed = engine.Generator(model)
-    weights = sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
-    speed = bandwidth()
-    results: list[dict[str, Any]] = []
-    for prompt_tokens in (64, 4096):
-        ids = torch.randint(3, 32000, (1, prompt_tokens), generator=torch.Generator().manual_seed(0))
-        cache_bytes = 12 * 2 * 4 * 64 * 4 * (prompt_tokens + 32)
-        floor_ms = 1000 * (weights + cache_bytes) / speed
-        console.print(
-            f"\nprompt {prompt_tokens}, 64 new: a step reads {weights / 1e6:.0f} MB of weights and "
-            f"{cache_bytes / 1e6:.0f} MB of cache; at {speed / 1e9:.1f} GB/s that is {floor_ms:.1f} ms"
-        )
+    model, speed, peer = llama(**SMALL), bandwidth(), None
+    with tempfile.TemporaryDirectory() as folder:
+        if importlib.util.find_spec("llama_cpp") and importlib.util.find_spec("gguf"):
+            from llama_cpp_peer import LlamaCpp, write_gguf
 
-        def theirs(new: int, cache: str | None = None) -> Any:
-            options = {"max_new_tokens": new, "do_sample": False, "cache_implementation": cache}
-            return model.generate(ids, **options)  # noqa: B023
-
-        engines: dict[str, Callable[[int], Any]] = {
-            "transformers dynamic": theirs,
-            "transformers static": lambda new: theirs(new, "static"),
-            "dynamic, torch's linears": lambda new: plain.generate(ids, max_new_tokens=new),  # noqa: B023
-            "dynamic": lambda new: routed.generate(ids, max_new_tokens=new),  # noqa: B023
-            "static": lambda new: routed.generate(ids, cache="static", max_new_tokens=new),  # noqa: B023
-        }
-        if compiled:
-            config = engine.EngineConfig(cache="static", compile="inductor")
-            graph = engine.Generator(model, config=config)
-            engines["static, compiled"] = lambda new: graph.generate(ids, max_new_tokens=new)  # noqa: B023
-        expected = theirs(64)
-        same = torch.equal(plain.generate(ids, max_new_tokens=64).sequences, expected)
-        found = measure(engines, 64, runs)
-        table = Table("engine", "ms per token", "least", "most", "x transformers dynamic", "of the floor")
-        peer = found["transformers dynamic"]["ms"]
-        for name, taken in found.items():
-            row = [f"{taken[key]:.1f}" for key in ("ms", "least_ms", "most_ms")]
-            table.add_row(name, *row, f"{peer / taken['ms']:.2f}", f"{floor_ms / taken['ms']:.0%}")
-        console.print(table)
-        results.append({"prompt_tokens": prompt_tokens, "new_tokens": 64, "floor_ms": floor_ms, "same_text": same,
-                        "engines": found})  # fmt: skip
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    report = {
-        "benchmark": "decode",
-        "model": SMALL,
-        "dtype": "float32",
-        "threads": threads,
-        "processor": _processor(),
-        "bandwidth_gb_per_s": speed / 1e9,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": commit,
-        "cases": results,
-    }
-    if out is not None:
-        out.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report))
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+            write_gguf(model, Path(folder) / "small.gguf")
+            peer = LlamaCpp(Path(folder) / "small.gguf", threads)
+        cases = [measure(model, prompt, speed, peer, runs, compiled) for prompt in (64, 4096)]
+        overhead = overhead_ms(runs)
+    _console.print("outside model(...), 4 layers, 256 wide: " + ", ".join(
+        f"{name} {taken['median']:.3f} ms per token" for name, taken in overhead.items()))  # fmt: skip
+    report("decode", out, model=SMALL, dtype="float32", bandwidth_gb_per_s=speed / 1e9, cases=cases,
+           loop_overhead_ms=overhead)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from support import in_terminal
+
 import engine
 
 ROOT = Path(__file__).parent.parent
@@ -27,9 +29,10 @@ def test_python_blocks(capsys):
     assert capsys.readouterr().out
 
 
-def test_shell_blocks(cli):
+def test_shell_blocks(cli, monkeypatch):
+    monkeypatch.chdir(ROOT)
     commands = [line for block in blocks("sh") for line in block.splitlines() if line]
-    assert len(commands) == 4
+    assert len(commands) >= 4
     for command in commands:
         if command.startswith("make "):  # run by CI itself
             target = command.removeprefix("make ")
@@ -42,6 +45,31 @@ def test_shell_blocks(cli):
         result = cli(words[1:], input=shlex.split(piped)[1] + "\n" if piped else "")
         assert result.exit_code == 0, result.stderr
         assert result.stdout.strip()
+
+
+def shown_by(command):
+    """What a command leaves on a terminal, times taken out."""
+    shown, _ = in_terminal(["bash", "-c", command], columns=100)
+    shown = shown.rpartition("\x1b[1A\x1b[2K")[2]  # where the progress line was erased
+    return re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", shown).replace("\r", "")
+
+
+def without_times(text):
+    lines = re.sub(r"\d+\.\d (ms|tokens/s)", r"... \1", text).splitlines()
+    return [line.rstrip() for line in lines]
+
+
+def test_the_transcript_is_what_a_terminal_shows(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    [block] = blocks("console")
+    commands = re.findall(r"^\$ (.*)", block, flags=re.M)
+    assert len(commands) >= 3
+    found = "".join(f"$ {command}\n{shown_by(command)}" for command in commands)
+    if os.environ.get("UPDATE_README"):
+        found = "\n".join(line.rstrip() for line in found.splitlines()) + "\n"
+        (ROOT / "README.md").write_text((ROOT / "README.md").read_text().replace(block, found))
+    else:
+        assert without_times(found) == without_times(block)
 
 
 @pytest.mark.parametrize("file", re.findall(r"`((?:benchmarks|tests|engine|caches)/\w+\.py)`", README))
