@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -62,10 +63,33 @@ def check_applies(strategy: Strategy, generation_config: GenerationConfig | None
             raise OptionError(f"{name}={value!r} cannot apply: {remedy}")
 
 
-def check_ids(model: PreTrainedModel, ids: torch.Tensor) -> None:
-    rows, tokens = ids.shape
-    if ids.numel() == 0:
+def check_embeds(model: PreTrainedModel, prompt: Prompt) -> None:
+    """Embeddings have to fit the model, and the ids that come with them."""
+    if prompt.embeds is None:
+        return
+    if "inputs_embeds" not in inspect.signature(model.forward).parameters:
+        raise OptionError(f"{type(model).__name__} takes no inputs_embeds: give the prompt as token ids")
+    embeddings = model.get_input_embeddings()
+    width = embeddings(torch.zeros(1, dtype=torch.long, device=embeddings.weight.device)).shape[-1]
+    shape, rows = list(prompt.embeds.shape), len(prompt.ids)
+    if not prompt.embeds.is_floating_point() or len(shape) != 3 or shape[0] != rows or shape[2] != width:
+        raise InputError(
+            f"inputs_embeds have shape {shape} and {prompt.embeds.dtype}, but the model and the ids given with them "
+            f"ask for floating-point [{rows} rows, columns, {width}]"
+        )
+    if prompt.unnamed < 0:
+        raise InputError(
+            f"there are {prompt.ids.shape[1]} token ids but only {prompt.columns} columns of inputs_embeds: ids given "
+            "beside embeddings name the last of their columns"
+        )
+
+
+def check_ids(model: PreTrainedModel, prompt: Prompt) -> None:
+    ids, (rows, tokens) = prompt.ids, prompt.ids.shape
+    if rows == 0 or prompt.columns == 0:
         raise InputError(f"the prompt is empty ({rows} rows of {tokens} tokens): the model needs a token to begin with")
+    if tokens == 0:
+        return
     vocabulary = model.get_input_embeddings().weight.shape[0]
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
@@ -75,13 +99,14 @@ def check_ids(model: PreTrainedModel, ids: torch.Tensor) -> None:
         )
 
 
-def check_mask(ids: torch.Tensor, mask: torch.Tensor, cache_seen: int) -> int:
-    """How many columns `mask` covers before the first of `ids`: those in the cache, when only new tokens were given."""
-    rows, tokens = ids.shape
+def check_mask(prompt: Prompt, mask: torch.Tensor, cache_seen: int) -> int:
+    """How many columns `mask` covers before the prompt's first: those in the cache, when only new tokens were given."""
+    rows, tokens = len(prompt.ids), prompt.columns
     before = cache_seen if cache_seen > 0 and list(mask.shape) == [rows, cache_seen + tokens] else 0
-    if before == 0 and mask.shape != ids.shape:
+    if before == 0 and list(mask.shape) != [rows, tokens]:
+        what = "token ids" if prompt.embeds is None else "embeddings"
         raise InputError(
-            f"attention_mask has shape {list(mask.shape)}, but the token ids have {list(ids.shape)}: "
+            f"attention_mask has shape {list(mask.shape)}, but the {what} have {[rows, tokens]}: "
             "it needs one entry per token"
         )
     ends_in_pads = (mask[:, -1] == 0).nonzero().flatten().tolist()

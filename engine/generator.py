@@ -97,7 +97,7 @@ class Generator:
             if request.use_cache is False:
                 raise OptionError("use_cache=False contradicts the live cache that was given: leave one of them out")
             live.check_fits(self.model.config)
-            check_continues(live, request.prompt.ids, request.mask, request.before)
+            check_continues(live, request.prompt, request.mask, request.before)
         self._check_together(live, request)
         extras = dict(request.prompt.extras)
         lane = Lane(
@@ -106,6 +106,8 @@ class Generator:
             Columns(request.mask, request.total, extras.pop("position_ids", None)),
             rows=len(request.prompt.ids),
             before=request.before,
+            embeds=request.prompt.embeds,
+            unnamed=request.prompt.unnamed,
             extras=extras,
             flags=request.output_flags,
             chunk_tokens=request.chunk_tokens,

@@ -14,11 +14,24 @@ from engine.errors import InputError
 @dataclass(frozen=True)
 class Prompt:
     """ids: LongTensor [rows, tokens], left-padded. mask: [rows, tokens or more], None when the caller gave none; wider
-    than `ids` when the columns before them are in the cache already. extras: whatever else the model takes."""
+    than `ids` when the columns before them are in the cache already. extras: whatever else the model takes.
+
+    embeds: [rows, columns, hidden_size], fed in place of ids; `ids` then name the last of these columns, or none.
+    """
 
     ids: torch.Tensor
     mask: torch.Tensor | None
     extras: dict[str, Any] = field(default_factory=dict)
+    embeds: torch.Tensor | None = None
+
+    @property
+    def columns(self) -> int:
+        return self.ids.shape[1] if self.embeds is None else self.embeds.shape[1]
+
+    @property
+    def unnamed(self) -> int:
+        """Columns at the beginning that have an embedding but no id."""
+        return self.columns - self.ids.shape[1]
 
     def repeat(self, times: int) -> Prompt:
         """Every row `times` times, next to each other."""
@@ -31,13 +44,14 @@ class Prompt:
         extras = {
             name: change(value) if isinstance(value, torch.Tensor) else value for name, value in self.extras.items()
         }
-        return Prompt(change(self.ids), None if self.mask is None else change(self.mask), extras)
+        mask, embeds = (None if tensor is None else change(tensor) for tensor in (self.mask, self.embeds))
+        return Prompt(change(self.ids), mask, extras, embeds)
 
 
 def read_prompt(inputs: Any, extras: dict[str, Any], tokenizer: Any, bos_id: int | None) -> Prompt:
-    """Text, texts, chat messages, ids, or a mapping with `input_ids`, as a `Prompt`.
+    """Text, texts, chat messages, ids, or a mapping with `input_ids` or `inputs_embeds`, as a `Prompt`.
 
-    extras: model inputs given as keywords; they may hold `input_ids` and `attention_mask` themselves.
+    extras: model inputs given as keywords; they may hold `input_ids`, `inputs_embeds` and `attention_mask` themselves.
     bos_id: the prompt when there is none. Raises `InputError`.
     """
     extras = dict(extras)
@@ -50,7 +64,10 @@ def read_prompt(inputs: Any, extras: dict[str, Any], tokenizer: Any, bos_id: int
     ids, mask = extras.pop("input_ids", None), extras.pop("attention_mask", None)
     if inputs is not None and ids is not None:
         raise InputError("the prompt was given twice: as inputs and as input_ids")
-    if inputs is None and ids is None:
+    embeds = extras.pop("inputs_embeds", None)
+    if embeds is not None and inputs is None and ids is None:
+        ids = torch.empty(len(embeds), 0, dtype=torch.long)
+    elif inputs is None and ids is None:
         if bos_id is None:
             raise InputError("there is no prompt, and the model has no bos_token_id to begin with")
         ids = torch.tensor([[bos_id]])
@@ -63,7 +80,7 @@ def read_prompt(inputs: Any, extras: dict[str, Any], tokenizer: Any, bos_id: int
     if mask is not None:
         mask = torch.as_tensor(mask)
         mask = mask[None] if mask.ndim == 1 else mask
-    return Prompt(_as_ids(ids), mask, extras)
+    return Prompt(_as_ids(ids), mask, extras, embeds)
 
 
 def _is_message(value: Any) -> bool:

@@ -17,6 +17,7 @@ from engine.runner import Runner, extend_extras
 class Lane:
     """columns: all of the run. before: how many of them the cache holds of tokens that are not given again.
 
+    embeds: those of the prompt's columns after `before`, None when ids are fed. unnamed: how many of them have no id.
     extras: further model inputs. flags: output_attentions and the like. chunk_tokens: see `Runner.feed`.
     """
 
@@ -28,6 +29,8 @@ class Lane:
         *,
         rows: int,
         before: int,
+        embeds: torch.Tensor | None,
+        unnamed: int,
         extras: dict[str, Any],
         flags: dict[str, bool],
         chunk_tokens: int | None,
@@ -35,8 +38,9 @@ class Lane:
         self.cache = cache
         self._runner, self._columns, self._before = runner, columns, before
         self._extras, self._flags, self._chunk_tokens = extend_extras(extras, columns.total), flags, chunk_tokens
+        self._embeds, self._unnamed = embeds, unnamed
         # The tokens fed are written in place: a step copies no history.
-        self._ids = torch.empty(rows, columns.total - before, dtype=torch.long, device=columns.device)
+        self._ids = torch.zeros(rows, columns.total - before, dtype=torch.long, device=columns.device)
         self.fed = 0  # tokens given to the model in this run, those of the open step included
         self._log_before, self._seen_before = cache.log, cache.seen
         self._step_open = False
@@ -46,19 +50,21 @@ class Lane:
         self.settle()
         if self.fed == 0 and (self.cache.log is not self._log_before or self.cache.seen != self._seen_before):
             raise InputError("the cache has changed between the call and its first token: somebody else used it")
-        fed = self.fed + tokens.shape[1]
+        begin = self.fed or self._unnamed
+        fed = begin + tokens.shape[1]
         if fed > self._ids.shape[1]:
             raise EngineError(
                 f"the strategy feeds {tokens.shape[1]} tokens after {self.fed}, but this run ends after "
                 f"{self._ids.shape[1]}: it may not look further ahead than max_new_tokens"
             )
-        self._ids[:, self.fed : fed] = tokens
+        self._ids[:, begin:fed] = tokens
         outputs = self._runner.feed(
             self._ids[:, :fed],
             self._columns,
             self.cache,
             before=self._before,
             prefill=self.fed == 0,
+            embeds=self._embeds,
             extras=self._extras,
             flags=self._flags,
             chunk_tokens=self._chunk_tokens,
@@ -83,6 +89,7 @@ class Lane:
         self._columns.rows(index)
         rows = len(self._ids)
         self._ids = self._ids[index]
+        self._embeds = None if self._embeds is None else self._embeds[index]
         self._extras = {
             name: value[index] if isinstance(value, torch.Tensor) and value.shape[:1] == (rows,) else value
             for name, value in self._extras.items()
@@ -97,12 +104,15 @@ class Lane:
         """
         if self.fed == 0:
             return
-        fed_too_far = max(0, self.fed - (log.ids.shape[1] - 1)) if self._step_open else 0
+        known = self._unnamed + log.ids.shape[1]
+        fed_too_far = max(0, self.fed - (known - 1)) if self._step_open else 0
         try:
             self.settle(drop=fed_too_far)
         except caches.StepError:  # a cache that cannot take it back keeps it
             self.settle()
-        if self._before == 0:
+        if self._unnamed > 0:
+            self.cache.log = None
+        elif self._before == 0:
             self.cache.log = log
         elif self._log_before is not None:
             self.cache.log = self._log_before.first(self._before).then(log)

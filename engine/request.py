@@ -22,7 +22,16 @@ from transformers.generation import GenerationMode
 import strategies
 from caches import Driven
 from configs import nearest
-from engine.checks import check_applies, check_extras, check_ids, check_length, check_mask, check_model, check_pieces
+from engine.checks import (
+    check_applies,
+    check_embeds,
+    check_extras,
+    check_ids,
+    check_length,
+    check_mask,
+    check_model,
+    check_pieces,
+)
 from engine.errors import OptionError
 from engine.inputs import Prompt, read_prompt
 from engine.session import known_mask
@@ -34,7 +43,7 @@ _STRATEGY_OF_MODE = {GenerationMode.GREEDY_SEARCH: "greedy", GenerationMode.SAMP
 
 @dataclass(frozen=True)
 class Request:
-    """total: columns when the run ends at the latest. before: columns the cache holds before `prompt.ids` begin."""
+    """total: columns when the run ends at the latest. before: columns the cache holds before those of `prompt`."""
 
     prompt: Prompt
     mask: torch.Tensor
@@ -56,6 +65,11 @@ class Request:
         return {name: True for name in ("output_attentions", "output_hidden_states") if getattr(self.config, name)}
 
     @property
+    def untold(self) -> int:
+        """Columns before the first one of which the id was given."""
+        return self.before + self.prompt.unnamed
+
+    @property
     def new_tokens(self) -> int:
         """Tokens a row gets at most."""
         return self.total - self.mask.shape[1]
@@ -69,8 +83,7 @@ class Request:
         time_criteria = StoppingCriteriaList()
         if self.config.max_time is not None:
             time_criteria.append(MaxTimeCriteria(self.config.max_time))
-        rows, last_column = self.prompt.ids.shape[0], self.total - self.before
-        return Stopping(rows, last_column, self.eos_ids, self.criteria, time_criteria)
+        return Stopping(len(self.prompt.ids), self.total - self.untold, self.eos_ids, self.criteria, time_criteria)
 
 
 def read_request(
@@ -107,13 +120,16 @@ def read_request(
     _refuse_unknown(model, prompt.extras)
     prompt = prompt.repeat(config.num_return_sequences).to(model.device)
     model._prepare_special_tokens(config, prompt.mask is not None, device=model.device, batch_size=len(prompt.ids))
-    check_ids(model, prompt.ids)
+    check_embeds(model, prompt)
+    check_ids(model, prompt)
     mask = prompt.mask
-    if mask is None:
+    if mask is None and prompt.embeds is not None:
+        mask = torch.ones(prompt.embeds.shape[:2], dtype=torch.long, device=model.device)
+    elif mask is None:
         known = known_mask(cache, prompt.ids)
         mask = torch.cat([known, _inferred_mask(model, prompt.ids[:, known.shape[1] :], config)], dim=1)
     mask = (mask != 0).long()
-    before = check_mask(prompt.ids, mask, 0 if cache is None else cache.seen)
+    before = check_mask(prompt, mask, 0 if cache is None else cache.seen)
     check_extras(prompt, mask)
     chunk_tokens = config.prefill_chunk_size or chunk_tokens
     check_pieces(prompt, chunk_tokens)
@@ -121,11 +137,11 @@ def read_request(
         generation_config=config,
         has_default_max_length="max_length" not in lengths_given,
         has_default_min_length="min_length" not in lengths_given,
-        model_input_name="input_ids",
+        model_input_name="input_ids" if prompt.embeds is None else "inputs_embeds",
         input_ids_length=prompt.ids.shape[1],
-        inputs_tensor=prompt.ids,
+        inputs_tensor=prompt.ids if prompt.embeds is None else prompt.embeds,
     )
-    total = before + config.max_length
+    total = before + prompt.unnamed + config.max_length
     check_length(model, mask.shape[1], total)
 
     eos, pad = config._eos_token_tensor, config._pad_token_tensor
@@ -220,8 +236,6 @@ _PROCESSOR_ARGUMENTS = ("prefix_allowed_tokens_fn", "negative_prompt_ids", "nega
 
 def _refuse_unknown(model: PreTrainedModel, extras: dict[str, Any]) -> None:
     """Refuse model inputs that the model does not take, among them every misspelt option."""
-    if "inputs_embeds" in extras:
-        raise OptionError("inputs_embeds are not supported: give the prompt as token ids")
     takes = set(inspect.signature(model.forward).parameters)
     takes |= set(inspect.signature(model.prepare_inputs_for_generation).parameters)
     takes -= _SET_BY_THE_ENGINE

@@ -54,8 +54,8 @@ class Run:
         self._device = prompt.device
         self._prompt_tokens = int(request.mask[:, lane.cache.seen :].sum())
         self._stopping = request.stopping()
-        columns = request.total - request.before
-        self._tokens = Tokens(prompt, request.mask[:, request.before :], columns, request.pad_id)
+        columns = request.total - request.untold
+        self._tokens = Tokens(prompt, request.mask[:, request.untold :], columns, request.pad_id)
         self._last_column = columns
         self._texts: list[RowText] | None = None
         if tokenizer is not None and (stream_text or request.stop_strings):

@@ -52,6 +52,7 @@ class Runner:
         *,
         before: int = 0,
         prefill: bool = False,
+        embeds: torch.Tensor | None = None,
         extras: dict[str, Any] | None = None,
         flags: dict[str, bool] | None = None,
         chunk_tokens: int | None = None,
@@ -61,14 +62,18 @@ class Runner:
         The step of that last forward stays open: the caller settles it. When a forward raises, its step is aborted and
         the cache holds what the forwards before it committed.
 
-        before: columns in the cache that come before `ids`. prefill: the first feed of a run. extras: further model
-        inputs. flags: output_attentions, ... chunk_tokens: feed at most this many at a time.
+        before: columns in the cache that come before `ids`. prefill: the first feed of a run. embeds: [rows, n, hidden
+        size], fed in place of the first ids. extras: further model inputs. flags: output_attentions, ...
+        chunk_tokens: feed at most this many at a time.
         """
         total = before + ids.shape[1]
         while True:
             begin = cache.seen
             end = total if chunk_tokens is None else min(total, begin + chunk_tokens)
             inputs = self._inputs(ids[:, : end - before], columns, cache, begin, end, prefill, extras or {})
+            if embeds is not None and begin - before < embeds.shape[1]:
+                inputs["inputs_embeds"] = self._embedded(embeds, ids, max(begin - before, 0), end - before)
+                inputs.pop("input_ids", None)
             graph = self._compiled is not None and cache.fixed and end - begin == 1 and not prefill
             if cache.handle is not None and inputs.get("past_key_values") is None:
                 # The model wants everything computed again (longrope models do when they switch their scaling).
@@ -145,6 +150,14 @@ class Runner:
         if "cache_position" in self._takes:  # code from outside transformers; its own models have dropped it
             inputs["cache_position"] = torch.arange(begin, end, device=ids.device)
         return self._taken(inputs)
+
+    def _embedded(self, embeds: torch.Tensor, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """Embeddings [rows, end - begin, hidden_size]: those given, then those of the ids that come after them."""
+        given = embeds.shape[1]
+        parts = [embeds[:, begin:end]]
+        if end > given:
+            parts.append(self.model.get_input_embeddings()(ids[:, given:end]).to(embeds.dtype))
+        return torch.cat(parts, dim=1)
 
     def _taken(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in inputs.items() if name in self._takes}

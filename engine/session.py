@@ -6,6 +6,7 @@ import torch
 
 from caches import Driven
 from engine.errors import InputError
+from engine.inputs import Prompt
 
 
 def known_mask(cache: Driven | None, ids: torch.Tensor) -> torch.Tensor:
@@ -19,11 +20,12 @@ def known_mask(cache: Driven | None, ids: torch.Tensor) -> torch.Tensor:
     return log.mask[:, :agreed].to(ids.device)
 
 
-def check_continues(cache: Driven, ids: torch.Tensor, mask: torch.Tensor, before: int) -> None:
+def check_continues(cache: Driven, prompt: Prompt, mask: torch.Tensor, before: int) -> None:
     """Raise `InputError` unless what is in `cache` begins the prompt; an unknown content passes.
 
-    ids: the prompt's tokens after the first `before` columns; mask: of all its columns.
+    prompt: what comes after the first `before` columns; mask: of all columns.
     """
+    ids = prompt.ids
     log, seen = cache.log, cache.seen
     if cache.batch_size not in (-1, ids.shape[0]):
         raise InputError(f"the cache holds {cache.batch_size} rows, but the prompt has {ids.shape[0]}")
@@ -35,7 +37,7 @@ def check_continues(cache: Driven, ids: torch.Tensor, mask: torch.Tensor, before
             f"row {ended[0]} of the cache ended early and was filled up with pads, which take places in the model's "
             "sliding window: go on with that row alone, from its own tokens"
         )
-    if log is None or log.ids.shape[1] < seen:
+    if log is None or log.ids.shape[1] < seen or prompt.unnamed > 0:
         return
     known = log.first(seen)
     given = ids[:, : seen - before]

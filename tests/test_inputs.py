@@ -199,11 +199,9 @@ WRONG_OPTIONS = {
     "cache without cache": ({"cache": "static", "use_cache": False}, "use_cache=False"),
     "a cache that is none": ({"cache": 7}, "not a int"),
     "stop strings without a tokenizer": ({"stop_strings": ["a"]}, "tokenizer"),
-    "embeddings": ({"inputs_embeds": torch.zeros(1, 2, 32)}, "inputs_embeds"),
     "pieces without a cache": ({"prefill_chunk_size": 3, "cache": "none"}, "pieces"),
     "config for a live cache": ({"past_key_values": transformers.DynamicCache(), "cache_config": {}}, "live one"),
     "healing": ({"token_healing": True}, "token_healing"),
-    "in a mapping: embeddings": ({"inputs": {"input_ids": IDS, "inputs_embeds": torch.zeros(2, 13, 32)}}, "inputs_emb"),
     "in a mapping: an option": ({"inputs": {"input_ids": IDS, "max_new_tokens": 3}}, "no input 'max_new_tokens'"),
     "in a mapping: what this model does not take": (
         {"inputs": {"input_ids": IDS, "token_type_ids": IDS}},

@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-
 from support import in_terminal
 
 import engine

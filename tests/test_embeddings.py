@@ -1,0 +1,122 @@
+"""Prompts given as embeddings."""
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, prompt, tiny_model
+
+import caches
+import engine
+
+NEW = 20
+
+
+def embedded(model, shift=0.3):
+    """A padded batch as embeddings that belong to no token, its mask, and ids that could stand beside them."""
+    inputs = prompt()
+    embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    embeds += shift * torch.randn(embeds.shape, generator=torch.Generator().manual_seed(1))
+    return {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}, inputs["input_ids"]
+
+
+@pytest.mark.parametrize("named", [0, 5, 13], ids=["no ids", "ids of the end", "ids of all"])
+@pytest.mark.parametrize("chunk", [None, 5], ids=["whole", "chunked"])
+@pytest.mark.parametrize("cache", caches.names())
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_text_is_that_of_transformers(name, cache, chunk, named):
+    if cache == "none" and chunk is not None:
+        pytest.skip("without a cache a prompt cannot be read in pieces")
+    model = tiny_model(name)
+    inputs, ids = embedded(model)
+    if named:
+        inputs["input_ids"] = ids[:, -named:]
+    expected = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    config = engine.EngineConfig(prefill_chunk_tokens=chunk)
+    out = engine.Generator(model, config=config).generate(inputs, cache=cache, max_new_tokens=NEW)
+    assert torch.equal(out.sequences, expected)
+    assert out.stats.prompt_tokens == 2 * 13 - 4
+
+
+def test_embeddings_of_the_ids_are_the_ids():
+    model = tiny_model("llama")
+    inputs, ids = embedded(model, shift=0)
+    out = engine.generate(model, inputs, max_new_tokens=NEW)
+    expected = engine.generate(model, ids, attention_mask=inputs["attention_mask"], max_new_tokens=NEW)
+    assert out.tokens == expected.tokens
+    assert not torch.equal(out.sequences, engine.generate(model, embedded(model)[0], max_new_tokens=NEW).sequences)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_length": 30}, {"min_new_tokens": 9, "eos_token_id": list(range(2, 60))}, {"do_sample": True, "top_k": 9},
+     {"do_sample": True, "num_return_sequences": 3}],
+    ids=lambda options: "+".join(options),
+)  # fmt: skip
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_generation_parameters(options, with_ids):
+    model = tiny_model("mistral")
+    inputs, ids = embedded(model)
+    options = {"max_new_tokens": None if "max_length" in options else NEW, "do_sample": False} | options
+    options |= {"input_ids": ids} if with_ids else {}
+    torch.manual_seed(2)
+    expected = model.generate(**inputs, **options)
+    torch.manual_seed(2)
+    assert torch.equal(engine.generate(model, **inputs, **options).sequences, expected)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_conversation_goes_on_from_its_embeddings(cache):
+    model = tiny_model("mistral")
+    inputs, _ = embedded(model)
+    config = {"max_cache_len": 64} if cache == "static" else None
+    first = engine.generate(model, inputs, cache=cache, cache_config=config, max_new_tokens=NEW)
+    assert first.cache.log is None
+    new = model.get_input_embeddings()(torch.cat([first.sequences, torch.tensor([[7, 8], [9, 10]])], dim=1)).detach()
+    whole = {
+        "inputs_embeds": torch.cat([inputs["inputs_embeds"], new], dim=1),
+        "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(2, NEW + 2, dtype=torch.long)], dim=1),
+    }
+    second = engine.generate(model, whole, cache=first.cache, max_new_tokens=NEW)
+    assert torch.equal(second.sequences, model.generate(**whole, max_new_tokens=NEW, do_sample=False))
+    assert second.stats.prompt_tokens == 2 * 3
+
+
+def test_streams_and_failures_count_the_new_tokens_only():
+    model = tiny_model("llama")
+    inputs, _ = embedded(model)
+    whole = engine.generate(model, inputs, max_new_tokens=NEW)
+    stream = engine.stream(model, inputs, max_new_tokens=NEW)
+    for _ in range(2 * 7):
+        next(stream)
+    part = stream.result()
+    assert torch.equal(part.sequences, whole.sequences[:, :7])
+    assert part.cache.seen == 13 + 6
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"inputs_embeds": torch.zeros(2, 13, 31)},
+            engine.InputError,
+            r"shape \[2, 13, 31\] .* \[2 rows, columns, 32\]",
+        ),
+        ({"inputs_embeds": torch.zeros(2, 13, 32, dtype=torch.long)}, engine.InputError, "int64"),
+        ({"input_ids": torch.ones(3, 13, dtype=torch.long)}, engine.InputError, "3 rows"),
+        ({"input_ids": torch.ones(2, 14, dtype=torch.long)}, engine.InputError, "14 token ids but only 13 columns"),
+        ({"attention_mask": torch.ones(2, 12)}, engine.InputError, r"\[2, 12\], but the embeddings have \[2, 13\]"),
+        ({"inputs_embeds": torch.zeros(2, 0, 32), "attention_mask": None}, engine.InputError, "the prompt is empty"),
+    ],
+    ids=["width", "integers", "rows", "too many ids", "mask", "empty"],
+)
+def test_what_does_not_fit_is_refused(change, error, message):
+    inputs, _ = embedded(tiny_model("llama"))
+    with pytest.raises(error, match=message):
+        engine.generate(tiny_model("llama"), **(inputs | change), max_new_tokens=NEW)
+
+
+def test_a_model_that_takes_none(monkeypatch):
+    model = tiny_model("llama")
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda input_ids, past_key_values=None: forward(input_ids))
+    with pytest.raises(engine.OptionError, match="takes no inputs_embeds"):
+        engine.generate(model, embedded(model)[0], max_new_tokens=NEW)
