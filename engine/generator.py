@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -146,6 +148,12 @@ class Generator:
             raise OptionError(f"use_cache=False contradicts cache={choice!r}: leave one of them out")
         if choice is None and request.config.use_cache is False:
             choice = "none"  # said by this call, or by the model's own configuration
+        if choice is None and self.config.cache is None and not self._runner.takes_cache:
+            _warn_once(
+                f"{type(self.model).__name__} keeps no keys and values between its forwards: it runs with cache='none' "
+                "and reads the whole text again for every token"
+            )
+            choice = "none"
         if choice is None:
             choice = self.config.cache or request.config.cache_implementation or "dynamic"
         options = request.config.cache_config if options is None else options
@@ -163,6 +171,11 @@ class Generator:
         columns = request.total - 1
         cache.reserve(columns if request.length_is_known else min(columns, request.mask.shape[1] + 128))
         return cache
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logging.getLogger("engine").warning(message)
 
 
 def _as_dict(options: dict[str, Any] | CacheConfig | None) -> dict[str, Any]:

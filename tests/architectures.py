@@ -142,12 +142,16 @@ MORE_ARCHITECTURES = {
 
 @cache
 def tiny_model(name: str) -> PreTrainedModel:
-    """The architecture's model, float32, seeded.
+    """The architecture's model."""
+    return randomised(*(ARCHITECTURES | MORE_ARCHITECTURES)[name])
+
+
+def randomised(config_class: str, arguments: dict) -> PreTrainedModel:
+    """A model with this configuration, float32, seeded.
 
     transformers initialises with a deviation of 0.02, where attention hardly moves the logits and a wrong cache goes
     unnoticed; here every matrix has 0.3.
     """
-    config_class, arguments = (ARCHITECTURES | MORE_ARCHITECTURES)[name]
     config = getattr(transformers, config_class)(**arguments)
     with torch.random.fork_rng():
         torch.manual_seed(0)
