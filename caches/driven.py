@@ -14,19 +14,26 @@ class Log:
     """The tokens of a cache and those that come after them, as far as a run of ours knows.
 
     ids, mask: [rows, columns], at least as many columns as the cache has seen; mask is 0 where a pad is.
+    positions: [kinds, rows, columns] where the model reckons them in a way of its own (an image takes fewer than it has
+    tokens), else None.
     """
 
     ids: torch.Tensor
     mask: torch.Tensor
+    positions: torch.Tensor | None = None
 
     def rows(self, index: torch.Tensor) -> Log:
-        return Log(self.ids[index], self.mask[index])
+        positions = None if self.positions is None else self.positions[:, index]
+        return Log(self.ids[index], self.mask[index], positions)
 
     def first(self, columns: int) -> Log:
-        return Log(self.ids[:, :columns], self.mask[:, :columns])
+        positions = None if self.positions is None else self.positions[..., :columns]
+        return Log(self.ids[:, :columns], self.mask[:, :columns], positions)
 
     def then(self, later: Log) -> Log:
-        return Log(torch.cat([self.ids, later.ids], dim=1), torch.cat([self.mask, later.mask], dim=1))
+        """Both, one after the other; `later.positions` are those of all columns."""
+        ids, mask = torch.cat([self.ids, later.ids], dim=1), torch.cat([self.mask, later.mask], dim=1)
+        return Log(ids, mask, later.positions)
 
 
 @runtime_checkable

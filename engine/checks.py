@@ -10,8 +10,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from engine.errors import InputError, OptionError
+from engine.extras import PER_TOKEN
 from engine.inputs import Prompt
-from engine.runner import PER_TOKEN_EXTRAS
 from strategies import Strategy
 
 
@@ -128,7 +128,7 @@ def check_mask(prompt: Prompt, mask: torch.Tensor, cache_seen: int) -> int:
 
 
 def check_extras(prompt: Prompt, mask: torch.Tensor) -> None:
-    for name in ("position_ids", *PER_TOKEN_EXTRAS):
+    for name in PER_TOKEN:
         value = prompt.extras.get(name)
         if value is not None and value.shape[-1] != mask.shape[1]:
             raise InputError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,19 +33,12 @@ class Prompt:
         """Columns at the beginning that have an embedding but no id."""
         return self.columns - self.ids.shape[1]
 
-    def repeat(self, times: int) -> Prompt:
-        """Every row `times` times, next to each other."""
-        return self if times == 1 else self._map(lambda tensor: tensor.repeat_interleave(times, dim=0))
-
     def to(self, device: torch.device) -> Prompt:
-        return self._map(lambda tensor: tensor.to(device))
-
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Prompt:
         extras = {
-            name: change(value) if isinstance(value, torch.Tensor) else value for name, value in self.extras.items()
+            name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in self.extras.items()
         }
-        mask, embeds = (None if tensor is None else change(tensor) for tensor in (self.mask, self.embeds))
-        return Prompt(change(self.ids), mask, extras, embeds)
+        mask, embeds = (None if tensor is None else tensor.to(device) for tensor in (self.mask, self.embeds))
+        return Prompt(self.ids.to(device), mask, extras, embeds)
 
 
 def read_prompt(inputs: Any, extras: dict[str, Any], tokenizer: Any, bos_id: int | None) -> Prompt:

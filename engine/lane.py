@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from transformers.utils import ModelOutput
 import caches
 from caches import Driven, Log
 from engine.errors import EngineError, InputError
+from engine.extras import ENCODED, extend_extras
 from engine.masks import Columns
-from engine.runner import Runner, extend_extras
+from engine.runner import Runner
 
 
 class Lane:
@@ -37,7 +39,8 @@ class Lane:
     ):
         self.cache = cache
         self._runner, self._columns, self._before = runner, columns, before
-        self._extras, self._flags, self._chunk_tokens = extend_extras(extras, columns.total), flags, chunk_tokens
+        self._extras, self._axes = extend_extras(runner.model, extras, columns.total)
+        self._flags, self._chunk_tokens = flags, chunk_tokens
         self._embeds, self._unnamed = embeds, unnamed
         # The tokens fed are written in place: a step copies no history.
         self._ids = torch.zeros(rows, columns.total - before, dtype=torch.long, device=columns.device)
@@ -66,6 +69,7 @@ class Lane:
             prefill=self.fed == 0,
             embeds=self._embeds,
             extras=self._extras,
+            axes=self._axes,
             flags=self._flags,
             chunk_tokens=self._chunk_tokens,
         )
@@ -85,6 +89,8 @@ class Lane:
     def rows(self, index: torch.Tensor) -> None:
         """Row i becomes row `index[i]` in everything that is kept per row."""
         self.settle()
+        if self.cache.handle is None and ENCODED in self._extras:
+            raise EngineError("rows of a prompt with images cannot change places without a cache: use cache='dynamic'")
         self.cache.rows(index)
         self._columns.rows(index)
         rows = len(self._ids)
@@ -112,7 +118,9 @@ class Lane:
             self.settle()
         if self._unnamed > 0:
             self.cache.log = None
-        elif self._before == 0:
+            return
+        log = replace(log, positions=self._columns.own_positions(self._before + known))
+        if self._before == 0:
             self.cache.log = log
         elif self._log_before is not None:
             self.cache.log = self._log_before.first(self._before).then(log)

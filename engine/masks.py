@@ -60,6 +60,10 @@ class Columns:
         """Position ids [..., end - begin]."""
         return self._positions[..., begin:end]
 
+    def own_positions(self, columns: int) -> torch.Tensor | None:
+        """Position ids [kinds, rows, columns] of the first columns, where they are more than a count of the tokens."""
+        return self._positions[..., :columns] if self._positions.ndim > 2 else None
+
     def rows(self, index: torch.Tensor) -> None:
         if self._mask is not None:
             self._mask = self._mask[index]

@@ -33,6 +33,7 @@ from engine.checks import (
     check_pieces,
 )
 from engine.errors import OptionError
+from engine.extras import complete_extras
 from engine.inputs import Prompt, read_prompt
 from engine.session import known_mask
 from engine.stopping import Stopping
@@ -118,7 +119,7 @@ def read_request(
 
     prompt = read_prompt(inputs, model_inputs, tokenizer, config.bos_token_id)
     _refuse_unknown(model, prompt.extras)
-    prompt = prompt.repeat(config.num_return_sequences).to(model.device)
+    prompt = prompt.to(model.device)
     model._prepare_special_tokens(config, prompt.mask is not None, device=model.device, batch_size=len(prompt.ids))
     check_embeds(model, prompt)
     check_ids(model, prompt)
@@ -133,6 +134,7 @@ def read_request(
     check_extras(prompt, mask)
     chunk_tokens = config.prefill_chunk_size or chunk_tokens
     check_pieces(prompt, chunk_tokens)
+    prompt, mask = complete_extras(model, prompt, mask, cache, config)
     model._prepare_generated_length(
         generation_config=config,
         has_default_max_length="max_length" not in lengths_given,

@@ -12,11 +12,9 @@ from transformers.utils import ModelOutput
 
 from caches import Driven, mask_kinds
 from engine.errors import InputError
+from engine.extras import ENCODED
 from engine.linears import Linears
 from engine.masks import Columns, contiguous, graph_mask, one_token_mask
-
-# Extra inputs with one entry per token, and what a generated token has there (None: what the token before it has).
-PER_TOKEN_EXTRAS = {"token_type_ids": None, "mm_token_type_ids": 0, "moe_mm_token_type_ids": 0}
 
 
 class Runner:
@@ -54,6 +52,7 @@ class Runner:
         prefill: bool = False,
         embeds: torch.Tensor | None = None,
         extras: dict[str, Any] | None = None,
+        axes: dict[str, int] | None = None,
         flags: dict[str, bool] | None = None,
         chunk_tokens: int | None = None,
     ) -> ModelOutput:
@@ -63,14 +62,14 @@ class Runner:
         the cache holds what the forwards before it committed.
 
         before: columns in the cache that come before `ids`. prefill: the first feed of a run. embeds: [rows, n, hidden
-        size], fed in place of the first ids. extras: further model inputs. flags: output_attentions, ...
-        chunk_tokens: feed at most this many at a time.
+        size], fed in place of the first ids. extras: further model inputs; axes: along which dimension those of them
+        go with the columns that do. flags: output_attentions, ... chunk_tokens: feed at most this many at a time.
         """
         total = before + ids.shape[1]
         while True:
             begin = cache.seen
             end = total if chunk_tokens is None else min(total, begin + chunk_tokens)
-            inputs = self._inputs(ids[:, : end - before], columns, cache, begin, end, prefill, extras or {})
+            inputs = self._inputs(ids[:, : end - before], columns, cache, begin, end, prefill, extras or {}, axes or {})
             if embeds is not None and begin - before < embeds.shape[1]:
                 inputs["inputs_embeds"] = self._embedded(embeds, ids, max(begin - before, 0), end - before)
                 inputs.pop("input_ids", None)
@@ -122,6 +121,7 @@ class Runner:
         end: int,
         prefill: bool,
         extras: dict[str, Any],
+        axes: dict[str, int],
     ) -> dict[str, Any]:
         """What the model's forward gets for the columns from `begin` to `end`; `ids` ends with the last of them."""
         inputs: dict[str, Any] = {
@@ -134,13 +134,16 @@ class Runner:
             # As long as the text is, also where its beginning is only in the cache: some models look at that.
             ids = torch.nn.functional.pad(ids, (end - ids.shape[1], 0))
             inputs["position_ids"] = columns.positions(0, end)
-            per_token = {name: extras[name][..., :end] for name in PER_TOKEN_EXTRAS if name in extras}
+            extras = extras | {name: extras[name].narrow(axis, 0, end) for name, axis in axes.items()}
+            if ENCODED in extras:  # models write into the containers, and without a cache every step needs them
+                extras[ENCODED] = {kind: type(output)(**output) for kind, output in extras[ENCODED].items()}
             return self.model.prepare_inputs_for_generation(
                 ids,
                 next_sequence_length=end - begin,
                 is_first_iteration=prefill,
-                **self._taken(inputs),
-                **(extras | per_token),
+                # It decides whether media are needed again, also where the model does not ask for it.
+                **(self._taken(inputs) | {"use_cache": inputs["use_cache"]}),
+                **extras,
             )
         if end - begin == 1:
             mask = one_token_mask(self.model, cache.handle, self._mask_kinds, columns, end)
@@ -161,15 +164,3 @@ class Runner:
 
     def _taken(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in inputs.items() if name in self._takes}
-
-
-def extend_extras(extras: dict[str, Any], columns: int) -> dict[str, Any]:
-    """`extras` with those that have one entry per token extended to `columns` of them."""
-    extended = dict(extras)
-    for name, fill in PER_TOKEN_EXTRAS.items():
-        if name in extras:
-            value = extras[name]
-            missing = columns - value.shape[-1]
-            tail = value[..., -1:] if fill is None else torch.full_like(value[..., -1:], fill)
-            extended[name] = torch.cat([value, tail.expand(*value.shape[:-1], missing)], dim=-1)
-    return extended

@@ -142,15 +142,6 @@ def test_a_model_that_wants_tokens_nobody_gave(longrope):
         engine.generate(longrope, first.sequences[:, -1:], attention_mask=mask, cache=first.cache, max_new_tokens=12)
 
 
-def test_a_model_without_a_cache():
-    config = transformers.OpenAIGPTConfig(vocab_size=101, n_embd=16, n_layer=2, n_head=2, n_positions=64)
-    model = transformers.OpenAIGPTLMHeadModel(config).eval()
-    with pytest.raises(engine.OptionError, match="cache='none'"):
-        engine.generate(model, IDS, max_new_tokens=3)
-    out = engine.generate(model, IDS, cache="none", max_new_tokens=3)
-    assert torch.equal(out.sequences, model.generate(IDS, max_new_tokens=3, do_sample=False))
-
-
 def test_a_model_that_by_default_uses_no_cache():
     model = tiny_model("llama")
     model.generation_config.use_cache = False

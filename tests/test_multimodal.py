@@ -1,0 +1,82 @@
+"""Images are read with the prompt, and the conversation about them goes on."""
+
+import pytest
+import torch
+from multimodal import MULTIMODAL, SPECIAL, seeing_model, seen_prompt
+
+import caches
+import engine
+
+NEW = 16
+OPTIONS = {"max_new_tokens": NEW, "suppress_tokens": SPECIAL, "output_logits": True}
+
+
+def theirs(model, inputs, **options):
+    options = {"do_sample": False, "return_dict_in_generate": True} | OPTIONS | options
+    return model.generate(**{name: value.clone() for name, value in inputs.items()}, **options)
+
+
+def assert_same(out, expected):
+    assert torch.equal(out.sequences, expected.sequences)
+    torch.testing.assert_close(out.logits, expected.logits, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("cache", caches.names())
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_the_text_is_that_of_transformers(name, cache):
+    model, inputs = seeing_model(name), seen_prompt(name)
+    out = engine.generate(model, inputs, cache=cache, **OPTIONS)
+    assert_same(out, theirs(model, inputs, use_cache=cache != "none"))
+    other = inputs | {"pixel_values": -inputs["pixel_values"]}
+    assert (engine.generate(model, other, cache=cache, **OPTIONS).logits[0] - out.logits[0]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_several_texts_about_each_image(name):
+    model, inputs = seeing_model(name), seen_prompt(name)
+    torch.manual_seed(3)
+    expected = theirs(model, inputs, do_sample=True, num_return_sequences=2)
+    torch.manual_seed(3)
+    assert_same(engine.generate(model, inputs, do_sample=True, num_return_sequences=2, **OPTIONS), expected)
+
+
+def next_prompt(name, inputs, sequences):
+    """The whole conversation, some words more, with what has one entry per token made longer."""
+    ids = torch.cat([sequences, torch.tensor([[7, 8, 9], [10, 11, 12]])], dim=1)
+    more = ids.shape[1] - inputs["input_ids"].shape[1]
+    longer = {"input_ids": ids}
+    for key in ("attention_mask", "token_type_ids", "mm_token_type_ids"):
+        if key in inputs:
+            new = 1 if key == "attention_mask" or name == "paligemma" else 0
+            longer[key] = torch.nn.functional.pad(inputs[key], (0, more), value=new)
+    return inputs | longer
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["images again", "text alone"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_the_next_turn(name, cache, again):
+    model, inputs = seeing_model(name), seen_prompt(name)
+    generator = engine.Generator(model)
+    config = {"max_cache_len": 128} if cache == "static" else None
+    first = generator.generate(inputs, cache=cache, cache_config=config, **OPTIONS)
+    # Another conversation in between: what the model itself remembers is not about ours.
+    generator.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
+    whole = next_prompt(name, inputs, first.sequences)
+    told = whole if again else {key: whole[key] for key in ("input_ids", "attention_mask")}
+    second = generator.generate(told, cache=first.cache, **OPTIONS)
+    assert_same(second, theirs(model, whole))
+    assert second.stats.prompt_tokens == 2 * 4
+
+
+def test_images_cannot_be_cut_into_pieces():
+    generator = engine.Generator(seeing_model("llava"), config=engine.EngineConfig(prefill_chunk_tokens=4))
+    with pytest.raises(engine.OptionError, match="pixel_values cannot be cut into pieces of 4 tokens"):
+        generator.generate(seen_prompt("llava"), **OPTIONS)
+
+
+def test_positions_of_images_that_are_missing():
+    model, inputs = seeing_model("qwen2_vl"), seen_prompt("qwen2_vl")
+    fewer = inputs | {"image_grid_thw": inputs["image_grid_thw"][:2], "pixel_values": inputs["pixel_values"][:32]}
+    with pytest.raises(engine.InputError, match="cannot tell the positions of this prompt"):
+        engine.generate(model, fewer, **OPTIONS)
