@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from caches.cache import Cache
 from caches.errors import UnsupportedLayer
 from caches.no_cache import NoCache
 from caches.registry import register
-from caches.spec import INDEX, KV, LayerSpec
+from caches.spec import EXOTIC, INDEX, KV, LayerSpec, read_specs
 from caches.store import FixedStore, GrowingStore
 from caches.timeline import Timeline
 from configs import ConfigError, DynamicCacheConfig, NoCacheConfig, StaticCacheConfig
 
 
 @register(DynamicCacheConfig)
-def dynamic(specs: Sequence[LayerSpec], options: DynamicCacheConfig) -> Cache:
+def dynamic(model_config: Any, options: DynamicCacheConfig) -> Cache:
     """Grows as tokens come: the default."""
-    _refuse_all_but_columns("dynamic", specs)
+    specs = read_specs(model_config)
+    _refuse_all_but("dynamic", specs, {KV, INDEX, EXOTIC})
     return Cache("dynamic", specs, _growing)
 
 
 @register(StaticCacheConfig)
-def static(specs: Sequence[LayerSpec], options: StaticCacheConfig) -> Cache:
+def static(model_config: Any, options: StaticCacheConfig) -> Cache:
     """Fixed size, tensors that never move: what a compiled decode step needs."""
-    _refuse_all_but_columns("static", specs)
+    specs = read_specs(model_config)
+    _refuse_all_but("static", specs, {KV, INDEX})
     if options.max_cache_len is None:
         raise ConfigError("a static cache built by hand needs max_cache_len, the tokens it can hold per row")
     return Cache("static", specs, _fixed, fixed=True, max_tokens=options.max_cache_len)
 
 
 @register(NoCacheConfig)
-def none(specs: Sequence[LayerSpec], options: NoCacheConfig) -> NoCache:
+def none(model_config: Any, options: NoCacheConfig) -> NoCache:
     """Keeps nothing and computes everything again in every step: for models without a cache, and as a reference."""
     return NoCache()
 
@@ -44,11 +47,12 @@ def _fixed(spec: LayerSpec, timeline: Timeline) -> FixedStore:
     return FixedStore(timeline)
 
 
-def _refuse_all_but_columns(name: str, specs: Sequence[LayerSpec]) -> None:
+def _refuse_all_but(name: str, specs: Sequence[LayerSpec], streams: set[str]) -> None:
     for index, spec in enumerate(specs):
-        if spec.streams - {KV, INDEX}:
+        if spec.streams - streams:
             kept = " and ".join(sorted(spec.streams))
+            other = "dynamic" if EXOTIC in spec.streams else "none"
             raise UnsupportedLayer(
                 f"cache={name!r} keeps columns of keys and values, but layer {index} ({spec.layer_type}) keeps {kept}. "
-                "Generate with cache='none', or pass transformers' own cache as past_key_values."
+                f"Generate with cache={other!r}, or pass transformers' own cache as past_key_values."
             )

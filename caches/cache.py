@@ -17,8 +17,9 @@ from caches.driven import Log
 from caches.errors import StepError, UnsupportedLayer
 from caches.layer import Layer, StoreFactory
 from caches.retention import KeepAll, KeepRecent, Retention
-from caches.spec import INDEX, KV, LayerSpec, read_specs
+from caches.spec import EXOTIC, INDEX, KV, LayerSpec, read_specs
 from caches.timeline import Timeline
+from caches.wrapped import WrappedLayer
 
 
 def what_reach_needs(spec: LayerSpec) -> Retention:
@@ -55,13 +56,15 @@ class Cache(TransformersCache):
         clock = self._timelines[0]
         super().__init__(
             layers=[
-                Layer(spec, timelines.get(group, clock), new_store) for spec, group in zip(specs, kept, strict=True)
+                _new_layer(spec, timelines.get(group, clock), new_store)
+                for spec, group in zip(specs, kept, strict=True)
             ]
         )
         self._open = False  # a step was begun and neither settled nor aborted
         self._driven = False  # ... by our loop, which will also close it
         self._written: set[tuple[int, str]] = set()  # streams of layers that a foreign loop's open step has reached
-        self._required = {(i, stream) for i, spec in enumerate(specs) for stream in spec.streams}
+        self._required = {(i, stream) for i, spec in enumerate(specs) for stream in spec.streams - {EXOTIC}}
+        self._required |= {(i, KV) for i, spec in enumerate(specs) if EXOTIC in spec.streams}
 
     def check_fits(self, model_config: Any) -> None:
         specs = read_specs(model_config)
@@ -80,18 +83,18 @@ class Cache(TransformersCache):
         self._make_room({timeline: placement.room for timeline, placement in placements.items()})
         for layer in self.layers:
             if placements[layer.timeline].compact:
-                for store in layer.stores.values():
-                    store.compact()
+                layer.compact()
         for timeline, placement in placements.items():
             timeline.begin(tokens, placement, graph)
+        for layer in self.layers:
+            layer.begin()
         self._open = self._driven = True
 
     def _make_room(self, rooms: dict[Timeline, int]) -> None:
         if all(room == timeline.room for timeline, room in rooms.items()):
             return
         for layer in self.layers:
-            for store in layer.stores.values():
-                store.reserve(rooms[layer.timeline])
+            layer.reserve(rooms[layer.timeline])
         for timeline, room in rooms.items():
             timeline.room = room
 
@@ -102,6 +105,8 @@ class Cache(TransformersCache):
         if not 0 <= drop <= pending:
             raise StepError(f"settle(drop={drop}), but the open step has {pending} tokens")
         first = self._timelines[0].seen == 0
+        for layer in self.layers:
+            layer.check_drop(drop)
         for layer in self.layers:
             layer.settle(drop)
         for timeline in self._timelines:
@@ -126,8 +131,7 @@ class Cache(TransformersCache):
     def rows(self, index: torch.Tensor) -> None:
         self._finish_foreign_step()
         for layer in self.layers:
-            for store in layer.stores.values():
-                store.rows(index)
+            layer.rows(index)
         self.log = None if self.log is None else self.log.rows(index)
 
     def reserve(self, tokens: int) -> None:
@@ -140,8 +144,7 @@ class Cache(TransformersCache):
         for timeline in self._timelines:
             timeline.reset()
         for layer in self.layers:
-            for store in layer.stores.values():
-                store.reset()
+            layer.reset()
 
     @property
     def handle(self) -> TransformersCache:
@@ -213,7 +216,7 @@ class Cache(TransformersCache):
         return self.seen
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.layers[layer_idx].timeline.mask_sizes(query_length, self._unsettled)
+        return self.layers[layer_idx].mask_sizes(query_length, self._unsettled)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Tokens it can hold, -1 when it has no limit (transformers' convention)."""
@@ -235,6 +238,12 @@ class Cache(TransformersCache):
         remove = max(0, self.seen - tokens) if tokens > 0 else -tokens
         if remove > self.seen:
             raise StepError(f"crop({tokens}): the cache holds {self.seen} tokens, {remove} cannot be removed from it")
+        exotic = next((layer.spec.layer_type for layer in self.layers if isinstance(layer, WrappedLayer)), None)
+        if remove and exotic is not None:
+            raise StepError(
+                f"crop({tokens}) of {self.seen} tokens: a layer of {exotic} cannot take tokens back. Reset the cache "
+                "and feed the tokens to keep again."
+            )
         for timeline in self._timelines:
             if not timeline.can_forget(remove):
                 raise StepError(
@@ -279,6 +288,10 @@ class Cache(TransformersCache):
 
     def __repr__(self) -> str:
         return f"Cache({self.name!r}, layers={len(self.layers)}, seen={self.seen}, bytes={self.bytes})"
+
+
+def _new_layer(spec: LayerSpec, timeline: Timeline, new_store: StoreFactory) -> Layer | WrappedLayer:
+    return WrappedLayer(spec, timeline) if EXOTIC in spec.streams else Layer(spec, timeline, new_store)
 
 
 def _layers_in_words(specs: Sequence[LayerSpec]) -> str:

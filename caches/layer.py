@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from caches.errors import UnsupportedLayer
 from caches.spec import INDEX, KV, LayerSpec
 from caches.store import Store
 from caches.timeline import Timeline
@@ -27,11 +28,30 @@ class Layer:
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add one step's keys and values [rows, kv_heads, tokens, head_dim]; returns what attention reads."""
+        if keys.shape[-2] != self.timeline.pending:
+            raise UnsupportedLayer(
+                f"a {self.spec.layer_type} layer wrote {keys.shape[-2]} columns in a step of {self.timeline.pending} "
+                "tokens: this model keeps more than the tokens it is fed. Use cache='none'"
+            )
         return self.stores["keys"].append(keys), self.stores["values"].append(values)
 
     def append_index(self, keys: torch.Tensor) -> torch.Tensor:
         """Add one step's index keys [rows, tokens, index_dim]; returns all that are kept."""
         return self.stores["index"].append(keys[:, None])[:, 0]
+
+    def begin(self) -> None:
+        """A step has been opened."""
+
+    def reserve(self, room: int) -> None:
+        for store in self.stores.values():
+            store.reserve(room)
+
+    def compact(self) -> None:
+        for store in self.stores.values():
+            store.compact()
+
+    def check_drop(self, drop: int) -> None:
+        """Raise `StepError` unless the open step can be settled without its last `drop` tokens: it always can."""
 
     def settle(self, drop: int) -> None:
         for store in self.stores.values():
@@ -40,6 +60,18 @@ class Layer:
     def abort(self) -> None:
         for store in self.stores.values():
             store.abort()
+
+    def rows(self, index: torch.Tensor) -> None:
+        for store in self.stores.values():
+            store.rows(index)
+
+    def reset(self) -> None:
+        for store in self.stores.values():
+            store.reset()
+
+    def mask_sizes(self, tokens: int, unsettled: int = 0) -> tuple[int, int]:
+        """See `Timeline.mask_sizes`."""
+        return self.timeline.mask_sizes(tokens, unsettled)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything the layer keeps."""

@@ -1,14 +1,13 @@
-"""Cache backends by name. A recipe is a function from a model's layers and the backend's options to a cache."""
+"""Cache backends by name. A recipe is a function from a model's configuration and the backend's options to a cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from caches.driven import Driven
 from caches.errors import UnknownCache
-from caches.spec import LayerSpec, read_specs
 from configs import CacheConfig, nearest
 
 
@@ -18,7 +17,7 @@ class Recipe:
 
     name: str
     options: type[CacheConfig]
-    build: Callable[[Sequence[LayerSpec], Any], Driven]
+    build: Callable[[Any, Any], Driven]
     summary: str
 
     @property
@@ -62,4 +61,4 @@ def build(name: str, model_config: Any, options: CacheConfig | None = None, **ch
     """
     chosen = recipe(name)
     base = {} if options is None else options.to_dict()
-    return chosen.build(read_specs(model_config), chosen.options.from_dict(base, **changes))
+    return chosen.build(model_config, chosen.options.from_dict(base, **changes))

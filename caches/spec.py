@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+from transformers.cache_utils import DynamicCache
+
 KV, INDEX, STATE, UNKNOWN = "kv", "index", "state", "something unknown"
+EXOTIC = "something that only transformers' own layer knows"
 
 
 @dataclass(frozen=True)
 class Reach:
-    """How far back a token looks: everywhere ("all"), `size` tokens ("window"), to the start of its chunk ("chunk")."""
+    """How far back a token looks: everywhere ("all"), `size` tokens ("window"), to the start of its chunk ("chunk"), or
+    in a way that only the model and its layer know ("own")."""
 
     kind: str = "all"
     size: int | None = None
@@ -34,17 +39,18 @@ class LayerSpec:
     layer_type: str
     streams: frozenset[str]
     reach: Reach = Reach()
+    new_layer: Callable[[], Any] | None = field(default=None, compare=False)
+    """Makes transformers' own layer, for an exotic kind."""
 
     @property
     def keeps_kv(self) -> bool:
-        return KV in self.streams
+        return bool(self.streams & {KV, EXOTIC})
 
 
 # transformers' layer types: the streams they keep, and the configuration field that limits their reach.
 _LAYER_TYPES: dict[str, tuple[tuple[str, ...], str | None]] = {
     "full_attention": ((KV,), None),
     "sliding_attention": ((KV,), "sliding_window"),
-    "reference_sliding_attention": ((KV,), "sliding_window"),
     "chunked_attention": ((KV,), "attention_chunk_size"),
     "indexed_attention": ((KV, INDEX), None),
     "deepseek_sparse_attention": ((KV, INDEX), None),  # its name in transformers 5.17
@@ -52,6 +58,10 @@ _LAYER_TYPES: dict[str, tuple[tuple[str, ...], str | None]] = {
     "linear_attention": ((STATE,), None),
     "hybrid": ((KV, STATE), None),
     "hybrid_sliding": ((KV, STATE), "sliding_window"),
+    "minimax_m3_sparse": ((EXOTIC,), None),
+    "compressed_sparse_attention": ((EXOTIC,), None),
+    "heavily_compressed_attention": ((EXOTIC,), None),
+    "reference_sliding_attention": ((EXOTIC,), None),
     "moe": ((), None),
     "mlp": ((), None),
 }
@@ -65,8 +75,8 @@ def read_specs(config: Any) -> tuple[LayerSpec, ...]:
         layer_types = [_implied_layer_type(config)] * config.num_hidden_layers
     reads_others = _layers_without_own_kv(config, len(layer_types))
     return tuple(
-        LayerSpec(layer_type, frozenset()) if shared else _read_spec(config, layer_type)
-        for layer_type, shared in zip(layer_types, reads_others, strict=True)
+        LayerSpec(layer_type, frozenset()) if shared else _read_spec(config, index, layer_type)
+        for index, (layer_type, shared) in enumerate(zip(layer_types, reads_others, strict=True))
     )
 
 
@@ -95,8 +105,11 @@ def _layers_without_own_kv(config: Any, layers: int) -> list[bool]:
     return [layer >= layers - shared for layer in range(layers)]
 
 
-def _read_spec(config: Any, layer_type: str) -> LayerSpec:
+def _read_spec(config: Any, index: int, layer_type: str) -> LayerSpec:
     streams, size_field = _LAYER_TYPES.get(layer_type, ((UNKNOWN,), None))
+    if EXOTIC in streams:
+        new_layer = lambda: DynamicCache(config=config).layers[index]  # noqa: E731
+        return LayerSpec(layer_type, frozenset(streams), Reach("own"), new_layer)
     reach = Reach()
     if size_field is not None:
         reach = Reach("chunk" if size_field == "attention_chunk_size" else "window", getattr(config, size_field))

@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from engine.errors import InputError, OptionError
@@ -14,12 +14,18 @@ from engine.extras import PER_TOKEN
 from engine.inputs import Prompt
 from strategies import Strategy
 
+# Models whose own `generate` comes down to the usual one for everything but what it refuses.
+_GENERATE_ALIKE = {"granite_speech", "janus"}
+
 
 def check_model(model: PreTrainedModel) -> None:
     if model.training:
         raise InputError("the model is in training mode, where dropout makes its text random: call model.eval() first")
     if model.config.is_encoder_decoder:
         raise InputError(f"{type(model).__name__} is an encoder-decoder model; only decoder-only models are supported")
+    own = type(model).generate is not GenerationMixin.generate
+    if own and model.config.model_type not in _GENERATE_ALIKE:
+        raise InputError(f"{type(model).__name__} generates in a way of its own: call its own generate()")
 
 
 # Options of `GenerationConfig` that are carried out whatever the strategy ...
@@ -90,7 +96,9 @@ def check_ids(model: PreTrainedModel, prompt: Prompt) -> None:
         raise InputError(f"the prompt is empty ({rows} rows of {tokens} tokens): the model needs a token to begin with")
     if tokens == 0:
         return
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = getattr(model.get_input_embeddings(), "weight", torch.empty(0)).shape[0]
+    if vocabulary == 0:  # embeddings of a kind of its own
+        return
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
         wrong = low if low < 0 else high

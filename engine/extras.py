@@ -38,9 +38,8 @@ def complete_extras(
     extras = dict(prompt.extras)
     if seen > 0 and not _has_new_media(model, prompt, mask, seen):
         extras = {name: value for name, value in extras.items() if name in PER_TOKEN or name.endswith("_mask")}
-    positions = _own_positions(model, replace(prompt, extras=extras), mask, cache)
-    if positions is not None:
-        extras["position_ids"] = positions
+    if "position_ids" not in extras and _reckons_positions(model):
+        extras["position_ids"] = _own_positions(model, replace(prompt, extras=extras), mask, cache)
     if hasattr(model, "_maybe_prepare_encoder_kwargs_for_generation"):  # from transformers 5.20 on
         with torch.no_grad():
             extras = model._maybe_prepare_encoder_kwargs_for_generation(prompt.ids, extras, "input_ids", config)
@@ -63,17 +62,20 @@ def _has_new_media(model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor, s
     return not known or bool(torch.isin(ids, torch.tensor(known, device=ids.device)).any())
 
 
+def _reckons_positions(model: PreTrainedModel) -> bool:
+    """Whether it has a function of its own for position ids (multimodal rotary embeddings)."""
+    usual = GenerationMixin._prepare_position_ids_for_generation
+    return type(model)._prepare_position_ids_for_generation is not usual
+
+
 def _own_positions(
     model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor, cache: Driven | None
 ) -> torch.Tensor | None:
-    """Position ids of a model that has a function of its own for them (multimodal rotary embeddings).
+    """Position ids of a model with a function of its own for them; None: it wants none at all (reformer).
 
     Those of the columns in the cache are remembered with it: models only keep the last conversation they had.
     """
-    name = "_prepare_position_ids_for_generation"
     extras = prompt.extras
-    if "position_ids" in extras or getattr(type(model), name) is getattr(GenerationMixin, name):
-        return None
     seen = 0 if cache is None else cache.seen
     log = None if cache is None else cache.log
     has_media = any(name not in PER_TOKEN for name in extras)

@@ -102,10 +102,13 @@ class Generator:
             check_continues(live, request.prompt, request.mask, request.before)
         self._check_together(live, request)
         extras = dict(request.prompt.extras)
+        positions = extras.get("position_ids")
+        if positions is not None:
+            del extras["position_ids"]
         lane = Lane(
             self._runner,
             live,
-            Columns(request.mask, request.total, extras.pop("position_ids", None)),
+            Columns(request.mask, request.total, positions),
             rows=len(request.prompt.ids),
             before=request.before,
             embeds=request.prompt.embeds,
@@ -120,8 +123,8 @@ class Generator:
         """Refuse what this model, this cache and this request cannot do together."""
         if live.handle is not None and not self._runner.takes_cache:
             raise OptionError(
-                f"{type(self.model).__name__} keeps no keys and values between its forwards, so the {live.name} cache "
-                "has nothing to hold: use cache='none'"
+                f"{type(self.model).__name__} takes no cache of keys and values (it keeps none, or a state of its own "
+                f"kind), so the {live.name} cache has nothing to hold: use cache='none'"
             )
         if live.max_tokens is not None and live.max_tokens < request.total - 1:
             raise caches.CapacityError(
@@ -150,8 +153,8 @@ class Generator:
             choice = "none"  # said by this call, or by the model's own configuration
         if choice is None and self.config.cache is None and not self._runner.takes_cache:
             _warn_once(
-                f"{type(self.model).__name__} keeps no keys and values between its forwards: it runs with cache='none' "
-                "and reads the whole text again for every token"
+                f"{type(self.model).__name__} takes no cache of keys and values: it runs with cache='none' and reads "
+                "the whole text again for every token"
             )
             choice = "none"
         if choice is None:

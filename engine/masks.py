@@ -96,7 +96,7 @@ def one_token_mask(model: Any, cache: TransformersCache | None, kinds: MaskKinds
         if spec.layer_type in masks or not spec.keeps_kv:
             continue
         length, offset = cache.get_mask_sizes(1, layer)
-        if spec.reach.kind == "chunk" or length > (spec.reach.size or length):
+        if spec.reach.kind not in ("all", "window") or length > (spec.reach.size or length):
             return None
         masks[spec.layer_type] = columns.step_mask(offset, offset + length, dtype)
     return masks if isinstance(kinds, dict) else next(iter(masks.values()))

@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from caches import Driven, mask_kinds
+from caches import Driven, UnsupportedLayer, mask_kinds
 from engine.errors import InputError
 from engine.extras import ENCODED
 from engine.linears import Linears
@@ -18,7 +18,7 @@ from engine.masks import Columns, contiguous, graph_mask, one_token_mask
 
 
 class Runner:
-    """Runs one model's forwards. takes_cache: whether the model knows our kind of cache at all.
+    """Runs one model's forwards. takes_cache: whether the model can be given a cache of keys and values.
 
     compile: "off", or the `torch.compile` backend for decode steps on fixed caches. linears: see `Linears`.
     """
@@ -29,7 +29,7 @@ class Runner:
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         own = type(model).prepare_inputs_for_generation
         self._prepares_itself = own is not GenerationMixin.prepare_inputs_for_generation
-        self.takes_cache = "past_key_values" in self._takes
+        self.takes_cache = "past_key_values" in self._takes and model._supports_default_dynamic_cache()
         self._compiled = None
         if compile != "off":
             # A graph per number of rows and size: more of them than torch expects of one function.
@@ -93,12 +93,21 @@ class Runner:
             cache.begin(end - begin, graph)
             try:
                 outputs = self._call(inputs | (flags or {}), cache, columns, end, graph)
+                self._check_kept(outputs, cache)
             except BaseException:
                 cache.abort()
                 raise
             if end == total:
                 return outputs
             cache.settle()
+
+    def _check_kept(self, outputs: ModelOutput, cache: Driven) -> None:
+        kept = outputs.get("past_key_values")
+        if kept is not None and cache.handle is not None and kept is not cache.handle:
+            raise UnsupportedLayer(
+                f"{type(self.model).__name__} did not use the {cache.name} cache but made a {type(kept).__name__} of "
+                "its own: use cache='none'"
+            )
 
     def _call(self, inputs: dict[str, Any], cache: Driven, columns: Columns, end: int, graph: bool) -> ModelOutput:
         if not graph:
@@ -142,8 +151,7 @@ class Runner:
                 next_sequence_length=end - begin,
                 is_first_iteration=prefill,
                 # It decides whether media are needed again, also where the model does not ask for it.
-                **(self._taken(inputs) | {"use_cache": inputs["use_cache"]}),
-                **extras,
+                **(self._taken(inputs) | {"use_cache": inputs["use_cache"]} | extras),
             )
         if end - begin == 1:
             mask = one_token_mask(self.model, cache.handle, self._mask_kinds, columns, end)

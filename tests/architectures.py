@@ -140,10 +140,134 @@ MORE_ARCHITECTURES = {
 }  # fmt: skip
 
 
+_BART = dict(
+    vocab_size=VOCABULARY,
+    d_model=32,
+    encoder_layers=3,
+    decoder_layers=3,
+    decoder_attention_heads=4,
+    decoder_ffn_dim=64,
+    max_position_embeddings=256,
+    is_encoder_decoder=False,
+    is_decoder=True,
+    bos_token_id=1,
+    eos_token_id=None,
+    pad_token_id=0,
+    tie_word_embeddings=False,
+)
+_BERT = _NO_HEAD_DIM | dict(is_decoder=True)
+_MOE = _TINY | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
+_MOE_WINDOWS = _MOE | dict(sliding_window=WINDOW, layer_types=_MIXED, num_local_experts=4)
+_INDEXED = _DEEPSEEK | dict(index_n_heads=4, index_head_dim=16, index_topk=6)
+_GEMMA4 = _GEMMA3N | dict(intermediate_size=64, vocab_size_per_layer_input=VOCABULARY)
+_VISION = dict(
+    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+)
+_QWEN35 = _TINY | dict(layer_types=["full_attention"] * 4)
+
+# And those that share their attention with one above, or are rarely met: too many for the default tests.
+RARE_ARCHITECTURES = {
+    "afmoe": ("AfmoeConfig", _MOE_WINDOWS),
+    "aria_text": ("AriaTextConfig", _TINY),
+    "axk1": ("AXK1Config", _DEEPSEEK),
+    "bart": ("BartConfig", _BART),
+    "beam": ("BeamConfig", _MOE_WINDOWS | dict(n_group=1, topk_group=1)),
+    "bert": ("BertConfig", _BERT),
+    "bert_generation": ("BertGenerationConfig", _BERT),
+    "big_bird": ("BigBirdConfig", _BERT | dict(attention_type="original_full")),
+    "bigbird_pegasus": ("BigBirdPegasusConfig", _BART),
+    "bitnet": ("BitNetConfig", _TINY),
+    "blenderbot": ("BlenderbotConfig", _BART),
+    "blenderbot_small": ("BlenderbotSmallConfig", _BART),
+    "camembert": ("CamembertConfig", _BERT),
+    "cohere2_moe": ("Cohere2MoeConfig", _MOE_WINDOWS),
+    "cohere_compass_text": ("CohereCompassTextConfig", _WINDOWS | dict(rope_parameters={kind: dict(rope_type="default", rope_theta=10000.0) for kind in _MIXED})),
+    "cwm": ("CwmConfig", _WINDOWS),
+    "data2vec_text": ("Data2VecTextConfig", _BERT),
+    "dbrx": ("DbrxConfig", _LAYERS | dict(d_model=32, n_heads=4, n_layers=3, max_seq_len=256, attn_config=dict(kv_n_heads=2, rope_theta=10000.0, clip_qkv=8), ffn_config=dict(hidden_size=32, ffn_hidden_size=32, moe_top_k=2))),
+    "diffllama": ("DiffLlamaConfig", _TINY),
+    "doge": ("DogeConfig", _TINY | dict(keep_window_size=8)),
+    "doge_moe": ("DogeConfig", _TINY | dict(keep_window_size=8, is_moe=True, num_experts=4, num_experts_per_tok=2)),
+    "dots1": ("Dots1Config", _WINDOWS | dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=32)),
+    "electra": ("ElectraConfig", _BERT),
+    "emu3": ("Emu3Config", dict(text_config=_TINY, vq_config=dict(base_channels=32, channel_multiplier=[1], num_res_blocks=1), vocabulary_map={})),
+    "ernie": ("ErnieConfig", _BERT),
+    "ernie4_5_moe": ("Ernie4_5_MoeConfig", _MOE | dict(moe_num_experts=4, moe_k=2)),
+    "exaone_moe": ("ExaoneMoeConfig", _MOE_WINDOWS),
+    "flex_olmo": ("FlexOlmoConfig", _MOE),
+    "flint": ("FlintConfig", _MOE_WINDOWS),
+    "fuyu": ("FuyuConfig", dict(text_config=_TINY | dict(model_type="persimmon"), patch_size=2)),
+    "gemma3": ("Gemma3Config", dict(text_config=_WINDOWS | dict(query_pre_attn_scalar=8), vision_config=_VISION, image_token_index=99, mm_tokens_per_image=4, tie_word_embeddings=False)),
+    "gemma4": ("Gemma4Config", dict(text_config=_GEMMA4, image_token_id=99, audio_token_id=98, video_token_id=97, tie_word_embeddings=False)),
+    "gemma4_text": ("Gemma4TextConfig", _GEMMA4),
+    "gemma4_text_moe": ("Gemma4TextConfig", _MOE_WINDOWS | dict(hidden_size_per_layer_input=0, attention_k_eq_v=True, enable_moe_block=True, top_k_experts=2, num_global_key_value_heads=1, global_head_dim=16)),
+    "gemma4_unified_text": ("Gemma4UnifiedTextConfig", _GEMMA4),
+    "git": ("GitConfig", _NO_HEAD_DIM | dict(vision_config=_VISION)),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", _DEEPSEEK),
+    "got_ocr2": ("GotOcr2Config", dict(text_config=_TINY, vision_config=_VISION | dict(output_channels=16, mlp_dim=16), tie_word_embeddings=False)),
+    "gpt_neox_japanese": ("GPTNeoXJapaneseConfig", _NO_HEAD_DIM | dict(intermediate_multiple_size=2)),
+    "granite_swa": ("GraniteSWAConfig", _WINDOWS),
+    "granitemoe_swa": ("GraniteMoeSWAConfig", _EXPERTS | dict(sliding_window=WINDOW, layer_types=_MIXED)),
+    "granitemoehybrid": ("GraniteMoeHybridConfig", _EXPERTS | dict(mamba_n_heads=4, layer_types=["full_attention"] * 4)),
+    "granitemoeshared": ("GraniteMoeSharedConfig", _EXPERTS | dict(shared_intermediate_size=32)),
+    "hrm_text": ("HrmTextConfig", _TINY | dict(num_hidden_layers=1)),
+    "hunyuan_v1_dense": ("HunYuanDenseV1Config", _TINY),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Config", _MOE | dict(moe_topk=2)),
+    "hy_v3": ("HYV3Config", _MOE),
+    "hyperclovax": ("HyperCLOVAXConfig", _TINY),
+    "internlm3": ("InternLM3Config", _TINY),
+    "iquestcoder": ("IQuestCoderConfig", _TINY),
+    "jais2": ("Jais2Config", _TINY),
+    "jetmoe": ("JetMoeConfig", _EXPERTS | dict(kv_channels=8)),
+    "kolibri1": ("Kolibri1Config", _MOE_WINDOWS),
+    "laguna": ("LagunaConfig", _MOE_WINDOWS),
+    "lfm3": ("Lfm3Config", _WINDOWS),
+    "llama4": ("Llama4Config", dict(text_config=ARCHITECTURES["llama4_text"][1], vision_config=_VISION | dict(projector_output_dim=16))),
+    "longcat_flash": ("LongcatFlashConfig", _LATENT | dict(num_layers=2, ffn_hidden_size=64, moe_topk=2, n_routed_experts=4, zero_expert_num=2, expert_ffn_hidden_size=32)),
+    "marian": ("MarianConfig", _BART | dict(decoder_vocab_size=VOCABULARY)),
+    "mbart": ("MBartConfig", _BART),
+    "megatron_bert": ("MegatronBertConfig", _BERT),
+    "mellum": ("MellumConfig", _MOE_WINDOWS),
+    "mimo_v2_flash": ("MiMoV2FlashConfig", _MOE_WINDOWS | dict(n_routed_experts=4, v_head_dim=8)),
+    "minimax_m2": ("MiniMaxM2Config", _EXPERTS),
+    "minimax_m3_vl_text": ("MiniMaxM3VLTextConfig", _EXPERTS | dict(dense_intermediate_size=64, shared_intermediate_size=32, layer_types=["full_attention"] * 4)),
+    "ministral": ("MinistralConfig", _WINDOWS),
+    "ministral3": ("Ministral3Config", _TINY | dict(sliding_window=WINDOW)),
+    "mllama": ("MllamaConfig", dict(text_config=_NO_HEAD_DIM | dict(cross_attention_layers=[1]), vision_config=dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_global_layers=1, attention_heads=2, intermediate_layers_indices=[0]))),
+    "modernbert_decoder": ("ModernBertDecoderConfig", _WINDOWS | dict(local_attention=2 * WINDOW)),
+    "moshi": ("MoshiConfig", _TINY | dict(ffn_dim=64, sliding_window=WINDOW)),
+    "moss_transcribe_diarize": ("MossTranscribeDiarizeConfig", dict(text_config=_TINY, audio_config=dict(d_model=16, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=16), tie_word_embeddings=False)),
+    "mvp": ("MvpConfig", _BART),
+    "nanochat": ("NanoChatConfig", _TINY),
+    "nemotron_h": ("NemotronHConfig", {k: v for k, v in _TINY.items() if k != "num_hidden_layers"} | dict(layers_block_type=["full_attention", "moe", "full_attention", "mlp"], n_routed_experts=4, moe_intermediate_size=32, moe_shared_expert_intermediate_size=32, use_mamba_kernels=False)),
+    "olmoe": ("OlmoeConfig", _MOE),
+    "pegasus": ("PegasusConfig", _BART),
+    "phi4_multimodal": ("Phi4MultimodalConfig", _TINY | dict(sliding_window=WINDOW, original_max_position_embeddings=256, vision_config=_VISION | dict(crop_size=16, feature_layer=-1), audio_config=dict(hidden_size=16, intermediate_size=16, num_blocks=1, num_attention_heads=2, ext_pw_out_channel=16, nemo_conv_channels=16, depthwise_separable_out_channel=16))),
+    "plbart": ("PLBartConfig", _BART),
+    "prophetnet": ("ProphetNetConfig", {k: v for k, v in _TINY.items() if k != "num_hidden_layers"} | dict(num_encoder_layers=3, num_decoder_layers=3, num_decoder_attention_heads=4, decoder_ffn_dim=64, add_cross_attention=False, is_decoder=True, is_encoder_decoder=False)),
+    "qwen3_5_text": ("Qwen3_5TextConfig", _TINY | dict(layer_types=["full_attention"] * 4)),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", _MOE | dict(layer_types=["full_attention"] * 4)),
+    "qwen3_next": ("Qwen3NextConfig", _MOE | dict(layer_types=["full_attention"] * 4)),
+    "rembert": ("RemBertConfig", _BERT | dict(input_embedding_size=16, output_embedding_size=24)),
+    "roberta": ("RobertaConfig", _BERT),
+    "roberta_prelayernorm": ("RobertaPreLayerNormConfig", _BERT),
+    "roc_bert": ("RoCBertConfig", _BERT | dict(pronunciation_embed_dim=8, pronunciation_vocab_size=VOCABULARY, shape_embed_dim=8, shape_vocab_size=VOCABULARY)),
+    "roformer": ("RoFormerConfig", _BERT | dict(embedding_size=32)),
+    "solar_open": ("SolarOpenConfig", _MOE | dict(n_routed_experts=4)),
+    "trocr": ("TrOCRConfig", _BART),
+    "vaultgemma": ("VaultGemmaConfig", _WINDOWS | dict(query_pre_attn_scalar=8)),
+    "whisper": ("WhisperConfig", _BART | dict(max_target_positions=256, suppress_tokens=None, begin_suppress_tokens=None)),
+    "xlm_roberta": ("XLMRobertaConfig", _BERT),
+    "xlm_roberta_xl": ("XLMRobertaXLConfig", _BERT),
+    "xmod": ("XmodConfig", _BERT | dict(default_language="en_XX")),
+    "youtu": ("YoutuConfig", _LATENT),
+}  # fmt: skip
+
+
 @cache
 def tiny_model(name: str) -> PreTrainedModel:
     """The architecture's model."""
-    return randomised(*(ARCHITECTURES | MORE_ARCHITECTURES)[name])
+    return randomised(*(ARCHITECTURES | MORE_ARCHITECTURES | RARE_ARCHITECTURES)[name])
 
 
 def randomised(config_class: str, arguments: dict) -> PreTrainedModel:

@@ -47,7 +47,7 @@ def test_the_text_is_that_of_transformers(model, cache, caplog):
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_a_cache_asked_for_is_refused(model, cache):
-    with pytest.raises(engine.OptionError, match=r"keeps no keys and values .* use cache='none'"):
+    with pytest.raises(engine.OptionError, match=r"takes no cache of keys and values .* use cache='none'"):
         engine.generate(model, prompt(), cache=cache, max_new_tokens=NEW)
     with pytest.raises(engine.OptionError, match="use cache='none'"):
         engine.Generator(model, config=engine.EngineConfig(cache=cache)).generate(prompt(), max_new_tokens=NEW)

@@ -1,0 +1,103 @@
+"""Layer kinds of one model family, kept by transformers' own layer inside our cache.
+
+Such a layer has methods that only its model knows (compressed entries, an index of blocks). They are passed on to it.
+transformers' growing layers write nothing in place, so putting their attributes back undoes a step. Taking back a part
+of a step is not possible.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from caches.errors import StepError
+from caches.spec import LayerSpec
+from caches.timeline import Timeline
+
+
+class WrappedLayer:
+    """One of transformers' layers that takes part in begin, settle, abort and rows. See `Layer` for what they mean."""
+
+    def __init__(self, spec: LayerSpec, timeline: Timeline):
+        assert spec.new_layer is not None
+        self.spec, self.timeline = spec, timeline
+        self._layer = spec.new_layer()
+        self._before: dict[str, Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_layer" not in vars(self):  # asked by copy and pickle before there is one
+            raise AttributeError(name)
+        return getattr(self._layer, name)
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._layer.update(keys, values)
+
+    def begin(self) -> None:
+        held = vars(self._layer)
+        self._before = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in held.items()}
+
+    def reserve(self, room: int) -> None:
+        """It makes its own room."""
+
+    def compact(self) -> None:
+        """It forgets in its own way."""
+
+    def settle(self, drop: int) -> None:
+        if drop:
+            self.check_drop(drop)
+            self.abort()
+        self._before = None
+
+    def check_drop(self, drop: int) -> None:
+        """Raise `StepError` unless the open step can be settled without its last `drop` tokens."""
+        if 0 < drop < self.timeline.pending:
+            raise StepError(
+                f"a layer of {self.spec.layer_type} takes back whole steps only, not {drop} of {self.timeline.pending} "
+                "tokens: feed the tokens to keep one by one"
+            )
+
+    def abort(self) -> None:
+        if self._before is not None:
+            vars(self._layer).clear()
+            vars(self._layer).update(self._before)
+            self._before = None
+
+    def rows(self, index: torch.Tensor) -> None:
+        def chosen(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: chosen(one) for name, one in value.items()}
+            return value.index_select(0, index.to(value.device)) if _is_data(value) else value
+
+        for name, value in vars(self._layer).items():
+            setattr(self._layer, name, chosen(value))
+
+    def reset(self) -> None:
+        assert self.spec.new_layer is not None
+        self._layer = self.spec.new_layer()
+
+    def mask_sizes(self, tokens: int, unsettled: int = 0) -> tuple[int, int]:
+        return self._layer.get_mask_sizes(tokens)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for value in vars(self._layer).values():
+            for one in value.values() if isinstance(value, dict) else (value,):
+                if _is_data(one):
+                    yield one
+
+    @property
+    def is_initialized(self) -> bool:
+        return next(self.tensors(), None) is not None
+
+    @property
+    def is_sliding(self) -> bool:
+        return bool(getattr(self._layer, "is_sliding", False))
+
+    def __repr__(self) -> str:
+        return f"WrappedLayer({self.spec.layer_type}, {type(self._layer).__name__})"
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and value.numel() > 0
