@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from caches.cache import Cache
 from caches.errors import UnsupportedLayer
 from caches.no_cache import NoCache
 from caches.registry import register
-from caches.spec import EXOTIC, INDEX, KV, LayerSpec, read_specs
+from caches.spec import EXOTIC, INDEX, KV, LayerSpec
 from caches.store import FixedStore, GrowingStore
 from caches.timeline import Timeline
 from configs import ConfigError, DynamicCacheConfig, NoCacheConfig, StaticCacheConfig
 
 
 @register(DynamicCacheConfig)
-def dynamic(model_config: Any, options: DynamicCacheConfig) -> Cache:
+def dynamic(specs: Sequence[LayerSpec], options: DynamicCacheConfig) -> Cache:
     """Grows as tokens come: the default."""
-    specs = read_specs(model_config)
     _refuse_all_but("dynamic", specs, {KV, INDEX, EXOTIC})
     return Cache("dynamic", specs, _growing)
 
 
 @register(StaticCacheConfig)
-def static(model_config: Any, options: StaticCacheConfig) -> Cache:
+def static(specs: Sequence[LayerSpec], options: StaticCacheConfig) -> Cache:
     """Fixed size, tensors that never move: what a compiled decode step needs."""
-    specs = read_specs(model_config)
     _refuse_all_but("static", specs, {KV, INDEX})
     if options.max_cache_len is None:
         raise ConfigError("a static cache built by hand needs max_cache_len, the tokens it can hold per row")
     return Cache("static", specs, _fixed, fixed=True, max_tokens=options.max_cache_len)
 
 
-@register(NoCacheConfig)
-def none(model_config: Any, options: NoCacheConfig) -> NoCache:
+@register(NoCacheConfig, any_layers=True)
+def none(specs: Sequence[LayerSpec], options: NoCacheConfig) -> NoCache:
     """Keeps nothing and computes everything again in every step: for models without a cache, and as a reference."""
     return NoCache()
 

@@ -1,24 +1,29 @@
-"""Cache backends by name. A recipe is a function from a model's configuration and the backend's options to a cache."""
+"""Cache backends by name. A recipe is a function from a model's layers and the backend's options to a cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from caches.driven import Driven
 from caches.errors import UnknownCache
+from caches.spec import LayerSpec, read_specs
 from configs import CacheConfig, nearest
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """name: what users write. options: the backend's configuration class. summary: one line on what it is for."""
+    """name: what users write. options: the backend's configuration class. summary: one line on what it is for.
+
+    any_layers: it suits every model, also one of whose layers nothing is known.
+    """
 
     name: str
     options: type[CacheConfig]
-    build: Callable[[Any, Any], Driven]
+    build: Callable[[Sequence[LayerSpec], Any], Driven]
     summary: str
+    any_layers: bool = False
 
     @property
     def has_a_size(self) -> bool:
@@ -29,14 +34,14 @@ class Recipe:
 _recipes: dict[str, Recipe] = {}
 
 
-def register(options: type[CacheConfig]) -> Callable[[Callable], Callable]:
+def register(options: type[CacheConfig], *, any_layers: bool = False) -> Callable[[Callable], Callable]:
     """Make a function the recipe for `options.name`. Its docstring's first line becomes the summary."""
 
     def decorate(build: Callable) -> Callable:
         if options.name in _recipes:
             raise ValueError(f"a cache named {options.name!r} is registered already")
         summary = (build.__doc__ or "").strip().splitlines()
-        _recipes[options.name] = Recipe(options.name, options, build, summary[0] if summary else "")
+        _recipes[options.name] = Recipe(options.name, options, build, summary[0] if summary else "", any_layers)
         return build
 
     return decorate
@@ -61,4 +66,5 @@ def build(name: str, model_config: Any, options: CacheConfig | None = None, **ch
     """
     chosen = recipe(name)
     base = {} if options is None else options.to_dict()
-    return chosen.build(model_config, chosen.options.from_dict(base, **changes))
+    specs = () if chosen.any_layers else read_specs(model_config)
+    return chosen.build(specs, chosen.options.from_dict(base, **changes))

@@ -89,7 +89,10 @@ def imports_codec(node):
     [
         (names_layer_types, {"caches/spec.py"}),
         (calls_the_model, {"engine/runner.py", "engine/sizes.py"}),  # sizes: a model without weights
-        (uses_private_parts_of_the_model, {"engine/request.py", "engine/masks.py", "engine/extras.py"}),
+        (
+            uses_private_parts_of_the_model,
+            {"engine/request.py", "engine/masks.py", "engine/extras.py", "engine/runner.py"},
+        ),
         (imports_codec, set()),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
