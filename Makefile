@@ -16,7 +16,7 @@ demo: .venv/installed
 test: .venv/installed
 	$(BIN)/python -m pytest
 
-# What takes longer: compiling with a C++ compiler.
+# What takes longer: rare architectures, compiling with a C++ compiler.
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -m slow
 
