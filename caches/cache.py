@@ -60,6 +60,7 @@ class Cache(TransformersCache):
                 for spec, group in zip(specs, kept, strict=True)
             ]
         )
+        self._wrapped = [layer for layer in self.layers if isinstance(layer, WrappedLayer)]
         self._open = False  # a step was begun and neither settled nor aborted
         self._driven = False  # ... by our loop, which will also close it
         self._written: set[tuple[int, str]] = set()  # streams of layers that a foreign loop's open step has reached
@@ -86,7 +87,7 @@ class Cache(TransformersCache):
                 layer.compact()
         for timeline, placement in placements.items():
             timeline.begin(tokens, placement, graph)
-        for layer in self.layers:
+        for layer in self._wrapped:
             layer.begin()
         self._open = self._driven = True
 
@@ -105,7 +106,7 @@ class Cache(TransformersCache):
         if not 0 <= drop <= pending:
             raise StepError(f"settle(drop={drop}), but the open step has {pending} tokens")
         first = self._timelines[0].seen == 0
-        for layer in self.layers:
+        for layer in self._wrapped:
             layer.check_drop(drop)
         for layer in self.layers:
             layer.settle(drop)
@@ -238,11 +239,11 @@ class Cache(TransformersCache):
         remove = max(0, self.seen - tokens) if tokens > 0 else -tokens
         if remove > self.seen:
             raise StepError(f"crop({tokens}): the cache holds {self.seen} tokens, {remove} cannot be removed from it")
-        exotic = next((layer.spec.layer_type for layer in self.layers if isinstance(layer, WrappedLayer)), None)
-        if remove and exotic is not None:
+        if remove and self._wrapped:
+            kind = self._wrapped[0].spec.layer_type
             raise StepError(
-                f"crop({tokens}) of {self.seen} tokens: a layer of {exotic} cannot take tokens back. Reset the cache "
-                "and feed the tokens to keep again."
+                f"crop({tokens}) of {self.seen} tokens: a layer of {kind} cannot take tokens back. Reset the cache and "
+                "feed the tokens to keep again."
             )
         for timeline in self._timelines:
             if not timeline.can_forget(remove):

@@ -39,9 +39,6 @@ class Layer:
         """Add one step's index keys [rows, tokens, index_dim]; returns all that are kept."""
         return self.stores["index"].append(keys[:, None])[:, 0]
 
-    def begin(self) -> None:
-        """A step has been opened."""
-
     def reserve(self, room: int) -> None:
         for store in self.stores.values():
             store.reserve(room)
@@ -49,9 +46,6 @@ class Layer:
     def compact(self) -> None:
         for store in self.stores.values():
             store.compact()
-
-    def check_drop(self, drop: int) -> None:
-        """Raise `StepError` unless the open step can be settled without its last `drop` tokens: it always can."""
 
     def settle(self, drop: int) -> None:
         for store in self.stores.values():

@@ -8,9 +8,9 @@ equal to rounding. Which one is faster is measured once per process, on a matrix
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,29 +23,28 @@ class Linears:
     """
 
     def __init__(self, model: nn.Module, choice: str):
-        self._routes: list[tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]] = []
+        # The modules' own dictionaries: nn.Module's handling of attributes would take longer than the product.
+        self._routes: list[tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]] = []
         if choice == "default" or not has_onednn():
             return
         # An instance with a `forward` of its own has been wrapped by somebody (accelerate, adapters): left alone.
         plain = [m for m in model.modules() if type(m) is nn.Linear and "forward" not in m.__dict__ and _fits(m)]
         if plain and (choice == "onednn" or onednn_is_faster()):
-            self._routes = [(module, _through_onednn(module)) for module in plain]
+            self._first = plain[0]
+            self._routes = [(module.__dict__, _through_onednn(module)) for module in plain]
 
     def __len__(self) -> int:
         return len(self._routes)
 
-    @contextmanager
-    def routed(self) -> Iterator[None]:
-        """Within this block the layers compute through oneDNN. Two threads may be in it: both set the same."""
-        routes = self._routes if self._routes and _fits(self._routes[0][0]) else []  # the model may have been moved
-        for module, forward in routes:
-            # Past nn.Module's own attribute handling, which would take longer than the product.
-            module.__dict__["forward"] = forward
-        try:
-            yield
-        finally:
-            for module, _ in routes:
-                module.__dict__.pop("forward", None)
+    def __enter__(self) -> None:
+        """Within a `with` block the layers compute through oneDNN. Two threads may be in one: both set the same."""
+        if self._routes and _fits(self._first):  # the model may have been moved
+            for attributes, forward in self._routes:
+                attributes["forward"] = forward
+
+    def __exit__(self, *raised: object) -> None:
+        for attributes, _ in self._routes:
+            attributes.pop("forward", None)
 
 
 def _fits(module: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from engine.text import RowText
 from engine.tokens import Tokens
 from strategies import Crop, Emit, Forward, Operation, Rows
 
+_FIELDS = {"output_attentions": "attentions", "output_hidden_states": "hidden_states"}
 RECORDS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -61,7 +62,7 @@ class Run:
         if tokenizer is not None and (stream_text or request.stop_strings):
             self._texts = [RowText(tokenizer, request.stop_strings) for _ in prompt]
         self._records: dict[str, list[Any]] = {name: [] for name in RECORDS if getattr(request.config, name, None)}
-        self._unread: deque[_Mark] = deque()  # one per column that the host has not read yet
+        self._unread: deque[_Mark] = deque()  # one per column that is read late
         self._read = self._mark()
         self._new_tokens = 0
         self._started = started
@@ -129,10 +130,9 @@ class Run:
     def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
         outputs = self._lane.forward(tokens)
         logits = outputs.logits[:, -1].to(torch.float32, copy=True)
-        found = {"output_logits": logits, "output_attentions": outputs.get("attentions")}
-        found["output_hidden_states"] = outputs.get("hidden_states")
-        for name in found.keys() & self._records.keys():
-            self._records[name].append(found[name])
+        for name in self._records:
+            if name != "output_scores":
+                self._records[name].append(logits if name == "output_logits" else outputs.get(_FIELDS[name]))
         return logits
 
     def _emit(self, tokens: torch.Tensor, scores: tuple[torch.Tensor, ...]) -> list[Piece]:
@@ -143,7 +143,8 @@ class Run:
             self._tokens.write(tokens[:, column])
             if "output_scores" in self._records and scores:
                 self._records["output_scores"].append(scores[column])
-            self._unread.append(self._mark())
+            if self._tokens.late:
+                self._unread.append(self._mark())
             # The first token is waited for, so that the time to it is honest, and nothing can come after the last.
             at_once = not self._tokens.late or self._first_token_s is None
             at_once = at_once or self._tokens.written == self._last_column
@@ -152,8 +153,7 @@ class Run:
         return pieces
 
     def _mark(self) -> _Mark:
-        draws_late = self._tokens.late and self._request.strategy.samples
-        generator = _random_state(self._device) if draws_late else None
+        generator = _random_state(self._device) if self._request.strategy.samples else None
         return _Mark({name: len(values) for name, values in self._records.items()}, generator)
 
     def _read_all(self) -> list[Piece]:
@@ -168,7 +168,8 @@ class Run:
         new = [
             token if runs else self._request.pad_id for token, runs in zip(self._tokens.next(), running, strict=True)
         ]
-        self._read = self._unread.popleft()
+        if self._unread:
+            self._read = self._unread.popleft()
         if self._first_token_s is None:
             self._first_token_s = self._now()
         self._new_tokens += sum(running)
@@ -194,9 +195,7 @@ class Run:
             deltas = [
                 text.push(token) if runs else "" for text, token, runs in zip(self._texts, new, running, strict=True)
             ]
-        recorded = self._records.get("output_scores")
-        scores = None if recorded is None else tuple(recorded[: self._read.records["output_scores"]])
-        self._stopping.check(self._tokens.ids[:, : self._tokens.read], new, scores, self._texts)
+        self._stopping.check(self._tokens.read, new, self._texts, self._seen_by_criteria)
         pieces = []
         for row, reason in enumerate(self._stopping.reasons):
             if not running[row]:
@@ -208,6 +207,11 @@ class Run:
                     delta = (delta or "") + self._texts[row].flush()
             pieces.append(Piece(row, (new[row],), delta, reason))
         return pieces
+
+    def _seen_by_criteria(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
+        scores = self._records.get("output_scores")
+        read = len(scores) - self._tokens.unread if scores is not None else 0
+        return self._tokens.ids[:, : self._tokens.read], None if scores is None else tuple(scores[:read])
 
     def _reorder(self, index: torch.Tensor) -> None:
         self._lane.rows(index)

@@ -69,7 +69,7 @@ class Runner:
         while True:
             begin = cache.seen
             end = total if chunk_tokens is None else min(total, begin + chunk_tokens)
-            inputs = self._inputs(ids[:, : end - before], columns, cache, begin, end, prefill, extras or {}, axes or {})
+            inputs = self._inputs(ids, columns, cache, before, begin, end, prefill, extras or {}, axes or {})
             if embeds is not None and begin - before < embeds.shape[1]:
                 inputs["inputs_embeds"] = self._embedded(embeds, ids, max(begin - before, 0), end - before)
                 inputs.pop("input_ids", None)
@@ -111,7 +111,7 @@ class Runner:
 
     def _call(self, inputs: dict[str, Any], cache: Driven, columns: Columns, end: int, graph: bool) -> ModelOutput:
         if not graph:
-            with self._linears.routed():
+            with self._linears:
                 return self.model(**inputs, return_dict=True)
         assert self._compiled is not None
         positions = contiguous(columns.positions(end - 1, end))
@@ -126,13 +126,14 @@ class Runner:
         ids: torch.Tensor,
         columns: Columns,
         cache: Driven,
+        before: int,
         begin: int,
         end: int,
         prefill: bool,
         extras: dict[str, Any],
         axes: dict[str, int],
     ) -> dict[str, Any]:
-        """What the model's forward gets for the columns from `begin` to `end`; `ids` ends with the last of them."""
+        """What the model's forward gets for the columns from `begin` to `end`; `ids` are those after `before`."""
         inputs: dict[str, Any] = {
             "attention_mask": columns.mask(end),
             "past_key_values": cache.handle,
@@ -141,7 +142,7 @@ class Runner:
         }
         if self._prepares_itself or extras:
             # As long as the text is, also where its beginning is only in the cache: some models look at that.
-            ids = torch.nn.functional.pad(ids, (end - ids.shape[1], 0))
+            ids = torch.nn.functional.pad(ids[:, : end - before], (before, 0))
             inputs["position_ids"] = columns.positions(0, end)
             extras = extras | {name: extras[name].narrow(axis, 0, end) for name, axis in axes.items()}
             if ENCODED in extras:  # models write into the containers, and without a cache every step needs them
@@ -156,7 +157,7 @@ class Runner:
         if end - begin == 1:
             mask = one_token_mask(self.model, cache.handle, self._mask_kinds, columns, end)
             inputs["attention_mask"] = inputs["attention_mask"] if mask is None else mask
-        inputs["input_ids"] = ids[:, begin - end :]
+        inputs["input_ids"] = ids[:, max(begin - before, 0) : end - before]
         inputs["position_ids"] = columns.positions(begin, end)
         if "cache_position" in self._takes:  # code from outside transformers; its own models have dropped it
             inputs["cache_position"] = torch.arange(begin, end, device=ids.device)

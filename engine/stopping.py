@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import StoppingCriteriaList
@@ -35,15 +35,16 @@ class Stopping:
 
     def check(
         self,
-        ids: torch.Tensor,
+        columns: int,
         tokens: Sequence[int],
-        scores: tuple[torch.Tensor, ...] | None,
         texts: Sequence[RowText] | None,
+        seen_by_criteria: Callable[[], tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]],
     ) -> None:
-        """Look at one new column: `ids` [rows, columns] with it, `tokens` its ids on the host."""
-        verdicts = [
-            (reason, criteria(ids, scores).tolist()) for reason, criteria in self._criteria if len(criteria) > 0
-        ]
+        """Look at the last of `columns` columns: `tokens` are its ids on the host.
+
+        seen_by_criteria: the ids [rows, columns] and the scores so far, asked for only where there are criteria.
+        """
+        verdicts = [(reason, criteria(*seen_by_criteria()).tolist()) for reason, criteria in self._criteria if criteria]
         for row, token in enumerate(tokens):
             if self.reasons[row] is not None:
                 continue
@@ -53,7 +54,7 @@ class Stopping:
                 self.reasons[row] = "stop_string"
             else:
                 told = [reason for reason, verdict in verdicts if verdict[row]]
-                at_end = ["length"] if ids.shape[1] >= self._last_column else []
+                at_end = ["length"] if columns >= self._last_column else []
                 self.reasons[row] = next(iter(told + at_end), None)
 
     def rows(self, index: torch.Tensor) -> None:

@@ -51,7 +51,8 @@ class Tokens:
         column = self._ids[:, self.written]
         column.copy_(tokens if self._ended is None else tokens.masked_fill(self._ended, self._pad_id))
         self.written += 1
-        self._copies.append(_copy_to_host(column))
+        # Read at once, the tokens need no copy of their own.
+        self._copies.append(_copy_to_host(column) if self.late else (column, None))
 
     def next(self) -> list[int]:
         """The first unread column on the host, waiting for it if it has not arrived."""

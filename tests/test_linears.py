@@ -24,7 +24,7 @@ def test_equal_to_rounding(bias, shape):
     layer, input = nn.Linear(48, 33, bias=bias), torch.randn(shape)
     with torch.no_grad():
         expected = layer(input)
-        with Linears(layer, "onednn").routed():
+        with Linears(layer, "onednn"):
             assert wrapped(layer)
             torch.testing.assert_close(layer(input), expected, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(layer(input.expand(2, *shape)[1]), expected, atol=1e-5, rtol=1e-5)
@@ -36,7 +36,7 @@ def test_new_weights_are_seen():
     route = Linears(layer, "onednn")
     layer.weight = nn.Parameter(torch.zeros(8, 8))
     layer.bias = nn.Parameter(torch.ones(8))
-    with torch.no_grad(), route.routed():
+    with torch.no_grad(), route:
         assert torch.equal(layer(input), torch.ones(2, 8))
 
 
