@@ -25,6 +25,7 @@ def main(results: Path) -> None:
         colours = ["#9aa5b1" if name.startswith(("transformers", "llama.cpp")) else "#2f6fab" for name in names]
         axis.barh(names, medians, xerr=errors, color=colours, error_kw={"ecolor": "#333333", "capsize": 2, "lw": 1})
         axis.axvline(case["floor_ms"], color="#c0392b", lw=1.2, ls="--", label="floor: memory read once")
+        axis.set_xlim(0, 1.3 * max(medians))  # one bad run must not hide the others
         axis.set_title(f"prompt of {case['prompt_tokens']} tokens", fontsize=10)
         axis.set_xlabel("ms per token (less is better)")
         axis.spines[["top", "right"]].set_visible(False)
