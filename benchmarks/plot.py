@@ -29,7 +29,7 @@ def main(results: Path) -> None:
         axis.set_title(f"prompt of {case['prompt_tokens']} tokens", fontsize=10)
         axis.set_xlabel("ms per token (less is better)")
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(frameon=False, fontsize=8, loc="upper right")
+    axes[0].legend(frameon=False, fontsize=8, loc="lower right")
     # By this the tests know which results were drawn.
     digest = hashlib.sha256(results.read_bytes()).hexdigest()
     figure.savefig(results.with_suffix(".svg"), metadata={"Date": None, "Description": f"sha256 {digest}"})
