@@ -50,8 +50,9 @@ def generate(
     # The model and how it runs.
     model: Model = None,
     cache: Annotated[
-        str, typer.Option(help="Cache backend, see `engine caches`.", autocompletion=_cache_names)
-    ] = "dynamic",
+        str | None,
+        typer.Option(help="Cache backend, see `engine caches`; default: dynamic.", autocompletion=_cache_names),
+    ] = None,
     cache_option: Annotated[
         list[str] | None, typer.Option(help="An option of the cache, NAME=VALUE; may be repeated.")
     ] = None,

@@ -40,7 +40,7 @@ def complete_extras(
         extras = {name: value for name, value in extras.items() if name in PER_TOKEN or name.endswith("_mask")}
     if "position_ids" not in extras and _reckons_positions(model):
         extras["position_ids"] = _own_positions(model, replace(prompt, extras=extras), mask, cache)
-    if hasattr(model, "_maybe_prepare_encoder_kwargs_for_generation"):  # from transformers 5.20 on
+    if hasattr(model, "_maybe_prepare_encoder_kwargs_for_generation"):  # missing in transformers 5.17
         with torch.no_grad():
             extras = model._maybe_prepare_encoder_kwargs_for_generation(prompt.ids, extras, "input_ids", config)
     named = {"attention_mask": mask, "inputs_embeds": prompt.embeds, **extras}
