@@ -90,8 +90,8 @@ def _own_positions(
         )
     except (StopIteration, IndexError, RuntimeError, ValueError) as error:
         raise InputError(
-            f"{type(model).__name__} cannot tell the positions of this prompt ({type(error).__name__}: {error}): give "
-            "the whole conversation with all its images, those in the cache too"
+            f"{type(model).__name__} cannot tell the positions of this prompt ({type(error).__name__}: {error}): begin "
+            "with an empty cache and give the whole conversation with all its images"
         ) from error
 
 

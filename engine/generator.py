@@ -132,6 +132,13 @@ class Generator:
                 f"tokens and {request.new_tokens} new ones need {request.total - 1}: raise max_cache_len or ask for "
                 "fewer"
             )
+        text_config = self.model.config.get_text_config(decoder=True)
+        by_id = getattr(text_config, "hidden_size_per_layer_input", None)
+        if request.prompt.embeds is not None and live.handle is None and by_id:
+            raise OptionError(
+                f"{type(self.model).__name__} looks up more of every token by its id, so embeddings and ids cannot be "
+                "computed again together: use a cache"
+            )
         if request.chunk_tokens is not None and live.handle is None:
             raise OptionError(
                 f"reading the prompt in pieces of {request.chunk_tokens} tokens needs a cache to keep them in"

@@ -124,8 +124,8 @@ def read_request(
     check_embeds(model, prompt)
     check_ids(model, prompt)
     mask = prompt.mask
-    if mask is None and prompt.embeds is not None:
-        mask = torch.ones(prompt.embeds.shape[:2], dtype=torch.long, device=model.device)
+    if mask is None and prompt.unnamed > 0:
+        mask = torch.ones(len(prompt.ids), prompt.columns, dtype=torch.long, device=model.device)
     elif mask is None:
         known = known_mask(cache, prompt.ids)
         mask = torch.cat([known, _inferred_mask(model, prompt.ids[:, known.shape[1] :], config)], dim=1)
@@ -212,7 +212,7 @@ def _processors(
         return model._get_logits_processor(
             generation_config=config,
             input_ids_seq_length=prompt.ids.shape[1],
-            encoder_input_ids=prompt.ids,
+            encoder_input_ids=prompt.ids if prompt.embeds is None else prompt.embeds,
             logits_processor=LogitsProcessorList(given or []),
             device=str(model.device),
             model_kwargs={"attention_mask": mask},

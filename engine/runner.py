@@ -143,7 +143,7 @@ class Runner:
         if self._prepares_itself or extras:
             # As long as the text is, also where its beginning is only in the cache: some models look at that.
             ids = torch.nn.functional.pad(ids[:, : end - before], (before, 0))
-            inputs["position_ids"] = columns.positions(0, end)
+            inputs["position_ids"] = contiguous(columns.positions(0, end))
             extras = extras | {name: extras[name].narrow(axis, 0, end) for name, axis in axes.items()}
             if ENCODED in extras:  # models write into the containers, and without a cache every step needs them
                 extras[ENCODED] = {kind: type(output)(**output) for kind, output in extras[ENCODED].items()}

@@ -63,6 +63,14 @@ def test_generation_parameters(options, with_ids):
     assert torch.equal(engine.generate(model, **inputs, **options).sequences, expected)
 
 
+def test_ids_beside_the_embeddings_tell_the_pads():
+    model = tiny_model("llama")
+    inputs, ids = embedded(model)
+    del inputs["attention_mask"]
+    expected = model.generate(**inputs, input_ids=ids, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(engine.generate(model, **inputs, input_ids=ids, max_new_tokens=NEW).sequences, expected)
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_a_conversation_goes_on_from_its_embeddings(cache):
     model = tiny_model("mistral")
@@ -120,3 +128,11 @@ def test_a_model_that_takes_none(monkeypatch):
     monkeypatch.setattr(model, "forward", lambda input_ids, past_key_values=None: forward(input_ids))
     with pytest.raises(engine.OptionError, match="takes no inputs_embeds"):
         engine.generate(model, embedded(model)[0], max_new_tokens=NEW)
+
+
+def test_what_needs_ids_beside_embeddings_needs_a_cache():
+    model = tiny_model("gemma3n_text")
+    inputs, _ = embedded(model)
+    assert engine.generate(model, inputs, max_new_tokens=3).stats.new_tokens == 6
+    with pytest.raises(engine.OptionError, match="looks up more of every token by its id"):
+        engine.generate(model, inputs, cache="none", max_new_tokens=3)

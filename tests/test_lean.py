@@ -4,13 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from architectures import ARCHITECTURES, prompt, tiny_model
+from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
 from engine.tokens import Tokens
 
 NEW = 20
+OLDER = Version(transformers.__version__) < Version("5.23")
 
 
 @pytest.fixture
@@ -57,8 +60,9 @@ def waits_per_step(monkeypatch, name, cache, pads, **options):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "gpt_oss"])
 def test_a_step_waits_for_nothing(late, monkeypatch, name, cache, pads):
-    # transformers makes the masks of chunks, and looks into them.
-    assert waits_per_step(monkeypatch, name, cache, pads) == (1 if name == "llama4_text" and pads else 0)
+    # transformers makes the masks of chunks, and looks into them; opt does it by itself in older releases.
+    looks = (name == "llama4_text" and pads > 0) or (name == "opt" and pads == 0 and OLDER)
+    assert waits_per_step(monkeypatch, name, cache, pads) == int(looks)
 
 
 def test_waiting_would_be_seen(late, monkeypatch):
