@@ -61,7 +61,6 @@ _LAYER_TYPES: dict[str, tuple[tuple[str, ...], str | None]] = {
     "minimax_m3_sparse": ((EXOTIC,), None),
     "compressed_sparse_attention": ((EXOTIC,), None),
     "heavily_compressed_attention": ((EXOTIC,), None),
-    "reference_sliding_attention": ((EXOTIC,), None),
     "moe": ((), None),
     "mlp": ((), None),
 }

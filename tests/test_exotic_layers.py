@@ -125,3 +125,12 @@ def test_a_failed_forward_leaves_no_trace(model, monkeypatch):
 def test_static_refuses_them(model):
     with pytest.raises(caches.UnsupportedLayer, match=r"only transformers' own layer knows.*cache='dynamic'"):
         engine.generate(model, prompt(), cache="static", max_new_tokens=NEW)
+
+
+def test_a_kind_that_nobody_has_tried_is_refused():
+    config = transformers.LlamaConfig(**_TINY | dict(num_hidden_layers=2))
+    config.layer_types = ["full_attention", "reference_sliding_attention"]
+    for cache in ("dynamic", "static"):
+        options = {"max_cache_len": 9} if cache == "static" else {}
+        with pytest.raises(caches.UnsupportedLayer, match=r"reference_sliding_attention.* keeps something unknown"):
+            caches.build(cache, config, **options)
