@@ -9,7 +9,7 @@ from caches.errors import CacheError, CapacityError, StepError, UnknownCache, Un
 from caches.foreign import ForeignCache
 from caches.no_cache import NoCache
 from caches.registry import Recipe, build, names, recipe, register
-from caches.spec import mask_kinds
+from caches.spec import mask_kinds, read_specs
 
 
 def driven(cache: Driven | _TransformersCache) -> Driven:
@@ -33,6 +33,7 @@ __all__ = [
     "driven",
     "mask_kinds",
     "names",
+    "read_specs",
     "recipe",
     "register",
 ]

@@ -8,7 +8,7 @@ from caches.cache import Cache
 from caches.errors import UnsupportedLayer
 from caches.no_cache import NoCache
 from caches.registry import register
-from caches.spec import EXOTIC, INDEX, KV, LayerSpec
+from caches.spec import EXOTIC, INDEX, KV, STATE, LayerSpec
 from caches.store import FixedStore, GrowingStore
 from caches.timeline import Timeline
 from configs import ConfigError, DynamicCacheConfig, NoCacheConfig, StaticCacheConfig
@@ -17,14 +17,14 @@ from configs import ConfigError, DynamicCacheConfig, NoCacheConfig, StaticCacheC
 @register(DynamicCacheConfig)
 def dynamic(specs: Sequence[LayerSpec], options: DynamicCacheConfig) -> Cache:
     """Grows as tokens come: the default."""
-    _refuse_all_but("dynamic", specs, {KV, INDEX, EXOTIC})
+    _refuse_all_but("dynamic", specs, {KV, INDEX, STATE, EXOTIC})
     return Cache("dynamic", specs, _growing)
 
 
 @register(StaticCacheConfig)
 def static(specs: Sequence[LayerSpec], options: StaticCacheConfig) -> Cache:
     """Fixed size, tensors that never move: what a compiled decode step needs."""
-    _refuse_all_but("static", specs, {KV, INDEX})
+    _refuse_all_but("static", specs, {KV, INDEX, STATE})
     if options.max_cache_len is None:
         raise ConfigError("a static cache built by hand needs max_cache_len, the tokens it can hold per row")
     return Cache("static", specs, _fixed, fixed=True, max_tokens=options.max_cache_len)

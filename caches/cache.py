@@ -1,7 +1,7 @@
-"""A cache as transformers' models see it: the only file in which our caches speak transformers' protocol.
+"""A cache of layers, each step a transaction, and what transformers' models call in a forward.
 
 Our own loop drives it with `begin / settle / abort`. In a foreign loop (`model.generate`, or plain `model(...)`) nobody
-calls those: there the first `update` of a step opens it and settles the one before, and what is asked in between is
+calls those: there the first use of a layer opens a step and settles the one before, and what is asked in between is
 answered as if that had already happened.
 """
 
@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache as TransformersCache
 
 from caches.driven import Log
 from caches.errors import StepError, UnsupportedLayer
+from caches.face import Face
 from caches.layer import Layer, StoreFactory
 from caches.retention import KeepAll, KeepRecent, Retention
-from caches.spec import EXOTIC, INDEX, KV, LayerSpec, read_specs
+from caches.spec import EXOTIC, INDEX, KV, STATE, LayerSpec, Reach, read_specs
+from caches.state import CONV, RECURRENT, State
 from caches.timeline import Timeline
 from caches.wrapped import WrappedLayer
 
@@ -27,48 +28,68 @@ def what_reach_needs(spec: LayerSpec) -> Retention:
     return KeepAll() if spec.reach.columns is None else KeepRecent(spec.reach.columns)
 
 
-class Cache(TransformersCache):
-    """Keys and values of a model's layers, kept as its recipe says. What the methods of a step do: see `Driven`.
+_PLAIN = LayerSpec("full_attention", frozenset({KV}))
 
-    name: the recipe's name. specs: one per layer. new_store: makes the store of each stream. fixed: whether those
-    stores never move. max_tokens: tokens it may hold per row, or None. retention: which columns a layer keeps.
+
+class Cache(Face):
+    """Keys, values and states of a model's layers, kept as its recipe says. What the methods of a step do: see `Driven`.
+
+    name: the recipe's name. specs: one per layer; None makes a layer of full attention whenever one is first used.
+    new_store: makes the store of each stream. fixed: whether its tensors never move. max_rows, max_tokens: what a fixed
+    one has room for, None for the rows of the first step and any number of tokens. retention: which columns a layer
+    keeps.
     """
 
     def __init__(
         self,
         name: str,
-        specs: Sequence[LayerSpec],
+        specs: Sequence[LayerSpec] | None,
         new_store: StoreFactory,
         *,
         fixed: bool = False,
+        max_rows: int | None = None,
         max_tokens: int | None = None,
         retention: Callable[[LayerSpec], Retention] = what_reach_needs,
     ):
-        self.name = name
-        self.fixed = fixed
-        self.specs = tuple(specs)
+        super().__init__(layers=[])
+        self.name, self.fixed = name, fixed
         self.log: Log | None = None
-        kept = [(spec.reach, retention(spec)) for spec in specs]
-        # Without any layer that keeps columns there is still a clock.
-        used = [group for group, spec in zip(kept, specs, strict=True) if spec.keeps_kv] or kept[:1]
-        timelines = {group: Timeline(group[1], max_tokens, all_room=fixed) for group in dict.fromkeys(used)}
-        self._timelines = list(timelines.values())
-        clock = self._timelines[0]
-        super().__init__(
-            layers=[
-                _new_layer(spec, timelines.get(group, clock), new_store)
-                for spec, group in zip(specs, kept, strict=True)
-            ]
-        )
-        self._wrapped = [layer for layer in self.layers if isinstance(layer, WrappedLayer)]
+        self._max_rows, self._max_tokens = max_rows, max_tokens
+        self._new_store, self._retention = new_store, retention
         self._open = False  # a step was begun and neither settled nor aborted
         self._driven = False  # ... by our loop, which will also close it
-        self._written: set[tuple[int, str]] = set()  # streams of layers that a foreign loop's open step has reached
-        self._required = {(i, stream) for i, spec in enumerate(specs) for stream in spec.streams - {EXOTIC}}
-        self._required |= {(i, KV) for i, spec in enumerate(specs) if EXOTIC in spec.streams}
+        # Of a foreign loop's open step: the calls there were, and the streams of layers that they reached.
+        self._calls: set[tuple[int, str]] = set()
+        self._reached: set[tuple[int, str]] = set()
+        self._required: set[tuple[int, str]] = set()
+        self._timelines: list[Timeline] = []
+        self.finds_layers = specs is None
+        self._make_layers(specs or ())
+
+    def _make_layers(self, specs: Sequence[LayerSpec]) -> None:
+        self.specs = tuple(specs)
+        kept = [(spec.reach, self._retention(spec)) for spec in specs]
+        # Without any layer that keeps columns there is still a clock.
+        used = [group for group, spec in zip(kept, specs, strict=True) if spec.keeps_kv]
+        used = used or kept[:1] or [(Reach(), KeepAll())]
+        timelines = {
+            group: Timeline(group[1], self._max_tokens, all_room=self.fixed) for group in dict.fromkeys(used)
+        }
+        self._timelines = list(timelines.values())
+        clock = self._timelines[0]
+        self.layers = [self._new_layer(spec, timelines.get(group, clock)) for spec, group in zip(specs, kept, strict=True)]
+        self._required = {use for index, spec in enumerate(specs) for use in _uses(index, spec)}
+
+    def _new_layer(self, spec: LayerSpec, timeline: Timeline) -> Layer | WrappedLayer:
+        if EXOTIC in spec.streams:
+            return WrappedLayer(spec, timeline)
+        return Layer(spec, timeline, self._new_store, self.fixed)
 
     def check_fits(self, model_config: Any) -> None:
         specs = read_specs(model_config)
+        if self.finds_layers and self.seen == 0:
+            self.finds_layers = False
+            self._make_layers(specs)
         if specs != self.specs:
             raise UnsupportedLayer(
                 f"it was built for {_layers_in_words(self.specs)}, but the model has {_layers_in_words(specs)}; "
@@ -79,17 +100,24 @@ class Cache(TransformersCache):
 
     def begin(self, tokens: int, graph: bool = False) -> None:
         self._finish_foreign_step()
+        self._begin_columns(tokens, graph)
+        self._open = self._driven = True
+
+    def _begin_columns(self, tokens: int, graph: bool = False) -> None:
         placements = {timeline: timeline.place(tokens) for timeline in self._timelines}
         # What may fail comes first and changes nothing that anybody can see.
+        if not self._open:
+            self._begin_layers()
         self._make_room({timeline: placement.room for timeline, placement in placements.items()})
         for layer in self.layers:
             if placements[layer.timeline].compact:
                 layer.compact()
         for timeline, placement in placements.items():
             timeline.begin(tokens, placement, graph)
-        for layer in self._wrapped:
+
+    def _begin_layers(self) -> None:
+        for layer in self.layers:
             layer.begin()
-        self._open = self._driven = True
 
     def _make_room(self, rooms: dict[Timeline, int]) -> None:
         if all(room == timeline.room for timeline, room in rooms.items()):
@@ -99,21 +127,28 @@ class Cache(TransformersCache):
         for timeline, room in rooms.items():
             timeline.room = room
 
+    def can_drop(self, drop: int) -> bool:
+        return all(layer.can_drop(drop) for layer in self.layers)
+
     def settle(self, drop: int = 0) -> None:
         if not self._open:
             raise StepError("settle() without begin()")
         pending = self._timelines[0].pending
         if not 0 <= drop <= pending:
             raise StepError(f"settle(drop={drop}), but the open step has {pending} tokens")
+        if not self.can_drop(drop):
+            kind = next(layer.spec.layer_type for layer in self.layers if not layer.can_drop(drop))
+            raise StepError(
+                f"a {kind} layer takes back whole steps only, not {drop} of {pending} tokens: abort() the step and "
+                "feed the tokens to keep again"
+            )
         first = self._timelines[0].seen == 0
-        for layer in self._wrapped:
-            layer.check_drop(drop)
         for layer in self.layers:
             layer.settle(drop)
         for timeline in self._timelines:
             timeline.settle(drop)
         if self._driven and first:  # the whole forward ran: layers it did not reach never take part
-            self._required = {(i, stream) for i, stream in self._required if self.layers[i].is_initialized}
+            self._required = {(index, stream) for index, stream in self._required if self.layers[index].is_initialized}
         self._close()
 
     def abort(self) -> None:
@@ -124,32 +159,101 @@ class Cache(TransformersCache):
         for timeline in self._timelines:
             timeline.close()
         self._close()
+        if self._timelines[0].seen == 0:  # not even the number of rows is settled
+            self._empty()
 
     def _close(self) -> None:
         self._open = self._driven = False
-        self._written.clear()
+        self._calls.clear()
+        self._reached.clear()
 
     def rows(self, index: torch.Tensor) -> None:
         self._finish_foreign_step()
+        rows, allocated = self.batch_size, self._rows_allocated()
+        if rows == -1:
+            return
+        if index.numel() == 0 or int(index.min()) < 0 or int(index.max()) >= rows:
+            raise StepError(f"rows({index.tolist()}), but the cache holds rows 0 to {rows - 1}")
+        if allocated is not None and len(index) > allocated:
+            raise StepError(
+                f"a fixed cache with room for {allocated} rows cannot hold {len(index)}: its tensors keep their "
+                "address. Use cache='dynamic', or build it with max_batch_size"
+            )
         for layer in self.layers:
             layer.rows(index)
+        for timeline in self._timelines:
+            timeline.rows = len(index)
         self.log = None if self.log is None else self.log.rows(index)
+
+    def _rows_allocated(self) -> int | None:
+        """Rows that a fixed cache has room for; None without a limit."""
+        if not self.fixed:
+            return None
+        return next((tensor.shape[0] for layer in self.layers for tensor in layer.tensors()), self._max_rows)
 
     def reserve(self, tokens: int) -> None:
         self._make_room({timeline: timeline.room_for(tokens) for timeline in self._timelines})
+
+    def load(self, seen: int, rows: int, contents: Sequence[dict[str, Any]]) -> None:
+        """Hold exactly this content of every layer (see `Layer.content`) after `seen` tokens."""
+        held = {
+            layer.timeline: content["keys"].shape[-2]
+            for layer, content in zip(self.layers, contents, strict=True)
+            if isinstance(layer, Layer) and "keys" in content
+        }
+        for timeline in self._timelines:
+            timeline.adopt(seen, held.get(timeline), rows)
+        for layer, content in zip(self.layers, contents, strict=True):
+            layer.load(content)
+
+    def empty_like(self) -> Cache:
+        """An empty cache of the same recipe and layers, with room for as many rows as it is given first."""
+        return Cache(
+            self.name,
+            self.specs,
+            self._new_store,
+            fixed=self.fixed,
+            max_tokens=self._max_tokens,
+            retention=self._retention,
+        )
+
+    def crop(self, tokens: int) -> None:
+        """Positive: the new size. Negative: how many of the last tokens to remove. 0 removes nothing."""
+        self._finish_foreign_step()
+        remove = max(0, self.seen - tokens) if tokens > 0 else -tokens
+        if remove > self.seen:
+            raise StepError(f"crop({tokens}): the cache holds {self.seen} tokens, {remove} cannot be removed from it")
+        if remove == self.seen:
+            return self.reset()
+        again = "Reset the cache and feed the tokens to keep again."
+        for layer in self.layers:
+            if not layer.can_forget(remove):
+                raise StepError(
+                    f"crop({tokens}) of {self.seen} tokens: a {layer.spec.layer_type} layer keeps a state, of which "
+                    f"only the last step can be taken back. {again}"
+                )
+            if not layer.timeline.can_forget(remove):
+                raise StepError(
+                    f"crop({tokens}) of {self.seen} tokens: a {layer.spec.layer_type} layer keeps "
+                    f"{layer.timeline.held} of them and the ones before are gone. {again}"
+                )
+        for layer in self.layers:
+            layer.forget(remove)
+        for timeline in self._timelines:
+            timeline.forget(remove)
+        self.log = None if self.log is None else self.log.first(self.seen)
 
     def reset(self) -> None:
         """Forget everything. Fixed buffers stay where they are."""
         self._close()
         self.log = None
+        self._empty()
+
+    def _empty(self) -> None:
         for timeline in self._timelines:
             timeline.reset()
         for layer in self.layers:
             layer.reset()
-
-    @property
-    def handle(self) -> TransformersCache:
-        return self
 
     @property
     def seen(self) -> int:
@@ -161,35 +265,65 @@ class Cache(TransformersCache):
         return next((t.max_tokens for t in self._timelines if t.max_tokens is not None), None)
 
     @property
-    def bytes(self) -> int:
-        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors())
+    def batch_size(self) -> int:
+        """Rows, or -1 before the first step."""
+        return next((t.rows for t in self._timelines if t.rows is not None), -1)
 
     # Foreign loops.
 
     @property
+    def _is_complete(self) -> bool:
+        """Whether a foreign loop's open step has reached every layer."""
+        return self._open and not self._driven and self._reached >= self._required
+
+    @property
     def _unsettled(self) -> int:
         """Tokens of a foreign loop's step that is complete but not settled yet."""
-        complete = self._open and not self._driven and self._written >= self._required
-        return self._timelines[0].pending if complete else 0
+        # A step of one token may pass a model without columns in silence: it writes its states in place.
+        return (self._timelines[0].pending or 1) if self._is_complete else 0
 
     def _finish_foreign_step(self) -> None:
         if not self._open:
             return
         if self._driven:
             raise StepError("a step is open: settle() or abort() it first")
-        # A forward that died half-way left some layers one step ahead: as if it had never been.
-        self.settle() if self._written >= self._required else self.abort()
+        if not self._is_complete:  # a forward that died half-way: as if it had never been
+            return self.abort()
+        if self._timelines[0].pending == 0:
+            self._begin_columns(1)
+        self.settle()
 
-    def _open_foreign_step(self, layer_idx: int, stream: str, tokens: int) -> None:
-        if (layer_idx, stream) in self._written:
-            self._finish_foreign_step()
-        if not self._open:
-            self.begin(tokens)
-            self._driven = False
-            self.log = None  # what a foreign loop feeds is not known
-        self._written.add((layer_idx, stream))
+    def _touch(self, layer_idx: int, stream: str, call: str, tokens: int | None = None) -> Any:
+        """A model uses a layer: that may open a foreign loop's step, and finish the one before. Returns the layer."""
+        if not self._driven:
+            if (layer_idx, call) in self._calls:
+                self._finish_foreign_step()
+            if self.finds_layers and layer_idx >= len(self.layers):
+                self._find_layer(layer_idx, stream)
+            if not self._open:
+                self._begin_layers()
+                self._open, self.log = True, None  # what a foreign loop feeds is not known
+            if tokens is not None and self._timelines[0].pending == 0:
+                self._begin_columns(tokens)
+            self._calls.add((layer_idx, call))
+            self._reached.add((layer_idx, stream))
+        if not 0 <= layer_idx < len(self.layers):
+            raise UnsupportedLayer(f"the cache has {len(self.layers)} layers, but layer {layer_idx} was asked for")
+        return self.layers[layer_idx]
 
-    # transformers' protocol.
+    def _find_layer(self, layer_idx: int, stream: str) -> None:
+        if stream != KV or self._timelines[0].seen > 0:
+            raise StepError(
+                f"layer {layer_idx} appears in a cache that was built without a configuration"
+                + (" and keeps a state" if stream != KV else " after the first step, so that step died half-way")
+                + ": build it with config=model.config"
+            )
+        while len(self.layers) <= layer_idx:
+            self.specs += (_PLAIN,)
+            self._required |= set(_uses(len(self.layers), _PLAIN))
+            self.layers.append(self._new_layer(_PLAIN, self._timelines[0]))
+
+    # What models call.
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -198,15 +332,45 @@ class Cache(TransformersCache):
 
         Further arguments (`cache_kwargs` of older releases) are accepted: nothing in them is needed.
         """
-        if not self._driven:
-            self._open_foreign_step(layer_idx, KV, key_states.shape[-2])
-        return self.layers[layer_idx].append(key_states, value_states)
+        return self._touch(layer_idx, KV, "update", key_states.shape[-2]).append(key_states, value_states)
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Append the keys [rows, tokens, index_dim] by which a sparse layer chooses what to attend to; returns all."""
-        if not self._driven:
-            self._open_foreign_step(layer_idx, INDEX, indexer_key_states.shape[1])
-        return self.layers[layer_idx].append_index(indexer_key_states)
+        layer = self._touch(layer_idx, INDEX, "index", indexer_key_states.shape[1])
+        return layer.append_index(indexer_key_states)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Conv state `state_idx` [rows, channels, kernel], to be written in place; None before the first step."""
+        return self._state(layer_idx, f"get conv {state_idx}").get((CONV, state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Recurrent state `state_idx` [rows, ...], to be written in place; None before the first step."""
+        return self._state(layer_idx, f"get recurrent {state_idx}").get((RECURRENT, state_idx))
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Add what a convolution reads [rows, channels, tokens]; returns it with the columns before."""
+        tokens = None if conv_kernel_size is None else conv_states.shape[-1]
+        state = self._state(layer_idx, f"conv {state_idx}", tokens)
+        return state.append_conv(conv_states, state_idx, conv_kernel_size)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Set recurrent state `state_idx` [rows, ...]; returns it."""
+        return self._state(layer_idx, f"recurrent {state_idx}").set((RECURRENT, state_idx), recurrent_states)
+
+    def _state(self, layer_idx: int, call: str, tokens: int | None = None) -> State:
+        state = self._touch(layer_idx, STATE, call, tokens).state
+        if state is None:
+            raise UnsupportedLayer(f"layer {layer_idx} ({self.specs[layer_idx].layer_type}) keeps no state")
+        return state
 
     def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
         """Tokens committed; a tensor while a compiled step is open."""
@@ -217,50 +381,9 @@ class Cache(TransformersCache):
         return self.seen
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        if layer_idx >= len(self.layers):  # not found yet
+            return query_length, 0
         return self.layers[layer_idx].mask_sizes(query_length, self._unsettled)
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Tokens it can hold, -1 when it has no limit (transformers' convention)."""
-        return -1 if self.max_tokens is None else self.max_tokens
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self.rows(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.batch_size > 0:
-            self.rows(torch.arange(self.batch_size).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.rows(indices)
-
-    def crop(self, tokens: int) -> None:
-        """Positive: the new size. Negative: how many of the last tokens to remove. 0 removes nothing."""
-        self._finish_foreign_step()
-        remove = max(0, self.seen - tokens) if tokens > 0 else -tokens
-        if remove > self.seen:
-            raise StepError(f"crop({tokens}): the cache holds {self.seen} tokens, {remove} cannot be removed from it")
-        if remove and self._wrapped:
-            kind = self._wrapped[0].spec.layer_type
-            raise StepError(
-                f"crop({tokens}) of {self.seen} tokens: a layer of {kind} cannot take tokens back. Reset the cache and "
-                "feed the tokens to keep again."
-            )
-        for timeline in self._timelines:
-            if not timeline.can_forget(remove):
-                raise StepError(
-                    f"crop({tokens}) of {self.seen} tokens: a sliding layer keeps {timeline.held} of them and the ones "
-                    "before are gone. Reset the cache and feed the tokens to keep again."
-                )
-        for timeline in self._timelines:
-            timeline.forget(remove)
-        self.log = None if self.log is None else self.log.first(self.seen)
-
-    @property
-    def batch_size(self) -> int:
-        """Rows, or -1 before the first step."""
-        tensors = (tensor for layer in self.layers for tensor in layer.tensors())
-        first = next(tensors, None)
-        return -1 if first is None else first.shape[0]
 
     @property
     def is_compileable(self) -> bool:
@@ -268,31 +391,15 @@ class Cache(TransformersCache):
         return self._driven and self._timelines[0].graph
 
     @property
-    def is_initialized(self) -> bool:
-        return self.batch_size > 0
-
-    @property
     def is_croppable(self) -> bool:
-        return all(isinstance(timeline.retention, KeepAll) for timeline in self._timelines)
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [layer.is_sliding for layer in self.layers]
-
-    @property
-    def is_linear(self) -> list[bool]:
-        return [False] * len(self.layers)
-
-    @property
-    def is_dummy(self) -> list[bool]:
-        return [not layer.spec.keeps_kv for layer in self.layers]
-
-    def __repr__(self) -> str:
-        return f"Cache({self.name!r}, layers={len(self.layers)}, seen={self.seen}, bytes={self.bytes})"
+        return all(isinstance(timeline.retention, KeepAll) for timeline in self._timelines) and not any(
+            spec.streams & {STATE, EXOTIC} for spec in self.specs
+        )
 
 
-def _new_layer(spec: LayerSpec, timeline: Timeline, new_store: StoreFactory) -> Layer | WrappedLayer:
-    return WrappedLayer(spec, timeline) if EXOTIC in spec.streams else Layer(spec, timeline, new_store)
+def _uses(index: int, spec: LayerSpec) -> list[tuple[int, str]]:
+    """The streams that every whole forward reaches in a layer."""
+    return [(index, KV if stream == EXOTIC else stream) for stream in spec.streams]
 
 
 def _layers_in_words(specs: Sequence[LayerSpec]) -> str:

@@ -30,6 +30,16 @@ class Log:
         positions = None if self.positions is None else self.positions[..., :columns]
         return Log(self.ids[:, :columns], self.mask[:, :columns], positions)
 
+    @staticmethod
+    def joined(logs: list[Log]) -> Log:
+        """The rows of all `logs`, which have equally many columns."""
+        positions = [log.positions for log in logs if log.positions is not None]
+        return Log(
+            torch.cat([log.ids for log in logs]),
+            torch.cat([log.mask for log in logs]),
+            torch.cat(positions, dim=1) if len(positions) == len(logs) else None,
+        )
+
     def then(self, later: Log) -> Log:
         """Both, one after the other; `later.positions` are those of all columns."""
         ids, mask = torch.cat([self.ids, later.ids], dim=1), torch.cat([self.mask, later.mask], dim=1)
@@ -78,6 +88,9 @@ class Driven(Protocol):
 
         graph: the forward is compiled.
         """
+
+    def can_drop(self, drop: int) -> bool:
+        """Whether the open step can be settled without its last `drop` tokens; else abort it and feed the others again."""
 
     def settle(self, drop: int = 0) -> None:
         """Commit the open step without its last `drop` tokens, and forget what is out of reach."""

@@ -80,11 +80,14 @@ class ForeignCache:
             )
         self._seen_before = self.seen
 
+    def can_drop(self, drop: int) -> bool:
+        return not drop or all(map(_can_take_back, self._cache.layers))
+
     def settle(self, drop: int = 0) -> None:
+        if not self.can_drop(drop):
+            full = next(layer for layer in self._cache.layers if not _can_take_back(layer))
+            raise StepError(f"the last {drop} tokens cannot be taken back from a full {type(full).__name__}")
         if drop:
-            for layer in self._cache.layers:
-                if not _can_take_back(layer):
-                    raise StepError(f"the last {drop} tokens cannot be taken back from a full {type(layer).__name__}")
             self._cache.crop(-drop)
         self._seen_before = None
 

@@ -1,4 +1,4 @@
-"""One layer of a cache: the streams its spec names, each in a store."""
+"""One layer of a cache: the streams its spec names, each in a store, and its states."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from caches.errors import UnsupportedLayer
-from caches.spec import INDEX, KV, LayerSpec
+from caches.spec import INDEX, KV, STATE, LayerSpec
+from caches.state import CONV, RECURRENT, State
 from caches.store import Store
 from caches.timeline import Timeline
 
@@ -16,15 +17,19 @@ StoreFactory = Callable[[LayerSpec, Timeline], Store]
 
 
 class Layer:
-    """Keys and values of one layer, the keys of its index, or nothing. Its group shares `timeline`."""
+    """Keys and values of one layer, the keys of its index, its states, or nothing. Its group shares `timeline`.
+
+    new_store: makes the store of each stream. fixed: whether its tensors never move.
+    """
 
     supports_early_init = False  # transformers asks: shapes are learned from the first step
 
-    def __init__(self, spec: LayerSpec, timeline: Timeline, new_store: StoreFactory):
+    def __init__(self, spec: LayerSpec, timeline: Timeline, new_store: StoreFactory, fixed: bool):
         self.spec = spec
         self.timeline = timeline
         names = [name for stream, names in _STORES_OF_STREAM.items() if stream in spec.streams for name in names]
         self.stores: dict[str, Store] = {name: new_store(spec, timeline) for name in names}
+        self.state = State(timeline, fixed) if STATE in spec.streams else None
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add one step's keys and values [rows, kv_heads, tokens, head_dim]; returns what attention reads."""
@@ -39,6 +44,10 @@ class Layer:
         """Add one step's index keys [rows, tokens, index_dim]; returns all that are kept."""
         return self.stores["index"].append(keys[:, None])[:, 0]
 
+    def begin(self) -> None:
+        if self.state is not None:
+            self.state.begin()
+
     def reserve(self, room: int) -> None:
         for store in self.stores.values():
             store.reserve(room)
@@ -47,30 +56,60 @@ class Layer:
         for store in self.stores.values():
             store.compact()
 
+    def can_drop(self, drop: int) -> bool:
+        return self.state is None or self.state.can_drop(drop)
+
     def settle(self, drop: int) -> None:
-        for store in self.stores.values():
-            store.settle(drop)
+        for part in self._parts():
+            part.settle(drop)
 
     def abort(self) -> None:
-        for store in self.stores.values():
-            store.abort()
+        for part in self._parts():
+            part.abort()
+
+    def can_forget(self, tokens: int) -> bool:
+        return self.state is None or self.state.can_forget(tokens)
+
+    def forget(self, tokens: int) -> None:
+        """Take back the last `tokens` committed ones; the timeline does that for what is kept in columns."""
+        if self.state is not None:
+            self.state.forget(tokens)
 
     def rows(self, index: torch.Tensor) -> None:
-        for store in self.stores.values():
-            store.rows(index)
+        for part in self._parts():
+            part.rows(index)
 
     def reset(self) -> None:
-        for store in self.stores.values():
-            store.reset()
+        for part in self._parts():
+            part.reset()
 
     def mask_sizes(self, tokens: int, unsettled: int = 0) -> tuple[int, int]:
         """See `Timeline.mask_sizes`."""
         return self.timeline.mask_sizes(tokens, unsettled)
 
+    def content(self) -> dict[str, torch.Tensor]:
+        """What is committed, by name: columns [rows, heads, held, width] of the stores, states [rows, ...]."""
+        stores = {name: store.committed() for name, store in self.stores.items()}
+        held = {name: columns for name, columns in stores.items() if columns is not None}
+        return held | ({} if self.state is None else self.state.content())
+
+    def load(self, content: dict[str, torch.Tensor]) -> None:
+        """Hold exactly this content. The timeline has been told of it."""
+        for name, store in self.stores.items():
+            if name in content:
+                store.load(content[name])
+        if self.state is not None:
+            self.state.load({name: held for name, held in content.items() if name not in self.stores})
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything the layer keeps."""
-        for store in self.stores.values():
-            yield from store.tensors()
+        for part in self._parts():
+            yield from part.tensors()
+
+    def _parts(self) -> Iterator[Store | State]:
+        yield from self.stores.values()
+        if self.state is not None:
+            yield self.state
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -81,6 +120,16 @@ class Layer:
     def values(self) -> torch.Tensor | None:
         """Committed values [rows, kv_heads, held, head_dim], or None before the first step."""
         return self.stores["values"].committed() if "keys" in self.stores else None
+
+    @property
+    def conv_states(self) -> dict[int, torch.Tensor]:
+        """Conv states [rows, channels, kernel] by number; empty before the first step."""
+        return {} if self.state is None else self.state.numbered(CONV)
+
+    @property
+    def recurrent_states(self) -> dict[int, torch.Tensor]:
+        """Recurrent states [rows, ...] by number; empty before the first step."""
+        return {} if self.state is None else self.state.numbered(RECURRENT)
 
     @property
     def is_initialized(self) -> bool:

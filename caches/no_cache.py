@@ -27,6 +27,9 @@ class NoCache:
     def begin(self, tokens: int, graph: bool = False) -> None:
         pass
 
+    def can_drop(self, drop: int) -> bool:
+        return True
+
     def settle(self, drop: int = 0) -> None:
         pass
 

@@ -46,6 +46,10 @@ class LayerSpec:
     def keeps_kv(self) -> bool:
         return bool(self.streams & {KV, EXOTIC})
 
+    @property
+    def keeps_state(self) -> bool:
+        return STATE in self.streams
+
 
 # transformers' layer types: the streams they keep, and the configuration field that limits their reach.
 _LAYER_TYPES: dict[str, tuple[tuple[str, ...], str | None]] = {
@@ -80,11 +84,16 @@ def read_specs(config: Any) -> tuple[LayerSpec, ...]:
 
 
 def mask_kinds(config: Any) -> str | dict[str, str]:
-    """Which masks the model takes: one, of this kind of reach, or a dict of kinds by its layer types."""
+    """Which masks the model takes: one, of this kind of reach, or a dict of kinds by its layer types.
+
+    The kind of a layer that only keeps a state is "none".
+    """
     specs = read_specs(config)
+    kinds = {spec.layer_type: "none" for spec in specs if spec.keeps_state}
+    kinds |= {spec.layer_type: spec.reach.kind for spec in specs if spec.keeps_kv or not spec.keeps_state}
     if getattr(config.get_text_config(decoder=True), "layer_types", None) is None:
-        return specs[0].reach.kind
-    return {spec.layer_type: spec.reach.kind for spec in specs}
+        return next(iter(kinds.values()))
+    return kinds
 
 
 def _implied_layer_type(config: Any) -> str:

@@ -45,6 +45,9 @@ class Store(Protocol):
     def committed(self) -> torch.Tensor | None:
         """The columns held, [rows, heads, held, head_dim]; None before the first step."""
 
+    def load(self, columns: torch.Tensor) -> None:
+        """Hold exactly these columns [rows, heads, held, head_dim]. The timeline has been told of them."""
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything it keeps, rows first."""
 
@@ -60,19 +63,32 @@ class GrowingStore:
         self.overflow: torch.Tensor | None = None
 
     def append(self, new: torch.Tensor) -> torch.Tensor:
+        self.timeline.take_rows(new.shape[0])
         if self.buffer is None:
             self.buffer = self._allocate(new, self.timeline.room)
-        if self.buffer.shape[0] != new.shape[0]:
-            raise StepError(f"the cache holds {self.buffer.shape[0]} rows, but the step has {new.shape[0]}")
+        buffer = self._used(self.buffer)
+        self._check_alike(buffer, new)
         if self.timeline.overflow:
-            self.overflow = torch.cat([self.buffer[:, :, self.timeline.start : self.timeline.end], new], dim=-2)
+            self.overflow = torch.cat([buffer[:, :, self.timeline.start : self.timeline.end], new], dim=-2)
             return self.overflow
-        self._write(self.buffer, new)
-        return self._visible(self.buffer)
+        self._write(buffer, new)
+        return self._visible(buffer)
 
     def _allocate(self, like: torch.Tensor, columns: int) -> torch.Tensor:
         with torch.inference_mode(False):  # or nobody could continue this cache outside of inference mode
             return like.new_empty((*like.shape[:-2], columns, like.shape[-1]))
+
+    def _used(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The rows of the buffer that are in use."""
+        return buffer
+
+    def _check_alike(self, buffer: torch.Tensor, new: torch.Tensor) -> None:
+        heads_and_width = (buffer.shape[1], buffer.shape[3])
+        if (new.shape[1], new.shape[3]) != heads_and_width or new.dtype != buffer.dtype:
+            raise StepError(
+                f"the layer holds {heads_and_width[0]} heads of {heads_and_width[1]} numbers in {buffer.dtype}, but the "
+                f"step has {new.shape[1]} heads of {new.shape[3]} in {new.dtype}: a cache belongs to one model"
+            )
 
     def _write(self, buffer: torch.Tensor, new: torch.Tensor) -> None:
         end = self.timeline.end
@@ -102,7 +118,7 @@ class GrowingStore:
         if self.overflow is None or self.buffer is None:
             return
         committed, surviving = self.overflow.shape[-2] - drop, self.timeline.surviving(drop)
-        self.buffer[:, :, :surviving] = self.overflow[:, :, committed - surviving : committed]
+        self._used(self.buffer)[:, :, :surviving] = self.overflow[:, :, committed - surviving : committed]
         self.overflow = None
 
     def abort(self) -> None:
@@ -117,7 +133,12 @@ class GrowingStore:
         self.buffer = self.overflow = None
 
     def committed(self) -> torch.Tensor | None:
-        return None if self.buffer is None else self.buffer[:, :, self.timeline.start : self.timeline.end]
+        timeline = self.timeline
+        return None if self.buffer is None else self._used(self.buffer)[:, :, timeline.start : timeline.end]
+
+    def load(self, columns: torch.Tensor) -> None:
+        self.buffer = self._allocate(columns, self.timeline.room)
+        self._used(self.buffer)[:, :, : columns.shape[-2]] = columns
 
     def tensors(self) -> Iterator[torch.Tensor]:
         if self.buffer is not None:
@@ -128,12 +149,22 @@ class FixedStore(GrowingStore):
     """Room is made once. The buffer keeps its address whatever happens, as compiled graphs and CUDA graphs need it.
 
     It starts as zeros: a compiled step reads masked columns too, and a masked NaN would still be a NaN.
+    rows: how many it has room for; None for those of the first step. Fewer may be used.
     """
 
     fixed: ClassVar[bool] = True
 
+    def __init__(self, timeline: Timeline, rows: int | None = None):
+        super().__init__(timeline)
+        self._rows = rows
+
     def _allocate(self, like: torch.Tensor, columns: int) -> torch.Tensor:
-        return super()._allocate(like, columns).zero_()
+        with torch.inference_mode(False):
+            return like.new_zeros((self._rows or like.shape[0], like.shape[1], columns, like.shape[-1]))
+
+    def _used(self, buffer: torch.Tensor) -> torch.Tensor:
+        rows = self.timeline.rows
+        return buffer if buffer.shape[0] == rows else buffer[:rows]
 
     def _write(self, buffer: torch.Tensor, new: torch.Tensor) -> None:
         buffer.index_copy_(2, self.timeline.write_index(buffer.device), new)
@@ -148,15 +179,9 @@ class FixedStore(GrowingStore):
             self.buffer[:, :, timeline.end : timeline.end + timeline.pending] = 0
 
     def rows(self, index: torch.Tensor) -> None:
-        if self.buffer is None:
-            return
-        if len(index) != self.buffer.shape[0]:
-            raise StepError(
-                f"a fixed cache of {self.buffer.shape[0]} rows cannot become one of {len(index)}: its tensors keep "
-                "their address. Use cache='dynamic', or give it all rows from the start"
-            )
-        end = self.timeline.end
-        self.buffer[:, :, :end] = self.buffer[:, :, :end].index_select(0, index.to(self.buffer.device))
+        if self.buffer is not None:
+            chosen = self._used(self.buffer)[:, :, : self.timeline.end].index_select(0, index.to(self.buffer.device))
+            self.buffer[: len(index), :, : self.timeline.end] = chosen
 
     def reset(self) -> None:
         self.overflow = None

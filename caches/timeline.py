@@ -1,4 +1,4 @@
-"""The clock and the columns of a group of layers, without any keys or values.
+"""The clock, the rows and the columns of a group of layers, without any keys or values.
 
 All layers of a group keep the same columns at the same places, so this is decided once for all of them. Their buffers
 hold `room` columns; the committed ones are `[start, end)`:
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from caches.errors import CapacityError
+from caches.errors import CapacityError, StepError
 from caches.retention import Retention
 
 _ROUND = 64  # rooms are multiples of this many columns
@@ -33,7 +33,8 @@ class Placement:
 
 
 class Timeline:
-    """seen: tokens ever committed. held: columns committed and kept. pending: columns of the open step.
+    """seen: tokens ever committed. held: columns committed and kept. pending: columns of the open step. rows: those of
+    all steps; None before the first.
 
     max_tokens: tokens the cache may hold, or None. all_room: buffers get all the room they may have at once.
     """
@@ -41,6 +42,7 @@ class Timeline:
     def __init__(self, retention: Retention, max_tokens: int | None = None, all_room: bool = False):
         self.retention = retention
         self.seen = self.start = self.end = self.pending = self.room = 0
+        self.rows: int | None = None
         self.overflow = False
         self.graph = False
         self.clock: torch.Tensor | None = None  # `seen` for compiled steps, where a number would be compiled in
@@ -59,6 +61,16 @@ class Timeline:
     @property
     def held(self) -> int:
         return self.end - self.start
+
+    def take_rows(self, rows: int) -> None:
+        """Inside the forward: a step has so many rows. Raises `StepError` when the steps before had others."""
+        if self.rows is None:
+            self.rows = rows
+        if self.rows != rows:
+            raise StepError(
+                f"the cache holds {self.rows} rows, but the step has {rows}: bring them together with rows() or begin "
+                "with an empty cache"
+            )
 
     def place(self, tokens: int) -> Placement:
         """Where the next `tokens` columns go. Raises `CapacityError`; changes nothing."""
@@ -141,6 +153,22 @@ class Timeline:
     def reset(self) -> None:
         self.close()
         self.seen = self.start = self.end = 0
+        self.rows = None
+
+    def adopt(self, seen: int, held: int | None, rows: int) -> None:
+        """Start anew with `held` columns after `seen` tokens, at the front of the buffers; None: there are no columns.
+
+        Raises `CapacityError`, and `StepError` where other columns would be kept.
+        """
+        expected = self.retention.surviving(seen)
+        if held not in (None, expected):
+            raise StepError(
+                f"after {seen} tokens {held} columns are there, but {expected} would be kept: "
+                + (f"{expected - held} are gone" if held < expected else f"{held - expected} would be lost")
+            )
+        self.reset()
+        self.room = self.place(expected).room
+        self.seen, self.end, self.rows = seen, expected, rows
 
     def mask_sizes(self, tokens: int, unsettled: int = 0) -> tuple[int, int]:
         """(kv_length, kv_offset) in logical positions of what attention over the next `tokens` will see.

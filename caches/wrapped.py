@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from caches.errors import StepError
 from caches.spec import LayerSpec
 from caches.timeline import Timeline
 
@@ -45,19 +44,19 @@ class WrappedLayer:
     def compact(self) -> None:
         """It forgets in its own way."""
 
+    def can_drop(self, drop: int) -> bool:
+        return drop in (0, self.timeline.pending)
+
     def settle(self, drop: int) -> None:
         if drop:
-            self.check_drop(drop)
             self.abort()
         self._before = None
 
-    def check_drop(self, drop: int) -> None:
-        """Raise `StepError` unless the open step can be settled without its last `drop` tokens."""
-        if 0 < drop < self.timeline.pending:
-            raise StepError(
-                f"a layer of {self.spec.layer_type} takes back whole steps only, not {drop} of {self.timeline.pending} "
-                "tokens: feed the tokens to keep one by one"
-            )
+    def can_forget(self, tokens: int) -> bool:
+        return tokens == 0
+
+    def forget(self, tokens: int) -> None:
+        """Only what `can_forget` allows, and that is nothing."""
 
     def abort(self) -> None:
         if self._before is not None:
@@ -77,6 +76,14 @@ class WrappedLayer:
     def reset(self) -> None:
         assert self.spec.new_layer is not None
         self._layer = self.spec.new_layer()
+
+    def content(self) -> dict[str, Any]:
+        """The attributes of transformers' layer."""
+        return dict(vars(self._layer))
+
+    def load(self, content: dict[str, Any]) -> None:
+        self.reset()
+        vars(self._layer).update(content)
 
     def mask_sizes(self, tokens: int, unsettled: int = 0) -> tuple[int, int]:
         return self._layer.get_mask_sizes(tokens)

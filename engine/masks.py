@@ -31,6 +31,8 @@ class Columns:
         # Without pads there is nothing to mask but the future, and attention kernels do that faster by themselves. But
         # positions with gaps and no mask would be taken for several texts packed into one row.
         self._mask = full if positions is not None or not bool(mask.all()) else None
+        self.first_full = 0 if self._mask is None else int((mask == 0).int().argmin(dim=1).max())
+        """The first column in which no row has a pad any more."""
         self._step_masks: dict[torch.dtype, torch.Tensor] = {}  # as attention takes them: [rows, 1, 1, columns]
         if positions is None:
             positions = (full.cumsum(dim=1) - 1).clamp(min=0)
@@ -76,6 +78,7 @@ _MASK_OF_REACH = {
     "all": create_causal_mask,
     "window": create_sliding_window_causal_mask,
     "chunk": create_chunked_causal_mask,
+    "none": lambda config, **arguments: None,  # a new token is never a pad
 }
 
 
@@ -91,15 +94,24 @@ def one_token_mask(model: Any, cache: TransformersCache | None, kinds: MaskKinds
     if not model._supports_attention_backend or attention not in ("sdpa", "eager"):
         return None
     dtype = torch.bool if attention == "sdpa" else model.dtype
-    masks: dict[str, torch.Tensor] = {}
+    masks: dict[str, torch.Tensor | None] = {}
     for layer, spec in enumerate(cache.specs):
+        if spec.keeps_state and not spec.keeps_kv:
+            masks[spec.layer_type] = None  # a new token is never a pad
         if spec.layer_type in masks or not spec.keeps_kv:
             continue
         length, offset = cache.get_mask_sizes(1, layer)
         if spec.reach.kind not in ("all", "window") or length > (spec.reach.size or length):
             return None
         masks[spec.layer_type] = columns.step_mask(offset, offset + length, dtype)
-    return masks if isinstance(kinds, dict) else next(iter(masks.values()))
+    return with_parts(masks) if isinstance(kinds, dict) else next(iter(masks.values()))
+
+
+def with_parts(masks: dict[str, Any]) -> dict[str, Any]:
+    """`masks` by layer type, and by the names that models have for the parts of a layer with attention and a state."""
+    parts = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+    attentions = {part: masks[whole] for whole, part in parts.items() if whole in masks}
+    return masks | attentions | {"linear_attention": None, "conv": None} if attentions else masks
 
 
 def graph_mask(
@@ -123,9 +135,9 @@ def graph_mask(
     config = model.config.get_text_config(decoder=True)
     if isinstance(kinds, str):
         return contiguous(_MASK_OF_REACH[kinds](config, **arguments))
-    return {name: contiguous(_MASK_OF_REACH[kind](config, **arguments)) for name, kind in kinds.items()}
+    return with_parts({name: contiguous(_MASK_OF_REACH[kind](config, **arguments)) for name, kind in kinds.items()})
 
 
-def contiguous(tensor: torch.Tensor) -> torch.Tensor:
+def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """A copy with strides of its own, not those of the tensor it is a view of: graphs are compiled for strides."""
-    return tensor.clone(memory_format=torch.contiguous_format)
+    return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)

@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from caches import Driven, UnsupportedLayer, mask_kinds
+from caches import Driven, UnsupportedLayer, build, mask_kinds, read_specs
 from engine.errors import InputError
 from engine.extras import ENCODED
 from engine.linears import Linears
@@ -29,7 +29,9 @@ class Runner:
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         own = type(model).prepare_inputs_for_generation
         self._prepares_itself = own is not GenerationMixin.prepare_inputs_for_generation
-        self.takes_cache = "past_key_values" in self._takes and model._supports_default_dynamic_cache()
+        # Models that keep nothing but states have a name of their own for it.
+        self._cache_argument = next((name for name in ("past_key_values", "cache_params") if name in self._takes), None)
+        self.takes_cache = self._cache_argument is not None and model._supports_default_dynamic_cache()
         self._compiled = None
         if compile != "off":
             # A graph per number of rows and size: more of them than torch expects of one function.
@@ -41,6 +43,36 @@ class Runner:
     @cached_property
     def _mask_kinds(self) -> str | dict[str, str]:
         return mask_kinds(self.model.config)
+
+    @cached_property
+    def _keeps_columns(self) -> bool:
+        return not self.takes_cache or any(spec.keeps_kv for spec in read_specs(self.model.config))
+
+    @cached_property
+    def _has_states(self) -> bool:
+        return self.takes_cache and any(spec.keeps_state for spec in read_specs(self.model.config))
+
+    @cached_property
+    def _reads_on(self) -> bool:
+        """Whether a forward of several tokens goes on from the states in the cache.
+
+        Some models (mamba, jamba) do so for one token only and read several as if nothing had been before them, without
+        a word. Found out by trying whether other states change what comes out.
+        """
+        ids = torch.arange(4, device=self.model.device)[None]
+        columns = Columns(torch.ones_like(ids), total=4)
+        logits = []
+        for change in (0, 1):
+            cache = build("dynamic", self.model.config)
+            for begin, end in ((0, 2), (2, 4)):
+                cache.begin(2)
+                inputs = self._inputs(ids, columns, cache, 0, begin, end, begin == 0, {}, {})
+                logits.append(self._call(inputs, cache, columns, end, graph=False).logits)
+                cache.settle()
+                states = [state for layer in cache.handle.layers for state in layer.recurrent_states.values()]
+                for state in states:
+                    state += change
+        return not states or not torch.allclose(logits[1], logits[3])
 
     def feed(
         self,
@@ -69,12 +101,16 @@ class Runner:
         while True:
             begin = cache.seen
             end = total if chunk_tokens is None else min(total, begin + chunk_tokens)
+            if self._has_states and cache.handle is not None:
+                # Models leave pads out of their states only where several tokens are read at once.
+                end = max(end, columns.first_full + 1) if begin == 0 else end
+                end = end if begin == 0 or self._reads_on else begin + 1
             inputs = self._inputs(ids, columns, cache, before, begin, end, prefill, extras or {}, axes or {})
             if embeds is not None and begin - before < embeds.shape[1]:
                 inputs["inputs_embeds"] = self._embedded(embeds, ids, max(begin - before, 0), end - before)
                 inputs.pop("input_ids", None)
             graph = self._compiled is not None and cache.fixed and end - begin == 1 and not prefill
-            if cache.handle is not None and inputs.get("past_key_values") is None:
+            if cache.handle is not None and inputs.get(self._cache_argument) is None:
                 # The model wants everything computed again (longrope models do when they switch their scaling).
                 if before > 0:
                     raise InputError(
@@ -89,7 +125,7 @@ class Runner:
                         )
                     chunk_tokens = None
                     continue
-                inputs["past_key_values"] = cache.handle
+                inputs[self._cache_argument] = cache.handle
             cache.begin(end - begin, graph)
             try:
                 outputs = self._call(inputs | (flags or {}), cache, columns, end, graph)
@@ -102,7 +138,7 @@ class Runner:
             cache.settle()
 
     def _check_kept(self, outputs: ModelOutput, cache: Driven) -> None:
-        kept = outputs.get("past_key_values")
+        kept = outputs.get(self._cache_argument)
         if kept is not None and cache.handle is not None and kept is not cache.handle:
             raise UnsupportedLayer(
                 f"{type(self.model).__name__} did not use the {cache.name} cache but made a {type(kept).__name__} of "
@@ -135,8 +171,8 @@ class Runner:
     ) -> dict[str, Any]:
         """What the model's forward gets for the columns from `begin` to `end`; `ids` are those after `before`."""
         inputs: dict[str, Any] = {
-            "attention_mask": columns.mask(end),
-            "past_key_values": cache.handle,
+            "attention_mask": self._mask(columns, begin, end),
+            self._cache_argument: cache.handle,
             "use_cache": cache.handle is not None,
             "logits_to_keep": 1,
         }
@@ -162,6 +198,13 @@ class Runner:
         if "cache_position" in self._takes:  # code from outside transformers; its own models have dropped it
             inputs["cache_position"] = torch.arange(begin, end, device=ids.device)
         return self._taken(inputs)
+
+    def _mask(self, columns: Columns, begin: int, end: int) -> torch.Tensor | None:
+        """2D mask of the columns that the model looks at in a step: models that keep only states see just the new."""
+        mask = columns.mask(end)
+        if mask is None or self._keeps_columns:
+            return mask
+        return mask[:, begin:] if end - begin > 1 else None
 
     def _embedded(self, embeds: torch.Tensor, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         """Embeddings [rows, end - begin, hidden_size]: those given, then those of the ids that come after them."""

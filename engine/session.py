@@ -32,10 +32,10 @@ def check_continues(cache: Driven, prompt: Prompt, mask: torch.Tensor, before: i
     if seen == 0:
         return
     ended = (mask[:, 1:seen] < mask[:, : seen - 1]).any(dim=1).nonzero().flatten().tolist()
-    if ended and any(getattr(cache.handle, "is_sliding", ())):
+    if ended and _remembers_pads(cache):
         raise InputError(
             f"row {ended[0]} of the cache ended early and was filled up with pads, which take places in the model's "
-            "sliding window: go on with that row alone, from its own tokens"
+            "sliding window or went into its state: go on with that row alone, from its own tokens"
         )
     if log is None or log.ids.shape[1] < seen or prompt.unnamed > 0:
         return
@@ -53,3 +53,9 @@ def check_continues(cache: Driven, prompt: Prompt, mask: torch.Tensor, before: i
             f"attention_mask says something else about the {seen} tokens in the cache than when they were read or "
             "generated (rows that ended early were filled up with pads): leave it out, and it is remembered"
         )
+
+
+def _remembers_pads(cache: Driven) -> bool:
+    """Whether pads after a row's end leave something behind that no mask can hide."""
+    kinds = (getattr(cache.handle, name, ()) for name in ("is_sliding", "is_linear"))
+    return any(any(kind) for kind in kinds) or any(spec.keeps_state for spec in getattr(cache.handle, "specs", ()))

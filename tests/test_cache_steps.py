@@ -133,7 +133,7 @@ def test_crop_before_the_window_is_full_and_just_after(cache):
 
 def test_crop_of_what_a_window_has_lost_is_refused(cache):
     step(cache, 60)
-    with pytest.raises(caches.StepError, match="sliding layer"):
+    with pytest.raises(caches.StepError, match="sliding_attention layer keeps 5 of them"):
         cache.crop(20)
     with pytest.raises(caches.StepError, match="61 cannot be removed"):
         cache.crop(-61)
@@ -279,7 +279,7 @@ def test_another_number_of_rows():
     assert cache.batch_size == 2
     fixed = build("static")
     step(fixed, 9)
-    with pytest.raises(caches.StepError, match="3 rows cannot become one of 6"):
+    with pytest.raises(caches.StepError, match="room for 3 rows cannot hold 6"):
         fixed.batch_repeat_interleave(2)
 
 

@@ -94,7 +94,7 @@ def test_a_step_is_undone_as_a_whole(model):
         assert cache.bytes == untouched.bytes
         torch.testing.assert_close(step(cache, ids[:, :1]), step(untouched, ids[:, :1]))
         cache.settle()
-    with pytest.raises(caches.StepError, match="cannot take tokens back"):
+    with pytest.raises(caches.StepError, match="only the last step can be taken back"):
         cache.crop(-1)
     cache.reset()
     assert cache.seen == cache.bytes == 0

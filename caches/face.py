@@ -1,0 +1,159 @@
+"""The classic names of transformers' cache classes: a thin face on the few verbs of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache as TransformersCache
+
+from caches.errors import StepError, UnsupportedLayer
+from caches.spec import STATE
+
+
+class Face(TransformersCache):
+    """What users and transformers' loops ask of a cache, in terms of its layers and `rows`, `crop`, `seen`."""
+
+    layers: list[Any]
+    batch_size: int
+    max_tokens: int | None
+    seen: int
+
+    def rows(self, index: torch.Tensor) -> None:
+        """Row i becomes a copy of row `index[i]` in everything it holds."""
+        raise NotImplementedError
+
+    @property
+    def handle(self) -> TransformersCache:
+        return self
+
+    # Sizes.
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of everything it keeps, room for tokens to come included."""
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors())
+
+    @property
+    def seen_tokens(self) -> int:
+        return self.seen
+
+    def get_max_length(self, layer_idx: int | None = None) -> int | None:
+        """Tokens it can hold per row; None when it has no limit."""
+        return self.max_tokens
+
+    def get_max_cache_shape(self, layer_idx: int | None = None) -> int | None:
+        return self.get_max_length(layer_idx)
+
+    def get_usable_length(self, new_seq_length: int, layer_idx: int = 0) -> int:
+        """Tokens that are left of those in the cache once `new_seq_length` more have come."""
+        limit = self.get_max_length(layer_idx)
+        return self.seen if limit is None else min(self.seen, limit - new_seq_length)
+
+    # Rows.
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.batch_size > 0:
+            self.rows(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.rows(indices)
+
+    # Layers, as the tensors they hold.
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        layer = self.layers[layer_idx]
+        return layer.keys, layer.values
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None]]:
+        return (self[index] for index in range(len(self)))
+
+    @property
+    def key_cache(self) -> list[torch.Tensor | None]:
+        """Committed keys of every layer [rows, kv_heads, held, head_dim]; None before the first step."""
+        return [layer.keys for layer in self.layers]
+
+    @property
+    def value_cache(self) -> list[torch.Tensor | None]:
+        """Committed values of every layer [rows, kv_heads, held, head_dim]; None before the first step."""
+        return [layer.values for layer in self.layers]
+
+    @property
+    def conv_states(self) -> list[torch.Tensor | None]:
+        """The first conv state of every layer [rows, channels, kernel]; None where there is none."""
+        return [layer.conv_states.get(0) for layer in self.layers]
+
+    @property
+    def ssm_states(self) -> list[torch.Tensor | None]:
+        """The first recurrent state of every layer [rows, ...]; None where there is none."""
+        return [layer.recurrent_states.get(0) for layer in self.layers]
+
+    def to_legacy_cache(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        """Keys and values of every layer, as transformers had them before there were caches.
+
+        Raises `UnsupportedLayer` where they are not the whole content: states, windows that have forgotten something.
+        """
+        for index, layer in enumerate(self.layers):
+            held = 0 if layer.keys is None else layer.keys.shape[-2]
+            if held != self.seen:
+                raise UnsupportedLayer(
+                    f"layer {index} ({layer.spec.layer_type}) holds {held} columns of {self.seen} tokens: tuples of "
+                    "keys and values cannot say what else there is. Keep the cache object"
+                )
+        return tuple(self)
+
+    def check_finite(self) -> None:
+        """Look for keys, values and states that are not finite. Raises `StepError` naming the first layer and row."""
+        for index, layer in enumerate(self.layers):
+            for name, held in layer.content().items():
+                if not isinstance(held, torch.Tensor) or not held.is_floating_point():
+                    continue
+                wrong = ~held.isfinite().flatten(1)
+                if bool(wrong.any()):
+                    row = int(wrong.any(dim=1).nonzero()[0])
+                    raise StepError(
+                        f"layer {index}: {int(wrong[row].sum())} numbers of {name} in row {row} are NaN or infinite, so "
+                        "everything computed from them is too. Look at the inputs, or compute in a wider data type"
+                    )
+
+    # What transformers asks about its kind.
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.batch_size > 0
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [layer.is_sliding for layer in self.layers]
+
+    @property
+    def is_linear(self) -> list[bool]:
+        return [STATE in layer.spec.streams and not layer.spec.keeps_kv for layer in self.layers]
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        return [not layer.spec.streams for layer in self.layers]
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Never: a step can be taken back because the states before it are copied."""
+        return False
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether a layer's state was ever written; without `layer_idx`, that of the last layer with a state."""
+        layers = self.layers if layer_idx is None else self.layers[layer_idx : layer_idx + 1]
+        states = [layer for layer in layers if STATE in layer.spec.streams]
+        if not states:
+            raise UnsupportedLayer("no layer that was asked about keeps a state")
+        written = states[-1].conv_states | states[-1].recurrent_states
+        return bool(written) if state_idx is None else state_idx in written
+
+    def __repr__(self) -> str:
+        name = getattr(self, "name", "")
+        return f"{type(self).__name__}({name!r}, layers={len(self.layers)}, seen={self.seen}, bytes={self.bytes})"

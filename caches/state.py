@@ -1,0 +1,153 @@
+"""Conv and recurrent state of one layer: tensors whose size does not depend on how many tokens were read.
+
+Models read them and write them in place, so what a failed or rejected step has to put back is copied before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from caches.errors import StepError
+from caches.timeline import Timeline
+
+CONV, RECURRENT = "conv", "recurrent"
+Key = tuple[str, int]  # which of the two, and its number among those of the layer
+_TAKEN_BACK_IN_PART = 64  # tokens: of longer steps the columns that a convolution read are not kept
+
+
+class State:
+    """The states of one layer, each [rows, ...]. fixed: their tensors never move; they may hold more rows than used.
+
+    A step can be taken back as a whole; in part only where all states are those of convolutions.
+    """
+
+    def __init__(self, timeline: Timeline, fixed: bool):
+        self.timeline, self.fixed = timeline, fixed
+        self._held: dict[Key, torch.Tensor] = {}
+        self._known: frozenset[Key] = frozenset()  # those that were ever written: the others are not handed out
+        self._before: dict[Key, torch.Tensor] = {}
+        self._known_before: frozenset[Key] = frozenset()
+        self._read: dict[Key, torch.Tensor] = {}  # what a convolution was given in the last step: its state and the new
+        self._last_step = 0  # tokens of the last step, while it can be taken back
+
+    def get(self, key: Key) -> torch.Tensor | None:
+        """The state [rows, ...], to be read and written in place; None before the first step."""
+        return self._used(key) if key in self._known else None
+
+    def append_conv(self, new: torch.Tensor, number: int, kernel_size: int | None) -> torch.Tensor:
+        """Add `new` [rows, channels, columns]; returns what the convolution reads: the columns before and the new ones.
+
+        kernel_size: columns to keep; None when `new` is the whole state to keep.
+        """
+        key = (CONV, number)
+        size = new.shape[-1] if kernel_size is None else kernel_size
+        if key in self._known:
+            read = torch.cat([self._used(key), new], dim=-1)
+        else:
+            read = torch.nn.functional.pad(new, (max(0, size - new.shape[-1]), 0))
+        if kernel_size is not None and not self.timeline.graph and new.shape[-1] <= _TAKEN_BACK_IN_PART:
+            self._read[key] = read
+        self.set(key, read[..., -size:])
+        return read
+
+    def set(self, key: Key, value: torch.Tensor) -> torch.Tensor:
+        """Write a state [rows, ...]; returns it where it is kept."""
+        self.timeline.take_rows(value.shape[0])
+        if key not in self._held:
+            with torch.inference_mode(False):  # or nobody could continue this cache outside of inference mode
+                self._held[key] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+        if key not in self._known:
+            self._known |= {key}
+        held = self._used(key)
+        if held.shape != value.shape:
+            raise StepError(f"a {key[0]} state of shape {list(value.shape)} cannot follow one of {list(held.shape)}")
+        return held.copy_(value)
+
+    def _used(self, key: Key) -> torch.Tensor:
+        held, rows = self._held[key], self.timeline.rows
+        return held if held.shape[0] == rows else held[:rows]
+
+    def begin(self) -> None:
+        for key in self._known:
+            held = self._used(key)
+            if key in self._before and self._before[key].shape == held.shape:
+                self._before[key].copy_(held)
+            else:
+                self._before[key] = held.clone()
+        self._known_before = self._known
+        self._read.clear()
+        self._last_step = 0
+
+    def can_drop(self, drop: int) -> bool:
+        """Whether the open step can be settled without its last `drop` tokens."""
+        return drop in (0, self.timeline.pending) or self._only_read_columns()
+
+    def settle(self, drop: int) -> None:
+        self._last_step = self.timeline.pending
+        self.forget(drop)
+
+    def abort(self) -> None:
+        self._known = self._known_before
+        for key in self._known:
+            self._used(key).copy_(self._before[key])
+        self._read.clear()
+        self._last_step = 0
+
+    def can_forget(self, tokens: int) -> bool:
+        """Whether the last `tokens` committed ones can be taken back: no more than the last step's."""
+        return tokens in (0, self._last_step) or (tokens < self._last_step and self._only_read_columns())
+
+    def forget(self, tokens: int) -> None:
+        if tokens and tokens == self._last_step:
+            self.abort()
+        elif tokens:
+            for key, read in self._read.items():
+                size = self._held[key].shape[-1]
+                self._read[key] = read = read[..., : read.shape[-1] - tokens]
+                missing = max(0, size - read.shape[-1])
+                self.set(key, torch.nn.functional.pad(read[..., -size:], (missing, 0)))
+            self._last_step -= tokens
+
+    def _only_read_columns(self) -> bool:
+        return self._known <= set(self._read)
+
+    def rows(self, index: torch.Tensor) -> None:
+        for kept in (self._before, self._read):
+            for key, tensor in kept.items():
+                kept[key] = tensor.index_select(0, index.to(tensor.device))
+        for key, held in self._held.items():
+            chosen = self._used(key).index_select(0, index.to(held.device))
+            if self.fixed:
+                held[: len(index)] = chosen
+            else:
+                self._held[key] = chosen
+
+    def reset(self) -> None:
+        self._known = self._known_before = frozenset()
+        self._read.clear()
+        self._before.clear()
+        self._last_step = 0
+        if not self.fixed:
+            self._held.clear()
+
+    def content(self) -> dict[str, torch.Tensor]:
+        """What is committed, by names such as "conv 0"."""
+        return {f"{kind} {number}": self._used((kind, number)) for kind, number in sorted(self._known)}
+
+    def load(self, content: dict[str, torch.Tensor]) -> None:
+        """Hold exactly this content."""
+        self.reset()
+        for name, value in content.items():
+            kind, number = name.split()
+            self.set((kind, int(number)), value)
+
+    def numbered(self, kind: str) -> dict[int, torch.Tensor]:
+        """The states of one kind by their number."""
+        return {key[1]: self._used(key) for key in sorted(self._known) if key[0] == kind}
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Everything it keeps, rows first: copies for taking back included."""
+        for kept in (self._held, self._before, self._read):
+            yield from kept.values()
