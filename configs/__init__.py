@@ -1,8 +1,8 @@
 """Configurations: frozen dataclasses that travel as dicts and JSON. Knows neither torch nor models."""
 
 from configs.base import Config, nearest
-from configs.cache import CacheConfig, DynamicCacheConfig, NoCacheConfig, StaticCacheConfig
-from configs.engine import EngineConfig
+from configs.cache import CacheConfig, DynamicCacheConfig, NoCacheConfig, SlidingWindowCacheConfig, StaticCacheConfig
+from configs.engine import EngineConfig, preset, presets
 from configs.errors import ConfigError, EngineError
 
 __all__ = [
@@ -13,6 +13,9 @@ __all__ = [
     "EngineConfig",
     "EngineError",
     "NoCacheConfig",
+    "SlidingWindowCacheConfig",
     "StaticCacheConfig",
     "nearest",
+    "preset",
+    "presets",
 ]

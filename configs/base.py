@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from configs.errors import ConfigError
 
@@ -23,13 +25,30 @@ def nearest(word: str, known: list[str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Base of all configurations: frozen fields, checked when built. Data types and devices are written as strings."""
+    """Base of all configurations: frozen fields, checked when built. `dict(config)` is `config.to_dict()`.
+
+    Data types and devices are kept as strings, torch's own are taken too. Where a configuration is expected, a dict
+    stands for one.
+    """
 
     def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for name in self.option_names():
+            kinds = _kinds(hints[name])
+            value = _kept(getattr(self, name), kinds)
+            if not any(_fits(value, kind) for kind in kinds):
+                expected = " or ".join(
+                    "None" if kind is NoneType else getattr(kind, "__name__", str(kind)) for kind in kinds
+                )
+                raise ConfigError(f"{type(self).__name__}: {name}={value!r}, but it has to be {expected}")
+            object.__setattr__(self, name, value)
         self.validate()
 
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return iter(self.to_dict().items())
+
     def validate(self) -> None:
-        """Raise `ConfigError` when the values cannot work together. Nothing to check by default."""
+        """Raise `ConfigError` for values that cannot work; their types are right. Nothing to check by default."""
 
     @classmethod
     def option_names(cls) -> list[str]:
@@ -51,18 +70,62 @@ class Config:
                 raise ConfigError(f"{cls.__name__} has no option {key!r}; {hint}")
         return cls(**values)
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    def to_json_string(self) -> str:
-        return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
-
-    def to_json_file(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json_string())
-
     @classmethod
     def from_json_file(cls: type[C], path: str | Path, **overrides: Any) -> C:
-        return cls.from_dict(json.loads(Path(path).read_text()), **overrides)
+        """`from_dict` of the object in a file. Every `ConfigError` names the file, and the place that is no JSON."""
+        try:
+            data = json.loads(Path(path).read_bytes())
+        except ValueError as error:
+            raise ConfigError(f"{path} is no JSON: {error}") from error
+        if not isinstance(data, dict):
+            raise ConfigError(f"{path} holds {json.dumps(data):.40}, but a configuration is an object: {{...}}")
+        try:
+            return cls.from_dict(data, **overrides)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    def update(self: C, **changes: Any) -> tuple[C, dict[str, Any]]:
+        """A copy with these changes, and those of them that are no options."""
+        known = {name: value for name, value in changes.items() if name in self.option_names()}
+        return dataclasses.replace(self, **known), {name: changes[name] for name in changes if name not in known}
+
+    def to_dict(self, use_diff: bool = False) -> dict[str, Any]:
+        """What `from_dict` takes. use_diff: only what differs from the defaults."""
+        values = {name: getattr(self, name) for name in self.option_names()}
+        if use_diff:
+            values = {name: value for name, value in values.items() if value != self.defaults()[name]}
+        return {name: value.to_dict(use_diff) if isinstance(value, Config) else value for name, value in values.items()}
+
+    def to_json_string(self, use_diff: bool = False) -> str:
+        return json.dumps(self.to_dict(use_diff), indent=2, sort_keys=True) + "\n"
+
+    def to_json_file(self, path: str | Path, use_diff: bool = False) -> None:
+        Path(path).write_text(self.to_json_string(use_diff))
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """The types that an annotation allows."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _kept(value: Any, kinds: tuple[Any, ...]) -> Any:
+    """A value as it is kept: what stands for a configuration is built, torch's data types and devices are named."""
+    if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device"):
+        return str(value).removeprefix("torch.")
+    for kind in kinds:
+        if isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, Config):
+            return kind.from_dict(value)
+    return value
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type; containers are looked at from outside only."""
+    kind = get_origin(kind) or kind
+    if kind is Any or not isinstance(kind, type):
+        return True
+    if isinstance(value, bool):  # an int to Python, a mistake to us
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 def require_positive(owner: str, **values: int | None) -> None:

@@ -3,16 +3,54 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from configs.base import Config, require_positive
+from configs.base import Config, nearest, require_positive
+from configs.errors import ConfigError
+
+C = TypeVar("C", bound="CacheConfig")
 
 
 @dataclass(frozen=True)
 class CacheConfig(Config):
-    """Base of the cache configurations. `name` is the backend's name in the registry."""
+    """Base of the cache configurations. `name` is the backend's name in the registry and travels with the options.
+
+    `CacheConfig.from_dict` and `from_json_file` build the subclass that has the name, yours too once it is defined.
+    """
 
     name: ClassVar[str]
+    _by_name: ClassVar[dict[str, type[CacheConfig]]] = {}
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "name" in vars(cls):
+            CacheConfig._by_name[cls.name] = cls
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """The names that have a configuration."""
+        return list(CacheConfig._by_name)
+
+    @classmethod
+    def from_dict(cls: type[C], data: dict[str, Any], **overrides: Any) -> C:
+        """As `Config.from_dict`. The key "name" picks the class; a class that has one does without the key."""
+        values = {**data, **overrides}
+        own = getattr(cls, "name", None)
+        name = values.pop("name", own)
+        if name != own:
+            kind = cls._by_name.get(name) if isinstance(name, str) else None
+            if kind is None:
+                raise ConfigError(f"there is no cache configuration named {name!r}; {nearest(str(name), cls.names())}")
+            if not issubclass(kind, cls):
+                raise ConfigError(f"{cls.__name__} is for the cache {own!r}, not for {name!r}")
+            return kind.from_dict(values)
+        if own is None:
+            raise ConfigError(f'a cache configuration needs its "name"; known: {", ".join(cls.names())}')
+        return super().from_dict(values)
+
+    def to_dict(self, use_diff: bool = False) -> dict[str, Any]:
+        """What `from_dict` takes, the name included. use_diff: else only what differs from the defaults."""
+        return {"name": self.name} | super().to_dict(use_diff)
 
 
 @dataclass(frozen=True)
@@ -34,6 +72,20 @@ class StaticCacheConfig(CacheConfig):
 
     def validate(self) -> None:
         require_positive("StaticCacheConfig", max_cache_len=self.max_cache_len)
+
+
+@dataclass(frozen=True)
+class SlidingWindowCacheConfig(CacheConfig):
+    """Only the last tokens: the model's own window, or one imposed on its full attention.
+
+    window_length: columns a token can look at, itself included; None is the model's own window.
+    """
+
+    name: ClassVar[str] = "sliding_window"
+    window_length: int | None = None
+
+    def validate(self) -> None:
+        require_positive("SlidingWindowCacheConfig", window_length=self.window_length)
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,9 @@ def generate(
     tokenizer: needed for text prompts, text results and stop strings, unless `model` is a path.
     cache: a registered name ("dynamic", "static", "none"), a `CacheConfig`, or a live cache object that holds the
         beginning of the prompt. Default "dynamic", or "none" for a model that keeps no keys and values.
-    cache_config: the backend's options, a dict or a `CacheConfig`. `past_key_values`, `cache_implementation` (of the
-        names above) and `use_cache=False` as in transformers.
+    cache_config: the backend's options, a dict or a `CacheConfig`; without `cache` they change the cache of a
+        `Generator`'s `EngineConfig`. `past_key_values`, `cache_implementation` (of the names above) and
+        `use_cache=False` as in transformers.
     strategy: a strategy's name or object; by default it follows from the generation parameters as in transformers.
     generation_config, and transformers' generation parameters by keyword: max_new_tokens (default 20), do_sample,
         temperature, top_k, top_p, min_p, repetition_penalty, eos_token_id, stop_strings, max_time, output_scores, ...

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from configs import CacheConfig, EngineConfig
+from configs import CacheConfig, EngineConfig, preset, presets
 from configs.engine import COMPILE_CHOICES, LINEARS_CHOICES
 from engine import show
 from engine.errors import EngineError, Interrupted, OptionError
@@ -26,10 +26,6 @@ _messages = Console(stderr=True, highlight=False)
 
 Model = Annotated[str | None, typer.Option(help="Local path or hub id; default: the small model of the package.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON: its fields are in the README.")]
-
-
-def _cache_names() -> list[str]:
-    return [config.name for config in CacheConfig.__subclasses__()]
 
 
 @app.callback()
@@ -49,24 +45,38 @@ def generate(
     system: Annotated[str | None, typer.Option(help="The system message that comes before it, with --chat.")] = None,
     # The model and how it runs.
     model: Model = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            help=f"A preset ({', '.join(presets())}) or the JSON file of an EngineConfig; options given beside it win.",
+            metavar="NAME_OR_FILE",
+            autocompletion=presets,
+        ),
+    ] = None,
     cache: Annotated[
         str | None,
-        typer.Option(help="Cache backend, see `engine caches`; default: dynamic.", autocompletion=_cache_names),
+        typer.Option(help="Cache backend, see `engine caches`; default: dynamic.", autocompletion=CacheConfig.names),
     ] = None,
     cache_option: Annotated[
         list[str] | None, typer.Option(help="An option of the cache, NAME=VALUE; may be repeated.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Data type of the weights: auto, float32, bfloat16, ...")] = "auto",
-    device: Annotated[str, typer.Option(help="Where the model goes: auto, cpu, cuda:1, ...")] = "auto",
+    dtype: Annotated[
+        str | None, typer.Option(help="Data type of the weights: float32, bfloat16, ...; default: auto.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Where the model goes: cpu, cuda:1, ...; default: auto.")] = None,
     prefill_chunk_tokens: Annotated[
         int | None, typer.Option(help="Read the prompt in pieces of this many tokens, to save memory.")
     ] = None,
     compile: Annotated[
-        str, typer.Option(help="Compile the decode step.", autocompletion=lambda: list(COMPILE_CHOICES))
-    ] = "off",
+        str | None,
+        typer.Option(help="Compile the decode step; default: off.", autocompletion=lambda: list(COMPILE_CHOICES)),
+    ] = None,
     linears: Annotated[
-        str, typer.Option(help="Library of linear layers on a CPU.", autocompletion=lambda: list(LINEARS_CHOICES))
-    ] = "auto",
+        str | None,
+        typer.Option(
+            help="Library of linear layers on a CPU; default: auto.", autocompletion=lambda: list(LINEARS_CHOICES)
+        ),
+    ] = None,
     # What is generated.
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
     min_new_tokens: Annotated[int | None, typer.Option(help="Tokens to generate at least.")] = None,
@@ -116,9 +126,9 @@ def generate(
         raise OptionError(f"--stream prints one text, but there are {rows}: add --json, which tells them apart")
     if system is not None and not chat:
         raise OptionError("--system belongs to a chat: add --chat")
-    config = EngineConfig(
-        prefill_chunk_tokens=prefill_chunk_tokens, compile=compile, linears=linears, dtype=dtype, device_map=device
-    )
+    given = {"prefill_chunk_tokens": prefill_chunk_tokens, "compile": compile, "linears": linears, "dtype": dtype,
+             "device_map": device}  # fmt: skip
+    settings = _engine_config(config, {name: value for name, value in given.items() if value is not None})
     inputs = [_messages_of(text, system) for text in prompts] if chat else prompts
 
     with Work() as work:
@@ -134,7 +144,7 @@ def generate(
         logging.set_verbosity_error()  # what it warns of is refused here, or said in our own words
         if seed is not None:
             torch.manual_seed(seed)
-        generator = Generator(model or SHIPPED_MODEL, config=config)
+        generator = Generator(model or SHIPPED_MODEL, config=settings)
         work.doing("reading the prompt")
         cache_config = _assignments(cache_option, "--cache-option") or None
         pieces = generator.stream(inputs, cache=cache, cache_config=cache_config, **options)
@@ -159,7 +169,7 @@ def generate(
 
 @app.command()
 def caches(
-    name: Annotated[str | None, typer.Argument(help="Only this one.", autocompletion=_cache_names)] = None,
+    name: Annotated[str | None, typer.Argument(help="Only this one.", autocompletion=CacheConfig.names)] = None,
     model: Model = None,
     tokens: Annotated[int, typer.Option(help="Tokens per row to state the size for.", min=64)] = 4096,
     as_json: Json = False,
@@ -186,6 +196,21 @@ def caches(
     report = {"model": str(model or "shipped"), "tokens": tokens, "dtype": str(bare.dtype).removeprefix("torch."),
               "caches": found}  # fmt: skip
     print(json.dumps(report)) if as_json else Console(highlight=False).print(show.caches_table(report))
+
+
+def _engine_config(chosen: str | None, changes: dict[str, Any]) -> EngineConfig:
+    """The configuration that `--config` chose, with these changes."""
+    if chosen is None:
+        config = EngineConfig()
+    elif chosen in presets():
+        config = preset(chosen)
+    elif Path(chosen).is_file():
+        config = EngineConfig.from_json_file(chosen)
+    else:
+        raise OptionError(
+            f"--config {chosen} is neither a preset nor a JSON file that exists; presets: {', '.join(presets())}"
+        )
+    return config.update(**changes)[0]
 
 
 def _prompts(prompt: str | None, files: list[Path]) -> list[str]:

@@ -74,11 +74,8 @@ class Generator:
     ) -> Run:
         started = time.perf_counter()
         tokenizer = tokenizer if tokenizer is not None else self.tokenizer
-        in_config = generation_config and generation_config.cache_implementation
-        if in_config and in_config != self.model.generation_config.cache_implementation:
-            cache_implementation = _one_of(
-                cache_implementation=cache_implementation, **{"generation_config.cache_implementation": in_config}
-            )
+        cache_implementation = self._said(generation_config, "cache_implementation", cache_implementation)
+        cache_config = self._said(generation_config, "cache_config", cache_config)
         live = _live_cache(cache, past_key_values, cache_implementation, cache_config)
         request = read_request(
             self.model,
@@ -118,6 +115,13 @@ class Generator:
             chunk_tokens=request.chunk_tokens,
         )
         return Run(request, lane, tokenizer=tokenizer, streamer=streamer, stream_text=stream_text, started=started)
+
+    def _said(self, generation_config: GenerationConfig | None, name: str, value: Any) -> Any:
+        """An argument of the call, or what its `generation_config` says other than the model's own."""
+        in_config = getattr(generation_config, name, None)
+        if in_config == getattr(self.model.generation_config, name, None):
+            return value
+        return _one_of(**{name: value, f"generation_config.{name}": in_config})
 
     def _check_together(self, live: Driven, request: Request) -> None:
         """Refuse what this model, this cache and this request cannot do together."""
@@ -165,18 +169,19 @@ class Generator:
             )
             choice = "none"
         if choice is None:
-            choice = self.config.cache or request.config.cache_implementation or "dynamic"
-        options = request.config.cache_config if options is None else options
-        values = _as_dict(options)
-        if isinstance(choice, CacheConfig):
-            values = choice.to_dict() | values
-            choice = choice.name
-        assert isinstance(choice, str)
-        if caches.recipe(choice).has_a_size and values.get("max_cache_len") is None:
+            choice = self.config.cache
+        if choice is None:  # only now the model's own setting, whose options are for its own choice
+            choice = request.config.cache_implementation or "dynamic"
+            options = request.config.cache_config if options is None else options
+        assert isinstance(choice, (str, CacheConfig))
+        recipe = caches.recipe(choice if isinstance(choice, str) else choice.name)
+        values = {} if isinstance(choice, str) else choice.to_dict()
+        values |= dict(options or {})
+        if recipe.has_a_size and values.get("max_cache_len") is None:
             wanted = max(request.total, getattr(request.config, "max_cache_len", None) or 0)
             # A compiled step is compiled for a size: calls of similar length share one.
             values["max_cache_len"] = -(-wanted // _SIZE_STEP) * _SIZE_STEP
-        cache = caches.build(choice, self.model.config, **values)
+        cache = caches.build(recipe.name, self.model.config, recipe.options.from_dict(values))
         # A row may end early: then room for all its tokens would be room for nothing.
         columns = request.total - 1
         cache.reserve(columns if request.length_is_known else min(columns, request.mask.shape[1] + 128))
@@ -186,10 +191,6 @@ class Generator:
 @functools.cache
 def _warn_once(message: str) -> None:
     logging.getLogger("engine").warning(message)
-
-
-def _as_dict(options: dict[str, Any] | CacheConfig | None) -> dict[str, Any]:
-    return options.to_dict() if isinstance(options, CacheConfig) else dict(options or {})
 
 
 def _one_of(**given: Any) -> Any:

@@ -15,6 +15,7 @@ from architectures import ARCHITECTURES, tiny_model
 from support import in_terminal
 
 import caches
+import configs
 import engine
 
 PROMPT = "import os\n"
@@ -125,6 +126,84 @@ def test_sampling_follows_the_seed(cli):
     assert text("1") == text("1") == text("1", "--cache", "static")
     assert text("1") != text("2")
     assert cli(["generate", PROMPT, "--temperature", "0"]).stdout == cli(["generate", PROMPT]).stdout
+
+
+@pytest.fixture
+def settings(cli, monkeypatch):
+    """The `EngineConfig` that a command line means; nothing is generated."""
+
+    def record(self, model, config):
+        self.config = config
+        raise engine.OptionError(json.dumps(dict(config)))
+
+    def read(*arguments):
+        done = cli(["generate", PROMPT, *arguments])
+        return configs.EngineConfig.from_dict(json.loads(done.stderr.removeprefix("error: ")))
+
+    monkeypatch.setattr("engine.generator.Generator.__init__", record)
+    return read
+
+
+OTHERS = {
+    "compile": ("aot_eager", "eager"),
+    "device_map": ("cpu", "cuda:1"),
+    "dtype": ("bfloat16", "float32"),
+    "linears": ("default", "onednn"),
+    "prefill_chunk_tokens": (3, 5),
+}
+
+
+@pytest.mark.parametrize("name", sorted(OTHERS))
+def test_options_win_over_a_configuration(settings, tmp_path, name):
+    config, file = configs.EngineConfig(**{name: OTHERS[name][0] for name in OTHERS}), tmp_path / "config.json"
+    config.to_json_file(file)
+    default = configs.EngineConfig.defaults()[name]
+    for value in (OTHERS[name][1], *[default] * (default is not None)):
+        option = ["--" + name.replace("device_map", "device").replace("_", "-"), str(value)]
+        assert settings("--config", str(file), *option) == config.update(**{name: value})[0]
+        assert settings(*option) == configs.EngineConfig(**{name: value})
+    assert settings("--config", str(file)) == config
+
+
+@pytest.mark.parametrize("name", configs.presets())
+def test_presets_on_the_command_line(settings, name):
+    assert settings("--config", name) == configs.preset(name)
+    assert settings("--config", name, "--prefill-chunk-tokens", "9").prefill_chunk_tokens == 9
+
+
+def test_the_cache_of_a_configuration(cli, tmp_path):
+    def stats(*more):
+        arguments = ["generate", PROMPT, "--max-new-tokens", "4", "--config", str(file), "--json", *more]
+        return json.loads(cli(arguments).stdout)["stats"]
+
+    file = tmp_path / "config.json"
+    file.write_text('{"cache": {"name": "static", "max_cache_len": 512}}')
+    of_512, of_128 = stats(), stats("--cache-option", "max_cache_len=128")
+    assert (of_512["cache"], of_128["cache"]) == ("static", "static")
+    assert of_512["cache_bytes"] == 4 * of_128["cache_bytes"]
+    assert stats("--cache", "static")["cache_bytes"] == of_128["cache_bytes"]
+    assert stats("--cache", "dynamic")["cache"] == "dynamic"
+
+
+def test_configurations_that_cannot_be_read(cli, tmp_path):
+    def error(chosen, *more):
+        done = cli(["generate", PROMPT, "--config", str(chosen), *more])
+        assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        return done.stderr
+
+    assert "neither a preset nor a JSON file that exists; presets: endless_streaming, long" in error("low_memori")
+    assert "neither a preset" in error(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text('{"cache": \n}')
+    assert error(file).startswith(f"error: {file} is no JSON: Expecting value: line 2 column 1")
+    file.write_text('{"cash": 5}')
+    assert error(file) == f"error: {file}: EngineConfig has no option 'cash'; did you mean 'cache'?\n"
+    assert error("low_memory", "--compile", "fast").startswith("error: EngineConfig: compile='fast'")
+
+
+def test_help_names_the_presets(cli):
+    words = cli(["generate", "--help"]).stdout
+    assert all(name in words for name in configs.presets())
 
 
 @pytest.mark.parametrize(
@@ -245,6 +324,7 @@ def test_completion():
     assert complete("engine generate --cache st") == ["static"]
     assert "--prefill-chunk-tokens" in complete("engine generate --pre")
     assert complete("engine generate --linears one") == ["onednn"]
+    assert complete("engine generate --config ") == configs.presets()
 
 
 def test_on_a_terminal_it_says_what_it_does():

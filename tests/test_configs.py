@@ -1,28 +1,88 @@
 """Configurations travel as dicts and JSON and refuse what they do not know."""
 
 import dataclasses
+import json
+import subprocess
+import sys
+from typing import ClassVar
 
 import pytest
+import torch
 
-from configs import ConfigError, DynamicCacheConfig, EngineConfig, NoCacheConfig, StaticCacheConfig, nearest
-
-SAMPLES = [
-    DynamicCacheConfig(),
-    NoCacheConfig(),
-    StaticCacheConfig(max_cache_len=77),
-    EngineConfig(cache="static", prefill_chunk_tokens=5, compile="inductor", dtype="float32"),
-]
+import configs
+from configs import CacheConfig, Config, ConfigError, EngineConfig, StaticCacheConfig, nearest
 
 
-@pytest.mark.parametrize("config", SAMPLES, ids=lambda config: type(config).__name__)
-def test_round_trips(config, tmp_path):
-    kind, file = type(config), tmp_path / "config.json"
-    assert kind.from_dict(config.to_dict()) == config
-    config.to_json_file(file)
-    assert kind.from_json_file(file) == config
-    assert file.read_text() == config.to_json_string()
+def kinds_below(kind):
+    for one in kind.__subclasses__():
+        yield one
+        yield from kinds_below(one)
+
+
+KINDS = [kind for kind in kinds_below(Config) if kind.__module__.startswith("configs.") and kind is not CacheConfig]
+OPTIONS = [(kind, name) for kind in KINDS for name in kind.option_names()]
+CANDIDATES = (77, 0.5, True, False, StaticCacheConfig(max_cache_len=9), "aot_eager", "onednn", "float32")
+
+
+def label(value):
+    return value.__name__ if isinstance(value, type) else value
+
+
+def changed(kind, name):
+    """A configuration of this kind with something else than the default for one option."""
+    for value in CANDIDATES:
+        try:
+            config = kind.from_dict({name: value})
+        except ConfigError:
+            continue
+        if config != kind():
+            return config
+    raise AssertionError(f"add a value to CANDIDATES that {kind.__name__}.{name} takes")
+
+
+def check_travels(config, folder):
+    kind, file = type(config), folder / "config.json"
+    assert dict(config) == config.to_dict()
+    assert kind.from_dict(config.to_dict()) == kind.from_dict(config.to_dict(use_diff=True)) == config
+    for use_diff in (False, True):
+        config.to_json_file(file, use_diff)
+        assert kind.from_json_file(file) == config
+        assert file.read_text() == config.to_json_string(use_diff)
+        assert json.loads(file.read_text()) == config.to_dict(use_diff)
+    if isinstance(config, CacheConfig):
+        assert CacheConfig.from_json_file(file) == CacheConfig.from_dict(config.to_dict()) == config
+        check_travels(EngineConfig(cache=config), folder)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=label)
+def test_defaults_travel(kind, tmp_path):
+    check_travels(kind(), tmp_path)
+    assert set(kind().to_dict(use_diff=True)) <= {"name"}
+    assert set(kind().to_dict()) - {"name"} == set(kind.option_names())
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.anything = 1
+        kind().anything = 1
+
+
+@pytest.mark.parametrize(("kind", "name"), OPTIONS, ids=label)
+def test_every_option_travels(kind, name, tmp_path):
+    config = changed(kind, name)
+    check_travels(config, tmp_path)
+    assert set(config.to_dict(use_diff=True)) - {"name"} == {name}
+    assert kind().update(**{name: getattr(config, name), "zzz": 5}) == (config, {"zzz": 5})
+    assert config.update(**{name: kind.defaults()[name]}) == (kind(), {})
+
+
+@pytest.mark.parametrize(("kind", "name"), OPTIONS, ids=label)
+def test_every_option_has_a_type(kind, name):
+    for build in (kind, kind().update, lambda **values: kind.from_dict(values)):
+        with pytest.raises(ConfigError, match=rf"^{kind.__name__}: {name}=<object .*>, but it has to be \w"):
+            build(**{name: object()})
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=label)
+def test_unknown_options_are_refused(kind):
+    with pytest.raises(ConfigError, match=rf"^{kind.__name__} has no option 'zzz'; (known: \w|it takes no options)"):
+        kind.from_dict({"zzz": 5})
 
 
 def test_overrides_win():
@@ -33,17 +93,92 @@ def test_overrides_win():
     ("kind", "values", "message"),
     [
         (StaticCacheConfig, {"max_cache_length": 5}, "did you mean 'max_cache_len'"),
-        (StaticCacheConfig, {"zzz": 5}, "known: max_cache_len"),
-        (DynamicCacheConfig, {"zzz": 5}, "takes no options"),
         (StaticCacheConfig, {"max_cache_len": 0}, "max_cache_len=0, but it has to be at least 1"),
+        (StaticCacheConfig, {"max_cache_len": "12"}, "StaticCacheConfig: max_cache_len='12', .* to be int or None$"),
+        (StaticCacheConfig, {"max_cache_len": 1.5}, "max_cache_len=1.5, but it has to be int or None$"),
+        (StaticCacheConfig, {"max_cache_len": True}, "max_cache_len=True, but it has to be int or None$"),
+        (StaticCacheConfig, {"name": "dynamic"}, "StaticCacheConfig is for the cache 'static', not for 'dynamic'"),
+        (configs.SlidingWindowCacheConfig, {"window_length": 0}, "window_length=0"),
+        (CacheConfig, {"name": "statik"}, "no cache configuration named 'statik'; did you mean 'static'"),
+        (CacheConfig, {"name": ["static"]}, "no cache configuration named"),
+        (CacheConfig, {"max_cache_len": 5}, 'needs its "name"; known: dynamic, static'),
+        (CacheConfig, {"name": "static", "size": 5}, "StaticCacheConfig has no option 'size'"),
         (EngineConfig, {"prefill_chunk_tokens": -1}, "prefill_chunk_tokens=-1"),
         (EngineConfig, {"compile": "fast"}, "compile='fast'"),
+        (EngineConfig, {"compile": None}, "compile=None, but it has to be str$"),
         (EngineConfig, {"linears": "mkl"}, "linears='mkl'"),
+        (EngineConfig, {"cache": 5}, "EngineConfig: cache=5, but it has to be str or CacheConfig or None$"),
+        (EngineConfig, {"cache": {"name": "statik"}}, "did you mean 'static'"),
+        (EngineConfig, {"cache": {"name": "static", "max_cache_len": "5"}}, "StaticCacheConfig: max_cache_len='5'"),
     ],
 )
 def test_refusals(kind, values, message):
     with pytest.raises(ConfigError, match=message):
         kind.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"cache":\n  oops}', r"config.json is no JSON: Expecting value: line 2 column 3"),
+        (b"\xff\xfe\xfd", r"config.json is no JSON: .* 0xfd in position 2"),
+        (b'["static"]', r'config.json holds \["static"\], but a configuration is an object'),
+        (b'{"cash": 5}', r"config.json: EngineConfig has no option 'cash'; did you mean 'cache'"),
+    ],
+)
+def test_files_that_hold_no_configuration(content, message, tmp_path):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_json_file(tmp_path / "config.json")
+
+
+def test_torchs_own_types_are_kept_as_strings():
+    config = EngineConfig(dtype=torch.float32, device_map=torch.device("cuda:1"))
+    assert (config.dtype, config.device_map) == ("float32", "cuda:1")
+    assert EngineConfig.from_dict({"dtype": torch.bfloat16}).dtype == "bfloat16"
+    with pytest.raises(ConfigError, match="has to be int"):
+        StaticCacheConfig(max_cache_len=torch.float32)
+
+
+def test_torch_is_not_needed():
+    script = "import sys, configs; configs.preset('throughput'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+
+
+def test_a_dict_stands_for_the_configuration_of_a_cache():
+    form = {"name": "static", "max_cache_len": 4096}
+    expected = EngineConfig(cache=StaticCacheConfig(max_cache_len=4096))
+    assert EngineConfig.from_dict({"cache": form}) == EngineConfig(cache=form) == expected
+    assert EngineConfig().update(cache=form)[0] == expected
+    assert expected.to_dict(use_diff=True) == {"cache": form}
+    assert EngineConfig(cache=StaticCacheConfig()).to_dict(use_diff=True) == {"cache": {"name": "static"}}
+
+
+def test_configurations_of_others(monkeypatch):
+    monkeypatch.setattr(CacheConfig, "_by_name", dict(CacheConfig._by_name))
+
+    @dataclasses.dataclass(frozen=True)
+    class OurCacheConfig(StaticCacheConfig):
+        name: ClassVar[str] = "ours, for this test"
+        share: float = 0.5
+        sizes: list[int] = dataclasses.field(default_factory=list)
+
+    config = EngineConfig(cache=OurCacheConfig(max_cache_len=5, share=1, sizes=[3]))
+    assert EngineConfig.from_dict(json.loads(config.to_json_string())) == config
+    with pytest.raises(ConfigError, match="share='1', but it has to be float"):
+        OurCacheConfig(share="1")
+    with pytest.raises(ConfigError, match="sizes=3, but it has to be list"):
+        OurCacheConfig(sizes=3)
+
+
+def test_presets(tmp_path):
+    assert configs.presets() == ["endless_streaming", "long_context", "low_memory", "throughput"]
+    for name in configs.presets():
+        check_travels(configs.preset(name), tmp_path)
+        assert configs.preset(name) != EngineConfig()
+    assert configs.preset("endless_streaming").cache == configs.SlidingWindowCacheConfig(window_length=1024)
+    with pytest.raises(ConfigError, match="no preset named 'low_memori'; did you mean 'low_memory'"):
+        configs.preset("low_memori")
 
 
 def test_nearest():

@@ -117,7 +117,7 @@ PUBLIC = {
     },
     configs: {
         "CacheConfig", "Config", "ConfigError", "DynamicCacheConfig", "EngineConfig", "EngineError", "NoCacheConfig",
-        "StaticCacheConfig", "nearest",
+        "SlidingWindowCacheConfig", "StaticCacheConfig", "nearest", "preset", "presets",
     },
     strategies: {
         "Crop", "Emit", "Flow", "Forward", "Greedy", "Operation", "Process", "Rows", "Sampling", "Strategy", "build",

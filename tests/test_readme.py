@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support import in_terminal
 
+import configs
 import engine
 
 ROOT = Path(__file__).parent.parent
@@ -129,6 +130,11 @@ def test_the_speeds_are_those_measured():
 def test_the_plot_is_of_these_results():
     assert "](benchmarks/results/decode-cpu.svg)" in README
     assert hashlib.sha256(RESULTS.read_bytes()).hexdigest() in RESULTS.with_suffix(".svg").read_text()
+
+
+def test_the_presets_are_named():
+    [line] = re.findall(r"^configs\.presets\(\)  # (.*)$", README, flags=re.M)
+    assert line == ", ".join(f'"{name}"' for name in configs.presets())
 
 
 def test_the_number_of_architectures():
