@@ -1,33 +1,84 @@
-"""The recipes: which parts make which backend."""
+"""The recipes: which parts make which backend, and which layers each refuses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
-from caches.cache import Cache
+from caches.cache import Cache, what_reach_needs
 from caches.errors import UnsupportedLayer
 from caches.no_cache import NoCache
+from caches.place import Place
 from caches.registry import register
+from caches.retention import KeepRecent, Retention
 from caches.spec import EXOTIC, INDEX, KV, STATE, LayerSpec
 from caches.store import FixedStore, GrowingStore
 from caches.timeline import Timeline
-from configs import ConfigError, DynamicCacheConfig, NoCacheConfig, StaticCacheConfig
+from configs import (
+    ConfigError,
+    DynamicCacheConfig,
+    FixedCacheConfig,
+    HybridCacheConfig,
+    MambaCacheConfig,
+    NoCacheConfig,
+    SlidingWindowCacheConfig,
+    StaticCacheConfig,
+)
 
 
 @register(DynamicCacheConfig)
-def dynamic(specs: Sequence[LayerSpec], options: DynamicCacheConfig) -> Cache:
+def dynamic(specs: Sequence[LayerSpec] | None, options: DynamicCacheConfig) -> Cache:
     """Grows as tokens come: the default."""
-    _refuse_all_but("dynamic", specs, {KV, INDEX, STATE, EXOTIC})
+    _refuse_all_but("dynamic", specs or (), {KV, INDEX, STATE, EXOTIC})
     return Cache("dynamic", specs, _growing)
 
 
 @register(StaticCacheConfig)
 def static(specs: Sequence[LayerSpec], options: StaticCacheConfig) -> Cache:
     """Fixed size, tensors that never move: what a compiled decode step needs."""
-    _refuse_all_but("static", specs, {KV, INDEX, STATE})
-    if options.max_cache_len is None:
-        raise ConfigError("a static cache built by hand needs max_cache_len, the tokens it can hold per row")
-    return Cache("static", specs, _fixed, fixed=True, max_tokens=options.max_cache_len)
+    return _fixed_size(specs, options)
+
+
+@register(HybridCacheConfig)
+def hybrid(specs: Sequence[LayerSpec], options: HybridCacheConfig) -> Cache:
+    """`static` for models of which some layers look back at a window only."""
+    reaches = {spec.reach.size is None for spec in specs if spec.keeps_kv}
+    if len(reaches) < 2:
+        found, other = ("everything", "static") if True in reaches else ("a window", "sliding_window")
+        found, other = (found, other) if reaches else ("nothing: they keep no keys", "mamba")
+        raise UnsupportedLayer(
+            "cache='hybrid' is for models of which some layers look back at everything and others at a window; here "
+            f"all look at {found}. Use cache={other!r}"
+        )
+    return _fixed_size(specs, options)
+
+
+@register(SlidingWindowCacheConfig)
+def sliding_window(specs: Sequence[LayerSpec], options: SlidingWindowCacheConfig) -> Cache:
+    """Only the last tokens, in constant memory: the model's own window, or one imposed on its full attention."""
+    _refuse_all_but("sliding_window", specs, {KV, STATE})
+    window = options.window_length
+    if not any(spec.keeps_kv for spec in specs):
+        raise UnsupportedLayer("cache='sliding_window' keeps keys and values, but the model has none: cache='mamba'")
+    for index, spec in enumerate(specs):
+        if window is None and spec.keeps_kv and spec.reach.size is None:
+            raise UnsupportedLayer(
+                f"cache='sliding_window' keeps the model's own window, but layer {index} ({spec.layer_type}) looks at "
+                "everything. Give a window_length to impose one, or use cache='hybrid' or 'static' to keep everything"
+            )
+        if window is not None and spec.reach.kind == "chunk":
+            raise UnsupportedLayer(
+                f"window_length={window} cannot be imposed on layer {index} ({spec.layer_type}), which looks at chunks"
+            )
+    return _fixed(specs, options, retention=partial(_within, window))
+
+
+@register(MambaCacheConfig)
+def mamba(specs: Sequence[LayerSpec], options: MambaCacheConfig) -> Cache:
+    """The states of a model without attention, in tensors that never move."""
+    _refuse_all_but("mamba", specs, {STATE})
+    return _fixed(specs, options)
 
 
 @register(NoCacheConfig, any_layers=True)
@@ -40,16 +91,38 @@ def _growing(spec: LayerSpec, timeline: Timeline) -> GrowingStore:
     return GrowingStore(timeline)
 
 
-def _fixed(spec: LayerSpec, timeline: Timeline) -> FixedStore:
+def _fixed_store(spec: LayerSpec, timeline: Timeline) -> FixedStore:
     return FixedStore(timeline)
+
+
+def _fixed(specs: Sequence[LayerSpec], options: FixedCacheConfig, **more: Any) -> Cache:
+    place = Place(options)
+    max_rows = options.max_batch_size
+    return Cache(
+        options.name, specs, _fixed_store, fixed=True, max_rows=max_rows, place=place if place.is_told else None, **more
+    )
+
+
+def _fixed_size(specs: Sequence[LayerSpec], options: StaticCacheConfig) -> Cache:
+    _refuse_all_but(options.name, specs, {KV, INDEX, STATE})
+    if options.max_cache_len is None:
+        raise ConfigError(f"a {options.name} cache built by hand needs max_cache_len, the tokens it can hold per row")
+    return _fixed(specs, options, max_tokens=options.max_cache_len)
+
+
+def _within(window: int | None, spec: LayerSpec) -> Retention:
+    """What the layer's reach needs, but never more than a token's window."""
+    if window is None or (spec.reach.size is not None and spec.reach.size <= window):
+        return what_reach_needs(spec)
+    return KeepRecent(window - 1)
 
 
 def _refuse_all_but(name: str, specs: Sequence[LayerSpec], streams: set[str]) -> None:
     for index, spec in enumerate(specs):
         if spec.streams - streams:
             kept = " and ".join(sorted(spec.streams))
-            other = "dynamic" if EXOTIC in spec.streams else "none"
+            other = "none" if spec.streams - {KV, INDEX, STATE, EXOTIC} else "dynamic"
             raise UnsupportedLayer(
-                f"cache={name!r} keeps columns of keys and values, but layer {index} ({spec.layer_type}) keeps {kept}. "
-                f"Generate with cache={other!r}, or pass transformers' own cache as past_key_values."
+                f"cache={name!r} keeps {' and '.join(sorted(streams))}, but layer {index} ({spec.layer_type}) keeps "
+                f"{kept}. Generate with cache={other!r}, or pass transformers' own cache as past_key_values."
             )

@@ -16,6 +16,7 @@ from caches.driven import Log
 from caches.errors import StepError, UnsupportedLayer
 from caches.face import Face
 from caches.layer import Layer, StoreFactory
+from caches.place import Place
 from caches.retention import KeepAll, KeepRecent, Retention
 from caches.spec import EXOTIC, INDEX, KV, STATE, LayerSpec, Reach, read_specs
 from caches.state import CONV, RECURRENT, State
@@ -32,12 +33,12 @@ _PLAIN = LayerSpec("full_attention", frozenset({KV}))
 
 
 class Cache(Face):
-    """Keys, values and states of a model's layers, kept as its recipe says. What the methods of a step do: see `Driven`.
+    """Keys, values and states of a model's layers, kept as its recipe says. For the methods of a step see `Driven`.
 
     name: the recipe's name. specs: one per layer; None makes a layer of full attention whenever one is first used.
     new_store: makes the store of each stream. fixed: whether its tensors never move. max_rows, max_tokens: what a fixed
     one has room for, None for the rows of the first step and any number of tokens. retention: which columns a layer
-    keeps.
+    keeps. place: where the keys of a step have to come from.
     """
 
     def __init__(
@@ -50,9 +51,10 @@ class Cache(Face):
         max_rows: int | None = None,
         max_tokens: int | None = None,
         retention: Callable[[LayerSpec], Retention] = what_reach_needs,
+        place: Place | None = None,
     ):
         super().__init__(layers=[])
-        self.name, self.fixed = name, fixed
+        self.name, self.fixed, self._place = name, fixed, place
         self.log: Log | None = None
         self._max_rows, self._max_tokens = max_rows, max_tokens
         self._new_store, self._retention = new_store, retention
@@ -73,11 +75,14 @@ class Cache(Face):
         used = [group for group, spec in zip(kept, specs, strict=True) if spec.keeps_kv]
         used = used or kept[:1] or [(Reach(), KeepAll())]
         timelines = {
-            group: Timeline(group[1], self._max_tokens, all_room=self.fixed) for group in dict.fromkeys(used)
+            group: Timeline(group[1], self._max_tokens, self._max_rows, all_room=self.fixed)
+            for group in dict.fromkeys(used)
         }
         self._timelines = list(timelines.values())
         clock = self._timelines[0]
-        self.layers = [self._new_layer(spec, timelines.get(group, clock)) for spec, group in zip(specs, kept, strict=True)]
+        self.layers = [
+            self._new_layer(spec, timelines.get(group, clock)) for spec, group in zip(specs, kept, strict=True)
+        ]
         self._required = {use for index, spec in enumerate(specs) for use in _uses(index, spec)}
 
     def _new_layer(self, spec: LayerSpec, timeline: Timeline) -> Layer | WrappedLayer:
@@ -224,7 +229,8 @@ class Cache(Face):
         if remove > self.seen:
             raise StepError(f"crop({tokens}): the cache holds {self.seen} tokens, {remove} cannot be removed from it")
         if remove == self.seen:
-            return self.reset()
+            self.reset()
+            return
         again = "Reset the cache and feed the tokens to keep again."
         for layer in self.layers:
             if not layer.can_forget(remove):
@@ -288,7 +294,8 @@ class Cache(Face):
         if self._driven:
             raise StepError("a step is open: settle() or abort() it first")
         if not self._is_complete:  # a forward that died half-way: as if it had never been
-            return self.abort()
+            self.abort()
+            return
         if self._timelines[0].pending == 0:
             self._begin_columns(1)
         self.settle()
@@ -304,12 +311,35 @@ class Cache(Face):
                 self._begin_layers()
                 self._open, self.log = True, None  # what a foreign loop feeds is not known
             if tokens is not None and self._timelines[0].pending == 0:
+                self._check_windows(tokens)
                 self._begin_columns(tokens)
             self._calls.add((layer_idx, call))
             self._reached.add((layer_idx, stream))
         if not 0 <= layer_idx < len(self.layers):
             raise UnsupportedLayer(f"the cache has {len(self.layers)} layers, but layer {layer_idx} was asked for")
         return self.layers[layer_idx]
+
+    def _check_windows(self, tokens: int) -> None:
+        """Only our own loop hides from a token what is further back than a window that the cache imposes."""
+        windows = [self.imposed_window(index) for index in range(len(self.layers))]
+        narrow = min((window for window in windows if window is not None), default=None)
+        if narrow is not None and tokens > 1 and self.seen + tokens > narrow:
+            raise StepError(
+                f"a step of {tokens} tokens after {self.seen} would look further back than the window of {narrow} that "
+                f"the {self.name} cache imposes: generate with our engine, or feed the tokens after the first {narrow} "
+                "one by one"
+            )
+
+    @property
+    def imposes_windows(self) -> bool:
+        return any(self.imposed_window(index) is not None for index in range(len(self.layers)))
+
+    def imposed_window(self, layer_idx: int) -> int | None:
+        """Columns that a token can look at, itself included, where that is fewer than the layer's own reach."""
+        spec, bound = self.specs[layer_idx], self.layers[layer_idx].timeline.retention.bound
+        if bound is None or not spec.keeps_kv or (spec.reach.size is not None and spec.reach.size <= bound + 1):
+            return None
+        return bound + 1
 
     def _find_layer(self, layer_idx: int, stream: str) -> None:
         if stream != KV or self._timelines[0].seen > 0:
@@ -332,6 +362,8 @@ class Cache(Face):
 
         Further arguments (`cache_kwargs` of older releases) are accepted: nothing in them is needed.
         """
+        if self._place is not None:
+            self._place.check(layer_idx, key_states)
         return self._touch(layer_idx, KV, "update", key_states.shape[-2]).append(key_states, value_states)
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
@@ -356,6 +388,8 @@ class Cache(Face):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Add what a convolution reads [rows, channels, tokens]; returns it with the columns before."""
+        if self._place is not None:
+            self._place.check(layer_idx, conv_states)
         tokens = None if conv_kernel_size is None else conv_states.shape[-1]
         state = self._state(layer_idx, f"conv {state_idx}", tokens)
         return state.append_conv(conv_states, state_idx, conv_kernel_size)

@@ -90,7 +90,7 @@ class Driven(Protocol):
         """
 
     def can_drop(self, drop: int) -> bool:
-        """Whether the open step can be settled without its last `drop` tokens; else abort it and feed the others again."""
+        """Whether the open step can be settled without its last `drop` tokens; else abort and feed the others again."""
 
     def settle(self, drop: int = 0) -> None:
         """Commit the open step without its last `drop` tokens, and forget what is out of reach."""

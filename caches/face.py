@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,13 +17,27 @@ class Face(TransformersCache):
     """What users and transformers' loops ask of a cache, in terms of its layers and `rows`, `crop`, `seen`."""
 
     layers: list[Any]
-    batch_size: int
-    max_tokens: int | None
-    seen: int
 
+    # What everything here is said in.
+
+    @property
+    @abstractmethod
+    def seen(self) -> int:
+        """Tokens committed per row."""
+
+    @property
+    @abstractmethod
+    def batch_size(self) -> int:
+        """Rows, or -1 before the first step."""
+
+    @property
+    @abstractmethod
+    def max_tokens(self) -> int | None:
+        """Tokens it can hold per row; None without limit."""
+
+    @abstractmethod
     def rows(self, index: torch.Tensor) -> None:
         """Row i becomes a copy of row `index[i]` in everything it holds."""
-        raise NotImplementedError
 
     @property
     def handle(self) -> TransformersCache:
@@ -119,8 +134,8 @@ class Face(TransformersCache):
                 if bool(wrong.any()):
                     row = int(wrong.any(dim=1).nonzero()[0])
                     raise StepError(
-                        f"layer {index}: {int(wrong[row].sum())} numbers of {name} in row {row} are NaN or infinite, so "
-                        "everything computed from them is too. Look at the inputs, or compute in a wider data type"
+                        f"layer {index}: {int(wrong[row].sum())} numbers of {name} in row {row} are NaN or infinite, "
+                        "so is what is computed from them. Look at the inputs, or compute in a wider data type"
                     )
 
     # What transformers asks about its kind.

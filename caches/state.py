@@ -25,6 +25,7 @@ class State:
 
     def __init__(self, timeline: Timeline, fixed: bool):
         self.timeline, self.fixed = timeline, fixed
+        self._room = timeline.max_rows if fixed else None
         self._held: dict[Key, torch.Tensor] = {}
         self._known: frozenset[Key] = frozenset()  # those that were ever written: the others are not handed out
         self._before: dict[Key, torch.Tensor] = {}
@@ -57,7 +58,7 @@ class State:
         self.timeline.take_rows(value.shape[0])
         if key not in self._held:
             with torch.inference_mode(False):  # or nobody could continue this cache outside of inference mode
-                self._held[key] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+                self._held[key] = value.new_zeros((self._room or value.shape[0], *value.shape[1:]))
         if key not in self._known:
             self._known |= {key}
         held = self._used(key)

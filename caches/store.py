@@ -86,8 +86,8 @@ class GrowingStore:
         heads_and_width = (buffer.shape[1], buffer.shape[3])
         if (new.shape[1], new.shape[3]) != heads_and_width or new.dtype != buffer.dtype:
             raise StepError(
-                f"the layer holds {heads_and_width[0]} heads of {heads_and_width[1]} numbers in {buffer.dtype}, but the "
-                f"step has {new.shape[1]} heads of {new.shape[3]} in {new.dtype}: a cache belongs to one model"
+                f"the layer holds {heads_and_width[0]} heads of {heads_and_width[1]} numbers in {buffer.dtype}, but "
+                f"the step has {new.shape[1]} heads of {new.shape[3]} in {new.dtype}: a cache belongs to one model"
             )
 
     def _write(self, buffer: torch.Tensor, new: torch.Tensor) -> None:
@@ -148,19 +148,15 @@ class GrowingStore:
 class FixedStore(GrowingStore):
     """Room is made once. The buffer keeps its address whatever happens, as compiled graphs and CUDA graphs need it.
 
-    It starts as zeros: a compiled step reads masked columns too, and a masked NaN would still be a NaN.
-    rows: how many it has room for; None for those of the first step. Fewer may be used.
+    It starts as zeros: a compiled step reads masked columns too, and a masked NaN would still be a NaN. It may have
+    room for more rows than are used.
     """
 
     fixed: ClassVar[bool] = True
 
-    def __init__(self, timeline: Timeline, rows: int | None = None):
-        super().__init__(timeline)
-        self._rows = rows
-
     def _allocate(self, like: torch.Tensor, columns: int) -> torch.Tensor:
         with torch.inference_mode(False):
-            return like.new_zeros((self._rows or like.shape[0], like.shape[1], columns, like.shape[-1]))
+            return like.new_zeros((self.timeline.max_rows or like.shape[0], like.shape[1], columns, like.shape[-1]))
 
     def _used(self, buffer: torch.Tensor) -> torch.Tensor:
         rows = self.timeline.rows

@@ -36,11 +36,17 @@ class Timeline:
     """seen: tokens ever committed. held: columns committed and kept. pending: columns of the open step. rows: those of
     all steps; None before the first.
 
-    max_tokens: tokens the cache may hold, or None. all_room: buffers get all the room they may have at once.
+    max_tokens, max_rows: what the cache may hold, or None. all_room: buffers get all the room they may have at once.
     """
 
-    def __init__(self, retention: Retention, max_tokens: int | None = None, all_room: bool = False):
-        self.retention = retention
+    def __init__(
+        self,
+        retention: Retention,
+        max_tokens: int | None = None,
+        max_rows: int | None = None,
+        all_room: bool = False,
+    ):
+        self.retention, self.max_rows = retention, max_rows
         self.seen = self.start = self.end = self.pending = self.room = 0
         self.rows: int | None = None
         self.overflow = False
@@ -64,8 +70,10 @@ class Timeline:
 
     def take_rows(self, rows: int) -> None:
         """Inside the forward: a step has so many rows. Raises `StepError` when the steps before had others."""
-        if self.rows is None:
+        if self.rows is None and (self.max_rows is None or rows <= self.max_rows):
             self.rows = rows
+        if self.rows is None:
+            raise CapacityError(f"the cache has room for {self.max_rows} rows, but the step has {rows}")
         if self.rows != rows:
             raise StepError(
                 f"the cache holds {self.rows} rows, but the step has {rows}: bring them together with rows() or begin "

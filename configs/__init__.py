@@ -1,7 +1,16 @@
 """Configurations: frozen dataclasses that travel as dicts and JSON. Knows neither torch nor models."""
 
 from configs.base import Config, nearest
-from configs.cache import CacheConfig, DynamicCacheConfig, NoCacheConfig, SlidingWindowCacheConfig, StaticCacheConfig
+from configs.cache import (
+    CacheConfig,
+    DynamicCacheConfig,
+    FixedCacheConfig,
+    HybridCacheConfig,
+    MambaCacheConfig,
+    NoCacheConfig,
+    SlidingWindowCacheConfig,
+    StaticCacheConfig,
+)
 from configs.engine import EngineConfig, preset, presets
 from configs.errors import ConfigError, EngineError
 
@@ -12,6 +21,9 @@ __all__ = [
     "DynamicCacheConfig",
     "EngineConfig",
     "EngineError",
+    "FixedCacheConfig",
+    "HybridCacheConfig",
+    "MambaCacheConfig",
     "NoCacheConfig",
     "SlidingWindowCacheConfig",
     "StaticCacheConfig",

@@ -61,7 +61,25 @@ class DynamicCacheConfig(CacheConfig):
 
 
 @dataclass(frozen=True)
-class StaticCacheConfig(CacheConfig):
+class FixedCacheConfig(CacheConfig):
+    """Base of the caches whose tensors never move.
+
+    max_batch_size: rows there is room for; None for those of the first step.
+    device, dtype, layer_device_map: where and what the keys of the model (of its layers) are expected to be. Tensors
+        are made where each layer computes; a step that comes from elsewhere is refused.
+    """
+
+    max_batch_size: int | None = None
+    device: str | None = None
+    dtype: str | None = None
+    layer_device_map: dict[int, str] | None = None
+
+    def validate(self) -> None:
+        require_positive(type(self).__name__, max_batch_size=self.max_batch_size)
+
+
+@dataclass(frozen=True)
+class StaticCacheConfig(FixedCacheConfig):
     """A cache of fixed size whose tensors never move.
 
     max_cache_len: tokens it can hold per row; None means prompt + new tokens of the first call that uses it.
@@ -71,11 +89,19 @@ class StaticCacheConfig(CacheConfig):
     max_cache_len: int | None = None
 
     def validate(self) -> None:
-        require_positive("StaticCacheConfig", max_cache_len=self.max_cache_len)
+        super().validate()
+        require_positive(type(self).__name__, max_cache_len=self.max_cache_len)
 
 
 @dataclass(frozen=True)
-class SlidingWindowCacheConfig(CacheConfig):
+class HybridCacheConfig(StaticCacheConfig):
+    """A static cache for models of which some layers look back at a window only."""
+
+    name: ClassVar[str] = "hybrid"
+
+
+@dataclass(frozen=True)
+class SlidingWindowCacheConfig(FixedCacheConfig):
     """Only the last tokens: the model's own window, or one imposed on its full attention.
 
     window_length: columns a token can look at, itself included; None is the model's own window.
@@ -85,7 +111,15 @@ class SlidingWindowCacheConfig(CacheConfig):
     window_length: int | None = None
 
     def validate(self) -> None:
-        require_positive("SlidingWindowCacheConfig", window_length=self.window_length)
+        super().validate()
+        require_positive(type(self).__name__, window_length=self.window_length)
+
+
+@dataclass(frozen=True)
+class MambaCacheConfig(FixedCacheConfig):
+    """The states of a model without attention."""
+
+    name: ClassVar[str] = "mamba"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from caches import Cache
+from caches import Cache, UnsupportedLayer
 
 MaskKinds: TypeAlias = str | dict[str, str]
 
@@ -53,10 +53,29 @@ class Columns:
         assert self._mask is not None
         if dtype not in self._step_masks:
             visible = (self._mask != 0)[:, None, None]
-            if dtype != torch.bool:
-                visible = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
-            self._step_masks[dtype] = visible
+            self._step_masks[dtype] = visible if dtype == torch.bool else _additive(visible, dtype)
         return self._step_masks[dtype][..., begin:end]
+
+    def window_mask(
+        self, begin: int, end: int, offset: int, length: int, window: int | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """What the tokens from `begin` to `end` may look at, of `length` columns from `offset` on.
+
+        window: how many, the token included; None for all. Returns [rows or 1, 1, end - begin, length].
+        """
+        tokens = torch.arange(begin, end, device=self.device)[:, None]
+        columns = torch.arange(offset, offset + length, device=self.device)
+        visible = columns <= tokens
+        if window is not None:
+            visible &= columns > tokens - window
+        visible = visible[None, None]
+        if self._mask is not None:
+            real = torch.zeros(len(self._mask), length, dtype=torch.bool, device=self.device)
+            known = self._mask[:, max(offset, 0) : offset + length] != 0
+            real[:, max(-offset, 0) : max(-offset, 0) + known.shape[1]] = known
+            # A pad sees itself: a row of scores without any column would be NaN.
+            visible = (visible & real[:, None, None]) | (columns == tokens)
+        return visible if dtype == torch.bool else _additive(visible, dtype)
 
     def positions(self, begin: int, end: int) -> torch.Tensor:
         """Position ids [..., end - begin]."""
@@ -74,6 +93,11 @@ class Columns:
         self._positions = self._positions.index_select(rows_axis, index)
 
 
+def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The mask as it is added to scores of this type."""
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
+
+
 _MASK_OF_REACH = {
     "all": create_causal_mask,
     "window": create_sliding_window_causal_mask,
@@ -88,12 +112,9 @@ def one_token_mask(model: Any, cache: TransformersCache | None, kinds: MaskKinds
     transformers would expand the 2D mask anew in every step, and wait for the device to learn whether it has pads. None
     where that is its business: models that read the 2D mask themselves, caches of its own, masks with more than pads.
     """
-    attention = model.config._attn_implementation
-    if not isinstance(cache, Cache) or columns.mask(end) is None:
+    dtype = _mask_dtype(model)
+    if not isinstance(cache, Cache) or columns.mask(end) is None or dtype is None:
         return None
-    if not model._supports_attention_backend or attention not in ("sdpa", "eager"):
-        return None
-    dtype = torch.bool if attention == "sdpa" else model.dtype
     masks: dict[str, torch.Tensor | None] = {}
     for layer, spec in enumerate(cache.specs):
         if spec.keeps_state and not spec.keeps_kv:
@@ -107,11 +128,46 @@ def one_token_mask(model: Any, cache: TransformersCache | None, kinds: MaskKinds
     return with_parts(masks) if isinstance(kinds, dict) else next(iter(masks.values()))
 
 
-def with_parts(masks: dict[str, Any]) -> dict[str, Any]:
-    """`masks` by layer type, and by the names that models have for the parts of a layer with attention and a state."""
+def imposed_mask(model: Any, cache: Cache, kinds: MaskKinds, columns: Columns, begin: int, end: int) -> Any:
+    """The mask of a step from `begin` to `end` on a cache that imposes windows, or a dict of them per layer type."""
+    dtype = _mask_dtype(model)
+    if dtype is None:
+        raise UnsupportedLayer(
+            f"cache={cache.name!r} imposes a window on {type(model).__name__}, whose attention "
+            f"({model.config._attn_implementation}) takes no mask of ours: use attn_implementation='sdpa' where the "
+            "model has it, or another cache"
+        )
+    mask = columns.mask(end)
+    states = None if end - begin == 1 or mask is None else mask[:, begin:]
+    masks: dict[str, torch.Tensor | None] = {}
+    for layer, spec in enumerate(cache.specs):
+        if spec.layer_type in masks or not spec.keeps_kv:
+            continue
+        window = cache.imposed_window(layer) or spec.reach.size
+        length, offset = cache.get_mask_sizes(end - begin, layer)
+        masks[spec.layer_type] = columns.window_mask(begin, end, offset, length, window, dtype)
+    if isinstance(kinds, str):
+        return next(iter(masks.values()))
+    masks |= {spec.layer_type: states for spec in cache.specs if spec.keeps_state and not spec.keeps_kv}
+    return with_parts(masks, states)
+
+
+def _mask_dtype(model: Any) -> torch.dtype | None:
+    """The type of the masks that the model's attention takes as they are; None where it takes none."""
+    attention = model.config._attn_implementation
+    if not model._supports_attention_backend or attention not in ("sdpa", "eager"):
+        return None
+    return torch.bool if attention == "sdpa" else model.dtype
+
+
+def with_parts(masks: dict[str, Any], states: torch.Tensor | None = None) -> dict[str, Any]:
+    """`masks` by layer type, and by the names that models have for the parts of a layer with attention and a state.
+
+    states: the mask of the states.
+    """
     parts = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
     attentions = {part: masks[whole] for whole, part in parts.items() if whole in masks}
-    return masks | attentions | {"linear_attention": None, "conv": None} if attentions else masks
+    return masks | attentions | {"linear_attention": states, "conv": states} if attentions else masks
 
 
 def graph_mask(
@@ -138,6 +194,6 @@ def graph_mask(
     return with_parts({name: contiguous(_MASK_OF_REACH[kind](config, **arguments)) for name, kind in kinds.items()})
 
 
-def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def contiguous(tensor: Any) -> Any:
     """A copy with strides of its own, not those of the tensor it is a view of: graphs are compiled for strides."""
     return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)

@@ -10,11 +10,11 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from caches import Driven, UnsupportedLayer, build, mask_kinds, read_specs
+from caches import Cache, Driven, UnsupportedLayer, build, mask_kinds, read_specs
 from engine.errors import InputError
 from engine.extras import ENCODED
 from engine.linears import Linears
-from engine.masks import Columns, contiguous, graph_mask, one_token_mask
+from engine.masks import Columns, contiguous, graph_mask, imposed_mask, one_token_mask
 
 
 class Runner:
@@ -30,8 +30,8 @@ class Runner:
         own = type(model).prepare_inputs_for_generation
         self._prepares_itself = own is not GenerationMixin.prepare_inputs_for_generation
         # Models that keep nothing but states have a name of their own for it.
-        self._cache_argument = next((name for name in ("past_key_values", "cache_params") if name in self._takes), None)
-        self.takes_cache = self._cache_argument is not None and model._supports_default_dynamic_cache()
+        self._cache_argument = "cache_params" if "cache_params" in self._takes else "past_key_values"
+        self.takes_cache = self._cache_argument in self._takes and model._supports_default_dynamic_cache()
         self._compiled = None
         if compile != "off":
             # A graph per number of rows and size: more of them than torch expects of one function.
@@ -69,7 +69,8 @@ class Runner:
                 inputs = self._inputs(ids, columns, cache, 0, begin, end, begin == 0, {}, {})
                 logits.append(self._call(inputs, cache, columns, end, graph=False).logits)
                 cache.settle()
-                states = [state for layer in cache.handle.layers for state in layer.recurrent_states.values()]
+                assert isinstance(cache, Cache)
+                states = [state for layer in cache.layers for state in layer.recurrent_states.values()]
                 for state in states:
                     state += change
         return not states or not torch.allclose(logits[1], logits[3])
@@ -126,6 +127,8 @@ class Runner:
                     chunk_tokens = None
                     continue
                 inputs[self._cache_argument] = cache.handle
+            if end - begin > 1 and isinstance(cache, Cache) and cache.imposes_windows:
+                inputs["attention_mask"] = imposed_mask(self.model, cache, self._mask_kinds, columns, begin, end)
             cache.begin(end - begin, graph)
             try:
                 outputs = self._call(inputs | (flags or {}), cache, columns, end, graph)
@@ -154,7 +157,11 @@ class Runner:
         inputs["input_ids"] = contiguous(inputs["input_ids"])
         if "position_ids" in inputs:
             inputs["position_ids"] = positions
-        inputs["attention_mask"] = graph_mask(self.model, cache.handle, self._mask_kinds, columns.mask(end), positions)
+        if isinstance(cache, Cache) and cache.imposes_windows:
+            mask = imposed_mask(self.model, cache, self._mask_kinds, columns, end - 1, end)
+        else:
+            mask = graph_mask(self.model, cache.handle, self._mask_kinds, columns.mask(end), positions)
+        inputs["attention_mask"] = mask
         return self._compiled(**inputs, return_dict=True)
 
     def _inputs(

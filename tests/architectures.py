@@ -208,7 +208,6 @@ RARE_ARCHITECTURES = {
     "gpt_neox_japanese": ("GPTNeoXJapaneseConfig", _NO_HEAD_DIM | dict(intermediate_multiple_size=2)),
     "granite_swa": ("GraniteSWAConfig", _WINDOWS),
     "granitemoe_swa": ("GraniteMoeSWAConfig", _EXPERTS | dict(sliding_window=WINDOW, layer_types=_MIXED)),
-    "granitemoehybrid": ("GraniteMoeHybridConfig", _EXPERTS | dict(mamba_n_heads=4, layer_types=["full_attention"] * 4)),
     "granitemoeshared": ("GraniteMoeSharedConfig", _EXPERTS | dict(shared_intermediate_size=32)),
     "hrm_text": ("HrmTextConfig", _TINY | dict(num_hidden_layers=1)),
     "hunyuan_v1_dense": ("HunYuanDenseV1Config", _TINY),
@@ -221,7 +220,6 @@ RARE_ARCHITECTURES = {
     "jetmoe": ("JetMoeConfig", _EXPERTS | dict(kv_channels=8)),
     "kolibri1": ("Kolibri1Config", _MOE_WINDOWS),
     "laguna": ("LagunaConfig", _MOE_WINDOWS),
-    "lfm3": ("Lfm3Config", _WINDOWS),
     "llama4": ("Llama4Config", dict(text_config=ARCHITECTURES["llama4_text"][1], vision_config=_VISION | dict(projector_output_dim=16))),
     "longcat_flash": ("LongcatFlashConfig", _LATENT | dict(num_layers=2, ffn_hidden_size=64, moe_topk=2, n_routed_experts=4, zero_expert_num=2, expert_ffn_hidden_size=32)),
     "marian": ("MarianConfig", _BART | dict(decoder_vocab_size=VOCABULARY)),
@@ -239,15 +237,11 @@ RARE_ARCHITECTURES = {
     "moss_transcribe_diarize": ("MossTranscribeDiarizeConfig", dict(text_config=_TINY, audio_config=dict(d_model=16, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=16), tie_word_embeddings=False)),
     "mvp": ("MvpConfig", _BART),
     "nanochat": ("NanoChatConfig", _TINY),
-    "nemotron_h": ("NemotronHConfig", {k: v for k, v in _TINY.items() if k != "num_hidden_layers"} | dict(layers_block_type=["full_attention", "moe", "full_attention", "mlp"], n_routed_experts=4, moe_intermediate_size=32, moe_shared_expert_intermediate_size=32, use_mamba_kernels=False)),
     "olmoe": ("OlmoeConfig", _MOE),
     "pegasus": ("PegasusConfig", _BART),
     "phi4_multimodal": ("Phi4MultimodalConfig", _TINY | dict(sliding_window=WINDOW, original_max_position_embeddings=256, vision_config=_VISION | dict(crop_size=16, feature_layer=-1), audio_config=dict(hidden_size=16, intermediate_size=16, num_blocks=1, num_attention_heads=2, ext_pw_out_channel=16, nemo_conv_channels=16, depthwise_separable_out_channel=16))),
     "plbart": ("PLBartConfig", _BART),
     "prophetnet": ("ProphetNetConfig", {k: v for k, v in _TINY.items() if k != "num_hidden_layers"} | dict(num_encoder_layers=3, num_decoder_layers=3, num_decoder_attention_heads=4, decoder_ffn_dim=64, add_cross_attention=False, is_decoder=True, is_encoder_decoder=False)),
-    "qwen3_5_text": ("Qwen3_5TextConfig", _TINY | dict(layer_types=["full_attention"] * 4)),
-    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", _MOE | dict(layer_types=["full_attention"] * 4)),
-    "qwen3_next": ("Qwen3NextConfig", _MOE | dict(layer_types=["full_attention"] * 4)),
     "rembert": ("RemBertConfig", _BERT | dict(input_embedding_size=16, output_embedding_size=24)),
     "roberta": ("RobertaConfig", _BERT),
     "roberta_prelayernorm": ("RobertaPreLayerNormConfig", _BERT),
@@ -262,6 +256,83 @@ RARE_ARCHITECTURES = {
     "xmod": ("XmodConfig", _BERT | dict(default_language="en_XX")),
     "youtu": ("YoutuConfig", _LATENT),
 }  # fmt: skip
+
+
+_MAMBA = dict(
+    mamba_n_heads=4,
+    mamba_d_head=16,
+    mamba_n_groups=1,
+    mamba_d_state=8,
+    mamba_d_conv=4,
+    mamba_expand=2,
+    mamba_chunk_size=8,
+)
+_LINEAR = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    linear_conv_kernel_dim=4,
+    layer_types=["linear_attention", "full_attention"] * 2,
+)
+_JAMBA = dict(
+    attn_layer_period=2,
+    attn_layer_offset=1,
+    expert_layer_period=2,
+    expert_layer_offset=1,
+    num_experts=4,
+    mamba_d_state=8,
+    mamba_dt_rank=4,
+)
+_SPARSE = dict(mlp_layer_types=["dense", "sparse", "sparse", "sparse"])
+_NEMOTRON = dict(ssm_state_size=8, mamba_num_heads=4, mamba_head_dim=16, n_groups=1, chunk_size=8)
+_ZAMBA = _NO_HEAD_DIM | dict(
+    num_key_value_heads=4, mamba_d_state=8, layers_block_type=["linear_attention", "hybrid"] * 2
+)
+_INKLING = _TINY | dict(
+    swa_num_attention_heads=4,
+    swa_num_key_value_heads=2,
+    swa_head_dim=8,
+    sliding_window_size=WINDOW,
+    d_rel=4,
+    rel_extent=16,
+    layer_types=["hybrid_sliding", "hybrid"] * 2,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    unpadded_vocab_size=VOCABULARY,
+)
+
+# Layers that keep a state: alone, beside layers with attention, or in one layer with it.
+STATE_ARCHITECTURES = {
+    "mamba": ("MambaConfig", _TINY | dict(state_size=8, time_step_rank=4)),
+    "mamba2": ("Mamba2Config", _TINY | dict(num_heads=4, head_dim=16, state_size=8, n_groups=1, chunk_size=8)),
+    "falcon_mamba": ("FalconMambaConfig", _TINY | dict(state_size=8, time_step_rank=4)),
+    "jamba": ("JambaConfig", _TINY | _JAMBA),
+    "bamba": ("BambaConfig", _TINY | _MAMBA | dict(attn_layer_indices=[1, 3])),
+    "falcon_h1": ("FalconH1Config", _TINY | _MAMBA | dict(mamba_d_ssm=64)),
+    "zamba2": ("Zamba2Config", _ZAMBA | dict(n_mamba_heads=4, chunk_size=8, adapter_rank=4)),
+    "lfm2": ("Lfm2Config", _TINY | dict(layer_types=["conv", "full_attention"] * 2, block_multiple_of=16)),
+    "qwen3_next": ("Qwen3NextConfig", _MOE | _LINEAR),
+    "granitemoehybrid": ("GraniteMoeHybridConfig", _EXPERTS | _MAMBA | dict(shared_intermediate_size=32, layer_types=["linear_attention", "full_attention"] * 2)),
+    "nemotron_h": ("NemotronHConfig", {k: v for k, v in _TINY.items() if k != "num_hidden_layers"} | _NEMOTRON | dict(layers_block_type=["linear_attention", "full_attention", "linear_attention", "mlp"])),
+}  # fmt: skip
+RARE_STATE_ARCHITECTURES = {
+    "bailing_hybrid": ("BailingHybridConfig", _DEEPSEEK | _SPARSE | dict(num_experts=4, num_experts_per_token=2, num_expert_group=1, linear_head_dim=8, linear_num_heads=4, q_lora_rank=None, layer_types=["linear_attention", "full_attention"] * 2, num_nextn_predict_layers=0)),
+    "inkling": ("InklingTextConfig", _INKLING | _SPARSE),
+    "inkling2": ("Inkling2TextConfig", _INKLING | dict(n_layers_per_attn_res_block=2)),
+    "kimi_linear": ("KimiLinearConfig", _LATENT | _SPARSE | dict(q_lora_rank=None, num_experts=4, num_experts_per_token=2, moe_intermediate_size=32, linear_head_dim=8, linear_num_heads=4, layer_types=["linear_attention", "full_attention"] * 2)),
+    "lfm2_moe": ("Lfm2MoeConfig", _MOE | dict(layer_types=["conv", "full_attention"] * 2, num_dense_layers=1)),
+    "lfm3": ("Lfm3Config", _TINY | dict(sliding_window=WINDOW, layer_types=["conv", "full_attention", "conv", "sliding_attention"])),
+    "nemotron_h_moe": ("NemotronHConfig", {k: v for k, v in _TINY.items() if k != "num_hidden_layers"} | dict(layers_block_type=["full_attention", "moe", "full_attention", "mlp"], n_routed_experts=4, moe_intermediate_size=32, moe_shared_expert_intermediate_size=32)),
+    "olmo_hybrid": ("OlmoHybridConfig", _TINY | _LINEAR | dict(linear_num_value_heads=2)),
+    "qwen3_5_text": ("Qwen3_5TextConfig", _TINY | _LINEAR),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", _MOE | _LINEAR),
+    "zamba": ("ZambaConfig", _ZAMBA | dict(attention_hidden_size=64, attention_head_dim=16, n_mamba_heads=2, mamba_dt_rank=4)),
+    "zaya": ("ZayaConfig", _TINY | dict(num_experts=4, moe_intermediate_size=32, router_hidden_size=16, layer_types=["hybrid", "hybrid_sliding"] * 2, sliding_window=WINDOW)),
+}  # fmt: skip
+MORE_ARCHITECTURES |= STATE_ARCHITECTURES
+RARE_ARCHITECTURES |= RARE_STATE_ARCHITECTURES
 
 
 @cache

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import pty
 import subprocess
 import sys
 from dataclasses import dataclass
 
+import pytest
 import torch
 
+import caches
 from strategies import Emit, Forward
 
 
@@ -28,6 +31,25 @@ def toy_flow(rows: list[list[int]]):
                 yield Forward(ids[:, -1:])
 
     return Scripted()
+
+
+def new_cache(name: str, model, tokens: int = 64) -> caches.Driven:
+    """An empty cache of this backend for the model; skips the test where the backend is not for this kind of model."""
+    options = {"max_cache_len": tokens} if caches.recipe(name).has_a_size else {}
+    try:
+        return caches.build(name, model.config, **options)
+    except caches.UnsupportedLayer as error:
+        pytest.skip(str(error))
+
+
+def skip_if_refused(name: str, model) -> None:
+    """Skip the test where the backend is not for this kind of model."""
+    new_cache(name, model)
+
+
+def cache_argument(model) -> str:
+    """What the model's forward calls its cache."""
+    return "past_key_values" if "past_key_values" in inspect.signature(model.forward).parameters else "cache_params"
 
 
 def in_terminal(command: list[str], columns: int = 100) -> tuple[str, int]:

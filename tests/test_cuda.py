@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from architectures import ARCHITECTURES, prompt, tiny_model
+from support import skip_if_refused
 
 import caches
 import engine
@@ -22,9 +23,10 @@ def on_gpu():
 
 
 @pytest.mark.parametrize("cache", caches.names())
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "mamba2", "bamba", "lfm2", "falcon_h1", "qwen3_next"])
 def test_greedy(name, cache, on_gpu):
     model = on_gpu(name)
+    skip_if_refused(cache, model)
     inputs = {key: value.cuda() for key, value in prompt().items()}
     expected = model.generate(**inputs, max_new_tokens=40, do_sample=False)
     out = engine.generate(model, inputs, cache=cache, max_new_tokens=40)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from architectures import ARCHITECTURES, prompt, tiny_model
+from support import skip_if_refused
 
 import caches
 import engine
@@ -26,6 +27,7 @@ def test_the_text_is_that_of_transformers(name, cache, chunk, named):
     if cache == "none" and chunk is not None:
         pytest.skip("without a cache a prompt cannot be read in pieces")
     model = tiny_model(name)
+    skip_if_refused(cache, model)
     inputs, ids = embedded(model)
     if named:
         inputs["input_ids"] = ids[:, -named:]

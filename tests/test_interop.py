@@ -5,46 +5,45 @@ import copy
 import pytest
 import torch
 from architectures import ARCHITECTURES, prompt, tiny_model
+from support import cache_argument, new_cache
 from transformers import DynamicCache, StaticCache
 
 import caches
 import engine
 
-OURS = {"dynamic": {}, "static": {"max_cache_len": 60}}
+OURS = [name for name in caches.names() if name != "none"]
+NAMES = [*ARCHITECTURES, "mamba", "bamba", "lfm2", "falcon_h1", "zamba2"]
 NEW = 40
 
 
-def build(name, model):
-    return caches.build(name, model.config, **OURS[name])
-
-
 @pytest.mark.parametrize("cache", OURS)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", NAMES)
 def test_ours_in_transformers_generate(name, cache):
     model, inputs = tiny_model(name), prompt()
     expected = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-    ours = build(cache, model)
-    out = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, past_key_values=ours)
+    ours = new_cache(cache, model)
+    out = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, **{cache_argument(model): ours})
     assert torch.equal(out, expected)
     assert ours.get_seq_length() == 13 + NEW - 1
 
 
 @pytest.mark.parametrize("cache", OURS)
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "mamba2", "bamba", "lfm2", "falcon_h1"])
 def test_ours_in_transformers_beam_search(name, cache):
     model, inputs = tiny_model(name), prompt()
     options = {"max_new_tokens": NEW, "do_sample": False, "num_beams": 3}
     expected = model.generate(**inputs, **options)
-    assert torch.equal(model.generate(**inputs, **options, past_key_values=build(cache, model)), expected)
+    ours = {cache_argument(model): new_cache(cache, model)}
+    assert torch.equal(model.generate(**inputs, **options, **ours), expected)
 
 
 @pytest.mark.parametrize("cache", OURS)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", NAMES)
 def test_ours_in_plain_calls(name, cache):
     """The loop every tutorial shows: no begin, no settle, just `model(...)`."""
     model, inputs = tiny_model(name), prompt()
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    ours, theirs = build(cache, model), DynamicCache(config=model.config)
+    ours, theirs = new_cache(cache, model), DynamicCache(config=model.config)
     step = ids
     with torch.no_grad():
         for _ in range(30):
@@ -61,7 +60,7 @@ def test_ours_in_plain_calls(name, cache):
 def test_a_forward_that_died_in_a_plain_call_leaves_no_trace(name, monkeypatch):
     model = tiny_model(name)
     ids = prompt(pads=0)["input_ids"]
-    ours = build("dynamic", model)
+    ours = new_cache("dynamic", model)
     with torch.no_grad():
         model(ids[:, :12], past_key_values=ours)
         expected = model(ids[:, :13]).logits[:, -1]
@@ -127,7 +126,7 @@ def test_theirs_after_a_failed_step(name, new_tokens, monkeypatch):
 def test_a_second_turn_on_the_live_cache(name, cache):
     model, inputs = tiny_model(name), prompt()
     options = {"max_new_tokens": 9}
-    first = engine.generate(model, inputs, cache=build(cache, model), **options)
+    first = engine.generate(model, inputs, cache=new_cache(cache, model), **options)
     ids = torch.cat([first.sequences, prompt(tokens=6, pads=0, seed=3)["input_ids"]], dim=1)
     mask = torch.cat([inputs["attention_mask"], torch.ones(2, ids.shape[1] - 13, dtype=torch.long)], dim=1)
     second = engine.generate(model, input_ids=ids, attention_mask=mask, cache=first.cache, **options)
@@ -135,7 +134,7 @@ def test_a_second_turn_on_the_live_cache(name, cache):
     assert second.stats.prompt_tokens == 2 * 7  # the last emitted token and the six new ones: nothing was read twice
 
     # Only the new tokens, with a mask over all of them, as transformers also takes it.
-    first = engine.generate(model, inputs, cache=build(cache, model), **options)
+    first = engine.generate(model, inputs, cache=new_cache(cache, model), **options)
     new_only = engine.generate(model, input_ids=ids[:, -7:], attention_mask=mask, cache=first.cache, **options)
     assert torch.equal(new_only.sequences[:, 7:], second.sequences[:, ids.shape[1] :])
 

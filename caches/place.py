@@ -1,0 +1,38 @@
+"""Where a fixed cache was told that its layers compute, and in which data type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from caches.errors import StepError
+from configs import FixedCacheConfig
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the keys of a step have to be. Buffers are made where they come from, so this is only checked."""
+
+    options: FixedCacheConfig
+
+    def check(self, layer_idx: int, new: torch.Tensor) -> None:
+        """Raise `StepError` when a layer computes elsewhere, or in another data type."""
+        options = self.options
+        device = (options.layer_device_map or {}).get(layer_idx, options.device)
+        found, wanted = new.device, None if device is None else torch.device(device)
+        if wanted is not None and (wanted.type != found.type or wanted.index not in (None, found.index)):
+            raise StepError(
+                f"the {options.name} cache was built for layer {layer_idx} on {wanted}, but the layer computes on "
+                f"{found}: leave device and layer_device_map out, tensors are made where a layer computes"
+            )
+        if options.dtype is not None and new.dtype != getattr(torch, options.dtype, None):
+            raise StepError(
+                f"the {options.name} cache was built for {options.dtype}, but layer {layer_idx} computes in "
+                f"{new.dtype}: leave dtype out, or give the model's"
+            )
+
+    @property
+    def is_told(self) -> bool:
+        """Whether there is anything to check."""
+        return any((self.options.device, self.options.dtype, self.options.layer_device_map))
