@@ -7,17 +7,20 @@ from functools import partial
 from typing import Any
 
 from caches.cache import Cache, what_reach_needs
+from caches.encoder_decoder import EncoderDecoder
 from caches.errors import UnsupportedLayer
 from caches.no_cache import NoCache
 from caches.place import Place
-from caches.registry import register
+from caches.registry import recipe, register
 from caches.retention import KeepRecent, Retention
 from caches.spec import EXOTIC, INDEX, KV, STATE, LayerSpec
 from caches.store import FixedStore, GrowingStore
 from caches.timeline import Timeline
 from configs import (
+    CacheConfig,
     ConfigError,
     DynamicCacheConfig,
+    EncoderDecoderCacheConfig,
     FixedCacheConfig,
     HybridCacheConfig,
     MambaCacheConfig,
@@ -26,24 +29,26 @@ from configs import (
     StaticCacheConfig,
 )
 
+Layers = Sequence[LayerSpec] | None
+
 
 @register(DynamicCacheConfig)
-def dynamic(specs: Sequence[LayerSpec] | None, options: DynamicCacheConfig) -> Cache:
+def dynamic(specs: Layers, options: DynamicCacheConfig) -> Cache:
     """Grows as tokens come: the default."""
-    _refuse_all_but("dynamic", specs or (), {KV, INDEX, STATE, EXOTIC})
+    _refuse_all_but("dynamic", specs, {KV, INDEX, STATE, EXOTIC})
     return Cache("dynamic", specs, _growing)
 
 
 @register(StaticCacheConfig)
-def static(specs: Sequence[LayerSpec], options: StaticCacheConfig) -> Cache:
+def static(specs: Layers, options: StaticCacheConfig) -> Cache:
     """Fixed size, tensors that never move: what a compiled decode step needs."""
     return _fixed_size(specs, options)
 
 
 @register(HybridCacheConfig)
-def hybrid(specs: Sequence[LayerSpec], options: HybridCacheConfig) -> Cache:
+def hybrid(specs: Layers, options: HybridCacheConfig) -> Cache:
     """`static` for models of which some layers look back at a window only."""
-    reaches = {spec.reach.size is None for spec in specs if spec.keeps_kv}
+    reaches = {spec.reach.size is None for spec in _known(specs, options) if spec.keeps_kv}
     if len(reaches) < 2:
         found, other = ("everything", "static") if True in reaches else ("a window", "sliding_window")
         found, other = (found, other) if reaches else ("nothing: they keep no keys", "mamba")
@@ -55,8 +60,9 @@ def hybrid(specs: Sequence[LayerSpec], options: HybridCacheConfig) -> Cache:
 
 
 @register(SlidingWindowCacheConfig)
-def sliding_window(specs: Sequence[LayerSpec], options: SlidingWindowCacheConfig) -> Cache:
+def sliding_window(specs: Layers, options: SlidingWindowCacheConfig) -> Cache:
     """Only the last tokens, in constant memory: the model's own window, or one imposed on its full attention."""
+    specs = _known(specs, options)
     _refuse_all_but("sliding_window", specs, {KV, STATE})
     window = options.window_length
     if not any(spec.keeps_kv for spec in specs):
@@ -75,16 +81,32 @@ def sliding_window(specs: Sequence[LayerSpec], options: SlidingWindowCacheConfig
 
 
 @register(MambaCacheConfig)
-def mamba(specs: Sequence[LayerSpec], options: MambaCacheConfig) -> Cache:
+def mamba(specs: Layers, options: MambaCacheConfig) -> Cache:
     """The states of a model without attention, in tensors that never move."""
-    _refuse_all_but("mamba", specs, {STATE})
+    _refuse_all_but("mamba", _known(specs, options), {STATE})
     return _fixed(specs, options)
 
 
+@register(EncoderDecoderCacheConfig)
+def encoder_decoder(specs: Layers, options: EncoderDecoderCacheConfig) -> EncoderDecoder:
+    """Two caches of any kind for an encoder-decoder model: the decoder's tokens, and the encoder's."""
+    own = _part(specs, options.self_cache)
+    return EncoderDecoder(own, _part(None, options.cross_cache or ("static" if own.fixed else "dynamic")))
+
+
 @register(NoCacheConfig, any_layers=True)
-def none(specs: Sequence[LayerSpec], options: NoCacheConfig) -> NoCache:
+def none(specs: Layers, options: NoCacheConfig) -> NoCache:
     """Keeps nothing and computes everything again in every step: for models without a cache, and as a reference."""
     return NoCache()
+
+
+def _part(specs: Layers, choice: str | CacheConfig) -> Cache:
+    name, options = (choice, {}) if isinstance(choice, str) else (choice.name, choice.to_dict())
+    chosen = recipe(name)
+    cache = chosen.build(specs, chosen.options.from_dict(options))
+    if not isinstance(cache, Cache):
+        raise UnsupportedLayer(f"a part of an encoder-decoder cache keeps keys and values, and {name!r} does not")
+    return cache
 
 
 def _growing(spec: LayerSpec, timeline: Timeline) -> GrowingStore:
@@ -95,7 +117,7 @@ def _fixed_store(spec: LayerSpec, timeline: Timeline) -> FixedStore:
     return FixedStore(timeline)
 
 
-def _fixed(specs: Sequence[LayerSpec], options: FixedCacheConfig, **more: Any) -> Cache:
+def _fixed(specs: Layers, options: FixedCacheConfig, **more: Any) -> Cache:
     place = Place(options)
     max_rows = options.max_batch_size
     return Cache(
@@ -103,9 +125,9 @@ def _fixed(specs: Sequence[LayerSpec], options: FixedCacheConfig, **more: Any) -
     )
 
 
-def _fixed_size(specs: Sequence[LayerSpec], options: StaticCacheConfig) -> Cache:
+def _fixed_size(specs: Layers, options: StaticCacheConfig) -> Cache:
     _refuse_all_but(options.name, specs, {KV, INDEX, STATE})
-    if options.max_cache_len is None:
+    if options.max_cache_len is None and specs is not None:
         raise ConfigError(f"a {options.name} cache built by hand needs max_cache_len, the tokens it can hold per row")
     return _fixed(specs, options, max_tokens=options.max_cache_len)
 
@@ -117,8 +139,17 @@ def _within(window: int | None, spec: LayerSpec) -> Retention:
     return KeepRecent(window - 1)
 
 
-def _refuse_all_but(name: str, specs: Sequence[LayerSpec], streams: set[str]) -> None:
-    for index, spec in enumerate(specs):
+def _known(specs: Layers, options: CacheConfig) -> Sequence[LayerSpec]:
+    if specs is None:
+        raise UnsupportedLayer(
+            f"a {options.name} cache has to know the layers it is for: build it with the model's configuration. (What an "
+            "encoder wrote is needed to the end: keep that in a cache that keeps everything.)"
+        )
+    return specs
+
+
+def _refuse_all_but(name: str, specs: Layers, streams: set[str]) -> None:
+    for index, spec in enumerate(specs or ()):
         if spec.streams - streams:
             kept = " and ".join(sorted(spec.streams))
             other = "none" if spec.streams - {KV, INDEX, STATE, EXOTIC} else "dynamic"

@@ -300,6 +300,21 @@ class Cache(Face):
             self._begin_columns(1)
         self.settle()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a step was begun and neither settled nor aborted."""
+        return self._open
+
+    def finish(self, whole: bool = False) -> None:
+        """Settle a foreign loop's step once it has reached every layer.
+
+        whole: the forward is known to have come to its end, so what it did not reach never takes part.
+        """
+        if whole and self._open:
+            self._required &= self._reached
+        if self._is_complete:
+            self._finish_foreign_step()
+
     def _touch(self, layer_idx: int, stream: str, call: str, tokens: int | None = None) -> Any:
         """A model uses a layer: that may open a foreign loop's step, and finish the one before. Returns the layer."""
         if not self._driven:

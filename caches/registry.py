@@ -1,4 +1,7 @@
-"""Cache backends by name. A recipe is a function from a model's layers and the backend's options to a cache."""
+"""Cache backends by name. A recipe is a function from a model's layers and the backend's options to a cache.
+
+Without any layers (None) it makes a cache that finds them as they are used, where it can.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from caches.driven import Driven
-from caches.errors import UnknownCache
+from caches.errors import UnknownCache, UnsupportedLayer
 from caches.spec import LayerSpec, read_specs
-from configs import CacheConfig, nearest
+from configs import CacheConfig, EncoderDecoderCacheConfig, nearest
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Recipe:
 
     name: str
     options: type[CacheConfig]
-    build: Callable[[Sequence[LayerSpec], Any], Driven]
+    build: Callable[[Sequence[LayerSpec] | None, Any], Driven]
     summary: str
     any_layers: bool = False
 
@@ -61,10 +64,25 @@ def names() -> list[str]:
 def build(name: str, model_config: Any, options: CacheConfig | None = None, **changes: Any) -> Driven:
     """An empty cache for a model with this configuration (a `PreTrainedConfig`).
 
-    options: the backend's configuration; `changes` override its fields, or stand alone.
+    options: the backend's configuration; `changes` override its fields, or stand alone. For an encoder-decoder model the
+    backend keeps the decoder's tokens; `cross_cache` (a name or a `CacheConfig`) chooses another for the encoder's.
     Raises `UnknownCache`, `configs.ConfigError` (an unknown or impossible option), `UnsupportedLayer`.
     """
     chosen = recipe(name)
-    base = {} if options is None else options.to_dict()
-    specs = () if chosen.any_layers else read_specs(model_config)
-    return chosen.build(specs, chosen.options.from_dict(base, **changes))
+    if chosen.any_layers:
+        return chosen.build((), _complete(chosen, options, changes))
+    specs = read_specs(model_config)
+    is_pair = chosen.options is EncoderDecoderCacheConfig
+    if is_pair and not model_config.is_encoder_decoder:
+        raise UnsupportedLayer(
+            f"cache={name!r} is for encoder-decoder models, and this one has no encoder: leave it out"
+        )
+    if is_pair or not model_config.is_encoder_decoder:
+        return chosen.build(specs, _complete(chosen, options, changes))
+    cross_cache = changes.pop("cross_cache", None)
+    pair = EncoderDecoderCacheConfig(self_cache=_complete(chosen, options, changes), cross_cache=cross_cache)
+    return recipe(pair.name).build(specs, pair)
+
+
+def _complete(chosen: Recipe, options: CacheConfig | None, changes: dict[str, Any]) -> CacheConfig:
+    return chosen.options.from_dict({} if options is None else options.to_dict(), **changes)

@@ -75,7 +75,8 @@ def read_specs(config: Any) -> tuple[LayerSpec, ...]:
     config = config.get_text_config(decoder=True)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
-        layer_types = [_implied_layer_type(config)] * config.num_hidden_layers
+        layers = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers  # T5's are the encoder's
+        layer_types = [_implied_layer_type(config)] * layers
     reads_others = _layers_without_own_kv(config, len(layer_types))
     return tuple(
         LayerSpec(layer_type, frozenset()) if shared else _read_spec(config, index, layer_type)

@@ -4,6 +4,7 @@ from configs.base import Config, nearest
 from configs.cache import (
     CacheConfig,
     DynamicCacheConfig,
+    EncoderDecoderCacheConfig,
     FixedCacheConfig,
     HybridCacheConfig,
     MambaCacheConfig,
@@ -19,6 +20,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DynamicCacheConfig",
+    "EncoderDecoderCacheConfig",
     "EngineConfig",
     "EngineError",
     "FixedCacheConfig",

@@ -123,6 +123,19 @@ class MambaCacheConfig(FixedCacheConfig):
 
 
 @dataclass(frozen=True)
+class EncoderDecoderCacheConfig(CacheConfig):
+    """The two caches of an encoder-decoder model, each a backend's name or its configuration.
+
+    self_cache: for the decoder's own tokens. cross_cache: for the encoder's, which are written once; None is "static"
+    beside a cache whose tensors never move, else "dynamic".
+    """
+
+    name: ClassVar[str] = "encoder_decoder"
+    self_cache: str | CacheConfig = "dynamic"
+    cross_cache: str | CacheConfig | None = None
+
+
+@dataclass(frozen=True)
 class NoCacheConfig(CacheConfig):
     """No cache: every step computes the whole sequence again. It has no options."""
 

@@ -1,0 +1,164 @@
+"""What an encoder-decoder model keeps: of the decoder's own tokens, and of the encoder's, which are written once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers.cache_utils import EncoderDecoderCache as TransformersEncoderDecoderCache
+
+from caches.cache import Cache
+from caches.driven import Log
+from caches.errors import UnsupportedLayer
+from caches.face import Face
+
+
+class EncoderDecoder(Face, TransformersEncoderDecoderCache):
+    """Two caches as one. Steps are those of the decoder; the first also writes the cross part, which then stays.
+
+    For the methods of a step see `Driven`.
+    """
+
+    def __init__(self, own: Cache, cross: Cache):
+        self.self_attention_cache, self.cross_attention_cache = own, cross
+        self.is_updated = Updated(cross)
+        self._cross_seen_before = 0  # before the open step
+
+    @property
+    def name(self) -> str:
+        return self.self_attention_cache.name
+
+    @property
+    def fixed(self) -> bool:
+        return self.self_attention_cache.fixed and self.cross_attention_cache.fixed
+
+    @property
+    def log(self) -> Log | None:
+        return self.self_attention_cache.log
+
+    @log.setter
+    def log(self, log: Log | None) -> None:
+        self.self_attention_cache.log = log
+
+    @property
+    def layers(self) -> list[Any]:  # type: ignore[override]
+        return self.self_attention_cache.layers
+
+    @property
+    def specs(self) -> tuple[Any, ...]:
+        return self.self_attention_cache.specs
+
+    def check_fits(self, model_config: Any) -> None:
+        if not model_config.is_encoder_decoder:
+            raise UnsupportedLayer("it was built for an encoder-decoder model, and this one has no encoder")
+        self.self_attention_cache.check_fits(model_config)
+
+    # One step is a transaction.
+
+    def begin(self, tokens: int, graph: bool = False) -> None:
+        self.self_attention_cache.begin(tokens, graph)
+        self._cross_seen_before = self.cross_attention_cache.seen
+
+    def can_drop(self, drop: int) -> bool:
+        return self.self_attention_cache.can_drop(drop)
+
+    def settle(self, drop: int = 0) -> None:
+        self.self_attention_cache.settle(drop)
+        self.cross_attention_cache.finish(whole=True)
+
+    def abort(self) -> None:
+        self.self_attention_cache.abort()
+        if self._cross_seen_before == 0:
+            self.cross_attention_cache.reset()
+
+    def rows(self, index: torch.Tensor) -> None:
+        self.self_attention_cache.rows(index)
+        self.cross_attention_cache.rows(index)
+
+    def reserve(self, tokens: int) -> None:
+        self.self_attention_cache.reserve(tokens)
+
+    def crop(self, tokens: int) -> None:
+        """Of the decoder's tokens. Positive: the new size. Negative: how many of the last ones to remove."""
+        self.self_attention_cache.crop(tokens)
+
+    def reset(self) -> None:
+        self.self_attention_cache.reset()
+        self.cross_attention_cache.reset()
+
+    @property
+    def seen(self) -> int:
+        return self.self_attention_cache.seen
+
+    @property
+    def batch_size(self) -> int:
+        return self.self_attention_cache.batch_size
+
+    @property
+    def max_tokens(self) -> int | None:
+        return self.self_attention_cache.max_tokens
+
+    @property
+    def bytes(self) -> int:
+        return self.self_attention_cache.bytes + self.cross_attention_cache.bytes
+
+    @property
+    def parts(self) -> tuple[Cache, Cache]:
+        return self.self_attention_cache, self.cross_attention_cache
+
+    # What transformers asks.
+
+    def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
+        return self.self_attention_cache.get_seq_length(layer_idx)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.self_attention_cache.get_query_offset(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.self_attention_cache.get_mask_sizes(query_length, layer_idx)
+
+    @property
+    def is_compileable(self) -> bool:
+        return self.self_attention_cache.is_compileable
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.self_attention_cache.is_croppable
+
+    def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor | None, ...]:
+        return self.self_attention_cache[layer_idx] + self.cross_attention_cache[layer_idx]
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, ...]]:
+        return (self[index] for index in range(len(self)))
+
+    def to_legacy_cache(self) -> tuple[tuple[torch.Tensor, ...], ...]:
+        """Keys and values of every layer, then those of its cross-attention. See `Face.to_legacy_cache`."""
+        own, cross = (part.to_legacy_cache() for part in self.parts)
+        return tuple(both[0] + both[1] for both in zip(own, cross, strict=True))
+
+    def check_finite(self) -> None:
+        for part in self.parts:
+            part.check_finite()
+
+    def __repr__(self) -> str:
+        return f"EncoderDecoder({self.self_attention_cache!r}, cross={self.cross_attention_cache!r})"
+
+
+class Updated(dict):
+    """Which layers of the cross part hold the encoder's keys: what models ask before they compute them.
+
+    None does until all do: a forward that died half-way left keys of which nobody knows whether they belong to the
+    next one.
+    """
+
+    def __init__(self, cross: Cache):
+        super().__init__()
+        self._cross = cross
+
+    def get(self, layer_idx: int, default: Any = None) -> bool:
+        self._cross.finish()
+        return self._cross.batch_size != -1 and not self._cross.is_open
+
+    def __getitem__(self, layer_idx: int) -> bool:
+        return self.get(layer_idx)
