@@ -142,8 +142,8 @@ def _within(window: int | None, spec: LayerSpec) -> Retention:
 def _known(specs: Layers, options: CacheConfig) -> Sequence[LayerSpec]:
     if specs is None:
         raise UnsupportedLayer(
-            f"a {options.name} cache has to know the layers it is for: build it with the model's configuration. (What an "
-            "encoder wrote is needed to the end: keep that in a cache that keeps everything.)"
+            f"a {options.name} cache has to know the layers it is for: build it with the model's configuration. (What "
+            "an encoder wrote is needed to the end: keep that in a cache that keeps everything.)"
         )
     return specs
 

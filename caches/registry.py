@@ -64,8 +64,8 @@ def names() -> list[str]:
 def build(name: str, model_config: Any, options: CacheConfig | None = None, **changes: Any) -> Driven:
     """An empty cache for a model with this configuration (a `PreTrainedConfig`).
 
-    options: the backend's configuration; `changes` override its fields, or stand alone. For an encoder-decoder model the
-    backend keeps the decoder's tokens; `cross_cache` (a name or a `CacheConfig`) chooses another for the encoder's.
+    options: the backend's configuration; `changes` override its fields, or stand alone. For an encoder-decoder model
+    the backend keeps the decoder's tokens; `cross_cache` (a name or a `CacheConfig`) chooses another for the encoder's.
     Raises `UnknownCache`, `configs.ConfigError` (an unknown or impossible option), `UnsupportedLayer`.
     """
     chosen = recipe(name)

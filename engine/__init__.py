@@ -43,7 +43,7 @@ def generate(
 ) -> Generation:
     """Generate text with a cache chosen by name.
 
-    model: a `PreTrainedModel`, or a local path or hub id.
+    model: a `PreTrainedModel`, in PEFT's wrapper or not, or a local path or hub id.
     inputs: a text, a list of texts, chat messages, a LongTensor [rows, tokens] or a mapping with `input_ids` or
         `inputs_embeds`, `attention_mask` and whatever else the model takes (pixels, ...). Model inputs may also be
         keywords, as in `model.generate`.

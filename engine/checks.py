@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
@@ -21,6 +22,11 @@ _GENERATE_ALIKE = {"granite_speech", "janus"}
 def check_model(model: PreTrainedModel) -> None:
     if model.training:
         raise InputError("the model is in training mode, where dropout makes its text random: call model.eval() first")
+    if any(module.training and module.p > 0 for module in model.modules() if isinstance(module, nn.Dropout)):
+        raise InputError(
+            "the model has dropout in training mode (adapters are added that way), which makes its text random: "
+            "call model.eval() first"
+        )
     if model.config.is_encoder_decoder:
         raise InputError(f"{type(model).__name__} is an encoder-decoder model; only decoder-only models are supported")
     own = type(model).generate is not GenerationMixin.generate
@@ -76,7 +82,7 @@ def check_embeds(model: PreTrainedModel, prompt: Prompt) -> None:
     if "inputs_embeds" not in inspect.signature(model.forward).parameters:
         raise OptionError(f"{type(model).__name__} takes no inputs_embeds: give the prompt as token ids")
     embeddings = model.get_input_embeddings()
-    width = embeddings(torch.zeros(1, dtype=torch.long, device=embeddings.weight.device)).shape[-1]
+    width = embeddings(torch.zeros(1, dtype=torch.long, device=prompt.embeds.device)).shape[-1]
     shape, rows = list(prompt.embeds.shape), len(prompt.ids)
     if not prompt.embeds.is_floating_point() or len(shape) != 3 or shape[0] != rows or shape[2] != width:
         raise InputError(

@@ -35,7 +35,7 @@ CacheChoice: TypeAlias = str | CacheConfig | TransformersCache | Driven
 class Generator:
     """Generates with one model. Keeps what is worth keeping between calls: the compiled decode step.
 
-    model: a `PreTrainedModel`, or a local path or hub id, which also brings its tokenizer.
+    model: a `PreTrainedModel`, in PEFT's wrapper or not, or a local path or hub id, which also brings its tokenizer.
     tokenizer: needed for text prompts, text results and stop strings. config: how it works.
     """
 

@@ -40,16 +40,18 @@ class Linears:
         """Within a `with` block the layers compute through oneDNN. Two threads may be in one: both set the same."""
         if self._routes and _fits(self._first):  # the model may have been moved
             for attributes, forward in self._routes:
-                attributes["forward"] = forward
+                attributes.setdefault("forward", forward)  # it may have been wrapped since
 
     def __exit__(self, *raised: object) -> None:
-        for attributes, _ in self._routes:
-            attributes.pop("forward", None)
+        for attributes, forward in self._routes:
+            if attributes.get("forward") is forward:
+                attributes.pop("forward", None)
 
 
 def _fits(module: nn.Module) -> bool:
-    weight = module._parameters["weight"]
-    return weight is not None and weight.device.type == "cpu" and weight.dtype == torch.float32
+    weight = module._parameters.get("weight")
+    # Quantized and distributed weights are tensors of types of their own, also where they say that they are float32.
+    return type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 def _through_onednn(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -17,14 +17,30 @@ SHIPPED_MODEL = Path(__file__).parent / "shipped"
 
 
 def load(model: PreTrainedModel | str | Path, tokenizer: Any, config: EngineConfig) -> tuple[PreTrainedModel, Any]:
-    """`model` and `tokenizer` as they are, or loaded when `model` is a local path or a hub id."""
+    """`model`, out of its PEFT wrapper, and `tokenizer`; loaded when `model` is a local path or a hub id."""
     if not isinstance(model, (str, Path)):
-        return model, tokenizer
+        return _unwrapped(model), tokenizer
     with _told_in_one_line(model):
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(model)
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=config.dtype, device_map=config.device_map)
     return loaded.eval(), tokenizer
+
+
+def _unwrapped(model: Any) -> PreTrainedModel:
+    """The model inside PEFT's wrapper, if it is in one: the adapters are in its layers and stay there."""
+    if isinstance(model, PreTrainedModel) or not hasattr(model, "peft_config"):
+        return model
+    tuner = model.base_model
+    for adapter, config in model.peft_config.items():
+        # aLoRA looks for its words in the prompt; methods like Poly do their part in a forward around the model's.
+        reads_prompt = config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None)
+        if reads_prompt or "forward" in vars(type(tuner)):
+            raise InputError(
+                f"the PEFT adapter {adapter!r} ({type(config).__name__}) is more than layers of the model: PEFT puts "
+                "something into the prompt, the cache or every forward. Call the wrapper's own generate()"
+            )
+    return tuner.model
 
 
 def load_config(model: str | Path) -> PreTrainedConfig:

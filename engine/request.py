@@ -32,6 +32,7 @@ from engine.checks import (
     check_model,
     check_pieces,
 )
+from engine.dispatch import prompt_device
 from engine.errors import OptionError
 from engine.extras import complete_extras
 from engine.inputs import Prompt, read_prompt
@@ -119,13 +120,14 @@ def read_request(
 
     prompt = read_prompt(inputs, model_inputs, tokenizer, config.bos_token_id)
     _refuse_unknown(model, prompt.extras)
-    prompt = prompt.to(model.device)
-    model._prepare_special_tokens(config, prompt.mask is not None, device=model.device, batch_size=len(prompt.ids))
+    device = prompt_device(model)
+    prompt = prompt.to(device)
+    model._prepare_special_tokens(config, prompt.mask is not None, device=device, batch_size=len(prompt.ids))
     check_embeds(model, prompt)
     check_ids(model, prompt)
     mask = prompt.mask
     if mask is None and prompt.unnamed > 0:
-        mask = torch.ones(len(prompt.ids), prompt.columns, dtype=torch.long, device=model.device)
+        mask = torch.ones(len(prompt.ids), prompt.columns, dtype=torch.long, device=device)
     elif mask is None:
         known = known_mask(cache, prompt.ids)
         mask = torch.cat([known, _inferred_mask(model, prompt.ids[:, known.shape[1] :], config)], dim=1)
@@ -214,7 +216,7 @@ def _processors(
             input_ids_seq_length=prompt.ids.shape[1],
             encoder_input_ids=prompt.ids if prompt.embeds is None else prompt.embeds,
             logits_processor=LogitsProcessorList(given or []),
-            device=str(model.device),
+            device=str(mask.device),
             model_kwargs={"attention_mask": mask},
             **constraint,
         )

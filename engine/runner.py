@@ -11,7 +11,8 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from caches import Cache, Driven, UnsupportedLayer, build, mask_kinds, read_specs
-from engine.errors import InputError
+from engine.dispatch import is_dispatched, prompt_device
+from engine.errors import InputError, OptionError
 from engine.extras import ENCODED
 from engine.linears import Linears
 from engine.masks import Columns, contiguous, graph_mask, imposed_mask, one_token_mask
@@ -33,6 +34,11 @@ class Runner:
         self._cache_argument = "cache_params" if "cache_params" in self._takes else "past_key_values"
         self.takes_cache = self._cache_argument in self._takes and model._supports_default_dynamic_cache()
         self._compiled = None
+        if compile != "off" and is_dispatched(model):
+            raise OptionError(
+                f"compile={compile!r} makes one graph of a step, but accelerate's hooks move weights and inputs in the "
+                "middle of it: leave compile off, or load the whole model onto one device"
+            )
         if compile != "off":
             # A graph per number of rows and size: more of them than torch expects of one function.
             limits: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": 64}
@@ -59,7 +65,7 @@ class Runner:
         Some models (mamba, jamba) do so for one token only and read several as if nothing had been before them, without
         a word. Found out by trying whether other states change what comes out.
         """
-        ids = torch.arange(4, device=self.model.device)[None]
+        ids = torch.arange(4, device=prompt_device(self.model))[None]
         columns = Columns(torch.ones_like(ids), total=4)
         logits = []
         for change in (0, 1):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from architectures import prompt, tiny_model
 from torch import nn
+from torch.nn.utils import prune
 
 import engine
 from engine import linears
@@ -51,6 +52,28 @@ def test_what_is_routed(monkeypatch):
     model.lm_head.forward = lambda input: nn.Linear.forward(model.lm_head, input)  # somebody's hook
     assert len(Linears(model, "onednn")) == count - 1
     assert len(Linears(model.to(torch.bfloat16), "onednn")) == 0
+
+
+class Scaled(nn.Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+class Quantized(torch.Tensor):
+    """Says that it is float32, as those of quantization libraries do."""
+
+
+def with_quantized_weight():
+    layer = nn.Linear(8, 8)
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Quantized))
+    return layer
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Scaled(8, 8), with_quantized_weight, lambda: prune.identity(nn.Linear(8, 8), "weight")]
+)
+def test_layers_that_are_not_plain_are_left_alone(make):
+    assert len(Linears(nn.Sequential(make(), nn.Linear(8, 8)), "onednn")) == 1
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

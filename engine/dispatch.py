@@ -1,0 +1,21 @@
+"""Models that accelerate has dispatched: its hooks bring weights and inputs together wherever a layer computes."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+
+def is_dispatched(model: PreTrainedModel) -> bool:
+    return any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
+def prompt_device(model: PreTrainedModel) -> torch.device:
+    """Where the model begins to compute: not `model.device`, which is "meta" where weights wait elsewhere."""
+    for module in (model.get_input_embeddings(), model):
+        hook = getattr(module, "_hf_hook", None)
+        for part in getattr(hook, "hooks", [hook]):
+            device = getattr(part, "execution_device", None)
+            if device is not None:
+                return torch.device(device)
+    return model.device

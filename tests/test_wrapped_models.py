@@ -1,0 +1,131 @@
+"""Models whose linear layers are not plain ones: PEFT adapters, in PEFT's wrapper or without, and quantized weights."""
+
+import copy
+
+import peft
+import pytest
+import torch
+from architectures import prompt, tiny_model
+from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
+from optimum import quanto
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+import caches
+import engine
+
+NEW = 20
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+
+
+def lora(**options):
+    """Adapters with random weights: PEFT's usual ones do nothing before they are trained."""
+    return peft.LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False, task_type="CAUSAL_LM", **options)
+
+
+def in_wrapper(model):
+    return peft.get_peft_model(model, lora()).eval()
+
+
+def in_mixed_wrapper(model):
+    return peft.get_peft_model(model, lora(), mixed=True).eval()
+
+
+def without_wrapper(model):
+    model.add_adapter(lora())
+    return model
+
+
+def by_quanto(model):
+    quanto.quantize(model, weights=quanto.qint8)
+    quanto.freeze(model)
+    return model
+
+
+def by_hqq(model):
+    config = BaseQuantizeConfig(nbits=4, group_size=16)
+    for module in list(model.model.layers.modules()):
+        for name, child in module.named_children():
+            if type(child) is torch.nn.Linear:
+                setattr(module, name, HQQLinear(child, config, compute_dtype=torch.float32, device="cpu"))
+    return model
+
+
+MAKERS = [in_wrapper, in_mixed_wrapper, without_wrapper, by_quanto, by_hqq]
+
+
+def made(make, name="llama"):
+    return make(copy.deepcopy(tiny_model(name)))
+
+
+def text_of(model, inputs):
+    return model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_greedy(name, make):
+    model, inputs = made(make, name), prompt()
+    expected = text_of(model, inputs)
+    assert not torch.equal(expected, text_of(tiny_model(name), inputs))
+    for linears in ("default", "onednn"):
+        generator = engine.Generator(model, config=engine.EngineConfig(linears=linears))
+        for cache in caches.names():
+            assert torch.equal(generator.generate(inputs, cache=cache, max_new_tokens=NEW).sequences, expected)
+
+
+@pytest.mark.parametrize("make", [in_wrapper, by_quanto, by_hqq])
+def test_the_compiled_step(make):
+    torch._dynamo.reset()
+    model, inputs = made(make), prompt()
+    generator = engine.Generator(model, config=engine.EngineConfig(cache="static", compile="aot_eager"))
+    assert torch.equal(generator.generate(inputs, max_new_tokens=NEW).sequences, text_of(model, inputs))
+
+
+def test_the_active_adapter_is_that_of_the_call():
+    model, inputs = made(in_wrapper), prompt()
+    generator = engine.Generator(model)
+    model.add_adapter("other", lora())
+    model.eval()
+    texts = []
+    for adapter in ("default", "other"):
+        model.set_adapter(adapter)
+        texts.append(generator.generate(inputs, max_new_tokens=NEW).sequences)
+        assert torch.equal(texts[-1], text_of(model, inputs))
+    with model.disable_adapter():
+        texts.append(generator.generate(inputs, max_new_tokens=NEW).sequences)
+    assert torch.equal(texts[-1], text_of(tiny_model("llama"), inputs))
+    assert len({tuple(text.flatten().tolist()) for text in texts}) == 3
+
+
+def test_a_folder_with_an_adapter(tmp_path, tokenizer):
+    model = in_wrapper(AutoModelForCausalLM.from_pretrained(engine.SHIPPED_MODEL))
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    inputs = tokenizer("import os\n", return_tensors="pt")
+    assert torch.equal(engine.generate(tmp_path, "import os\n", max_new_tokens=NEW).sequences, text_of(model, inputs))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        peft.PolyConfig(task_type="CAUSAL_LM", target_modules=TARGETS),
+        lora(alora_invocation_tokens=[5, 6]),
+    ],
+    ids=lambda config: config.peft_type.value,
+)
+def test_adapters_that_are_more_than_layers_are_refused(config):
+    base = copy.deepcopy(tiny_model("llama"))
+    base.__class__ = type("Llama", (LlamaForCausalLM,), {})  # the forward it has is not its class's own
+    model = peft.get_peft_model(base, config)
+    with pytest.raises(engine.InputError, match=f"'default' \\({type(config).__name__}\\).*own generate"):
+        engine.generate(model, prompt(), max_new_tokens=NEW)
+
+
+def test_dropout_of_an_adapter_in_training_mode_is_refused():
+    model = made(lambda model: peft.get_peft_model(model, lora(lora_dropout=0.5)))
+    with pytest.raises(engine.InputError, match=r"model\.eval\(\)"):
+        engine.generate(model, prompt(), max_new_tokens=NEW)
+    model.eval()
+    assert torch.equal(engine.generate(model, prompt(), max_new_tokens=NEW).sequences, text_of(model, prompt()))
