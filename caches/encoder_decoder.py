@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -129,10 +128,7 @@ class EncoderDecoder(Face, TransformersEncoderDecoderCache):
     def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor | None, ...]:
         return self.self_attention_cache[layer_idx] + self.cross_attention_cache[layer_idx]
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, ...]]:
-        return (self[index] for index in range(len(self)))
-
-    def to_legacy_cache(self) -> tuple[tuple[torch.Tensor, ...], ...]:
+    def to_legacy_cache(self) -> tuple[tuple[torch.Tensor | None, ...], ...]:
         """Keys and values of every layer, then those of its cross-attention. See `Face.to_legacy_cache`."""
         own, cross = (part.to_legacy_cache() for part in self.parts)
         return tuple(both[0] + both[1] for both in zip(own, cross, strict=True))

@@ -83,11 +83,11 @@ class Face(TransformersCache):
     def __len__(self) -> int:
         return len(self.layers)
 
-    def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor | None, ...]:
         layer = self.layers[layer_idx]
         return layer.keys, layer.values
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None]]:
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, ...]]:
         return (self[index] for index in range(len(self)))
 
     @property
@@ -110,7 +110,7 @@ class Face(TransformersCache):
         """The first recurrent state of every layer [rows, ...]; None where there is none."""
         return [layer.recurrent_states.get(0) for layer in self.layers]
 
-    def to_legacy_cache(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    def to_legacy_cache(self) -> tuple[tuple[torch.Tensor | None, ...], ...]:
         """Keys and values of every layer, as transformers had them before there were caches.
 
         Raises `UnsupportedLayer` where they are not the whole content: states, windows that have forgotten something.
