@@ -5,6 +5,7 @@ from transformers.cache_utils import Cache as _TransformersCache
 import caches.backends  # noqa: F401 - registers the recipes
 from caches.cache import Cache
 from caches.driven import Driven, Log
+from caches.encoder_decoder import EncoderDecoder
 from caches.errors import CacheError, CapacityError, StepError, UnknownCache, UnsupportedLayer
 from caches.foreign import ForeignCache
 from caches.no_cache import NoCache
@@ -22,6 +23,7 @@ __all__ = [
     "CacheError",
     "CapacityError",
     "Driven",
+    "EncoderDecoder",
     "ForeignCache",
     "Log",
     "NoCache",

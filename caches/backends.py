@@ -13,7 +13,7 @@ from caches.no_cache import NoCache
 from caches.place import Place
 from caches.registry import recipe, register
 from caches.retention import KeepRecent, Retention
-from caches.spec import EXOTIC, INDEX, KV, STATE, LayerSpec
+from caches.spec import CROSS, EXOTIC, INDEX, KV, STATE, LayerSpec
 from caches.store import FixedStore, GrowingStore
 from caches.timeline import Timeline
 from configs import (
@@ -91,7 +91,11 @@ def mamba(specs: Layers, options: MambaCacheConfig) -> Cache:
 def encoder_decoder(specs: Layers, options: EncoderDecoderCacheConfig) -> EncoderDecoder:
     """Two caches of any kind for an encoder-decoder model: the decoder's tokens, and the encoder's."""
     own = _part(specs, options.self_cache)
-    return EncoderDecoder(own, _part(None, options.cross_cache or ("static" if own.fixed else "dynamic")))
+    cross = _part([CROSS] * len(own.specs), options.cross_cache or ("static" if own.fixed else "dynamic"))
+    for part in (own, cross):
+        if part.imposes_windows:
+            raise UnsupportedLayer(f"cache={part.name!r} cannot impose a window on an encoder-decoder model")
+    return EncoderDecoder(own, cross)
 
 
 @register(NoCacheConfig, any_layers=True)
@@ -127,7 +131,7 @@ def _fixed(specs: Layers, options: FixedCacheConfig, **more: Any) -> Cache:
 
 def _fixed_size(specs: Layers, options: StaticCacheConfig) -> Cache:
     _refuse_all_but(options.name, specs, {KV, INDEX, STATE})
-    if options.max_cache_len is None and specs is not None:
+    if options.max_cache_len is None and any(spec != CROSS for spec in _known(specs, options)):
         raise ConfigError(f"a {options.name} cache built by hand needs max_cache_len, the tokens it can hold per row")
     return _fixed(specs, options, max_tokens=options.max_cache_len)
 
@@ -142,8 +146,7 @@ def _within(window: int | None, spec: LayerSpec) -> Retention:
 def _known(specs: Layers, options: CacheConfig) -> Sequence[LayerSpec]:
     if specs is None:
         raise UnsupportedLayer(
-            f"a {options.name} cache has to know the layers it is for: build it with the model's configuration. (What "
-            "an encoder wrote is needed to the end: keep that in a cache that keeps everything.)"
+            f"a {options.name} cache has to know the layers it is for: build it with the model's configuration"
         )
     return specs
 

@@ -15,35 +15,39 @@ class Log:
 
     ids, mask: [rows, columns], at least as many columns as the cache has seen; mask is 0 where a pad is.
     positions: [kinds, rows, columns] where the model reckons them in a way of its own (an image takes fewer than it has
-    tokens), else None.
+    tokens), else None. source: what an encoder made of its source [rows, columns, width], else None.
     """
 
     ids: torch.Tensor
     mask: torch.Tensor
     positions: torch.Tensor | None = None
+    source: torch.Tensor | None = None
 
     def rows(self, index: torch.Tensor) -> Log:
         positions = None if self.positions is None else self.positions[:, index]
-        return Log(self.ids[index], self.mask[index], positions)
+        source = None if self.source is None else self.source[index]
+        return Log(self.ids[index], self.mask[index], positions, source)
 
     def first(self, columns: int) -> Log:
         positions = None if self.positions is None else self.positions[..., :columns]
-        return Log(self.ids[:, :columns], self.mask[:, :columns], positions)
+        return Log(self.ids[:, :columns], self.mask[:, :columns], positions, self.source)
 
     @staticmethod
     def joined(logs: list[Log]) -> Log:
         """The rows of all `logs`, which have equally many columns."""
         positions = [log.positions for log in logs if log.positions is not None]
+        sources = [log.source for log in logs if log.source is not None]
         return Log(
             torch.cat([log.ids for log in logs]),
             torch.cat([log.mask for log in logs]),
             torch.cat(positions, dim=1) if len(positions) == len(logs) else None,
+            torch.cat(sources) if len(sources) == len(logs) else None,
         )
 
     def then(self, later: Log) -> Log:
         """Both, one after the other; `later.positions` are those of all columns."""
         ids, mask = torch.cat([self.ids, later.ids], dim=1), torch.cat([self.mask, later.mask], dim=1)
-        return Log(ids, mask, later.positions)
+        return Log(ids, mask, later.positions, self.source)
 
 
 @runtime_checkable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,21 +12,26 @@ from transformers.cache_utils import EncoderDecoderCache
 from caches.driven import Log
 from caches.errors import StepError, UnsupportedLayer
 
+_STATES = ("conv_states", "recurrent_states")
+
 
 class ForeignCache:
     """The operations of a step on a cache that has only `update` and `crop`.
 
-    A sliding layer of transformers forgets in the middle of a step. Once one is full, a step cannot be undone: when it
-    fails the cache is lost, `handle` becomes None and a `begin` on the same object raises `StepError`.
+    A sliding layer of transformers forgets in the middle of a step, and the first step writes the cross part of an
+    encoder-decoder cache. Such a step cannot be undone: when it fails the cache is lost, `handle` becomes None and a
+    `begin` on the same object raises `StepError`.
     """
 
     fixed = False  # for our compiled step: it writes where transformers' own bookkeeping says
 
     def __init__(self, cache: TransformersCache):
-        if isinstance(cache, EncoderDecoderCache):
-            raise UnsupportedLayer("an EncoderDecoderCache belongs to an encoder-decoder model, which is not supported")
         self._cache = cache
+        self._own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
         self._seen_before: int | None = None  # while a step is open
+        self._before: list[dict[str, Any] | None] = []  # the attributes of layers with a state
+        self._tokens = 0  # of the open step
+        self._read = 0  # tokens committed by us: a cache of states alone does not count them
         self._lost = False
         self.name = type(cache).__name__
 
@@ -44,51 +50,68 @@ class ForeignCache:
 
     @property
     def seen(self) -> int:
-        return int(self._cache.get_seq_length())
+        layers = self._own.layers
+        if layers and not any(hasattr(layer, "get_seq_length") for layer in layers):
+            return self._read
+        return int(self._own.get_seq_length())
 
     @property
     def batch_size(self) -> int:
-        for layer in self._cache.layers:
-            keys = getattr(layer, "keys", None)
-            if _is_written(layer) and keys is not None and keys.numel() > 0:
-                return keys.shape[0]
-        return -1
+        return next((tensor.shape[0] for tensor in self._tensors() if tensor.numel() > 0), -1)
 
     @property
     def max_tokens(self) -> int | None:
         # Sliding layers name their window; a fixed layer of full attention names what it can hold, a growing one -1.
-        limits = [layer.get_max_length() for layer in self._cache.layers if not getattr(layer, "is_sliding", False)]
+        limits = [layer.get_max_length() for layer in self._own.layers if not getattr(layer, "is_sliding", False)]
         limits = [limit for limit in limits if limit >= 0]
         return min(limits) if limits else None
 
     @property
     def bytes(self) -> int:
-        tensors = (getattr(layer, name, None) for layer in self._cache.layers for name in ("keys", "values"))
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        cross = [] if self._own is self._cache else self._cache.cross_attention_cache.layers
+        for layer in [*self._own.layers, *cross]:
+            attention = [getattr(layer, name, None) for name in ("keys", "values")]
+            states = [state for name in _STATES for state in getattr(layer, name, {}).values()]
+            yield from (tensor for tensor in attention + states if tensor is not None)
 
     def check_fits(self, model_config: Any) -> None:
-        """Not known: transformers' layers do not say what they were built for."""
+        """Whether it is for models with an encoder; transformers' layers do not say what they were built for."""
+        if (self._own is self._cache) == bool(model_config.is_encoder_decoder):
+            wanted = "an EncoderDecoderCache" if self._own is self._cache else "a cache that is not for two parts"
+            raise UnsupportedLayer(f"the model needs {wanted}, but this is a {self.name}")
 
     def begin(self, tokens: int, graph: bool = False) -> None:
         if graph:
             raise StepError(f"a compiled step needs one of our own fixed caches, not a {self.name}")
-        lengths = {int(layer.get_seq_length()) for layer in self._cache.layers if _is_written(layer)}
+        lengths = {int(layer.get_seq_length()) for layer in self._own.layers if _is_written(layer)}
         if len(lengths) > 1:
             raise StepError(
                 f"the layers of this {self.name} hold {min(lengths)} to {max(lengths)} tokens: a step failed half-way "
                 "and could not be taken back. Start with an empty cache"
             )
-        self._seen_before = self.seen
+        if self.seen == 0 and any(
+            any(layer.has_previous_state.values()) for layer in self._own.layers if _is_state(layer)
+        ):
+            raise StepError(
+                f"this {self.name} does not say how many tokens its states have read: start with an empty one"
+            )
+        self._before = [_attributes(layer) if _is_state(layer) else None for layer in self._own.layers]
+        self._seen_before, self._tokens = self.seen, tokens
 
     def can_drop(self, drop: int) -> bool:
-        return not drop or all(map(_can_take_back, self._cache.layers))
+        return not drop or all(self._can_take_back(layer, drop) for layer in self._own.layers)
 
     def settle(self, drop: int = 0) -> None:
         if not self.can_drop(drop):
-            full = next(layer for layer in self._cache.layers if not _can_take_back(layer))
+            full = next(layer for layer in self._own.layers if not self._can_take_back(layer, drop))
             raise StepError(f"the last {drop} tokens cannot be taken back from a full {type(full).__name__}")
         if drop:
-            self._cache.crop(-drop)
+            for index, layer in enumerate(self._own.layers):
+                self._take_back(index, layer, drop)
+        self._read += self._tokens - drop
         self._seen_before = None
 
     def abort(self) -> None:
@@ -96,12 +119,30 @@ class ForeignCache:
         if self._seen_before is None:
             return
         before, self._seen_before = self._seen_before, None
-        for layer in self._cache.layers:
+        self._lost |= self._own is not self._cache and before == 0
+        for index, layer in enumerate(self._own.layers):
             ahead = int(layer.get_seq_length()) - before if _is_written(layer) else 0
-            if ahead and _can_take_back(layer):
-                layer.crop(-ahead)
-            elif ahead:
+            if not ahead and not _is_state(layer):
+                continue
+            if self._can_take_back(layer, self._tokens):
+                self._take_back(index, layer, ahead)
+            else:
                 self._lost = True
+
+    def _can_take_back(self, layer: Any, tokens: int) -> bool:
+        """Whether the layer's last tokens can be cropped; a state only goes back by a whole step."""
+        if _is_state(layer):
+            return tokens == self._tokens
+        window = getattr(layer, "sliding_window", None)
+        is_full = window is not None and _is_written(layer) and int(layer.get_seq_length()) >= window
+        return getattr(layer, "is_croppable", False) and (not is_full or getattr(layer, "record_past", False))
+
+    def _take_back(self, index: int, layer: Any, tokens: int) -> None:
+        before = self._before[index] if index < len(self._before) else None
+        if before is None:
+            layer.crop(-tokens)
+        else:
+            vars(layer).update(before)
 
     def rows(self, index: torch.Tensor) -> None:
         self._cache.reorder_cache(index)
@@ -111,7 +152,8 @@ class ForeignCache:
 
     def reset(self) -> None:
         self._cache.reset()
-        for layer in self._cache.layers:  # in transformers 5.17 a growing layer only becomes zeros of the same length
+        self._read = 0
+        for layer in self._own.layers:  # in transformers 5.17 a growing layer only becomes zeros of the same length
             if _is_written(layer) and int(layer.get_seq_length()) > 0:
                 layer.keys = layer.values = None
                 layer.is_initialized = False
@@ -121,8 +163,18 @@ def _is_written(layer: Any) -> bool:
     return hasattr(layer, "get_seq_length") and getattr(layer, "is_initialized", False)
 
 
-def _can_take_back(layer: Any) -> bool:
-    """Whether the layer's last tokens can be cropped."""
-    window = getattr(layer, "sliding_window", None)
-    is_full = window is not None and _is_written(layer) and int(layer.get_seq_length()) >= window
-    return getattr(layer, "is_croppable", False) and (not is_full or getattr(layer, "record_past", False))
+def _is_state(layer: Any) -> bool:
+    return hasattr(layer, _STATES[0])
+
+
+def _attributes(layer: Any) -> dict[str, Any]:
+    """The layer's attributes, to be put back: keys that count are never written in place, states and clocks are."""
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            return value.clone()
+        if not isinstance(value, dict):
+            return value
+        return {name: part.clone() if isinstance(part, torch.Tensor) else part for name, part in value.items()}
+
+    return {name: kept(value) for name, value in vars(layer).items()}

@@ -51,6 +51,9 @@ class LayerSpec:
         return STATE in self.streams
 
 
+CROSS = LayerSpec("cross_attention", frozenset({KV}))
+"""What a decoder layer keeps of the encoder: as many columns as that has read, written once."""
+
 # transformers' layer types: the streams they keep, and the configuration field that limits their reach.
 _LAYER_TYPES: dict[str, tuple[tuple[str, ...], str | None]] = {
     "full_attention": ((KV,), None),
@@ -72,7 +75,7 @@ _LAYER_TYPES: dict[str, tuple[tuple[str, ...], str | None]] = {
 
 def read_specs(config: Any) -> tuple[LayerSpec, ...]:
     """One `LayerSpec` per layer of the decoder that `config` (a `PreTrainedConfig`) describes."""
-    config = config.get_text_config(decoder=True)
+    config = _decoder(config)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         layers = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers  # T5's are the encoder's
@@ -92,9 +95,14 @@ def mask_kinds(config: Any) -> str | dict[str, str]:
     specs = read_specs(config)
     kinds = {spec.layer_type: "none" for spec in specs if spec.keeps_state}
     kinds |= {spec.layer_type: spec.reach.kind for spec in specs if spec.keeps_kv or not spec.keeps_state}
-    if getattr(config.get_text_config(decoder=True), "layer_types", None) is None:
+    if getattr(_decoder(config), "layer_types", None) is None:
         return next(iter(kinds.values()))
     return kinds
+
+
+def _decoder(config: Any) -> Any:
+    """The configuration of the decoder, which may be in one of a text model that has an encoder too."""
+    return config.get_text_config(decoder=True).get_text_config(decoder=True)
 
 
 def _implied_layer_type(config: Any) -> str:

@@ -10,13 +10,14 @@ from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
+from engine.dispatch import input_embeddings
 from engine.errors import InputError, OptionError
 from engine.extras import PER_TOKEN
 from engine.inputs import Prompt
 from strategies import Strategy
 
 # Models whose own `generate` comes down to the usual one for everything but what it refuses.
-_GENERATE_ALIKE = {"granite_speech", "janus"}
+_GENERATE_ALIKE = {"granite_speech", "janus", "whisper"}
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -27,8 +28,6 @@ def check_model(model: PreTrainedModel) -> None:
             "the model has dropout in training mode (adapters are added that way), which makes its text random: "
             "call model.eval() first"
         )
-    if model.config.is_encoder_decoder:
-        raise InputError(f"{type(model).__name__} is an encoder-decoder model; only decoder-only models are supported")
     own = type(model).generate is not GenerationMixin.generate
     if own and model.config.model_type not in _GENERATE_ALIKE:
         raise InputError(f"{type(model).__name__} generates in a way of its own: call its own generate()")
@@ -97,13 +96,16 @@ def check_embeds(model: PreTrainedModel, prompt: Prompt) -> None:
 
 
 def check_ids(model: PreTrainedModel, prompt: Prompt) -> None:
-    ids, (rows, tokens) = prompt.ids, prompt.ids.shape
+    rows, tokens = prompt.ids.shape
     if rows == 0 or prompt.columns == 0:
         raise InputError(f"the prompt is empty ({rows} rows of {tokens} tokens): the model needs a token to begin with")
-    if tokens == 0:
-        return
-    vocabulary = getattr(model.get_input_embeddings(), "weight", torch.empty(0)).shape[0]
-    if vocabulary == 0:  # embeddings of a kind of its own
+    check_vocabulary(model.get_decoder() if model.config.is_encoder_decoder else model, prompt.ids)
+
+
+def check_vocabulary(reader: Any, ids: torch.Tensor) -> None:
+    """Whether `reader`, a model or its encoder, knows all of these ids."""
+    vocabulary = len(getattr(input_embeddings(reader), "weight", ()))
+    if vocabulary == 0 or ids.numel() == 0:  # embeddings of a kind of its own
         return
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import PreTrainedModel
 
@@ -10,9 +12,17 @@ def is_dispatched(model: PreTrainedModel) -> bool:
     return any(hasattr(module, "_hf_hook") for module in model.modules())
 
 
+def input_embeddings(model: PreTrainedModel) -> Any:
+    """The module that looks up token ids; None where that is of a kind of its own."""
+    try:
+        return model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
 def prompt_device(model: PreTrainedModel) -> torch.device:
     """Where the model begins to compute: not `model.device`, which is "meta" where weights wait elsewhere."""
-    for module in (model.get_input_embeddings(), model):
+    for module in (input_embeddings(model), model):
         hook = getattr(module, "_hf_hook", None)
         for part in getattr(hook, "hooks", [hook]):
             device = getattr(part, "execution_device", None)

@@ -34,6 +34,14 @@ def complete_extras(
     Media are encoded here, once; those that only columns in the cache are about are left out. Positions are added where
     the model reckons them in a way of its own.
     """
+    if model.config.is_encoder_decoder:
+        ids, named = model._expand_inputs_for_generation(
+            expand_size=config.num_return_sequences,
+            input_ids=prompt.ids,
+            is_encoder_decoder=True,
+            **{"decoder_attention_mask": mask, **prompt.extras},
+        )
+        return Prompt(ids, None, named), named.pop("decoder_attention_mask")
     seen = 0 if cache is None else cache.seen
     extras = dict(prompt.extras)
     if seen > 0 and not _has_new_media(model, prompt, mask, seen):
@@ -102,7 +110,8 @@ def extend_extras(
 
     What a new token has there is asked of the model, by letting it add one.
     """
-    grown = model._update_model_kwargs_for_generation(_NoOutputs(), dict(extras), is_encoder_decoder=False)
+    is_pair = model.config.is_encoder_decoder
+    grown = model._update_model_kwargs_for_generation(_NoOutputs(), dict(extras), is_encoder_decoder=is_pair)
     extended, axes = dict(extras), {}
     for name, value in extras.items():
         longer = grown.get(name)

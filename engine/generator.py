@@ -6,6 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import caches
 from caches import Driven
-from configs import CacheConfig, EngineConfig
+from configs import CacheConfig, EncoderDecoderCacheConfig, EngineConfig
 from engine.errors import OptionError
 from engine.lane import Lane
 from engine.loading import load
@@ -177,15 +178,24 @@ class Generator:
         recipe = caches.recipe(choice if isinstance(choice, str) else choice.name)
         values = {} if isinstance(choice, str) else choice.to_dict()
         values |= dict(options or {})
-        if recipe.has_a_size and values.get("max_cache_len") is None:
-            wanted = max(request.total, getattr(request.config, "max_cache_len", None) or 0)
-            # A compiled step is compiled for a size: calls of similar length share one.
-            values["max_cache_len"] = -(-wanted // _SIZE_STEP) * _SIZE_STEP
-        cache = caches.build(recipe.name, self.model.config, recipe.options.from_dict(values))
+        config = recipe.options.from_dict(values)
+        if isinstance(config, EncoderDecoderCacheConfig):
+            config = replace(config, self_cache=_sized(config.self_cache, request))
+        cache = caches.build(recipe.name, self.model.config, _sized(config, request))
         # A row may end early: then room for all its tokens would be room for nothing.
         columns = request.total - 1
         cache.reserve(columns if request.length_is_known else min(columns, request.mask.shape[1] + 128))
         return cache
+
+
+def _sized(choice: str | CacheConfig, request: Request) -> CacheConfig:
+    """The cache's configuration, with a size for this request where it needs one and has none."""
+    config = caches.recipe(choice).options() if isinstance(choice, str) else choice
+    if getattr(config, "max_cache_len", 0) is not None:
+        return config
+    wanted = max(request.total, getattr(request.config, "max_cache_len", None) or 0)
+    # A compiled step is compiled for a size: calls of similar length share one.
+    return config.update(max_cache_len=-(-wanted // _SIZE_STEP) * _SIZE_STEP)[0]
 
 
 @functools.cache

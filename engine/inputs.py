@@ -34,18 +34,22 @@ class Prompt:
         return self.columns - self.ids.shape[1]
 
     def to(self, device: torch.device) -> Prompt:
-        extras = {
-            name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in self.extras.items()
-        }
         mask, embeds = (None if tensor is None else tensor.to(device) for tensor in (self.mask, self.embeds))
-        return Prompt(self.ids.to(device), mask, extras, embeds)
+        return Prompt(self.ids.to(device), mask, move(self.extras, device), embeds)
 
 
-def read_prompt(inputs: Any, extras: dict[str, Any], tokenizer: Any, bos_id: int | None) -> Prompt:
+def move(extras: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """`extras` with their tensors on `device`."""
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in extras.items()}
+
+
+def read_prompt(
+    inputs: Any, extras: dict[str, Any], tokenizer: Any, bos_id: int | None, pad_left: bool = True
+) -> Prompt:
     """Text, texts, chat messages, ids, or a mapping with `input_ids` or `inputs_embeds`, as a `Prompt`.
 
     extras: model inputs given as keywords; they may hold `input_ids`, `inputs_embeds` and `attention_mask` themselves.
-    bos_id: the prompt when there is none. Raises `InputError`.
+    bos_id: the prompt when there is none. pad_left: where the pads of a ragged batch go. Raises `InputError`.
     """
     extras = dict(extras)
     if isinstance(inputs, Mapping) and not _is_message(inputs):
@@ -68,7 +72,7 @@ def read_prompt(inputs: Any, extras: dict[str, Any], tokenizer: Any, bos_id: int
         if not isinstance(inputs, torch.Tensor) and not _are_ids(inputs):
             if mask is not None:
                 raise InputError("attention_mask was given with a text prompt; the tokenizer makes that mask")
-            inputs, mask = _tokenize(inputs, tokenizer)
+            inputs, mask = _tokenize(inputs, tokenizer, pad_left)
         ids = inputs
     if mask is not None:
         mask = torch.as_tensor(mask)
@@ -99,7 +103,7 @@ def _as_ids(ids: Any) -> torch.Tensor:
     return ids.long()
 
 
-def _tokenize(inputs: Any, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _tokenize(inputs: Any, tokenizer: Any, pad_left: bool) -> tuple[torch.Tensor, torch.Tensor]:
     if not isinstance(inputs, (str, Sequence)):
         raise InputError(
             f"a prompt is a text, texts, chat messages, a tensor or a mapping, not a {type(inputs).__name__}"
@@ -118,9 +122,12 @@ def _tokenize(inputs: Any, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
             raise InputError(f"prompt {row} is empty: the model needs at least one token to begin with")
     longest = max(map(len, rows))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
-    padded = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    return padded, mask
+    gaps = [longest - len(row) for row in rows]
+    before = [gap if pad_left else 0 for gap in gaps]
+    after = [0 if pad_left else gap for gap in gaps]
+    padded = [[pad] * b + row + [pad] * a for b, row, a in zip(before, rows, after, strict=True)]
+    mask = [[0] * b + [1] * len(row) + [0] * a for b, row, a in zip(before, rows, after, strict=True)]
+    return torch.tensor(padded), torch.tensor(mask)
 
 
 def _token_ids(prompt: Any, tokenizer: Any) -> list[int]:

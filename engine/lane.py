@@ -10,6 +10,7 @@ from transformers.utils import ModelOutput
 
 import caches
 from caches import Driven, Log
+from engine.encoder import index_rows, source_of
 from engine.errors import EngineError, InputError
 from engine.extras import ENCODED, extend_extras
 from engine.masks import Columns
@@ -96,10 +97,7 @@ class Lane:
         rows = len(self._ids)
         self._ids = self._ids[index]
         self._embeds = None if self._embeds is None else self._embeds[index]
-        self._extras = {
-            name: value[index] if isinstance(value, torch.Tensor) and value.shape[:1] == (rows,) else value
-            for name, value in self._extras.items()
-        }
+        self._extras = {name: index_rows(value, index, rows) for name, value in self._extras.items()}
         self._log_before = None if self._log_before is None else self._log_before.rows(index)
 
     def close(self, log: Log) -> None:
@@ -119,7 +117,7 @@ class Lane:
         if self._unnamed > 0:
             self.cache.log = None
             return
-        log = replace(log, positions=self._columns.own_positions(self._before + known))
+        log = replace(log, positions=self._columns.own_positions(self._before + known), source=source_of(self._extras))
         if self._before == 0:
             self.cache.log = log
         elif self._log_before is not None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from engine.checks import (
     check_pieces,
 )
 from engine.dispatch import prompt_device
+from engine.encoder import Source, encode
 from engine.errors import OptionError
 from engine.extras import complete_extras
 from engine.inputs import Prompt, read_prompt
@@ -45,7 +46,10 @@ _STRATEGY_OF_MODE = {GenerationMode.GREEDY_SEARCH: "greedy", GenerationMode.SAMP
 
 @dataclass(frozen=True)
 class Request:
-    """total: columns when the run ends at the latest. before: columns the cache holds before those of `prompt`."""
+    """total: columns when the run ends at the latest. before: columns the cache holds before those of `prompt`.
+
+    source_tokens: what an encoder has read for this call, pads not counted.
+    """
 
     prompt: Prompt
     mask: torch.Tensor
@@ -60,6 +64,7 @@ class Request:
     stop_strings: tuple[str, ...]
     chunk_tokens: int | None
     use_cache: bool | None
+    source_tokens: int = 0
 
     @property
     def output_flags(self) -> dict[str, bool]:
@@ -118,11 +123,15 @@ def read_request(
     chosen = _choose_strategy(config, strategy, options, generation_config)
     check_applies(chosen, generation_config, options)
 
-    prompt = read_prompt(inputs, model_inputs, tokenizer, config.bos_token_id)
-    _refuse_unknown(model, prompt.extras)
-    device = prompt_device(model)
-    prompt = prompt.to(device)
-    model._prepare_special_tokens(config, prompt.mask is not None, device=device, batch_size=len(prompt.ids))
+    device, source = prompt_device(model), None
+    if model.config.is_encoder_decoder:
+        _refuse_unknown(model, model_inputs | (dict(inputs) if isinstance(inputs, Mapping) else {}))
+        prompt, source = encode(model, inputs, model_inputs, tokenizer, config, device)
+    else:
+        prompt = read_prompt(inputs, model_inputs, tokenizer, config.bos_token_id)
+        _refuse_unknown(model, prompt.extras)
+        prompt = prompt.to(device)
+        model._prepare_special_tokens(config, prompt.mask is not None, device=device, batch_size=len(prompt.ids))
     check_embeds(model, prompt)
     check_ids(model, prompt)
     mask = prompt.mask
@@ -135,7 +144,8 @@ def read_request(
     before = check_mask(prompt, mask, 0 if cache is None else cache.seen)
     check_extras(prompt, mask)
     chunk_tokens = config.prefill_chunk_size or chunk_tokens
-    check_pieces(prompt, chunk_tokens)
+    if source is None:
+        check_pieces(prompt, chunk_tokens)
     prompt, mask = complete_extras(model, prompt, mask, cache, config)
     model._prepare_generated_length(
         generation_config=config,
@@ -158,7 +168,8 @@ def read_request(
         total=total,
         config=config,
         strategy=chosen,
-        processors=_processors(model, prompt, mask, config, logits_processor, constraint),
+        processors=_processors(model, prompt, mask, source, config, logits_processor, constraint),
+        source_tokens=0 if source is None else source.tokens,
         criteria=StoppingCriteriaList(stopping_criteria or []),
         eos_ids=frozenset() if eos is None else frozenset(eos.tolist()),
         pad_id=0 if pad is None else int(pad),
@@ -206,18 +217,22 @@ def _processors(
     model: PreTrainedModel,
     prompt: Prompt,
     mask: torch.Tensor,
+    source: Source | None,
     config: GenerationConfig,
     given: Sequence | None,
     constraint: dict[str, Any],
 ) -> LogitsProcessorList:
+    read = prompt.ids if prompt.embeds is None else prompt.embeds
+    # transformers stands in for a source that was not given with ids that are none.
+    read = read if source is None else source.inputs.clamp(min=0) if source.inputs.ndim == 2 else source.inputs
     try:
         return model._get_logits_processor(
             generation_config=config,
             input_ids_seq_length=prompt.ids.shape[1],
-            encoder_input_ids=prompt.ids if prompt.embeds is None else prompt.embeds,
+            encoder_input_ids=read,
             logits_processor=LogitsProcessorList(given or []),
             device=str(mask.device),
-            model_kwargs={"attention_mask": mask},
+            model_kwargs={"attention_mask" if source is None else "decoder_attention_mask": mask},
             **constraint,
         )
     except ValueError as error:  # an impossible temperature, top_p, ...

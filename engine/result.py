@@ -46,7 +46,8 @@ class Generation:
         failure between a forward and the choice of its token they hold that last token too.)
     scores, logits: per new token [rows, vocabulary], float32, after / before the logits processors; None unless
         `output_scores` / `output_logits`.
-    attentions, hidden_states: what the model returned in each of its forwards; None unless asked for.
+    attentions, hidden_states, cross_attentions: what the model (its decoder) returned in each of its forwards; None
+        unless asked for, the last one without an encoder too.
     """
 
     sequences: torch.Tensor
@@ -58,6 +59,7 @@ class Generation:
     scores: tuple[torch.Tensor, ...] | None = None
     logits: tuple[torch.Tensor, ...] | None = None
     attentions: tuple[Any, ...] | None = None
+    cross_attentions: tuple[Any, ...] | None = None
     hidden_states: tuple[Any, ...] | None = None
 
     @property

@@ -21,8 +21,14 @@ from engine.text import RowText
 from engine.tokens import Tokens
 from strategies import Crop, Emit, Forward, Operation, Rows
 
-_FIELDS = {"output_attentions": "attentions", "output_hidden_states": "hidden_states"}
-RECORDS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+# What may be recorded of a call: the parameter that asks for it, and where a forward's outputs have it.
+_RECORDS = {
+    "scores": ("output_scores", ()),
+    "logits": ("output_logits", ()),
+    "attentions": ("output_attentions", ("attentions", "decoder_attentions")),
+    "cross_attentions": ("output_attentions", ("cross_attentions",)),
+    "hidden_states": ("output_hidden_states", ("hidden_states", "decoder_hidden_states")),
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class Run:
         self._request, self._lane, self._tokenizer, self._streamer = request, lane, tokenizer, streamer
         prompt = request.prompt.ids
         self._device = prompt.device
-        self._prompt_tokens = int(request.mask[:, lane.cache.seen :].sum())
+        self._prompt_tokens = int(request.mask[:, lane.cache.seen :].sum()) + request.source_tokens
         self._stopping = request.stopping()
         columns = request.total - request.untold
         self._tokens = Tokens(prompt, request.mask[:, request.untold :], columns, request.pad_id)
@@ -61,7 +67,9 @@ class Run:
         self._texts: list[RowText] | None = None
         if tokenizer is not None and (stream_text or request.stop_strings):
             self._texts = [RowText(tokenizer, request.stop_strings) for _ in prompt]
-        self._records: dict[str, list[Any]] = {name: [] for name in RECORDS if getattr(request.config, name, None)}
+        self._records: dict[str, list[Any]] = {
+            name: [] for name, (asked, _) in _RECORDS.items() if getattr(request.config, asked, None)
+        }
         self._unread: deque[_Mark] = deque()  # one per column that is read late
         self._read = self._mark()
         self._new_tokens = 0
@@ -130,9 +138,10 @@ class Run:
     def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
         outputs = self._lane.forward(tokens)
         logits = outputs.logits[:, -1].to(torch.float32, copy=True)
-        for name in self._records:
-            if name != "output_scores":
-                self._records[name].append(logits if name == "output_logits" else outputs.get(_FIELDS[name]))
+        for name, values in self._records.items():
+            found = next((outputs[field] for field in _RECORDS[name][1] if field in outputs), None)
+            if found is not None or name == "logits":
+                values.append(logits if name == "logits" else found)
         return logits
 
     def _emit(self, tokens: torch.Tensor, scores: tuple[torch.Tensor, ...]) -> list[Piece]:
@@ -141,8 +150,8 @@ class Run:
             if self._stopping.done:
                 break
             self._tokens.write(tokens[:, column])
-            if "output_scores" in self._records and scores:
-                self._records["output_scores"].append(scores[column])
+            if "scores" in self._records and scores:
+                self._records["scores"].append(scores[column])
             if self._tokens.late:
                 self._unread.append(self._mark())
             # The first token is waited for, so that the time to it is honest, and nothing can come after the last.
@@ -209,7 +218,7 @@ class Run:
         return pieces
 
     def _seen_by_criteria(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
-        scores = self._records.get("output_scores")
+        scores = self._records.get("scores")
         read = len(scores) - self._tokens.unread if scores is not None else 0
         return self._tokens.ids[:, : self._tokens.read], None if scores is None else tuple(scores[:read])
 
@@ -238,7 +247,9 @@ class Run:
         """What was generated. Ends the run."""
         self._close()
         sequences = self._tokens.ids
-        records = {name.removeprefix("output_"): tuple(values) for name, values in self._records.items()}
+        records = {name: tuple(values) for name, values in self._records.items()}
+        if not records.get("cross_attentions"):
+            records.pop("cross_attentions", None)
         return Generation(
             sequences=sequences,
             tokens=self._tokens.new(),

@@ -183,16 +183,18 @@ class Runner:
         axes: dict[str, int],
     ) -> dict[str, Any]:
         """What the model's forward gets for the columns from `begin` to `end`; `ids` are those after `before`."""
+        is_pair = self.model.config.is_encoder_decoder
         inputs: dict[str, Any] = {
-            "attention_mask": self._mask(columns, begin, end),
+            "decoder_attention_mask" if is_pair else "attention_mask": self._mask(columns, begin, end),
             self._cache_argument: cache.handle,
             "use_cache": cache.handle is not None,
             "logits_to_keep": 1,
         }
-        if self._prepares_itself or extras:
+        if self._prepares_itself or extras or is_pair:
             # As long as the text is, also where its beginning is only in the cache: some models look at that.
             ids = torch.nn.functional.pad(ids[:, : end - before], (before, 0))
-            inputs["position_ids"] = contiguous(columns.positions(0, end))
+            if not is_pair:  # decoders reckon theirs themselves
+                inputs["position_ids"] = contiguous(columns.positions(0, end))
             extras = extras | {name: extras[name].narrow(axis, 0, end) for name, axis in axes.items()}
             if ENCODED in extras:  # models write into the containers, and without a cache every step needs them
                 extras[ENCODED] = {kind: type(output)(**output) for kind, output in extras[ENCODED].items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from caches import Driven
+from engine.encoder import source_of
 from engine.errors import InputError
 from engine.inputs import Prompt
 
@@ -39,6 +40,12 @@ def check_continues(cache: Driven, prompt: Prompt, mask: torch.Tensor, before: i
         )
     if log is None or log.ids.shape[1] < seen or prompt.unnamed > 0:
         return
+    source = source_of(prompt.extras)
+    if source is not None and log.source is not None and not torch.equal(source, log.source.to(source.device)):
+        raise InputError(
+            "the cache holds what the decoder kept of another source: give the same one again, or start with an empty "
+            "cache"
+        )
     known = log.first(seen)
     given = ids[:, : seen - before]
     different = (known.ids[:, before:].to(ids.device) != given).any(dim=0)

@@ -1,0 +1,105 @@
+"""Encoder-decoder models: their source is encoded once, before the decoder's first step.
+
+transformers' own functions do it, those that its `generate` calls too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from engine.checks import check_vocabulary
+from engine.errors import InputError
+from engine.inputs import Prompt, move, read_prompt
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the encoder was given, ids [rows, columns] or features [rows, ...]; how many tokens or frames it read."""
+
+    inputs: torch.Tensor
+    tokens: int
+
+
+def encode(
+    model: PreTrainedModel,
+    inputs: Any,
+    extras: dict[str, Any],
+    tokenizer: Any,
+    config: GenerationConfig,
+    device: torch.device,
+) -> tuple[Prompt, Source]:
+    """The decoder's prompt, whose extras hold what the encoder made of the source; and that source.
+
+    inputs: the source in any form, as the model's main input (text, ids, features). extras: further inputs, among them
+    `encoder_outputs` in place of a source and `decoder_input_ids`. Raises `InputError`.
+    """
+    given = move(_read_source(model, inputs, extras, tokenizer), device)
+    if not {model.main_input_name, "encoder_outputs", "inputs_embeds"} & set(given):
+        raise InputError(
+            f"there is nothing for the encoder of {type(model).__name__} to read: give {model.main_input_name}"
+        )
+    if "input_ids" in given:
+        check_vocabulary(model.get_encoder(), given["input_ids"])
+    with torch.no_grad():
+        try:
+            source, name, given = model._prepare_model_inputs(None, config.bos_token_id, given)
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        model._prepare_special_tokens(config, "attention_mask" in given, device=device, batch_size=source.shape[0])
+        prepare = getattr(model, "_maybe_prepare_encoder_kwargs_for_generation", None)
+        if prepare is not None:
+            given = prepare(source, given, name, config)
+        elif "encoder_outputs" not in given:  # transformers 5.17
+            given = model._prepare_encoder_decoder_kwargs_for_generation(source, given, name, config)
+        ids, given = model._prepare_decoder_input_ids_for_generation(
+            batch_size=source.shape[0],
+            model_input_name=name,
+            model_kwargs=given,
+            decoder_start_token_id=config._decoder_start_token_tensor,
+            device=device,
+        )
+    mask = given.pop("decoder_attention_mask", None)
+    return Prompt(ids, torch.ones_like(ids) if mask is None else mask, given), Source(source, _tokens_read(given))
+
+
+def _read_source(model: PreTrainedModel, inputs: Any, extras: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    name = model.main_input_name
+    if inputs is None and ("encoder_outputs" in extras or name != "input_ids"):
+        return dict(extras)
+    if name != "input_ids":
+        twice = sorted(set(inputs) & set(extras)) if isinstance(inputs, Mapping) else [name] if name in extras else []
+        if twice:
+            raise InputError(f"{', '.join(twice)} given twice: in the inputs and as a keyword")
+        return {**extras, **(inputs if isinstance(inputs, Mapping) else {name: inputs})}
+    if inputs is None and "inputs_embeds" in extras:
+        return dict(extras)
+    prompt = read_prompt(inputs, extras, tokenizer, bos_id=None, pad_left=False)
+    given = prompt.extras | {"input_ids": prompt.ids, "attention_mask": prompt.mask}
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _tokens_read(given: dict[str, Any]) -> int:
+    states = given["encoder_outputs"][0]
+    mask = given.get("attention_mask")
+    return int((mask != 0).sum()) if mask is not None else states.shape[0] * states.shape[1]
+
+
+def source_of(extras: dict[str, Any]) -> torch.Tensor | None:
+    """What the encoder made of its source [rows, columns, width]; None without an encoder."""
+    outputs = extras.get("encoder_outputs")
+    return None if outputs is None else outputs[0]
+
+
+def index_rows(value: Any, index: torch.Tensor, rows: int) -> Any:
+    """`value` with row i replaced by row `index[i]`, where it has `rows` of them: a tensor or a model's outputs."""
+    if isinstance(value, torch.Tensor) and value.shape[:1] == (rows,):
+        return value[index]
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: index_rows(part, index, rows) for name, part in value.items()})
+    return value

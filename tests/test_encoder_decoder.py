@@ -1,0 +1,255 @@
+"""Encoder-decoder models: the source is encoded once, the cross part is written once, and the text is transformers'."""
+
+import pytest
+import torch
+import transformers
+from encoder_decoders import DEFAULT, ENCODER_DECODERS, RARE, source, tiny_encoder_decoder
+from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, StaticCache
+
+import caches
+import engine
+from caches import EncoderDecoder
+
+NEW = 30
+CLOSE = {"atol": 1e-2, "rtol": 1e-3}  # where nothing is similar: these models amplify rounding
+PAIRS = {
+    "dynamic": {},
+    "static": {},
+    "dynamic + static": {"cache": "encoder_decoder", "cache_config": {"cross_cache": "static"}},
+    "static + dynamic": {
+        "cache": "encoder_decoder",
+        "cache_config": {"self_cache": "static", "cross_cache": {"name": "dynamic"}},
+    },
+    "none": {},
+}
+
+
+def theirs(model, inputs, **options):
+    options = {"max_new_tokens": NEW, "do_sample": False} | options
+    return GenerationMixin.generate(model, **inputs, **options)  # Whisper has a `generate` of its own
+
+
+def known(name):
+    if not hasattr(transformers, ENCODER_DECODERS[name][0]):
+        pytest.skip("this release of transformers does not know it yet")
+    return tiny_encoder_decoder(name), source(name)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("name", [*DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in RARE)])
+def test_greedy(name, pair):
+    model, inputs = known(name)
+    options = {"output_logits": True, "return_dict_in_generate": True, "use_cache": pair != "none"}
+    expected = theirs(model, inputs, **options)
+    out = engine.generate(model, inputs, **({"cache": pair} | PAIRS[pair]), max_new_tokens=NEW, output_logits=True)
+    assert torch.equal(out.sequences, expected.sequences)
+    torch.testing.assert_close(out.logits, expected.logits, **CLOSE)
+    if pair != "none":
+        assert isinstance(out.cache, EncoderDecoder)
+        assert out.cache.self_attention_cache.fixed == pair.startswith("static")
+        assert out.cache.seen == NEW
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "hybrid", "static", "none"])
+def test_a_decoder_with_windows(cache):
+    model, inputs = known("t5gemma")
+    assert torch.equal(engine.generate(model, inputs, cache=cache, max_new_tokens=NEW).sequences, theirs(model, inputs))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_several_samples(name, cache):
+    model, inputs = known(name)
+    options = {"do_sample": True, "num_return_sequences": 3, "temperature": 1.3}
+    torch.manual_seed(5)
+    expected = theirs(model, inputs, **options)
+    torch.manual_seed(5)
+    out = engine.generate(model, inputs, cache=cache, max_new_tokens=NEW, **options)
+    assert torch.equal(out.sequences, expected)
+
+
+@pytest.mark.parametrize("chunk", [None, 2], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_a_prompt_for_the_decoder_padded_on_the_left(name, cache, chunk):
+    if cache == "none" and chunk is not None:
+        pytest.skip("without a cache a prompt cannot be read in pieces")
+    model, inputs = known(name)
+    ids = torch.tensor([[0, 0, 2, 40, 41], [2, 50, 51, 52, 53]])
+    decoder = {"decoder_input_ids": ids, "decoder_attention_mask": (ids != 0).long()}
+    if name != "whisper":  # transformers puts the start token in front of prompts that do not begin with it
+        decoder = {"decoder_input_ids": ids[:, 2:], "decoder_attention_mask": torch.ones(2, 3, dtype=torch.long)}
+        decoder["decoder_input_ids"][:, 0] = 2
+    expected = theirs(model, inputs, **decoder)
+    generator = engine.Generator(model, config=engine.EngineConfig(prefill_chunk_tokens=chunk))
+    out = generator.generate(inputs, **decoder, cache=cache, max_new_tokens=NEW)
+    assert torch.equal(out.sequences, expected)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", DEFAULT)
+def test_ours_in_transformers_generate(name, cache):
+    model, inputs = known(name)
+    for options in ({}, {"num_beams": 3}):
+        ours = caches.build(cache, model.config, **({"max_cache_len": 40} if cache == "static" else {}))
+        assert torch.equal(theirs(model, inputs, past_key_values=ours, **options), theirs(model, inputs, **options))
+        assert ours.seen == NEW
+
+
+@pytest.mark.parametrize("name", DEFAULT)
+def test_theirs_in_ours(name):
+    model, inputs = known(name)
+    columns = model.get_encoder()(**{k: v for k, v in inputs.items() if k != "decoder_input_ids"})[0].shape[1]
+    config = model.config
+    for parts in (
+        (DynamicCache(), DynamicCache()),
+        (StaticCache(config, max_cache_len=40), StaticCache(config, max_cache_len=columns)),
+    ):
+        out = engine.generate(model, inputs, cache=EncoderDecoderCache(*parts), max_new_tokens=NEW)
+        assert torch.equal(out.sequences, theirs(model, inputs))
+    with pytest.raises(caches.UnsupportedLayer, match="the model needs an EncoderDecoderCache"):
+        engine.generate(model, inputs, cache=DynamicCache(), max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_the_source_is_read_once(cache):
+    model, inputs = known("bart")
+    calls = {"encoder": 0, "cross keys": 0}
+
+    def counted(module, what):
+        return module.register_forward_hook(lambda *_: calls.update({what: calls[what] + 1}))
+
+    hooks = [counted(model.get_encoder(), "encoder")]
+    hooks.append(counted(model.get_decoder().layers[1].encoder_attn.k_proj, "cross keys"))
+    out = engine.generate(model, inputs, cache=cache, max_new_tokens=9)
+    assert calls == {"encoder": 1, "cross keys": 1}
+    assert out.stats.prompt_tokens == int(inputs["attention_mask"].sum()) + 2  # and the two start tokens
+    again = engine.generate(model, inputs, decoder_input_ids=out.sequences, cache=out.cache, max_new_tokens=9)
+    assert calls == {"encoder": 2, "cross keys": 1}
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(again.sequences, theirs(model, inputs, max_new_tokens=18))
+
+
+@pytest.mark.parametrize("where", [0, 2])
+@pytest.mark.parametrize("new_tokens", [1, 6])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_failed_step_leaves_no_trace(cache, new_tokens, where, monkeypatch):
+    model, inputs = known("bart")
+    layer, calls = model.get_decoder().layers[where], []
+    forward = layer.encoder_attn.forward
+
+    def fails_at_last(*args, **kwargs):
+        calls.append(0)
+        if len(calls) == new_tokens:
+            forward(*args, **kwargs)
+            raise RuntimeError("no more")
+        return forward(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer.encoder_attn, "forward", fails_at_last)
+        with pytest.raises(engine.Interrupted, match="no more") as failure:
+            engine.generate(model, inputs, cache=cache, max_new_tokens=NEW)
+    part = failure.value.partial
+    assert part.sequences.shape[1] == new_tokens
+    assert part.cache.cross_attention_cache.seen == (0 if new_tokens == 1 else 13)
+    rest = NEW - new_tokens + 1
+    out = engine.generate(model, inputs, decoder_input_ids=part.sequences, cache=part.cache, max_new_tokens=rest)
+    assert torch.equal(out.sequences, theirs(model, inputs))
+
+
+def test_a_forward_that_died_in_a_plain_call_leaves_no_trace(monkeypatch):
+    model, inputs = known("bart")
+    ids = torch.tensor([[2, 9, 8], [2, 7, 6]])
+    ours = caches.build("dynamic", model.config)
+    other = source("bart", seed=4)
+    with torch.no_grad():
+        with monkeypatch.context() as patch:
+            patch.setattr(model.get_decoder().layers[2], "forward", lambda *args, **kwargs: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(**other, decoder_input_ids=ids, past_key_values=ours)
+        logits = model(**inputs, decoder_input_ids=ids, past_key_values=ours).logits
+        torch.testing.assert_close(logits, model(**inputs, decoder_input_ids=ids).logits)
+
+
+def test_rows():
+    model, inputs = known("t5")
+    index = torch.tensor([1, 1, 0])
+    cache = engine.generate(model, inputs, max_new_tokens=5).cache
+    whole = theirs(model, inputs, max_new_tokens=20)
+    cache.rows(index)
+    chosen = {name: value[index] for name, value in inputs.items()}
+    out = engine.generate(model, chosen, decoder_input_ids=whole[index, :6], cache=cache, max_new_tokens=15)
+    assert torch.equal(out.sequences, whole[index])
+    cache.reset()
+    assert cache.bytes == 0
+    assert not cache.is_updated.get(0)
+    assert torch.equal(engine.generate(model, inputs, cache=cache, max_new_tokens=20).sequences, whole)
+
+
+def test_encoder_outputs_in_place_of_a_source():
+    model, inputs = known("t5")
+    outputs = model.get_encoder()(**inputs)
+    given = {"encoder_outputs": outputs, "attention_mask": inputs["attention_mask"]}
+    assert torch.equal(engine.generate(model, **given, max_new_tokens=NEW).sequences, theirs(model, inputs))
+
+
+def test_text_is_padded_on_the_right(tokenizer):
+    config = tiny_encoder_decoder("t5").config.to_dict() | {"vocab_size": len(tokenizer)}
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**config)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    texts = ["import os", "def read_lines(path):"]
+    tokenizer.padding_side = "right"
+    inputs = tokenizer(texts, return_tensors="pt", padding=True)
+    expected = theirs(model, inputs, eos_token_id=None)
+    out = engine.generate(model, texts, tokenizer=tokenizer, max_new_tokens=NEW, eos_token_id=None)
+    assert torch.equal(out.sequences, expected)
+    assert out.text == tokenizer.batch_decode(expected[:, 1:], skip_special_tokens=True)
+
+
+def test_recorded_outputs():
+    model, inputs = known("bart")
+    model.set_attn_implementation("eager")
+    try:
+        asked = {"output_attentions": True, "output_hidden_states": True, "max_new_tokens": 3}
+        expected = theirs(model, inputs, **asked, return_dict_in_generate=True)
+        out = engine.generate(model, inputs, **asked)
+    finally:
+        model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(out.attentions, expected.decoder_attentions, **CLOSE)
+    torch.testing.assert_close(out.cross_attentions, expected.cross_attentions, **CLOSE)
+    torch.testing.assert_close(out.hidden_states, expected.decoder_hidden_states, **CLOSE)
+
+
+def test_the_penalty_on_what_the_encoder_read():
+    model, inputs = known("bart")
+    options = {"encoder_repetition_penalty": 3.0}
+    out = engine.generate(model, inputs, max_new_tokens=NEW, **options)
+    assert torch.equal(out.sequences, theirs(model, inputs, **options))
+    assert not torch.equal(out.sequences, theirs(model, inputs))
+
+
+def test_refusals():
+    model, inputs = known("t5")
+    first = engine.generate(model, inputs, max_new_tokens=5)
+    again = {"decoder_input_ids": first.sequences, "cache": first.cache, "max_new_tokens": 5}
+    with pytest.raises(engine.InputError, match="another source"):
+        engine.generate(model, source("t5", seed=3), **again)
+    with pytest.raises(engine.InputError, match="token id 500 is outside the model's vocabulary of 101"):
+        engine.generate(model, torch.tensor([[5, 500]]), max_new_tokens=5)
+    with pytest.raises(engine.OptionError, match="decoder_inputs_ids"):
+        engine.generate(model, inputs, decoder_inputs_ids=first.sequences)
+    with pytest.raises(caches.UnsupportedLayer, match="cannot impose a window"):
+        engine.generate(model, inputs, cache="sliding_window", cache_config={"window_length": 4})
+    with pytest.raises(caches.UnsupportedLayer, match="looks at everything"):
+        caches.build("dynamic", model.config, cross_cache="sliding_window")
+    with pytest.raises(caches.UnsupportedLayer, match="a part of an encoder-decoder cache keeps keys"):
+        caches.build("encoder_decoder", model.config, self_cache="none")
+    with pytest.raises(caches.UnsupportedLayer, match="no encoder"):
+        caches.build("encoder_decoder", transformers.LlamaConfig())
+    with pytest.raises(caches.UnsupportedLayer, match="no encoder"):
+        first.cache.check_fits(transformers.LlamaConfig())
+    with pytest.raises(engine.InputError, match="input_features"):
+        engine.generate(tiny_encoder_decoder("whisper"), max_new_tokens=5)
