@@ -174,14 +174,14 @@ class Cache(Face):
 
     def rows(self, index: torch.Tensor) -> None:
         self._finish_foreign_step()
-        rows, allocated = self.batch_size, self._rows_allocated()
+        rows = self.batch_size
         if rows == -1:
             return
         if index.numel() == 0 or int(index.min()) < 0 or int(index.max()) >= rows:
             raise StepError(f"rows({index.tolist()}), but the cache holds rows 0 to {rows - 1}")
-        if allocated is not None and len(index) > allocated:
+        if self.max_rows is not None and len(index) > self.max_rows:
             raise StepError(
-                f"a fixed cache with room for {allocated} rows cannot hold {len(index)}: its tensors keep their "
+                f"a fixed cache with room for {self.max_rows} rows cannot hold {len(index)}: its tensors keep their "
                 "address. Use cache='dynamic', or build it with max_batch_size"
             )
         for layer in self.layers:
@@ -189,12 +189,6 @@ class Cache(Face):
         for timeline in self._timelines:
             timeline.rows = len(index)
         self.log = None if self.log is None else self.log.rows(index)
-
-    def _rows_allocated(self) -> int | None:
-        """Rows that a fixed cache has room for; None without a limit."""
-        if not self.fixed:
-            return None
-        return next((tensor.shape[0] for layer in self.layers for tensor in layer.tensors()), self._max_rows)
 
     def reserve(self, tokens: int) -> None:
         self._make_room({timeline: timeline.room_for(tokens) for timeline in self._timelines})
@@ -269,6 +263,11 @@ class Cache(Face):
     def max_tokens(self) -> int | None:
         """Tokens it can hold per row; None without limit, also when every layer forgets what is out of its reach."""
         return next((t.max_tokens for t in self._timelines if t.max_tokens is not None), None)
+
+    @property
+    def max_rows(self) -> int | None:
+        """Rows it has room for; None without limit."""
+        return self._timelines[0].max_rows
 
     @property
     def batch_size(self) -> int:

@@ -77,6 +77,10 @@ class Driven(Protocol):
         """Tokens it can hold per row; None when it has no limit."""
 
     @property
+    def max_rows(self) -> int | None:
+        """Rows it can hold; None when it has no limit."""
+
+    @property
     def fixed(self) -> bool:
         """Whether its tensors never move, so that a compiled step can use it."""
 

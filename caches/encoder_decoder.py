@@ -99,6 +99,10 @@ class EncoderDecoder(Face, TransformersEncoderDecoderCache):
         return self.self_attention_cache.max_tokens
 
     @property
+    def max_rows(self) -> int | None:
+        return self.self_attention_cache.max_rows
+
+    @property
     def bytes(self) -> int:
         return self.self_attention_cache.bytes + self.cross_attention_cache.bytes
 

@@ -23,6 +23,7 @@ class ForeignCache:
     `begin` on the same object raises `StepError`.
     """
 
+    max_rows = None
     fixed = False  # for our compiled step: it writes where transformers' own bookkeeping says
 
     def __init__(self, cache: TransformersCache):

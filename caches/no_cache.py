@@ -18,6 +18,7 @@ class NoCache:
     seen = 0
     batch_size = -1
     max_tokens = None
+    max_rows = None
     fixed = False
     bytes = 0
 

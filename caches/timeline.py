@@ -36,7 +36,8 @@ class Timeline:
     """seen: tokens ever committed. held: columns committed and kept. pending: columns of the open step. rows: those of
     all steps; None before the first.
 
-    max_tokens, max_rows: what the cache may hold, or None. all_room: buffers get all the room they may have at once.
+    max_tokens, max_rows: what the cache may hold, or None. all_room: buffers get all the room they may have at
+    once and keep it.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Timeline:
         max_rows: int | None = None,
         all_room: bool = False,
     ):
-        self.retention, self.max_rows = retention, max_rows
+        self.retention, self.max_rows, self._fixed = retention, max_rows, all_room
         self.seen = self.start = self.end = self.pending = self.room = 0
         self.rows: int | None = None
         self.overflow = False
@@ -72,6 +73,8 @@ class Timeline:
         """Inside the forward: a step has so many rows. Raises `StepError` when the steps before had others."""
         if self.rows is None and (self.max_rows is None or rows <= self.max_rows):
             self.rows = rows
+            if self._fixed and self.max_rows is None:  # as many as the buffers that are made now
+                self.max_rows = rows
         if self.rows is None:
             raise CapacityError(f"the cache has room for {self.max_rows} rows, but the step has {rows}")
         if self.rows != rows:

@@ -30,6 +30,8 @@ def check_continues(cache: Driven, prompt: Prompt, mask: torch.Tensor, before: i
     log, seen = cache.log, cache.seen
     if cache.batch_size not in (-1, ids.shape[0]):
         raise InputError(f"the cache holds {cache.batch_size} rows, but the prompt has {ids.shape[0]}")
+    if cache.max_rows is not None and len(ids) > cache.max_rows:
+        raise InputError(f"the cache has room for {cache.max_rows} rows, but the prompt has {len(ids)}")
     if seen == 0:
         return
     ended = (mask[:, 1:seen] < mask[:, : seen - 1]).any(dim=1).nonzero().flatten().tolist()

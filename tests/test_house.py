@@ -91,7 +91,7 @@ def imports_codec(node):
         (calls_the_model, {"engine/runner.py", "engine/sizes.py"}),  # sizes: a model without weights
         (
             uses_private_parts_of_the_model,
-            {"engine/request.py", "engine/masks.py", "engine/extras.py", "engine/runner.py"},
+            {f"engine/{name}.py" for name in ("encoder", "extras", "masks", "request", "runner")},
         ),
         (imports_codec, set()),
     ],
