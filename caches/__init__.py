@@ -4,6 +4,17 @@ from transformers.cache_utils import Cache as _TransformersCache
 
 import caches.backends  # noqa: F401 - registers the recipes
 from caches.cache import Cache
+from caches.classic import (
+    DynamicCache,
+    EncoderDecoderCache,
+    HybridCache,
+    HybridMambaAttentionDynamicCache,
+    MambaCache,
+    SlidingWindowCache,
+    StaticCache,
+    from_legacy_cache,
+)
+from caches.convert import convert, join_rows, select_rows
 from caches.driven import Driven, Log
 from caches.encoder_decoder import EncoderDecoder
 from caches.errors import CacheError, CapacityError, StepError, UnknownCache, UnsupportedLayer
@@ -23,19 +34,30 @@ __all__ = [
     "CacheError",
     "CapacityError",
     "Driven",
+    "DynamicCache",
     "EncoderDecoder",
+    "EncoderDecoderCache",
     "ForeignCache",
+    "HybridCache",
+    "HybridMambaAttentionDynamicCache",
     "Log",
+    "MambaCache",
     "NoCache",
     "Recipe",
+    "SlidingWindowCache",
+    "StaticCache",
     "StepError",
     "UnknownCache",
     "UnsupportedLayer",
     "build",
+    "convert",
     "driven",
+    "from_legacy_cache",
+    "join_rows",
     "mask_kinds",
     "names",
     "read_specs",
     "recipe",
     "register",
+    "select_rows",
 ]

@@ -9,6 +9,7 @@ from typing import Any
 from caches.cache import Cache, what_reach_needs
 from caches.encoder_decoder import EncoderDecoder
 from caches.errors import UnsupportedLayer
+from caches.layer import StoreFactory
 from caches.no_cache import NoCache
 from caches.place import Place
 from caches.registry import recipe, register
@@ -21,10 +22,10 @@ from configs import (
     ConfigError,
     DynamicCacheConfig,
     EncoderDecoderCacheConfig,
-    FixedCacheConfig,
     HybridCacheConfig,
     MambaCacheConfig,
     NoCacheConfig,
+    PlacedCacheConfig,
     SlidingWindowCacheConfig,
     StaticCacheConfig,
 )
@@ -36,7 +37,7 @@ Layers = Sequence[LayerSpec] | None
 def dynamic(specs: Layers, options: DynamicCacheConfig) -> Cache:
     """Grows as tokens come: the default."""
     _refuse_all_but("dynamic", specs, {KV, INDEX, STATE, EXOTIC})
-    return Cache("dynamic", specs, _growing)
+    return _cache(specs, options, _growing)
 
 
 @register(StaticCacheConfig)
@@ -77,14 +78,14 @@ def sliding_window(specs: Layers, options: SlidingWindowCacheConfig) -> Cache:
             raise UnsupportedLayer(
                 f"window_length={window} cannot be imposed on layer {index} ({spec.layer_type}), which looks at chunks"
             )
-    return _fixed(specs, options, retention=partial(_within, window))
+    return _cache(specs, options, _fixed, max_tokens=options.max_cache_len, retention=partial(_within, window))
 
 
 @register(MambaCacheConfig)
 def mamba(specs: Layers, options: MambaCacheConfig) -> Cache:
     """The states of a model without attention, in tensors that never move."""
     _refuse_all_but("mamba", _known(specs, options), {STATE})
-    return _fixed(specs, options)
+    return _cache(specs, options, _fixed)
 
 
 @register(EncoderDecoderCacheConfig)
@@ -117,15 +118,20 @@ def _growing(spec: LayerSpec, timeline: Timeline) -> GrowingStore:
     return GrowingStore(timeline)
 
 
-def _fixed_store(spec: LayerSpec, timeline: Timeline) -> FixedStore:
+def _fixed(spec: LayerSpec, timeline: Timeline) -> FixedStore:
     return FixedStore(timeline)
 
 
-def _fixed(specs: Layers, options: FixedCacheConfig, **more: Any) -> Cache:
+def _cache(specs: Layers, options: PlacedCacheConfig, new_store: StoreFactory, **more: Any) -> Cache:
     place = Place(options)
-    max_rows = options.max_batch_size
     return Cache(
-        options.name, specs, _fixed_store, fixed=True, max_rows=max_rows, place=place if place.is_told else None, **more
+        options.name,
+        specs,
+        new_store,
+        fixed=new_store is _fixed,
+        max_rows=options.max_batch_size,
+        place=place if place.is_told else None,
+        **more,
     )
 
 
@@ -133,7 +139,7 @@ def _fixed_size(specs: Layers, options: StaticCacheConfig) -> Cache:
     _refuse_all_but(options.name, specs, {KV, INDEX, STATE})
     if options.max_cache_len is None and any(spec != CROSS for spec in _known(specs, options)):
         raise ConfigError(f"a {options.name} cache built by hand needs max_cache_len, the tokens it can hold per row")
-    return _fixed(specs, options, max_tokens=options.max_cache_len)
+    return _cache(specs, options, _fixed, max_tokens=options.max_cache_len)
 
 
 def _within(window: int | None, spec: LayerSpec) -> Retention:

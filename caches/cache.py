@@ -36,8 +36,8 @@ class Cache(Face):
     """Keys, values and states of a model's layers, kept as its recipe says. For the methods of a step see `Driven`.
 
     name: the recipe's name. specs: one per layer; None makes a layer of full attention whenever one is first used.
-    new_store: makes the store of each stream. fixed: whether its tensors never move. max_rows, max_tokens: what a fixed
-    one has room for, None for the rows of the first step and any number of tokens. retention: which columns a layer
+    new_store: makes the store of each stream. fixed: whether its tensors never move. max_rows, max_tokens: what it has
+    room for, None without limit (a fixed one: the rows of the first step). retention: which columns a layer
     keeps. place: where the keys of a step have to come from.
     """
 
@@ -181,8 +181,8 @@ class Cache(Face):
             raise StepError(f"rows({index.tolist()}), but the cache holds rows 0 to {rows - 1}")
         if self.max_rows is not None and len(index) > self.max_rows:
             raise StepError(
-                f"a fixed cache with room for {self.max_rows} rows cannot hold {len(index)}: its tensors keep their "
-                "address. Use cache='dynamic', or build it with max_batch_size"
+                f"a cache with room for {self.max_rows} rows cannot hold {len(index)}: build it with a larger "
+                "max_batch_size, or use cache='dynamic'"
             )
         for layer in self.layers:
             layer.rows(index)
@@ -204,6 +204,17 @@ class Cache(Face):
             timeline.adopt(seen, held.get(timeline), rows)
         for layer, content in zip(self.layers, contents, strict=True):
             layer.load(content)
+
+    def load_columns(self, columns: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Hold these keys and values [rows, kv_heads, tokens, head_dim] of all tokens seen, one pair per layer."""
+        seen, rows = columns[0][0].shape[-2], columns[0][0].shape[0]
+        if self.finds_layers:
+            self._make_layers([_PLAIN] * len(columns))
+        contents = []
+        for layer, (keys, values) in zip(self.layers, columns, strict=True):
+            kept = layer.timeline.retention.surviving(seen)
+            contents.append({"keys": keys[:, :, seen - kept :], "values": values[:, :, seen - kept :]})
+        self.load(seen, rows, contents)
 
     def empty_like(self) -> Cache:
         """An empty cache of the same recipe and layers, with room for as many rows as it is given first."""
@@ -303,6 +314,10 @@ class Cache(Face):
     def is_open(self) -> bool:
         """Whether a step was begun and neither settled nor aborted."""
         return self._open
+
+    def has_reached(self, layer_idx: int) -> bool:
+        """Whether a foreign loop's open step has reached this layer."""
+        return any(index == layer_idx for index, _ in self._reached)
 
     def finish(self, whole: bool = False) -> None:
         """Settle a foreign loop's step once it has reached every layer.

@@ -6,21 +6,28 @@ Written once over what layers say they hold, so a new backend has all of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from caches.cache import Cache
 from caches.driven import Log
+from caches.encoder_decoder import EncoderDecoder
 from caches.errors import StepError, UnsupportedLayer
 from caches.registry import recipe
 
+C = TypeVar("C", Cache, EncoderDecoder)
 
-def convert(cache: Cache, name: str, **options: Any) -> Cache:
+
+def convert(cache: C, name: str, **options: Any) -> C:
     """A cache of the backend `name` with `options`, holding what `cache` holds, which stays as it is.
 
+    Of an encoder-decoder cache the part of the decoder's own tokens is converted.
     Raises `StepError` where the backend would keep other columns than there are, `CapacityError` where it is too small.
     """
+    if isinstance(cache, EncoderDecoder):
+        own, cross = cache.parts
+        return EncoderDecoder(convert(own, name, **options), select_rows(cross, torch.arange(max(0, cross.batch_size))))
     chosen = recipe(name)
     empty = chosen.build(cache.specs, chosen.options.from_dict(options))
     if not isinstance(empty, Cache):
@@ -28,8 +35,10 @@ def convert(cache: Cache, name: str, **options: Any) -> Cache:
     return _fill(empty, [cache], lambda tensors: tensors[0], lambda logs: logs[0])
 
 
-def select_rows(cache: Cache, index: torch.Tensor) -> Cache:
+def select_rows(cache: C, index: torch.Tensor) -> C:
     """A cache of the same backend with copies of the rows `index` (LongTensor)."""
+    if isinstance(cache, EncoderDecoder):
+        return EncoderDecoder(*(select_rows(part, index) for part in cache.parts))
     return _fill(
         cache.empty_like(),
         [cache],
@@ -38,14 +47,17 @@ def select_rows(cache: Cache, index: torch.Tensor) -> Cache:
     )
 
 
-def join_rows(parts: Sequence[Cache]) -> Cache:
+def join_rows(parts: Sequence[C]) -> C:
     """A cache with the rows of all `parts`, which hold the same layers after equally many tokens."""
     if not parts:
         raise StepError("there is nothing to join")
+    first = parts[0]
     for part in parts:
-        if (part.seen, part.specs, part.name) != (parts[0].seen, parts[0].specs, parts[0].name):
-            raise StepError(f"{part!r} cannot be joined with {parts[0]!r}: they need the same layers and tokens")
-    return _fill(parts[0].empty_like(), parts, torch.cat, Log.joined)
+        if (part.seen, part.specs, part.name) != (first.seen, first.specs, first.name):
+            raise StepError(f"{part!r} cannot be joined with {first!r}: they need the same layers and tokens")
+    if isinstance(first, EncoderDecoder):
+        return EncoderDecoder(*(join_rows(same) for same in zip(*(part.parts for part in parts), strict=True)))
+    return _fill(first.empty_like(), parts, torch.cat, Log.joined)
 
 
 def _fill(

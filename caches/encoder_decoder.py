@@ -71,6 +71,10 @@ class EncoderDecoder(Face, TransformersEncoderDecoderCache):
         if self._cross_seen_before == 0:
             self.cross_attention_cache.reset()
 
+    def finish(self) -> None:
+        for part in self.parts:
+            part.finish()
+
     def rows(self, index: torch.Tensor) -> None:
         self.self_attention_cache.rows(index)
         self.cross_attention_cache.rows(index)
@@ -157,7 +161,8 @@ class Updated(dict):
         self._cross = cross
 
     def get(self, layer_idx: int, default: Any = None) -> bool:
-        self._cross.finish()
+        if self._cross.has_reached(layer_idx):  # in a forward before this one
+            self._cross.finish()
         return self._cross.batch_size != -1 and not self._cross.is_open
 
     def __getitem__(self, layer_idx: int) -> bool:

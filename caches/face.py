@@ -36,6 +36,10 @@ class Face(TransformersCache):
         """Tokens it can hold per row; None without limit."""
 
     @abstractmethod
+    def finish(self) -> None:
+        """Settle a foreign loop's step once it has reached every layer: what is asked of the layers is asked then."""
+
+    @abstractmethod
     def rows(self, index: torch.Tensor) -> None:
         """Row i becomes a copy of row `index[i]` in everything it holds."""
 
@@ -78,12 +82,21 @@ class Face(TransformersCache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self.rows(indices)
 
+    def batch_split(self, full_batch_size: int, split_size: int, num_hidden_layers: int | None = None) -> list[Any]:
+        """Caches of `split_size` rows each, the last one of what is left. The layers count themselves."""
+        from caches.convert import select_rows  # which is written for caches, and so for this face of theirs
+
+        if full_batch_size != self.batch_size:
+            raise StepError(f"batch_split({full_batch_size}, ...), but the cache holds {self.batch_size} rows")
+        return [select_rows(self, rows) for rows in torch.arange(full_batch_size).split(split_size)]
+
     # Layers, as the tensors they hold.
 
     def __len__(self) -> int:
         return len(self.layers)
 
     def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor | None, ...]:
+        self.finish()
         layer = self.layers[layer_idx]
         return layer.keys, layer.values
 
@@ -93,12 +106,12 @@ class Face(TransformersCache):
     @property
     def key_cache(self) -> list[torch.Tensor | None]:
         """Committed keys of every layer [rows, kv_heads, held, head_dim]; None before the first step."""
-        return [layer.keys for layer in self.layers]
+        return [keys for keys, *_ in self]
 
     @property
     def value_cache(self) -> list[torch.Tensor | None]:
         """Committed values of every layer [rows, kv_heads, held, head_dim]; None before the first step."""
-        return [layer.values for layer in self.layers]
+        return [values for _, values, *_ in self]
 
     @property
     def conv_states(self) -> list[torch.Tensor | None]:
@@ -110,11 +123,27 @@ class Face(TransformersCache):
         """The first recurrent state of every layer [rows, ...]; None where there is none."""
         return [layer.recurrent_states.get(0) for layer in self.layers]
 
+    @property
+    def intermediate_size(self) -> int | None:
+        """Channels of the first conv state; None before the first step, and without one."""
+        return next((state.shape[1] for state in self.conv_states if state is not None), None)
+
+    @property
+    def conv_kernel_size(self) -> int | None:
+        """Columns of the first conv state; None before the first step, and without one."""
+        return next((state.shape[-1] for state in self.conv_states if state is not None), None)
+
+    @property
+    def ssm_state_size(self) -> int | None:
+        """Width of the first recurrent state; None before the first step, and without one."""
+        return next((state.shape[-1] for state in self.ssm_states if state is not None), None)
+
     def to_legacy_cache(self) -> tuple[tuple[torch.Tensor | None, ...], ...]:
         """Keys and values of every layer, as transformers had them before there were caches.
 
         Raises `UnsupportedLayer` where they are not the whole content: states, windows that have forgotten something.
         """
+        self.finish()
         for index, layer in enumerate(self.layers):
             held = 0 if layer.keys is None else layer.keys.shape[-2]
             if held != self.seen:
@@ -126,6 +155,7 @@ class Face(TransformersCache):
 
     def check_finite(self) -> None:
         """Look for keys, values and states that are not finite. Raises `StepError` naming the first layer and row."""
+        self.finish()
         for index, layer in enumerate(self.layers):
             for name, held in layer.content().items():
                 if not isinstance(held, torch.Tensor) or not held.is_floating_point():

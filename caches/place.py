@@ -1,4 +1,4 @@
-"""Where a fixed cache was told that its layers compute, and in which data type."""
+"""Where a cache was told that its layers compute, and in which data type."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from caches.errors import StepError
-from configs import FixedCacheConfig
+from configs import PlacedCacheConfig
 
 
 @dataclass(frozen=True)
 class Place:
     """What the keys of a step have to be. Buffers are made where they come from, so this is only checked."""
 
-    options: FixedCacheConfig
+    options: PlacedCacheConfig
 
     def check(self, layer_idx: int, new: torch.Tensor) -> None:
         """Raise `StepError` when a layer computes elsewhere, or in another data type."""

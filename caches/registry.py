@@ -31,7 +31,7 @@ class Recipe:
     @property
     def has_a_size(self) -> bool:
         """Whether it has to be told how many tokens it will hold."""
-        return "max_cache_len" in self.options.option_names()
+        return self.options.needs_size
 
 
 _recipes: dict[str, Recipe] = {}

@@ -179,7 +179,8 @@ class Timeline:
             )
         self.reset()
         self.room = self.place(expected).room
-        self.seen, self.end, self.rows = seen, expected, rows
+        self.seen, self.end = seen, expected
+        self.take_rows(rows)
 
     def mask_sizes(self, tokens: int, unsettled: int = 0) -> tuple[int, int]:
         """(kv_length, kv_offset) in logical positions of what attention over the next `tokens` will see.

@@ -19,6 +19,8 @@ class CacheConfig(Config):
     """
 
     name: ClassVar[str]
+    needs_size: ClassVar[bool] = False
+    """Whether it has to be told, as max_cache_len, how many tokens it will hold."""
     _by_name: ClassVar[dict[str, type[CacheConfig]]] = {}
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -54,17 +56,10 @@ class CacheConfig(Config):
 
 
 @dataclass(frozen=True)
-class DynamicCacheConfig(CacheConfig):
-    """A cache that makes room as tokens come. It has no options."""
+class PlacedCacheConfig(CacheConfig):
+    """Base of the caches that keep tensors.
 
-    name: ClassVar[str] = "dynamic"
-
-
-@dataclass(frozen=True)
-class FixedCacheConfig(CacheConfig):
-    """Base of the caches whose tensors never move.
-
-    max_batch_size: rows there is room for; None for those of the first step.
+    max_batch_size: rows there is room for; None for any number, of a fixed cache those of the first step.
     device, dtype, layer_device_map: where and what the keys of the model (of its layers) are expected to be. Tensors
         are made where each layer computes; a step that comes from elsewhere is refused.
     """
@@ -79,13 +74,21 @@ class FixedCacheConfig(CacheConfig):
 
 
 @dataclass(frozen=True)
-class StaticCacheConfig(FixedCacheConfig):
+class DynamicCacheConfig(PlacedCacheConfig):
+    """A cache that makes room as tokens come."""
+
+    name: ClassVar[str] = "dynamic"
+
+
+@dataclass(frozen=True)
+class StaticCacheConfig(PlacedCacheConfig):
     """A cache of fixed size whose tensors never move.
 
     max_cache_len: tokens it can hold per row; None means prompt + new tokens of the first call that uses it.
     """
 
     name: ClassVar[str] = "static"
+    needs_size: ClassVar[bool] = True
     max_cache_len: int | None = None
 
     def validate(self) -> None:
@@ -101,22 +104,25 @@ class HybridCacheConfig(StaticCacheConfig):
 
 
 @dataclass(frozen=True)
-class SlidingWindowCacheConfig(FixedCacheConfig):
+class SlidingWindowCacheConfig(PlacedCacheConfig):
     """Only the last tokens: the model's own window, or one imposed on its full attention.
 
     window_length: columns a token can look at, itself included; None is the model's own window.
+    max_cache_len: tokens per row, where fewer than a window will come; None has room for the window.
     """
 
     name: ClassVar[str] = "sliding_window"
     window_length: int | None = None
+    max_cache_len: int | None = None
 
     def validate(self) -> None:
         super().validate()
-        require_positive(type(self).__name__, window_length=self.window_length)
+        sizes = {"window_length": self.window_length, "max_cache_len": self.max_cache_len}
+        require_positive(type(self).__name__, **sizes)
 
 
 @dataclass(frozen=True)
-class MambaCacheConfig(FixedCacheConfig):
+class MambaCacheConfig(PlacedCacheConfig):
     """The states of a model without attention."""
 
     name: ClassVar[str] = "mamba"

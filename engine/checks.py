@@ -49,7 +49,6 @@ _ALWAYS_APPLY = {
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 _REMEDIES = {
     "compile_config": "give EngineConfig(compile=...) to a Generator instead",
-    "return_legacy_cache": "caches are objects here; take `out.cache`",
 }
 
 

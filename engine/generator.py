@@ -69,11 +69,14 @@ class Generator:
         stopping_criteria: Sequence | None = None,
         streamer: BaseStreamer | None = None,
         tokenizer: Any = None,
-        past_key_values: TransformersCache | None = None,
+        past_key_values: TransformersCache | tuple | None = None,
         cache_implementation: str | None = None,
+        return_legacy_cache: bool | None = None,
         **options: Any,
     ) -> Run:
         started = time.perf_counter()
+        if isinstance(past_key_values, tuple):
+            past_key_values = caches.from_legacy_cache(past_key_values, self.model.config)
         tokenizer = tokenizer if tokenizer is not None else self.tokenizer
         cache_implementation = self._said(generation_config, "cache_implementation", cache_implementation)
         cache_config = self._said(generation_config, "cache_config", cache_config)
@@ -115,7 +118,15 @@ class Generator:
             flags=request.output_flags,
             chunk_tokens=request.chunk_tokens,
         )
-        return Run(request, lane, tokenizer=tokenizer, streamer=streamer, stream_text=stream_text, started=started)
+        return Run(
+            request,
+            lane,
+            tokenizer=tokenizer,
+            streamer=streamer,
+            stream_text=stream_text,
+            legacy=bool(return_legacy_cache),
+            started=started,
+        )
 
     def _said(self, generation_config: GenerationConfig | None, name: str, value: Any) -> Any:
         """An argument of the call, or what its `generation_config` says other than the model's own."""
@@ -191,7 +202,7 @@ class Generator:
 def _sized(choice: str | CacheConfig, request: Request) -> CacheConfig:
     """The cache's configuration, with a size for this request where it needs one and has none."""
     config = caches.recipe(choice).options() if isinstance(choice, str) else choice
-    if getattr(config, "max_cache_len", 0) is not None:
+    if not config.needs_size or config.to_dict()["max_cache_len"] is not None:
         return config
     wanted = max(request.total, getattr(request.config, "max_cache_len", None) or 0)
     # A compiled step is compiled for a size: calls of similar length share one.

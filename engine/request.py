@@ -269,6 +269,7 @@ def _refuse_unknown(model: PreTrainedModel, extras: dict[str, Any]) -> None:
 _CALL_ARGUMENTS = {
     "cache",
     "cache_config",
+    "return_legacy_cache",
     "strategy",
     "streamer",
     "logits_processor",

@@ -61,11 +61,15 @@ class Generation:
     attentions: tuple[Any, ...] | None = None
     cross_attentions: tuple[Any, ...] | None = None
     hidden_states: tuple[Any, ...] | None = None
+    legacy: bool = False
 
     @property
-    def past_key_values(self) -> TransformersCache | None:
-        """transformers' name for `cache`."""
-        return self.cache
+    def past_key_values(self) -> TransformersCache | tuple | None:
+        """transformers' name for `cache`; tuples of keys and values where the call said `return_legacy_cache=True`.
+
+        Raises `caches.UnsupportedLayer` where tuples cannot say everything that is in it.
+        """
+        return self.cache.to_legacy_cache() if self.legacy and self.cache is not None else self.cache
 
 
 @dataclass(frozen=True)

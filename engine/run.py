@@ -42,8 +42,8 @@ class _Mark:
 class Run:
     """One generation under way.
 
-    tokenizer: None when nobody wants text. stream_text: whether text is wanted piece by piece. started: when the call
-    began, of `time.perf_counter`.
+    tokenizer: None when nobody wants text. stream_text: whether text is wanted piece by piece. legacy: whether the
+    result gives its cache as tuples. started: when the call began, of `time.perf_counter`.
     """
 
     def __init__(
@@ -54,9 +54,11 @@ class Run:
         tokenizer: Any,
         streamer: BaseStreamer | None,
         stream_text: bool,
+        legacy: bool,
         started: float,
     ):
         self._request, self._lane, self._tokenizer, self._streamer = request, lane, tokenizer, streamer
+        self._legacy = legacy
         prompt = request.prompt.ids
         self._device = prompt.device
         self._prompt_tokens = int(request.mask[:, lane.cache.seen :].sum()) + request.source_tokens
@@ -257,6 +259,7 @@ class Run:
             finish_reasons=list(self._stopping.reasons),
             stats=self._stats(),
             cache=self._lane.cache.handle,
+            legacy=self._legacy,
             **records,
         )
 

@@ -1,0 +1,136 @@
+"""The classic names of transformers' caches: thin constructors over the recipes, with the arguments they had.
+
+config: the model's. The options are those of the backend's configuration; besides, `batch_size` stands for
+`max_batch_size`, and torch's data types and devices and device numbers are taken as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from caches.cache import Cache
+from caches.convert import join_rows
+from caches.encoder_decoder import EncoderDecoder
+from caches.errors import StepError, UnsupportedLayer
+from caches.registry import build, recipe
+from caches.spec import read_specs
+from configs import ConfigError
+
+
+def from_legacy_cache(past_key_values: Sequence[Sequence[torch.Tensor]], config: Any = None) -> Cache | EncoderDecoder:
+    """A dynamic cache that holds tuples of keys and values [rows, kv_heads, tokens, head_dim], one per layer.
+
+    Four tensors per layer, the last two of the cross-attention, make one for an encoder-decoder model. config: the
+    model's; without it every layer is taken for one of full attention. Raises `StepError` for what does not fit.
+    """
+    widths = {len(layer) for layer in past_key_values}
+    if widths == {4}:
+        own = from_legacy_cache([layer[:2] for layer in past_key_values], config)
+        cross = from_legacy_cache([layer[2:] for layer in past_key_values])
+        return EncoderDecoderCache(own, cross)
+    if widths != {2}:
+        raise StepError(f"a layer of a legacy cache has 2 or 4 tensors, but these have {sorted(widths)}")
+    dynamic = recipe("dynamic")
+    cache = dynamic.build(None if config is None else read_specs(config), dynamic.options())
+    assert isinstance(cache, Cache)
+    if not cache.finds_layers and len(cache.layers) != len(past_key_values):
+        raise StepError(f"the model has {len(cache.layers)} layers, but the legacy cache {len(past_key_values)}")
+    cache.load_columns(past_key_values)
+    return cache
+
+
+class DynamicCache:
+    """Grows as tokens come. Without a `config` its layers appear as they are used, all of full attention."""
+
+    def __new__(cls, config: Any = None, *, offloading: bool = False, **options: Any) -> Any:
+        if config is None and not offloading:
+            chosen = recipe("dynamic")
+            return chosen.build(None, chosen.options.from_dict(_spelled(options)))
+        return _build("offloaded" if offloading else "dynamic", config, options)
+
+    from_legacy_cache = staticmethod(from_legacy_cache)
+    from_batch_splits = staticmethod(join_rows)
+
+
+class StaticCache:
+    """Fixed size, tensors that never move."""
+
+    def __new__(cls, config: Any, *, offloading: bool = False, **options: Any) -> Any:
+        return _build("offloaded_static" if offloading else "static", config, options)
+
+
+class HybridCache:
+    """`StaticCache` for models of which some layers look back at a window only."""
+
+    def __new__(cls, config: Any, **options: Any) -> Any:
+        return _build("hybrid", config, options)
+
+
+class SlidingWindowCache:
+    """Only the last tokens: the model's own window, or one imposed with `window_length`."""
+
+    def __new__(cls, config: Any, **options: Any) -> Any:
+        return _build("sliding_window", config, options)
+
+
+class MambaCache:
+    """The states of a model without attention."""
+
+    def __new__(cls, config: Any, **options: Any) -> Any:
+        return _build("mamba", config, options)
+
+
+class HybridMambaAttentionDynamicCache:
+    """`DynamicCache` for models with attention and states."""
+
+    def __new__(cls, config: Any, **options: Any) -> Any:
+        specs = read_specs(config)
+        if not (any(spec.keeps_state for spec in specs) and any(spec.keeps_kv for spec in specs)):
+            kinds = ", ".join(dict.fromkeys(spec.layer_type for spec in specs))
+            raise UnsupportedLayer(
+                f"HybridMambaAttentionDynamicCache is for models with attention and states, but this one has {kinds}: "
+                "use DynamicCache, which takes every kind"
+            )
+        return _build("dynamic", config, options)
+
+
+class EncoderDecoderCache:
+    """Two caches of ours as one: of the decoder's own tokens, and of the encoder's."""
+
+    def __new__(cls, self_attention_cache: Cache, cross_attention_cache: Cache) -> Any:
+        for part in (self_attention_cache, cross_attention_cache):
+            if not isinstance(part, Cache):
+                raise UnsupportedLayer(
+                    f"the parts of an EncoderDecoderCache of ours are caches of ours, not a {type(part).__name__}: "
+                    "pass transformers' own EncoderDecoderCache as it is"
+                )
+        return EncoderDecoder(self_attention_cache, cross_attention_cache)
+
+    from_legacy_cache = staticmethod(from_legacy_cache)
+
+
+def _build(name: str, config: Any, options: dict[str, Any]) -> Any:
+    return build(name, config, **_spelled(options))
+
+
+def _spelled(options: dict[str, Any]) -> dict[str, Any]:
+    """Options as our configurations spell them."""
+    options = {name: value for name, value in options.items() if value is not None}
+    if "batch_size" in options:
+        rows = options.pop("batch_size")
+        if options.setdefault("max_batch_size", rows) != rows:
+            raise ConfigError(f"batch_size={rows} and max_batch_size={options['max_batch_size']}: say one of them")
+    if "device" in options:
+        options["device"] = _device(options["device"])
+    if "layer_device_map" in options:
+        options["layer_device_map"] = {
+            int(layer): _device(device) for layer, device in options["layer_device_map"].items()
+        }
+    return options
+
+
+def _device(device: Any) -> str:
+    return f"cuda:{device}" if isinstance(device, int) else str(device)
