@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-import caches
-from caches import Driven, Log
+from caches import Driven, ForeignCache, Log
 from engine.encoder import index_rows, source_of
 from engine.errors import EngineError, InputError
 from engine.extras import ENCODED, extend_extras
@@ -47,7 +46,7 @@ class Lane:
         self._ids = torch.zeros(rows, columns.total - before, dtype=torch.long, device=columns.device)
         self.fed = 0  # tokens given to the model in this run, those of the open step included
         self._log_before, self._seen_before = cache.log, cache.seen
-        self._step_open = False
+        self._step_open = self._prefilled = False
 
     def forward(self, tokens: torch.Tensor) -> ModelOutput:
         """Feed `tokens` [rows, n] that come after what was fed; the step stays open until `settle`."""
@@ -62,20 +61,25 @@ class Lane:
                 f"{self._ids.shape[1]}: it may not look further ahead than max_new_tokens"
             )
         self._ids[:, begin:fed] = tokens
-        outputs = self._runner.feed(
+        outputs = self._feed(fed, prefill=self.fed == 0)
+        self._prefilled = self.fed > 0  # before this step
+        self.fed, self._step_open = fed, True
+        return outputs
+
+    def _feed(self, fed: int, prefill: bool) -> ModelOutput:
+        """Feed what the cache has not seen of the first `fed` tokens."""
+        return self._runner.feed(
             self._ids[:, :fed],
             self._columns,
             self.cache,
             before=self._before,
-            prefill=self.fed == 0,
+            prefill=prefill,
             embeds=self._embeds,
             extras=self._extras,
             axes=self._axes,
             flags=self._flags,
             chunk_tokens=self._chunk_tokens,
         )
-        self.fed, self._step_open = fed, True
-        return outputs
 
     def settle(self, drop: int = 0) -> None:
         """Commit the open step, if there is one, without its last `drop` tokens."""
@@ -83,9 +87,27 @@ class Lane:
             if drop:
                 raise EngineError(f"Crop({drop}) has to follow a Forward")
             return
-        self.cache.settle(drop)
+        if self.cache.can_drop(drop):
+            self.cache.settle(drop)
+        else:
+            self._read_again(self.fed - drop)
         self._step_open = False
         self.fed -= drop
+
+    def _read_again(self, fed: int) -> None:
+        """Bring the cache back to the first `fed` tokens, where it can only take back whole steps."""
+        prefill = not self._prefilled
+        self.cache.abort()
+        if self.cache.seen > self._before + fed:  # they were fed in several steps
+            if self._before > 0:
+                raise EngineError(
+                    f"the {self.cache.name} cache cannot go back to {self._before + fed} tokens, and the first "
+                    f"{self._before} of them were not given to be read again: give the whole conversation"
+                )
+            self.cache.reset()
+            prefill = True
+        self._feed(fed, prefill)
+        self.cache.settle()
 
     def rows(self, index: torch.Tensor) -> None:
         """Row i becomes row `index[i]` in everything that is kept per row."""
@@ -110,10 +132,12 @@ class Lane:
             return
         known = self._unnamed + log.ids.shape[1]
         fed_too_far = max(0, self.fed - (known - 1)) if self._step_open else 0
-        try:
+        if self.cache.can_drop(fed_too_far):
             self.settle(drop=fed_too_far)
-        except caches.StepError:  # a cache that cannot take it back keeps it
+        elif isinstance(self.cache, ForeignCache):  # what it cannot take back it keeps
             self.settle()
+        else:
+            self.cache.abort()
         if self._unnamed > 0:
             self.cache.log = None
             return

@@ -111,7 +111,8 @@ class Runner:
             if self._has_states and cache.handle is not None:
                 # Models leave pads out of their states only where several tokens are read at once.
                 end = max(end, columns.first_full + 1) if begin == 0 else end
-                end = end if begin == 0 or self._reads_on else begin + 1
+                if begin > 0 and end - begin > 1 and not self._reads_on:
+                    end = begin + 1
             inputs = self._inputs(ids, columns, cache, before, begin, end, prefill, extras or {}, axes or {})
             if embeds is not None and begin - before < embeds.shape[1]:
                 inputs["inputs_embeds"] = self._embedded(embeds, ids, max(begin - before, 0), end - before)

@@ -1,0 +1,131 @@
+"""Rejected tokens leave no trace in the text, whatever keeps them: columns, windows or states."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from architectures import prompt, tiny_model
+from encoder_decoders import source, tiny_encoder_decoder
+from support import skip_if_refused
+
+import caches
+import engine
+from strategies import Crop, Emit, Forward
+
+NEW = 30
+
+
+def looks_ahead(text: torch.Tensor, ahead: int):
+    """Follows `text` [rows, columns]; after every token it feeds `ahead` wrong ones as well and takes them back."""
+
+    @dataclass(frozen=True)
+    class LooksAhead:
+        name = "looks_ahead"
+        samples = False
+
+        def flow(self, ids, process):
+            wrong = (text + 7) % 90 + 2
+            tokens = ids
+            for column in range(ids.shape[1], text.shape[1], 2):
+                logits = yield Forward(tokens)
+                yield Emit(logits.argmax(-1)[:, None])
+                if column + 1 + ahead >= text.shape[1]:
+                    return
+                yield Forward(torch.cat([text[:, column : column + 1], wrong[:, column : column + ahead]], dim=1))
+                yield Crop(ahead)
+                tokens = text[:, column + 1 : column + 2]
+                yield Emit(tokens)
+
+    return LooksAhead()
+
+
+NAMES = [
+    "llama",
+    "mistral",
+    "gemma2",
+    "llama4_text",
+    "mamba",
+    "mamba2",
+    "jamba",
+    "bamba",
+    "falcon_h1",
+    "lfm2",
+    "qwen3_next",
+]
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize("cache", [name for name in caches.names() if name != "none"])
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_fed_ahead_and_taken_back(name, cache, ahead):
+    model, inputs = tiny_model(name), prompt()
+    skip_if_refused(cache, model)
+    text = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    out = engine.generate(model, inputs, cache=cache, strategy=looks_ahead(text, ahead), max_new_tokens=NEW)
+    assert out.sequences.shape[1] > 13 + NEW - ahead - 2
+    assert torch.equal(out.sequences, text[:, : out.sequences.shape[1]])
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_with_an_encoder(cache):
+    model, inputs = tiny_encoder_decoder("bart"), source("bart")
+    text = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    out = engine.generate(model, inputs, cache=cache, strategy=looks_ahead(text, 2), max_new_tokens=NEW)
+    assert torch.equal(out.sequences, text[:, : out.sequences.shape[1]])
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["mamba2", "bamba", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize("new_tokens", [1, 2, 9])
+def test_a_failed_step_leaves_no_trace_in_states(name, cache, new_tokens, monkeypatch):
+    model, inputs = tiny_model(name), prompt()
+    layers = getattr(model, "model", None) or model.backbone
+    layer, calls = layers.layers[2], []
+    forward = layer.forward
+
+    def fails_at_last(*args, **kwargs):
+        calls.append(0)
+        out = forward(*args, **kwargs)
+        return 1 / 0 if len(calls) == new_tokens else out
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "forward", fails_at_last)
+        with pytest.raises(engine.Interrupted, match="ZeroDivisionError") as failure:
+            engine.generate(model, inputs, cache=cache, max_new_tokens=NEW)
+    part = failure.value.partial
+    whole = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(part.sequences, whole[:, : 13 + new_tokens - 1])
+    rest = NEW - new_tokens + 1
+    mask = torch.ones_like(part.sequences)
+    mask[0, :4] = 0
+    out = engine.generate(model, part.sequences, attention_mask=mask, cache=part.cache, max_new_tokens=rest)
+    assert torch.equal(out.sequences, whole)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "bamba", "lfm2"])
+def test_a_processor_that_fails_after_the_forward(name):
+    model, inputs = tiny_model(name), prompt()
+    calls = []
+
+    def fails(ids, scores):
+        calls.append(0)
+        return scores if len(calls) < 6 else 1 / 0
+
+    with pytest.raises(engine.Interrupted) as failure:
+        engine.generate(model, inputs, logits_processor=[fails], max_new_tokens=NEW)
+    part = failure.value.partial
+    assert part.cache.seen == 13 + 4
+    out = engine.generate(model, part.sequences, cache=part.cache, max_new_tokens=NEW - 5)
+    assert torch.equal(out.sequences, model.generate(**inputs, max_new_tokens=NEW, do_sample=False))
+
+
+@pytest.mark.parametrize("name", ["mamba2", "bamba"])
+def test_a_rows_end_goes_into_its_state(name):
+    """Pads after a row's end cannot be hidden from a state: such a batch is not continued."""
+    model, inputs = tiny_model(name), prompt(pads=0)
+    whole = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    end = int(whole[0, 16])
+    first = engine.generate(model, inputs, max_new_tokens=NEW, eos_token_id=end)
+    more = torch.cat([first.sequences, prompt(pads=0, tokens=3)["input_ids"]], dim=1)
+    with pytest.raises(engine.InputError, match="went into its state"):
+        engine.generate(model, more, cache=first.cache, max_new_tokens=5)
