@@ -20,7 +20,7 @@ from configs import CacheConfig, EncoderDecoderCacheConfig, EngineConfig
 from engine.errors import OptionError
 from engine.lane import Lane
 from engine.loading import load
-from engine.masks import Columns
+from engine.masks import Columns, check_takes_masks
 from engine.request import Request, read_request
 from engine.result import Generation, Piece
 from engine.run import Run
@@ -137,6 +137,8 @@ class Generator:
 
     def _check_together(self, live: Driven, request: Request) -> None:
         """Refuse what this model, this cache and this request cannot do together."""
+        if isinstance(live, caches.Cache):
+            check_takes_masks(self.model, live)
         if live.handle is not None and not self._runner.takes_cache:
             raise OptionError(
                 f"{type(self.model).__name__} takes no cache of keys and values (it keeps none, or a state of its own "

@@ -128,15 +128,20 @@ def one_token_mask(model: Any, cache: TransformersCache | None, kinds: MaskKinds
     return with_parts(masks) if isinstance(kinds, dict) else next(iter(masks.values()))
 
 
-def imposed_mask(model: Any, cache: Cache, kinds: MaskKinds, columns: Columns, begin: int, end: int) -> Any:
-    """The mask of a step from `begin` to `end` on a cache that imposes windows, or a dict of them per layer type."""
-    dtype = _mask_dtype(model)
-    if dtype is None:
+def check_takes_masks(model: Any, cache: Cache) -> None:
+    """Raise `UnsupportedLayer` where the windows that `cache` imposes cannot be told to the model."""
+    if cache.imposes_windows and _mask_dtype(model) is None:
         raise UnsupportedLayer(
             f"cache={cache.name!r} imposes a window on {type(model).__name__}, whose attention "
             f"({model.config._attn_implementation}) takes no mask of ours: use attn_implementation='sdpa' where the "
             "model has it, or another cache"
         )
+
+
+def imposed_mask(model: Any, cache: Cache, kinds: MaskKinds, columns: Columns, begin: int, end: int) -> Any:
+    """The mask of a step from `begin` to `end` on a cache that imposes windows, or a dict of them per layer type."""
+    dtype = _mask_dtype(model)
+    assert dtype is not None  # checked before the run
     mask = columns.mask(end)
     states = None if end - begin == 1 or mask is None else mask[:, begin:]
     masks: dict[str, torch.Tensor | None] = {}
