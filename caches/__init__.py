@@ -21,7 +21,9 @@ from caches.errors import CacheError, CapacityError, StepError, UnknownCache, Un
 from caches.foreign import ForeignCache
 from caches.no_cache import NoCache
 from caches.registry import Recipe, build, names, recipe, register
-from caches.spec import mask_kinds, read_specs
+from caches.spec import LayerSpec, mask_kinds, read_specs
+from caches.store import FixedStore, GrowingStore, Store
+from caches.timeline import Timeline
 
 
 def driven(cache: Driven | _TransformersCache) -> Driven:
@@ -37,9 +39,12 @@ __all__ = [
     "DynamicCache",
     "EncoderDecoder",
     "EncoderDecoderCache",
+    "FixedStore",
     "ForeignCache",
+    "GrowingStore",
     "HybridCache",
     "HybridMambaAttentionDynamicCache",
+    "LayerSpec",
     "Log",
     "MambaCache",
     "NoCache",
@@ -47,6 +52,8 @@ __all__ = [
     "SlidingWindowCache",
     "StaticCache",
     "StepError",
+    "Store",
+    "Timeline",
     "UnknownCache",
     "UnsupportedLayer",
     "build",

@@ -126,9 +126,7 @@ def _spelled(options: dict[str, Any]) -> dict[str, Any]:
     if "device" in options:
         options["device"] = _device(options["device"])
     if "layer_device_map" in options:
-        options["layer_device_map"] = {
-            int(layer): _device(device) for layer, device in options["layer_device_map"].items()
-        }
+        options["layer_device_map"] = {layer: _device(device) for layer, device in options["layer_device_map"].items()}
     return options
 
 

@@ -19,7 +19,7 @@ class Place:
     def check(self, layer_idx: int, new: torch.Tensor) -> None:
         """Raise `StepError` when a layer computes elsewhere, or in another data type."""
         options = self.options
-        device = (options.layer_device_map or {}).get(layer_idx, options.device)
+        device = (options.layer_device_map or {}).get(str(layer_idx), options.device)
         found, wanted = new.device, None if device is None else torch.device(device)
         if wanted is not None and (wanted.type != found.type or wanted.index not in (None, found.index)):
             raise StepError(

@@ -60,14 +60,20 @@ class PlacedCacheConfig(CacheConfig):
     """Base of the caches that keep tensors.
 
     max_batch_size: rows there is room for; None for any number, of a fixed cache those of the first step.
-    device, dtype, layer_device_map: where and what the keys of the model (of its layers) are expected to be. Tensors
-        are made where each layer computes; a step that comes from elsewhere is refused.
+    device, dtype, layer_device_map (by layer number): where and what the model's keys are expected to be. Tensors are
+        made where each layer computes; a step that comes from elsewhere is refused.
     """
 
     max_batch_size: int | None = None
     device: str | None = None
     dtype: str | None = None
-    layer_device_map: dict[int, str] | None = None
+    layer_device_map: dict[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.layer_device_map, dict):  # numbers are names in JSON
+            by_name = {str(layer): str(device) for layer, device in self.layer_device_map.items()}
+            object.__setattr__(self, "layer_device_map", by_name)
+        super().__post_init__()
 
     def validate(self) -> None:
         require_positive(type(self).__name__, max_batch_size=self.max_batch_size)

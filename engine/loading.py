@@ -7,7 +7,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from configs import EngineConfig
 from engine.errors import InputError
@@ -23,7 +31,8 @@ def load(model: PreTrainedModel | str | Path, tokenizer: Any, config: EngineConf
     with _told_in_one_line(model):
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(model)
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=config.dtype, device_map=config.device_map)
+        kind = auto_class(AutoConfig.from_pretrained(model))
+        loaded = kind.from_pretrained(model, dtype=config.dtype, device_map=config.device_map)
     return loaded.eval(), tokenizer
 
 
@@ -41,6 +50,14 @@ def _unwrapped(model: Any) -> PreTrainedModel:
                 "something into the prompt, the cache or every forward. Call the wrapper's own generate()"
             )
     return tuner.model
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """transformers' class that makes the model which generates text for this configuration."""
+    if not config.is_encoder_decoder:
+        return AutoModelForCausalLM
+    texts = type(config) in AutoModelForSeq2SeqLM._model_mapping
+    return AutoModelForSeq2SeqLM if texts else AutoModelForSpeechSeq2Seq
 
 
 def load_config(model: str | Path) -> PreTrainedConfig:

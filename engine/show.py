@@ -51,7 +51,7 @@ def caches_table(report: dict[str, Any]) -> Table:
         "cache", "what it is", "options", "per token", f"{report['tokens']:,} tokens", box=None, pad_edge=False
     )
     for cache in report["caches"]:
-        options = "\n".join(f"{name}={value}" for name, value in cache["options"].items())
+        options = ", ".join(name if value is None else f"{name}={value}" for name, value in cache["options"].items())
         sizes = ("refused", cache["refused"]) if "refused" in cache else (
             f"{cache['bytes_per_token']:,.0f} bytes", f"{cache['bytes'] / 1e6:,.1f} MB")  # fmt: skip
         table.add_row(cache["name"], cache["summary"], options or "-", *sizes)

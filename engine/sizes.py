@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 import caches
 from engine.errors import InputError
+from engine.loading import auto_class
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
@@ -18,7 +20,7 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     dtype = config.dtype or torch.float32
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, **simple).eval()
+            return auto_class(config).from_config(config, dtype=dtype, **simple).eval()
     except ValueError as error:
         raise InputError(
             f"a {type(config).__name__} describes no model that generates text: {str(error).splitlines()[0]}"
@@ -28,7 +30,8 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
 def cache_bytes(model: PreTrainedModel, name: str, tokens: int, rows: int = 1, **options: Any) -> int:
     """Bytes of the backend `name` once it holds `tokens` tokens per row, in the model's data type.
 
-    model: a `skeleton`. Raises `caches.CacheError` where the backend refuses the model.
+    With an encoder the source has as many. model: a `skeleton`. Raises `caches.CacheError` where the backend refuses the
+    model.
     """
     if caches.recipe(name).has_a_size:
         options.setdefault("max_cache_len", tokens)
@@ -38,7 +41,15 @@ def cache_bytes(model: PreTrainedModel, name: str, tokens: int, rows: int = 1, *
     cache.reserve(tokens)
     cache.begin(tokens)
     ids = torch.zeros(rows, tokens, dtype=torch.long, device="meta")
+    takes = inspect.signature(model.forward).parameters
+    inputs = {"cache_params" if "cache_params" in takes else "past_key_values": cache.handle}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids
+    if model.main_input_name != "input_ids":
+        raise InputError(
+            f"{type(model).__name__} reads {model.main_input_name}: what it keeps of them is not known here"
+        )
     with torch.no_grad():
-        model(ids, past_key_values=cache.handle, use_cache=True)
+        model(ids, **inputs, use_cache=True)
     cache.settle()
     return cache.bytes

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 import torch
-import transformers
 from architectures import ARCHITECTURES, tiny_model
+from encoder_decoders import tiny_encoder_decoder
 from support import in_terminal
 
 import caches
@@ -274,7 +274,9 @@ def test_the_shipped_model_is_small_and_complete():
 def test_caches_lists_all_of_them_with_their_sizes(cli, shipped):
     report = json.loads(cli(["caches", "--tokens", "1024", "--json"]).stdout)
     assert [cache["name"] for cache in report["caches"]] == caches.names()
-    for cache in report["caches"]:
+    kept = [cache for cache in report["caches"] if "refused" not in cache]
+    assert {"dynamic", "static", "none"} <= {cache["name"] for cache in kept}
+    for cache in kept:
         config = {"max_cache_len": 1024} if caches.recipe(cache["name"]).has_a_size else None
         ids = torch.randint(2, 99, (1, 1023))
         out = shipped.generate(ids, cache=cache["name"], cache_config=config, max_new_tokens=1)
@@ -287,7 +289,9 @@ def test_caches_lists_all_of_them_with_their_sizes(cli, shipped):
     assert "dynamic" not in cli(["caches", "static"]).stdout.split("what it is")[1]
 
 
-@pytest.mark.parametrize("name", [*ARCHITECTURES, "mixtral", "biogpt", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", [*ARCHITECTURES, "mixtral", "biogpt", "gpt_oss", "deepseek_v3", "mamba", "mamba2", "bamba", "lfm2"]
+)
 def test_sizes_are_found_without_weights(cli, tmp_path, name):
     model = tiny_model(name)
     model.config.save_pretrained(tmp_path)
@@ -297,12 +301,23 @@ def test_sizes_are_found_without_weights(cli, tmp_path, name):
     assert cache["bytes"] == out.stats.cache_bytes
 
 
+def test_sizes_of_an_encoder_decoder_model(cli, tmp_path):
+    model = tiny_encoder_decoder("bart")
+    model.config.save_pretrained(tmp_path)
+    report = json.loads(cli(["caches", "--model", str(tmp_path), "--tokens", "64", "--json"]).stdout)
+    sizes = {cache["name"]: cache.get("bytes") for cache in report["caches"]}
+    width, layers = model.config.d_model, model.config.decoder_layers
+    assert sizes["dynamic"] == sizes["encoder_decoder"] == sizes["static"] == 4 * 4 * 64 * width * layers
+    assert sizes["none"] == 0
+
+
 def test_caches_says_what_is_refused(cli, tmp_path):
-    transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=99).save_pretrained(tmp_path)
+    tiny_model("mamba").config.save_pretrained(tmp_path)
     report = json.loads(cli(["caches", "--model", str(tmp_path), "--json"]).stdout)
     refused = {cache["name"]: cache.get("refused", "") for cache in report["caches"]}
-    assert "keeps state" in refused["dynamic"]
-    assert refused["none"] == ""
+    assert "the model has none" in refused["sliding_window"]
+    assert "has no encoder" in refused["encoder_decoder"]
+    assert refused["none"] == refused["dynamic"] == refused["mamba"] == ""
 
 
 def test_help_and_completion_do_not_wait_for_torch():

@@ -112,11 +112,15 @@ PUBLIC = {
         "Interrupted", "OptionError", "Piece", "Stats", "Stream", "generate", "stream",
     },
     caches: {
-        "Cache", "CacheError", "CapacityError", "Driven", "ForeignCache", "Log", "NoCache", "Recipe", "StepError",
-        "UnknownCache", "UnsupportedLayer", "build", "driven", "mask_kinds", "names", "recipe", "register",
+        "Cache", "CacheError", "CapacityError", "Driven", "DynamicCache", "EncoderDecoder", "EncoderDecoderCache",
+        "FixedStore", "ForeignCache", "GrowingStore", "HybridCache", "HybridMambaAttentionDynamicCache", "LayerSpec",
+        "Log", "MambaCache", "NoCache", "Recipe", "SlidingWindowCache", "StaticCache", "StepError", "Store", "Timeline",
+        "UnknownCache", "UnsupportedLayer", "build", "convert", "driven", "from_legacy_cache", "join_rows",
+        "mask_kinds", "names", "read_specs", "recipe", "register", "select_rows",
     },
     configs: {
-        "CacheConfig", "Config", "ConfigError", "DynamicCacheConfig", "EngineConfig", "EngineError", "NoCacheConfig",
+        "CacheConfig", "Config", "ConfigError", "DynamicCacheConfig", "EncoderDecoderCacheConfig", "EngineConfig",
+        "EngineError", "HybridCacheConfig", "MambaCacheConfig", "NoCacheConfig", "PlacedCacheConfig",
         "SlidingWindowCacheConfig", "StaticCacheConfig", "nearest", "preset", "presets",
     },
     strategies: {

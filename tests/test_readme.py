@@ -12,6 +12,7 @@ from support import in_terminal
 
 import configs
 import engine
+from caches import registry
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -21,8 +22,10 @@ def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.M | re.S)
 
 
-def test_python_blocks(capsys):
-    """In order, each with the names of those before it."""
+def test_python_blocks(capsys, monkeypatch):
+    """In order, each with the names of those before it. What they register is gone afterwards."""
+    monkeypatch.setattr(registry, "_recipes", dict(registry._recipes))
+    monkeypatch.setattr(configs.CacheConfig, "_by_name", dict(configs.CacheConfig._by_name))
     names: dict = {}
     assert len(blocks("python")) >= 6
     for block in blocks("python"):
@@ -139,7 +142,8 @@ def test_the_presets_are_named():
 
 def test_the_number_of_architectures():
     from architectures import ARCHITECTURES, MORE_ARCHITECTURES, RARE_ARCHITECTURES
+    from encoder_decoders import ENCODER_DECODERS
     from multimodal import MULTIMODAL
 
-    known = ARCHITECTURES | MORE_ARCHITECTURES | RARE_ARCHITECTURES | MULTIMODAL
+    known = [*(ARCHITECTURES | MORE_ARCHITECTURES | RARE_ARCHITECTURES | MULTIMODAL), *ENCODER_DECODERS]
     assert f"compare {len(known)} architectures" in README
