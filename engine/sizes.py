@@ -30,8 +30,7 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
 def cache_bytes(model: PreTrainedModel, name: str, tokens: int, rows: int = 1, **options: Any) -> int:
     """Bytes of the backend `name` once it holds `tokens` tokens per row, in the model's data type.
 
-    With an encoder the source has as many. model: a `skeleton`. Raises `caches.CacheError` where the backend refuses the
-    model.
+    With an encoder the source has as many. model: a `skeleton`. Raises `caches.CacheError` where it is refused.
     """
     if caches.recipe(name).has_a_size:
         options.setdefault("max_cache_len", tokens)
