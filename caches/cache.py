@@ -177,7 +177,9 @@ class Cache(Face):
         rows = self.batch_size
         if rows == -1:
             return
-        if index.numel() == 0 or int(index.min()) < 0 or int(index.max()) >= rows:
+        # On an accelerator, looking at the index would wait for the device.
+        known = index.tolist() if index.device.type == "cpu" else [0] * len(index)
+        if not known or min(known) < 0 or max(known) >= rows:
             raise StepError(f"rows({index.tolist()}), but the cache holds rows 0 to {rows - 1}")
         if self.max_rows is not None and len(index) > self.max_rows:
             raise StepError(

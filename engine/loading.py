@@ -31,7 +31,10 @@ def load(model: PreTrainedModel | str | Path, tokenizer: Any, config: EngineConf
     with _told_in_one_line(model):
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(model)
-        kind = auto_class(AutoConfig.from_pretrained(model))
+        try:
+            kind = auto_class(AutoConfig.from_pretrained(model))
+        except ValueError:  # a folder with an adapter names its model elsewhere
+            kind = AutoModelForCausalLM
         loaded = kind.from_pretrained(model, dtype=config.dtype, device_map=config.device_map)
     return loaded.eval(), tokenizer
 

@@ -8,6 +8,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+import caches
+
 VOCABULARY = 101
 WINDOW = 8
 
@@ -333,6 +335,30 @@ RARE_STATE_ARCHITECTURES = {
 }  # fmt: skip
 MORE_ARCHITECTURES |= STATE_ARCHITECTURES
 RARE_ARCHITECTURES |= RARE_STATE_ARCHITECTURES
+
+
+@cache
+def suiting(name: str) -> list[str]:
+    """The cache backends that are for this architecture."""
+    config_class, arguments = (ARCHITECTURES | MORE_ARCHITECTURES | RARE_ARCHITECTURES)[name]
+    if not hasattr(transformers, config_class):  # this release of transformers does not know it yet
+        return ["none"]
+    config = getattr(transformers, config_class)(**arguments)
+    return [backend for backend in caches.names() if _suits(backend, config)]
+
+
+def _suits(backend: str, config) -> bool:
+    options = {"max_cache_len": 64} if caches.recipe(backend).has_a_size else {}
+    try:
+        caches.build(backend, config, **options)
+    except caches.UnsupportedLayer:
+        return False
+    return True
+
+
+def pairs(names) -> list[tuple[str, str]]:
+    """Every architecture with every backend that is for it."""
+    return [(name, backend) for name in names for backend in suiting(name)]
 
 
 @cache

@@ -6,7 +6,7 @@ import accelerate
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from architectures import ARCHITECTURES, prompt, tiny_model
+from architectures import ARCHITECTURES, pairs, prompt, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, MistralForCausalLM
 
@@ -46,8 +46,7 @@ def dispatch(request, tmp_path):
     return dispatched
 
 
-@pytest.mark.parametrize("cache", caches.names())
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "cache"), pairs(NAMES))
 def test_greedy(name, cache, dispatch):
     model, inputs = dispatch(name), prompt()
     expected = tiny_model(name).generate(**inputs, max_new_tokens=NEW, do_sample=False)
@@ -96,7 +95,6 @@ def test_a_layers_keys_are_where_it_computes(model_class, cache):
         live = caches.build(cache, model.config, **({"max_cache_len": 32} if cache == "static" else {}))
         for tokens in (13, 1, 1):
             out = model(input_ids=torch.ones(2, tokens, dtype=torch.long), past_key_values=live)
-        live.rows(torch.tensor([1, 0]))
         assert out.logits.device.type == "cpu"
         assert [layer.keys.device.type for layer in live.layers] == places
         assert [layer.values.device.type for layer in live.layers] == places

@@ -3,10 +3,8 @@
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, MORE_ARCHITECTURES, RARE_ARCHITECTURES, prompt, tiny_model
-from support import skip_if_refused
+from architectures import ARCHITECTURES, MORE_ARCHITECTURES, RARE_ARCHITECTURES, pairs, prompt, suiting, tiny_model
 
-import caches
 import engine
 
 NEW = 40  # beyond the slack of a window's buffer, so that it is compacted on the way
@@ -17,13 +15,11 @@ def reference(model, inputs, **options):
 
 
 @pytest.mark.parametrize("chunk", [None, 3], ids=["whole", "chunked"])
-@pytest.mark.parametrize("cache", caches.names())
-@pytest.mark.parametrize("name", [*ARCHITECTURES, "mamba", "bamba", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize(("name", "cache"), pairs([*ARCHITECTURES, "mamba", "bamba", "lfm2", "falcon_h1"]))
 def test_greedy(name, cache, chunk):
     if cache == "none" and chunk is not None:
         pytest.skip("without a cache a prompt cannot be read in pieces")
     model, inputs = tiny_model(name), prompt()
-    skip_if_refused(cache, model)
     generator = engine.Generator(model, config=engine.EngineConfig(prefill_chunk_tokens=chunk))
     out = generator.generate(inputs, cache=cache, max_new_tokens=NEW, output_logits=True)
     expected = reference(model, inputs, output_logits=True, return_dict_in_generate=True)
@@ -32,15 +28,14 @@ def test_greedy(name, cache, chunk):
     assert out.finish_reasons == ["length", "length"]
 
 
-@pytest.mark.parametrize("cache", caches.names())
 @pytest.mark.parametrize(
-    "name", [*MORE_ARCHITECTURES, *(pytest.param(name, marks=pytest.mark.slow) for name in RARE_ARCHITECTURES)]
+    ("name", "cache"),
+    [*pairs(MORE_ARCHITECTURES), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs(RARE_ARCHITECTURES))],
 )
 def test_greedy_on_more_architectures(name, cache):
     if name in RARE_ARCHITECTURES and not hasattr(transformers, RARE_ARCHITECTURES[name][0]):
         pytest.skip("this release of transformers does not know it yet")
     model, inputs = tiny_model(name), prompt()
-    skip_if_refused(cache, model)
     out = engine.generate(model, inputs, cache=cache, max_new_tokens=NEW, output_logits=True)
     # Without a cache like without: transformers disagrees with itself on sparse attention.
     options = {"use_cache": cache != "none", "output_logits": True, "return_dict_in_generate": True}
@@ -49,17 +44,15 @@ def test_greedy_on_more_architectures(name, cache):
     torch.testing.assert_close(out.logits, expected.logits, atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "llama4_text", "mamba2", "jamba"])
-@pytest.mark.parametrize("cache", caches.names())
+@pytest.mark.parametrize(("name", "cache"), pairs(["llama", "mistral", "llama4_text", "mamba2", "jamba"]))
 def test_a_padded_row_equals_the_row_alone(name, cache):
     model, inputs = tiny_model(name), prompt()
-    skip_if_refused(cache, model)
     together = engine.generate(model, inputs, cache=cache, max_new_tokens=NEW).sequences[0, 4:]
     alone = engine.generate(model, inputs["input_ids"][:1, 4:], cache=cache, max_new_tokens=NEW).sequences[0]
     assert torch.equal(together, alone)
 
 
-@pytest.mark.parametrize("cache", caches.names())
+@pytest.mark.parametrize("cache", suiting("mistral"))
 @pytest.mark.parametrize(
     "options",
     [
@@ -74,7 +67,6 @@ def test_a_padded_row_equals_the_row_alone(name, cache):
 )
 def test_sampling(cache, options):
     model, inputs = tiny_model("mistral"), prompt()
-    skip_if_refused(cache, model)
     torch.manual_seed(7)
     expected = reference(model, inputs, do_sample=True, **options)
     torch.manual_seed(7)
@@ -112,10 +104,9 @@ def test_generation_config_and_the_models_own_defaults():
     assert engine.generate(model, inputs).sequences.shape[1] == model.generate(**inputs).shape[1] == 13 + 20
 
 
-@pytest.mark.parametrize("cache", caches.names())
+@pytest.mark.parametrize("cache", suiting("llama"))
 def test_recorded_outputs(cache):
     model, inputs = tiny_model("llama"), prompt()
-    skip_if_refused(cache, model)
     asked = dict.fromkeys(("output_scores", "output_logits", "output_hidden_states"), True)
     options = {"max_new_tokens": 5, "repetition_penalty": 1.4} | asked
     expected = model.generate(**inputs, **options, do_sample=False, return_dict_in_generate=True)

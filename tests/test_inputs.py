@@ -210,7 +210,7 @@ WRONG_OPTIONS = {
     "lookup by a greedy strategy": ({"strategy": "greedy", "prompt_lookup_num_tokens": 3}, "not available"),
     "a config that samples": ({"strategy": "greedy", "generation_config": SAMPLING}, "do_sample=True"),
     "a config with a cache": ({"cache": "dynamic", "generation_config": STATIC}, "both choose"),
-    "a cache option": ({"cache": "dynamic", "cache_config": {"max_cache_len": 5}}, "takes no options"),
+    "a cache option": ({"cache": "dynamic", "cache_config": {"max_cache_len": 5}}, "DynamicCacheConfig has no option"),
     "a misspelt cache option": ({"cache": "static", "cache_config": {"max_cache_length": 5}}, "max_cache_len"),
     "an impossible cache option": ({"cache": "static", "cache_config": {"max_cache_len": 0}}, "at least 1"),
 }

@@ -4,20 +4,23 @@ import copy
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, prompt, tiny_model
+from architectures import ARCHITECTURES, pairs, prompt, tiny_model
 from support import cache_argument, new_cache
 from transformers import DynamicCache, StaticCache
 
 import caches
 import engine
 
-OURS = [name for name in caches.names() if name != "none"]
+STATES = ["mamba2", "bamba", "lfm2", "falcon_h1"]
 NAMES = [*ARCHITECTURES, "mamba", "bamba", "lfm2", "falcon_h1", "zamba2"]
 NEW = 40
 
 
-@pytest.mark.parametrize("cache", OURS)
-@pytest.mark.parametrize("name", NAMES)
+def ours(names):
+    return [pair for pair in pairs(names) if pair[1] != "none"]
+
+
+@pytest.mark.parametrize(("name", "cache"), ours(NAMES))
 def test_ours_in_transformers_generate(name, cache):
     model, inputs = tiny_model(name), prompt()
     expected = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
@@ -27,8 +30,9 @@ def test_ours_in_transformers_generate(name, cache):
     assert ours.get_seq_length() == 13 + NEW - 1
 
 
-@pytest.mark.parametrize("cache", OURS)
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "mamba2", "bamba", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize(
+    ("name", "cache"), ours(["llama", "mistral", "gemma2", "mamba2", "bamba", "lfm2", "falcon_h1"])
+)
 def test_ours_in_transformers_beam_search(name, cache):
     model, inputs = tiny_model(name), prompt()
     options = {"max_new_tokens": NEW, "do_sample": False, "num_beams": 3}
@@ -37,8 +41,7 @@ def test_ours_in_transformers_beam_search(name, cache):
     assert torch.equal(model.generate(**inputs, **options, **ours), expected)
 
 
-@pytest.mark.parametrize("cache", OURS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "cache"), ours(NAMES))
 def test_ours_in_plain_calls(name, cache):
     """The loop every tutorial shows: no begin, no settle, just `model(...)`."""
     model, inputs = tiny_model(name), prompt()
@@ -121,8 +124,7 @@ def test_theirs_after_a_failed_step(name, new_tokens, monkeypatch):
         assert torch.equal(engine.generate(model, part.sequences, attention_mask=mask, **go_on).sequences, whole)
 
 
-@pytest.mark.parametrize("cache", OURS)
-@pytest.mark.parametrize("name", ["llama", "mistral", "llama4_text"])
+@pytest.mark.parametrize(("name", "cache"), ours(["llama", "mistral", "llama4_text"]))
 def test_a_second_turn_on_the_live_cache(name, cache):
     model, inputs = tiny_model(name), prompt()
     options = {"max_new_tokens": 9}

@@ -5,12 +5,11 @@ import copy
 import peft
 import pytest
 import torch
-from architectures import prompt, tiny_model
+from architectures import prompt, suiting, tiny_model
 from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
 from optimum import quanto
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-import caches
 import engine
 
 NEW = 20
@@ -69,7 +68,7 @@ def test_greedy(name, make):
     assert not torch.equal(expected, text_of(tiny_model(name), inputs))
     for linears in ("default", "onednn"):
         generator = engine.Generator(model, config=engine.EngineConfig(linears=linears))
-        for cache in caches.names():
+        for cache in suiting(name):
             assert torch.equal(generator.generate(inputs, cache=cache, max_new_tokens=NEW).sequences, expected)
 
 
