@@ -14,7 +14,7 @@ from caches.classic import (
     StaticCache,
     from_legacy_cache,
 )
-from caches.convert import convert, join_rows, select_rows
+from caches.conversion import convert, join_rows, select_rows
 from caches.driven import Driven, Log
 from caches.encoder_decoder import EncoderDecoder
 from caches.errors import CacheError, CapacityError, StepError, UnknownCache, UnsupportedLayer

@@ -72,7 +72,7 @@ def sliding_window(specs: Layers, options: SlidingWindowCacheConfig) -> Cache:
         if window is None and spec.keeps_kv and spec.reach.size is None:
             raise UnsupportedLayer(
                 f"cache='sliding_window' keeps the model's own window, but layer {index} ({spec.layer_type}) looks at "
-                "everything. Give a window_length to impose one, or use cache='hybrid' or 'static' to keep everything"
+                "everything. Give a window_length to impose one, or use cache='static' to keep everything"
             )
         if window is not None and spec.reach.kind == "chunk":
             raise UnsupportedLayer(
@@ -92,10 +92,13 @@ def mamba(specs: Layers, options: MambaCacheConfig) -> Cache:
 def encoder_decoder(specs: Layers, options: EncoderDecoderCacheConfig) -> EncoderDecoder:
     """Two caches of any kind for an encoder-decoder model: the decoder's tokens, and the encoder's."""
     own = _part(specs, options.self_cache)
-    cross = _part([CROSS] * len(own.specs), options.cross_cache or ("static" if own.fixed else "dynamic"))
+    rows = getattr(options.self_cache, "max_batch_size", None)
+    beside = StaticCacheConfig(max_batch_size=rows) if own.fixed else DynamicCacheConfig()
+    cross = _part([CROSS] * len(own.specs), options.cross_cache or beside)
     for part in (own, cross):
         if part.imposes_windows:
             raise UnsupportedLayer(f"cache={part.name!r} cannot impose a window on an encoder-decoder model")
+    return EncoderDecoder(own, cross)
     return EncoderDecoder(own, cross)
 
 
@@ -110,7 +113,9 @@ def _part(specs: Layers, choice: str | CacheConfig) -> Cache:
     chosen = recipe(name)
     cache = chosen.build(specs, chosen.options.from_dict(options))
     if not isinstance(cache, Cache):
-        raise UnsupportedLayer(f"a part of an encoder-decoder cache keeps keys and values, and {name!r} does not")
+        raise UnsupportedLayer(
+            f"a part of an encoder-decoder cache keeps keys and values, and {name!r} does not: choose another for it"
+        )
     return cache
 
 

@@ -18,7 +18,7 @@ from caches.face import Face
 from caches.layer import Layer, StoreFactory
 from caches.place import Place
 from caches.retention import KeepAll, KeepRecent, Retention
-from caches.spec import EXOTIC, INDEX, KV, STATE, LayerSpec, Reach, read_specs
+from caches.spec import EXOTIC, INDEX, KV, PLAIN, STATE, LayerSpec, Reach, read_specs
 from caches.state import CONV, RECURRENT, State
 from caches.timeline import Timeline
 from caches.wrapped import WrappedLayer
@@ -29,7 +29,7 @@ def what_reach_needs(spec: LayerSpec) -> Retention:
     return KeepAll() if spec.reach.columns is None else KeepRecent(spec.reach.columns)
 
 
-_PLAIN = LayerSpec("full_attention", frozenset({KV}))
+_IN_WORDS = {KV: "keys and values", INDEX: "index", STATE: "state"}
 
 
 class Cache(Face):
@@ -93,17 +93,23 @@ class Cache(Face):
     def check_fits(self, model_config: Any) -> None:
         specs = read_specs(model_config)
         if self.finds_layers and self.seen == 0:
-            self.finds_layers = False
-            self._make_layers(specs)
+            self.take_layers(specs)
         if specs != self.specs:
             raise UnsupportedLayer(
                 f"it was built for {_layers_in_words(self.specs)}, but the model has {_layers_in_words(specs)}; "
                 "build one with the model's own configuration"
             )
 
+    def take_layers(self, specs: Sequence[LayerSpec]) -> None:
+        """Be for these layers, instead of finding them as they are used. Only while it is empty."""
+        self.finds_layers = False
+        self._make_layers(specs)
+
     # One step is a transaction.
 
     def begin(self, tokens: int, graph: bool = False) -> None:
+        if graph and not self.fixed:
+            raise StepError(f"a compiled step needs tensors that never move, and cache={self.name!r} moves them")
         self._finish_foreign_step()
         self._begin_columns(tokens, graph)
         self._open = self._driven = True
@@ -155,6 +161,7 @@ class Cache(Face):
         if self._driven and first:  # the whole forward ran: layers it did not reach never take part
             self._required = {(index, stream) for index, stream in self._required if self.layers[index].is_initialized}
         self._close()
+        self._empty_if_nothing_is_held()
 
     def abort(self) -> None:
         if not self._open:
@@ -164,6 +171,9 @@ class Cache(Face):
         for timeline in self._timelines:
             timeline.close()
         self._close()
+        self._empty_if_nothing_is_held()
+
+    def _empty_if_nothing_is_held(self) -> None:
         if self._timelines[0].seen == 0:  # not even the number of rows is settled
             self._empty()
 
@@ -211,7 +221,7 @@ class Cache(Face):
         """Hold these keys and values [rows, kv_heads, tokens, head_dim] of all tokens seen, one pair per layer."""
         seen, rows = columns[0][0].shape[-2], columns[0][0].shape[0]
         if self.finds_layers:
-            self._make_layers([_PLAIN] * len(columns))
+            self._make_layers([PLAIN] * len(columns))
         contents = []
         for layer, (keys, values) in zip(self.layers, columns, strict=True):
             kept = layer.timeline.retention.surviving(seen)
@@ -235,7 +245,7 @@ class Cache(Face):
         remove = max(0, self.seen - tokens) if tokens > 0 else -tokens
         if remove > self.seen:
             raise StepError(f"crop({tokens}): the cache holds {self.seen} tokens, {remove} cannot be removed from it")
-        if remove == self.seen:
+        if remove and remove == self.seen:
             self.reset()
             return
         again = "Reset the cache and feed the tokens to keep again."
@@ -333,11 +343,22 @@ class Cache(Face):
 
     def _touch(self, layer_idx: int, stream: str, call: str, tokens: int | None = None) -> Any:
         """A model uses a layer: that may open a foreign loop's step, and finish the one before. Returns the layer."""
+        if self.finds_layers and not self._driven and layer_idx is not None and layer_idx >= len(self.layers):
+            self._find_layer(layer_idx, stream)
+        if layer_idx is None or not 0 <= layer_idx < len(self.layers):
+            raise UnsupportedLayer(
+                f"the cache has {len(self.layers)} layers, but layer {layer_idx} was asked for: the model's layers "
+                "have to be numbered from 0 (`layer_idx`), and the cache built with its configuration"
+            )
+        spec = self.specs[layer_idx]
+        if stream not in spec.streams and not (stream == KV and EXOTIC in spec.streams):
+            raise UnsupportedLayer(
+                f"layer {layer_idx} ({spec.layer_type}) keeps no {_IN_WORDS[stream]}: build the cache with the "
+                "configuration of the model that uses it"
+            )
         if not self._driven:
             if (layer_idx, call) in self._calls:
                 self._finish_foreign_step()
-            if self.finds_layers and layer_idx >= len(self.layers):
-                self._find_layer(layer_idx, stream)
             if not self._open:
                 self._begin_layers()
                 self._open, self.log = True, None  # what a foreign loop feeds is not known
@@ -345,10 +366,12 @@ class Cache(Face):
                 self._check_windows(tokens)
                 self._begin_columns(tokens)
             self._calls.add((layer_idx, call))
-            self._reached.add((layer_idx, stream))
-        if not 0 <= layer_idx < len(self.layers):
-            raise UnsupportedLayer(f"the cache has {len(self.layers)} layers, but layer {layer_idx} was asked for")
         return self.layers[layer_idx]
+
+    def _reach(self, layer_idx: int, stream: str) -> None:
+        """A foreign loop's step has come so far: what a layer was given is there."""
+        if not self._driven:
+            self._reached.add((layer_idx, stream))
 
     def _check_windows(self, tokens: int) -> None:
         """Only our own loop hides from a token what is further back than a window that the cache imposes."""
@@ -380,9 +403,9 @@ class Cache(Face):
                 + ": build it with config=model.config"
             )
         while len(self.layers) <= layer_idx:
-            self.specs += (_PLAIN,)
-            self._required |= set(_uses(len(self.layers), _PLAIN))
-            self.layers.append(self._new_layer(_PLAIN, self._timelines[0]))
+            self.specs += (PLAIN,)
+            self._required |= set(_uses(len(self.layers), PLAIN))
+            self.layers.append(self._new_layer(PLAIN, self._timelines[0]))
 
     # What models call.
 
@@ -395,20 +418,28 @@ class Cache(Face):
         """
         if self._place is not None:
             self._place.check(layer_idx, key_states)
-        return self._touch(layer_idx, KV, "update", key_states.shape[-2]).append(key_states, value_states)
+        both = self._touch(layer_idx, KV, "update", key_states.shape[-2]).append(key_states, value_states)
+        self._reach(layer_idx, KV)
+        return both
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Append the keys [rows, tokens, index_dim] by which a sparse layer chooses what to attend to; returns all."""
         layer = self._touch(layer_idx, INDEX, "index", indexer_key_states.shape[1])
-        return layer.append_index(indexer_key_states)
+        keys = layer.append_index(indexer_key_states)
+        self._reach(layer_idx, INDEX)
+        return keys
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """Conv state `state_idx` [rows, channels, kernel], to be written in place; None before the first step."""
-        return self._state(layer_idx, f"get conv {state_idx}").get((CONV, state_idx))
+        state = self._state(layer_idx, f"get conv {state_idx}").get((CONV, state_idx))
+        self._reach(layer_idx, STATE)
+        return state
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """Recurrent state `state_idx` [rows, ...], to be written in place; None before the first step."""
-        return self._state(layer_idx, f"get recurrent {state_idx}").get((RECURRENT, state_idx))
+        state = self._state(layer_idx, f"get recurrent {state_idx}").get((RECURRENT, state_idx))
+        self._reach(layer_idx, STATE)
+        return state
 
     def update_conv_state(
         self,
@@ -423,19 +454,20 @@ class Cache(Face):
             self._place.check(layer_idx, conv_states)
         tokens = None if conv_kernel_size is None else conv_states.shape[-1]
         state = self._state(layer_idx, f"conv {state_idx}", tokens)
-        return state.append_conv(conv_states, state_idx, conv_kernel_size)
+        read = state.append_conv(conv_states, state_idx, conv_kernel_size)
+        self._reach(layer_idx, STATE)
+        return read
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         """Set recurrent state `state_idx` [rows, ...]; returns it."""
-        return self._state(layer_idx, f"recurrent {state_idx}").set((RECURRENT, state_idx), recurrent_states)
+        state = self._state(layer_idx, f"recurrent {state_idx}").set((RECURRENT, state_idx), recurrent_states)
+        self._reach(layer_idx, STATE)
+        return state
 
     def _state(self, layer_idx: int, call: str, tokens: int | None = None) -> State:
-        state = self._touch(layer_idx, STATE, call, tokens).state
-        if state is None:
-            raise UnsupportedLayer(f"layer {layer_idx} ({self.specs[layer_idx].layer_type}) keeps no state")
-        return state
+        return self._touch(layer_idx, STATE, call, tokens).state
 
     def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
         """Tokens committed; a tensor while a compiled step is open."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from caches.cache import Cache
-from caches.convert import join_rows
+from caches.conversion import join_rows
 from caches.encoder_decoder import EncoderDecoder
 from caches.errors import StepError, UnsupportedLayer
 from caches.registry import build, recipe

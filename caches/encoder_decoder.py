@@ -67,13 +67,9 @@ class EncoderDecoder(Face, TransformersEncoderDecoderCache):
         self.cross_attention_cache.finish(whole=True)
 
     def abort(self) -> None:
-        self.self_attention_cache.abort()
-        if self._cross_seen_before == 0:
+        if self.self_attention_cache.is_open and self._cross_seen_before == 0:
             self.cross_attention_cache.reset()
-
-    def finish(self) -> None:
-        for part in self.parts:
-            part.finish()
+        self.self_attention_cache.abort()
 
     def rows(self, index: torch.Tensor) -> None:
         self.self_attention_cache.rows(index)

@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import Cache as TransformersCache
 
 from caches.errors import StepError, UnsupportedLayer
-from caches.spec import STATE
+from caches.spec import KV, STATE
 
 
 class Face(TransformersCache):
@@ -34,10 +34,6 @@ class Face(TransformersCache):
     @abstractmethod
     def max_tokens(self) -> int | None:
         """Tokens it can hold per row; None without limit."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Settle a foreign loop's step once it has reached every layer: what is asked of the layers is asked then."""
 
     @abstractmethod
     def rows(self, index: torch.Tensor) -> None:
@@ -84,20 +80,29 @@ class Face(TransformersCache):
 
     def batch_split(self, full_batch_size: int, split_size: int, num_hidden_layers: int | None = None) -> list[Any]:
         """Caches of `split_size` rows each, the last one of what is left. The layers count themselves."""
-        from caches.convert import select_rows  # which is written for caches, and so for this face of theirs
+        from caches.conversion import select_rows  # which is written for caches, and so for this face of theirs
 
         if full_batch_size != self.batch_size:
             raise StepError(f"batch_split({full_batch_size}, ...), but the cache holds {self.batch_size} rows")
         return [select_rows(self, rows) for rows in torch.arange(full_batch_size).split(split_size)]
 
-    # Layers, as the tensors they hold.
+    # Layers, as the tensors they hold. A foreign loop's step that is complete counts as settled.
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The caches of layers it consists of."""
+        return (self,)
+
+    def _settled_layers(self) -> list[Any]:
+        for part in self.parts:
+            part.finish()
+        return self.layers
 
     def __len__(self) -> int:
         return len(self.layers)
 
     def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor | None, ...]:
-        self.finish()
-        layer = self.layers[layer_idx]
+        layer = self._settled_layers()[layer_idx]
         return layer.keys, layer.values
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, ...]]:
@@ -106,22 +111,22 @@ class Face(TransformersCache):
     @property
     def key_cache(self) -> list[torch.Tensor | None]:
         """Committed keys of every layer [rows, kv_heads, held, head_dim]; None before the first step."""
-        return [keys for keys, *_ in self]
+        return [layer.keys for layer in self._settled_layers()]
 
     @property
     def value_cache(self) -> list[torch.Tensor | None]:
         """Committed values of every layer [rows, kv_heads, held, head_dim]; None before the first step."""
-        return [values for _, values, *_ in self]
+        return [layer.values for layer in self._settled_layers()]
 
     @property
     def conv_states(self) -> list[torch.Tensor | None]:
         """The first conv state of every layer [rows, channels, kernel]; None where there is none."""
-        return [layer.conv_states.get(0) for layer in self.layers]
+        return [layer.conv_states.get(0) for layer in self._settled_layers()]
 
     @property
     def ssm_states(self) -> list[torch.Tensor | None]:
         """The first recurrent state of every layer [rows, ...]; None where there is none."""
-        return [layer.recurrent_states.get(0) for layer in self.layers]
+        return [layer.recurrent_states.get(0) for layer in self._settled_layers()]
 
     @property
     def intermediate_size(self) -> int | None:
@@ -143,20 +148,19 @@ class Face(TransformersCache):
 
         Raises `UnsupportedLayer` where they are not the whole content: states, windows that have forgotten something.
         """
-        self.finish()
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self._settled_layers()):
             held = 0 if layer.keys is None else layer.keys.shape[-2]
-            if held != self.seen:
+            if held != self.seen or layer.spec.streams != {KV}:
                 raise UnsupportedLayer(
-                    f"layer {index} ({layer.spec.layer_type}) holds {held} columns of {self.seen} tokens: tuples of "
-                    "keys and values cannot say what else there is. Keep the cache object"
+                    f"layer {index} ({layer.spec.layer_type}) holds keys and values of {held} of {self.seen} tokens"
+                    f"{' and more' if layer.spec.streams - {KV} else ''}: tuples of them cannot say everything. "
+                    "Keep the cache object"
                 )
         return tuple(self)
 
     def check_finite(self) -> None:
         """Look for keys, values and states that are not finite. Raises `StepError` naming the first layer and row."""
-        self.finish()
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self._settled_layers()):
             for name, held in layer.content().items():
                 if not isinstance(held, torch.Tensor) or not held.is_floating_point():
                     continue

@@ -51,6 +51,7 @@ class LayerSpec:
         return STATE in self.streams
 
 
+PLAIN = LayerSpec("full_attention", frozenset({KV}))
 CROSS = LayerSpec("cross_attention", frozenset({KV}))
 """What a decoder layer keeps of the encoder: as many columns as that has read, written once."""
 

@@ -25,7 +25,6 @@ class State:
 
     def __init__(self, timeline: Timeline, fixed: bool):
         self.timeline, self.fixed = timeline, fixed
-        self._room = timeline.max_rows if fixed else None
         self._held: dict[Key, torch.Tensor] = {}
         self._known: frozenset[Key] = frozenset()  # those that were ever written: the others are not handed out
         self._before: dict[Key, torch.Tensor] = {}
@@ -44,7 +43,9 @@ class State:
         """
         key = (CONV, number)
         size = new.shape[-1] if kernel_size is None else kernel_size
+        self.timeline.take_rows(new.shape[0])
         if key in self._known:
+            self._check_alike(key, new[..., :0], self._used(key)[..., :0])
             read = torch.cat([self._used(key), new], dim=-1)
         else:
             read = torch.nn.functional.pad(new, (max(0, size - new.shape[-1]), 0))
@@ -58,13 +59,20 @@ class State:
         self.timeline.take_rows(value.shape[0])
         if key not in self._held:
             with torch.inference_mode(False):  # or nobody could continue this cache outside of inference mode
-                self._held[key] = value.new_zeros((self._room or value.shape[0], *value.shape[1:]))
+                rows = self.timeline.max_rows if self.fixed else None
+                self._held[key] = value.new_zeros((rows or value.shape[0], *value.shape[1:]))
         if key not in self._known:
             self._known |= {key}
         held = self._used(key)
-        if held.shape != value.shape:
-            raise StepError(f"a {key[0]} state of shape {list(value.shape)} cannot follow one of {list(held.shape)}")
+        self._check_alike(key, value, held)
         return held.copy_(value)
+
+    def _check_alike(self, key: Key, value: torch.Tensor, held: torch.Tensor) -> None:
+        if held.shape != value.shape:
+            raise StepError(
+                f"a {key[0]} state of shape {list(value.shape)} cannot follow one of {list(held.shape)}: a cache "
+                "belongs to one model"
+            )
 
     def _used(self, key: Key) -> torch.Tensor:
         held, rows = self._held[key], self.timeline.rows
@@ -106,7 +114,7 @@ class State:
         elif tokens:
             for key, read in self._read.items():
                 size = self._held[key].shape[-1]
-                self._read[key] = read = read[..., : read.shape[-1] - tokens]
+                self._read[key] = read = read[..., : read.shape[-1] - tokens].clone()
                 missing = max(0, size - read.shape[-1])
                 self.set(key, torch.nn.functional.pad(read[..., -size:], (missing, 0)))
             self._last_step -= tokens

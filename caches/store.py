@@ -134,7 +134,9 @@ class GrowingStore:
 
     def committed(self) -> torch.Tensor | None:
         timeline = self.timeline
-        return None if self.buffer is None else self._used(self.buffer)[:, :, timeline.start : timeline.end]
+        if self.buffer is None or timeline.rows is None:
+            return None
+        return self._used(self.buffer)[:, :, timeline.start : timeline.end]
 
     def load(self, columns: torch.Tensor) -> None:
         self.buffer = self._allocate(columns, self.timeline.room)

@@ -73,10 +73,12 @@ class Timeline:
         """Inside the forward: a step has so many rows. Raises `StepError` when the steps before had others."""
         if self.rows is None and (self.max_rows is None or rows <= self.max_rows):
             self.rows = rows
-            if self._fixed and self.max_rows is None:  # as many as the buffers that are made now
+            if self._fixed and self.max_rows is None:  # tensors are made now and stay: a reset makes no room for more
                 self.max_rows = rows
         if self.rows is None:
-            raise CapacityError(f"the cache has room for {self.max_rows} rows, but the step has {rows}")
+            raise CapacityError(
+                f"the cache has room for {self.max_rows} rows, but the step has {rows}: build one with max_batch_size"
+            )
         if self.rows != rows:
             raise StepError(
                 f"the cache holds {self.rows} rows, but the step has {rows}: bring them together with rows() or begin "

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from transformers import AutoTokenizer
+from trial import Trial
 
 import engine
 
@@ -54,3 +55,14 @@ def cli(monkeypatch, capsys):
         return Done(ended.value.code, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture(params=[1, 3], ids=lambda rows: f"{rows} rows")
+def rows(request):
+    return request.param
+
+
+@pytest.fixture
+def trial(backend, kind, request):
+    """A cache for one cell of the contract, with as many rows as the test asks for."""
+    return Trial(backend, kind, request.getfixturevalue("rows") if "rows" in request.fixturenames else 3)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 import torch
 from architectures import prompt, tiny_model
+from contract import CELLS, KINDS, options_of
+from support import cache_argument
+from trial import Trial
 
 import caches
 import engine
@@ -15,6 +19,12 @@ import engine
 README = Path(__file__).parent.parent / "README.md"
 MARKS = re.compile(r"(?<=<!-- caches -->\n).*?(?=<!-- /caches -->)", flags=re.S)
 NEW = 30
+SAMPLES = ["llama", "gemma2", "mistral", "mamba2"]
+
+
+def sample(cache: str, samples: list[str] = SAMPLES) -> str:
+    """The first model that the backend takes."""
+    return next((name for name in samples if is_for(cache, name)), samples[-1])
 
 
 def same_text(name: str, cache: str, config: engine.EngineConfig | None = None, **inputs_of) -> bool:
@@ -23,14 +33,27 @@ def same_text(name: str, cache: str, config: engine.EngineConfig | None = None, 
     return torch.equal(out.sequences, model.generate(**inputs, max_new_tokens=NEW, do_sample=False))
 
 
-def new_cache(cache: str, name: str = "llama") -> caches.Driven:
+def same_texts(names: list[str], cache: str) -> bool:
+    """The text of all these models that the backend takes, and it takes one."""
+    return all(same_text(name, cache) for name in {sample(cache, names), *filter(partial(is_for, cache), names)})
+
+
+def is_for(cache: str, name: str) -> bool:
+    try:
+        new_cache(cache, name)
+    except caches.UnsupportedLayer:
+        return False
+    return True
+
+
+def new_cache(cache: str, name: str) -> caches.Driven:
     options = {"max_cache_len": 64} if caches.recipe(cache).has_a_size else {}
     return caches.build(cache, tiny_model(name).config, **options)
 
 
 def next_turn(cache: str) -> bool:
-    model, inputs = tiny_model("llama"), prompt(pads=0)
-    live = new_cache(cache)
+    name = sample(cache)
+    model, inputs, live = tiny_model(name), prompt(pads=0), new_cache(cache, name)
     first = engine.generate(model, inputs, cache=live, max_new_tokens=5)
     inputs = {"input_ids": first.sequences, "attention_mask": torch.ones_like(first.sequences)}
     second = engine.generate(model, inputs, cache=live, max_new_tokens=5)
@@ -38,55 +61,138 @@ def next_turn(cache: str) -> bool:
     return torch.equal(second.sequences, expected) and second.stats.prompt_tokens == 2
 
 
-def rolls_back_in_a_window(cache: str) -> bool:
-    model, ids = tiny_model("mistral"), prompt(pads=0)["input_ids"]
-    live = new_cache(cache, "mistral")
-    with torch.no_grad():
-        live.begin(13)
-        model(ids, past_key_values=live.handle)
-        live.settle()
-        live.begin(4)
-        model(ids[:, :4], past_key_values=live.handle)
-        live.settle(drop=4)
-        live.begin(1)
-        logits = model(ids[:, :1], past_key_values=live.handle).logits[:, -1]
-        expected = model(torch.cat([ids, ids[:, :1]], dim=1)).logits[:, -1]
-    return torch.allclose(logits, expected, atol=1e-3)
-
-
 def in_transformers_beam_search(cache: str) -> bool:
-    model, inputs, handle = tiny_model("gemma2"), prompt(), new_cache(cache, "gemma2").handle
+    name = sample(cache)
+    model, inputs, handle = tiny_model(name), prompt(), new_cache(cache, name).handle
     if handle is None:
         return False
     options = {"max_new_tokens": NEW, "do_sample": False, "num_beams": 3}
-    out = model.generate(**inputs, **options, past_key_values=handle)
+    out = model.generate(**inputs, **options, **{cache_argument(model): handle})
     return torch.equal(out, model.generate(**inputs, **options))
 
 
 def compiled(cache: str) -> bool:
-    return same_text("llama", cache, engine.EngineConfig(compile="aot_eager"))
+    return same_text(sample(cache, ["gemma2", "mistral", "llama"]), cache, engine.EngineConfig(compile="aot_eager"))
 
 
 def bytes_after(cache: str, columns: int) -> int:
-    model = tiny_model("llama")
+    model = tiny_model(sample(cache))
     out = engine.generate(model, prompt(rows=1, pads=0, tokens=columns)["input_ids"], cache=cache, max_new_tokens=1)
     return out.stats.cache_bytes
 
 
 def growth(cache: str) -> str:
-    per_token = round((bytes_after(cache, 192) - bytes_after(cache, 64)) / 128)
+    try:
+        per_token = round((bytes_after(cache, 224) - bytes_after(cache, 96)) / 128)
+    except caches.UnsupportedLayer:
+        return "those of its parts"
     ideal = 4 * 2 * 2 * 8 * 4  # layers x (keys, values) x kv heads x head_dim x float32
     return f"{per_token / ideal:.0%} of keys and values"
 
 
+def trial_of(cache: str, kinds: list[str]) -> Trial | None:
+    """Some steps of the first of these kinds of layers that the backend takes."""
+    taken = [kind for kind in kinds if (cache, kind) in CELLS]
+    if not taken:
+        return None
+    trial = Trial(cache, taken[0], 3)
+    for count in (9, 3):
+        trial.step(count)
+    trial.check()
+    return trial
+
+
+def follows_rows(cache: str) -> bool:
+    return bool(trial := trial_of(cache, list(KINDS))) and shows(trial, trial.rows, [2, 0])
+
+
+def takes_more_rows(cache: str) -> bool:
+    return bool(trial := trial_of(cache, list(KINDS))) and shows(trial, trial.rows, [2, 0, 1, 1])
+
+
+def drops_across_an_edge(cache: str) -> bool:
+    return bool(trial := trial_of(cache, WINDOWS)) and shows(trial, trial.step, 30, 12)
+
+
+def crops_across_an_edge(cache: str) -> bool:
+    return bool(trial := trial_of(cache, WINDOWS)) and shows(trial, trial.crop, -3)
+
+
+def crops_further(cache: str) -> bool:
+    trial = trial_of(cache, list(KINDS))
+    if trial is None:
+        return False
+    trial.step(30)
+    return shows(trial, trial.crop, 2)
+
+
+def takes_back_a_step_of_states(cache: str) -> bool:
+    return bool(trial := trial_of(cache, STATES)) and shows(trial, trial.crop, -3)
+
+
+def splits_and_joins(cache: str) -> bool:
+    if (trial := trial_of(cache, list(KINDS))) is None:
+        return False
+    parts = [caches.select_rows(trial.cache, torch.tensor(part)) for part in ([2, 0], [1])]
+    trial.holding(caches.join_rows(parts), [2, 0, 1]).check()
+    return True
+
+
+def converts_and_back(cache: str) -> bool:
+    kinds = [kind for kind in KINDS if ("dynamic", kind) in CELLS]
+    if (trial := trial_of(cache, kinds)) is None:
+        return False
+    there = caches.convert(trial.cache, "dynamic")
+    trial.holding(caches.convert(there, cache, **options_of(cache, trial.kind))).check()
+    return True
+
+
+def shows(trial: Trial, operation, *arguments) -> bool:
+    """The operation does what it should: everything held is as it must be, and the next step too."""
+    operation(*arguments)
+    trial.check()
+    trial.step(2)
+    trial.check()
+    return True
+
+
+def takes(kind: str):
+    return lambda cache: trial_of(cache, [kind]) is not None
+
+
+WINDOWS = [kind for kind, layers in KINDS.items() if not layers.has_states and layers.bounds[0] is not None]
+STATES = [kind for kind, layers in KINDS.items() if layers.has_states]
 FEATURES = {
-    "full attention": lambda cache: same_text("llama", cache),
-    "sliding, chunked": lambda cache: same_text("mistral", cache) and same_text("llama4_text", cache),
-    "prompt in pieces": lambda cache: same_text("gemma2", cache, engine.EngineConfig(prefill_chunk_tokens=4)),
+    "full attention": lambda cache: same_texts(["llama"], cache),
+    "sliding, chunked": lambda cache: same_texts(["mistral", "gemma2", "llama4_text"], cache),
+    "states": lambda cache: same_texts(["mamba"], cache),
+    "attention and states": lambda cache: same_texts(["bamba", "falcon_h1"], cache),
+    "prompt in pieces": lambda cache: same_text(sample(cache), cache, engine.EngineConfig(prefill_chunk_tokens=4)),
     "next turn": next_turn,
-    "roll back in a window": rolls_back_in_a_window,
     "in transformers' beam search": in_transformers_beam_search,
     "compiled step": compiled,
+}
+LAYERS = {
+    "full": "full",
+    "sliding": "sliding",
+    "chunked": "chunked",
+    "full and windows": "full + sliding",
+    "indexed": "indexed",
+    "states": "states",
+    "attention beside states": "attention, states",
+    "both in one layer": "attention with states",
+    "encoder-decoder": "encoder, full",
+    "imposed window": "imposed window",
+}
+OPERATIONS = {
+    "rows": follows_rows,
+    "more rows": takes_more_rows,
+    "roll back in a step, across a window's edge": drops_across_an_edge,
+    "steps back, across a window's edge": crops_across_an_edge,
+    "back to any token": crops_further,
+    "a step of states back": takes_back_a_step_of_states,
+    "split and join": splits_and_joins,
+    "to dynamic and back": converts_and_back,
 }
 REFUSALS = (engine.OptionError, caches.CacheError)
 
@@ -97,11 +203,12 @@ def cell(feature, cache: str) -> str:
         worked = feature(cache)
     except REFUSALS:
         return "-"
-    assert worked or new_cache(cache).handle is None
+    assert worked or cache == "none" or trial_of(cache, list(KINDS))
     return "yes" if worked else "-"
 
 
 def table() -> str:
+    """What models can do with it, then the kinds of layers it keeps and what can be done with them."""
     lines = [
         "| cache | what it is | " + " | ".join(FEATURES) + " | bytes per token |",
         "|---|---|" + ":-:|" * len(FEATURES) + "---|",
@@ -109,6 +216,13 @@ def table() -> str:
     for name in caches.names():
         cells = [cell(feature, name) for feature in FEATURES.values()]
         lines.append(f"| `{name}` | {caches.recipe(name).summary} | " + " | ".join(cells) + f" | {growth(name)} |")
+    for title, features in (
+        ("layers it keeps", {column: takes(kind) for column, kind in LAYERS.items()}),
+        ("operations", OPERATIONS),
+    ):
+        lines += ["", f"| {title} | " + " | ".join(features) + " |", "|---|" + ":-:|" * len(features)]
+        for name in caches.names():
+            lines.append(f"| `{name}` | " + " | ".join(cell(feature, name) for feature in features.values()) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -15,6 +15,7 @@ from caches.driven import Log
 from caches.encoder_decoder import EncoderDecoder
 from caches.errors import StepError, UnsupportedLayer
 from caches.registry import recipe
+from configs import CacheConfig, EncoderDecoderCacheConfig
 
 C = TypeVar("C", Cache, EncoderDecoder)
 
@@ -22,17 +23,23 @@ C = TypeVar("C", Cache, EncoderDecoder)
 def convert(cache: C, name: str, **options: Any) -> C:
     """A cache of the backend `name` with `options`, holding what `cache` holds, which stays as it is.
 
-    Of an encoder-decoder cache the part of the decoder's own tokens is converted.
-    Raises `StepError` where the backend would keep other columns than there are, `CapacityError` where it is too small.
+    Of an encoder-decoder cache `name` is for the decoder's tokens, unless it is "encoder_decoder".
+    Raises `StepError` where the backend would keep other columns than there are, `CapacityError` where it is too small,
+    `UnsupportedLayer` where it cannot keep such layers.
     """
-    if isinstance(cache, EncoderDecoder):
-        own, cross = cache.parts
-        return EncoderDecoder(convert(own, name, **options), select_rows(cross, torch.arange(max(0, cross.batch_size))))
     chosen = recipe(name)
-    empty = chosen.build(cache.specs, chosen.options.from_dict(options))
-    if not isinstance(empty, Cache):
-        raise UnsupportedLayer(f"a {name} cache cannot hold what is in a {cache.name} one: all of it would be lost")
-    return _fill(empty, [cache], lambda tensors: tensors[0], lambda logs: logs[0])
+    config: CacheConfig = chosen.options.from_dict(options)
+    if isinstance(cache, EncoderDecoder) and not isinstance(config, EncoderDecoderCacheConfig):
+        config = EncoderDecoderCacheConfig(self_cache=config)
+    empty = recipe(config.name).build(cache.specs, config)
+    if type(empty) is not type(cache):
+        raise UnsupportedLayer(
+            f"cache={name!r} cannot hold what is in a {type(cache).__name__} named {cache.name!r}: some of it would be "
+            "lost. Choose another, or keep the cache"
+        )
+    for new, old in zip(empty.parts, cache.parts, strict=True):
+        _fill(new, [old], lambda tensors: tensors[0], lambda logs: logs[0])
+    return empty
 
 
 def select_rows(cache: C, index: torch.Tensor) -> C:
@@ -51,13 +58,12 @@ def join_rows(parts: Sequence[C]) -> C:
     """A cache with the rows of all `parts`, which hold the same layers after equally many tokens."""
     if not parts:
         raise StepError("there is nothing to join")
-    first = parts[0]
+    if isinstance(parts[0], EncoderDecoder):
+        return EncoderDecoder(*(join_rows(same) for same in zip(*(pair.parts for pair in parts), strict=True)))
     for part in parts:
-        if (part.seen, part.specs, part.name) != (first.seen, first.specs, first.name):
-            raise StepError(f"{part!r} cannot be joined with {first!r}: they need the same layers and tokens")
-    if isinstance(first, EncoderDecoder):
-        return EncoderDecoder(*(join_rows(same) for same in zip(*(part.parts for part in parts), strict=True)))
-    return _fill(first.empty_like(), parts, torch.cat, Log.joined)
+        if (part.seen, part.specs, part.name) != (parts[0].seen, parts[0].specs, parts[0].name):
+            raise StepError(f"{part!r} cannot be joined with {parts[0]!r}: they need the same layers and tokens")
+    return _fill(parts[0].empty_like(), parts, torch.cat, Log.joined)
 
 
 def _fill(

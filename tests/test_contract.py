@@ -1,0 +1,232 @@
+"""What every backend owes on every kind of layers that it takes: whoever registers one inherits these tests."""
+
+import copy
+import re
+
+import pytest
+import torch
+from contract import CELLS, EDGES, KINDS, REFUSALS, STEPS, WINDOW, build, each_backend, each_cell, each_kind
+from trial import Trial, refused
+
+import caches
+
+
+@each_kind
+@each_backend
+def test_a_kind_is_taken_or_refused_with_a_remedy_that_works(backend, kind):
+    if (backend, kind) in CELLS:
+        cache = build(backend, KINDS[kind])
+        assert isinstance(cache, caches.Driven)
+        assert (cache.seen, cache.batch_size, cache.is_open if hasattr(cache, "is_open") else False) == (0, -1, False)
+        return
+    try:
+        cache = build(backend, KINDS[kind])
+    except REFUSALS as refusal:
+        message = str(refusal)
+    else:  # it keeps nothing, whatever is done with it
+        for operation, arguments in (
+            ("begin", (5,)),
+            ("settle", (2,)),
+            ("abort", ()),
+            ("reserve", (9,)),
+            ("reset", ()),
+        ):
+            getattr(cache, operation)(*arguments)
+            assert (cache.handle, cache.seen, cache.bytes, cache.batch_size) == (None, 0, 0, -1)
+        return
+    assert backend in message or "window_length" in message
+    remedies = set(re.findall(r"cache='(\w+)'", message)) - {backend}
+    assert remedies or "leave it out" in message or "options" in message or "known:" in message or "choose" in message
+    for remedy in remedies:
+        assert (remedy, kind) in CELLS, message
+
+
+@each_cell
+def test_steps(trial, rows):
+    for count in STEPS:
+        trial.step(count)
+        trial.check()
+    assert trial.seen > WINDOW + 3 + 40
+
+
+@each_cell
+def test_a_loop_that_neither_begins_nor_settles(trial):
+    for count in STEPS:
+        if trial.narrow is not None and trial.seen + count > trial.narrow and count > 1:
+            refused(trial, trial.feed, count, match="further back than the window")
+            count = 1
+        trial.feed(count)
+        if count % 2:  # else nobody asks between two steps
+            trial.check()
+    for reached in (0, 1, trial.last_layer):
+        trial.forward(trial.fresh(1), range(reached))  # dies there, and the next forward is not confused
+        trial.feed(1)
+        trial.check()
+    trial.forward(trial.fresh(1), range(1))
+    trial.step(1)
+    trial.check()
+
+
+@each_cell
+def test_what_was_fed_shows_at_once_where_nobody_settles(trial):
+    trial.feed(3)
+    layer = next((index for index, spec in enumerate(trial.kind.specs) if spec.keeps_kv), None)
+    if layer is None:
+        assert trial.cache.conv_states[0].shape[0] == len(trial.tokens)
+    else:
+        assert trial.cache[layer][0].shape[2] == trial.cache.key_cache[layer].shape[2] == trial.held(layer) == 3
+        assert trial.cache.value_cache[layer].shape[2] == 3
+    trial.check()
+
+
+@each_cell
+def test_an_aborted_step_leaves_no_trace(trial):
+    layers = len(trial.kind.specs)
+    for count in EDGES:
+        for tried, reached in ((1, 0), (30, layers // 2), (1, layers), (4, layers), (30, layers)):
+            trial.cache.begin(tried)
+            trial.forward(trial.fresh(tried), range(reached))
+            trial.cache.abort()
+            trial.check()
+        trial.step(count)
+        trial.check()
+        trial.cache.abort()  # nothing is open
+        trial.check()
+
+
+@each_cell
+def test_dropped_tokens_are_forgotten_also_across_the_edge_of_a_window(trial):
+    for size, last in zip(EDGES, [[], [], [], [], [], [], [(70, 7)]], strict=True):
+        trial.step(size)
+        for count, drop in ((1, 1), (5, 2), (4, 4), (5, 0), (12, 7), *last):
+            tokens = trial.fresh(count)
+            trial.cache.begin(count)
+            trial.forward(tokens)
+            assert trial.cache.can_drop(drop) == trial.can_drop(drop, count)
+            if trial.can_drop(drop, count):
+                trial.cache.settle(drop)
+                trial.commit(tokens, drop)
+                trial.check()
+            else:
+                refused(trial, trial.cache.settle, drop, match=f"takes back whole steps only, not {drop} of {count}")
+    trial.step(30, drop=30)
+    trial.check()
+
+
+@each_cell
+def test_cropping(trial):
+    trial.cache.crop(0)
+    trial.check()
+    for count in (*EDGES, 30, 1, 2):
+        trial.step(count)
+        trial.crop(0)
+        trial.crop(trial.seen + 5)
+        trial.check()
+        for argument in (trial.seen - 1, -trial.last_step, -3, 4):
+            removed = trial.seen - argument if argument > 0 else -argument
+            possible = trial.can_crop(removed)
+            if possible is False:
+                refused(trial, trial.crop, argument)
+                continue
+            copied = copy.deepcopy(trial)
+            try:
+                copied.crop(argument)
+            except caches.StepError:
+                assert possible is None
+            copied.check()
+            copied.step(2)
+            copied.check()
+    refused(trial, trial.crop, -trial.seen - 1, match="cannot be removed")
+    if None not in trial.kind.bounds and trial.kind.bounds:
+        refused(trial, trial.crop, 20, match="Reset the cache and feed the tokens to keep again")
+    trial.crop(-trial.seen)
+    trial.check()
+    trial.step(3)
+    trial.check()
+
+
+@each_cell
+def test_rows(trial, rows):
+    for count in EDGES:
+        trial.step(count)
+        for index in (range(rows - 1, -1, -1), [rows - 1] * rows):
+            trial.rows(list(index))
+            trial.check()
+        trial.step(1)
+        trial.check()
+    trial.cache.reorder_cache(torch.arange(rows))
+    trial.check()
+    refused(trial, trial.cache.rows, torch.tensor([rows]), match="holds rows 0 to")
+    refused(trial, trial.cache.rows, torch.tensor([], dtype=torch.long), match="holds rows 0 to")
+    if trial.cache.fixed:
+        match = f"room for {rows} rows cannot hold {2 * rows}.*max_batch_size"
+        refused(trial, trial.cache.batch_repeat_interleave, 2, match=match)
+    else:
+        trial.cache.batch_repeat_interleave(2)
+        trial = trial.holding(trial.cache, [row for row in range(rows) for _ in range(2)])
+        trial.check()
+        trial.step(3)
+    trial.cache.batch_select_indices(torch.tensor([rows - 1]))
+    trial = trial.holding(trial.cache, [rows - 1])
+    trial.check()
+    for count in EDGES:
+        trial.step(count)
+        trial.check()
+
+
+@each_cell
+def test_rows_that_there_is_room_for_can_come_later(backend, kind):
+    if "max_batch_size" not in caches.recipe(backend).options.option_names():
+        with pytest.raises(REFUSALS, match="max_batch_size"):
+            build(backend, KINDS[kind], max_batch_size=6)
+        return
+    trial = Trial(backend, kind, 2, max_batch_size=6)
+    trial.step(9)
+    for index in ([1], [0] * 6, [5, 3]):
+        trial.rows(index)
+        trial.check()
+        trial.step(3)
+        trial.check()
+    trial.rows([1] * 5)
+    trial.crop(-trial.last_step)
+    trial.check()
+    refused(trial, trial.rows, [0] * 7, match="room for 6 rows cannot hold 7")
+    trial.cache.reset()
+    trial.forget(7)
+    with pytest.raises(caches.CapacityError, match="room for 6 rows, but the step has 7"):
+        trial.step(1)
+    trial.cache.abort()
+    trial.forget(6)
+    trial.step(2)
+    trial.check()
+
+
+@each_cell
+def test_reset_and_use_again(trial, rows):
+    for count in EDGES:
+        trial.step(count)
+    trial.cache.reset()
+    trial.forget(rows)
+    trial.check()
+    trial.step(8)
+    trial.check()
+    trial.cache.reset()
+    trial.forget(rows + 1)
+    if trial.cache.fixed:
+        with pytest.raises(caches.CapacityError, match=f"room for {rows} rows, but the step has {rows + 1}"):
+            trial.step(2)
+        trial.cache.abort()
+        trial.forget(1)
+    for count in EDGES:
+        trial.step(count)
+        trial.check()
+
+
+@each_cell
+def test_room_can_be_reserved(trial):
+    trial.step(5)
+    trial.cache.reserve(100)
+    trial.check()
+    for _ in range(30):
+        trial.step(3)
+    trial.check()

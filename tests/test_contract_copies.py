@@ -1,0 +1,189 @@
+"""What every backend owes of its content: bytes, copies, rows split and joined, conversions, fixed addresses."""
+
+import copy
+
+import pytest
+import torch
+from contract import CELLS, EDGES, KINDS, STEPS, each_cell, options_of
+from trial import Trial, refused
+
+import caches
+
+
+def storage(cache) -> dict[int, int]:
+    """Bytes of all storage that the layers hold on to, by its address."""
+    found, seen = {}, set()
+
+    def look(thing):
+        if id(thing) in seen or type(thing).__name__ == "Timeline":  # a clock and a few indices are no content
+            return
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+        elif isinstance(thing, dict):
+            list(map(look, thing.values()))
+        elif isinstance(thing, (list, tuple)):
+            list(map(look, thing))
+        elif type(thing).__module__.startswith("caches."):
+            look(vars(thing))
+
+    look([part.layers for part in cache.parts])
+    return found
+
+
+@each_cell
+def test_bytes(trial):
+    assert trial.cache.bytes == 0
+    sizes = []
+    for count in [*STEPS, *[1] * 40]:
+        trial.step(count)
+        assert trial.cache.bytes == sum(storage(trial.cache).values())
+        sizes.append(trial.cache.bytes)
+    held = [held for found, _ in trial.expected() for held in found.values()]
+    assert sizes[-1] >= sum(tensor.nbytes for tensor in held)
+    if trial.cache.fixed or None not in trial.kind.bounds:  # the tensors of the first steps are all there ever are
+        assert len(set(sizes[len(STEPS) :])) == 1
+    if not trial.cache.fixed:
+        # Columns: half as many again and a round number of them. States: also as they were, and what was read last.
+        most = [1.5 * one.nbytes + 64 * one[:, :, :1].nbytes if one.ndim == 4 else 4 * one.nbytes for one in held]
+        assert sizes[-1] <= sum(most)
+    if trial.kind.takes_back_in_part and trial.last_step:
+        trial.step(5, drop=2)
+        assert trial.cache.bytes == sum(storage(trial.cache).values())
+    trial.cache.reset()
+    assert trial.cache.bytes == sum(storage(trial.cache).values())
+
+
+@each_cell
+def test_copies_are_independent(trial):
+    for count in EDGES:
+        trial.step(count)
+        twin = copy.deepcopy(trial)
+        twin.step(2)
+        twin.crop(-2)
+        twin.step(7)
+        trial.check()
+        twin.check()
+        assert not storage(trial.cache).keys() & storage(twin.cache).keys()
+    trial.feed(1)
+    copy.deepcopy(trial).check()
+
+
+@each_cell
+def test_rows_can_be_split_and_joined(trial, rows):
+    assert caches.select_rows(trial.cache, torch.tensor([0])).batch_size == -1
+    for feed in (trial.step, trial.step, trial.feed):
+        feed(9 if feed == trial.step else 1)
+        parts = [
+            trial.holding(caches.select_rows(trial.cache, torch.tensor(index)), index) for index in ([rows - 1], [0, 0])
+        ]
+        trial.check()
+        whole = caches.join_rows([part.cache for part in parts])
+        assert whole.name == trial.cache.name
+        joined = trial.holding(whole, [rows - 1, 0, 0])
+        for other in (*parts, joined):
+            other.check()
+            for count in (1, 5, 14):
+                other.step(count)
+            other.check()
+        trial.check()
+    with pytest.raises(caches.StepError, match="cannot be joined"):
+        caches.join_rows([trial.cache, joined.cache])
+    with pytest.raises(caches.StepError, match="nothing to join"):
+        caches.join_rows([])
+
+
+@each_cell
+def test_tuples(trial):
+    """As transformers had caches before they were objects, where tuples can say everything."""
+    specs = trial.kind.specs
+    for count in (4, 20):
+        trial.step(count)
+        says_all = all(spec.streams == {"kv"} and trial.held(index) == trial.seen for index, spec in enumerate(specs))
+        if not says_all:
+            refused(
+                trial, trial.cache.to_legacy_cache, error=caches.UnsupportedLayer, match=r"layer \d \(\w+\).*Keep the"
+            )
+            continue
+        tuples = trial.cache.to_legacy_cache()
+        must = [list(layer.values()) for _, layer in trial.expected()]
+        if trial.kind.cross:
+            must = [own + cross for own, cross in zip(must[: len(specs)], must[len(specs) :], strict=True)]
+        assert [len(layer) for layer in tuples] == [len(layer) for layer in must]
+        assert all(torch.equal(a, b) for x, y in zip(tuples, must, strict=True) for a, b in zip(x, y, strict=True))
+
+
+@pytest.mark.parametrize("target", caches.names())
+@each_cell
+def test_conversion_loses_nothing_or_is_refused(backend, kind, target):
+    """Going on afterwards is as if nothing had happened."""
+    trial, options = Trial(backend, kind, 3), options_of(target, KINDS[kind])
+    if (target, kind) not in CELLS:
+        options.pop("window_length", None)
+        trial.step(20)
+        refused(trial, lambda: caches.convert(trial.cache, target, **options), error=caches.CacheError)
+        return
+    for count in (4, 30):
+        trial.step(count)
+        other = trial.holding(caches.convert(trial.cache, target, **options))
+        other.check()
+        back = trial.holding(caches.convert(other.cache, backend, **options_of(backend, KINDS[kind])))
+        back.check()
+        for size in (1, 5, 14, 1):
+            other.step(size)
+            other.check()
+        trial.check()
+
+
+@each_cell
+def test_fixed_tensors_never_move(trial):
+    if not trial.cache.fixed:
+        assert not trial.cache.is_compileable
+        return
+    trial.step(5)
+    trial.step(1)
+
+    def addresses():
+        stores = [store.buffer for layer in trial.all_layers for store in layer.stores.values()]
+        states = [layer.state._held for layer in trial.all_layers if layer.state is not None]
+        return [tensor.data_ptr() for tensor in (*stores, *(held for state in states for held in state.values()))]
+
+    before = addresses()
+    assert before
+    for count in STEPS:
+        trial.step(count)
+        trial.rows([2, 0, 1])
+        trial.cache.begin(4)
+        trial.forward(trial.fresh(4))
+        trial.cache.abort()
+        trial.step(3, drop=3)
+    trial.crop(-trial.last_step)
+    trial.cache.reserve(250)
+    trial.step(2)
+    trial.step(1, graph=True)
+    trial.check()
+    assert addresses() == before
+    trial.cache.reset()
+    trial.forget(2)
+    trial.step(3)
+    assert addresses() == before
+
+
+@each_cell
+def test_compiled_steps_are_handed_the_whole_room(trial):
+    if not trial.cache.fixed:
+        refused(trial, lambda: trial.step(1, graph=True), match="tensors that never move")
+        return
+    for count in EDGES:
+        trial.step(count)
+        trial.cache.begin(3)
+        for layer, spec in enumerate(trial.kind.specs):
+            if spec.keeps_kv:  # masked, but a masked NaN would still be a NaN
+                trial.own.update(*[torch.full((3, 2, 3, 2), float("nan"), dtype=torch.float64)] * 2, layer)
+        trial.cache.abort()
+        trial.step(1, graph=True)
+        trial.step(1, drop=1, graph=True)
+        trial.check()
+    for _ in range(30):
+        trial.step(1, graph=True)
+    trial.check()

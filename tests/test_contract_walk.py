@@ -1,0 +1,83 @@
+"""Random sequences of operations find what those written by hand miss."""
+
+import copy
+import random
+
+import torch
+from contract import SIZE, each_cell
+from trial import refused
+
+import caches
+
+OPERATIONS = [
+    *("step", "step", "step", "step", "drop", "abort", "rows", "crop"),
+    *("feed", "died", "copy", "join", "graph", "reset", "reserve"),
+]
+
+
+def walk(trial, seed, operations=60):
+    """Random operations, each compared with the oracle; yields what was done."""
+    draw = random.Random(seed)
+    rows = len(trial.tokens)
+    for _ in range(operations):
+        operation = draw.choice(OPERATIONS)
+        count = draw.choice([1, 1, 1, 2, 3, 5, 12, 30])
+        yield operation, count
+        if trial.limit is not None and trial.seen + count > trial.limit:
+            refused(trial, trial.step, count, error=caches.CapacityError, match="cannot take")
+            operation = "reset"
+        if operation == "step":
+            trial.step(count)
+        elif operation == "drop":
+            drop = draw.randint(0, count)
+            trial.step(count, drop if trial.can_drop(drop, count) else draw.choice([0, count]))
+        elif operation == "abort":
+            trial.cache.begin(count)
+            trial.forward(trial.fresh(count), range(draw.randint(0, len(trial.kind.specs))))
+            trial.cache.abort()
+            trial.last_step = 0
+        elif operation == "rows" and trial.seen:
+            most = trial.room_for_rows or 4
+            trial.rows([draw.randrange(len(trial.tokens)) for _ in range(draw.randint(1, most))])
+        elif operation == "crop" and trial.seen:
+            removed = draw.choice([0, 1, trial.last_step, draw.randint(0, trial.seen), trial.seen + 1])
+            possible = trial.can_crop(removed)
+            try:
+                trial.crop(-removed)
+            except caches.StepError:
+                assert not possible
+            else:
+                assert possible is not False
+        elif operation in ("feed", "died"):
+            count = 1 if trial.narrow is not None else count
+            if operation == "feed":
+                trial.feed(count)
+            else:
+                trial.forward(trial.fresh(count), range(draw.randint(0, trial.last_layer)))
+                trial.cache.crop(0)
+                trial.last_step = 0
+        elif operation == "copy":
+            trial = copy.deepcopy(trial)
+        elif operation == "join" and trial.seen:
+            index = [draw.randrange(len(trial.tokens)) for _ in range(draw.randint(2, 4))]
+            parts = [caches.select_rows(trial.cache, torch.tensor(part)) for part in (index[:1], index[1:])]
+            trial = trial.holding(caches.join_rows(parts), index)
+        elif operation == "graph" and trial.cache.fixed:
+            trial.step(1, draw.randint(0, 1), graph=True)
+        elif operation == "reset" and draw.random() < 0.5:
+            trial.cache.reset()
+            trial.forget(draw.randint(1, min(rows, trial.room_for_rows or rows)))
+        elif operation == "reserve":
+            trial.cache.reserve(draw.randint(1, SIZE))
+        trial.check()
+
+
+@each_cell
+def test_any_sequence_of_operations(trial, rows):
+    done = []
+    try:
+        for operation in walk(trial, seed=rows):
+            done.append(operation)
+    except BaseException as failure:
+        failure.args = (f"{failure}\nafter {done}",)
+        raise

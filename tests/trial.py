@@ -1,0 +1,227 @@
+"""A cache, and beside it an oracle in plain Python: what every operation must leave behind."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from contract import (
+    CROSS,
+    KERNEL,
+    KINDS,
+    SIZE,
+    Tokens,
+    build,
+    columns_of,
+    forward_layer,
+    keys_of,
+    last_read,
+    recurrent_of,
+    states_of,
+)
+
+import caches
+from caches.spec import INDEX, KV
+
+
+class Trial:
+    """A cache, and beside it in plain Python what it must hold: the tokens of every row."""
+
+    def __init__(self, backend: str, kind: str, rows: int = 3, **options):
+        self.backend, self.kind = backend, KINDS[kind]
+        self.cache = build(backend, self.kind, **options)
+        self.feeds = 0
+        self.room_for_rows = options.get("max_batch_size", rows) if self.cache.fixed else None
+        self.forget(rows)
+
+    def forget(self, rows: int) -> None:
+        """Nothing is held; the next step has so many rows."""
+        self.tokens: list[list[int]] = [[] for _ in range(rows)]
+        self.encoded: list[list[int]] | None = None
+        self.last_step = 0  # tokens of it that can be taken back from states
+
+    def holding(self, cache: caches.Driven, rows: Sequence[int] | None = None) -> Trial:
+        """A trial of another cache that has to hold the same, or some of the rows."""
+        other = copy.copy(self)
+        index = range(len(self.tokens)) if rows is None else rows
+        other.cache, other.tokens, other.last_step = cache, [list(self.tokens[row]) for row in index], 0
+        other.encoded = None if self.encoded is None else [self.encoded[row] for row in index]
+        other.room_for_rows = len(other.tokens) if cache.fixed else None
+        return other
+
+    @property
+    def seen(self) -> int:
+        return len(self.tokens[0])
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens it can hold."""
+        sized = caches.recipe(self.cache.name).has_a_size
+        return SIZE if sized and (None in self.kind.bounds or not self.kind.bounds) else None
+
+    @property
+    def narrow(self) -> int | None:
+        """A window that only our own loop can hide the tokens before: in other loops steps beyond it are refused."""
+        return self.kind.window
+
+    @property
+    def last_layer(self) -> int:
+        """The last that keeps anything: a forward that has reached it is whole."""
+        return max(layer for layer, spec in enumerate(self.kind.specs) if spec.streams)
+
+    @property
+    def own(self) -> caches.Cache:
+        """What the layers of a decoder get."""
+        return self.cache.self_attention_cache if self.kind.cross else self.cache
+
+    @property
+    def all_layers(self) -> list:
+        return [*self.own.layers, *(self.cache.cross_attention_cache.layers if self.kind.cross else [])]
+
+    def fresh(self, count: int, rows: int | None = None) -> list[list[int]]:
+        """Tokens never fed before: which feed, row and position they are."""
+        self.feeds += 1
+        rows = len(self.tokens) if rows is None else rows
+        begin = 1_000_000 * self.feeds + self.seen
+        return [[begin + 10_000 * row + column for column in range(count)] for row in range(rows)]
+
+    # Steps.
+
+    def forward(self, tokens: Tokens, layers: Sequence[int] | None = None) -> None:
+        """What a model does in one step, on some of its layers; checks what it is told and handed."""
+        count = len(tokens[0])
+        together = [old + list(new) for old, new in zip(self.tokens, tokens, strict=True)]
+        encoder = self.fresh(CROSS, len(tokens)) if self.encoded is None else self.encoded
+        for layer in range(len(self.kind.specs)) if layers is None else layers:
+            spec = self.kind.specs[layer]
+            length, offset = self.own.get_mask_sizes(count, layer)
+            handed = forward_layer(self.own, spec, layer, tokens)
+            if not self.own.is_compileable:  # a compiled step reads the whole room
+                assert not spec.keeps_kv or (length, offset) == self.mask_sizes(layer, count)
+            for name in handed.keys() & {"keys", "values", "index"}:
+                read, first = handed[name], max(0, self.seen - self.held(layer))
+                assert read.shape[2] == length
+                assert read.isfinite().all()
+                read = read[:, :, first - offset : self.seen + count - offset]
+                assert torch.equal(read, columns_of([row[first:] for row in together], layer, name))
+            for name in handed.keys() - {"keys", "values", "index"}:
+                width = handed[name].shape[-1]
+                assert width >= max(count, KERNEL)
+                assert torch.equal(handed[name], last_read(together, layer, int(name.split()[1]), width))
+            if self.kind.cross:
+                self._forward_cross(layer, encoder)
+        self._encoder = encoder
+
+    def _forward_cross(self, layer: int, encoder: Tokens) -> None:
+        cross = self.cache.cross_attention_cache
+        assert self.cache.is_updated.get(layer) == (self.encoded is not None)
+        if self.cache.is_updated.get(layer):
+            keys, values = cross.layers[layer].keys, cross.layers[layer].values
+        else:
+            keys, values = cross.update(keys_of(encoder, layer), -keys_of(encoder, layer), layer)
+            self.cache.is_updated[layer] = True
+        assert torch.equal(keys, keys_of(encoder, layer))
+        assert torch.equal(values, -keys_of(encoder, layer))
+
+    def commit(self, tokens: Tokens, drop: int = 0) -> None:
+        """The oracle's side of a step that was settled."""
+        kept = len(tokens[0]) - drop
+        self.tokens = [old + list(new[:kept]) for old, new in zip(self.tokens, tokens, strict=True)]
+        self.last_fed = len(tokens[0])
+        self.last_step, self.encoded = kept, self._encoder if self.kind.cross else None
+
+    def step(self, count: int, drop: int = 0, graph: bool = False) -> None:
+        tokens = self.fresh(count)
+        self.cache.begin(count, graph)
+        self.forward(tokens)
+        self.cache.settle(drop)
+        self.commit(tokens, drop)
+
+    def feed(self, count: int) -> None:
+        """A step of a loop that neither begins nor settles."""
+        tokens = self.fresh(count)
+        self.forward(tokens)
+        self.commit(tokens)
+
+    def rows(self, index: Sequence[int]) -> None:
+        self.cache.rows(torch.tensor(index))
+        self.tokens = [list(self.tokens[row]) for row in index]
+        self.encoded = None if self.encoded is None else [self.encoded[row] for row in index]
+
+    def crop(self, tokens: int) -> None:
+        self.cache.crop(tokens)
+        removed = max(0, self.seen - tokens) if tokens > 0 else -tokens
+        self.last_step = 0 if removed == self.seen else max(0, self.last_step - removed)
+        self.tokens = [row[: len(row) - removed] for row in self.tokens]
+
+    # What must be so.
+
+    def can_drop(self, drop: int, count: int) -> bool:
+        return drop in (0, count) or self._in_part(count)
+
+    def _in_part(self, count: int) -> bool:
+        """Whether a step of so many tokens can be taken back in part: what long ones read is not kept."""
+        return self.kind.takes_back_in_part and (count <= 64 or not self.kind.has_states)
+
+    def can_crop(self, removed: int) -> bool | None:
+        """Whether so many of the last tokens can be removed; None where it depends on what a window has overwritten."""
+        if removed in (0, self.seen):
+            return True
+        if removed > self.seen:
+            return False
+        whole = removed == self.last_step or (removed < self.last_step and self._in_part(self.last_fed))
+        if self.kind.has_states and not whole:
+            return False
+        lost = [bound is not None and self.seen > bound for bound in self.kind.bounds]
+        return None if any(lost) else True
+
+    def held(self, layer: int) -> int:
+        bound = self.kind.bound(self.kind.specs[layer])
+        return self.seen if bound is None else min(self.seen, bound)
+
+    def mask_sizes(self, layer: int, count: int) -> tuple[int, int]:
+        return self.held(layer) + count, self.seen - self.held(layer)
+
+    def expected(self) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+        """Of every layer: what it says it holds, and what it must hold."""
+        for layer, spec in enumerate(self.kind.specs if self.seen else ()):
+            kept = [row[self.seen - self.held(layer) :] for row in self.tokens]
+            names = ["keys", "values"] * (KV in spec.streams) + ["index"] * (INDEX in spec.streams)
+            must = {name: columns_of(kept, layer, name) for name in names}
+            convolutions, recurrent = states_of(spec)
+            must |= {f"conv {number}": last_read(self.tokens, layer, number, KERNEL) for number in range(convolutions)}
+            if recurrent:
+                must["recurrent 0"] = recurrent_of(self.tokens, layer)
+            yield self.own.layers[layer].content(), must
+        for layer in range(len(self.kind.specs) if self.encoded is not None else 0):
+            must = {name: columns_of(self.encoded, layer, name) for name in ("keys", "values")}
+            yield self.cache.cross_attention_cache.layers[layer].content(), must
+
+    def check(self) -> None:
+        """The cache holds what it must, and says so."""
+        cache, seen = self.cache, self.seen
+        assert (cache.seen, cache.get_seq_length(), cache.max_tokens) == (seen, seen, self.limit)
+        assert cache.batch_size == (len(self.tokens) if seen else -1)
+        for layer, spec in enumerate(self.kind.specs):
+            assert not spec.keeps_kv or cache.get_mask_sizes(3, layer) == self.mask_sizes(layer, 3)
+        for part in cache.parts:
+            part.finish()
+        for found, must in self.expected():
+            assert found.keys() == must.keys()
+            for name, held in found.items():
+                assert torch.equal(held, must[name]), f"{name}: {held} instead of {must[name]}"
+        if not seen:
+            assert not any(layer.content() for layer in self.own.layers)
+        if self.encoded is None and self.kind.cross:
+            kept = [layer.keys for layer in self.cache.cross_attention_cache.layers]
+            assert all(keys is None or keys.shape[2] == 0 for keys in kept)
+
+
+def refused(trial, operation, *arguments, error=caches.StepError, match=None):
+    """The operation raises, and changes nothing."""
+    with pytest.raises(error, match=match):
+        operation(*arguments)
+    trial.cache.abort()
+    trial.check()
