@@ -474,8 +474,8 @@ class Cache(Face):
         timeline = self._timelines[0]
         return timeline.clock if timeline.graph and timeline.clock is not None else self.seen
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.seen
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        return self.get_seq_length()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         if layer_idx >= len(self.layers):  # not found yet

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ class Layer:
     """
 
     supports_early_init = False  # transformers asks: shapes are learned from the first step
+    record_past = False  # models of transformers 5.17 ask the layer: see `Face.is_recording_past`
 
     def __init__(self, spec: LayerSpec, timeline: Timeline, new_store: StoreFactory, fixed: bool):
         self.spec = spec
@@ -83,7 +85,7 @@ class Layer:
         for part in self._parts():
             part.reset()
 
-    def mask_sizes(self, tokens: int, unsettled: int = 0) -> tuple[int, int]:
+    def mask_sizes(self, tokens: int, unsettled: int = 0) -> tuple[int, Any]:
         """See `Timeline.mask_sizes`."""
         return self.timeline.mask_sizes(tokens, unsettled)
 

@@ -95,7 +95,9 @@ def mask_kinds(config: Any) -> str | dict[str, str]:
     """
     specs = read_specs(config)
     kinds = {spec.layer_type: "none" for spec in specs if spec.keeps_state}
-    kinds |= {spec.layer_type: spec.reach.kind for spec in specs if spec.keeps_kv or not spec.keeps_state}
+    # Last those that say it: a layer that reads another's keys has no reach of its own.
+    last = sorted(specs, key=lambda spec: spec.keeps_kv)
+    kinds |= {spec.layer_type: spec.reach.kind for spec in last if spec.keeps_kv or not spec.keeps_state}
     if getattr(_decoder(config), "layer_types", None) is None:
         return next(iter(kinds.values()))
     return kinds

@@ -170,6 +170,10 @@ class FixedStore(GrowingStore):
     def _visible(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer if self.timeline.graph else super()._visible(buffer)
 
+    def committed(self) -> torch.Tensor | None:
+        # Models that look for themselves get the same columns in every compiled step.
+        return self._used(self.buffer) if self.timeline.graph and self.buffer is not None else super().committed()
+
     def abort(self) -> None:
         super().abort()
         if self.buffer is not None:

@@ -13,6 +13,7 @@ front, so a window costs one small copy every `slack` tokens instead of one copy
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -184,12 +185,15 @@ class Timeline:
         self.seen, self.end = seen, expected
         self.take_rows(rows)
 
-    def mask_sizes(self, tokens: int, unsettled: int = 0) -> tuple[int, int]:
+    def mask_sizes(self, tokens: int, unsettled: int = 0) -> tuple[int, Any]:
         """(kv_length, kv_offset) in logical positions of what attention over the next `tokens` will see.
 
         unsettled: tokens of a finished step that are not committed yet and have to be counted as if they were.
+        Inside a graph, where a number would be compiled in, the offset is a tensor unless it is always 0.
         """
         if self.graph:
-            return self.room, self.seen - self.end
+            if self.clock is not None and self.retention.bound is not None and torch.compiler.is_compiling():
+                return self.room, self.clock - self._decode_index[self.clock.device]
+            return self.room, 0 if self.retention.bound is None else self.seen - self.end
         held = self.retention.surviving(self.held + unsettled)
         return held + tokens, self.seen + unsettled - held

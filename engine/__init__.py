@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from configs import EngineConfig
     from engine.errors import ConfigError, EngineError, InputError, Interrupted, OptionError
+    from engine.export import export_step, step_inputs
     from engine.generator import Generator, Stream
     from engine.loading import SHIPPED_MODEL
     from engine.result import Generation, Piece, Stats
@@ -29,6 +30,8 @@ _HOME = {
     "Piece": "engine.result",
     "Stats": "engine.result",
     "Stream": "engine.generator",
+    "export_step": "engine.export",
+    "step_inputs": "engine.export",
 }
 
 
@@ -95,6 +98,8 @@ __all__ = [
     "Piece",
     "Stats",
     "Stream",
+    "export_step",
     "generate",
+    "step_inputs",
     "stream",
 ]

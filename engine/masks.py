@@ -190,15 +190,21 @@ def graph_mask(
         "position_ids": positions,
     }
     if hasattr(model, "create_masks_for_generate"):
-        made = model.create_masks_for_generate(config=model.config, **arguments)
-        return {kind: contiguous(one) for kind, one in made.items()} if isinstance(made, dict) else contiguous(made)
+        return model.create_masks_for_generate(config=model.config, **arguments)
     # Not transformers' function of that name: in 5.17 it fails on chunked attention.
     config = model.config.get_text_config(decoder=True)
     if isinstance(kinds, str):
-        return contiguous(_MASK_OF_REACH[kinds](config, **arguments))
-    return with_parts({name: contiguous(_MASK_OF_REACH[kind](config, **arguments)) for name, kind in kinds.items()})
+        return _MASK_OF_REACH[kinds](config, **arguments)
+    return with_parts({name: _MASK_OF_REACH[kind](config, **arguments) for name, kind in kinds.items()})
 
 
-def contiguous(tensor: Any) -> Any:
+def of_all_rows(mask: Any, rows: int) -> Any:
+    """The mask, or a dict of them, with a row of its own for each row and contiguous, whether there are pads or not."""
+    if isinstance(mask, dict):
+        return {kind: of_all_rows(one, rows) for kind, one in mask.items()}
+    return None if mask is None else contiguous(mask.expand(rows, *mask.shape[1:]))
+
+
+def contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with strides of its own, not those of the tensor it is a view of: graphs are compiled for strides."""
-    return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.clone(memory_format=torch.contiguous_format)

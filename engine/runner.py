@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +16,7 @@ from engine.dispatch import is_dispatched, prompt_device
 from engine.errors import InputError, OptionError
 from engine.extras import ENCODED
 from engine.linears import Linears
-from engine.masks import Columns, contiguous, graph_mask, imposed_mask, one_token_mask
+from engine.masks import Columns, contiguous, graph_mask, imposed_mask, of_all_rows, one_token_mask
 
 
 class Runner:
@@ -33,18 +34,28 @@ class Runner:
         # Models that keep nothing but states have a name of their own for it.
         self._cache_argument = "cache_params" if "cache_params" in self._takes else "past_key_values"
         self.takes_cache = self._cache_argument in self._takes and model._supports_default_dynamic_cache()
-        self._compiled = None
-        if compile != "off" and is_dispatched(model):
-            raise OptionError(
-                f"compile={compile!r} makes one graph of a step, but accelerate's hooks move weights and inputs in the "
-                "middle of it: leave compile off, or load the whole model onto one device"
-            )
+        self._backend, self._compiled = compile, None
         if compile != "off":
+            self.check_graph(f"compile={compile!r}")
             # A graph per number of rows and size: more of them than torch expects of one function.
             limits: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": 64}
             known = inspect.signature(torch.compile).parameters  # both are missing in older releases
             limits = {name: value for name, value in limits.items() if name in known}
             self._compiled = torch.compile(model.__call__, backend=compile, fullgraph=True, dynamic=False, **limits)
+
+    def check_graph(self, wanted: str) -> None:
+        """Refuse a model whose step cannot be one graph, as far as that can be known before it is tried."""
+        if is_dispatched(self.model):
+            raise OptionError(
+                f"{wanted} makes one graph of a step, but accelerate's hooks move weights and inputs in the middle of "
+                "it: do without, or load the whole model onto one device"
+            )
+        # Models that keep states are marked for what transformers' own caches do; with ours all of them can be.
+        if not (self.model._can_compile_fullgraph or self._has_states):
+            raise OptionError(
+                f"{wanted} makes one graph of a step, but transformers marks {type(self.model).__name__} as a model "
+                "whose step cannot be one (_can_compile_fullgraph): do without"
+            )
 
     @cached_property
     def _mask_kinds(self) -> str | dict[str, str]:
@@ -160,16 +171,31 @@ class Runner:
             with self._linears:
                 return self.model(**inputs, return_dict=True)
         assert self._compiled is not None
+        fixed = self.graph_inputs(inputs["input_ids"], columns, cache, end)
+        inputs |= {name: value for name, value in fixed.items() if name in inputs or name == "attention_mask"}
+        try:
+            return self._compiled(**inputs, return_dict=True)
+        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+            raise OptionError(
+                f"compile={self._backend!r} makes one graph of a step, and a step of {type(self.model).__name__} "
+                f"cannot be one: {_first_reason(error)}. Leave compile off"
+            ) from error
+
+    def graph_inputs(self, ids: torch.Tensor, columns: Columns, cache: Driven, end: int) -> dict[str, Any]:
+        """What a graph gets for the open step of one token per row, `ids` [rows, 1]: every shape is fixed."""
         positions = contiguous(columns.positions(end - 1, end))
-        inputs["input_ids"] = contiguous(inputs["input_ids"])
-        if "position_ids" in inputs:
-            inputs["position_ids"] = positions
         if isinstance(cache, Cache) and cache.imposes_windows:
             mask = imposed_mask(self.model, cache, self._mask_kinds, columns, end - 1, end)
-        else:
+        elif self._keeps_columns:
             mask = graph_mask(self.model, cache.handle, self._mask_kinds, columns.mask(end), positions)
-        inputs["attention_mask"] = mask
-        return self._compiled(**inputs, return_dict=True)
+        else:
+            mask = None  # a new token is never a pad
+        return {"input_ids": contiguous(ids), "position_ids": positions, "attention_mask": of_all_rows(mask, len(ids))}
+
+    def step_logits(self, inputs: dict[str, Any], cache: Driven) -> torch.Tensor:
+        """Logits [rows, vocabulary] of the open step, from `graph_inputs`: what is exported."""
+        inputs = inputs | {self._cache_argument: cache.handle, "use_cache": True, "logits_to_keep": 1}
+        return self.model(**self._taken(inputs), return_dict=True).logits[:, -1]
 
     def _inputs(
         self,
@@ -232,3 +258,12 @@ class Runner:
 
     def _taken(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in inputs.items() if name in self._takes}
+
+
+def _first_reason(error: Exception) -> str:
+    """What could not be traced and where, from the many lines that torch says about it."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    context = [line.partition("context: ")[2] for line in lines if "Developer debug context: " in line]
+    places = re.findall(r'File ".*/(.*)", (line \d+, in \w+)', str(error))
+    where = [", ".join(places[-1])] if places else []
+    return "; ".join(part.rstrip(".") for part in [lines[0], *context[:1], *where] if part)

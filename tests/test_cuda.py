@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from architectures import ARCHITECTURES, prompt, tiny_model
-from support import skip_if_refused
+from support import new_cache, skip_if_refused
 
 import caches
 import engine
@@ -36,10 +36,34 @@ def test_greedy(name, cache, on_gpu):
     assert torch.equal(engine.generate(model, prompt(), cache=cache, max_new_tokens=40).sequences, expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
-def test_the_compiled_step(name, on_gpu):
+COMPILED = [
+    *((name, "static") for name in ["llama", "mistral", "gemma2", "bamba", "lfm2", "falcon_h1"]),
+    ("mistral", "sliding_window"),
+    ("gemma2", "hybrid"),
+    ("mamba2", "mamba"),
+]
+
+
+@pytest.mark.parametrize(("name", "cache"), COMPILED)
+def test_the_compiled_step(name, cache, on_gpu):
     torch._dynamo.reset()
     model = on_gpu(name)
-    expected = engine.generate(model, prompt(), cache="static", max_new_tokens=40).sequences
-    generator = engine.Generator(model, config=engine.EngineConfig(cache="static", compile="inductor"))
-    assert torch.equal(generator.generate(prompt(), max_new_tokens=40).sequences, expected)
+    expected = engine.generate(model, prompt(), cache=cache, max_new_tokens=40).sequences
+    generator = engine.Generator(model, config=engine.EngineConfig(compile="inductor"))
+    assert torch.equal(generator.generate(prompt(), cache=cache, max_new_tokens=40).sequences, expected)
+
+
+@pytest.mark.parametrize(("name", "cache"), COMPILED)
+def test_the_exported_step(name, cache, on_gpu):
+    model, live = on_gpu(name), new_cache(cache, tiny_model(name))
+    ids = prompt(pads=0)["input_ids"].cuda()
+    expected = engine.generate(model, ids, cache=cache, max_new_tokens=40).sequences
+    ids = engine.generate(model, ids, cache=live, max_new_tokens=1).sequences
+    step = engine.export_step(model, live).module()
+    for _ in range(39):
+        live.begin(1, graph=True)
+        with torch.no_grad():
+            logits = step(**engine.step_inputs(model, live, ids[:, -1:]))
+        live.settle()
+        ids = torch.cat([ids, logits.argmax(dim=-1, keepdim=True)], dim=1)
+    assert torch.equal(ids, expected)

@@ -109,7 +109,7 @@ def test_strategies_know_no_models():
 PUBLIC = {
     engine: {
         "SHIPPED_MODEL", "ConfigError", "EngineConfig", "EngineError", "Generation", "Generator", "InputError",
-        "Interrupted", "OptionError", "Piece", "Stats", "Stream", "generate", "stream",
+        "Interrupted", "OptionError", "Piece", "Stats", "Stream", "export_step", "generate", "step_inputs", "stream",
     },
     caches: {
         "Cache", "CacheError", "CapacityError", "Driven", "DynamicCache", "EncoderDecoder", "EncoderDecoderCache",
