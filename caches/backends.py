@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from caches.cache import Cache, what_reach_needs
+from caches.cache import Cache
 from caches.encoder_decoder import EncoderDecoder
 from caches.errors import UnsupportedLayer
 from caches.layer import StoreFactory
@@ -15,6 +15,7 @@ from caches.place import Place
 from caches.registry import recipe, register
 from caches.retention import KeepRecent, Retention
 from caches.spec import CROSS, EXOTIC, INDEX, KV, STATE, LayerSpec
+from caches.steps import what_reach_needs
 from caches.store import FixedStore, GrowingStore
 from caches.timeline import Timeline
 from configs import (

@@ -171,8 +171,10 @@ class Runner:
             with self._linears:
                 return self.model(**inputs, return_dict=True)
         assert self._compiled is not None
-        fixed = self.graph_inputs(inputs["input_ids"], columns, cache, end)
-        inputs |= {name: value for name, value in fixed.items() if name in inputs or name == "attention_mask"}
+        part = "decoder_" if self.model.config.is_encoder_decoder else ""
+        fixed = self.graph_inputs(inputs[f"{part}input_ids"], columns, cache, end)
+        inputs |= {f"{part}{name}": fixed[name] for name in ("input_ids", "attention_mask")}
+        inputs |= {name: fixed[name] for name in ("position_ids",) if name in inputs}
         try:
             return self._compiled(**inputs, return_dict=True)
         except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:

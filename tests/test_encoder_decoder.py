@@ -253,3 +253,14 @@ def test_refusals():
         first.cache.check_fits(transformers.LlamaConfig())
     with pytest.raises(engine.InputError, match="input_features"):
         engine.generate(tiny_encoder_decoder("whisper"), max_new_tokens=5)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_the_compiled_step(name):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, inputs = known(name)
+    compiled = engine.Generator(model, config=engine.EngineConfig(cache="static", compile="aot_eager"))
+    for _ in range(2):
+        assert torch.equal(compiled.generate(inputs, max_new_tokens=NEW).sequences, theirs(model, inputs))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
