@@ -3,8 +3,10 @@
 import pytest
 import torch
 from architectures import prompt, tiny_model
+from encoder_decoders import source, tiny_encoder_decoder
 
 import engine
+from caches.state import State
 from caches.store import GrowingStore
 from caches.timeline import Timeline
 from engine.masks import Columns
@@ -63,6 +65,31 @@ def compact_one_off(monkeypatch):
     monkeypatch.setattr(GrowingStore, "compact", compact)
 
 
+def shift_what_a_convolution_reads(monkeypatch):
+    original = State.append_conv
+    monkeypatch.setattr(State, "append_conv", lambda self, *arguments: original(self, *arguments).roll(1, dims=-1))
+
+
+def keep_states_as_they_were(monkeypatch):
+    """A step that writes its states in place writes into a copy."""
+    original = State.get
+
+    def get(self, key):
+        state = original(self, key)
+        return None if state is None else state.clone()
+
+    monkeypatch.setattr(State, "get", get)
+
+
+def forget_states(monkeypatch):
+    original = State.set
+    monkeypatch.setattr(State, "set", lambda self, key, value: original(self, key, torch.zeros_like(value)))
+
+
+def read_pads_into_states(monkeypatch):
+    monkeypatch.setattr(Columns, "mask", lambda self, columns: None)
+
+
 CASES = [
     ("llama", "dynamic", shift_growing_write),
     ("llama", "static", shift_write_index),
@@ -79,6 +106,14 @@ CASES = [
     ("llama4_text", "static", keep_one_column_less),
     ("mistral", "dynamic", compact_one_off),
     ("qwen3", "static", compact_one_off),
+    ("lfm2", "dynamic", shift_what_a_convolution_reads),
+    ("mamba2", "static", shift_what_a_convolution_reads),
+    ("mamba", "mamba", keep_states_as_they_were),
+    ("falcon_h1", "static", keep_states_as_they_were),
+    ("bamba", "dynamic", forget_states),
+    ("qwen3_next", "static", forget_states),
+    ("mamba2", "dynamic", read_pads_into_states),
+    ("lfm2", "static", read_pads_into_states),
 ]
 
 
@@ -90,4 +125,22 @@ def test_damage_is_noticed(name, cache, damage, monkeypatch):
     # In pieces, so that a window is full before the prompt ends.
     config = engine.EngineConfig(prefill_chunk_tokens=None if cache == "none" else 5)
     out = engine.Generator(model, config=config).generate(inputs, cache=cache, max_new_tokens=40)
+    assert not torch.equal(out.sequences, expected)
+
+
+@pytest.mark.parametrize("part", ["own", "cross"])
+def test_damage_to_either_part_of_an_encoder_decoder_cache_is_noticed(part, monkeypatch):
+    model, inputs = tiny_encoder_decoder("bart"), source("bart")
+    expected = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+    committed = GrowingStore.committed
+
+    def of_another_row(self):
+        held = committed(self)
+        return None if held is None else held.roll(1, dims=0)
+
+    if part == "cross":  # models read it where it lies
+        monkeypatch.setattr(GrowingStore, "committed", of_another_row)
+    else:
+        shift_growing_write(monkeypatch)
+    out = engine.generate(model, inputs, max_new_tokens=20)
     assert not torch.equal(out.sequences, expected)
