@@ -72,8 +72,10 @@ class EncoderDecoder(Face, TransformersEncoderDecoderCache):
         self.self_attention_cache.abort()
 
     def rows(self, index: torch.Tensor) -> None:
-        self.self_attention_cache.rows(index)
-        self.cross_attention_cache.rows(index)
+        for part in self.parts:
+            part.check_rows(index)
+        for part in self.parts:
+            part.rows(index)
 
     def reserve(self, tokens: int) -> None:
         self.self_attention_cache.reserve(tokens)

@@ -171,6 +171,17 @@ class Steps(Face):
 
     def rows(self, index: torch.Tensor) -> None:
         self._between_steps()
+        self.check_rows(index)
+        if self.batch_size == -1:
+            return
+        for layer in self.layers:
+            layer.rows(index)
+        for timeline in self._timelines:
+            timeline.rows = len(index)
+        self.log = None if self.log is None else self.log.rows(index)
+
+    def check_rows(self, index: torch.Tensor) -> None:
+        """Raise `StepError` unless `rows(index)` can be done."""
         rows = self.batch_size
         if rows == -1:
             return
@@ -183,11 +194,6 @@ class Steps(Face):
                 f"a cache with room for {self.max_rows} rows cannot hold {len(index)}: build it with a larger "
                 "max_batch_size, or use cache='dynamic'"
             )
-        for layer in self.layers:
-            layer.rows(index)
-        for timeline in self._timelines:
-            timeline.rows = len(index)
-        self.log = None if self.log is None else self.log.rows(index)
 
     def reserve(self, tokens: int) -> None:
         self._make_room({timeline: timeline.room_for(tokens) for timeline in self._timelines})

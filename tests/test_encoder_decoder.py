@@ -187,6 +187,15 @@ def test_rows():
     assert torch.equal(engine.generate(model, inputs, cache=cache, max_new_tokens=20).sequences, whole)
 
 
+def test_rows_that_only_one_part_has_room_for():
+    model, inputs = known("t5")
+    pair = {"self_cache": "dynamic", "cross_cache": "static"}
+    cache = engine.generate(model, inputs, cache="encoder_decoder", cache_config=pair, max_new_tokens=5).cache
+    with pytest.raises(caches.StepError, match="room for 2 rows cannot hold 3"):
+        cache.rows(torch.tensor([0, 1, 1]))
+    assert [part.batch_size for part in cache.parts] == [2, 2]
+
+
 def test_encoder_outputs_in_place_of_a_source():
     model, inputs = known("t5")
     outputs = model.get_encoder()(**inputs)
