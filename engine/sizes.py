@@ -12,6 +12,8 @@ import caches
 from engine.errors import InputError
 from engine.loading import auto_class
 
+_FEW = 128  # more than what is kept of a short step to take it back
+
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     """The model of this configuration without any weights. Raises `InputError` when transformers knows none."""
@@ -38,8 +40,11 @@ def cache_bytes(model: PreTrainedModel, name: str, tokens: int, rows: int = 1, *
     if cache.handle is None:
         return 0
     cache.reserve(tokens)
-    cache.begin(tokens)
-    ids = torch.zeros(rows, tokens, dtype=torch.long, device="meta")
+    # Where room is made at once, few tokens tell as much as all of them: recurrences are slow even without numbers.
+    makes_room = isinstance(cache, caches.Cache) and not any(spec.reach.kind == "own" for spec in cache.specs)
+    fed = min(tokens, _FEW) if makes_room else tokens
+    cache.begin(fed)
+    ids = torch.zeros(rows, fed, dtype=torch.long, device="meta")
     takes = inspect.signature(model.forward).parameters
     inputs = {"cache_params" if "cache_params" in takes else "past_key_values": cache.handle}
     if model.config.is_encoder_decoder:
