@@ -183,6 +183,13 @@ class Cache(Steps):
         self._reach(layer_idx, STATE)
         return state
 
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether a layer's state was ever written; without `layer_idx`, that of the last layer with a state."""
+        if layer_idx is not None:  # in transformers 5.17 this is all that models ask before they write a state in place
+            self._touch(layer_idx, STATE, f"has {state_idx}")
+            self._reach(layer_idx, STATE)
+        return super().has_previous_state(layer_idx, state_idx)
+
     def update_conv_state(
         self,
         conv_states: torch.Tensor,

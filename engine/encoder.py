@@ -40,10 +40,8 @@ def encode(
     `encoder_outputs` in place of a source and `decoder_input_ids`. Raises `InputError`.
     """
     given = move(_read_source(model, inputs, extras, tokenizer), device)
-    if not {model.main_input_name, "encoder_outputs", "inputs_embeds"} & set(given):
-        raise InputError(
-            f"there is nothing for the encoder of {type(model).__name__} to read: give {model.main_input_name}"
-        )
+    if not {_source_name(model), "encoder_outputs", "inputs_embeds"} & set(given):
+        raise InputError(f"the encoder of {type(model).__name__} has nothing to read: give {_source_name(model)}")
     if "input_ids" in given:
         check_vocabulary(model.get_encoder(), given["input_ids"])
     with torch.no_grad():
@@ -68,8 +66,13 @@ def encode(
     return Prompt(ids, torch.ones_like(ids) if mask is None else mask, given), Source(source, _tokens_read(given))
 
 
+def _source_name(model: PreTrainedModel) -> str:
+    """What the encoder calls its input; models of any two parts have a word of their own for it."""
+    return getattr(getattr(model, "encoder", None), "main_input_name", model.main_input_name)
+
+
 def _read_source(model: PreTrainedModel, inputs: Any, extras: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    name = model.main_input_name
+    name = _source_name(model)
     if inputs is None and ("encoder_outputs" in extras or name != "input_ids"):
         return dict(extras)
     if name != "input_ids":

@@ -24,7 +24,7 @@ def test_greedy(name, cache, chunk):
     out = generator.generate(inputs, cache=cache, max_new_tokens=NEW, output_logits=True)
     expected = reference(model, inputs, output_logits=True, return_dict_in_generate=True)
     assert torch.equal(out.sequences, expected.sequences)
-    torch.testing.assert_close(out.logits, expected.logits, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(out.logits, expected.logits, atol=2e-3, rtol=1e-4)
     assert out.finish_reasons == ["length", "length"]
 
 
@@ -41,7 +41,7 @@ def test_greedy_on_more_architectures(name, cache):
     options = {"use_cache": cache != "none", "output_logits": True, "return_dict_in_generate": True}
     expected = reference(model, inputs, **options)
     assert torch.equal(out.sequences, expected.sequences)
-    torch.testing.assert_close(out.logits, expected.logits, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(out.logits, expected.logits, atol=2e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "cache"), pairs(["llama", "mistral", "llama4_text", "mamba2", "jamba"]))
