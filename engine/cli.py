@@ -195,7 +195,15 @@ def caches(
             found.append(entry)
     report = {"model": str(model or "shipped"), "tokens": tokens, "dtype": str(bare.dtype).removeprefix("torch."),
               "caches": found}  # fmt: skip
-    print(json.dumps(report)) if as_json else Console(highlight=False).print(show.caches_table(report))
+    if as_json:
+        print(json.dumps(report))
+        return
+    out, refused = Console(highlight=False), show.caches_refused(report)
+    table = show.caches_table(report)
+    if table.row_count:
+        out.print(table)
+    if refused:
+        out.print(refused, markup=False)
 
 
 def _engine_config(chosen: str | None, changes: dict[str, Any]) -> EngineConfig:

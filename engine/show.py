@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from configs import PlacedCacheConfig
+
 if TYPE_CHECKING:
     from engine.result import Generation, Piece, Stats
 
@@ -46,13 +48,25 @@ def stats_table(stats: Stats) -> Table:
 
 
 def caches_table(report: dict[str, Any]) -> Table:
-    """The report of `engine caches`, a line per backend."""
+    """The report of `engine caches`, a line per backend that is for the model, with the options of its own."""
     table = Table(
         "cache", "what it is", "options", "per token", f"{report['tokens']:,} tokens", box=None, pad_edge=False
     )
+    common = PlacedCacheConfig.option_names()
     for cache in report["caches"]:
-        options = ", ".join(name if value is None else f"{name}={value}" for name, value in cache["options"].items())
-        sizes = ("refused", cache["refused"]) if "refused" in cache else (
-            f"{cache['bytes_per_token']:,.0f} bytes", f"{cache['bytes'] / 1e6:,.1f} MB")  # fmt: skip
+        if "refused" in cache:
+            continue
+        own = [(name, value) for name, value in cache["options"].items() if name not in common]
+        options = ", ".join(name if value is None else f"{name}={value}" for name, value in own)
+        sizes = f"{cache['bytes_per_token']:,.0f} bytes", f"{cache['bytes'] / 1e6:,.1f} MB"
         table.add_row(cache["name"], cache["summary"], options or "-", *sizes)
     return table
+
+
+def caches_refused(report: dict[str, Any]) -> str:
+    """The backends that are for other models; of a single one, why."""
+    refused = [cache for cache in report["caches"] if "refused" in cache]
+    if len(report["caches"]) == 1:
+        return "".join(f"{cache['name']}: {cache['refused']}" for cache in refused)
+    names = ", ".join(cache["name"] for cache in refused)
+    return f"For other models: {names} (`engine caches NAME` says why)" if refused else ""

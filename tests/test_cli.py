@@ -318,6 +318,10 @@ def test_caches_says_what_is_refused(cli, tmp_path):
     assert "the model has none" in refused["sliding_window"]
     assert "has no encoder" in refused["encoder_decoder"]
     assert refused["none"] == refused["dynamic"] == refused["mamba"] == ""
+    shown = cli(["caches", "--model", str(tmp_path), "--tokens", "64"]).stdout
+    assert "For other models: hybrid, sliding_window, encoder_decoder" in " ".join(shown.split())
+    shown = cli(["caches", "hybrid", "--model", str(tmp_path)]).stdout
+    assert "hybrid: cache='hybrid' is for models of which" in " ".join(shown.split())
 
 
 def test_help_and_completion_do_not_wait_for_torch():
