@@ -32,6 +32,7 @@ from configs import (
 )
 
 Layers = Sequence[LayerSpec] | None
+_IN_WORDS = {KV: "keys and values", INDEX: "an index", STATE: "states"}
 
 
 @register(DynamicCacheConfig)
@@ -166,9 +167,9 @@ def _known(specs: Layers, options: CacheConfig) -> Sequence[LayerSpec]:
 def _refuse_all_but(name: str, specs: Layers, streams: set[str]) -> None:
     for index, spec in enumerate(specs or ()):
         if spec.streams - streams:
-            kept = " and ".join(sorted(spec.streams))
+            kept = " and ".join(_IN_WORDS.get(stream, stream) for stream in sorted(spec.streams - streams))
             other = "none" if spec.streams - {KV, INDEX, STATE, EXOTIC} else "dynamic"
             raise UnsupportedLayer(
-                f"cache={name!r} keeps {' and '.join(sorted(streams))}, but layer {index} ({spec.layer_type}) keeps "
-                f"{kept}. Generate with cache={other!r}, or pass transformers' own cache as past_key_values."
+                f"layer {index} ({spec.layer_type}) keeps {kept}, which cache={name!r} has no place for. Generate with "
+                f"cache={other!r}, or pass transformers' own cache as past_key_values."
             )

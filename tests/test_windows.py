@@ -111,7 +111,9 @@ def test_refusals():
         build("hybrid", tiny_model("mistral").config, max_cache_len=9)
     with pytest.raises(caches.UnsupportedLayer, match="cache='mamba'"):
         build("sliding_window", tiny_model("mamba").config)
-    with pytest.raises(caches.UnsupportedLayer, match="keeps state, but layer 1"):
+    with pytest.raises(
+        caches.UnsupportedLayer, match=r"layer 1 \(full_attention\) keeps keys and values, which cache='mamba' has"
+    ):
         build("mamba", tiny_model("bamba").config)
     model = tiny_model("bloom")
     with pytest.raises(caches.UnsupportedLayer, match="takes no mask of ours"):
