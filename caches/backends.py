@@ -9,7 +9,7 @@ from typing import Any
 from caches.cache import Cache
 from caches.encoder_decoder import EncoderDecoder
 from caches.errors import UnsupportedLayer
-from caches.layer import StoreFactory
+from caches.layer import Slot, StoreFactory
 from caches.no_cache import NoCache
 from caches.place import Place
 from caches.registry import recipe, register
@@ -17,7 +17,6 @@ from caches.retention import KeepRecent, Retention
 from caches.spec import CROSS, EXOTIC, INDEX, KV, STATE, LayerSpec
 from caches.steps import what_reach_needs
 from caches.store import FixedStore, GrowingStore
-from caches.timeline import Timeline
 from configs import (
     CacheConfig,
     ConfigError,
@@ -101,7 +100,6 @@ def encoder_decoder(specs: Layers, options: EncoderDecoderCacheConfig) -> Encode
         if part.imposes_windows:
             raise UnsupportedLayer(f"cache={part.name!r} cannot impose a window on an encoder-decoder model")
     return EncoderDecoder(own, cross)
-    return EncoderDecoder(own, cross)
 
 
 @register(NoCacheConfig, any_layers=True)
@@ -121,12 +119,12 @@ def _part(specs: Layers, choice: str | CacheConfig) -> Cache:
     return cache
 
 
-def _growing(spec: LayerSpec, timeline: Timeline) -> GrowingStore:
-    return GrowingStore(timeline)
+def _growing(slot: Slot) -> GrowingStore:
+    return GrowingStore(slot.timeline)
 
 
-def _fixed(spec: LayerSpec, timeline: Timeline) -> FixedStore:
-    return FixedStore(timeline)
+def _fixed(slot: Slot) -> FixedStore:
+    return FixedStore(slot.timeline)
 
 
 def _cache(specs: Layers, options: PlacedCacheConfig, new_store: StoreFactory, **more: Any) -> Cache:

@@ -48,7 +48,8 @@ class Face(TransformersCache):
     @property
     def bytes(self) -> int:
         """Bytes of everything it keeps, room for tokens to come included."""
-        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors())
+        kept = sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors())
+        return kept + sum(tensor.nbytes for part in self.parts for tensor in part.stage.tensors())
 
     @property
     def seen_tokens(self) -> int:

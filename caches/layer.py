@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from caches.errors import UnsupportedLayer
 from caches.spec import INDEX, KV, STATE, LayerSpec
+from caches.stage import Stage
 from caches.state import CONV, RECURRENT, State
 from caches.store import Store
 from caches.timeline import Timeline
 
 _STORES_OF_STREAM = {KV: ("keys", "values"), INDEX: ("index",)}
-StoreFactory = Callable[[LayerSpec, Timeline], Store]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What a store is for: the tensor `name` ("keys", "values", "index") of a layer.
+
+    timeline: its group's. stage: what all layers of the cache take turns in.
+    """
+
+    spec: LayerSpec
+    name: str
+    timeline: Timeline
+    stage: Stage
+
+
+StoreFactory = Callable[[Slot], Store]
 
 
 class Layer:
@@ -26,11 +43,11 @@ class Layer:
     supports_early_init = False  # transformers asks: shapes are learned from the first step
     record_past = False  # models of transformers 5.17 ask the layer: see `Face.is_recording_past`
 
-    def __init__(self, spec: LayerSpec, timeline: Timeline, new_store: StoreFactory, fixed: bool):
+    def __init__(self, spec: LayerSpec, timeline: Timeline, stage: Stage, new_store: StoreFactory, fixed: bool):
         self.spec = spec
         self.timeline = timeline
         names = [name for stream, names in _STORES_OF_STREAM.items() if stream in spec.streams for name in names]
-        self.stores: dict[str, Store] = {name: new_store(spec, timeline) for name in names}
+        self.stores: dict[str, Store] = {name: new_store(Slot(spec, name, timeline, stage)) for name in names}
         self.state = State(timeline, fixed) if STATE in spec.streams else None
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

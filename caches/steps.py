@@ -14,6 +14,7 @@ from caches.layer import Layer, StoreFactory
 from caches.place import Place
 from caches.retention import KeepAll, KeepRecent, Retention
 from caches.spec import EXOTIC, PLAIN, LayerSpec, Reach, read_specs
+from caches.stage import Stage
 from caches.timeline import Timeline
 from caches.wrapped import WrappedLayer
 
@@ -58,6 +59,7 @@ class Steps(Face):
 
     def _make_layers(self, specs: Sequence[LayerSpec]) -> None:
         self.specs = tuple(specs)
+        self.stage = Stage()
         kept = [(spec.reach, self._retention(spec)) for spec in specs]
         # Without any layer that keeps columns there is still a clock.
         used = [group for group, spec in zip(kept, specs, strict=True) if spec.keeps_kv]
@@ -75,7 +77,7 @@ class Steps(Face):
     def _new_layer(self, spec: LayerSpec, timeline: Timeline) -> Layer | WrappedLayer:
         if EXOTIC in spec.streams:
             return WrappedLayer(spec, timeline)
-        return Layer(spec, timeline, self._new_store, self.fixed)
+        return Layer(spec, timeline, self.stage, self._new_store, self.fixed)
 
     def check_fits(self, model_config: Any) -> None:
         specs = read_specs(model_config)
