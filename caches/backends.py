@@ -6,17 +6,22 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from caches.blocks import BlockTimeline
 from caches.cache import Cache
+from caches.codec import Codec, new_codec
 from caches.encoder_decoder import EncoderDecoder
 from caches.errors import UnsupportedLayer
 from caches.layer import Slot, StoreFactory
 from caches.no_cache import NoCache
 from caches.place import Place
+from caches.quantized import QuantizedStore
 from caches.registry import recipe, register
+from caches.residency import DeviceBuffer
 from caches.retention import KeepRecent, Retention
 from caches.spec import CROSS, EXOTIC, INDEX, KV, STATE, LayerSpec
 from caches.steps import what_reach_needs
-from caches.store import FixedStore, GrowingStore
+from caches.store import FixedStore, GrowingStore, Store
+from caches.timeline import Timeline
 from configs import (
     CacheConfig,
     ConfigError,
@@ -26,10 +31,12 @@ from configs import (
     MambaCacheConfig,
     NoCacheConfig,
     PlacedCacheConfig,
+    QuantizedCacheConfig,
     SlidingWindowCacheConfig,
     StaticCacheConfig,
 )
 
+_BLOCK = 64  # columns that are encoded at once where a codec does not say
 Layers = Sequence[LayerSpec] | None
 _IN_WORDS = {KV: "keys and values", INDEX: "an index", STATE: "states"}
 
@@ -89,6 +96,23 @@ def mamba(specs: Layers, options: MambaCacheConfig) -> Cache:
     return _cache(specs, options, _fixed)
 
 
+@register(QuantizedCacheConfig)
+def quantized(specs: Layers, options: QuantizedCacheConfig) -> Cache:
+    """Older keys and values in few bits, recent ones in full: for long contexts in little memory."""
+    _refuse_all_but("quantized", specs, {KV, INDEX, STATE, EXOTIC})
+    codecs: dict[str, Codec] = {name: new_codec(options, name) for name in ("keys", "values")}
+    block = max(codec.block for codec in codecs.values())
+    block = block if block > 1 else max(1, min(_BLOCK, options.residual_length))
+    # Some models read a layer's keys again in later layers: what they are decoded into cannot be shared there.
+    shares = all(spec.streams for spec in specs or ())
+    return _cache(
+        specs,
+        options,
+        partial(_quantized, codecs, shares),
+        new_timeline=partial(_block_timeline, block, options.residual_length),
+    )
+
+
 @register(EncoderDecoderCacheConfig)
 def encoder_decoder(specs: Layers, options: EncoderDecoderCacheConfig) -> EncoderDecoder:
     """Two caches of any kind for an encoder-decoder model: the decoder's tokens, and the encoder's."""
@@ -125,6 +149,22 @@ def _growing(slot: Slot) -> GrowingStore:
 
 def _fixed(slot: Slot) -> FixedStore:
     return FixedStore(slot.timeline)
+
+
+def _quantized(codecs: dict[str, Codec], shares: bool, slot: Slot) -> Store:
+    if slot.name not in codecs or not isinstance(slot.timeline, BlockTimeline):
+        return _growing(slot)
+    name = slot.name if shares else None
+    return QuantizedStore(slot.timeline, slot.stage, codecs[slot.name], name, DeviceBuffer)
+
+
+def _block_timeline(
+    block: int, residual: int, retention: Retention, max_tokens: int | None, max_rows: int | None, all_room: bool
+) -> Timeline:
+    """Of a window that is no longer than the residual nothing would ever be encoded."""
+    if retention.bound is not None and retention.bound <= max(residual, block):
+        return Timeline(retention, max_tokens, max_rows, all_room)
+    return BlockTimeline(retention, max_rows, block=block, residual=residual)
 
 
 def _cache(specs: Layers, options: PlacedCacheConfig, new_store: StoreFactory, **more: Any) -> Cache:

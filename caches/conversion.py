@@ -38,7 +38,10 @@ def convert(cache: C, name: str, **options: Any) -> C:
             "lost. Choose another, or keep the cache"
         )
     for new, old in zip(empty.parts, cache.parts, strict=True):
-        _fill(new, [old], lambda tensors: tensors[0], lambda logs: logs[0])
+        _finish([old])
+        if old.batch_size != -1:
+            new.load(old.seen, old.batch_size, [layer.content() for layer in old.layers])
+            new.log = old.log
     return empty
 
 
@@ -46,7 +49,7 @@ def select_rows(cache: C, index: torch.Tensor) -> C:
     """A cache of the same backend with copies of the rows `index` (LongTensor)."""
     if isinstance(cache, EncoderDecoder):
         return EncoderDecoder(*(select_rows(part, index) for part in cache.parts))
-    return _fill(
+    return _copied(
         cache.empty_like(),
         [cache],
         lambda tensors: tensors[0].index_select(0, index.to(tensors[0].device)),
@@ -63,18 +66,22 @@ def join_rows(parts: Sequence[C]) -> C:
     for part in parts:
         if (part.seen, part.specs, part.name) != (parts[0].seen, parts[0].specs, parts[0].name):
             raise StepError(f"{part!r} cannot be joined with {parts[0]!r}: they need the same layers and tokens")
-    return _fill(parts[0].empty_like(), parts, torch.cat, Log.joined)
+        if part.layout != parts[0].layout:
+            raise StepError(
+                f"{part!r} cannot be joined with {parts[0]!r}: tokens were taken back in one of them and its blocks "
+                "are others. Join them before, or convert them to cache='dynamic'"
+            )
+    return _copied(parts[0].empty_like(), parts, torch.cat, Log.joined)
 
 
-def _fill(
+def _copied(
     empty: Cache,
     sources: Sequence[Cache],
     of_tensors: Callable[[list[torch.Tensor]], torch.Tensor],
     of_logs: Callable[[list[Log]], Log],
 ) -> Cache:
-    """`empty` with every tensor that `of_tensors` makes of those at the same place in the sources."""
-    for source in sources:
-        source.crop(0)  # finishes the step of a foreign loop
+    """`empty`, of the same recipe, with what `of_tensors` makes of the tensors at the same place in the sources."""
+    _finish(sources)
     if sources[0].batch_size == -1:
         return empty
 
@@ -88,7 +95,13 @@ def _fill(
 
     rows = len(of_tensors([torch.empty(source.batch_size) for source in sources]))
     layers = zip(*(source.layers for source in sources), strict=True)
-    empty.load(sources[0].seen, rows, [combined([layer.content() for layer in same]) for same in layers])
+    empty.load_written(sources[0], rows, [combined([layer.written() for layer in same]) for same in layers])
     logs = [source.log for source in sources if source.log is not None]
     empty.log = of_logs(logs) if len(logs) == len(sources) else None
     return empty
+
+
+def _finish(sources: Sequence[Cache]) -> None:
+    """Let the steps of foreign loops be settled."""
+    for source in sources:
+        source.crop(0)

@@ -120,6 +120,20 @@ class Layer:
         if self.state is not None:
             self.state.load({name: held for name, held in content.items() if name not in self.stores})
 
+    def written(self) -> dict[str, Any]:
+        """What is committed as it is written down, for a layer of the same kind: a dict of each store, states."""
+        stores = {name: store.written() for name, store in self.stores.items()}
+        held = {name: written for name, written in stores.items() if written}
+        return held | ({} if self.state is None else self.state.content())
+
+    def load_written(self, written: dict[str, Any]) -> None:
+        """Hold exactly this. The timeline has been told of it."""
+        for name, store in self.stores.items():
+            if name in written:
+                store.load_written(written[name])
+        if self.state is not None:
+            self.state.load({name: held for name, held in written.items() if name not in self.stores})
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything the layer keeps."""
         for part in self._parts():

@@ -32,7 +32,7 @@ class Steps(Face):
     name: the recipe's name. specs: one per layer; None makes a layer of full attention whenever one is first used.
     new_store: makes the store of each stream. fixed: whether its tensors never move. max_rows, max_tokens: what it has
     room for, None without limit (a fixed one: the rows of the first step). retention: which columns a layer
-    keeps. place: where the keys of a step have to come from.
+    keeps. new_timeline: makes the timeline of a group of layers. place: where the keys of a step have to come from.
     """
 
     def __init__(
@@ -45,13 +45,14 @@ class Steps(Face):
         max_rows: int | None = None,
         max_tokens: int | None = None,
         retention: Callable[[LayerSpec], Retention] = what_reach_needs,
+        new_timeline: Callable[..., Timeline] = Timeline,
         place: Place | None = None,
     ):
         super().__init__(layers=[])
         self.name, self.fixed, self._place = name, fixed, place
         self.log: Log | None = None
         self._max_rows, self._max_tokens = max_rows, max_tokens
-        self._new_store, self._retention = new_store, retention
+        self._new_store, self._retention, self._new_timeline = new_store, retention, new_timeline
         self.is_open = False  # a step was begun and neither settled nor aborted
         self._timelines: list[Timeline] = []
         self.finds_layers = specs is None
@@ -65,7 +66,7 @@ class Steps(Face):
         used = [group for group, spec in zip(kept, specs, strict=True) if spec.keeps_kv]
         used = used or kept[:1] or [(Reach(), KeepAll())]
         timelines = {
-            group: Timeline(group[1], self._max_tokens, self._max_rows, all_room=self.fixed)
+            group: self._new_timeline(group[1], self._max_tokens, self._max_rows, all_room=self.fixed)
             for group in dict.fromkeys(used)
         }
         self._timelines = list(timelines.values())
@@ -212,6 +213,18 @@ class Steps(Face):
         for layer, content in zip(self.layers, contents, strict=True):
             layer.load(content)
 
+    def load_written(self, like: Steps, rows: int, written: Sequence[dict[str, Any]]) -> None:
+        """Hold exactly this of every layer (see `Layer.written`) where `like`, of the same recipe, holds it."""
+        for timeline, other in zip(self._timelines, like._timelines, strict=True):
+            timeline.adopt_like(other, rows)
+        for layer, held in zip(self.layers, written, strict=True):
+            layer.load_written(held)
+
+    @property
+    def layout(self) -> list[tuple[Any, ...]]:
+        """What has to be the same in caches whose rows are put together."""
+        return [timeline.layout for timeline in self._timelines]
+
     def load_columns(self, columns: Sequence[Sequence[torch.Tensor]]) -> None:
         """Hold these keys and values [rows, kv_heads, tokens, head_dim] of all tokens seen, one pair per layer."""
         seen, rows = columns[0][0].shape[-2], columns[0][0].shape[0]
@@ -232,6 +245,7 @@ class Steps(Face):
             fixed=self.fixed,
             max_tokens=self._max_tokens,
             retention=self._retention,
+            new_timeline=self._new_timeline,
         )
 
     def crop(self, tokens: int) -> None:

@@ -48,6 +48,12 @@ class Store(Protocol):
     def load(self, columns: torch.Tensor) -> None:
         """Hold exactly these columns [rows, heads, held, head_dim]. The timeline has been told of them."""
 
+    def written(self) -> dict[str, torch.Tensor]:
+        """The columns held as they are written down, rows first: for a store of the same kind."""
+
+    def load_written(self, written: dict[str, torch.Tensor]) -> None:
+        """Hold exactly this. The timeline has been told of it."""
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything it keeps, rows first."""
 
@@ -141,6 +147,13 @@ class GrowingStore:
     def load(self, columns: torch.Tensor) -> None:
         self.buffer = self._allocate(columns, self.timeline.room)
         self._used(self.buffer)[:, :, : columns.shape[-2]] = columns
+
+    def written(self) -> dict[str, torch.Tensor]:
+        columns = self.committed()
+        return {} if columns is None else {"columns": columns}
+
+    def load_written(self, written: dict[str, torch.Tensor]) -> None:
+        self.load(written["columns"])
 
     def tensors(self) -> Iterator[torch.Tensor]:
         if self.buffer is not None:

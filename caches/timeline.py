@@ -13,7 +13,7 @@ front, so a window costs one small copy every `slack` tokens instead of one copy
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,7 +21,6 @@ from caches.errors import CapacityError, StepError
 from caches.retention import Retention
 
 _ROUND = 64  # rooms are multiples of this many columns
-_GROWTH = 1.5  # every column is copied at most twice on average while a buffer grows
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,8 @@ class Timeline:
     max_tokens, max_rows: what the cache may hold, or None. all_room: buffers get all the room they may have at
     once and keep it.
     """
+
+    growth: ClassVar[float] = 1.5  # every column is copied at most twice on average while a buffer grows
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class Timeline:
     def _grown(self, needed: int) -> int:
         if needed <= self.room:
             return self.room
-        room = max(needed, int(self.room * _GROWTH))
+        room = max(needed, int(self.room * self.growth))
         room = -(-room // _ROUND) * _ROUND
         return room if self._limit is None else min(room, self._limit)
 
@@ -184,6 +185,15 @@ class Timeline:
         self.room = self.place(expected).room
         self.seen, self.end = seen, expected
         self.take_rows(rows)
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """What has to be the same in caches whose rows are put together as they are written down."""
+        return self.seen, self.held
+
+    def adopt_like(self, other: Timeline, rows: int) -> None:
+        """Hold what `other` does, which is of the same kind, for so many rows."""
+        self.adopt(other.seen, other.held, rows)
 
     def mask_sizes(self, tokens: int, unsettled: int = 0) -> tuple[int, Any]:
         """(kv_length, kv_offset) in logical positions of what attention over the next `tokens` will see.

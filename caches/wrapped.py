@@ -85,6 +85,8 @@ class WrappedLayer:
         self.reset()
         vars(self._layer).update(content)
 
+    written, load_written = content, load
+
     def mask_sizes(self, tokens: int, unsettled: int = 0) -> tuple[int, int]:
         return self._layer.get_mask_sizes(tokens)
 

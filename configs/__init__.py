@@ -14,9 +14,12 @@ from configs.cache import (
 )
 from configs.engine import EngineConfig, preset, presets
 from configs.errors import ConfigError, EngineError
+from configs.quantized import CODECS, CodecFacts, QuantizedCacheConfig
 
 __all__ = [
+    "CODECS",
     "CacheConfig",
+    "CodecFacts",
     "Config",
     "ConfigError",
     "DynamicCacheConfig",
@@ -27,6 +30,7 @@ __all__ = [
     "MambaCacheConfig",
     "NoCacheConfig",
     "PlacedCacheConfig",
+    "QuantizedCacheConfig",
     "SlidingWindowCacheConfig",
     "StaticCacheConfig",
     "nearest",

@@ -79,7 +79,10 @@ KINDS |= {
 
 def options_of(backend: str, kind: Kind) -> dict[str, int]:
     """Those that the backend needs, and those that the kind asks for."""
-    size = {"max_cache_len": SIZE} if caches.recipe(backend).has_a_size else {}
+    recipe = caches.recipe(backend)
+    size = {"max_cache_len": SIZE} if recipe.has_a_size else {}
+    if "residual_length" in recipe.options.option_names():
+        size["residual_length"] = 3  # so that few tokens are enough to encode some
     return size | ({} if kind.window is None else {"window_length": kind.window})
 
 

@@ -36,7 +36,11 @@ def test_a_kind_is_taken_or_refused_with_a_remedy_that_works(backend, kind):
         return
     assert backend in message or "window_length" in message
     remedies = set(re.findall(r"cache='(\w+)'", message)) - {backend}
-    assert remedies or "leave it out" in message or "options" in message or "known:" in message or "choose" in message
+    assert (
+        remedies
+        or "leave it out" in message
+        or any(word in message for word in ("options", "known:", "choose", "did you mean"))
+    )
     for remedy in remedies:
         assert (remedy, kind) in CELLS, message
 
@@ -138,6 +142,8 @@ def test_cropping(trial):
             copied.check()
     refused(trial, trial.crop, -trial.seen - 1, match="cannot be removed")
     if None not in trial.kind.bounds and trial.kind.bounds:
+        trial.step(60)  # nothing is left of so long ago
+        trial.step(9)
         refused(trial, trial.crop, 20, match="Reset the cache and feed the tokens to keep again")
     trial.crop(-trial.seen)
     trial.check()

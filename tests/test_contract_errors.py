@@ -139,8 +139,18 @@ def test_steps_out_of_order(trial):
 
 def test_numbers_that_are_not_finite(trial):
     trial.cache.check_finite()
-    layer = len(trial.kind.specs) - 1 if trial.kind.specs[-1].streams else 1
-    name, held = next(iter(trial.own.layers[layer].content().items()))
-    held[1, ..., -1] = float("nan")
+    specs = trial.kind.specs
+    layer = max(index for index, spec in enumerate(specs) if spec.streams)
+    if KV in specs[layer].streams:
+        name, tokens = "keys", trial.fresh(1)
+        trial.cache.begin(1)
+        trial.forward(tokens, [index for index in range(len(specs)) if index != layer])
+        keys = keys_of(tokens, layer)
+        keys[1, 1] = float("nan")
+        trial.own.update(keys, keys, layer)
+        trial.cache.settle()
+    else:
+        name, held = next(iter(trial.own.layers[layer].content().items()))
+        held[1, ..., -1] = float("nan")
     with pytest.raises(caches.StepError, match=f"layer {layer}: .*numbers of {name} in row 1 are NaN"):
         trial.cache.check_finite()

@@ -1,0 +1,200 @@
+"""How columns of keys and values are written down in few bits. Neither time nor layers are known here.
+
+All codecs give every group of numbers a scale and an offset of its own and keep `codes * scale + offset`. They differ
+in who chooses the codes and in what a group is: neighbouring channels of one column, so that columns are independent of
+each other, or one channel of a block of columns. Rows never share a group.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from configs import CODECS, ConfigError, QuantizedCacheConfig
+
+Parts = dict[str, torch.Tensor]  # [rows, heads, columns or blocks, ...]
+Choice = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # codes [groups, size], scale and offset [groups, 1]
+
+
+class Codec(Protocol):
+    @property
+    def block(self) -> int:
+        """How many columns have to be encoded together; 1 where they are independent of each other."""
+
+    def encode(self, columns: torch.Tensor) -> Parts:
+        """Columns [rows, heads, whole blocks of columns, head_dim] in few bits."""
+
+    def decode(self, parts: Parts, out: torch.Tensor, scratch: torch.Tensor) -> None:
+        """Write whole blocks [rows, heads, columns, head_dim] to `out`; the last one may be cut off in `out`.
+
+        scratch: bytes to work with, as many as `out` has numbers, the width made divisible by 8.
+        """
+
+    def per_block(self, name: str) -> bool:
+        """Whether the part of that name has one entry per block, not one per column."""
+
+
+@dataclass(frozen=True)
+class Affine:
+    """bits: of a code. group: numbers that share a scale and an offset.
+
+    over_columns: a group is one channel of `group` columns; else it is as many neighbouring channels of one column, or
+    the most that divide the head's width. choose: see `CHOICES`. scale_dtype: of scales and offsets, and what decoding
+    computes in; None is the type of the keys.
+    """
+
+    bits: int
+    group: int
+    over_columns: bool
+    choose: Callable[[torch.Tensor, int], Choice]
+    scale_dtype: torch.dtype | None = None
+
+    @property
+    def block(self) -> int:
+        return self.group if self.over_columns else 1
+
+    def per_block(self, name: str) -> bool:
+        return self.over_columns and name != "codes"
+
+    def encode(self, columns: torch.Tensor) -> Parts:
+        rows, heads, count, width = columns.shape
+        size = self.group if self.over_columns else _divisor(width, self.group)
+        grouped = columns.unflatten(2, (-1, size)).transpose(-1, -2) if self.over_columns else columns
+        exact = torch.promote_types(columns.dtype, torch.float32)
+        codes, *beside = self.choose(grouped.reshape(-1, size).to(exact), self.bits)
+        codes = codes if codes.dtype == torch.float8_e4m3fn else codes.to(torch.uint8)
+        codes = codes.view(rows, heads, -1, width, size).transpose(-1, -2) if self.over_columns else codes
+        groups = (rows, heads, -1, width if self.over_columns else width // size)
+        scales = zip(("scale", "offset"), beside, strict=True)
+        dtype = self.scale_dtype or columns.dtype
+        return {"codes": _packed(codes.reshape(rows, heads, count, width), self.bits)} | {
+            name: value.reshape(groups).to(dtype) for name, value in scales if value is not None
+        }
+
+    def decode(self, parts: Parts, out: torch.Tensor, scratch: torch.Tensor) -> None:
+        count, dtype = out.shape[2], parts["scale"].dtype
+        target = out if dtype == out.dtype else torch.empty_like(out, dtype=dtype)
+        target.copy_(_unpacked(parts["codes"], self.bits, scratch)[..., : out.shape[-1]])
+        if not self.over_columns:
+            groups = target.unflatten(-1, (parts["scale"].shape[-1], -1))
+            _apply(groups, {name: part[..., None] for name, part in parts.items()})
+        else:
+            whole = count // self.group
+            pieces = target.split([whole * self.group, count - whole * self.group], dim=2)
+            for piece, blocks in zip(pieces, (slice(whole), slice(whole, None)), strict=True):
+                if piece.shape[2]:
+                    columns = piece.unflatten(2, (-1, min(self.group, piece.shape[2])))
+                    _apply(columns, {name: part[:, :, blocks, None] for name, part in parts.items()})
+        if target is not out:
+            out.copy_(target)
+
+
+def _apply(codes: torch.Tensor, parts: Parts) -> None:
+    codes.mul_(parts["scale"])
+    if "offset" in parts:
+        codes.add_(parts["offset"])
+
+
+def _divisor(width: int, wanted: int) -> int:
+    """The largest group that divides the head's width and is no larger than wanted: 40 of 80 for 64."""
+    return next(size for size in range(min(width, wanted), 0, -1) if width % size == 0)
+
+
+# Codes of less than a byte share bytes with others of the same column: byte i of a column holds channel i, i + width/2,
+# ..., so unpacking writes contiguous pieces. Three bits are two and one.
+
+
+def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    if bits == 8:
+        return codes
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 8))
+    if bits == 3:
+        return torch.cat([_packed(codes & 3, 2), _packed(codes >> 2, 1)], dim=-1)
+    per_byte = 8 // bits
+    pieces = codes.chunk(per_byte, dim=-1)
+    packed = pieces[0].clone()
+    for number, piece in enumerate(pieces[1:], 1):
+        packed |= piece << (bits * number)
+    return packed
+
+
+def _unpacked(packed: torch.Tensor, bits: int, scratch: torch.Tensor) -> torch.Tensor:
+    if bits == 8:
+        return packed
+    if bits == 3:
+        low = _unpacked(packed[..., : scratch.shape[-1] // 4], 2, scratch)
+        return low | (_unpacked(packed[..., scratch.shape[-1] // 4 :], 1, torch.empty_like(scratch)) << 2)
+    per_byte, size = 8 // bits, packed.shape[-1]
+    for number in range(per_byte):
+        piece = scratch[..., number * size : (number + 1) * size]
+        if number:
+            torch.bitwise_right_shift(packed, bits * number, out=piece)
+        if number + 1 < per_byte:
+            torch.bitwise_and(piece if number else packed, 2**bits - 1, out=piece)
+    return scratch[..., : per_byte * size]
+
+
+# Who chooses the codes of groups [groups, size].
+
+
+def _kivi(groups: torch.Tensor, bits: int) -> Choice:
+    """Smallest to largest number in equal steps, as in KIVI (arXiv 2402.02750)."""
+    least, most = groups.aminmax(dim=-1, keepdim=True)
+    scale = ((most - least) / (2**bits - 1)).clamp(min=torch.finfo(groups.dtype).tiny)
+    return ((groups - least) / scale).round().clamp(0, 2**bits - 1), scale, least
+
+
+def _quanto(groups: torch.Tensor, bits: int) -> Choice:
+    from optimum.quanto import MaxOptimizer, qint2, qint4
+
+    scale, shift = MaxOptimizer()(groups, {2: qint2, 4: qint4}[bits], axis=0)
+    scale = scale.where(scale > 0, 1)  # a group of equal numbers
+    codes = torch.ops.quanto.quantize_affine(groups, bits=bits, axis=0, group_size=None, scale=scale, shift=shift)
+    return codes, scale, -shift
+
+
+def _hqq(groups: torch.Tensor, bits: int) -> Choice:
+    from hqq.core.quantize import Quantizer
+
+    # Its optimiser stops when the mean error of all groups does: then a row would depend on its neighbours.
+    codes, meta = Quantizer.quantize(
+        groups, nbits=bits, group_size=groups.shape[-1], axis=1, optimize=False, bitpack=False, device=groups.device
+    )
+    return codes, meta["scale"], -meta["zero"] * meta["scale"]
+
+
+def _fp8(groups: torch.Tensor, bits: int) -> Choice:
+    """Numbers of 8 bits with a floating point, the largest of a group at the end of their range."""
+    most = torch.finfo(torch.float8_e4m3fn).max
+    scale = (groups.abs().amax(dim=-1, keepdim=True) / most).clamp(min=torch.finfo(groups.dtype).tiny)
+    return (groups / scale).to(torch.float8_e4m3fn), scale, None
+
+
+CHOICES: dict[str, Callable[[torch.Tensor, int], Choice]] = {
+    "quanto": _quanto,
+    "hqq": _hqq,
+    "fp8": _fp8,
+    "kivi": _kivi,
+}
+"""By the names of `configs.CODECS`."""
+
+
+def new_codec(options: QuantizedCacheConfig, name: str) -> Affine:
+    """The codec for "keys" or "values". Raises `ConfigError` when the library it needs is not installed."""
+    facts = CODECS[options.backend]
+    if facts.package is not None and importlib.util.find_spec(facts.package) is None:
+        raise ConfigError(
+            f"backend={options.backend!r} needs the package {facts.distribution}, which is not installed: "
+            f"pip install {facts.distribution}, or choose backend='kivi' or 'fp8', which need none"
+        )
+    return Affine(
+        bits=options.bits,
+        group=options.group,
+        over_columns=options.groups_over_columns(name),
+        choose=CHOICES[options.backend],
+        scale_dtype=None if options.compute_dtype is None else getattr(torch, options.compute_dtype),
+    )

@@ -1,0 +1,189 @@
+"""A store whose older columns are encoded: the most recent ones stay in full, and every column is encoded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import ClassVar
+
+import torch
+
+from caches.blocks import BlockTimeline, Run
+from caches.codec import Codec, Parts
+from caches.errors import StepError
+from caches.residency import Buffer
+from caches.stage import Stage
+
+_PIECE = 2048  # columns that are decoded at a time: what is unpacked of them stays in a processor's cache
+
+
+class QuantizedStore:
+    """See `Store`. The parts of the codec are kept in buffers of their own, wherever `new_buffer` puts them.
+
+    name: by which the scratch that the columns are decoded into is shared with other layers; None never shares it,
+    for models that read a layer's keys after other layers have computed.
+    """
+
+    fixed: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        timeline: BlockTimeline,
+        stage: Stage,
+        codec: Codec,
+        name: str | None,
+        new_buffer: Callable[[], Buffer],
+    ):
+        self.timeline, self.stage, self.codec = timeline, stage, codec
+        self._name, self._new_buffer = name, new_buffer
+        self.parts: dict[str, Buffer] = {}
+        self.residual: torch.Tensor | None = None
+        self._tail: torch.Tensor | None = None  # of a step that encodes: what stays in full of it
+
+    def append(self, new: torch.Tensor) -> torch.Tensor:
+        timeline = self.timeline
+        timeline.take_rows(new.shape[0])
+        if self.residual is None:
+            self.residual = _empty(new, timeline.residual_room)
+        self._check_alike(self.residual, new)
+        kept, encoding = timeline.residual, timeline.encoding
+        if encoding == 0:
+            self.residual[:, :, kept : kept + new.shape[2]] = new
+            exact = self.residual[:, :, : kept + new.shape[2]]
+        else:
+            exact = torch.cat([self.residual[:, :, :kept], new], dim=2) if kept else new
+            self._encode(exact[:, :, :encoding], timeline.encoded, timeline.blocks)
+            self._tail = exact[:, :, encoding:].clone()
+        return self._read(exact, self._name)
+
+    def _encode(self, columns: torch.Tensor, column: int, block: int) -> None:
+        """Write whole blocks behind those there are. Nobody sees them before the timeline has settled."""
+        for name, part in self.codec.encode(columns).items():
+            begin, room = (block, 0) if self.codec.per_block(name) else (column, self.timeline.room)
+            room = max(room, begin + part.shape[2])
+            if name not in self.parts:
+                self.parts[name] = self._new_buffer()
+                self.parts[name].open(part, room)
+            self.parts[name].reserve(room, keep=begin)
+            self.parts[name].write(begin, part)
+
+    def _read(self, exact: torch.Tensor, scratch: str | None) -> torch.Tensor:
+        """The columns held in full: what is encoded, decoded, then `exact`."""
+        timeline = self.timeline
+        begin, block = timeline.evicted
+        if begin >= timeline.encoded:
+            return exact[:, :, max(0, timeline.start - timeline.encoded) :]
+        decoded = timeline.encoded - begin
+        rows, heads, count, width = exact.shape
+        # As large as there is room, or it would be a larger one for every token.
+        shape = (timeline.room, rows, heads, width)
+        if scratch is None:
+            out = exact.new_empty((decoded + count, *shape[1:])).permute(1, 2, 0, 3)
+        else:
+            out = self.stage.scratch(scratch, shape, exact.dtype, exact.device).permute(1, 2, 0, 3)
+        parts = {name: buffer.read(*self._range(name, begin, block)) for name, buffer in self.parts.items()}
+        for run in timeline.runs:
+            self._decode(run, begin, block, parts, out)
+        out[:, :, decoded : decoded + count] = exact
+        return out[:, :, timeline.start - begin : decoded + count]
+
+    def _range(self, name: str, begin: int, block: int) -> tuple[int, int]:
+        """Of a part: where the columns from `begin` on are, which are in the blocks from `block` on."""
+        return (block, self.timeline.blocks) if self.codec.per_block(name) else (begin, self.timeline.encoded)
+
+    def _decode(self, run: Run, begin: int, block: int, parts: Parts, out: torch.Tensor) -> None:
+        """Decode the columns of `run` into `out`, which begins with the columns and blocks that `parts` begin with."""
+        size = self.timeline.block
+        rows, heads, _, width = out.shape
+        piece = -(-_PIECE // size) * size
+        codes = self.stage.scratch(
+            "codes", (rows, heads, min(piece, self.timeline.room), -(-width // 8) * 8), torch.uint8, out.device
+        )
+        for skipped in range(max(0, begin - run.column), run.columns, piece):  # from whole blocks to whole blocks
+            columns = min(piece, run.columns - skipped)
+            first, first_block = run.column + skipped - begin, run.block + skipped // size - block
+            blocks = slice(first_block, first_block - (-columns // size))
+            ranges = {True: blocks, False: slice(first, first + columns)}
+            chosen = {name: part[:, :, ranges[self.codec.per_block(name)]] for name, part in parts.items()}
+            self.codec.decode(chosen, out[:, :, first : first + columns], codes[:, :, :columns])
+
+    def _check_alike(self, residual: torch.Tensor, new: torch.Tensor) -> None:
+        heads_and_width = (residual.shape[1], residual.shape[3])
+        if (new.shape[1], new.shape[3]) != heads_and_width or new.dtype != residual.dtype:
+            raise StepError(
+                f"the layer holds {heads_and_width[0]} heads of {heads_and_width[1]} numbers in {residual.dtype}, but "
+                f"the step has {new.shape[1]} heads of {new.shape[3]} in {new.dtype}: a cache belongs to one model"
+            )
+
+    def reserve(self, room: int) -> None:
+        for name, buffer in self.parts.items():
+            if not self.codec.per_block(name):
+                buffer.reserve(room, keep=self.timeline.encoded)
+
+    def compact(self) -> None:
+        columns, blocks = self.timeline.evicted
+        for name, buffer in self.parts.items():
+            if self.codec.per_block(name):
+                buffer.shift(blocks, self.timeline.blocks)
+            else:
+                buffer.shift(columns, self.timeline.encoded)
+
+    def settle(self, drop: int) -> None:
+        if self._tail is not None and self.residual is not None:
+            kept = max(0, self._tail.shape[2] - drop)
+            self.residual[:, :, :kept] = self._tail[:, :, :kept]
+        self._tail = None
+
+    def abort(self) -> None:
+        self._tail = None
+
+    def rows(self, index: torch.Tensor) -> None:
+        for name, buffer in self.parts.items():
+            buffer.rows(index, self._range(name, 0, 0)[1])
+        if self.residual is not None:
+            with torch.inference_mode(False):
+                self.residual = self.residual.index_select(0, index.to(self.residual.device))
+
+    def reset(self) -> None:
+        self.parts.clear()
+        self.residual = self._tail = None
+
+    def committed(self) -> torch.Tensor | None:
+        if self.residual is None or self.timeline.rows is None:
+            return None
+        return self._read(self.residual[:, :, : self.timeline.residual], None)
+
+    def load(self, columns: torch.Tensor) -> None:
+        self.reset()
+        encoded = self.timeline.encoded
+        self.residual = _empty(columns, self.timeline.residual_room)
+        self.residual[:, :, : columns.shape[2] - encoded] = columns[:, :, encoded:]
+        if encoded:
+            self._encode(columns[:, :, :encoded], 0, 0)
+
+    def written(self) -> dict[str, torch.Tensor]:
+        if self.residual is None:
+            return {}
+        ends = {name: self._range(name, 0, 0)[1] for name in self.parts}
+        parts = {name: buffer.read(0, ends[name]) for name, buffer in self.parts.items() if ends[name]}
+        return parts | {"residual": self.residual}
+
+    def load_written(self, written: dict[str, torch.Tensor]) -> None:
+        self.reset()
+        residual = written["residual"]
+        self.residual = residual.clone()
+        for name, part in written.items():
+            if name != "residual":
+                buffer = self.parts[name] = self._new_buffer()
+                buffer.open(part, part.shape[2])
+                buffer.write(0, part)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for buffer in self.parts.values():
+            yield from buffer.tensors()
+        if self.residual is not None:
+            yield self.residual
+
+
+def _empty(like: torch.Tensor, columns: int) -> torch.Tensor:
+    with torch.inference_mode(False):  # or nobody could continue this cache outside of inference mode
+        return like.new_empty((*like.shape[:2], columns, like.shape[3]))

@@ -1,0 +1,297 @@
+"""Where the columns of a tensor live between uses: on the device that computes, in host memory, in a file.
+
+A buffer is a tensor [rows, heads, columns, width] of any data type. In memory its columns lie outermost, whatever the
+shape says: then any run of columns is one piece, new columns go behind the others, and more room is more of the same.
+It knows nothing of time, layers or models, and never decides what is kept.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import mmap
+import os
+import shutil
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from caches.errors import CapacityError
+
+_PIECE_BYTES = 2**24  # what is rearranged in place goes through a copy of about this size
+_GIB = 2**30
+
+B = TypeVar("B", bound="Buffer")
+
+
+class Buffer(ABC):
+    """Columns somewhere. `open` it before anything else.
+
+    place: "device", "host" or "disk". device: where what is written comes from and what is read is put.
+    """
+
+    place: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None  # flat, of at least `_room` columns
+        self._shape: tuple[int, int, int] | None = None  # rows in use, heads, width
+        self._room = 0  # columns that there is memory for, of so many rows where that is more than are in use:
+        self._rows_room: int | None = None
+        self.device = torch.device("cpu")
+        self.dtype = torch.float32
+
+    # Room.
+
+    @property
+    def shape(self) -> tuple[int, int, int] | None:
+        """Rows in use, heads and width; None while it is not open."""
+        return self._shape
+
+    def open(self, like: torch.Tensor, columns: int, rows: int | None = None) -> None:
+        """Hold nothing yet, with room for `columns` of the rows, heads, width and type of `like` [rows, heads, any, width].
+
+        rows: room for so many of them at any time, or more than there are in `like` now. When this raises, nothing has
+        changed. A buffer that was open keeps its memory where that is enough.
+        """
+        shape = (like.shape[0], like.shape[1], like.shape[3])
+        fits = self._memory is not None and (self.device, self.dtype) == (like.device, like.dtype)
+        numbers = columns * (rows or shape[0]) * shape[1] * shape[2]
+        if self._memory is None or not fits or self._memory.numel() < numbers:
+            self.wait()
+            self._memory = self._allocate(numbers, like.dtype, like.device, None)
+        self.device, self.dtype, self._shape = like.device, like.dtype, shape
+        self._rows_room, self._room = rows, columns
+
+    def reserve(self, columns: int, keep: int) -> None:
+        """Have room for `columns`; the first `keep` stay. When this raises, nothing has changed."""
+        assert self._shape is not None
+        self._have(columns, self._shape[0], keep)
+        self._room = max(self._room, columns)
+
+    def _have(self, columns: int, rows: int, keep: int) -> None:
+        assert self._shape is not None
+        assert self._memory is not None
+        numbers = columns * (self._rows_room or rows) * self._shape[1] * self._shape[2]
+        if self._memory.numel() < numbers:
+            self.wait()
+            kept = self._memory[: self.numbers(keep)]
+            self._memory = self._allocate(numbers, self.dtype, self.device, kept)
+
+    @abstractmethod
+    def _allocate(
+        self, numbers: int, dtype: torch.dtype, device: torch.device, kept: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Flat memory of at least so many numbers that begins with `kept`, which is the memory of before."""
+
+    def space(self, memory: torch.Tensor, columns: int) -> torch.Tensor:
+        """Flat `memory` as so many columns of this buffer, laid out as it keeps them."""
+        return _rows_first(self._laid_out(memory, columns))
+
+    def numbers(self, columns: int) -> int:
+        """How many numbers so many columns are."""
+        assert self._shape is not None
+        return columns * math.prod(self._shape)
+
+    def _laid_out(self, memory: torch.Tensor, columns: int) -> torch.Tensor:
+        assert self._shape is not None
+        return memory[: self.numbers(columns)].view(columns, *self._shape)
+
+    def _columns(self, begin: int, end: int) -> torch.Tensor:
+        """[columns, rows, heads, width]"""
+        assert self._memory is not None
+        return self._laid_out(self._memory, end)[begin:]
+
+    # Columns.
+
+    def write(self, begin: int, new: torch.Tensor) -> None:
+        """Columns from `begin` on become `new` [rows, heads, columns, width]. On an accelerator it may take its time."""
+        columns = _columns_first(new).contiguous()  # as one piece it is one copy
+        self._columns(begin, begin + len(columns)).copy_(columns, non_blocking=True)
+
+    def read(self, begin: int, end: int, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Columns [begin, end) on `device`, in order with what that does next.
+
+        Where they have to be copied it is into the first columns of `into` (see `space`), or into a new tensor.
+        """
+        columns = self._columns(begin, end)
+        if into is None:
+            return _rows_first(columns.to(self.device, non_blocking=True, copy=True))
+        target = _columns_first(into)[: end - begin]
+        return _rows_first(target.copy_(columns, non_blocking=True))
+
+    def rows(self, index: torch.Tensor, end: int) -> None:
+        """Row i becomes a copy of row `index[i]`, in the columns before `end`."""
+        assert self._shape is not None
+        assert self._memory is not None
+        index = index.to(self._memory.device)
+        if self._memory.device.type == "cpu" and index.tolist() == list(range(self._shape[0])):
+            return
+        rows, count = self._shape[0], len(index)
+        self.wait()
+        self._have(self._room, count, end)
+        old, self._shape = self._columns(0, end), (count, *self._shape[1:])
+        new = self._columns(0, end)
+        step = max(1, _PIECE_BYTES * end // max(1, max(old.nbytes, new.nbytes)))
+        begins = range(0, end, step)
+        # In this order no column is overwritten before it was read, although both lie in the same memory.
+        for begin in reversed(begins) if count > rows else begins:
+            new[begin : begin + step] = old[begin : begin + step].index_select(1, index)
+
+    def shift(self, begin: int, end: int) -> None:
+        """Move columns [begin, end) to the front. Must not fail."""
+        if begin:
+            self.wait()
+            columns = self._columns(0, end)
+            # In pieces no longer than the distance they move: source and target never overlap, nothing is allocated.
+            for first in range(begin, end, begin):
+                piece = columns[first : first + begin]
+                columns[first - begin : first - begin + len(piece)] = piece
+
+    def clear(self) -> None:
+        """Hold nothing and keep no memory."""
+        self.wait()
+        self._memory = self._shape = self._rows_room = None
+        self._room = 0
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All memory that it keeps, flat."""
+        if self._memory is not None:
+            yield self._memory
+
+    def wait(self) -> None:
+        """Until the device has done what it was told about memory that the host is going to touch."""
+
+    def __deepcopy__(self: B, memo: dict[int, Any]) -> B:
+        self.wait()
+        other = memo[id(self)] = copy.copy(self)
+        other._forget_memory()
+        if self._memory is not None:
+            other._memory = other._allocate(self._memory.numel(), self.dtype, self.device, None)
+            other._memory.copy_(self._memory)
+        return other
+
+    def _forget_memory(self) -> None:
+        self._memory = None
+
+
+class DeviceBuffer(Buffer):
+    """Columns where the model computes: what is read are they themselves."""
+
+    place: ClassVar[str] = "device"
+
+    def _allocate(
+        self, numbers: int, dtype: torch.dtype, device: torch.device, kept: torch.Tensor | None
+    ) -> torch.Tensor:
+        return _begun_with(kept, _empty(numbers, dtype, device))
+
+    def read(self, begin: int, end: int, into: torch.Tensor | None = None) -> torch.Tensor:
+        return _rows_first(self._columns(begin, end))
+
+
+class HostBuffer(Buffer):
+    """Columns in host memory, pinned where an accelerator computes: then copies need not wait for each other."""
+
+    place: ClassVar[str] = "host"
+
+    def _allocate(
+        self, numbers: int, dtype: torch.dtype, device: torch.device, kept: torch.Tensor | None
+    ) -> torch.Tensor:
+        pinned = device.type != "cpu"
+        if pinned:  # torch takes a power of two of pinned bytes in any case
+            numbers = (1 << (numbers * dtype.itemsize - 1).bit_length()) // dtype.itemsize
+        return _begun_with(kept, _empty(numbers, dtype, torch.device("cpu"), pinned))
+
+    def wait(self) -> None:
+        _synchronize(self.device)
+
+
+class DiskBuffer(Buffer):
+    """Columns in a file of `folder` that has no name, so that nothing stays behind whatever happens to the process.
+
+    Its bytes are reserved before they are used: a full disk is an error here, and not a signal later.
+    """
+
+    place: ClassVar[str] = "disk"
+
+    def __init__(self, folder: str | None = None) -> None:
+        super().__init__()
+        self.folder = folder or tempfile.gettempdir()
+        self._file: Any = None
+
+    def _allocate(
+        self, numbers: int, dtype: torch.dtype, device: torch.device, kept: torch.Tensor | None
+    ) -> torch.Tensor:
+        size = max(1, numbers) * dtype.itemsize
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)
+            held = os.fstat(self._file.fileno()).st_size
+            try:
+                if size > held:
+                    _reserve(self._file.fileno(), held, size - held)
+            except OSError:
+                os.ftruncate(self._file.fileno(), held)
+                raise
+            mapped = mmap.mmap(self._file.fileno(), size)
+        except OSError as error:
+            raise CapacityError(self._why_not(size, error)) from error
+        with torch.inference_mode(False):
+            return torch.frombuffer(mapped, dtype=dtype)  # of the same file: what was kept is there
+
+    def _why_not(self, size: int, error: OSError) -> str:
+        free = (
+            f"{shutil.disk_usage(self.folder).free:,} bytes are free"
+            if os.path.isdir(self.folder)
+            else "it is not a folder"
+        )
+        return (
+            f"a tensor of the cache needs a file of {size:,} bytes in {self.folder}, where {free}: {error.strerror}. "
+            "Choose another `folder`, free some space, or generate fewer tokens or rows"
+        )
+
+    def clear(self) -> None:
+        super().clear()
+        self._file = None
+
+    def _forget_memory(self) -> None:
+        super()._forget_memory()
+        self._file = None
+
+    def wait(self) -> None:
+        _synchronize(self.device)
+
+
+def _reserve(file: int, begin: int, size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, begin, size)
+        return
+    zeros = bytes(_PIECE_BYTES)  # systems that can only be asked by writing
+    for offset in range(begin, begin + size, _PIECE_BYTES):
+        os.pwrite(file, zeros[: begin + size - offset], offset)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _empty(numbers: int, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> torch.Tensor:
+    with torch.inference_mode(False):  # or nobody could continue this cache outside of inference mode
+        return torch.empty(numbers, dtype=dtype, device=device, pin_memory=pinned)
+
+
+def _begun_with(kept: torch.Tensor | None, memory: torch.Tensor) -> torch.Tensor:
+    if kept is not None:
+        memory[: len(kept)] = kept
+    return memory
+
+
+def _rows_first(columns: torch.Tensor) -> torch.Tensor:
+    return columns.permute(1, 2, 0, 3)
+
+
+def _columns_first(columns: torch.Tensor) -> torch.Tensor:
+    return columns.permute(2, 0, 1, 3)

@@ -1,0 +1,106 @@
+"""What the codecs of quantized caches can do, and the options of those caches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from configs.base import nearest, require_positive
+from configs.cache import PlacedCacheConfig
+from configs.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class CodecFacts:
+    """What a codec library can do.
+
+    bits: those of a code that it supports, the first is the default. axes: what its axes mean: whether a group is one
+    channel of a block of columns, not neighbouring channels of one column; the first is the default. package: the
+    module to import, None for torch alone; distribution: its name for pip. group: numbers in a group by default.
+    """
+
+    bits: tuple[int, ...]
+    axes: dict[int, bool]
+    package: str | None = None
+    distribution: str | None = None
+    group: int = 64
+
+
+CODECS = {
+    "quanto": CodecFacts((4, 2), {0: False, -1: True}, "optimum.quanto", "optimum-quanto"),
+    "hqq": CodecFacts((4, 1, 2, 3, 8), {1: False, 0: True}, "hqq", "hqq"),
+    "fp8": CodecFacts((8,), {}),
+    "kivi": CodecFacts((4, 2, 3, 8), {}, group=32),
+}
+"""The backends of a quantized cache. fp8 groups neighbouring channels; kivi keys over columns, values over channels."""
+
+
+@dataclass(frozen=True)
+class QuantizedCacheConfig(PlacedCacheConfig):
+    """Keys and values in few bits, the most recent ones in full.
+
+    backend: one of `CODECS`. nbits: of a number; None is 4, of fp8 8.
+    axis_key, axis_value: what a group is, as the library counts axes: of quanto 0 and of hqq 1, the defaults, it is
+        neighbouring channels of one token, of quanto -1 and of hqq 0 one channel of q_group_size tokens. fp8 and kivi
+        have none to choose.
+    q_group_size: numbers that share a scale: 64, of kivi 32; where it does not divide the head's width, the largest
+        number below that does. residual_length: the most recent tokens that stay in full.
+    compute_dtype: of scales and of the arithmetic of decoding; None is the model's.
+    """
+
+    name: ClassVar[str] = "quantized"
+    backend: str = "quanto"
+    nbits: int | None = None
+    axis_key: int | None = None
+    axis_value: int | None = None
+    q_group_size: int | None = None
+    residual_length: int = 128
+    compute_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.backend, str):
+            object.__setattr__(self, "backend", self.backend.lower())  # transformers writes "HQQ" too
+        super().__post_init__()
+
+    def validate(self) -> None:
+        super().validate()
+        require_positive(type(self).__name__, q_group_size=self.q_group_size, nbits=self.nbits)
+        if self.backend not in CODECS:
+            raise ConfigError(f"there is no codec named {self.backend!r}; {nearest(self.backend, list(CODECS))}")
+        facts = CODECS[self.backend]
+        if self.nbits is not None and self.nbits not in facts.bits:
+            raise ConfigError(
+                f"backend={self.backend!r} cannot write {self.nbits} bits, only {_either(sorted(facts.bits))}: "
+                "choose one of them, or another backend"
+            )
+        for name, axis in (("axis_key", self.axis_key), ("axis_value", self.axis_value)):
+            if axis is not None and not facts.axes:
+                raise ConfigError(f"{name}={axis}, but the groups of backend={self.backend!r} are fixed: leave it out")
+            if axis is not None and axis not in facts.axes:
+                raise ConfigError(
+                    f"{name}={axis}, but backend={self.backend!r} has the axes {_either(sorted(facts.axes))}"
+                )
+        if self.residual_length < 0:
+            raise ConfigError(f"residual_length={self.residual_length}, but it counts tokens: 0 or more")
+        if self.compute_dtype not in (None, "float16", "bfloat16", "float32", "float64"):
+            raise ConfigError(f"compute_dtype={self.compute_dtype!r} is no floating-point type to decode in")
+
+    @property
+    def bits(self) -> int:
+        return CODECS[self.backend].bits[0] if self.nbits is None else self.nbits
+
+    @property
+    def group(self) -> int:
+        """Numbers that share a scale, at most."""
+        return CODECS[self.backend].group if self.q_group_size is None else self.q_group_size
+
+    def groups_over_columns(self, name: str) -> bool:
+        """Whether a group of "keys" or "values" is one channel of a block of tokens."""
+        axes, axis = CODECS[self.backend].axes, self.axis_key if name == "keys" else self.axis_value
+        if not axes:
+            return self.backend == "kivi" and name == "keys"
+        return next(iter(axes.values())) if axis is None else axes[axis]
+
+
+def _either(values: list[int]) -> str:
+    return ", ".join(map(str, values))
