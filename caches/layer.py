@@ -165,6 +165,11 @@ class Layer:
         return {} if self.state is None else self.state.numbered(RECURRENT)
 
     @property
+    def encodes(self) -> bool:
+        """Whether its keys and values are kept in fewer bits than they come in."""
+        return any(store.encodes for store in self.stores.values())
+
+    @property
     def is_initialized(self) -> bool:
         return next(self.tensors(), None) is not None
 

@@ -24,6 +24,7 @@ class QuantizedStore:
     """
 
     fixed: ClassVar[bool] = False
+    encodes: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -307,6 +307,11 @@ class Steps(Face):
         return next((t.rows for t in self._timelines if t.rows is not None), -1)
 
     @property
+    def encodes(self) -> bool:
+        """Whether some of it is kept in fewer bits than it came in."""
+        return any(layer.encodes for layer in self.layers)
+
+    @property
     def imposes_windows(self) -> bool:
         return any(self.imposed_window(index) is not None for index in range(len(self.layers)))
 

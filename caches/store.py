@@ -17,9 +17,10 @@ from caches.timeline import Timeline
 
 
 class Store(Protocol):
-    """One stream of one layer. fixed: its tensors never move."""
+    """One stream of one layer. fixed: its tensors never move. encodes: they hold fewer bits than come in."""
 
     fixed: ClassVar[bool]
+    encodes: ClassVar[bool]
 
     def append(self, new: torch.Tensor) -> torch.Tensor:
         """Inside the forward: add `new` [rows, heads, pending, head_dim]; returns what attention reads."""
@@ -62,6 +63,7 @@ class GrowingStore:
     """Room is made as columns come (geometrically: the timeline decides) and written in place."""
 
     fixed: ClassVar[bool] = False
+    encodes: ClassVar[bool] = False
 
     def __init__(self, timeline: Timeline):
         self.timeline = timeline

@@ -20,6 +20,8 @@ from caches.timeline import Timeline
 class WrappedLayer:
     """One of transformers' layers that takes part in begin, settle, abort and rows. See `Layer` for what they mean."""
 
+    encodes = False
+
     def __init__(self, spec: LayerSpec, timeline: Timeline):
         assert spec.new_layer is not None
         self.spec, self.timeline = spec, timeline

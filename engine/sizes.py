@@ -41,19 +41,26 @@ def cache_bytes(model: PreTrainedModel, name: str, tokens: int, rows: int = 1, *
         return 0
     cache.reserve(tokens)
     # Where room is made at once, few tokens tell as much as all of them: recurrences are slow even without numbers.
-    makes_room = isinstance(cache, caches.Cache) and not any(spec.reach.kind == "own" for spec in cache.specs)
+    # Not where a codec encodes what is older than that, or a model's own layer decides.
+    makes_room = (
+        isinstance(cache, caches.Cache)
+        and not cache.encodes
+        and not any(spec.reach.kind == "own" for spec in cache.specs)
+    )
     fed = min(tokens, _FEW) if makes_room else tokens
-    cache.begin(fed)
-    ids = torch.zeros(rows, fed, dtype=torch.long, device="meta")
     takes = inspect.signature(model.forward).parameters
     inputs = {"cache_params" if "cache_params" in takes else "past_key_values": cache.handle}
-    if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = ids
     if model.main_input_name != "input_ids":
         raise InputError(
             f"{type(model).__name__} reads {model.main_input_name}: what it keeps of them is not known here"
         )
-    with torch.no_grad():
-        model(ids, **inputs, use_cache=True)
-    cache.settle()
+    # The last token by itself: what a cache only needs to read what it holds is there then too.
+    for count in (fed - 1, 1) if fed > 1 else (1,):
+        ids = torch.zeros(rows, count, dtype=torch.long, device="meta")
+        if model.config.is_encoder_decoder:
+            inputs["decoder_input_ids"] = ids
+        cache.begin(count)
+        with torch.no_grad():
+            model(ids, **inputs, use_cache=True)
+        cache.settle()
     return cache.bytes

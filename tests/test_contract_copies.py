@@ -31,10 +31,6 @@ def storage(cache) -> dict[int, int]:
     return found
 
 
-def encodes(cache) -> bool:
-    return any(hasattr(store, "codec") for layer in cache.layers for store in getattr(layer, "stores", {}).values())
-
-
 @each_cell
 def test_bytes(trial):
     assert trial.cache.bytes == 0
@@ -52,7 +48,7 @@ def test_bytes(trial):
         most = [1.5 * one.nbytes + 64 * one[:, :, :1].nbytes if one.ndim == 4 else 4 * one.nbytes for one in held]
         staged = sum(tensor.nbytes for part in trial.cache.parts for tensor in part.stage.tensors())
         # A codec's scales are as many bytes as the two numbers they are for here.
-        assert sizes[-1] <= sum(most) * (1.25 if encodes(trial.cache) else 1) + staged
+        assert sizes[-1] <= sum(most) * (1.25 if trial.own.encodes else 1) + staged
     if trial.kind.takes_back_in_part and trial.last_step:
         trial.step(5, drop=2)
         assert trial.cache.bytes == sum(storage(trial.cache).values())

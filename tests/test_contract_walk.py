@@ -53,9 +53,10 @@ def walk(trial, seed, operations=60):
             if operation == "feed":
                 trial.feed(count)
             else:
-                trial.forward(trial.fresh(count), range(draw.randint(0, trial.last_layer)))
+                reached = draw.randint(0, trial.last_layer)
+                trial.forward(trial.fresh(count), range(reached))
                 trial.cache.crop(0)
-                trial.last_step = 0
+                trial.last_step = 0 if reached else trial.last_step
         elif operation == "copy":
             trial = copy.deepcopy(trial)
         elif operation == "join" and trial.seen:

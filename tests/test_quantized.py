@@ -1,0 +1,359 @@
+"""Quantized caches: what the codecs write, that it is written once, and that everything around them loses nothing."""
+
+import importlib.util
+import random
+
+import pytest
+import torch
+from architectures import prompt, tiny_model
+from contract import KINDS, is_taken
+from test_contract_walk import walk
+from trial import Trial
+
+import caches
+import configs
+import engine
+from caches import backends
+from caches.codec import CHOICES, Affine, new_codec
+from configs import CODECS, ConfigError, QuantizedCacheConfig
+
+WRITINGS = [
+    {"backend": "quanto"},
+    {"backend": "quanto", "nbits": 2, "axis_key": -1, "axis_value": -1, "q_group_size": 16},
+    {"backend": "hqq", "nbits": 1},
+    {"backend": "hqq", "nbits": 2, "q_group_size": 4},
+    {"backend": "hqq", "nbits": 3, "axis_key": 0, "q_group_size": 8},
+    {"backend": "hqq", "nbits": 8, "axis_key": 0, "axis_value": 0, "q_group_size": 8},
+    {"backend": "fp8"},
+    {"backend": "kivi", "nbits": 2, "q_group_size": 8},
+    {"backend": "kivi", "nbits": 3, "q_group_size": 8},
+]
+each_writing = pytest.mark.parametrize("options", WRITINGS, ids=lambda options: "-".join(map(str, options.values())))
+
+
+def columns_like_keys(rows=2, heads=2, count=64, width=32, seed=0):
+    """[rows, heads, count, width] with channels of different sizes, as keys have."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.rand(width, generator=generator) * 4
+    return torch.randn(rows, heads, count, width, generator=generator) * sizes + sizes
+
+
+def written_and_read(codec: Affine, columns: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(columns)
+    codec.decode(codec.encode(columns), out, torch.empty(*out.shape[:3], -(-out.shape[3] // 8) * 8, dtype=torch.uint8))
+    return out
+
+
+# What is written.
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize(("axis", "over_columns"), [(0, False), (-1, True)])
+def test_quanto_writes_what_the_library_does(axis, over_columns, bits):
+    from optimum.quanto import MaxOptimizer, qint2, qint4
+    from optimum.quanto.tensor.grouped import ungroup
+
+    columns = columns_like_keys(rows=1, count=16, width=16)
+    flat = columns[0].permute(1, 0, 2).reshape(16, -1)  # columns outermost
+    scale, shift = MaxOptimizer()(flat, {2: qint2, 4: qint4}[bits], axis, group_size=16)
+    codes = torch.ops.quanto.quantize_affine(flat, bits=bits, axis=axis, group_size=16, scale=scale, shift=shift)
+    theirs = ungroup(codes * scale - shift, axis=axis, orig_shape=flat.shape).view(16, 2, 16).permute(1, 0, 2)
+    ours = written_and_read(Affine(bits, 16, over_columns, CHOICES["quanto"]), columns)
+    assert torch.allclose(ours[0], theirs, atol=1e-5)
+    assert not torch.allclose(ours[0], columns[0], atol=1e-2)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(("axis", "over_columns"), [(1, False), (0, True)])
+def test_hqq_writes_what_the_library_does(axis, over_columns, bits):
+    from hqq.core.quantize import Quantizer
+
+    columns = columns_like_keys(rows=1, count=16, width=16)
+    flat = columns[0].permute(1, 0, 2).reshape(16, -1)
+    more = {"nbits": bits, "group_size": 16, "axis": axis, "optimize": False, "device": "cpu"}
+    codes, meta = Quantizer.quantize(flat, **more, bitpack=False)
+    theirs = Quantizer.dequantize(codes, meta | {"compute_dtype": torch.float32}).view(16, 2, 16).permute(1, 0, 2)
+    ours = written_and_read(Affine(bits, 16, over_columns, CHOICES["hqq"]), columns)
+    assert torch.allclose(ours[0], theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("over_columns", [False, True])
+def test_equal_steps_from_the_least_to_the_greatest(over_columns, bits):
+    """Half a step is the largest error, and the ends of every group are exact: as KIVI has it."""
+    columns = columns_like_keys(count=24, width=24)
+    found = written_and_read(Affine(bits, 8, over_columns, CHOICES["kivi"]), columns)
+    groups = columns.unflatten(2, (-1, 8)).transpose(-1, -2) if over_columns else columns.unflatten(3, (-1, 8))
+    step = (groups.amax(-1) - groups.amin(-1)) / (2**bits - 1)
+    errors = (found - columns).abs()
+    errors = errors.unflatten(2, (-1, 8)).transpose(-1, -2) if over_columns else errors.unflatten(3, (-1, 8))
+    assert (errors <= step[..., None] / 2 * 1.001 + 1e-6).all()
+    assert (errors.amax(-1) > step / 8).float().mean() > 0.9
+
+
+def test_fp8_keeps_four_significant_bits():
+    columns = columns_like_keys()
+    error = (written_and_read(Affine(8, 32, False, CHOICES["fp8"]), columns) - columns).abs()
+    assert (error <= columns.abs() / 16 + columns.abs().amax(-1, keepdim=True) / 448).all()
+    big = torch.full((1, 1, 8, 8), 144.0)  # a scale of each group: nothing is frozen at what came first
+    assert torch.allclose(written_and_read(Affine(8, 8, False, CHOICES["fp8"]), big), big, rtol=0.05)
+
+
+@pytest.mark.parametrize("value", [0.0, -3.5])
+@each_writing
+def test_a_group_of_equal_numbers(options, value):
+    config = QuantizedCacheConfig(**options)
+    for name in ("keys", "values"):
+        columns = torch.full((1, 2, 16, 16), value)
+        assert torch.allclose(written_and_read(new_codec(config, name), columns), columns, atol=1e-3)
+
+
+def test_kivi_groups_keys_over_columns_and_values_over_channels():
+    config = QuantizedCacheConfig(backend="kivi", nbits=2)
+    keys, values = new_codec(config, "keys"), new_codec(config, "values")
+    assert (keys.over_columns, values.over_columns, keys.group, values.group) == (True, False, 32, 32)
+    columns = columns_like_keys()  # channels of different sizes: what keys are like
+    errors = [(written_and_read(codec, columns) - columns).abs().mean() for codec in (keys, values)]
+    assert errors[0] < errors[1] / 1.3
+
+
+@pytest.mark.parametrize(("width", "group"), [(80, 40), (96, 48), (64, 64), (20, 20), (7, 7), (128, 64)])
+def test_a_group_divides_the_heads_width(width, group):
+    config = QuantizedCacheConfig()
+    parts = new_codec(config, "keys").encode(columns_like_keys(width=width))
+    assert parts["scale"].shape[-1] == width // group
+    assert written_and_read(new_codec(config, "keys"), columns_like_keys(width=width)).isfinite().all()
+
+
+def test_scales_in_a_type_of_their_own():
+    columns = columns_like_keys()
+    full, half = (new_codec(QuantizedCacheConfig(compute_dtype=dtype), "keys") for dtype in (None, "float16"))
+    assert full.encode(columns)["scale"].dtype == torch.float32
+    assert half.encode(columns)["scale"].dtype == torch.float16
+    assert torch.allclose(written_and_read(full, columns), written_and_read(half, columns), atol=0.03)
+
+
+# That it is written once.
+
+
+def fed(cache, columns: torch.Tensor, steps: list[int]) -> torch.Tensor:
+    """Keys and their negative as values, in steps; returns the keys that the cache then holds."""
+    for part in columns.split(steps, dim=2):
+        cache.begin(part.shape[2])
+        cache.update(part, -part, 0)
+        cache.settle()
+    return cache.layers[0].keys
+
+
+def quantized(**options) -> caches.Cache:
+    recipe = caches.recipe("quantized")
+    return recipe.build([KINDS["full"].specs[0]], recipe.options(**{"residual_length": 8, **options}))
+
+
+@each_writing
+def test_the_error_does_not_grow(options):
+    """However many blocks were encoded since: transformers encodes all of them again each time."""
+    cache, columns = quantized(**options), columns_like_keys(count=200)
+    first = fed(cache, columns[:, :, :40], [40])[:, :, :32].clone()
+    assert not torch.equal(first, columns[:, :, :32])
+    last = fed(cache, columns[:, :, 40:], [1] * 60 + [37] + [1] * 63)
+    assert torch.equal(last[:, :, :32], first)
+    assert torch.equal(last[:, :, -1:], columns[:, :, -1:])  # the most recent ones are as they came
+
+
+@each_writing
+def test_steps_and_neighbours_change_nothing(options):
+    columns = columns_like_keys(rows=3, count=120)
+    whole = fed(quantized(**options), columns, [120])
+    assert torch.equal(whole, fed(quantized(**options), columns, [30, 1, 1, 48, *[1] * 40]))
+    for row in range(3):
+        assert torch.equal(whole[row : row + 1], fed(quantized(**options), columns[row : row + 1], [120]))
+
+
+@pytest.mark.parametrize("removed", [3, 10, 13, 50])
+@each_writing
+def test_crop_in_a_block_encodes_nothing_again(options, removed):
+    cache, columns = quantized(**options), columns_like_keys(count=90)
+    before = fed(cache, columns[:, :, :60], [60]).clone()
+    cache.crop(-removed)
+    kept, encoded = 60 - removed, cache.layers[0].timeline.encoded
+    assert torch.equal(cache.layers[0].keys, before[:, :, :kept])
+    after = fed(cache, columns[:, :, 60:], [17, *[1] * 13])
+    assert encoded >= min(kept, 48)
+    assert torch.equal(after[:, :, :encoded], before[:, :, :encoded])
+    error = (after[:, :, kept:] - columns[:, :, 60:]).abs().mean()
+    assert error <= (before - columns[:, :, :60]).abs().mean() * 1.5
+
+
+# That nothing else is lost: with a codec that writes exactly, everything equals a cache that encodes nothing.
+
+
+class Exactly:
+    """Columns as what they are more than the first one of their block: whole numbers stay exact in float64."""
+
+    block = 4
+
+    def encode(self, columns):
+        blocks = columns.unflatten(2, (-1, self.block))
+        return {"codes": (blocks - blocks[:, :, :, :1]).flatten(2, 3), "first": blocks[:, :, :, 0]}
+
+    def decode(self, parts, out, scratch):
+        firsts = parts["first"].repeat_interleave(self.block, dim=2)[:, :, : out.shape[2]]
+        torch.add(parts["codes"], firsts, out=out)
+
+    def per_block(self, name):
+        return name != "codes"
+
+
+class AsTheyAre(Exactly):
+    """Columns themselves, exact for any number, and one number per block that would be wrong in any other place."""
+
+    def encode(self, columns):
+        sums = columns.unflatten(2, (-1, self.block)).sum(dim=3)
+        return {"codes": columns, "sums": sums}
+
+    def decode(self, parts, out, scratch):
+        out.copy_(parts["codes"])
+        for number in range(out.shape[2] // self.block):
+            whole = parts["codes"][:, :, number * self.block : (number + 1) * self.block]
+            assert torch.allclose(whole.sum(dim=2), parts["sums"][:, :, number], atol=1e-4)
+
+
+@pytest.fixture
+def exactly(monkeypatch):
+    monkeypatch.setattr(backends, "new_codec", lambda options, name: Exactly())
+
+
+@pytest.fixture
+def as_they_are(monkeypatch):
+    monkeypatch.setattr(backends, "new_codec", lambda options, name: AsTheyAre())
+
+
+@pytest.mark.parametrize("residual", [0, 3, 8])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if is_taken("quantized", KINDS[kind])])
+def test_any_sequence_of_operations_with_blocks(exactly, kind, residual):
+    for seed in (1, 2):
+        trial = Trial("quantized", kind, 3, residual_length=residual)
+        for _ in walk(trial, random.Random(f"{kind} {residual} {seed}").randint(0, 10**6), operations=80):
+            pass
+
+
+def test_blocks_that_were_cut_differently_cannot_be_joined(exactly):
+    one, other = Trial("quantized", "full", 2), Trial("quantized", "full", 2)
+    for trial in (one, other):
+        trial.step(23)
+    other.step(5)
+    other.crop(-5)
+    assert caches.join_rows([one.cache, one.cache]).batch_size == 4
+    one.crop(-13)
+    one.step(13)
+    with pytest.raises(caches.StepError, match="taken back in one of them and its blocks are others"):
+        caches.join_rows([one.cache, other.cache])
+
+
+@pytest.mark.parametrize("chunk", [None, 5], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("pads", [0, 4])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "mistral", "gemma3n_text", "deepseek_v3", "bamba", "falcon_h1", "bloom", "gpt2"]
+)
+def test_text_equals_transformers(as_they_are, name, pads, chunk):
+    model, inputs = tiny_model(name), prompt(pads=pads)
+    config = engine.EngineConfig(cache="quantized", prefill_chunk_tokens=chunk)
+    out = engine.Generator(model, config=config).generate(
+        inputs, cache_config={"residual_length": 6}, max_new_tokens=30
+    )
+    assert torch.equal(out.sequences, model.generate(**inputs, max_new_tokens=30, do_sample=False))
+    assert out.cache.encodes
+
+
+def test_beams_and_turns(as_they_are):
+    model, inputs = tiny_model("llama"), prompt(pads=0)
+    ours = caches.build("quantized", model.config, residual_length=6)
+    options = {"max_new_tokens": 20, "do_sample": False, "num_beams": 3}
+    assert torch.equal(model.generate(**inputs, **options, past_key_values=ours), model.generate(**inputs, **options))
+    first = engine.generate(model, inputs, cache="quantized", cache_config={"residual_length": 6}, max_new_tokens=9)
+    ids = torch.cat([first.sequences, prompt(pads=0, tokens=5, seed=3)["input_ids"]], dim=1)
+    second = engine.generate(model, ids, cache=first.cache, max_new_tokens=20)
+    assert second.stats.prompt_tokens == 2 * 6
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+    assert torch.equal(second.sequences, expected)
+
+
+# What it costs, and what it says.
+
+
+@pytest.mark.parametrize("backend", ["quanto", "hqq"])
+def test_four_bits_are_a_fifth_of_float32(backend):
+    columns = torch.randn(1, 4, 4096, 64)
+    cache = quantized(backend=backend, residual_length=128)
+    fed(cache, columns, [1024] * 4)
+    beside = sum(tensor.nbytes for tensor in cache.stage.tensors())
+    assert cache.bytes - beside <= 0.2 * 2 * columns.nbytes
+    assert beside <= 1.2 * 2 * columns.nbytes  # of one layer, whatever their number
+    many = caches.recipe("quantized").build([KINDS["full"].specs[0]] * 5, QuantizedCacheConfig(backend=backend))
+    for count in (3000, 1096):
+        many.begin(count)
+        for layer in range(5):
+            many.update(columns[:, :, :count], columns[:, :, :count], layer)
+        many.settle()
+    assert sum(tensor.nbytes for tensor in many.stage.tensors()) <= 1.1 * beside
+
+
+def test_a_long_prompt_is_never_there_in_full():
+    """Layers encode as they are written: of all but one nothing is in full but the residual."""
+    recipe, columns = caches.recipe("quantized"), torch.randn(1, 2, 2048, 32)
+    cache = recipe.build([KINDS["full"].specs[0]] * 6, recipe.options())
+    cache.begin(2048)
+    for layer in range(6):
+        cache.update(columns.clone(), columns.clone(), layer)
+    assert cache.bytes < 0.3 * 6 * 2 * columns.nbytes
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"backend": "quanto", "nbits": 3}, r"cannot write 3 bits, only 2, 4"),
+        ({"backend": "hqq", "nbits": 5}, r"cannot write 5 bits, only 1, 2, 3, 4, 8"),
+        ({"backend": "quanto", "axis_key": 1}, r"axis_key=1, but backend='quanto' has the axes -1, 0"),
+        ({"backend": "HQQ", "axis_value": -1}, r"axis_value=-1, but backend='hqq' has the axes 0, 1"),
+        ({"backend": "kivi", "axis_key": 0}, r"axis_key=0, but the groups of backend='kivi' are fixed"),
+        ({"backend": "awq"}, r"no codec named 'awq'; known: fp8, hqq, kivi, quanto"),
+        ({"q_group_size": 0}, r"q_group_size"),
+        ({"residual_length": -1}, r"residual_length=-1"),
+        ({"compute_dtype": "int8"}, r"compute_dtype='int8' is no floating-point type"),
+    ],
+)
+def test_options_that_cannot_be(options, match):
+    with pytest.raises(ConfigError, match=match):
+        caches.build("quantized", tiny_model("llama").config, **options)
+
+
+@pytest.mark.parametrize(("backend", "package"), [("quanto", "optimum-quanto"), ("hqq", "hqq")])
+def test_a_library_that_is_not_installed(monkeypatch, backend, package):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=f"needs the package {package}, .*: pip install {package}"):
+        caches.build("quantized", tiny_model("llama").config, backend=backend)
+    assert caches.build("quantized", tiny_model("llama").config, backend="kivi").encodes
+
+
+def test_no_graph():
+    generator = engine.Generator(
+        tiny_model("llama"), config=engine.EngineConfig(cache="quantized", compile="aot_eager")
+    )
+    with pytest.raises(engine.OptionError, match="tensors never move"):
+        generator.generate(prompt(), max_new_tokens=3)
+
+
+def test_every_codec_is_described_and_there():
+    assert CHOICES.keys() == CODECS.keys()
+    for backend, facts in CODECS.items():
+        for bits in facts.bits:
+            fed(quantized(backend=backend, nbits=bits, q_group_size=8), columns_like_keys(), [64])
+
+
+def test_models_of_which_some_layers_encode_nothing():
+    """Windows shorter than the residual and states stay as they are, and the cache says how much of it is encoded."""
+    cache = caches.build("quantized", tiny_model("gemma2").config, residual_length=16)
+    assert [layer.spec.layer_type for layer in cache.layers if layer.encodes] == ["full_attention"] * 2
+    assert not caches.build("quantized", tiny_model("mamba").config).encodes
+    assert configs.preset("long_context").cache is not None
