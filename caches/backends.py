@@ -13,10 +13,11 @@ from caches.encoder_decoder import EncoderDecoder
 from caches.errors import UnsupportedLayer
 from caches.layer import Slot, StoreFactory
 from caches.no_cache import NoCache
+from caches.offloaded import FixedOffloadedStore, OffloadedStore
 from caches.place import Place
 from caches.quantized import QuantizedStore
 from caches.registry import recipe, register
-from caches.residency import DeviceBuffer
+from caches.residency import Buffer, DeviceBuffer, DiskBuffer, HostBuffer
 from caches.retention import KeepRecent, Retention
 from caches.spec import CROSS, EXOTIC, INDEX, KV, STATE, LayerSpec
 from caches.steps import what_reach_needs
@@ -30,6 +31,9 @@ from configs import (
     HybridCacheConfig,
     MambaCacheConfig,
     NoCacheConfig,
+    OffloadedCacheConfig,
+    OffloadedQuantizedCacheConfig,
+    OffloadedStaticCacheConfig,
     PlacedCacheConfig,
     QuantizedCacheConfig,
     SlidingWindowCacheConfig,
@@ -89,6 +93,20 @@ def sliding_window(specs: Layers, options: SlidingWindowCacheConfig) -> Cache:
     return _cache(specs, options, _fixed, max_tokens=options.max_cache_len, retention=partial(_within, window))
 
 
+@register(OffloadedCacheConfig)
+def offloaded(specs: Layers, options: OffloadedCacheConfig) -> Cache:
+    """`dynamic` in host memory or on disk: the device only has the layers at work."""
+    _refuse_all_but("offloaded", specs, {KV, INDEX, STATE, EXOTIC})
+    return _cache(specs, options, partial(_offloaded, options, _is_read_later(specs)), fetched=True)
+
+
+@register(OffloadedStaticCacheConfig)
+def offloaded_static(specs: Layers, options: OffloadedStaticCacheConfig) -> Cache:
+    """`offloaded` with a fixed size."""
+    new_store = partial(_offloaded_fixed, options, _is_read_later(specs))
+    return _fixed_size(specs, options, new_store, fetched=True)
+
+
 @register(MambaCacheConfig)
 def mamba(specs: Layers, options: MambaCacheConfig) -> Cache:
     """The states of a model without attention, in tensors that never move."""
@@ -99,18 +117,22 @@ def mamba(specs: Layers, options: MambaCacheConfig) -> Cache:
 @register(QuantizedCacheConfig)
 def quantized(specs: Layers, options: QuantizedCacheConfig) -> Cache:
     """Older keys and values in few bits, recent ones in full: for long contexts in little memory."""
-    _refuse_all_but("quantized", specs, {KV, INDEX, STATE, EXOTIC})
+    _refuse_all_but(options.name, specs, {KV, INDEX, STATE, EXOTIC})
     codecs: dict[str, Codec] = {name: new_codec(options, name) for name in ("keys", "values")}
     block = max(codec.block for codec in codecs.values())
     block = block if block > 1 else max(1, min(_BLOCK, options.residual_length))
-    # Some models read a layer's keys again in later layers: what they are decoded into cannot be shared there.
-    shares = all(spec.streams for spec in specs or ())
     return _cache(
         specs,
         options,
-        partial(_quantized, codecs, shares),
+        partial(_quantized, options, codecs, _is_read_later(specs)),
         new_timeline=partial(_block_timeline, block, options.residual_length),
     )
+
+
+@register(OffloadedQuantizedCacheConfig)
+def offloaded_quantized(specs: Layers, options: OffloadedQuantizedCacheConfig) -> Cache:
+    """`quantized` in host memory or on disk: what is fetched for a layer is its codes."""
+    return quantized(specs, options)
 
 
 @register(EncoderDecoderCacheConfig)
@@ -118,8 +140,7 @@ def encoder_decoder(specs: Layers, options: EncoderDecoderCacheConfig) -> Encode
     """Two caches of any kind for an encoder-decoder model: the decoder's tokens, and the encoder's."""
     own = _part(specs, options.self_cache)
     rows = getattr(options.self_cache, "max_batch_size", None)
-    beside = StaticCacheConfig(max_batch_size=rows) if own.fixed else DynamicCacheConfig()
-    cross = _part([CROSS] * len(own.specs), options.cross_cache or beside)
+    cross = _part([CROSS] * len(own.specs), options.cross_cache or _beside(own, options.self_cache, rows))
     for part in (own, cross):
         if part.imposes_windows:
             raise UnsupportedLayer(f"cache={part.name!r} cannot impose a window on an encoder-decoder model")
@@ -143,6 +164,15 @@ def _part(specs: Layers, choice: str | CacheConfig) -> Cache:
     return cache
 
 
+def _beside(own: Cache, options: str | CacheConfig, rows: int | None) -> CacheConfig:
+    """What keeps the encoder's tokens beside a cache of the decoder's, where nobody chose."""
+    if isinstance(options, str):
+        options = recipe(options).options()
+    if isinstance(options, OffloadedCacheConfig):
+        return type(options)(max_batch_size=rows, residency=options.residency, folder=options.folder)
+    return StaticCacheConfig(max_batch_size=rows) if own.fixed else DynamicCacheConfig()
+
+
 def _growing(slot: Slot) -> GrowingStore:
     return GrowingStore(slot.timeline)
 
@@ -151,11 +181,10 @@ def _fixed(slot: Slot) -> FixedStore:
     return FixedStore(slot.timeline)
 
 
-def _quantized(codecs: dict[str, Codec], shares: bool, slot: Slot) -> Store:
+def _quantized(options: QuantizedCacheConfig, codecs: dict[str, Codec], is_read_later: bool, slot: Slot) -> Store:
     if slot.name not in codecs or not isinstance(slot.timeline, BlockTimeline):
         return _growing(slot)
-    name = slot.name if shares else None
-    return QuantizedStore(slot.timeline, slot.stage, codecs[slot.name], name, DeviceBuffer)
+    return QuantizedStore(slot, codecs[slot.name], partial(_buffer, options), is_read_later)
 
 
 def _block_timeline(
@@ -167,24 +196,51 @@ def _block_timeline(
     return BlockTimeline(retention, max_rows, block=block, residual=residual)
 
 
+def _offloaded(options: OffloadedCacheConfig, is_read_later: bool, slot: Slot) -> Store:
+    if options.offload_only_non_sliding and slot.spec.reach.size is not None:
+        return _growing(slot)
+    return OffloadedStore(slot, _buffer(options), is_read_later)
+
+
+def _offloaded_fixed(options: OffloadedCacheConfig, is_read_later: bool, slot: Slot) -> Store:
+    if options.offload_only_non_sliding and slot.spec.reach.size is not None:
+        return _fixed(slot)
+    return FixedOffloadedStore(slot, _buffer(options), is_read_later)
+
+
+def _buffer(options: OffloadedCacheConfig | QuantizedCacheConfig) -> Buffer:
+    if options.residency == "disk":
+        return DiskBuffer(options.folder)
+    return HostBuffer() if options.residency == "host" else DeviceBuffer()
+
+
+def _is_read_later(specs: Layers) -> bool:
+    """Whether later layers may read what a layer was handed, because they keep nothing themselves."""
+    return specs is None or any(not spec.streams for spec in specs)
+
+
 def _cache(specs: Layers, options: PlacedCacheConfig, new_store: StoreFactory, **more: Any) -> Cache:
     place = Place(options)
     return Cache(
         options.name,
         specs,
         new_store,
-        fixed=new_store is _fixed,
         max_rows=options.max_batch_size,
         place=place if place.is_told else None,
-        **more,
+        **({"fixed": new_store is _fixed} | more),
     )
 
 
-def _fixed_size(specs: Layers, options: StaticCacheConfig) -> Cache:
+def _fixed_size(
+    specs: Layers,
+    options: StaticCacheConfig | OffloadedStaticCacheConfig,
+    new_store: StoreFactory = _fixed,
+    fetched: bool = False,
+) -> Cache:
     _refuse_all_but(options.name, specs, {KV, INDEX, STATE})
     if options.max_cache_len is None and any(spec != CROSS for spec in _known(specs, options)):
         raise ConfigError(f"a {options.name} cache built by hand needs max_cache_len, the tokens it can hold per row")
-    return _cache(specs, options, _fixed, max_tokens=options.max_cache_len)
+    return _cache(specs, options, new_store, fixed=True, fetched=fetched, max_tokens=options.max_cache_len)
 
 
 def _within(window: int | None, spec: LayerSpec) -> Retention:

@@ -46,10 +46,10 @@ class DynamicCache:
     """Grows as tokens come. Without a `config` its layers appear as they are used, all of full attention."""
 
     def __new__(cls, config: Any = None, *, offloading: bool = False, **options: Any) -> Any:
-        if config is None and not offloading:
-            chosen = recipe("dynamic")
-            return chosen.build(None, chosen.options.from_dict(_spelled(options)))
-        return _build("offloaded" if offloading else "dynamic", config, options)
+        name = "offloaded" if offloading else "dynamic"
+        if config is None:
+            return recipe(name).build(None, recipe(name).options.from_dict(_spelled(options)))
+        return _build(name, config, options)
 
     from_legacy_cache = staticmethod(from_legacy_cache)
     from_batch_splits = staticmethod(join_rows)
@@ -60,6 +60,25 @@ class StaticCache:
 
     def __new__(cls, config: Any, *, offloading: bool = False, **options: Any) -> Any:
         return _build("offloaded_static" if offloading else "static", config, options)
+
+
+class OffloadedCache:
+    """`DynamicCache` of which the device only has the layers at work."""
+
+    def __new__(cls, config: Any = None, **options: Any) -> Any:
+        return DynamicCache(config, offloading=True, **options)
+
+
+class OffloadedStaticCache:
+    """`StaticCache` of which the device only has the layers at work. offload_device: the host's."""
+
+    def __new__(cls, config: Any, *, offload_device: Any = "cpu", **options: Any) -> Any:
+        if str(offload_device) != "cpu":
+            raise ConfigError(
+                f"offload_device={str(offload_device)!r}, but layers can wait in host memory ('cpu') only, or in a "
+                "file: leave it out, or give residency='disk'"
+            )
+        return StaticCache(config, offloading=True, **options)
 
 
 class HybridCache:

@@ -81,8 +81,8 @@ class Driven(Protocol):
         """Rows it can hold; None when it has no limit."""
 
     @property
-    def fixed(self) -> bool:
-        """Whether its tensors never move, so that a compiled step can use it."""
+    def compilable(self) -> bool:
+        """Whether a compiled step can use it: its tensors never move, and are where the model computes."""
 
     @property
     def bytes(self) -> int:

@@ -30,7 +30,11 @@ class EncoderDecoder(Face, TransformersEncoderDecoderCache):
 
     @property
     def fixed(self) -> bool:
-        return self.self_attention_cache.fixed and self.cross_attention_cache.fixed
+        return all(part.fixed for part in self.parts)
+
+    @property
+    def compilable(self) -> bool:
+        return all(part.compilable for part in self.parts)
 
     @property
     def log(self) -> Log | None:
@@ -103,10 +107,6 @@ class EncoderDecoder(Face, TransformersEncoderDecoderCache):
     @property
     def max_rows(self) -> int | None:
         return self.self_attention_cache.max_rows
-
-    @property
-    def bytes(self) -> int:
-        return self.self_attention_cache.bytes + self.cross_attention_cache.bytes
 
     @property
     def parts(self) -> tuple[Cache, Cache]:

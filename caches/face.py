@@ -48,8 +48,21 @@ class Face(TransformersCache):
     @property
     def bytes(self) -> int:
         """Bytes of everything it keeps, room for tokens to come included."""
-        kept = sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors())
-        return kept + sum(tensor.nbytes for part in self.parts for tensor in part.stage.tensors())
+        return sum(self.bytes_by_place.values())
+
+    @property
+    def bytes_by_place(self) -> dict[str, int]:
+        """`bytes` by where they are: "device", "host", "disk", and "staging", on the device too.
+
+        The device is where the model computes, also where that is the host.
+        """
+        layers = [layer for part in self.parts for layer in part.layers]
+        found = {"device": sum(tensor.nbytes for layer in layers for tensor in layer.tensors())}
+        for place, tensor in (away for layer in layers for away in layer.away()):
+            found[place] = found.get(place, 0) + tensor.nbytes
+            found["device"] -= tensor.nbytes
+        staging = sum(tensor.nbytes for part in self.parts for tensor in part.stage.tensors())
+        return found | ({"staging": staging} if staging else {})
 
     @property
     def seen_tokens(self) -> int:

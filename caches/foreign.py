@@ -24,7 +24,7 @@ class ForeignCache:
     """
 
     max_rows = None
-    fixed = False  # for our compiled step: it writes where transformers' own bookkeeping says
+    compilable = False  # by our step: it writes where transformers' own bookkeeping says
 
     def __init__(self, cache: TransformersCache):
         self._cache = cache

@@ -139,6 +139,11 @@ class Layer:
         for part in self._parts():
             yield from part.tensors()
 
+    def away(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What of it does not live on the device that computes, and where: "host" or "disk"."""
+        for store in self.stores.values():
+            yield from store.away()
+
     def _parts(self) -> Iterator[Store | State]:
         yield from self.stores.values()
         if self.state is not None:

@@ -9,18 +9,41 @@ import torch
 
 from caches.blocks import BlockTimeline, Run
 from caches.codec import Codec, Parts
-from caches.errors import StepError
+from caches.layer import Slot
 from caches.residency import Buffer
-from caches.stage import Stage
+from caches.store import check_alike
 
 _PIECE = 2048  # columns that are decoded at a time: what is unpacked of them stays in a processor's cache
+
+
+class _Part:
+    """One part of a store's blocks, which `Staging` fetches where it does not live on the device."""
+
+    def __init__(self, store: QuantizedStore, name: str, buffer: Buffer):
+        self.name, self.buffer = f"{store.name} {name}", buffer
+        self._store, self._part = store, name
+
+    def wanted(self) -> tuple[int, int, int]:
+        """What its next step reads: see `Reader`."""
+        timeline = self._store.timeline
+        begin, end = self._store.span(self._part, *timeline.evicted)
+        return begin, end, max(end, timeline.room // (timeline.block if self._store.codec.per_block(self._part) else 1))
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        if self.buffer.place == "device" or begin == end:
+            return self.buffer.read(begin, end)
+        room = self.wanted()[2]
+        return self._store.stage.staging.take(self, begin, end, room - begin)[:, :, : end - begin]
+
+    def has_changed(self) -> None:
+        """In other ways than behind its end."""
+        self._store.stage.staging.forget(self)
 
 
 class QuantizedStore:
     """See `Store`. The parts of the codec are kept in buffers of their own, wherever `new_buffer` puts them.
 
-    name: by which the scratch that the columns are decoded into is shared with other layers; None never shares it,
-    for models that read a layer's keys after other layers have computed.
+    lasting: what attention was handed stays as it is when later layers have theirs: layers that keep no keys read it.
     """
 
     fixed: ClassVar[bool] = False
@@ -28,15 +51,15 @@ class QuantizedStore:
 
     def __init__(
         self,
-        timeline: BlockTimeline,
-        stage: Stage,
+        slot: Slot,
         codec: Codec,
-        name: str | None,
         new_buffer: Callable[[], Buffer],
+        lasting: bool,
     ):
-        self.timeline, self.stage, self.codec = timeline, stage, codec
-        self._name, self._new_buffer = name, new_buffer
-        self.parts: dict[str, Buffer] = {}
+        assert isinstance(slot.timeline, BlockTimeline)
+        self.name, self.timeline, self.stage, self.codec = slot.name, slot.timeline, slot.stage, codec
+        self._new_buffer, self._lasting = new_buffer, lasting
+        self.parts: dict[str, _Part] = {}
         self.residual: torch.Tensor | None = None
         self._tail: torch.Tensor | None = None  # of a step that encodes: what stays in full of it
 
@@ -45,7 +68,7 @@ class QuantizedStore:
         timeline.take_rows(new.shape[0])
         if self.residual is None:
             self.residual = _empty(new, timeline.residual_room)
-        self._check_alike(self.residual, new)
+        check_alike((self.residual.shape[1], self.residual.shape[3]), self.residual.dtype, new)
         kept, encoding = timeline.residual, timeline.encoding
         if encoding == 0:
             self.residual[:, :, kept : kept + new.shape[2]] = new
@@ -54,7 +77,7 @@ class QuantizedStore:
             exact = torch.cat([self.residual[:, :, :kept], new], dim=2) if kept else new
             self._encode(exact[:, :, :encoding], timeline.encoded, timeline.blocks)
             self._tail = exact[:, :, encoding:].clone()
-        return self._read(exact, self._name)
+        return self._read(exact, self._lasting)
 
     def _encode(self, columns: torch.Tensor, column: int, block: int) -> None:
         """Write whole blocks behind those there are. Nobody sees them before the timeline has settled."""
@@ -62,12 +85,16 @@ class QuantizedStore:
             begin, room = (block, 0) if self.codec.per_block(name) else (column, self.timeline.room)
             room = max(room, begin + part.shape[2])
             if name not in self.parts:
-                self.parts[name] = self._new_buffer()
-                self.parts[name].open(part, room)
-            self.parts[name].reserve(room, keep=begin)
-            self.parts[name].write(begin, part)
+                self._open(name, part, room)
+            self.parts[name].buffer.reserve(room, keep=begin)
+            self.parts[name].buffer.write(begin, part)
 
-    def _read(self, exact: torch.Tensor, scratch: str | None) -> torch.Tensor:
+    def _open(self, name: str, like: torch.Tensor, room: int) -> None:
+        buffer = self._new_buffer()
+        buffer.open(like, room)
+        self.parts[name] = _Part(self, name, buffer)
+
+    def _read(self, exact: torch.Tensor, lasting: bool) -> torch.Tensor:
         """The columns held in full: what is encoded, decoded, then `exact`."""
         timeline = self.timeline
         begin, block = timeline.evicted
@@ -77,17 +104,17 @@ class QuantizedStore:
         rows, heads, count, width = exact.shape
         # As large as there is room, or it would be a larger one for every token.
         shape = (timeline.room, rows, heads, width)
-        if scratch is None:
+        if lasting:
             out = exact.new_empty((decoded + count, *shape[1:])).permute(1, 2, 0, 3)
         else:
-            out = self.stage.scratch(scratch, shape, exact.dtype, exact.device).permute(1, 2, 0, 3)
-        parts = {name: buffer.read(*self._range(name, begin, block)) for name, buffer in self.parts.items()}
+            out = self.stage.scratch(self.name, shape, exact.dtype, exact.device).permute(1, 2, 0, 3)
+        parts = {name: part.read(*self.span(name, begin, block)) for name, part in self.parts.items()}
         for run in timeline.runs:
             self._decode(run, begin, block, parts, out)
         out[:, :, decoded : decoded + count] = exact
         return out[:, :, timeline.start - begin : decoded + count]
 
-    def _range(self, name: str, begin: int, block: int) -> tuple[int, int]:
+    def span(self, name: str, begin: int, block: int) -> tuple[int, int]:
         """Of a part: where the columns from `begin` on are, which are in the blocks from `block` on."""
         return (block, self.timeline.blocks) if self.codec.per_block(name) else (begin, self.timeline.encoded)
 
@@ -107,26 +134,16 @@ class QuantizedStore:
             chosen = {name: part[:, :, ranges[self.codec.per_block(name)]] for name, part in parts.items()}
             self.codec.decode(chosen, out[:, :, first : first + columns], codes[:, :, :columns])
 
-    def _check_alike(self, residual: torch.Tensor, new: torch.Tensor) -> None:
-        heads_and_width = (residual.shape[1], residual.shape[3])
-        if (new.shape[1], new.shape[3]) != heads_and_width or new.dtype != residual.dtype:
-            raise StepError(
-                f"the layer holds {heads_and_width[0]} heads of {heads_and_width[1]} numbers in {residual.dtype}, but "
-                f"the step has {new.shape[1]} heads of {new.shape[3]} in {new.dtype}: a cache belongs to one model"
-            )
-
     def reserve(self, room: int) -> None:
-        for name, buffer in self.parts.items():
+        for name, part in self.parts.items():
             if not self.codec.per_block(name):
-                buffer.reserve(room, keep=self.timeline.encoded)
+                part.buffer.reserve(room, keep=self.timeline.encoded)
 
     def compact(self) -> None:
         columns, blocks = self.timeline.evicted
-        for name, buffer in self.parts.items():
-            if self.codec.per_block(name):
-                buffer.shift(blocks, self.timeline.blocks)
-            else:
-                buffer.shift(columns, self.timeline.encoded)
+        for name, part in self.parts.items():
+            part.buffer.shift(*self.span(name, columns, blocks))
+            part.has_changed()
 
     def settle(self, drop: int) -> None:
         if self._tail is not None and self.residual is not None:
@@ -138,20 +155,23 @@ class QuantizedStore:
         self._tail = None
 
     def rows(self, index: torch.Tensor) -> None:
-        for name, buffer in self.parts.items():
-            buffer.rows(index, self._range(name, 0, 0)[1])
+        for name, part in self.parts.items():
+            part.buffer.rows(index, self.span(name, 0, 0)[1])
+            part.has_changed()
         if self.residual is not None:
             with torch.inference_mode(False):
                 self.residual = self.residual.index_select(0, index.to(self.residual.device))
 
     def reset(self) -> None:
+        for part in self.parts.values():
+            part.has_changed()
         self.parts.clear()
         self.residual = self._tail = None
 
     def committed(self) -> torch.Tensor | None:
         if self.residual is None or self.timeline.rows is None:
             return None
-        return self._read(self.residual[:, :, : self.timeline.residual], None)
+        return self._read(self.residual[:, :, : self.timeline.residual], lasting=True)
 
     def load(self, columns: torch.Tensor) -> None:
         self.reset()
@@ -164,8 +184,8 @@ class QuantizedStore:
     def written(self) -> dict[str, torch.Tensor]:
         if self.residual is None:
             return {}
-        ends = {name: self._range(name, 0, 0)[1] for name in self.parts}
-        parts = {name: buffer.read(0, ends[name]) for name, buffer in self.parts.items() if ends[name]}
+        ends = {name: self.span(name, 0, 0)[1] for name in self.parts}
+        parts = {name: part.buffer.read(0, ends[name]) for name, part in self.parts.items() if ends[name]}
         return parts | {"residual": self.residual}
 
     def load_written(self, written: dict[str, torch.Tensor]) -> None:
@@ -174,15 +194,19 @@ class QuantizedStore:
         self.residual = residual.clone()
         for name, part in written.items():
             if name != "residual":
-                buffer = self.parts[name] = self._new_buffer()
-                buffer.open(part, part.shape[2])
-                buffer.write(0, part)
+                self._open(name, part, part.shape[2])
+                self.parts[name].buffer.write(0, part)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        for buffer in self.parts.values():
-            yield from buffer.tensors()
+        for part in self.parts.values():
+            yield from part.buffer.tensors()
         if self.residual is not None:
             yield self.residual
+
+    def away(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for part in self.parts.values():
+            if part.buffer.place != "device":
+                yield from ((part.buffer.place, tensor) for tensor in part.buffer.tensors())
 
 
 def _empty(like: torch.Tensor, columns: int) -> torch.Tensor:

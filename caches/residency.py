@@ -13,6 +13,7 @@ import mmap
 import os
 import shutil
 import tempfile
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar, TypeVar
@@ -22,7 +23,6 @@ import torch
 from caches.errors import CapacityError
 
 _PIECE_BYTES = 2**24  # what is rearranged in place goes through a copy of about this size
-_GIB = 2**30
 
 B = TypeVar("B", bound="Buffer")
 
@@ -51,10 +51,10 @@ class Buffer(ABC):
         return self._shape
 
     def open(self, like: torch.Tensor, columns: int, rows: int | None = None) -> None:
-        """Hold nothing yet, with room for `columns` of the rows, heads, width and type of `like` [rows, heads, any, width].
+        """Hold nothing yet, with room for `columns` like those of `like` [rows, heads, any, width].
 
-        rows: room for so many of them at any time, or more than there are in `like` now. When this raises, nothing has
-        changed. A buffer that was open keeps its memory where that is enough.
+        rows: room for so many at any time, where that is more than `like` has. A buffer that was open keeps its memory
+        if that is enough. When this raises, nothing has changed.
         """
         shape = (like.shape[0], like.shape[1], like.shape[3])
         fits = self._memory is not None and (self.device, self.dtype) == (like.device, like.dtype)
@@ -107,7 +107,7 @@ class Buffer(ABC):
     # Columns.
 
     def write(self, begin: int, new: torch.Tensor) -> None:
-        """Columns from `begin` on become `new` [rows, heads, columns, width]. On an accelerator it may take its time."""
+        """Columns from `begin` on become `new` [rows, heads, columns, width], in order with what `device` does."""
         columns = _columns_first(new).contiguous()  # as one piece it is one copy
         self._columns(begin, begin + len(columns)).copy_(columns, non_blocking=True)
 
@@ -150,11 +150,14 @@ class Buffer(ABC):
                 piece = columns[first : first + begin]
                 columns[first - begin : first - begin + len(piece)] = piece
 
+    def close(self) -> None:
+        """Hold nothing. The memory stays for when it is opened again."""
+        self._shape = None
+
     def clear(self) -> None:
         """Hold nothing and keep no memory."""
         self.wait()
-        self._memory = self._shape = self._rows_room = None
-        self._room = 0
+        self._memory = self._shape = None
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All memory that it keeps, flat."""
@@ -163,10 +166,12 @@ class Buffer(ABC):
 
     def wait(self) -> None:
         """Until the device has done what it was told about memory that the host is going to touch."""
+        if self.device.type != "cpu" and self._memory is not None and self._memory.device != self.device:
+            torch.accelerator.synchronize(self.device)
 
     def __deepcopy__(self: B, memo: dict[int, Any]) -> B:
         self.wait()
-        other = memo[id(self)] = copy.copy(self)
+        other = copy.copy(self)
         other._forget_memory()
         if self._memory is not None:
             other._memory = other._allocate(self._memory.numel(), self.dtype, self.device, None)
@@ -204,9 +209,6 @@ class HostBuffer(Buffer):
             numbers = (1 << (numbers * dtype.itemsize - 1).bit_length()) // dtype.itemsize
         return _begun_with(kept, _empty(numbers, dtype, torch.device("cpu"), pinned))
 
-    def wait(self) -> None:
-        _synchronize(self.device)
-
 
 class DiskBuffer(Buffer):
     """Columns in a file of `folder` that has no name, so that nothing stays behind whatever happens to the process.
@@ -227,7 +229,8 @@ class DiskBuffer(Buffer):
         size = max(1, numbers) * dtype.itemsize
         try:
             if self._file is None:
-                self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)
+                self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 - open while it is used
+                weakref.finalize(self, self._file.close)
             held = os.fstat(self._file.fileno()).st_size
             try:
                 if size > held:
@@ -242,26 +245,22 @@ class DiskBuffer(Buffer):
             return torch.frombuffer(mapped, dtype=dtype)  # of the same file: what was kept is there
 
     def _why_not(self, size: int, error: OSError) -> str:
-        free = (
-            f"{shutil.disk_usage(self.folder).free:,} bytes are free"
-            if os.path.isdir(self.folder)
-            else "it is not a folder"
-        )
+        is_there = os.path.isdir(self.folder)
+        free = f"where {shutil.disk_usage(self.folder).free:,} bytes are free" if is_there else "which is no folder"
         return (
-            f"a tensor of the cache needs a file of {size:,} bytes in {self.folder}, where {free}: {error.strerror}. "
+            f"a tensor of the cache needs a file of {size:,} bytes in {self.folder}, {free}: {error.strerror}. "
             "Choose another `folder`, free some space, or generate fewer tokens or rows"
         )
 
     def clear(self) -> None:
         super().clear()
-        self._file = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _forget_memory(self) -> None:
         super()._forget_memory()
         self._file = None
-
-    def wait(self) -> None:
-        _synchronize(self.device)
 
 
 def _reserve(file: int, begin: int, size: int) -> None:
@@ -271,11 +270,6 @@ def _reserve(file: int, begin: int, size: int) -> None:
     zeros = bytes(_PIECE_BYTES)  # systems that can only be asked by writing
     for offset in range(begin, begin + size, _PIECE_BYTES):
         os.pwrite(file, zeros[: begin + size - offset], offset)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _empty(numbers: int, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> torch.Tensor:

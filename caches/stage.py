@@ -7,12 +7,18 @@ from typing import Any
 
 import torch
 
+from caches.staging import Staging
+
 
 class Stage:
-    """Scratch tensors by name. A cache has one; a copy of the cache gets an empty one of its own."""
+    """Scratch tensors by name. A cache has one; a copy of the cache gets an empty one of its own.
+
+    staging: where columns that live elsewhere are while their layer computes.
+    """
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
+        self.staging = Staging()
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A contiguous tensor of this shape. What it holds lasts until the name is asked for again."""
@@ -25,6 +31,7 @@ class Stage:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from self._scratch.values()
+        yield from self.staging.tensors()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stage:
         return type(self)()

@@ -31,8 +31,9 @@ class Steps(Face):
 
     name: the recipe's name. specs: one per layer; None makes a layer of full attention whenever one is first used.
     new_store: makes the store of each stream. fixed: whether its tensors never move. max_rows, max_tokens: what it has
-    room for, None without limit (a fixed one: the rows of the first step). retention: which columns a layer
-    keeps. new_timeline: makes the timeline of a group of layers. place: where the keys of a step have to come from.
+    room for, None without limit (a fixed one: the rows of the first step). fetched: what attention reads lives
+    elsewhere before. retention: which columns a layer keeps. new_timeline: makes the timeline of a group of layers.
+    place: where the keys of a step have to come from.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Steps(Face):
         new_store: StoreFactory,
         *,
         fixed: bool = False,
+        fetched: bool = False,
         max_rows: int | None = None,
         max_tokens: int | None = None,
         retention: Callable[[LayerSpec], Retention] = what_reach_needs,
@@ -49,7 +51,7 @@ class Steps(Face):
         place: Place | None = None,
     ):
         super().__init__(layers=[])
-        self.name, self.fixed, self._place = name, fixed, place
+        self.name, self.fixed, self._fetched, self._place = name, fixed, fetched, place
         self.log: Log | None = None
         self._max_rows, self._max_tokens = max_rows, max_tokens
         self._new_store, self._retention, self._new_timeline = new_store, retention, new_timeline
@@ -100,6 +102,11 @@ class Steps(Face):
     def begin(self, tokens: int, graph: bool = False) -> None:
         if graph and not self.fixed:
             raise StepError(f"a compiled step needs tensors that never move, and cache={self.name!r} moves them")
+        if graph and self._fetched:
+            raise StepError(
+                f"a compiled step knows where every layer's tensors are before it begins, but cache={self.name!r} "
+                "fetches them layer by layer: use cache='static', or do not compile"
+            )
         self._between_steps()
         self._begin_columns(tokens, graph)
         self.is_open = True
@@ -243,6 +250,7 @@ class Steps(Face):
             self.specs,
             self._new_store,
             fixed=self.fixed,
+            fetched=self._fetched,
             max_tokens=self._max_tokens,
             retention=self._retention,
             new_timeline=self._new_timeline,
@@ -286,6 +294,10 @@ class Steps(Face):
             timeline.reset()
         for layer in self.layers:
             layer.reset()
+
+    @property
+    def compilable(self) -> bool:
+        return self.fixed and not self._fetched
 
     @property
     def seen(self) -> int:

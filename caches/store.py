@@ -56,7 +56,20 @@ class Store(Protocol):
         """Hold exactly this. The timeline has been told of it."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Everything it keeps, rows first."""
+        """Everything it keeps."""
+
+    def away(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What of it does not live on the device that computes, and where: "host" or "disk"."""
+
+
+def check_alike(heads_and_width: tuple[int, int], dtype: torch.dtype, new: torch.Tensor) -> None:
+    """Raise `StepError` unless `new` [rows, heads, columns, width] can follow what a store holds."""
+    heads, width = heads_and_width
+    if (new.shape[1], new.shape[3]) != (heads, width) or new.dtype != dtype:
+        raise StepError(
+            f"the layer holds {heads} heads of {width} numbers in {dtype}, but the step has {new.shape[1]} heads of "
+            f"{new.shape[3]} in {new.dtype}: a cache belongs to one model"
+        )
 
 
 class GrowingStore:
@@ -75,7 +88,7 @@ class GrowingStore:
         if self.buffer is None:
             self.buffer = self._allocate(new, self.timeline.room)
         buffer = self._used(self.buffer)
-        self._check_alike(buffer, new)
+        check_alike((buffer.shape[1], buffer.shape[3]), buffer.dtype, new)
         if self.timeline.overflow:
             self.overflow = torch.cat([buffer[:, :, self.timeline.start : self.timeline.end], new], dim=-2)
             return self.overflow
@@ -89,14 +102,6 @@ class GrowingStore:
     def _used(self, buffer: torch.Tensor) -> torch.Tensor:
         """The rows of the buffer that are in use."""
         return buffer
-
-    def _check_alike(self, buffer: torch.Tensor, new: torch.Tensor) -> None:
-        heads_and_width = (buffer.shape[1], buffer.shape[3])
-        if (new.shape[1], new.shape[3]) != heads_and_width or new.dtype != buffer.dtype:
-            raise StepError(
-                f"the layer holds {heads_and_width[0]} heads of {heads_and_width[1]} numbers in {buffer.dtype}, but "
-                f"the step has {new.shape[1]} heads of {new.shape[3]} in {new.dtype}: a cache belongs to one model"
-            )
 
     def _write(self, buffer: torch.Tensor, new: torch.Tensor) -> None:
         end = self.timeline.end
@@ -160,6 +165,9 @@ class GrowingStore:
     def tensors(self) -> Iterator[torch.Tensor]:
         if self.buffer is not None:
             yield self.buffer
+
+    def away(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(())
 
 
 class FixedStore(GrowingStore):

@@ -98,6 +98,9 @@ class WrappedLayer:
                 if _is_data(one):
                     yield one
 
+    def away(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(())
+
     @property
     def is_initialized(self) -> bool:
         return next(self.tensors(), None) is not None

@@ -8,13 +8,15 @@ from configs.cache import (
     HybridCacheConfig,
     MambaCacheConfig,
     NoCacheConfig,
+    OffloadedCacheConfig,
+    OffloadedStaticCacheConfig,
     PlacedCacheConfig,
     SlidingWindowCacheConfig,
     StaticCacheConfig,
 )
 from configs.engine import EngineConfig, preset, presets
 from configs.errors import ConfigError, EngineError
-from configs.quantized import CODECS, CodecFacts, QuantizedCacheConfig
+from configs.quantized import CODECS, CodecFacts, OffloadedQuantizedCacheConfig, QuantizedCacheConfig
 
 __all__ = [
     "CODECS",
@@ -29,6 +31,9 @@ __all__ = [
     "HybridCacheConfig",
     "MambaCacheConfig",
     "NoCacheConfig",
+    "OffloadedCacheConfig",
+    "OffloadedQuantizedCacheConfig",
+    "OffloadedStaticCacheConfig",
     "PlacedCacheConfig",
     "QuantizedCacheConfig",
     "SlidingWindowCacheConfig",

@@ -127,6 +127,49 @@ class SlidingWindowCacheConfig(PlacedCacheConfig):
         require_positive(type(self).__name__, **sizes)
 
 
+def check_residency(residency: str, folder: str | None, known: tuple[str, ...]) -> None:
+    """Raise `ConfigError` unless it is one of those known, and a folder is given for "disk" only."""
+    if residency not in known:
+        raise ConfigError(f"residency={residency!r}, but it has to be {' or '.join(map(repr, known))}")
+    if folder is not None and residency != "disk":
+        raise ConfigError(f"folder={folder!r} is for residency='disk', but this is {residency!r}")
+
+
+@dataclass(frozen=True)
+class OffloadedCacheConfig(PlacedCacheConfig):
+    """A cache of which the device only has the layers at work; it makes room as tokens come.
+
+    residency: where the others are: "host", or "disk", a file in `folder` (default: the system's for temporary files)
+    that leaves nothing behind. offload_only_non_sliding: layers that look back at a window stay on the device.
+    """
+
+    name: ClassVar[str] = "offloaded"
+    residency: str = "host"
+    folder: str | None = None
+    offload_only_non_sliding: bool = False
+
+    def validate(self) -> None:
+        super().validate()
+        check_residency(self.residency, self.folder, ("host", "disk"))
+
+
+@dataclass(frozen=True)
+class OffloadedStaticCacheConfig(OffloadedCacheConfig):
+    """`OffloadedCacheConfig` with a fixed size.
+
+    max_cache_len: tokens it can hold per row; None means prompt + new tokens of the first call that uses it.
+    """
+
+    name: ClassVar[str] = "offloaded_static"
+    needs_size: ClassVar[bool] = True
+    max_cache_len: int | None = None
+    offload_only_non_sliding: bool = True
+
+    def validate(self) -> None:
+        super().validate()
+        require_positive(type(self).__name__, max_cache_len=self.max_cache_len)
+
+
 @dataclass(frozen=True)
 class MambaCacheConfig(PlacedCacheConfig):
     """The states of a model without attention."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from configs.base import nearest, require_positive
-from configs.cache import PlacedCacheConfig
+from configs.cache import PlacedCacheConfig, check_residency
 from configs.errors import ConfigError
 
 
@@ -46,6 +46,7 @@ class QuantizedCacheConfig(PlacedCacheConfig):
     q_group_size: numbers that share a scale: 64, of kivi 32; where it does not divide the head's width, the largest
         number below that does. residual_length: the most recent tokens that stay in full.
     compute_dtype: of scales and of the arithmetic of decoding; None is the model's.
+    residency: where the codes are: "device", "host", or "disk", a file in `folder` (see `OffloadedCacheConfig`).
     """
 
     name: ClassVar[str] = "quantized"
@@ -56,6 +57,8 @@ class QuantizedCacheConfig(PlacedCacheConfig):
     q_group_size: int | None = None
     residual_length: int = 128
     compute_dtype: str | None = None
+    residency: str = "device"
+    folder: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.backend, str):
@@ -82,6 +85,7 @@ class QuantizedCacheConfig(PlacedCacheConfig):
                 )
         if self.residual_length < 0:
             raise ConfigError(f"residual_length={self.residual_length}, but it counts tokens: 0 or more")
+        check_residency(self.residency, self.folder, ("device", "host", "disk"))
         if self.compute_dtype not in (None, "float16", "bfloat16", "float32", "float64"):
             raise ConfigError(f"compute_dtype={self.compute_dtype!r} is no floating-point type to decode in")
 
@@ -100,6 +104,14 @@ class QuantizedCacheConfig(PlacedCacheConfig):
         if not axes:
             return self.backend == "kivi" and name == "keys"
         return next(iter(axes.values())) if axis is None else axes[axis]
+
+
+@dataclass(frozen=True)
+class OffloadedQuantizedCacheConfig(QuantizedCacheConfig):
+    """`QuantizedCacheConfig` of which the device only has the codes of the layers at work."""
+
+    name: ClassVar[str] = "offloaded_quantized"
+    residency: str = "host"
 
 
 def _either(values: list[int]) -> str:

@@ -163,10 +163,10 @@ class Generator:
             )
         if self.config.compile != "off" and request.config.disable_compile:
             raise OptionError(f"disable_compile=True contradicts EngineConfig(compile={self.config.compile!r})")
-        if self.config.compile != "off" and not live.fixed:
+        if self.config.compile != "off" and not live.compilable:
             raise OptionError(
-                f"compile={self.config.compile!r} needs a cache whose tensors never move, and {live.name!r} is not "
-                "one: use cache='static'"
+                f"compile={self.config.compile!r} needs a cache whose tensors never move and are where the model "
+                f"computes, and {live.name!r} is not one: use cache='static'"
             )
 
     def _new_cache(

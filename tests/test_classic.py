@@ -17,6 +17,12 @@ CLASSIC = {  # name: (a model it is for, one it is not for, arguments)
     "StaticCache": ("llama", None, {"batch_size": 2, "max_cache_len": 40, "device": "cpu", "dtype": torch.float32}),
     "HybridCache": ("gemma2", "llama", {"max_batch_size": 2, "max_cache_len": 40, "device": torch.device("cpu")}),
     "SlidingWindowCache": ("mistral", "gemma2", {"batch_size": 2, "max_cache_len": 40, "dtype": torch.float32}),
+    "OffloadedCache": ("gemma2", None, {"batch_size": 2}),
+    "OffloadedStaticCache": (
+        "gemma2",
+        None,
+        {"max_batch_size": 2, "max_cache_len": 40, "device": "cpu", "dtype": torch.float32, "offload_device": "cpu"},
+    ),
     "MambaCache": ("mamba", "jamba", {"batch_size": 2, "dtype": torch.float32, "device": "cpu"}),
     "HybridMambaAttentionDynamicCache": ("bamba", "llama", {"batch_size": 2, "dtype": torch.float32}),
 }
@@ -41,17 +47,18 @@ def test_the_examples_of_the_classes(name):
             getattr(caches, name)(config=tiny_model(other).config, **arguments)
 
 
-def test_a_dynamic_cache_without_a_config_finds_its_layers():
+@pytest.mark.parametrize("build", [caches.DynamicCache, caches.OffloadedCache])
+def test_a_dynamic_cache_without_a_config_finds_its_layers(build):
     for name in ("llama", "mistral", "gemma2", "gpt2"):
         model, inputs = tiny_model(name), prompt()
         expected = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-        ours = caches.DynamicCache()
+        ours = build()
         assert len(ours) == 0
         assert torch.equal(
             model.generate(**inputs, max_new_tokens=NEW, do_sample=False, past_key_values=ours), expected
         )
         assert len(ours) == model.config.num_hidden_layers
-        ours = caches.DynamicCache()  # the engine tells it what the model's layers are
+        ours = build()  # the engine tells it what the model's layers are
         assert torch.equal(engine.generate(model, inputs, cache=ours, max_new_tokens=NEW).sequences, expected)
         assert any(ours.is_sliding) == (name in ("mistral", "gemma2"))
 
@@ -181,8 +188,8 @@ def test_refusals():
         static(model.config, max_cache_len=9, batch_size=2, max_batch_size=3)
     with pytest.raises(ConfigError, match="did you mean 'max_cache_len'"):
         static(model.config, max_cache_length=9)
-    with pytest.raises(caches.UnknownCache, match="offloaded"):
-        caches.DynamicCache(model.config, offloading=True)
+    with pytest.raises(ConfigError, match="offload_device='cuda', but layers can wait in host memory"):
+        caches.OffloadedStaticCache(model.config, max_cache_len=9, offload_device="cuda")
     with pytest.raises(caches.StepError, match="2 or 4 tensors"):
         caches.from_legacy_cache([(torch.zeros(1, 1, 1, 1),)])
     with pytest.raises(caches.StepError, match="the model has 4 layers, but the legacy cache 1"):

@@ -23,7 +23,8 @@ BASES = (CacheConfig, configs.PlacedCacheConfig)
 KINDS = [kind for kind in kinds_below(Config) if kind.__module__.startswith("configs.") and kind not in BASES]
 OPTIONS = [(kind, name) for kind in KINDS for name in kind.option_names()]
 CANDIDATES = (77, 0.5, True, False, StaticCacheConfig(max_cache_len=9), "aot_eager", "onednn", "float32", {"0": "cpu"})
-CANDIDATES += ("kivi", 2, -1)
+CANDIDATES += ("kivi", 2, -1, "disk")
+NEEDS = {"folder": {"residency": "disk"}}  # options that go with others only
 
 
 def label(value):
@@ -31,14 +32,15 @@ def label(value):
 
 
 def changed(kind, name):
-    """A configuration of this kind with something else than the default for one option."""
+    """A configuration of this kind with something else than the default for one option, and what goes with it."""
+    plain = kind.from_dict(NEEDS.get(name, {}))
     for value in CANDIDATES:
         try:
-            config = kind.from_dict({name: value})
+            config = plain.update(**{name: value})[0]
         except ConfigError:
             continue
-        if config != kind():
-            return config
+        if config != plain:
+            return config, plain
     raise AssertionError(f"add a value to CANDIDATES that {kind.__name__}.{name} takes")
 
 
@@ -67,11 +69,11 @@ def test_defaults_travel(kind, tmp_path):
 
 @pytest.mark.parametrize(("kind", "name"), OPTIONS, ids=label)
 def test_every_option_travels(kind, name, tmp_path):
-    config = changed(kind, name)
+    config, plain = changed(kind, name)
     check_travels(config, tmp_path)
-    assert set(config.to_dict(use_diff=True)) - {"name"} == {name}
-    assert kind().update(**{name: getattr(config, name), "zzz": 5}) == (config, {"zzz": 5})
-    assert config.update(**{name: kind.defaults()[name]}) == (kind(), {})
+    assert set(config.to_dict(use_diff=True)) - {"name"} == {name, *NEEDS.get(name, {})}
+    assert plain.update(**{name: getattr(config, name), "zzz": 5}) == (config, {"zzz": 5})
+    assert config.update(**{name: kind.defaults()[name]}) == (plain, {})
 
 
 @pytest.mark.parametrize(("kind", "name"), OPTIONS, ids=label)
@@ -101,6 +103,8 @@ def test_overrides_win():
         (StaticCacheConfig, {"max_cache_len": True}, "max_cache_len=True, but it has to be int or None$"),
         (StaticCacheConfig, {"name": "dynamic"}, "StaticCacheConfig is for the cache 'static', not for 'dynamic'"),
         (configs.SlidingWindowCacheConfig, {"window_length": 0}, "window_length=0"),
+        (configs.OffloadedCacheConfig, {"residency": "hosts"}, "residency='hosts', but it has to be 'host' or 'disk'"),
+        (configs.OffloadedCacheConfig, {"folder": "/tmp"}, "folder='/tmp' is for residency='disk', but this is 'host'"),
         (CacheConfig, {"name": "statik"}, "no cache configuration named 'statik'; did you mean 'static'"),
         (CacheConfig, {"name": ["static"]}, "no cache configuration named"),
         (CacheConfig, {"max_cache_len": 5}, 'needs its "name"; known: dynamic, static'),

@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+import transformers
 from architectures import ARCHITECTURES, prompt, tiny_model
 from support import new_cache, skip_if_refused
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import caches
 import engine
@@ -67,3 +69,76 @@ def test_the_exported_step(name, cache, on_gpu):
         live.settle()
         ids = torch.cat([ids, logits.argmax(dim=-1, keepdim=True)], dim=1)
     assert torch.equal(ids, expected)
+
+
+OFFLOADED = [(name, cache) for name in ("llama", "gemma2") for cache in ("offloaded", "offloaded_static")]
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes copied between the host and the device."""
+
+    moved = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        given = [one for one in arguments if isinstance(one, torch.Tensor)]
+        if isinstance(result, torch.Tensor) and len({tensor.device.type for tensor in [*given, result]}) > 1:
+            self.moved += result.nbytes
+        return result
+
+
+def decode(model, ids, cache, steps):
+    """A prompt, then one token after another in plain calls."""
+    with torch.inference_mode():
+        for step in (ids, *[ids[:, :1]] * steps):
+            model(step, past_key_values=cache, use_cache=True)
+
+
+@pytest.mark.parametrize(("name", "cache"), OFFLOADED)
+@pytest.mark.parametrize("options", [{}, {"residency": "disk"}], ids=str)
+def test_offloaded_text_in_pieces_equals_dynamic(name, cache, options, on_gpu):
+    model = on_gpu(name)
+    generator = engine.Generator(model, config=engine.EngineConfig(prefill_chunk_tokens=5))
+    expected = generator.generate(prompt(), cache="dynamic", max_new_tokens=60).sequences
+    out = generator.generate(prompt(), cache=cache, cache_config=options, max_new_tokens=60)
+    assert torch.equal(out.sequences, expected)
+    beams = {"max_new_tokens": 40, "do_sample": False, "num_beams": 3}
+    inputs = {key: value.cuda() for key, value in prompt().items()}
+    size = {"max_cache_len": 64} if cache == "offloaded_static" else {}
+    ours = caches.build(cache, model.config, **options, **size)
+    assert torch.equal(model.generate(**inputs, **beams, past_key_values=ours), model.generate(**inputs, **beams))
+
+
+@pytest.mark.parametrize("cache", ["offloaded", "offloaded_static"])
+def test_offloaded_keeps_two_layers_on_the_device(cache, on_gpu):
+    model = on_gpu("llama")
+    for tokens in (64, 192):
+        ids = torch.randint(2, 100, (4, tokens), device="cuda")
+        size = {"max_cache_len": 256} if cache == "offloaded_static" else {}
+        ours = caches.build(cache, model.config, **size)
+        decode(model, ids, caches.build("dynamic", model.config), 1)  # libraries take their own memory now
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        decode(model, ids, ours, 8)
+        torch.cuda.synchronize()
+        places = ours.bytes_by_place
+        layer = places["host"] / len(ours.layers)
+        assert places["device"] == 0
+        assert places["staging"] <= 2 * layer
+        assert torch.cuda.memory_allocated() - before <= 2 * layer + 2**16
+        assert all(next(one.tensors()).is_pinned() for one in ours.layers)
+
+
+def test_offloaded_moves_half_of_what_transformers_moves(on_gpu):
+    model = on_gpu("llama")
+    ids = torch.randint(2, 100, (4, 160), device="cuda")
+    moved = []
+    for cache in (
+        caches.build("offloaded", model.config),
+        transformers.DynamicCache(config=model.config, offloading=True),
+    ):
+        decode(model, ids, cache, 2)
+        with Traffic() as traffic:
+            decode(model, ids[:, :1], cache, 7)
+        moved.append(traffic.moved)
+    assert 0.3 < moved[0] / moved[1] < 0.65, moved
