@@ -204,6 +204,8 @@ class HostBuffer(Buffer):
     def _allocate(
         self, numbers: int, dtype: torch.dtype, device: torch.device, kept: torch.Tensor | None
     ) -> torch.Tensor:
+        if device.type == "meta":  # a model without weights, of which only sizes are asked
+            return _begun_with(kept, _empty(numbers, dtype, device))
         pinned = device.type != "cpu"
         if pinned:  # torch takes a power of two of pinned bytes in any case
             numbers = (1 << (numbers * dtype.itemsize - 1).bit_length()) // dtype.itemsize
@@ -226,6 +228,8 @@ class DiskBuffer(Buffer):
     def _allocate(
         self, numbers: int, dtype: torch.dtype, device: torch.device, kept: torch.Tensor | None
     ) -> torch.Tensor:
+        if device.type == "meta":
+            return _begun_with(kept, _empty(numbers, dtype, device))
         size = max(1, numbers) * dtype.itemsize
         try:
             if self._file is None:

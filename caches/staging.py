@@ -30,7 +30,7 @@ class Beside:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._stream = None if device.type in ("cpu", "mps") else torch.Stream(device)
+        self._stream = None if device.type in ("cpu", "mps", "meta") else torch.Stream(device)
 
     def start(self, copy: Callable[[], Any], memory: torch.Tensor) -> Any:
         """Do `copy`, which writes `memory`, once all is done that was queued so far. Returns what to wait for."""

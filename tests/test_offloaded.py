@@ -138,6 +138,17 @@ def test_layers_with_windows_may_stay():
             assert (trial.cache.bytes_by_place["device"] > 0) == keeps_windows
 
 
+@pytest.mark.parametrize("options", [{}, {"residency": "disk"}], ids=str)
+def test_a_model_without_weights_tells_the_size(options):
+    with torch.device("meta"):
+        model = type(tiny_model("llama"))(tiny_model("llama").config)
+    ours = caches.build("offloaded", model.config, **options)
+    for tokens in (9, 1, 200, 1):
+        model(torch.zeros(2, tokens, dtype=torch.long, device="meta"), past_key_values=ours)
+    assert ours.bytes_by_place[options.get("residency", "host")] > 4 * 2 * 211 * 2 * 2 * 8 * 4 - 1
+    assert all(tensor.is_meta for layer in ours.layers for tensor in layer.tensors())
+
+
 def test_states_stay():
     trial = Trial("offloaded", "attention, states")
     trial.step(5)
