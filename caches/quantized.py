@@ -84,15 +84,15 @@ class QuantizedStore:
         for name, part in self.codec.encode(columns).items():
             begin, room = (block, 0) if self.codec.per_block(name) else (column, self.timeline.room)
             room = max(room, begin + part.shape[2])
-            if name not in self.parts:
+            if name not in self.parts or self.parts[name].buffer.shape is None:
                 self._open(name, part, room)
             self.parts[name].buffer.reserve(room, keep=begin)
             self.parts[name].buffer.write(begin, part)
 
     def _open(self, name: str, like: torch.Tensor, room: int) -> None:
-        buffer = self._new_buffer()
-        buffer.open(like, room)
-        self.parts[name] = _Part(self, name, buffer)
+        if name not in self.parts:
+            self.parts[name] = _Part(self, name, self._new_buffer())
+        self.parts[name].buffer.open(like, room)
 
     def _read(self, exact: torch.Tensor, lasting: bool) -> torch.Tensor:
         """The columns held in full: what is encoded, decoded, then `exact`."""
@@ -113,6 +113,9 @@ class QuantizedStore:
             self._decode(run, begin, block, parts, out)
         out[:, :, decoded : decoded + count] = exact
         return out[:, :, timeline.start - begin : decoded + count]
+
+    def _open_parts(self) -> list[tuple[str, _Part]]:
+        return [(name, part) for name, part in self.parts.items() if part.buffer.shape is not None]
 
     def span(self, name: str, begin: int, block: int) -> tuple[int, int]:
         """Of a part: where the columns from `begin` on are, which are in the blocks from `block` on."""
@@ -135,13 +138,13 @@ class QuantizedStore:
             self.codec.decode(chosen, out[:, :, first : first + columns], codes[:, :, :columns])
 
     def reserve(self, room: int) -> None:
-        for name, part in self.parts.items():
+        for name, part in self._open_parts():
             if not self.codec.per_block(name):
                 part.buffer.reserve(room, keep=self.timeline.encoded)
 
     def compact(self) -> None:
         columns, blocks = self.timeline.evicted
-        for name, part in self.parts.items():
+        for name, part in self._open_parts():
             part.buffer.shift(*self.span(name, columns, blocks))
             part.has_changed()
 
@@ -155,7 +158,7 @@ class QuantizedStore:
         self._tail = None
 
     def rows(self, index: torch.Tensor) -> None:
-        for name, part in self.parts.items():
+        for name, part in self._open_parts():
             part.buffer.rows(index, self.span(name, 0, 0)[1])
             part.has_changed()
         if self.residual is not None:
@@ -164,8 +167,8 @@ class QuantizedStore:
 
     def reset(self) -> None:
         for part in self.parts.values():
+            part.buffer.clear()
             part.has_changed()
-        self.parts.clear()
         self.residual = self._tail = None
 
     def committed(self) -> torch.Tensor | None:
