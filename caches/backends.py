@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from caches.blocks import BlockTimeline
 from caches.cache import Cache
@@ -18,7 +18,8 @@ from caches.place import Place
 from caches.quantized import QuantizedStore
 from caches.registry import recipe, register
 from caches.residency import Buffer, DeviceBuffer, DiskBuffer, HostBuffer
-from caches.retention import KeepRecent, Retention
+from caches.retention import KeepRecent, KeepSinks, Retention
+from caches.sinks import SinkCache
 from caches.spec import CROSS, EXOTIC, INDEX, KV, STATE, LayerSpec
 from caches.steps import what_reach_needs
 from caches.store import FixedStore, GrowingStore, Store
@@ -36,12 +37,14 @@ from configs import (
     OffloadedStaticCacheConfig,
     PlacedCacheConfig,
     QuantizedCacheConfig,
+    SinkCacheConfig,
     SlidingWindowCacheConfig,
     StaticCacheConfig,
 )
 
 _BLOCK = 64  # columns that are encoded at once where a codec does not say
 Layers = Sequence[LayerSpec] | None
+C = TypeVar("C", bound=Cache)
 _IN_WORDS = {KV: "keys and values", INDEX: "an index", STATE: "states"}
 
 
@@ -105,6 +108,25 @@ def offloaded_static(specs: Layers, options: OffloadedStaticCacheConfig) -> Cach
     """`offloaded` with a fixed size."""
     new_store = partial(_offloaded_fixed, options, _is_read_later(specs))
     return _fixed_size(specs, options, new_store, fetched=True)
+
+
+@register(SinkCacheConfig)
+def sink(specs: Layers, options: SinkCacheConfig) -> SinkCache:
+    """The first tokens and the last: text without end, in constant memory."""
+    window = options.window_length
+    keeps = None if specs is None else [spec for spec in specs if spec.keeps_kv]
+    if keeps == []:
+        raise UnsupportedLayer("cache='sink' keeps keys and values, but the model has none: cache='mamba'")
+    if window is None:
+        raise UnsupportedLayer(
+            "cache='sink' shows a row's first tokens beside a window of the last ones, and no window was given: choose "
+            "a window_length, or use cache='static' to keep everything"
+        )
+    check = partial(_check_sinks, window)
+    if specs is not None:
+        check(specs)
+    retention = partial(_with_sinks, window, options.num_sink_tokens)
+    return _cache(specs, options, _fixed, SinkCache, retention=retention, check=check)
 
 
 @register(MambaCacheConfig)
@@ -219,9 +241,9 @@ def _is_read_later(specs: Layers) -> bool:
     return specs is None or any(not spec.streams for spec in specs)
 
 
-def _cache(specs: Layers, options: PlacedCacheConfig, new_store: StoreFactory, **more: Any) -> Cache:
+def _cache(specs: Layers, options: PlacedCacheConfig, new_store: StoreFactory, kind: type[C] = Cache, **more: Any) -> C:
     place = Place(options)
-    return Cache(
+    return kind(
         options.name,
         specs,
         new_store,
@@ -248,6 +270,36 @@ def _within(window: int | None, spec: LayerSpec) -> Retention:
     if window is None or (spec.reach.size is not None and spec.reach.size <= window):
         return what_reach_needs(spec)
     return KeepRecent(window - 1)
+
+
+def _with_sinks(window: int, sinks: int, spec: LayerSpec) -> Retention:
+    """What the layer's reach needs, or a window that begins with sinks where it looks back further than that."""
+    if spec.reach.size is not None and spec.reach.size <= window:
+        return what_reach_needs(spec)
+    return KeepSinks(window - 1, sinks)
+
+
+def _check_sinks(window: int, specs: Sequence[LayerSpec]) -> None:
+    """Refuse layers of which the first tokens cannot be shown along with a window."""
+    _refuse_all_but("sink", specs, {KV, STATE})
+    reaches = [spec.reach.size for spec in specs if spec.keeps_kv]
+    if all(size is not None and size <= window for size in reaches):
+        raise UnsupportedLayer(
+            f"cache='sink' with window_length={window} would never show its first tokens: no layer looks back further "
+            f"than its own window of {max(size or 0 for size in reaches)}. Use cache='sliding_window' without options"
+        )
+    for index, spec in enumerate(specs):
+        if not spec.keeps_kv:
+            continue
+        if spec.reach.kind == "chunk":
+            raise UnsupportedLayer(
+                f"window_length={window} cannot be imposed on layer {index} ({spec.layer_type}), which looks at chunks"
+            )
+        if spec.rotary is None and (spec.reach.size is None or spec.reach.size > window):
+            raise UnsupportedLayer(
+                f"cache='sink' has to turn the keys of layer {index} ({spec.layer_type}), and nobody knows how: build "
+                "it with the model's configuration, or use cache='sliding_window' with a window_length"
+            )
 
 
 def _known(specs: Layers, options: CacheConfig) -> Sequence[LayerSpec]:

@@ -95,6 +95,30 @@ class SlidingWindowCache:
         return _build("sliding_window", config, options)
 
 
+class SinkCache:
+    """The first tokens and the last: text without end, in constant memory.
+
+    pads: how many pads each row begins with; our engine says so by itself. Without a `config` only our engine can use
+    it for more tokens than the window has: it knows the model.
+    """
+
+    def __new__(
+        cls,
+        window_length: int,
+        num_sink_tokens: int = 4,
+        config: Any = None,
+        pads: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Any:
+        options |= {"window_length": window_length, "num_sink_tokens": num_sink_tokens}
+        chosen = recipe("sink")
+        specs = None if config is None else read_specs(config)
+        cache = chosen.build(specs, chosen.options.from_dict(_spelled(options)))
+        assert isinstance(cache, Cache)
+        cache.take_pads(pads)
+        return cache
+
+
 class MambaCache:
     """The states of a model without attention."""
 

@@ -32,7 +32,7 @@ def convert(cache: C, name: str, **options: Any) -> C:
     if isinstance(cache, EncoderDecoder) and not isinstance(config, EncoderDecoderCacheConfig):
         config = EncoderDecoderCacheConfig(self_cache=config)
     empty = recipe(config.name).build(cache.specs, config)
-    if type(empty) is not type(cache):
+    if not isinstance(empty, EncoderDecoder if isinstance(cache, EncoderDecoder) else Cache):
         raise UnsupportedLayer(
             f"cache={name!r} cannot hold what is in a {type(cache).__name__} named {cache.name!r}: some of it would be "
             "lost. Choose another, or keep the cache"

@@ -118,7 +118,7 @@ class Layer:
             if name in content:
                 store.load(content[name])
         if self.state is not None:
-            self.state.load({name: held for name, held in content.items() if name not in self.stores})
+            self._load_states(content)
 
     def written(self) -> dict[str, Any]:
         """What is committed as it is written down, for a layer of the same kind: a dict of each store, states."""
@@ -132,7 +132,11 @@ class Layer:
             if name in written:
                 store.load_written(written[name])
         if self.state is not None:
-            self.state.load({name: held for name, held in written.items() if name not in self.stores})
+            self._load_states(written)
+
+    def _load_states(self, content: dict[str, Any]) -> None:
+        assert self.state is not None
+        self.state.load({name: held for name, held in content.items() if name.split()[0] in (CONV, RECURRENT)})
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything the layer keeps."""

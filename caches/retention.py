@@ -39,3 +39,13 @@ class KeepRecent:
 
     def surviving(self, held: int) -> int:
         return min(held, self.columns)
+
+
+@dataclass(frozen=True)
+class KeepSinks(KeepRecent):
+    """As many columns as `KeepRecent`, of which the first `sinks` make place for a row's first tokens.
+
+    They do so once a row has more tokens than that; a store writes them there.
+    """
+
+    sinks: int

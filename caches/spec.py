@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers.cache_utils import DynamicCache
 
+from caches.rotary import Rotary, read_rotary
+
 KV, INDEX, STATE, UNKNOWN = "kv", "index", "state", "something unknown"
 EXOTIC = "something that only transformers' own layer knows"
 
@@ -41,6 +43,8 @@ class LayerSpec:
     reach: Reach = Reach()
     new_layer: Callable[[], Any] | None = field(default=None, compare=False)
     """Makes transformers' own layer, for an exotic kind."""
+    rotary: Callable[[], Rotary] | None = field(default=None, compare=False)
+    """How its keys turn with their position: read where somebody needs it. None where that cannot be known."""
 
     @property
     def keeps_kv(self) -> bool:
@@ -138,4 +142,5 @@ def _read_spec(config: Any, index: int, layer_type: str) -> LayerSpec:
     reach = Reach()
     if size_field is not None:
         reach = Reach("chunk" if size_field == "attention_chunk_size" else "window", getattr(config, size_field))
-    return LayerSpec(layer_type, frozenset(streams), reach)
+    rotary = lambda: read_rotary(config, index, layer_type)  # noqa: E731
+    return LayerSpec(layer_type, frozenset(streams), reach, rotary=rotary)

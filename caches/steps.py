@@ -13,6 +13,7 @@ from caches.face import Face
 from caches.layer import Layer, StoreFactory
 from caches.place import Place
 from caches.retention import KeepAll, KeepRecent, Retention
+from caches.rotary import Rotary
 from caches.spec import EXOTIC, PLAIN, LayerSpec, Reach, read_specs
 from caches.stage import Stage
 from caches.timeline import Timeline
@@ -66,7 +67,7 @@ class Steps(Face):
         kept = [(spec.reach, self._retention(spec)) for spec in specs]
         # Without any layer that keeps columns there is still a clock.
         used = [group for group, spec in zip(kept, specs, strict=True) if spec.keeps_kv]
-        used = used or kept[:1] or [(Reach(), KeepAll())]
+        used = used or kept[:1] or [(Reach(), self._retention(PLAIN))]
         timelines = {
             group: self._new_timeline(group[1], self._max_tokens, self._max_rows, all_room=self.fixed)
             for group in dict.fromkeys(used)
@@ -263,7 +264,8 @@ class Steps(Face):
         if remove > self.seen:
             raise StepError(f"crop({tokens}): the cache holds {self.seen} tokens, {remove} cannot be removed from it")
         if remove and remove == self.seen:
-            self.reset()
+            self.log = None
+            self._empty()
             return
         again = "Reset the cache and feed the tokens to keep again."
         for layer in self.layers:
@@ -322,6 +324,27 @@ class Steps(Face):
     def encodes(self) -> bool:
         """Whether some of it is kept in fewer bits than it came in."""
         return any(layer.encodes for layer in self.layers)
+
+    @property
+    def rotaries(self) -> dict[int, Rotary]:
+        """How it turns the keys of which layers, where it does."""
+        return {}
+
+    def positions_needed(self, tokens: int) -> int:
+        """Positions that a model has to tell apart in a text of `tokens`."""
+        return tokens
+
+    @property
+    def step_tokens(self) -> int | None:
+        """Tokens that a step should have at most; None for any number."""
+        return None
+
+    def take_pads(self, pads: torch.Tensor | Sequence[int] | None) -> None:
+        """Say how many pads each row begins with. Only masks need to know, unless places depend on them."""
+
+    def copied(self, layer_idx: int, tokens: int) -> int:
+        """Columns of copies that attention over the next `tokens` finds before those that `get_mask_sizes` counts."""
+        return 0
 
     @property
     def imposes_windows(self) -> bool:

@@ -53,6 +53,7 @@ class Timeline:
         self.seen = self.start = self.end = self.pending = self.room = 0
         self.rows: int | None = None
         self.overflow = False
+        self.rewritten = 0  # columns that were gone when the first of those held were last written over
         self.graph = False
         self.clock: torch.Tensor | None = None  # `seen` for compiled steps, where a number would be compiled in
         self._step_index: dict[torch.device, torch.Tensor] = {}
@@ -70,6 +71,11 @@ class Timeline:
     @property
     def held(self) -> int:
         return self.end - self.start
+
+    @property
+    def gone(self) -> int:
+        """Columns seen and no longer held."""
+        return self.seen - self.held
 
     def take_rows(self, rows: int) -> None:
         """Inside the forward: a step has so many rows. Raises `StepError` when the steps before had others."""
@@ -157,7 +163,8 @@ class Timeline:
     def can_forget(self, tokens: int) -> bool:
         """Whether the last `tokens` committed ones can still be taken back: nothing it would need was overwritten."""
         remaining = self.seen - tokens
-        return remaining >= 0 and self.end - tokens >= self.retention.surviving(remaining)
+        surviving = self.retention.surviving(remaining)
+        return remaining >= 0 and self.end - tokens >= surviving and remaining - surviving >= self.rewritten
 
     def forget(self, tokens: int) -> None:
         """Take back the last `tokens` committed ones; columns evicted since come back: nothing overwrote them yet."""
@@ -167,7 +174,7 @@ class Timeline:
 
     def reset(self) -> None:
         self.close()
-        self.seen = self.start = self.end = 0
+        self.seen = self.start = self.end = self.rewritten = 0
         self.rows = None
 
     def adopt(self, seen: int, held: int | None, rows: int) -> None:

@@ -11,6 +11,7 @@ from configs.cache import (
     OffloadedCacheConfig,
     OffloadedStaticCacheConfig,
     PlacedCacheConfig,
+    SinkCacheConfig,
     SlidingWindowCacheConfig,
     StaticCacheConfig,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "OffloadedStaticCacheConfig",
     "PlacedCacheConfig",
     "QuantizedCacheConfig",
+    "SinkCacheConfig",
     "SlidingWindowCacheConfig",
     "StaticCacheConfig",
     "nearest",

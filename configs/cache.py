@@ -171,6 +171,31 @@ class OffloadedStaticCacheConfig(OffloadedCacheConfig):
 
 
 @dataclass(frozen=True)
+class SinkCacheConfig(PlacedCacheConfig):
+    """The first tokens and the last: text without end, in constant memory (StreamingLLM, arXiv 2309.17453).
+
+    window_length: tokens that a token looks at once there are as many, itself included. It has to be given.
+    num_sink_tokens: how many of them are a row's first ones.
+    """
+
+    name: ClassVar[str] = "sink"
+    window_length: int | None = None
+    num_sink_tokens: int = 4
+
+    def validate(self) -> None:
+        super().validate()
+        require_positive(type(self).__name__, window_length=self.window_length)
+        if self.num_sink_tokens < 0:
+            raise ConfigError(f"num_sink_tokens={self.num_sink_tokens}, but there are 0 or more of them")
+        if self.window_length is not None and self.window_length <= self.num_sink_tokens:
+            raise ConfigError(
+                f"window_length={self.window_length} is a window smaller than the sinks: num_sink_tokens="
+                f"{self.num_sink_tokens} of them and the token being fed have to fit in: choose "
+                f"window_length={self.num_sink_tokens + 1} or more"
+            )
+
+
+@dataclass(frozen=True)
 class MambaCacheConfig(PlacedCacheConfig):
     """The states of a model without attention."""
 

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
+from caches import Cache, Driven
 from engine.dispatch import input_embeddings
 from engine.errors import InputError, OptionError
 from engine.extras import PER_TOKEN
@@ -152,22 +153,46 @@ def check_extras(prompt: Prompt, mask: torch.Tensor) -> None:
             )
 
 
-def check_length(model: PreTrainedModel, prompt_columns: int, total: int) -> None:
+def check_length(prompt_columns: int, total: int) -> None:
     if total <= prompt_columns:
         raise OptionError(
             f"max_length={total} leaves no room after {prompt_columns} prompt tokens: raise it, or use max_new_tokens"
         )
+
+
+def check_positions(model: PreTrainedModel, cache: Driven, prompt_columns: int, total: int) -> None:
     config = model.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None) or 0
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     if positions <= 0 or rope_type == "dynamic":  # no limit, or one that rotations stretch with the text
         return
     # The last new token is never fed, so it needs no position.
-    if total - 1 > positions:
+    needed = cache.positions_needed(total - 1) if isinstance(cache, Cache) else total - 1
+    if needed > positions:
         raise InputError(
-            f"{prompt_columns} prompt tokens and {total - prompt_columns} new ones need {total - 1} positions, but the "
+            f"{prompt_columns} prompt tokens and {total - prompt_columns} new ones need {needed} positions, but the "
             f"model has {positions}: shorten the prompt or max_new_tokens (or raise config.max_position_embeddings if "
             "its positions are known to reach further)"
+        )
+
+
+def check_places(cache: Driven, mask: torch.Tensor, positions: torch.Tensor | None) -> None:
+    """Refuse gaps in a text of which the first tokens are to move with a window: by how much is counted in tokens."""
+    if not isinstance(cache, Cache) or not cache.rotaries:
+        return
+    holes = (mask[:, 1:] < mask[:, :-1]).any(dim=1).nonzero().flatten().tolist()
+    if holes:
+        raise InputError(
+            f"attention_mask has pads after the first token of row {holes[0]}, which the {cache.name} cache would "
+            "count as tokens: pad on the left only, or use another cache"
+        )
+    if positions is None:
+        return
+    gaps = (positions.diff(dim=-1) != 1) & (mask[:, 1:] * mask[:, :-1] != 0)
+    if bool(gaps.any()):
+        raise InputError(
+            f"position_ids do not count the tokens one by one, which moving the first ones in a {cache.name} cache "
+            "relies on: leave them out, or use another cache"
         )
 
 

@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 import caches
 from caches import Driven
 from configs import CacheConfig, EncoderDecoderCacheConfig, EngineConfig
+from engine.checks import check_places, check_positions
 from engine.errors import OptionError
 from engine.lane import Lane
 from engine.loading import load
@@ -26,6 +27,7 @@ from engine.result import Generation, Piece
 from engine.run import Run
 from engine.runner import Runner
 from engine.session import check_continues
+from engine.turning import check_turning
 from strategies import Strategy
 
 _SIZE_STEP = 128  # tokens
@@ -137,8 +139,11 @@ class Generator:
 
     def _check_together(self, live: Driven, request: Request) -> None:
         """Refuse what this model, this cache and this request cannot do together."""
+        check_positions(self.model, live, request.mask.shape[1], request.total)
         if isinstance(live, caches.Cache):
             check_takes_masks(self.model, live)
+            check_places(live, request.mask, request.prompt.extras.get("position_ids"))
+            check_turning(self._runner, live)
         if live.handle is not None and not self._runner.takes_cache:
             raise OptionError(
                 f"{type(self.model).__name__} takes no cache of keys and values (it keeps none, or a state of its own "

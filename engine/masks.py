@@ -31,7 +31,9 @@ class Columns:
         # Without pads there is nothing to mask but the future, and attention kernels do that faster by themselves. But
         # positions with gaps and no mask would be taken for several texts packed into one row.
         self._mask = full if positions is not None or not bool(mask.all()) else None
-        self.first_full = 0 if self._mask is None else int((mask == 0).int().argmin(dim=1).max())
+        self.pads = torch.zeros(rows, dtype=torch.long) if self._mask is None else (mask == 0).int().argmin(dim=1)
+        """How many pads each row begins with, [rows]."""
+        self.first_full = int(self.pads.max())
         """The first column in which no row has a pad any more."""
         self._step_masks: dict[torch.dtype, torch.Tensor] = {}  # as attention takes them: [rows, 1, 1, columns]
         if positions is None:
@@ -57,11 +59,13 @@ class Columns:
         return self._step_masks[dtype][..., begin:end]
 
     def window_mask(
-        self, begin: int, end: int, offset: int, length: int, window: int | None, dtype: torch.dtype
+        self, begin: int, end: int, offset: int, length: int, window: int | None, dtype: torch.dtype, copied: int = 0
     ) -> torch.Tensor:
         """What the tokens from `begin` to `end` may look at, of `length` columns from `offset` on.
 
-        window: how many, the token included; None for all. Returns [rows or 1, 1, end - begin, length].
+        window: how many, the token included; None for all. copied: columns before those with as many copies for each
+        token; a token that can no longer see all of its row looks at its own, in place of the last ones in the window.
+        Returns [rows or 1, 1, end - begin, copied + length].
         """
         tokens = torch.arange(begin, end, device=self.device)[:, None]
         columns = torch.arange(offset, offset + length, device=self.device)
@@ -69,12 +73,20 @@ class Columns:
         if window is not None:
             visible &= columns > tokens - window
         visible = visible[None, None]
+        if copied:
+            assert window is not None
+            sinks = copied // (end - begin)
+            behind = (tokens - window >= self.pads.to(self.device)[:, None, None])[:, None]  # [rows, 1, tokens, 1]
+            visible = visible & (~behind | (columns > tokens - window + sinks))
+            own = torch.arange(begin, end, device=self.device).repeat_interleave(sinks) == tokens
         if self._mask is not None:
             real = torch.zeros(len(self._mask), length, dtype=torch.bool, device=self.device)
             known = self._mask[:, max(offset, 0) : offset + length] != 0
             real[:, max(-offset, 0) : max(-offset, 0) + known.shape[1]] = known
             # A pad sees itself: a row of scores without any column would be NaN.
             visible = (visible & real[:, None, None]) | (columns == tokens)
+        if copied:
+            visible = torch.cat([behind & own, visible], dim=-1)
         return visible if dtype == torch.bool else _additive(visible, dtype)
 
     def positions(self, begin: int, end: int) -> torch.Tensor:
@@ -86,6 +98,7 @@ class Columns:
         return self._positions[..., :columns] if self._positions.ndim > 2 else None
 
     def rows(self, index: torch.Tensor) -> None:
+        self.pads = self.pads[index.to(self.pads.device)]
         if self._mask is not None:
             self._mask = self._mask[index]
             self._step_masks.clear()
@@ -150,7 +163,8 @@ def imposed_mask(model: Any, cache: Cache, kinds: MaskKinds, columns: Columns, b
             continue
         window = cache.imposed_window(layer) or spec.reach.size
         length, offset = cache.get_mask_sizes(end - begin, layer)
-        masks[spec.layer_type] = columns.window_mask(begin, end, offset, length, window, dtype)
+        copied = cache.copied(layer, end - begin)
+        masks[spec.layer_type] = columns.window_mask(begin, end, offset, length, window, dtype, copied)
     if isinstance(kinds, str):
         return next(iter(masks.values()))
     masks |= {spec.layer_type: states for spec in cache.specs if spec.keeps_state and not spec.keeps_kv}

@@ -156,7 +156,7 @@ def read_request(
         inputs_tensor=prompt.ids if prompt.embeds is None else prompt.embeds,
     )
     total = before + prompt.unnamed + config.max_length
-    check_length(model, mask.shape[1], total)
+    check_length(mask.shape[1], total)
 
     eos, pad = config._eos_token_tensor, config._pad_token_tensor
     if pad is None and tokenizer is not None and tokenizer.pad_token_id is not None:

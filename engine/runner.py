@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.utils import ModelOutput
 
 from caches import Cache, Driven, UnsupportedLayer, build, mask_kinds, read_specs
@@ -116,8 +117,13 @@ class Runner:
         go with the columns that do. flags: output_attentions, ... chunk_tokens: feed at most this many at a time.
         """
         total = before + ids.shape[1]
+        most = cache.step_tokens if isinstance(cache, Cache) else None
+        if most is not None and not set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) & set(extras or ()):
+            chunk_tokens = most if chunk_tokens is None else min(chunk_tokens, most)
         while True:
             begin = cache.seen
+            if (prefill or begin == 0) and isinstance(cache, Cache):
+                cache.take_pads(columns.pads)
             end = total if chunk_tokens is None else min(total, begin + chunk_tokens)
             if self._has_states and cache.handle is not None:
                 # Models leave pads out of their states only where several tokens are read at once.

@@ -67,4 +67,6 @@ def check_continues(cache: Driven, prompt: Prompt, mask: torch.Tensor, before: i
 def _remembers_pads(cache: Driven) -> bool:
     """Whether pads after a row's end leave something behind that no mask can hide."""
     kinds = (getattr(cache.handle, name, ()) for name in ("is_sliding", "is_linear"))
+    if getattr(cache.handle, "imposes_windows", False):
+        return True
     return any(any(kind) for kind in kinds) or any(spec.keeps_state for spec in getattr(cache.handle, "specs", ()))

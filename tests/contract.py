@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig
 
 import caches
+from caches import rotary
 from caches.spec import INDEX, KV, STATE, LayerSpec, Reach
 from configs import ConfigError, EncoderDecoderCacheConfig
 
@@ -18,6 +19,7 @@ SIZE = 256  # tokens that a backend with a size is built for
 REFUSALS = (caches.UnsupportedLayer, ConfigError)
 
 FULL = LayerSpec("full_attention", frozenset({KV}))
+UNROTATED = replace(FULL, rotary=lambda: rotary.UNROTATED)  # its keys know nothing of their position
 SLIDING = LayerSpec("sliding_attention", frozenset({KV}), Reach("window", WINDOW))
 CHUNKED = LayerSpec("chunked_attention", frozenset({KV}), Reach("chunk", WINDOW + 3))
 INDEXED = LayerSpec("indexed_attention", frozenset({KV, INDEX}))
@@ -30,15 +32,22 @@ READS_OTHERS = LayerSpec("full_attention", frozenset())
 
 @dataclass(frozen=True)
 class Kind:
-    """The layers of a model. cross: it has an encoder. window: one that the cache is asked to impose."""
+    """The layers of a model. cross: it has an encoder. window: one that the cache is asked to impose; sinks: how many
+    first tokens it is asked to show where that reaches further."""
 
     specs: tuple[LayerSpec, ...]
     cross: bool = False
     window: int | None = None
+    sinks: int | None = None
 
     def bound(self, spec: LayerSpec) -> int | None:
         """Columns that survive a step; None for all."""
         return min((size - 1 for size in (spec.reach.size, self.window) if size is not None), default=None)
+
+    def sinks_of(self, spec: LayerSpec) -> int:
+        """First tokens that stay in the layer."""
+        narrow = spec.reach.size is not None and self.window is not None and spec.reach.size <= self.window
+        return 0 if narrow or not spec.keeps_kv else self.sinks or 0
 
     @property
     def bounds(self) -> list[int | None]:
@@ -70,6 +79,8 @@ KINDS = {
     "shared": Kind((SLIDING, FULL, READS_OTHERS, READS_OTHERS)),
     "imposed window": Kind((FULL,) * 4, window=WINDOW),
     "imposed on a window": Kind((FULL, SLIDING, FULL, SLIDING), window=WINDOW - 2),
+    "sinks": Kind((UNROTATED,) * 4, window=WINDOW + 2, sinks=3),
+    "sinks, windows": Kind((UNROTATED, SLIDING, UNROTATED, HYBRID_SLIDING), window=WINDOW + 12, sinks=2),
 }
 KINDS |= {
     f"encoder, {name}": replace(KINDS[name], cross=True)
@@ -83,7 +94,8 @@ def options_of(backend: str, kind: Kind) -> dict[str, int]:
     size = {"max_cache_len": SIZE} if recipe.has_a_size else {}
     if "residual_length" in recipe.options.option_names():
         size["residual_length"] = 3  # so that few tokens are enough to encode some
-    return size | ({} if kind.window is None else {"window_length": kind.window})
+    asked = {"window_length": kind.window, "num_sink_tokens": kind.sinks}
+    return size | {name: value for name, value in asked.items() if value is not None}
 
 
 def build(backend: str, kind: Kind, **options) -> caches.Driven:

@@ -182,7 +182,7 @@ def test_presets(tmp_path):
     for name in configs.presets():
         check_travels(configs.preset(name), tmp_path)
         assert configs.preset(name) != EngineConfig()
-    assert configs.preset("endless_streaming").cache == configs.SlidingWindowCacheConfig(window_length=1024)
+    assert configs.preset("endless_streaming").cache == configs.SinkCacheConfig(window_length=1024)
     with pytest.raises(ConfigError, match="no preset named 'low_memori'; did you mean 'low_memory'"):
         configs.preset("low_memori")
 

@@ -108,7 +108,7 @@ def test_tuples(trial):
             )
             continue
         tuples = trial.cache.to_legacy_cache()
-        must = [list(layer.values()) for _, layer in trial.expected()]
+        must = [[held for held in layer.values() if held.ndim == 4] for _, layer in trial.expected()]
         if trial.kind.cross:
             must = [own + cross for own, cross in zip(must[: len(specs)], must[len(specs) :], strict=True)]
         assert [len(layer) for layer in tuples] == [len(layer) for layer in must]
@@ -121,7 +121,7 @@ def test_conversion_loses_nothing_or_is_refused(backend, kind, target):
     """Going on afterwards is as if nothing had happened."""
     trial, options = Trial(backend, kind, 3), options_of(target, KINDS[kind])
     if (target, kind) not in CELLS:
-        options.pop("window_length", None)
+        options = {name: value for name, value in options.items() if name == "max_cache_len"}
         trial.step(20)
         refused(trial, lambda: caches.convert(trial.cache, target, **options), error=caches.CacheError)
         return

@@ -114,16 +114,17 @@ PUBLIC = {
     caches: {
         "Cache", "CacheError", "CapacityError", "Driven", "DynamicCache", "EncoderDecoder", "EncoderDecoderCache",
         "FixedStore", "ForeignCache", "GrowingStore", "HybridCache", "HybridMambaAttentionDynamicCache", "LayerSpec",
-        "Log", "MambaCache", "NoCache", "OffloadedCache", "OffloadedStaticCache", "Recipe", "SlidingWindowCache",
-        "StaticCache", "StepError", "Store", "Timeline", "UnknownCache", "UnsupportedLayer", "build", "convert",
-        "driven", "from_legacy_cache", "join_rows", "mask_kinds", "names", "read_specs", "recipe", "register",
-        "select_rows",
+        "Log", "MambaCache", "NoCache", "OffloadedCache", "OffloadedStaticCache", "Recipe", "SinkCache",
+        "SlidingWindowCache", "StaticCache", "StepError", "Store", "Timeline", "UnknownCache", "UnsupportedLayer",
+        "build", "convert", "driven", "from_legacy_cache", "join_rows", "mask_kinds", "names", "read_specs", "recipe",
+        "register", "select_rows",
     },
     configs: {
         "CODECS", "CacheConfig", "CodecFacts", "Config", "ConfigError", "DynamicCacheConfig",
         "EncoderDecoderCacheConfig", "EngineConfig", "EngineError", "HybridCacheConfig", "MambaCacheConfig",
-        "NoCacheConfig", "OffloadedCacheConfig", "OffloadedQuantizedCacheConfig", "OffloadedStaticCacheConfig", "PlacedCacheConfig",
-        "QuantizedCacheConfig", "SlidingWindowCacheConfig", "StaticCacheConfig", "nearest", "preset", "presets",
+        "NoCacheConfig", "OffloadedCacheConfig", "OffloadedQuantizedCacheConfig", "OffloadedStaticCacheConfig",
+        "PlacedCacheConfig", "QuantizedCacheConfig", "SinkCacheConfig", "SlidingWindowCacheConfig", "StaticCacheConfig",
+        "nearest", "preset", "presets",
     },
     strategies: {
         "Crop", "Emit", "Flow", "Forward", "Greedy", "Operation", "Process", "Rows", "Sampling", "Strategy", "build",

@@ -102,10 +102,14 @@ class Trial:
                 assert not spec.keeps_kv or (length, offset) == self.mask_sizes(layer, count)
             for name in handed.keys() & {"keys", "values", "index"}:
                 read, first = handed[name], max(0, self.seen - self.held(layer))
-                assert read.shape[2] == length
                 assert read.isfinite().all()
-                read = read[:, :, first - offset : self.seen + count - offset]
-                assert torch.equal(read, columns_of([row[first:] for row in together], layer, name))
+                read = self.without_copies(read, layer, name, together)
+                assert read.shape[2] == length
+                sinks = self.kind.sinks_of(spec) if first else 0
+                must = [self.shown(row, first, sinks if count == 1 else 0) for row in together]
+                read, must = read[:, :, first - offset : self.seen + count - offset], columns_of(must, layer, name)
+                hidden = sinks if count > 1 else 0  # the copies are looked at instead
+                assert torch.equal(read[:, :, hidden:], must[:, :, hidden:])
             for name in handed.keys() - {"keys", "values", "index"}:
                 width = handed[name].shape[-1]
                 assert width >= max(count, KERNEL)
@@ -113,6 +117,20 @@ class Trial:
             if self.kind.cross:
                 self._forward_cross(layer, encoder)
         self._encoder = encoder
+
+    @staticmethod
+    def shown(row: list[int], first: int, sinks: int) -> list[int]:
+        """The tokens from `first` on, where the first `sinks` of the row take the places of as many."""
+        return row[:sinks] + row[first + sinks :]
+
+    def without_copies(self, read: torch.Tensor, layer: int, name: str, together: Tokens) -> torch.Tensor:
+        """What is handed out after the copies of first tokens, that come once for each token of a long step."""
+        sinks, count = self.kind.sinks_of(self.kind.specs[layer]), len(together[0]) - self.seen
+        if not sinks or count == 1 or self.seen + count <= self.narrow:
+            return read
+        must = columns_of([row[:sinks] * count for row in together], layer, name)
+        assert torch.equal(read[:, :, : sinks * count], must)
+        return read[:, :, sinks * count :]
 
     def _forward_cross(self, layer: int, encoder: Tokens) -> None:
         cross = self.cache.cross_attention_cache
@@ -187,13 +205,17 @@ class Trial:
     def expected(self) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
         """Of every layer: what it says it holds, and what it must hold."""
         for layer, spec in enumerate(self.kind.specs if self.seen else ()):
-            kept = [row[self.seen - self.held(layer) :] for row in self.tokens]
+            first = self.seen - self.held(layer)
+            sinks = self.kind.sinks_of(spec)
+            kept = [self.shown(row, first, sinks if first else 0) for row in self.tokens]
             names = ["keys", "values"] * (KV in spec.streams) + ["index"] * (INDEX in spec.streams)
             must = {name: columns_of(kept, layer, name) for name in names}
             convolutions, recurrent = states_of(spec)
             must |= {f"conv {number}": last_read(self.tokens, layer, number, KERNEL) for number in range(convolutions)}
             if recurrent:
                 must["recurrent 0"] = recurrent_of(self.tokens, layer)
+            if self.kind.sinks is not None and spec.keeps_kv:
+                must["pads"] = torch.zeros(len(self.tokens), dtype=torch.long)
             yield self.own.layers[layer].content(), must
         for layer in range(len(self.kind.specs) if self.encoded is not None else 0):
             must = {name: columns_of(self.encoded, layer, name) for name in ("keys", "values")}
