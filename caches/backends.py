@@ -16,10 +16,11 @@ from caches.no_cache import NoCache
 from caches.offloaded import FixedOffloadedStore, OffloadedStore
 from caches.place import Place
 from caches.quantized import QuantizedStore
+from caches.quantized_sinks import QuantizedSinkStore
 from caches.registry import recipe, register
 from caches.residency import Buffer, DeviceBuffer, DiskBuffer, HostBuffer
 from caches.retention import KeepRecent, KeepSinks, Retention
-from caches.sinks import SinkCache
+from caches.sinks import SinkCache, SinkStore
 from caches.spec import CROSS, EXOTIC, INDEX, KV, STATE, LayerSpec
 from caches.steps import what_reach_needs
 from caches.store import FixedStore, GrowingStore, Store
@@ -37,12 +38,12 @@ from configs import (
     OffloadedStaticCacheConfig,
     PlacedCacheConfig,
     QuantizedCacheConfig,
+    QuantizedSinkCacheConfig,
     SinkCacheConfig,
     SlidingWindowCacheConfig,
     StaticCacheConfig,
 )
 
-_BLOCK = 64  # columns that are encoded at once where a codec does not say
 Layers = Sequence[LayerSpec] | None
 C = TypeVar("C", bound=Cache)
 _IN_WORDS = {KV: "keys and values", INDEX: "an index", STATE: "states"}
@@ -113,20 +114,31 @@ def offloaded_static(specs: Layers, options: OffloadedStaticCacheConfig) -> Cach
 @register(SinkCacheConfig)
 def sink(specs: Layers, options: SinkCacheConfig) -> SinkCache:
     """The first tokens and the last: text without end, in constant memory."""
-    window = options.window_length
+    return _cache(specs, options, _fixed, SinkCache, **_sinks(specs, options))
+
+
+@register(QuantizedSinkCacheConfig)
+def quantized_sink(specs: Layers, options: QuantizedSinkCacheConfig) -> SinkCache:
+    """`sink` whose window is `quantized`: the first tokens and the most recent ones stay in full."""
+    cache = _cache(specs, options, kind=SinkCache, **_sinks(specs, options), **_blocks(specs, options))
+    return _encoding(cache, options)
+
+
+def _sinks(specs: Layers, options: SinkCacheConfig) -> dict[str, Any]:
+    """What a cache with sinks is built with. Refuses layers that cannot have them."""
+    name, window = options.name, options.window_length
     keeps = None if specs is None else [spec for spec in specs if spec.keeps_kv]
     if keeps == []:
-        raise UnsupportedLayer("cache='sink' keeps keys and values, but the model has none: cache='mamba'")
+        raise UnsupportedLayer(f"cache={name!r} keeps keys and values, but the model has none: cache='mamba'")
     if window is None:
         raise UnsupportedLayer(
-            "cache='sink' shows a row's first tokens beside a window of the last ones, and no window was given: choose "
-            "a window_length, or use cache='static' to keep everything"
+            f"cache={name!r} shows a row's first tokens beside a window of the last ones, and no window was given: "
+            "choose a window_length, or use cache='static' to keep everything"
         )
     check = partial(_check_sinks, window)
     if specs is not None:
         check(specs)
-    retention = partial(_with_sinks, window, options.num_sink_tokens)
-    return _cache(specs, options, _fixed, SinkCache, retention=retention, check=check)
+    return {"retention": partial(_with_sinks, window, options.num_sink_tokens), "check": check}
 
 
 @register(MambaCacheConfig)
@@ -140,15 +152,27 @@ def mamba(specs: Layers, options: MambaCacheConfig) -> Cache:
 def quantized(specs: Layers, options: QuantizedCacheConfig) -> Cache:
     """Older keys and values in few bits, recent ones in full: for long contexts in little memory."""
     _refuse_all_but(options.name, specs, {KV, INDEX, STATE, EXOTIC})
+    return _encoding(_cache(specs, options, **_blocks(specs, options)), options)
+
+
+def _blocks(specs: Layers, options: QuantizedCacheConfig) -> dict[str, Any]:
+    """What a cache that encodes in blocks is built with."""
     codecs: dict[str, Codec] = {name: new_codec(options, name) for name in ("keys", "values")}
-    block = max(codec.block for codec in codecs.values())
-    block = block if block > 1 else max(1, min(_BLOCK, options.residual_length))
-    return _cache(
-        specs,
-        options,
-        partial(_quantized, options, codecs, _is_read_later(specs)),
-        new_timeline=partial(_block_timeline, block, options.residual_length),
-    )
+    return {
+        "new_store": partial(_quantized, options, codecs, _is_read_later(specs)),
+        "new_timeline": partial(_block_timeline, options.block, options.residual_length),
+    }
+
+
+def _encoding(cache: C, options: QuantizedCacheConfig) -> C:
+    if not cache.finds_layers and not cache.encodes:
+        windows = [spec.reach.size for spec in cache.specs if spec.keeps_kv and spec.reach.size is not None]
+        why = f"windows of {max(windows)} tokens are no longer than what stays in full" if windows else "it has no keys"
+        raise UnsupportedLayer(
+            f"cache={options.name!r} would encode nothing of this model: {why}. Use cache='dynamic'"
+            + (f", or a residual_length below {options.residual_length}" if windows else "")
+        )
+    return cache
 
 
 @register(OffloadedQuantizedCacheConfig)
@@ -200,13 +224,14 @@ def _growing(slot: Slot) -> GrowingStore:
 
 
 def _fixed(slot: Slot) -> FixedStore:
-    return FixedStore(slot.timeline)
+    return FixedStore(slot.timeline) if slot.sinks is None else SinkStore(slot.sinks)
 
 
 def _quantized(options: QuantizedCacheConfig, codecs: dict[str, Codec], is_read_later: bool, slot: Slot) -> Store:
     if slot.name not in codecs or not isinstance(slot.timeline, BlockTimeline):
         return _growing(slot)
-    return QuantizedStore(slot, codecs[slot.name], partial(_buffer, options), is_read_later)
+    kind = QuantizedStore if slot.sinks is None else QuantizedSinkStore
+    return kind(slot, codecs[slot.name], partial(_buffer, options), is_read_later)
 
 
 def _block_timeline(

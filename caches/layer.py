@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from caches.state import CONV, RECURRENT, State
 from caches.store import Store
 from caches.timeline import Timeline
 
+if TYPE_CHECKING:
+    from caches.sinks import Sinks
+
 _STORES_OF_STREAM = {KV: ("keys", "values"), INDEX: ("index",)}
 
 
@@ -22,13 +25,14 @@ _STORES_OF_STREAM = {KV: ("keys", "values"), INDEX: ("index",)}
 class Slot:
     """What a store is for: the tensor `name` ("keys", "values", "index") of a layer.
 
-    timeline: its group's. stage: what all layers of the cache take turns in.
+    timeline: its group's. stage: what all layers of the cache take turns in. sinks: first tokens that have to stay.
     """
 
     spec: LayerSpec
     name: str
     timeline: Timeline
     stage: Stage
+    sinks: Sinks | None = None
 
 
 StoreFactory = Callable[[Slot], Store]

@@ -8,6 +8,7 @@ of a copy are turned, from their originals, to where the window begins. Nothing 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -223,7 +224,7 @@ class SinkCache(Cache):
     def _new_layer(self, spec: LayerSpec, timeline: Timeline) -> Any:
         if EXOTIC in spec.streams:
             return super()._new_layer(spec, timeline)
-        layer = SinkLayer(spec, timeline, self.stage, partial(_store, self.pads, self._new_store), self.fixed)
+        layer = SinkLayer(spec, timeline, self.stage, partial(_with_sinks, self.pads, self._new_store), self.fixed)
         layer.pads = self.pads
         return layer
 
@@ -246,8 +247,8 @@ class SinkCache(Cache):
     @property
     def rotaries(self) -> dict[int, Rotary]:
         stores = {index: getattr(layer, "stores", {}).get("keys") for index, layer in enumerate(self.layers)}
-        turned = {index: store.sinks.rotary for index, store in stores.items() if isinstance(store, SinkStore)}
-        return {index: rotary for index, rotary in turned.items() if rotary is not None}
+        sinks = {index: getattr(store, "sinks", None) for index, store in stores.items()}
+        return {index: one.rotary for index, one in sinks.items() if one is not None and one.rotary is not None}
 
     def positions_needed(self, tokens: int) -> int:
         return min(tokens, self.window)
@@ -257,20 +258,19 @@ class SinkCache(Cache):
         return self.window
 
     def copied(self, layer_idx: int, tokens: int) -> int:
-        sinks = next((store.sinks for store in self._sink_stores(layer_idx)), None)
+        sinks = next(iter(self._sinks(self.layers[layer_idx : layer_idx + 1])), None)
         return sinks.count * tokens if sinks is not None and tokens > 1 and sinks.are_left_behind(tokens) else 0
 
-    def _sink_stores(self, layer_idx: int | None = None) -> list[SinkStore]:
-        layers = self.layers if layer_idx is None else self.layers[layer_idx : layer_idx + 1]
+    def _sinks(self, layers: Sequence[Any]) -> list[Sinks]:
         stores = [store for layer in layers for store in getattr(layer, "stores", {}).values()]
-        return [store for store in stores if isinstance(store, SinkStore)]
+        return [store.sinks for store in stores if getattr(store, "sinks", None) is not None]
 
     def take_pads(self, pads: torch.Tensor | Sequence[int] | None) -> None:
         """Say how many pads each row begins with; None for none. Later than that only before a token is forgotten."""
         self._between_steps()
         before = self.pads.of(max(self.batch_size, 0), torch.device("cpu")).tolist()
         after = [0] * len(before) if pads is None else torch.as_tensor(pads).tolist()
-        if before != after and any(store.timeline.gone for store in self._sink_stores()):
+        if before != after and any(sinks.timeline.gone for sinks in self._sinks(self.layers)):
             raise StepError(
                 f"rows that begin with {before} pads have forgotten tokens by now: they cannot begin with {after}. "
                 "Say so before the first step, or reset the cache"
@@ -278,8 +278,9 @@ class SinkCache(Cache):
         self.pads.take(pads)
 
     def _begin_columns(self, tokens: int, graph: bool = False) -> None:
-        stores = self._sink_stores() if tokens == 1 else []
-        stores = [store for store in stores if store.sinks.count and store.sinks.are_left_behind(1)]
+        stores = [store for layer in self.layers if tokens == 1 for store in getattr(layer, "stores", {}).values()]
+        stores = [store for store in stores if isinstance(store, SinkStore) and store.sinks.are_left_behind(1)]
+        stores = [store for store in stores if store.sinks.count]
         fronts = [store.front() for store in stores]  # may fail, and changes nothing
         super()._begin_columns(tokens, graph)
         for store, front in zip(stores, fronts, strict=True):
@@ -306,11 +307,11 @@ class SinkCache(Cache):
         self.pads.take(next((content["pads"] for content in contents if "pads" in content), None))
 
 
-def _store(pads: Pads, plain: StoreFactory, slot: Slot) -> Store:
+def _with_sinks(pads: Pads, new_store: StoreFactory, slot: Slot) -> Store:
     """Layers that look back no further than their own window have no use for sinks."""
     if not isinstance(slot.timeline.retention, KeepSinks):
-        return plain(slot)
+        return new_store(slot)
     rotary: Rotary | None = UNROTATED
     if slot.name == "keys":
         rotary = None if slot.spec.rotary is None else slot.spec.rotary()
-    return SinkStore(Sinks(slot.timeline, pads, rotary))
+    return new_store(replace(slot, sinks=Sinks(slot.timeline, pads, rotary)))

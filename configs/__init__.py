@@ -17,7 +17,13 @@ from configs.cache import (
 )
 from configs.engine import EngineConfig, preset, presets
 from configs.errors import ConfigError, EngineError
-from configs.quantized import CODECS, CodecFacts, OffloadedQuantizedCacheConfig, QuantizedCacheConfig
+from configs.quantized import (
+    CODECS,
+    CodecFacts,
+    OffloadedQuantizedCacheConfig,
+    QuantizedCacheConfig,
+    QuantizedSinkCacheConfig,
+)
 
 __all__ = [
     "CODECS",
@@ -37,6 +43,7 @@ __all__ = [
     "OffloadedStaticCacheConfig",
     "PlacedCacheConfig",
     "QuantizedCacheConfig",
+    "QuantizedSinkCacheConfig",
     "SinkCacheConfig",
     "SlidingWindowCacheConfig",
     "StaticCacheConfig",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from configs.base import nearest, require_positive
-from configs.cache import PlacedCacheConfig, check_residency
+from configs.cache import PlacedCacheConfig, SinkCacheConfig, check_residency
 from configs.errors import ConfigError
 
 
@@ -98,6 +98,13 @@ class QuantizedCacheConfig(PlacedCacheConfig):
         """Numbers that share a scale, at most."""
         return CODECS[self.backend].group if self.q_group_size is None else self.q_group_size
 
+    @property
+    def block(self) -> int:
+        """Tokens that are encoded together."""
+        if self.groups_over_columns("keys") or self.groups_over_columns("values"):
+            return self.group
+        return max(1, min(64, self.residual_length))
+
     def groups_over_columns(self, name: str) -> bool:
         """Whether a group of "keys" or "values" is one channel of a block of tokens."""
         axes, axis = CODECS[self.backend].axes, self.axis_key if name == "keys" else self.axis_value
@@ -112,6 +119,22 @@ class OffloadedQuantizedCacheConfig(QuantizedCacheConfig):
 
     name: ClassVar[str] = "offloaded_quantized"
     residency: str = "host"
+
+
+@dataclass(frozen=True)
+class QuantizedSinkCacheConfig(SinkCacheConfig, QuantizedCacheConfig):
+    """`SinkCacheConfig` whose window, longer than what stays in full, is kept as `QuantizedCacheConfig` says."""
+
+    name: ClassVar[str] = "quantized_sink"
+
+    def validate(self) -> None:
+        super().validate()
+        in_full = max(self.residual_length, self.block)
+        if self.window_length is not None and self.window_length - 1 <= in_full:
+            raise ConfigError(
+                f"window_length={self.window_length}, but up to {in_full} tokens stay in full, so nothing would be "
+                "encoded: give a wider window or a smaller residual_length, or use cache='sink'"
+            )
 
 
 def _either(values: list[int]) -> str:

@@ -123,8 +123,8 @@ PUBLIC = {
         "CODECS", "CacheConfig", "CodecFacts", "Config", "ConfigError", "DynamicCacheConfig",
         "EncoderDecoderCacheConfig", "EngineConfig", "EngineError", "HybridCacheConfig", "MambaCacheConfig",
         "NoCacheConfig", "OffloadedCacheConfig", "OffloadedQuantizedCacheConfig", "OffloadedStaticCacheConfig",
-        "PlacedCacheConfig", "QuantizedCacheConfig", "SinkCacheConfig", "SlidingWindowCacheConfig", "StaticCacheConfig",
-        "nearest", "preset", "presets",
+        "PlacedCacheConfig", "QuantizedCacheConfig", "QuantizedSinkCacheConfig", "SinkCacheConfig",
+        "SlidingWindowCacheConfig", "StaticCacheConfig", "nearest", "preset", "presets",
     },
     strategies: {
         "Crop", "Emit", "Flow", "Forward", "Greedy", "Operation", "Process", "Rows", "Sampling", "Strategy", "build",

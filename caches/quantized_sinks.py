@@ -1,0 +1,90 @@
+"""A quantized store that shows a row's first tokens, which are never encoded, where it has forgotten tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from caches.codec import Codec
+from caches.layer import Slot
+from caches.quantized import QuantizedStore
+from caches.residency import Buffer
+
+
+class QuantizedSinkStore(QuantizedStore):
+    """Keeps the sinks beside the blocks, as they were fed, and puts them in front of what was decoded for a step."""
+
+    def __init__(self, slot: Slot, codec: Codec, new_buffer: Callable[[], Buffer], lasting: bool):
+        super().__init__(slot, codec, new_buffer, lasting)
+        assert slot.sinks is not None
+        self.sinks = slot.sinks
+
+    def append(self, new: torch.Tensor) -> torch.Tensor:
+        sinks, tokens = self.sinks, self.timeline.pending
+        sinks.pads.check(new.shape[0])
+        columns = super().append(new)
+        if not sinks.count:
+            return columns
+        self._note(new, self.timeline.seen)
+        if not sinks.are_left_behind(tokens):
+            return columns
+        turned = sinks.turned(columns, tokens)
+        if tokens > 1:
+            return torch.cat([turned, columns], dim=-2)
+        front = columns[:, :, : sinks.count]  # of what was decoded for this step: a window is longer than the residual
+        front.copy_(torch.where(sinks.delta(1, new.device)[:, :, None, None] > 0, turned, front))
+        return columns
+
+    def _note(self, columns: torch.Tensor, begin: int) -> None:
+        """Keep what is a sink of the columns that come after `begin` of a text."""
+        self.sinks.make_room(columns, len(columns))
+        originals = self.sinks.originals
+        assert originals is not None
+        if begin >= self.sinks.pads.most + self.sinks.count:
+            return
+        places = self.sinks.pads.of(len(columns), columns.device)[:, None] - begin
+        places = places + torch.arange(self.sinks.count, device=columns.device)
+        known = ((places >= 0) & (places < columns.shape[2]))[:, None, :, None]
+        places = places.clamp(0, columns.shape[2] - 1)[:, None, :, None].expand_as(originals)
+        originals.copy_(torch.where(known, columns.gather(2, places), originals))
+
+    def committed(self) -> torch.Tensor | None:
+        """As they were fed: copies are of use to one step only."""
+        held = super().committed()
+        if held is not None and self.timeline.gone > self.sinks.pads.least and self.sinks.count:
+            front = held[:, :, : self.sinks.count]
+            front.copy_(self.sinks.instead_of(front))
+        return held
+
+    def load(self, columns: torch.Tensor) -> None:
+        super().load(columns)
+        gone, count = self.timeline.gone, self.sinks.count
+        if count:
+            self._note(columns, gone)
+            forgot = self.sinks.pads.of(len(columns), columns.device) < gone
+            assert self.sinks.originals is not None
+            self.sinks.originals[forgot] = columns[forgot, :, :count]
+
+    def written(self) -> dict[str, torch.Tensor]:
+        kept = {} if self.sinks.originals is None else {"sinks": self.sinks.originals}
+        return super().written() | kept
+
+    def load_written(self, written: dict[str, torch.Tensor]) -> None:
+        written = dict(written)
+        self.sinks.originals = written.pop("sinks", None)
+        super().load_written(written)
+
+    def rows(self, index: torch.Tensor) -> None:
+        super().rows(index)
+        if self.sinks.originals is not None:
+            self.sinks.originals = self.sinks.originals.index_select(0, index.to(self.sinks.originals.device))
+
+    def reset(self) -> None:
+        super().reset()
+        self.sinks.originals = None
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        yield from super().tensors()
+        if self.sinks.originals is not None:
+            yield self.sinks.originals
