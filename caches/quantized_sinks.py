@@ -71,9 +71,8 @@ class QuantizedSinkStore(QuantizedStore):
         return super().written() | kept
 
     def load_written(self, written: dict[str, torch.Tensor]) -> None:
-        written = dict(written)
-        self.sinks.originals = written.pop("sinks", None)
-        super().load_written(written)
+        super().load_written({name: part for name, part in written.items() if name != "sinks"})
+        self.sinks.originals = written["sinks"].clone() if "sinks" in written else None
 
     def rows(self, index: torch.Tensor) -> None:
         super().rows(index)
