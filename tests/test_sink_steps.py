@@ -1,0 +1,129 @@
+"""A sink cache step by step: every token sees the first tokens of its own row, turned to where its window begins."""
+
+import copy
+import dataclasses
+import random
+
+import pytest
+import torch
+
+import caches
+from caches.rotary import Rotary
+from engine.masks import Columns
+
+
+class Feeder:
+    """A cache of one layer that is fed random keys, and in plain Python what every token has to see of them."""
+
+    def __init__(self, pads, window=7, sinks=2):
+        self.window, self.sinks, self.pads = window, sinks, list(pads)
+        self.rotary = Rotary((1.0, 0.3), interleaved=True)
+        spec = dataclasses.replace(caches.spec.PLAIN, rotary=lambda: self.rotary)
+        chosen = caches.recipe("sink")
+        options = chosen.options(window_length=window, num_sink_tokens=sinks, max_batch_size=6)
+        self.cache = chosen.build([spec], options)
+        self.cache.take_pads(self.pads)
+        self.keys = [torch.zeros(0, 5, dtype=torch.float64) for _ in pads]
+
+    @property
+    def seen(self):
+        return len(self.keys[0])
+
+    def step(self, count, drop=0):
+        rows, seen = len(self.keys), self.seen
+        new = torch.randn(rows, 1, count, 5, dtype=torch.float64)
+        mask = (torch.arange(200) >= torch.tensor(self.pads)[:, None]).long()
+        columns = Columns(mask, 200)
+        copied = self.cache.copied(0, count)
+        length, offset = self.cache.get_mask_sizes(count, 0)
+        visible = columns.window_mask(seen, seen + count, offset, length, self.window, torch.bool, copied)
+        self.cache.begin(count)
+        keys, values = self.cache.update(new, new + 1, 0)
+        together = [torch.cat([held, more[0]]) for held, more in zip(self.keys, new, strict=True)]
+        for row, pads in enumerate(self.pads):
+            for column in range(seen, seen + count):
+                if column < pads:
+                    continue
+                looked_at = visible.expand(rows, -1, -1, -1)[row, 0, column - seen]
+                seen_keys, seen_values = keys[row, 0, looked_at], values[row, 0, looked_at]
+                must, first = together[row][pads : column + 1], 0
+                if len(must) > self.window:
+                    first = len(must) - self.window
+                    must = torch.cat([must[: self.sinks], must[len(must) - self.window + self.sinks :]])
+                torch.testing.assert_close(seen_values, must + 1)
+                if first:
+                    moved = self.rotary.turned(must[None, None, : self.sinks], torch.tensor([[first]]))[0, 0]
+                    must = torch.cat([moved, must[self.sinks :]])
+                torch.testing.assert_close(seen_keys, must)
+        self.cache.settle(drop)
+        self.keys = [held[: seen + count - drop] for held in together]
+
+    def rows(self, index):
+        self.cache.rows(torch.tensor(index))
+        self.keys, self.pads = [self.keys[row] for row in index], [self.pads[row] for row in index]
+
+    def abort(self, count):
+        self.cache.begin(count)
+        noise = torch.randn(len(self.keys), 1, count, 5, dtype=torch.float64)
+        self.cache.update(noise, noise, 0)
+        self.cache.abort()
+
+    def try_crop(self, count):
+        """Whether the last tokens could be taken back."""
+        try:
+            self.cache.crop(-count)
+        except caches.StepError:
+            return False
+        self.keys = [held[: len(held) - count] for held in self.keys]
+        return True
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_token_sees_its_own_sinks_whatever_happens_to_the_cache(seed):
+    """Rows with different pads; long and short steps, dropped tokens, crops, aborts, rows, copies, in any order."""
+    chance = random.Random(seed)
+    feeder = Feeder([chance.choice([0, 0, 1, 3, 9, 14]) for _ in range(3)], sinks=chance.choice([0, 1, 3, 6]))
+    while feeder.seen < 60:
+        count = chance.choice([1, 1, 1, 1, 2, 5, 12])
+        feeder.step(count, drop=chance.choice([0, 0, 0, chance.randrange(count + 1)]))
+        match chance.randrange(6):
+            case 0:
+                feeder.rows([chance.randrange(len(feeder.pads)) for _ in range(chance.choice([2, 3, 5]))])
+            case 1:
+                feeder.abort(count)
+            case 2 if feeder.seen > 14:
+                feeder.try_crop(chance.randrange(1, 5))
+            case 3:
+                feeder.cache = copy.deepcopy(feeder.cache)
+            case 4 if feeder.seen:
+                feeder.cache = caches.convert(
+                    feeder.cache, "sink", window_length=7, num_sink_tokens=feeder.sinks, max_batch_size=6
+                )
+            case 5 if feeder.seen:
+                first = [caches.select_rows(feeder.cache, torch.tensor([row])) for row in range(len(feeder.pads))]
+                joined = caches.join_rows(first)
+                assert [layer.content().keys() for layer in joined.layers] == [{"keys", "values", "pads"}]
+
+
+def test_the_last_step_can_be_taken_back_at_once():
+    feeder = Feeder([0, 2])
+    for count in (6, 1, 1, 1, 1, 1, 1, 1, 4, 1, 1):
+        feeder.step(count)
+        assert feeder.try_crop(count)
+        feeder.step(count)
+    assert not feeder.try_crop(3)
+
+
+def test_pads_are_told_before_anything_is_forgotten():
+    feeder = Feeder([1, 0])
+    feeder.step(5)
+    feeder.cache.take_pads([2, 0])
+    feeder.cache.take_pads([1, 0])
+    feeder.step(5)
+    with pytest.raises(caches.StepError, match=r"begin with \[1, 0\] pads have forgotten .* with \[0, 0\]"):
+        feeder.cache.take_pads(None)
+    feeder.cache.reset()
+    feeder.cache.take_pads([0, 2])
+    feeder.pads, feeder.keys = [0, 2], [held[:0] for held in feeder.keys]
+    for count in (5, 5, 1):
+        feeder.step(count)
