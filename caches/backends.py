@@ -135,7 +135,7 @@ def _sinks(specs: Layers, options: SinkCacheConfig) -> dict[str, Any]:
             f"cache={name!r} shows a row's first tokens beside a window of the last ones, and no window was given: "
             "choose a window_length, or use cache='static' to keep everything"
         )
-    check = partial(_check_sinks, window)
+    check = partial(_check_sinks, name, window)
     if specs is not None:
         check(specs)
     return {"retention": partial(_with_sinks, window, options.num_sink_tokens), "check": check}
@@ -158,9 +158,10 @@ def quantized(specs: Layers, options: QuantizedCacheConfig) -> Cache:
 def _blocks(specs: Layers, options: QuantizedCacheConfig) -> dict[str, Any]:
     """What a cache that encodes in blocks is built with."""
     codecs: dict[str, Codec] = {name: new_codec(options, name) for name in ("keys", "values")}
+    block = max(codec.block for codec in codecs.values())
     return {
         "new_store": partial(_quantized, options, codecs, _is_read_later(specs)),
-        "new_timeline": partial(_block_timeline, options.block, options.residual_length),
+        "new_timeline": partial(_block_timeline, block if block > 1 else options.block, options.residual_length),
     }
 
 
@@ -304,14 +305,15 @@ def _with_sinks(window: int, sinks: int, spec: LayerSpec) -> Retention:
     return KeepSinks(window - 1, sinks)
 
 
-def _check_sinks(window: int, specs: Sequence[LayerSpec]) -> None:
+def _check_sinks(name: str, window: int, specs: Sequence[LayerSpec]) -> None:
     """Refuse layers of which the first tokens cannot be shown along with a window."""
-    _refuse_all_but("sink", specs, {KV, STATE})
+    _refuse_all_but(name, specs, {KV, STATE})
     reaches = [spec.reach.size for spec in specs if spec.keeps_kv]
     if all(size is not None and size <= window for size in reaches):
         raise UnsupportedLayer(
-            f"cache='sink' with window_length={window} would never show its first tokens: no layer looks back further "
-            f"than its own window of {max(size or 0 for size in reaches)}. Use cache='sliding_window' without options"
+            f"cache={name!r} with window_length={window} would never show its first tokens: no layer looks back "
+            f"further than its own window of {max(size or 0 for size in reaches)}. Use cache='sliding_window' without "
+            "options"
         )
     for index, spec in enumerate(specs):
         if not spec.keeps_kv:
@@ -322,8 +324,8 @@ def _check_sinks(window: int, specs: Sequence[LayerSpec]) -> None:
             )
         if spec.rotary is None and (spec.reach.size is None or spec.reach.size > window):
             raise UnsupportedLayer(
-                f"cache='sink' has to turn the keys of layer {index} ({spec.layer_type}), and nobody knows how: build "
-                "it with the model's configuration, or use cache='sliding_window' with a window_length"
+                f"cache={name!r} has to turn the keys of layer {index} ({spec.layer_type}), and nobody knows how: "
+                "build it with the model's configuration, or use cache='sliding_window' with a window_length"
             )
 
 

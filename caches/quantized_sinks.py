@@ -62,6 +62,7 @@ class QuantizedSinkStore(QuantizedStore):
         gone, count = self.timeline.gone, self.sinks.count
         if count:
             self._note(columns, gone)
+        if count and gone > self.sinks.pads.least:
             forgot = self.sinks.pads.of(len(columns), columns.device) < gone
             assert self.sinks.originals is not None
             self.sinks.originals[forgot] = columns[forgot, :, :count]

@@ -6,8 +6,10 @@ import random
 
 import pytest
 import torch
+from test_quantized import AsTheyAre
 
 import caches
+from caches import backends
 from caches.rotary import Rotary
 from engine.masks import Columns
 
@@ -15,13 +17,15 @@ from engine.masks import Columns
 class Feeder:
     """A cache of one layer that is fed random keys, and in plain Python what every token has to see of them."""
 
-    def __init__(self, pads, window=7, sinks=2):
+    def __init__(self, pads, window=7, sinks=2, backend="sink"):
         self.window, self.sinks, self.pads = window, sinks, list(pads)
         self.rotary = Rotary((1.0, 0.3), interleaved=True)
         spec = dataclasses.replace(caches.spec.PLAIN, rotary=lambda: self.rotary)
-        chosen = caches.recipe("sink")
-        options = chosen.options(window_length=window, num_sink_tokens=sinks, max_batch_size=6)
-        self.cache = chosen.build([spec], options)
+        self.backend, chosen = backend, caches.recipe(backend)
+        self.options = {"window_length": window, "num_sink_tokens": sinks, "max_batch_size": 6}
+        if backend == "quantized_sink":
+            self.options["residual_length"] = 2
+        self.cache = chosen.build([spec], chosen.options(**self.options))
         self.cache.take_pads(self.pads)
         self.keys = [torch.zeros(0, 5, dtype=torch.float64) for _ in pads]
 
@@ -78,11 +82,17 @@ class Feeder:
         return True
 
 
+@pytest.fixture(params=["sink", "quantized_sink"])
+def backend(request, monkeypatch):
+    monkeypatch.setattr(backends, "new_codec", lambda options, name: AsTheyAre())
+    return request.param
+
+
 @pytest.mark.parametrize("seed", range(12))
-def test_every_token_sees_its_own_sinks_whatever_happens_to_the_cache(seed):
+def test_every_token_sees_its_own_sinks_whatever_happens_to_the_cache(backend, seed):
     """Rows with different pads; long and short steps, dropped tokens, crops, aborts, rows, copies, in any order."""
     chance = random.Random(seed)
-    feeder = Feeder([chance.choice([0, 0, 1, 3, 9, 14]) for _ in range(3)], sinks=chance.choice([0, 1, 3, 6]))
+    feeder = Feeder([chance.choice([0, 0, 1, 3, 9, 14]) for _ in range(3)], 7, chance.choice([0, 1, 3, 6]), backend)
     while feeder.seen < 60:
         count = chance.choice([1, 1, 1, 1, 2, 5, 12])
         feeder.step(count, drop=chance.choice([0, 0, 0, chance.randrange(count + 1)]))
@@ -96,9 +106,7 @@ def test_every_token_sees_its_own_sinks_whatever_happens_to_the_cache(seed):
             case 3:
                 feeder.cache = copy.deepcopy(feeder.cache)
             case 4 if feeder.seen:
-                feeder.cache = caches.convert(
-                    feeder.cache, "sink", window_length=7, num_sink_tokens=feeder.sinks, max_batch_size=6
-                )
+                feeder.cache = caches.convert(feeder.cache, backend, **feeder.options)
             case 5 if feeder.seen:
                 first = [caches.select_rows(feeder.cache, torch.tensor([row])) for row in range(len(feeder.pads))]
                 joined = caches.join_rows(first)
