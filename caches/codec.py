@@ -31,7 +31,7 @@ class Codec(Protocol):
     def decode(self, parts: Parts, out: torch.Tensor, scratch: torch.Tensor) -> None:
         """Write whole blocks [rows, heads, columns, head_dim] to `out`; the last one may be cut off in `out`.
 
-        scratch: bytes to work with, as many as `out` has numbers, the width made divisible by 8.
+        scratch: bytes to work with, flat, as many as `out` has numbers.
         """
 
     def per_block(self, name: str) -> bool:
@@ -78,7 +78,7 @@ class Affine:
     def decode(self, parts: Parts, out: torch.Tensor, scratch: torch.Tensor) -> None:
         count, dtype = out.shape[2], parts["scale"].dtype
         target = out if dtype == out.dtype else torch.empty_like(out, dtype=dtype)
-        target.copy_(_unpacked(parts["codes"], self.bits, scratch)[..., : out.shape[-1]])
+        _unpack(parts["codes"], self.bits, target, scratch)
         if not self.over_columns:
             groups = target.unflatten(-1, (parts["scale"].shape[-1], -1))
             _apply(groups, {name: part[..., None] for name, part in parts.items()})
@@ -122,20 +122,33 @@ def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return packed
 
 
-def _unpacked(packed: torch.Tensor, bits: int, scratch: torch.Tensor) -> torch.Tensor:
+def _unpack(packed: torch.Tensor, bits: int, out: torch.Tensor, scratch: torch.Tensor, times: int = 0) -> None:
+    """Write the codes into `out` as numbers, or add them that many times to what is there."""
     if bits == 8:
-        return packed
-    if bits == 3:
-        low = _unpacked(packed[..., : scratch.shape[-1] // 4], 2, scratch)
-        return low | (_unpacked(packed[..., scratch.shape[-1] // 4 :], 1, torch.empty_like(scratch)) << 2)
-    per_byte, size = 8 // bits, packed.shape[-1]
-    for number in range(per_byte):
-        piece = scratch[..., number * size : (number + 1) * size]
-        if number:
-            torch.bitwise_right_shift(packed, bits * number, out=piece)
-        if number + 1 < per_byte:
-            torch.bitwise_and(piece if number else packed, 2**bits - 1, out=piece)
-    return scratch[..., : per_byte * size]
+        out.copy_(packed)
+    elif bits == 3:
+        low = -(-out.shape[-1] // 8) * 2  # bytes of the two bits of a column
+        _unpack(packed[..., :low], 2, out, scratch)
+        _unpack(packed[..., low:], 1, out, scratch, times=4)
+    else:
+        codes = _like(packed, scratch)
+        size = packed.shape[-1]
+        for number, begin in enumerate(range(0, out.shape[-1], size)):
+            if number:
+                torch.bitwise_right_shift(packed, bits * number, out=codes)
+            if (number + 1) * bits < 8:
+                torch.bitwise_and(codes if number else packed, 2**bits - 1, out=codes)
+            channels = out[..., begin : begin + size]
+            if times:
+                channels.add_(codes[..., : channels.shape[-1]], alpha=times)
+            else:
+                channels.copy_(codes[..., : channels.shape[-1]])
+
+
+def _like(packed: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    """Scratch of that shape, with columns outermost in memory as in the buffers that `packed` comes from."""
+    rows, heads, columns, width = packed.shape
+    return scratch[: packed.numel()].view(columns, rows, heads, width).permute(1, 2, 0, 3)
 
 
 # Who chooses the codes of groups [groups, size].

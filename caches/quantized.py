@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -12,8 +13,9 @@ from caches.codec import Codec, Parts
 from caches.layer import Slot
 from caches.residency import Buffer
 from caches.store import check_alike
+from caches.views import Encoded
 
-_PIECE = 2048  # columns that are decoded at a time: what is unpacked of them stays in a processor's cache
+_PIECE = 4096  # columns that are decoded at a time, so that scratch does not grow with the context
 
 
 class _Part:
@@ -100,19 +102,38 @@ class QuantizedStore:
         begin, block = timeline.evicted
         if begin >= timeline.encoded:
             return exact[:, :, max(0, timeline.start - timeline.encoded) :]
-        decoded = timeline.encoded - begin
-        rows, heads, count, width = exact.shape
-        # As large as there is room, or it would be a larger one for every token.
-        shape = (timeline.room, rows, heads, width)
-        if lasting:
-            out = exact.new_empty((decoded + count, *shape[1:])).permute(1, 2, 0, 3)
-        else:
-            out = self.stage.scratch(self.name, shape, exact.dtype, exact.device).permute(1, 2, 0, 3)
         parts = {name: part.read(*self.span(name, begin, block)) for name, part in self.parts.items()}
-        for run in timeline.runs:
-            self._decode(run, begin, block, parts, out)
-        out[:, :, decoded : decoded + count] = exact
-        return out[:, :, timeline.start - begin : decoded + count]
+        # Where they are now: the timeline moves on before somebody looks again at what he was handed.
+        pieces = self._pieces_of(list(timeline.runs), begin, block, timeline.start, parts)
+        columns = timeline.encoded - timeline.start + exact.shape[2]
+        view = Encoded(lambda: chain(pieces(exact), (exact,)), columns, exact)
+        return view.whole() if lasting else view
+
+    def _pieces_of(
+        self, runs: list[Run], begin: int, block: int, start: int, parts: Parts
+    ) -> Callable[[torch.Tensor], Iterator[torch.Tensor]]:
+        """Decodes the columns from `start` on, piece by piece. `parts` begin with the columns and blocks given."""
+        size = self.timeline.block
+        longest = min(-(-_PIECE // size) * size, -(-self.timeline.room // size) * size)
+
+        def pieces(like: torch.Tensor) -> Iterator[torch.Tensor]:
+            rows, heads, _, width = like.shape
+            # Not as the buffers are: matrix products want the columns of a head together.
+            out = self.stage.scratch("decoded", (rows, heads, longest, width), like.dtype, like.device)
+            codes = self.stage.scratch(
+                "codes", (rows * heads * longest * -(-width // 8) * 8,), torch.uint8, like.device
+            )
+            for run in runs:
+                for skipped in range(max(0, begin - run.column), run.columns, longest):  # from block to block
+                    columns = min(longest, run.columns - skipped)
+                    first, first_block = run.column + skipped, run.block + skipped // size - block
+                    blocks = slice(first_block, first_block - (-columns // size))
+                    ranges = {True: blocks, False: slice(first - begin, first - begin + columns)}
+                    chosen = {name: part[:, :, ranges[self.codec.per_block(name)]] for name, part in parts.items()}
+                    self.codec.decode(chosen, out[:, :, :columns], codes)
+                    yield out[:, :, max(0, start - first) : columns]
+
+        return pieces
 
     def _open_parts(self) -> list[tuple[str, _Part]]:
         return [(name, part) for name, part in self.parts.items() if part.buffer.shape is not None]
@@ -120,22 +141,6 @@ class QuantizedStore:
     def span(self, name: str, begin: int, block: int) -> tuple[int, int]:
         """Of a part: where the columns from `begin` on are, which are in the blocks from `block` on."""
         return (block, self.timeline.blocks) if self.codec.per_block(name) else (begin, self.timeline.encoded)
-
-    def _decode(self, run: Run, begin: int, block: int, parts: Parts, out: torch.Tensor) -> None:
-        """Decode the columns of `run` into `out`, which begins with the columns and blocks that `parts` begin with."""
-        size = self.timeline.block
-        rows, heads, _, width = out.shape
-        piece = -(-_PIECE // size) * size
-        codes = self.stage.scratch(
-            "codes", (rows, heads, min(piece, self.timeline.room), -(-width // 8) * 8), torch.uint8, out.device
-        )
-        for skipped in range(max(0, begin - run.column), run.columns, piece):  # from whole blocks to whole blocks
-            columns = min(piece, run.columns - skipped)
-            first, first_block = run.column + skipped - begin, run.block + skipped // size - block
-            blocks = slice(first_block, first_block - (-columns // size))
-            ranges = {True: blocks, False: slice(first, first + columns)}
-            chosen = {name: part[:, :, ranges[self.codec.per_block(name)]] for name, part in parts.items()}
-            self.codec.decode(chosen, out[:, :, first : first + columns], codes[:, :, :columns])
 
     def reserve(self, room: int) -> None:
         for name, part in self._open_parts():

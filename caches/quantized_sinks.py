@@ -10,6 +10,7 @@ from caches.codec import Codec
 from caches.layer import Slot
 from caches.quantized import QuantizedStore
 from caches.residency import Buffer
+from caches.views import Encoded
 
 
 class QuantizedSinkStore(QuantizedStore):
@@ -32,9 +33,12 @@ class QuantizedSinkStore(QuantizedStore):
         turned = sinks.turned(columns, tokens)
         if tokens > 1:
             return torch.cat([turned, columns], dim=-2)
-        front = columns[:, :, : sinks.count]  # of what was decoded for this step: a window is longer than the residual
-        front.copy_(torch.where(sinks.delta(1, new.device)[:, :, None, None] > 0, turned, front))
-        return columns
+        behind = sinks.delta(1, new.device)[:, :, None, None] > 0
+        if not isinstance(columns, Encoded):
+            columns[:, :, : sinks.count] = torch.where(behind, turned, columns[:, :, : sinks.count])
+            return columns
+        pieces = columns.pieces
+        return Encoded(lambda: _fronted(pieces(), turned, behind), columns.shape[2], new)
 
     def _note(self, columns: torch.Tensor, begin: int) -> None:
         """Keep what is a sink of the columns that come after `begin` of a text."""
@@ -88,3 +92,14 @@ class QuantizedSinkStore(QuantizedStore):
         yield from super().tensors()
         if self.sinks.originals is not None:
             yield self.sinks.originals
+
+
+def _fronted(pieces: Iterator[torch.Tensor], front: torch.Tensor, behind: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The pieces, begun with `front` in the rows that are behind. What is in full is never so far in front."""
+    begin = 0
+    for piece in pieces:
+        here = piece[:, :, : max(0, front.shape[2] - begin)]
+        if here.shape[2]:
+            here.copy_(torch.where(behind, front[:, :, begin : begin + here.shape[2]], here))
+        begin += piece.shape[2]
+        yield piece
