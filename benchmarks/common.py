@@ -1,4 +1,4 @@
-"""What the benchmarks share: the reference model, the machine they ran on, and how time is taken."""
+"""What the benchmarks share: the models, the machine they ran on, how time is taken, how bytes are counted."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import caches
+import configs
 
 SMALL = dict(
     vocab_size=32000,
@@ -24,12 +28,34 @@ SMALL = dict(
     num_key_value_heads=4,
     max_position_embeddings=8192,
 )
+SHAPES = {
+    "small": SMALL,
+    "llama-3.1-8b": dict(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+    ),
+    "tiny": dict(  # to try a benchmark
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=8192,
+    ),
+}
 
 
-def llama(**shape: int) -> LlamaForCausalLM:
-    """A Llama of this shape with random weights, float32, that never ends by itself."""
+def llama(device: str = "cpu", dtype: torch.dtype = torch.float32, **shape: int) -> LlamaForCausalLM:
+    """A Llama of this shape with random weights, made where it will be, that never ends by itself."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**shape)).eval()
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=dtype).eval()
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model
 
@@ -40,10 +66,10 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - begun
 
 
-def bandwidth() -> float:
+def bandwidth(device: str = "cpu") -> float:
     """Bytes per second that summing a large tensor reads."""
-    data = torch.ones(2**28 // 4)
-    return data.nbytes / min(timed(data.sum) for _ in range(5))
+    data = torch.ones(2**28 // 4 if device == "cpu" else 2**32 // 4, device=device)
+    return data.nbytes / min(timed(lambda: data.sum().item()) for _ in range(5))
 
 
 def spread(samples: list[float]) -> dict[str, float]:
@@ -63,6 +89,44 @@ def decode_ms(engines: dict[str, Callable[[int], Any]], new: int, runs: int) -> 
             whole, first = timed(lambda: work(new)), timed(lambda: work(1))  # noqa: B023
             samples[name].append(1000 * (whole - first) / (new - 1))
     return {name: spread(taken) for name, taken in samples.items()}
+
+
+def full_bytes_per_token(config: Any, item_bytes: int) -> int:
+    """Of keys and values as the model computes them, in all layers."""
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * item_bytes
+
+
+def encoded_bytes_per_token(config: Any, item_bytes: int, options: configs.QuantizedCacheConfig) -> float:
+    """The same in the few bits of `options`: codes, and a scale and an offset per group. The head's width and the
+    group are powers of two. fp8 has no offset."""
+    beside = item_bytes * (1 if options.backend == "fp8" else 2)
+    per_number = 0.0
+    for name in ("keys", "values"):
+        group = options.group if options.groups_over_columns(name) else min(options.group, config.head_dim)
+        per_number += (options.bits / 8 + beside / group) / 2
+    return full_bytes_per_token(config, 1) * per_number
+
+
+def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
+    """The plain tensors in containers and in tensors that are made of others, as quantized ones are."""
+    if isinstance(thing, torch.Tensor) and is_traceable_wrapper_subclass(thing):
+        names, _ = thing.__tensor_flatten__()
+        yield from tensors_in([getattr(thing, name) for name in names])
+    elif isinstance(thing, torch.Tensor):
+        yield thing
+    elif isinstance(thing, (list, tuple, dict)):
+        for part in thing.values() if isinstance(thing, dict) else thing:
+            yield from tensors_in(part)
+
+
+def kept_bytes(cache: Any) -> tuple[int, int]:
+    """Bytes of what a cache keeps, ours or transformers' own, and of the scratch that its layers take turns in."""
+    if isinstance(cache, caches.Cache):
+        layers = sum(tensor.nbytes for layer in cache.layers for tensor in layer.tensors())
+        return layers, sum(tensor.nbytes for tensor in cache.stage.tensors())
+    names = ("keys", "values", "_quantized_keys", "_quantized_values")
+    parts = [getattr(layer, name, None) for layer in cache.layers for name in names]
+    return sum(tensor.nbytes for tensor in tensors_in(parts)), 0
 
 
 def report(benchmark: str, out: Path | None, **found: Any) -> None:

@@ -1,20 +1,29 @@
-"""Draw the results of a benchmark: `python benchmarks/plot.py benchmarks/results/decode-cpu.json`. Needs matplotlib."""
+"""Draw the results of `decode.py` or `quality.py`: `python benchmarks/plot.py benchmarks/results/decode-cpu.json`.
+
+Needs matplotlib.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import typer
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 mpl.rcParams["svg.hashsalt"] = "kvengine"  # the same results give the same file
+OURS, THEIRS, ALARM = "#2f6fab", "#9aa5b1", "#c0392b"
 
 
-def main(results: Path) -> None:
-    found = json.loads(results.read_text())
+def draw_decode(found: dict[str, Any]) -> Figure:
     cases = found["cases"]
     figure, axes = plt.subplots(1, len(cases), figsize=(11, 3.2), sharey=True, layout="constrained")
     for case, axis in zip(cases, axes, strict=True):
@@ -22,14 +31,70 @@ def main(results: Path) -> None:
         taken = [case["engines_ms"][name] for name in names]
         medians = [t["median"] for t in taken]
         errors = [[t["median"] - t["least"] for t in taken], [t["most"] - t["median"] for t in taken]]
-        colours = ["#9aa5b1" if name.startswith(("transformers", "llama.cpp")) else "#2f6fab" for name in names]
+        colours = [THEIRS if name.startswith(("transformers", "llama.cpp")) else OURS for name in names]
         axis.barh(names, medians, xerr=errors, color=colours, error_kw={"ecolor": "#333333", "capsize": 2, "lw": 1})
-        axis.axvline(case["floor_ms"], color="#c0392b", lw=1.2, ls="--", label="floor: memory read once")
+        axis.axvline(case["floor_ms"], color=ALARM, lw=1.2, ls="--", label="floor: memory read once")
         axis.set_xlim(0, 1.3 * max(medians))  # one bad run must not hide the others
         axis.set_title(f"prompt of {case['prompt_tokens']} tokens", fontsize=10)
         axis.set_xlabel("ms per token (less is better)")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(frameon=False, fontsize=8, loc="lower right")
+    return figure
+
+
+def draw_quality(found: dict[str, Any]) -> Figure:
+    figure, (codecs, stream) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
+    draw_codecs(codecs, found["codecs"])
+    draw_stream(stream, found["stream"])
+    for axis in (codecs, stream):
+        axis.set_ylabel("perplexity (less is better)")
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def draw_codecs(axis: Axes, found: dict[str, Any]) -> None:
+    """A line per codec through its bit widths. What is far worse than the rest would hide how these differ."""
+    reference = found["dynamic"]["perplexity"]
+    lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for name, taken in found.items():
+        codec = re.sub(r", \d+ bits?", "", name)
+        if name != "dynamic" and taken["perplexity"] < 1.3 * reference:
+            lines[codec].append((taken["bytes_per_token"], taken["perplexity"]))
+    for number, (codec, points) in enumerate(lines.items()):
+        theirs = codec.startswith("transformers")
+        style = {"color": THEIRS, "ls": ":"} if theirs else {"color": f"C{number}"}
+        axis.plot(*zip(*sorted(points), strict=True), marker="^" if theirs else "os"["channel" in codec], ms=4, lw=1,
+                  label=codec, **style)  # fmt: skip
+    axis.axhline(reference, color=ALARM, lw=1.2, ls="--", label="everything in full")
+    axis.set_xlabel(f"bytes per encoded token (in full {found['dynamic']['bytes_per_token']:,})")
+    axis.legend(frameon=False, fontsize=7)
+
+
+def draw_stream(axis: Axes, found: dict[str, Any]) -> None:
+    names = {"sink": OURS, "sliding_window": "#e08e0b", "dynamic": "#3a7d44", "inside the window": THEIRS}
+    for name, colour in names.items():
+        values = found["perplexity"].get(name, [])
+        # Texts differ from window to window far more than caches do: eight windows are taken together.
+        smooth = [math.exp(sum(map(math.log, part)) / len(part)) for part in runs(values, 8)]
+        positions = [found["window"] * (number + 1) for number in range(len(values))]
+        axis.plot(positions, smooth, color=colour, lw=1.4, ls="--" if name == "inside the window" else "-", label=name)
+    axis.axvline(found["trained_positions"], color=ALARM, lw=1, ls=":", label="end of the trained positions")
+    axis.set_yscale("log")
+    axis.set_xlabel(f"tokens of the stream (window of {found['window']}, {found['sinks']} sinks)")
+    axis.legend(frameon=False, fontsize=7)
+
+
+def runs(values: list[float], size: int) -> list[list[float]]:
+    """For every value it and those before it, at most `size` together."""
+    return [values[max(0, end - size) : end] for end in range(1, len(values) + 1)]
+
+
+DRAWERS = {"decode": draw_decode, "quality": draw_quality}
+
+
+def main(results: Path) -> None:
+    found = json.loads(results.read_text())
+    figure = DRAWERS[found["benchmark"]](found)
     # By this the tests know which results were drawn.
     digest = hashlib.sha256(results.read_bytes()).hexdigest()
     figure.savefig(results.with_suffix(".svg"), metadata={"Date": None, "Description": f"sha256 {digest}"})

@@ -1,0 +1,271 @@
+"""What a long context costs per backend, in bytes and in ms per token, beside transformers' own cache of the same kind.
+
+    python benchmarks/memory.py --peak --out benchmarks/results/memory-cpu.json
+    python benchmarks/memory.py --device cuda --out benchmarks/results/memory-cuda.json
+
+The prompt is read in pieces, once per backend; then every decode step is timed by itself. Prints per context the floor
+first: the bytes of weights and cache that a step has to read, over the bandwidth measured here. Then a table, and at
+the end one JSON line. With --peak every backend has a process of its own, and the most memory that it took beyond the
+model is reported.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import lru_cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from common import SHAPES, bandwidth, encoded_bytes_per_token, full_bytes_per_token, kept_bytes, llama, report, spread
+from rich.console import Console
+from rich.table import Table
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import caches
+import configs
+import engine
+
+PIECE = 512  # tokens of the prompt that are read at once
+_console = Console()
+
+
+@dataclass(frozen=True)
+class Setting:
+    model: str
+    device: str
+    dtype: str
+    new: int
+    window: int
+    threads: int
+    peak: bool
+
+
+@dataclass(frozen=True)
+class Row:
+    """A backend with its options. peer: the row of transformers' cache of the same kind. theirs: this is one."""
+
+    cache: str
+    options: dict[str, Any] = field(default_factory=dict)
+    peer: str | None = None
+    lossless: bool = False
+    theirs: bool = False
+
+
+def rows_for(setting: Setting) -> dict[str, Row]:
+    """By name; transformers' own first, its default before all: the others are compared with them."""
+    theirs_away = () if setting.device == "cpu" else ("offloaded", "offloaded_static")
+    hqq = {"backend": "hqq", "nbits": 4}
+    return {
+        "transformers dynamic": Row("dynamic", lossless=True, theirs=True),
+        "transformers static": Row("static", lossless=True, theirs=True),
+        **{f"transformers {name}": Row(name, lossless=True, theirs=True) for name in theirs_away},
+        "transformers quanto, 4 bits": Row("quantized", {"backend": "quanto", "nbits": 4}, theirs=True),
+        "transformers quanto, 2 bits": Row("quantized", {"backend": "quanto", "nbits": 2}, theirs=True),
+        "transformers hqq, 4 bits": Row("quantized", hqq | {"axis_key": 1, "axis_value": 1}, theirs=True),
+        "dynamic": Row("dynamic", peer="transformers dynamic", lossless=True),
+        "static": Row("static", peer="transformers static", lossless=True),
+        "offloaded": Row("offloaded", peer="transformers offloaded", lossless=True),
+        "offloaded_static": Row("offloaded_static", peer="transformers offloaded_static", lossless=True),
+        "offloaded, on disk": Row("offloaded", {"residency": "disk"}, lossless=True),
+        "quantized: quanto, 4 bits": Row("quantized", {"nbits": 4}, peer="transformers quanto, 4 bits"),
+        "quantized: quanto, 2 bits": Row("quantized", {"nbits": 2}, peer="transformers quanto, 2 bits"),
+        "quantized: hqq, 4 bits": Row("quantized", hqq, peer="transformers hqq, 4 bits"),
+        "quantized: kivi, 4 bits": Row("quantized", {"backend": "kivi", "nbits": 4}),
+        "quantized: fp8": Row("quantized", {"backend": "fp8"}),
+        "offloaded_quantized": Row("offloaded_quantized", peer="transformers quanto, 4 bits"),
+        f"sink, window {setting.window}": Row("sink", {"window_length": setting.window}),
+        f"sliding_window, {setting.window}": Row("sliding_window", {"window_length": setting.window}),
+    }
+
+
+@lru_cache(maxsize=1)
+def load(setting: Setting) -> Any:
+    torch.set_num_threads(setting.threads)
+    transformers.logging.set_verbosity_error()
+    # Longer contexts than the shape says: random weights know no better.
+    shape = SHAPES[setting.model] | {"max_position_embeddings": 2**17}
+    return llama(setting.device, getattr(torch, setting.dtype), **shape)
+
+
+class Clock(LogitsProcessor):
+    """Notes when the logits of each step are there."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if scores.device.type == "cuda":
+            torch.cuda.synchronize(scores.device)
+        self.times.append(time.perf_counter())
+        return scores
+
+    @property
+    def steps_ms(self) -> list[float]:
+        return [1000 * (end - begin) for begin, end in zip(self.times, self.times[1:], strict=False)]
+
+
+def generate(row: Row, model: Any, ids: torch.Tensor, new: int, clock: Clock) -> tuple[list[int], Any]:
+    """The new tokens and the cache. The last token is not in it."""
+    processors = LogitsProcessorList([clock])
+    if row.theirs:
+        config = {"cache_config": dict(row.options)} if row.options else {}
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, logits_processor=processors,
+            prefill_chunk_size=PIECE, disable_compile=True, return_dict_in_generate=True,
+            cache_implementation=row.cache, **config,
+        )  # fmt: skip
+        return out.sequences[0, ids.shape[1] :].tolist(), out.past_key_values
+    generator = engine.Generator(model, config=engine.EngineConfig(prefill_chunk_tokens=PIECE))
+    cache = {"cache": row.cache, "cache_config": dict(row.options)}
+    found = generator.generate(ids, max_new_tokens=new, logits_processor=processors, **cache)
+    return found.tokens[0], found.cache
+
+
+STATUS, FORGET_PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # of Linux
+
+
+def memory_bytes(device: str, peak: bool) -> int:
+    """Of the device, or resident of this process: at most since `forget_peak`, or now."""
+    if device != "cpu":
+        return torch.cuda.max_memory_allocated(device) if peak else torch.cuda.memory_allocated(device)
+    [line] = [line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:" if peak else "VmRSS:")]
+    return 1024 * int(line.split()[1])
+
+
+def forget_peak(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        FORGET_PEAK.write_text("5")
+
+
+def measure(row: Row, context: int, setting: Setting) -> dict[str, Any]:
+    """One backend at one context; the peak with `setting.peak` only."""
+    model = load(setting)
+    ids = torch.randint(3, model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(setting.device)
+    generate(row, model, ids[:, :160], 2, Clock())  # loads libraries, chooses kernels
+    gc.collect()
+    if setting.peak:
+        forget_peak(setting.device)
+    before, clock = memory_bytes(setting.device, peak=False) if setting.peak else 0, Clock()
+    # One token more than steps that are timed: the first comes from the prompt.
+    tokens, cache = generate(row, model, ids, setting.new + 1, clock)
+    peak = memory_bytes(setting.device, peak=True) - before if setting.peak else None
+    kept, scratch = kept_bytes(cache)
+    return {"tokens": tokens, "kept_bytes": kept, "scratch_bytes": scratch, "ms": spread(clock.steps_ms),
+            "peak_bytes": peak}  # fmt: skip
+
+
+def predicted_bytes(row: Row, tokens: int, setting: Setting) -> float:
+    """What the backend should keep of so many tokens, by arithmetic, without room for more."""
+    config, item_bytes = transformers.LlamaConfig(**SHAPES[setting.model]), getattr(torch, setting.dtype).itemsize
+    full = full_bytes_per_token(config, item_bytes)
+    if "window_length" in row.options:
+        return full * min(tokens, row.options["window_length"])
+    if "quantized" not in row.cache:
+        return full * tokens
+    options = configs.QuantizedCacheConfig.from_dict(row.options)
+    # transformers encodes the prompt whole, ours keeps the most recent tokens of it.
+    in_full = min(tokens, setting.new if row.theirs else options.residual_length)
+    return full * in_full + encoded_bytes_per_token(config, item_bytes, options) * (tokens - in_full)
+
+
+def weight_bytes(setting: Setting) -> int:
+    """What a step reads of the model."""
+    config = transformers.LlamaConfig(**SHAPES[setting.model])
+    with torch.device("meta"):
+        bare = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.dtype))
+    return sum(p.nbytes for name, p in bare.named_parameters() if "embed_tokens" not in name)
+
+
+def measure_context(context: int, rows: dict[str, Row], setting: Setting, run: Callable[..., Any]) -> dict[str, Any]:
+    speed, weights, tokens = run(bandwidth, setting.device), weight_bytes(setting), context + setting.new
+    full = predicted_bytes(Row("dynamic"), tokens, setting)
+    floor_ms = 1000 * (weights + full) / speed
+    _console.print(
+        f"\ncontext {context}, {setting.new} steps: a step reads {weights / 1e6:.0f} MB of weights and "
+        f"{full / 1e6:.0f} MB of keys and values in full; at {speed / 1e9:.1f} GB/s that is {floor_ms:.1f} ms"
+    )
+    found: dict[str, dict[str, Any]] = {}
+    texts: dict[str, list[int]] = {}
+    for name, row in rows.items():
+        with _console.status(f"context {context}: {name}"):
+            taken = run(measure, row, context, setting)
+        texts[name], predicted = taken.pop("tokens"), predicted_bytes(row, tokens, setting)
+        found[name] = taken | {
+            "predicted_bytes_per_token": predicted / tokens,
+            "bytes_per_token": taken["kept_bytes"] / tokens,
+            "of_full": taken["kept_bytes"] / full,
+            "of_full_with_scratch": (taken["kept_bytes"] + taken["scratch_bytes"]) / full,
+            "floor_ms": 1000 * (weights + predicted) / speed,
+            "times_peer": found[row.peer]["ms"]["median"] / taken["ms"]["median"] if row.peer in found else None,
+            "same_text": texts[name] == texts["transformers dynamic"] if row.lossless else None,
+        }
+    _console.print(table_of(found))
+    return {"context": context, "bandwidth_gb_per_s": speed / 1e9, "floor_ms": floor_ms, "rows": found}
+
+
+def table_of(found: dict[str, dict[str, Any]]) -> Table:
+    table = Table("cache", "bytes per token, predicted", "measured", "of full", "with scratch", "ms per token", "least",
+                  "most", "of the floor", "x transformers", "peak MB", "same text")  # fmt: skip
+    for name, row in found.items():
+        table.add_row(
+            name, *(f"{row[key]:,.0f}" for key in ("predicted_bytes_per_token", "bytes_per_token")),
+            *(f"{row[key]:.1%}" for key in ("of_full", "of_full_with_scratch")),
+            *(f"{value:.1f}" for value in row["ms"].values()), f"{row['floor_ms'] / row['ms']['median']:.0%}",
+            "-" if row["times_peer"] is None else f"{row['times_peer']:.2f}",
+            "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:.0f}",
+            "-" if row["same_text"] is None else str(row["same_text"]),
+        )  # fmt: skip
+    return table
+
+
+def in_a_process_of_its_own(work: Callable[..., Any], *arguments: Any) -> Any:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
+
+
+def here(work: Callable[..., Any], *arguments: Any) -> Any:
+    return work(*arguments)
+
+
+def main(
+    out: Annotated[Path | None, typer.Option(help="file for the results")] = None,
+    contexts: Annotated[str, typer.Option(help="tokens of the prompts, with commas between")] = "1024,4096,16384",
+    new: Annotated[int, typer.Option(help="decode steps that are timed")] = 16,
+    window: Annotated[int, typer.Option(help="of the backends that keep one")] = 1024,
+    peak: Annotated[bool, typer.Option(help="a process per backend, and its peak memory")] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    model: Annotated[str | None, typer.Option(help=f"one of {', '.join(SHAPES)}; default by the device")] = None,
+    threads: Annotated[int, typer.Option(help="threads of torch")] = 2,
+) -> None:
+    on_cpu = device == "cpu"
+    model, dtype = model or ("small" if on_cpu else "llama-3.1-8b"), "float32" if on_cpu else "bfloat16"
+    if peak and on_cpu and not FORGET_PEAK.exists():
+        raise typer.BadParameter("--peak asks Linux for the memory of a process: leave it out on other systems")
+    torch.set_num_threads(threads)
+    setting = Setting(model, device, dtype, new, window, threads, peak)
+    rows = rows_for(setting)
+    skipped = [name for name, row in rows.items() if not row.theirs and row.cache not in caches.names()]
+    for name in skipped:
+        _console.print(f"left out: {name}, {rows.pop(name).cache!r} is no registered backend")
+    if on_cpu:
+        _console.print("left out: transformers' offloaded caches, which need CUDA")
+    run = in_a_process_of_its_own if peak else here
+    cases = [measure_context(int(context), rows, setting, run) for context in contexts.split(",")]
+    machine = {} if on_cpu else {"processor": torch.cuda.get_device_name(device)}
+    report("memory", out, model=SHAPES[model], dtype=dtype, device=device, new_tokens=new, window=window,
+           left_out=skipped, cases=cases, **machine)  # fmt: skip
+
+
+if __name__ == "__main__":
+    typer.run(main)
