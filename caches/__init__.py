@@ -7,11 +7,14 @@ from caches.cache import Cache
 from caches.classic import (
     DynamicCache,
     EncoderDecoderCache,
+    HQQQuantizedCache,
     HybridCache,
     HybridMambaAttentionDynamicCache,
     MambaCache,
     OffloadedCache,
     OffloadedStaticCache,
+    QuantizedCache,
+    QuantoQuantizedCache,
     SinkCache,
     SlidingWindowCache,
     StaticCache,
@@ -27,6 +30,7 @@ from caches.registry import Recipe, build, names, recipe, register
 from caches.spec import LayerSpec, mask_kinds, read_specs
 from caches.store import FixedStore, GrowingStore, Store
 from caches.timeline import Timeline
+from configs import QuantizedCacheConfig
 
 
 def driven(cache: Driven | _TransformersCache) -> Driven:
@@ -45,6 +49,7 @@ __all__ = [
     "FixedStore",
     "ForeignCache",
     "GrowingStore",
+    "HQQQuantizedCache",
     "HybridCache",
     "HybridMambaAttentionDynamicCache",
     "LayerSpec",
@@ -53,6 +58,9 @@ __all__ = [
     "NoCache",
     "OffloadedCache",
     "OffloadedStaticCache",
+    "QuantizedCache",
+    "QuantizedCacheConfig",
+    "QuantoQuantizedCache",
     "Recipe",
     "SinkCache",
     "SlidingWindowCache",

@@ -17,7 +17,7 @@ from caches.encoder_decoder import EncoderDecoder
 from caches.errors import StepError, UnsupportedLayer
 from caches.registry import build, recipe
 from caches.spec import read_specs
-from configs import ConfigError
+from configs import ConfigError, QuantizedCacheConfig
 
 
 def from_legacy_cache(past_key_values: Sequence[Sequence[torch.Tensor]], config: Any = None) -> Cache | EncoderDecoder:
@@ -79,6 +79,40 @@ class OffloadedStaticCache:
                 "file: leave it out, or give residency='disk'"
             )
         return StaticCache(config, offloading=True, **options)
+
+
+class QuantizedCache:
+    """Older keys and values in few bits. Without a `config` its layers appear as they are used."""
+
+    def __new__(cls, backend: str, config: Any = None, **options: Any) -> Any:
+        options |= {"backend": backend}
+        if config is not None:
+            return _build("quantized", config, options)
+        chosen = recipe("quantized")
+        return chosen.build(None, chosen.options.from_dict(_spelled(options)))
+
+
+class QuantoQuantizedCache:
+    """`QuantizedCache` with quanto. cache_config: its options, instead of `options`."""
+
+    backend = "quanto"
+
+    def __new__(cls, cache_config: QuantizedCacheConfig | None = None, config: Any = None, **options: Any) -> Any:
+        if cache_config is not None:
+            options = {**cache_config.to_dict(use_diff=True), **options}
+            options.pop("name")
+        if options.setdefault("backend", cls.backend) != cls.backend:
+            raise ConfigError(
+                f"{cls.__name__} writes with {cls.backend}, but its configuration says backend={options['backend']!r}: "
+                "use QuantizedCache, which takes every backend"
+            )
+        return QuantizedCache(config=config, **options)
+
+
+class HQQQuantizedCache(QuantoQuantizedCache):
+    """`QuantizedCache` with hqq. cache_config: its options, instead of `options`."""
+
+    backend = "hqq"
 
 
 class HybridCache:

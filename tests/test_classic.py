@@ -220,3 +220,43 @@ def test_numbers_that_are_not_finite_are_found_on_request():
     ours.ssm_states[1][0] = float("nan")
     with pytest.raises(caches.StepError, match=r"layer 1: \d+ numbers of recurrent 0 in row 0"):
         ours.check_finite()
+
+
+@pytest.mark.parametrize(
+    ("build", "backend"),
+    [
+        (lambda **more: caches.QuantizedCache("quanto", nbits=4, residual_length=4, **more), "quanto"),
+        (
+            lambda **more: caches.QuantizedCache("HQQ", axis_key=1, axis_value=1, residual_length=4, **more),
+            "hqq",
+        ),
+        (lambda **more: caches.QuantoQuantizedCache(nbits=2, residual_length=4, **more), "quanto"),
+        (lambda **more: caches.QuantoQuantizedCache(caches.QuantizedCacheConfig(residual_length=4), **more), "quanto"),
+        (
+            lambda **more: caches.HQQQuantizedCache(
+                caches.QuantizedCacheConfig(backend="hqq", nbits=8, residual_length=4), **more
+            ),
+            "hqq",
+        ),
+    ],
+)
+def test_quantized_caches_by_their_names(build, backend):
+    """With a configuration of the model, or finding its layers as they are used."""
+    model, inputs = tiny_model("llama"), prompt()
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    with_layers, without = build(config=model.config), build()
+    texts = [model.generate(**inputs, **options, past_key_values=ours) for ours in (with_layers, without)]
+    assert torch.equal(*texts)
+    assert len(without) == len(with_layers) == model.config.num_hidden_layers
+    assert with_layers.encodes
+    assert without.encodes
+    named = caches.build("quantized", model.config, backend=backend, residual_length=4)
+    assert type(with_layers) is type(named)
+    assert with_layers.bytes < caches.convert(with_layers, "dynamic").bytes
+
+
+def test_a_quantized_cache_with_another_backends_options():
+    with pytest.raises(ConfigError, match=r"HQQQuantizedCache writes with hqq, but .* backend='kivi'"):
+        caches.HQQQuantizedCache(caches.QuantizedCacheConfig(backend="kivi"))
+    with pytest.raises(ConfigError, match=r"QuantoQuantizedCache writes with quanto, but .* backend='fp8'"):
+        caches.QuantoQuantizedCache(backend="fp8")

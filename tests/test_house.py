@@ -113,8 +113,9 @@ PUBLIC = {
     },
     caches: {
         "Cache", "CacheError", "CapacityError", "Driven", "DynamicCache", "EncoderDecoder", "EncoderDecoderCache",
-        "FixedStore", "ForeignCache", "GrowingStore", "HybridCache", "HybridMambaAttentionDynamicCache", "LayerSpec",
-        "Log", "MambaCache", "NoCache", "OffloadedCache", "OffloadedStaticCache", "Recipe", "SinkCache",
+        "FixedStore", "ForeignCache", "GrowingStore", "HQQQuantizedCache", "HybridCache",
+        "HybridMambaAttentionDynamicCache", "LayerSpec", "Log", "MambaCache", "NoCache", "OffloadedCache",
+        "OffloadedStaticCache", "QuantizedCache", "QuantizedCacheConfig", "QuantoQuantizedCache", "Recipe", "SinkCache",
         "SlidingWindowCache", "StaticCache", "StepError", "Store", "Timeline", "UnknownCache", "UnsupportedLayer",
         "build", "convert", "driven", "from_legacy_cache", "join_rows", "mask_kinds", "names", "read_specs", "recipe",
         "register", "select_rows",
