@@ -18,7 +18,7 @@ class Buffers(torch.nn.Module):
     """Keys, values and states of `cache`: its own tensors, not copies, as "layer_0_keys", "layer_3_conv_0", ..."""
 
     def __init__(self, cache: Cache):
-        if not cache.compilable or cache.seen == 0:
+        if cache.why_not_compiled is not None or cache.seen == 0:
             raise StepError(
                 f"the tensors of this {cache.name} cache are not there to stay: it needs a fixed cache that has read a "
                 "prompt, such as cache='static' after its first step"

@@ -81,8 +81,8 @@ class Driven(Protocol):
         """Rows it can hold; None when it has no limit."""
 
     @property
-    def compilable(self) -> bool:
-        """Whether a compiled step can use it: its tensors never move, and are where the model computes."""
+    def why_not_compiled(self) -> str | None:
+        """Why a compiled step cannot use it; None when it can: its tensors never move and are where layers compute."""
 
     @property
     def bytes(self) -> int:

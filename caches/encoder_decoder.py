@@ -33,8 +33,8 @@ class EncoderDecoder(Face, TransformersEncoderDecoderCache):
         return all(part.fixed for part in self.parts)
 
     @property
-    def compilable(self) -> bool:
-        return all(part.compilable for part in self.parts)
+    def why_not_compiled(self) -> str | None:
+        return next((part.why_not_compiled for part in self.parts if part.why_not_compiled is not None), None)
 
     @property
     def log(self) -> Log | None:

@@ -24,7 +24,7 @@ class ForeignCache:
     """
 
     max_rows = None
-    compilable = False  # by our step: it writes where transformers' own bookkeeping says
+    why_not_compiled = "it writes where transformers' own bookkeeping says, not where a step of ours does"
 
     def __init__(self, cache: TransformersCache):
         self._cache = cache

@@ -19,7 +19,7 @@ class NoCache:
     batch_size = -1
     max_tokens = None
     max_rows = None
-    compilable = False
+    why_not_compiled = "every step is of another length"
     bytes = 0
 
     def check_fits(self, model_config: Any) -> None:

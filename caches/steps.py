@@ -101,13 +101,8 @@ class Steps(Face):
     # One step is a transaction.
 
     def begin(self, tokens: int, graph: bool = False) -> None:
-        if graph and not self.fixed:
-            raise StepError(f"a compiled step needs tensors that never move, and cache={self.name!r} moves them")
-        if graph and self._fetched:
-            raise StepError(
-                f"a compiled step knows where every layer's tensors are before it begins, but cache={self.name!r} "
-                "fetches them layer by layer: use cache='static', or do not compile"
-            )
+        if graph and self.why_not_compiled is not None:
+            raise StepError(f"cache={self.name!r} cannot be in a compiled step: {self.why_not_compiled}")
         self._between_steps()
         self._begin_columns(tokens, graph)
         self.is_open = True
@@ -298,8 +293,12 @@ class Steps(Face):
             layer.reset()
 
     @property
-    def compilable(self) -> bool:
-        return self.fixed and not self._fetched
+    def why_not_compiled(self) -> str | None:
+        if self._fetched:
+            return "a graph knows where all tensors are before it begins, and here they are fetched layer by layer"
+        if self.encodes:
+            return "how many blocks are encoded, and when, is decided from step to step, and a graph has one way to go"
+        return None if self.fixed else "a graph needs tensors that never move, and here they move as room is made"
 
     @property
     def seen(self) -> int:

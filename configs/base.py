@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from configs.errors import ConfigError
 
@@ -30,6 +30,9 @@ class Config:
     Data types and devices are kept as strings, torch's own are taken too. Where a configuration is expected, a dict
     stands for one.
     """
+
+    absent: ClassVar[dict[str, str]] = {}
+    """Options of others that this one does not have, and why."""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -66,7 +69,7 @@ class Config:
         for key in values:
             if key not in cls.option_names():
                 known = cls.option_names()
-                hint = nearest(key, known) if known else "it takes no options"
+                hint = cls.absent.get(key) or (nearest(key, known) if known else "it takes no options")
                 raise ConfigError(f"{cls.__name__} has no option {key!r}; {hint}")
         return cls(**values)
 

@@ -179,6 +179,10 @@ class SinkCacheConfig(PlacedCacheConfig):
     """
 
     name: ClassVar[str] = "sink"
+    absent: ClassVar[dict[str, str]] = {
+        "residency": "its window, of constant size, stays where layers compute; what cache='quantized_sink' encodes "
+        "can be elsewhere"
+    }
     window_length: int | None = None
     num_sink_tokens: int = 4
 

@@ -50,6 +50,9 @@ class QuantizedCacheConfig(PlacedCacheConfig):
     """
 
     name: ClassVar[str] = "quantized"
+    absent: ClassVar[dict[str, str]] = {
+        "max_cache_len": "blocks are made as tokens come, so it has no fixed size and needs none"
+    }
     backend: str = "quanto"
     nbits: int | None = None
     axis_key: int | None = None

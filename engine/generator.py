@@ -168,10 +168,10 @@ class Generator:
             )
         if self.config.compile != "off" and request.config.disable_compile:
             raise OptionError(f"disable_compile=True contradicts EngineConfig(compile={self.config.compile!r})")
-        if self.config.compile != "off" and not live.compilable:
+        if self.config.compile != "off" and live.why_not_compiled is not None:
             raise OptionError(
-                f"compile={self.config.compile!r} needs a cache whose tensors never move and are where the model "
-                f"computes, and {live.name!r} is not one: use cache='static'"
+                f"compile={self.config.compile!r} cannot be with the {live.name} cache: {live.why_not_compiled}. Use "
+                "cache='static', or leave compile off"
             )
 
     def _new_cache(

@@ -134,7 +134,7 @@ class Runner:
             if embeds is not None and begin - before < embeds.shape[1]:
                 inputs["inputs_embeds"] = self._embedded(embeds, ids, max(begin - before, 0), end - before)
                 inputs.pop("input_ids", None)
-            graph = self._compiled is not None and cache.compilable and end - begin == 1 and not prefill
+            graph = self._compiled is not None and cache.why_not_compiled is None and end - begin == 1 and not prefill
             if cache.handle is not None and inputs.get(self._cache_argument) is None:
                 # The model wants everything computed again (longrope models do when they switch their scaling).
                 if before > 0:

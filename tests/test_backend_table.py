@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 from architectures import prompt, tiny_model
 from contract import CELLS, KINDS, options_of
 from support import cache_argument
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from trial import Trial
 
 import caches
+import configs
 import engine
 
 README = Path(__file__).parent.parent / "README.md"
@@ -29,7 +33,8 @@ def sample(cache: str, samples: list[str] = SAMPLES) -> str:
 
 def same_text(name: str, cache: str, config: engine.EngineConfig | None = None, **inputs_of) -> bool:
     model, inputs = tiny_model(name), prompt(**inputs_of)
-    out = engine.Generator(model, config=config).generate(inputs, cache=cache, max_new_tokens=NEW)
+    generator = engine.Generator(model, config=config)
+    out = generator.generate(inputs, cache=cache, cache_config=needed(cache), max_new_tokens=NEW)
     return torch.equal(out.sequences, model.generate(**inputs, max_new_tokens=NEW, do_sample=False))
 
 
@@ -46,9 +51,16 @@ def is_for(cache: str, name: str) -> bool:
     return True
 
 
+def needed(cache: str) -> dict[str, int]:
+    """Options without which there is no such cache: as wide as any text here."""
+    names = caches.recipe(cache).options.option_names()
+    if "num_sink_tokens" in names:
+        return {"window_length": 256}
+    return {"max_cache_len": 64} if caches.recipe(cache).has_a_size else {}
+
+
 def new_cache(cache: str, name: str) -> caches.Driven:
-    options = {"max_cache_len": 64} if caches.recipe(cache).has_a_size else {}
-    return caches.build(cache, tiny_model(name).config, **options)
+    return caches.build(cache, tiny_model(name).config, **needed(cache))
 
 
 def next_turn(cache: str) -> bool:
@@ -75,18 +87,31 @@ def compiled(cache: str) -> bool:
     return same_text(sample(cache, ["gemma2", "mistral", "llama"]), cache, engine.EngineConfig(compile="aot_eager"))
 
 
-def bytes_after(cache: str, columns: int) -> int:
-    model = tiny_model(sample(cache))
-    out = engine.generate(model, prompt(rows=1, pads=0, tokens=columns)["input_ids"], cache=cache, max_new_tokens=1)
-    return out.stats.cache_bytes
+@functools.cache
+def wide_llama() -> LlamaForCausalLM:
+    """With heads as wide as those of real models: a codec's scales are for groups of channels."""
+    sizes = dict(hidden_size=128, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=101, **sizes)).eval()
+
+
+def bytes_after(model: PreTrainedModel, cache: str, columns: int) -> int:
+    ids = prompt(rows=1, pads=0, tokens=columns)["input_ids"]
+    options = {name: value for name, value in needed(cache).items() if name == "window_length"}
+    return engine.generate(model, ids, cache=cache, cache_config=options, max_new_tokens=1).stats.cache_bytes
 
 
 def growth(cache: str) -> str:
+    """Bytes of another token behind hundreds of others, the scratch of a step left out."""
+    model, few, many = tiny_model(sample(cache)), 96, 224
+    if is_for(cache, "llama"):
+        model, few, many = wide_llama(), 480, 736
     try:
-        per_token = round((bytes_after(cache, 224) - bytes_after(cache, 96)) / 128)
+        per_token = (bytes_after(model, cache, many) - bytes_after(model, cache, few)) / (many - few)
     except caches.UnsupportedLayer:
         return "those of its parts"
-    ideal = 4 * 2 * 2 * 8 * 4  # layers x (keys, values) x kv heads x head_dim x float32
+    config = model.config.get_text_config()
+    width = getattr(config, "head_dim", None) or config.hidden_size // max(1, getattr(config, "num_attention_heads", 1))
+    ideal = config.num_hidden_layers * 2 * getattr(config, "num_key_value_heads", 2) * width * 4
     return f"{per_token / ideal:.0%} of keys and values"
 
 
@@ -183,6 +208,7 @@ LAYERS = {
     "both in one layer": "attention with states",
     "encoder-decoder": "encoder, full",
     "imposed window": "imposed window",
+    "first tokens and a window": "sinks",
 }
 OPERATIONS = {
     "rows": follows_rows,
@@ -224,6 +250,57 @@ def table() -> str:
         for name in caches.names():
             lines.append(f"| `{name}` | " + " | ".join(cell(feature, name) for feature in features.values()) + " |")
     return "\n".join(lines) + "\n"
+
+
+def compiling(cache: str, **options):
+    def attempt():
+        generator = engine.Generator(tiny_model("llama"), config=engine.EngineConfig(compile="aot_eager"))
+        generator.generate(prompt(), cache=cache, cache_config=options, max_new_tokens=2)
+
+    return attempt
+
+
+def building(cache: str, name: str = "llama", **options):
+    return lambda: caches.build(cache, tiny_model(name).config, **options)
+
+
+# What cannot be put together, by what asks for it.
+TOGETHER = {
+    "`dynamic`, compiled": compiling("dynamic"),
+    "`offloaded`, compiled": compiling("offloaded"),
+    "`offloaded_static`, compiled": compiling("offloaded_static"),
+    "`quantized`, compiled": compiling("quantized"),
+    "`quantized_sink`, compiled": compiling("quantized_sink", window_length=200),
+    "`quantized` of a fixed size": building("quantized", max_cache_len=64),
+    "`sink` elsewhere than on the device": building("sink", window_length=64, residency="host"),
+    "`sink` without a window": building("sink"),
+    "`sink`, learned positions": building("sink", "gpt2", window_length=8),
+    "`sink`, positions as a bias": building("sink", "bloom", window_length=8),
+    "`sink`, only windows of the model's own": building("sink", "mistral", window_length=64),
+    "`quantized_sink`, a window as long as what stays in full": building("quantized_sink", window_length=100),
+    "`quantized`, only states": building("quantized", "mamba"),
+    "`quantized`, only windows shorter than what stays in full": building("quantized", "mistral"),
+    "`sliding_window` without one": building("sliding_window"),
+    "`hybrid`, all layers alike": building("hybrid", max_cache_len=64),
+    "`mamba`, attention": building("mamba"),
+}
+
+
+def refusals() -> str:
+    lines = ["| together | refused, because |", "|---|---|"]
+    for title, attempt in TOGETHER.items():
+        with pytest.raises((*REFUSALS, configs.ConfigError)) as refused:
+            attempt()
+        lines.append(f"| {title} | {str(refused.value).replace('|', '/')} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_readme_states_what_is_refused():
+    found = refusals()
+    marks = re.compile(r"(?<=<!-- refused -->\n).*?(?=<!-- /refused -->)", flags=re.S)
+    if os.environ.get("UPDATE_README"):
+        README.write_text(marks.sub(lambda _: found, README.read_text()))
+    assert marks.search(README.read_text()).group() == found
 
 
 def test_the_readme_states_what_the_caches_do():

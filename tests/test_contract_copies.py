@@ -142,7 +142,7 @@ def test_fixed_tensors_never_move(trial):
     if not trial.cache.fixed:
         assert not trial.cache.is_compileable
         return
-    graph = trial.cache.compilable
+    graph = trial.cache.why_not_compiled is None
     trial.step(5)
     trial.step(1)
 
@@ -174,8 +174,8 @@ def test_fixed_tensors_never_move(trial):
 
 @each_cell
 def test_compiled_steps_are_handed_the_whole_room(trial):
-    if not trial.cache.compilable:
-        match = "fetches them layer by layer" if trial.cache.fixed else "tensors that never move"
+    if trial.cache.why_not_compiled is not None:
+        match = "cannot be in a compiled step: .* graph"
         refused(trial, lambda: trial.step(1, graph=True), match=match)
         return
     for count in EDGES:

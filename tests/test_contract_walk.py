@@ -63,7 +63,7 @@ def walk(trial, seed, operations=60):
             index = [draw.randrange(len(trial.tokens)) for _ in range(draw.randint(2, 4))]
             parts = [caches.select_rows(trial.cache, torch.tensor(part)) for part in (index[:1], index[1:])]
             trial = trial.holding(caches.join_rows(parts), index)
-        elif operation == "graph" and trial.cache.compilable:
+        elif operation == "graph" and trial.cache.why_not_compiled is None:
             trial.step(1, draw.randint(0, 1), graph=True)
         elif operation == "reset" and draw.random() < 0.5:
             trial.cache.reset()
