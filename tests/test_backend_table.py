@@ -104,7 +104,7 @@ def growth(cache: str) -> str:
     """Bytes of another token behind hundreds of others, the scratch of a step left out."""
     model, few, many = tiny_model(sample(cache)), 96, 224
     if is_for(cache, "llama"):
-        model, few, many = wide_llama(), 480, 736
+        model, few, many = wide_llama(), 992, 1248
     try:
         per_token = (bytes_after(model, cache, many) - bytes_after(model, cache, few)) / (many - few)
     except caches.UnsupportedLayer:
