@@ -71,6 +71,10 @@ class BlockTimeline(Timeline):
         compact = bound is not None and needed > self.room and columns >= max(self.block, bound // 2)
         return Placement(self._grown(needed - columns if compact else needed), compact)
 
+    def room_for(self, tokens: int) -> int:
+        bound = self.retention.bound
+        return super().room_for(tokens if bound is None else min(tokens, bound + bound // 2 + 2 * self.block))
+
     def begin(self, tokens: int, placement: Placement, graph: bool) -> None:
         if placement.compact:
             self._forget_front(*self.evicted)

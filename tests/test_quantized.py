@@ -298,6 +298,16 @@ def test_four_bits_are_a_fifth_of_float32(backend):
     assert sum(tensor.nbytes for tensor in many.stage.tensors()) <= 1.1 * beside
 
 
+def test_a_window_of_blocks_takes_constant_memory():
+    model = tiny_model("llama")
+    options = {"window_length": 40, "residual_length": 8, "num_sink_tokens": 2}
+    sizes = set()
+    for new in (110, 170, 230):
+        out = engine.generate(model, prompt(), cache="quantized_sink", cache_config=options, max_new_tokens=new)
+        sizes.add(out.stats.cache_bytes)
+    assert len(sizes) == 1
+
+
 def test_a_long_prompt_is_never_there_in_full():
     """Layers encode as they are written: of all but one nothing is in full but the residual."""
     recipe, columns = caches.recipe("quantized"), torch.randn(1, 2, 2048, 32)
