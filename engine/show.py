@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from configs import PlacedCacheConfig
 
@@ -49,15 +49,13 @@ def stats_table(stats: Stats) -> Table:
 
 def caches_table(report: dict[str, Any]) -> Table:
     """The report of `engine caches`, a line per backend that is for the model, with the options of its own."""
-    table = Table(
-        "cache", "what it is", "options", "per token", f"{report['tokens']:,} tokens", box=None, pad_edge=False
-    )
+    others = ("what it is", "options", "per token", f"{report['tokens']:,} tokens")
+    table = Table(Column("cache", no_wrap=True), *others, box=None, pad_edge=False)
     common = PlacedCacheConfig.option_names()
     for cache in report["caches"]:
         if "refused" in cache:
             continue
-        own = [(name, value) for name, value in cache["options"].items() if name not in common]
-        options = ", ".join(name if value is None else f"{name}={value}" for name, value in own)
+        options = ", ".join(name for name in cache["options"] if name not in common)
         sizes = f"{cache['bytes_per_token']:,.0f} bytes", f"{cache['bytes'] / 1e6:,.1f} MB"
         table.add_row(cache["name"], cache["summary"], options or "-", *sizes)
     return table

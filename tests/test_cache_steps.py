@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from contract import CELLS, KINDS, WINDOW, build, keys_of
+from contract import KINDS, WINDOW, build, each_cell, keys_of
 from trial import Trial
 
 import caches
@@ -87,7 +87,7 @@ def test_a_fixed_cache_smaller_than_the_window(max_cache_len):
         cache.begin(1)
 
 
-@pytest.mark.parametrize(("backend", "kind"), CELLS)
+@each_cell
 def test_a_cache_made_in_inference_mode_goes_on_outside(backend, kind):
     trial = Trial(backend, kind)
     with torch.inference_mode():

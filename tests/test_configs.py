@@ -20,10 +20,10 @@ def kinds_below(kind):
 
 
 BASES = (CacheConfig, configs.PlacedCacheConfig)
-KINDS = [kind for kind in kinds_below(Config) if kind.__module__.startswith("configs.") and kind not in BASES]
+KINDS = [kind for kind in dict.fromkeys(kinds_below(Config)) if kind.__module__.startswith("configs.") and kind not in BASES]
 OPTIONS = [(kind, name) for kind in KINDS for name in kind.option_names()]
 CANDIDATES = (77, 0.5, True, False, StaticCacheConfig(max_cache_len=9), "aot_eager", "onednn", "float32", {"0": "cpu"})
-CANDIDATES += ("kivi", 2, -1, "disk")
+CANDIDATES += ("kivi", 2, -1, "disk", 777)
 NEEDS = {"folder": {"residency": "disk"}}  # options that go with others only
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from contract import CELLS, HYBRID, SIZE, keys_of
+from contract import CASES, HYBRID, SIZE, keys_of
 from trial import Trial
 
 import caches
@@ -16,7 +16,7 @@ WRONG_STEPS = {
 }
 
 
-@pytest.fixture(params=CELLS, ids=lambda cell: "-".join(cell))
+@pytest.fixture(params=[pytest.param(case.values, id="-".join(case.values), marks=case.marks) for case in CASES])
 def trial(request):
     trial = Trial(*request.param)
     trial.step(9)

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import statistics
 from pathlib import Path
 
 import pytest
@@ -92,16 +93,21 @@ def test_the_shipped_models_figures(shipped):
     assert f"--steps {report['steps']}" in script
 
 
-RESULTS = ROOT / "benchmarks" / "results" / "decode-cpu.json"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
-def speed_table():
-    report = json.loads(RESULTS.read_text())
+def machine(report):
+    return (
+        f"{report['processor']}, {report['threads']} threads, torch {report['torch']}, transformers "
+        f"{report['transformers']}"
+    )
+
+
+def speed_table(report):
     cases = report["cases"]
     assert all(same for case in cases for same in case["same_text"].values())
     lines = [
-        f"{report['processor']}, {report['threads']} threads, torch {report['torch']}, transformers "
-        f"{report['transformers']}, {report['bandwidth_gb_per_s']:.0f} GB/s; ms per token, median (least to most).\n",
+        f"{machine(report)}, {report['bandwidth_gb_per_s']:.0f} GB/s; ms per token, median (least to most).\n",
         "| | " + " | ".join(f"prompt {case['prompt_tokens']}" for case in cases) + " |",
         "|---|" + "---|" * len(cases),
         "| floor: reading weights and cache once | " + " | ".join(f"{case['floor_ms']:.1f}" for case in cases) + " |",
@@ -122,17 +128,94 @@ def speed_table():
     return "\n".join(lines) + "\n"
 
 
-def test_the_speeds_are_those_measured():
-    found = re.search(r"(?<=<!-- speed -->\n).*?(?=<!-- /speed -->)", README, flags=re.S).group()
+def memory_table(report):
+    cases = report["cases"]
+    assert not report["left_out"]
+    assert all(row["same_text"] is not False for case in cases for row in case["rows"].values())
+    longest = cases[-1]
+    lines = [
+        f"{machine(report)}; {longest['context']} tokens. Bytes per token are those of what is kept, by arithmetic and "
+        "as measured with room for more.\n",
+        "| cache | by arithmetic | measured | of keys and values in full | with scratch | peak of the process, MB |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for name, row in longest["rows"].items():
+        lines.append(
+            f"| {name} | {row['predicted_bytes_per_token']:,.0f} | {row['bytes_per_token']:,.0f} | "
+            f"{row['of_full']:.1%} | {row['of_full_with_scratch']:.1%} | {row['peak_bytes'] / 1e6:,.0f} |"
+        )
+    lines += [
+        f"\nms per token, median (least to most) of {report['new_tokens']} steps; x is how many times faster than "
+        "transformers' cache of the same kind and library.\n",
+        "| context | " + " | ".join(f"{case['context']} | x" for case in cases) + " |",
+        "|---|" + "---|--:|" * len(cases),
+        "| floor: reading weights and full cache once | "
+        + " | ".join(f"{case['floor_ms']:.1f} | " for case in cases)
+        + " |",
+    ]
+    for name in longest["rows"]:
+        cells = []
+        for row in (case["rows"][name] for case in cases):
+            times = "" if row["times_peer"] is None else f"{row['times_peer']:.2f}"
+            cells.append("{median:.1f} ({least:.1f} to {most:.1f})".format(**row["ms"]) + f" | {times}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def quality_table(report):
+    codecs, stream = report["codecs"], report["stream"]
+    lines = [
+        f"{machine(report)}; {report['texts']} texts of {report['text_tokens']} tokens, the last "
+        f"{report['residual_length']} tokens (and up to a block more) in full.\n",
+        "| cache | bits per byte | perplexity per token | beside dynamic | bytes per encoded token |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for name, taken in codecs.items():
+        change = taken["perplexity"] / codecs["dynamic"]["perplexity"] - 1
+        lines.append(
+            f"| {name} | {taken['bits_per_byte']:.4f} | {taken['perplexity']:,.3f} | {change:+.2%} | "
+            f"{taken['bytes_per_token']:,.0f} |"
+        )
+    windows, width = stream["windows"], stream["windows"] // 5
+    lines += [
+        f"\nPerplexity of one text of {windows} windows of {stream['window']} tokens:\n",
+        "| cache | "
+        + " | ".join(f"windows {begin + 1} to {begin + width}" for begin in range(0, 5 * width, width))
+        + " | all, to inside the window | bytes |",
+        "|---|" + "--:|" * 7,
+    ]
+    assert "sink" in stream["perplexity"]
+    for name, per_window in stream["perplexity"].items():
+        parts = [per_window[begin : begin + width] for begin in range(0, 5 * width, width)]
+        cells = [f"{statistics.geometric_mean(part):.2f}" if len(part) == width else "" for part in parts]
+        ratio = stream["to_inside_the_window"].get(name)
+        held = sorted(set(stream["least_and_most_bytes"].get(name, [])))
+        cells += ["" if ratio is None else f"{ratio:.3f}", " to ".join(f"{size:,}" for size in held)]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {"speed": ("decode-cpu", speed_table), "memory": ("memory-cpu", memory_table),
+          "quality": ("quality-cpu", quality_table)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_figures_are_those_measured(name):
+    results, table = TABLES[name]
+    table = table(json.loads((RESULTS / f"{results}.json").read_text()))
+    text = (ROOT / "README.md").read_text()
+    [found] = re.findall(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", text, flags=re.S)
     if os.environ.get("UPDATE_README"):
-        (ROOT / "README.md").write_text(README.replace(f"<!-- speed -->\n{found}", f"<!-- speed -->\n{speed_table()}"))
+        (ROOT / "README.md").write_text(text.replace(f"<!-- {name} -->\n{found}", f"<!-- {name} -->\n{table}"))
     else:
-        assert found == speed_table()
+        assert found == table
 
 
-def test_the_plot_is_of_these_results():
-    assert "](benchmarks/results/decode-cpu.svg)" in README
-    assert hashlib.sha256(RESULTS.read_bytes()).hexdigest() in RESULTS.with_suffix(".svg").read_text()
+@pytest.mark.parametrize("name", ["decode-cpu", "quality-cpu"])
+def test_the_plot_is_of_these_results(name):
+    assert f"](benchmarks/results/{name}.svg)" in README
+    digest = hashlib.sha256((RESULTS / f"{name}.json").read_bytes()).hexdigest()
+    assert digest in (RESULTS / f"{name}.svg").read_text()
 
 
 def test_the_presets_are_named():
