@@ -20,7 +20,8 @@ def kinds_below(kind):
 
 
 BASES = (CacheConfig, configs.PlacedCacheConfig)
-KINDS = [kind for kind in dict.fromkeys(kinds_below(Config)) if kind.__module__.startswith("configs.") and kind not in BASES]
+KINDS = [kind for kind in dict.fromkeys(kinds_below(Config)) if kind.__module__.startswith("configs.")]
+KINDS = [kind for kind in KINDS if kind not in BASES]
 OPTIONS = [(kind, name) for kind in KINDS for name in kind.option_names()]
 CANDIDATES = (77, 0.5, True, False, StaticCacheConfig(max_cache_len=9), "aot_eager", "onednn", "float32", {"0": "cpu"})
 CANDIDATES += ("kivi", 2, -1, "disk", 777)
