@@ -30,7 +30,8 @@ class QuantizedSinkStore(QuantizedStore):
         self._note(new, self.timeline.seen)
         if not sinks.are_left_behind(tokens):
             return columns
-        turned = sinks.turned(columns, tokens)
+        assert sinks.originals is not None
+        turned = sinks.turned(sinks.originals, tokens)
         if tokens > 1:
             return torch.cat([turned, columns], dim=-2)
         behind = sinks.delta(1, new.device)[:, :, None, None] > 0

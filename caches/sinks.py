@@ -81,20 +81,23 @@ class Sinks:
         gone = torch.arange(first, first + tokens, device=device)
         return (gone - self.pads.of(self.timeline.rows, device)[:, None]).clamp(min=0)
 
-    def turned(self, columns: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The sinks as each of the next `tokens` has to see them: [rows, heads, tokens * count, head_dim].
+    def turned(self, sinks: torch.Tensor, tokens: int) -> torch.Tensor:
+        """`sinks` as each of the next `tokens` has to see them: [rows, heads, tokens * count, head_dim].
 
-        columns: what the store holds, the columns of the open step included.
+        sinks: as they were fed [rows, heads, count, head_dim].
         """
         if self.rotary is None:
             raise StepError(
                 "the first tokens have to move with the window now, and this sink cache was not told how the model "
                 "turns its keys: build it with config=model.config"
             )
-        return self.rotary.turned(self.found(columns), self.delta(tokens, columns.device))
+        return self.rotary.turned(sinks, self.delta(tokens, sinks.device))
 
     def found(self, columns: torch.Tensor) -> torch.Tensor:
-        """The sinks as they were fed [rows, heads, count, head_dim], of rows that have none yet any numbers."""
+        """The sinks as they were fed [rows, heads, count, head_dim], of rows that have none yet any numbers.
+
+        columns: what the store holds, the columns of the open step included.
+        """
         rows, heads, held, width = columns.shape
         first = self.pads.of(rows, columns.device) - self.timeline.gone
         places = first.clamp(min=0)[:, None] + torch.arange(self.count, device=columns.device)
@@ -139,7 +142,7 @@ class SinkStore(FixedStore):
         assert self.buffer is not None
         held = super()._visible(self._used(self.buffer))
         behind = self.sinks.delta(1, held.device)[:, :, None, None] > 0
-        return torch.where(behind, self.sinks.turned(held, 1), held[:, :, : self.sinks.count])
+        return torch.where(behind, self.sinks.turned(self.sinks.found(held), 1), held[:, :, : self.sinks.count])
 
     def write_front(self, front: torch.Tensor) -> None:
         assert self.buffer is not None
@@ -154,7 +157,7 @@ class SinkStore(FixedStore):
         tokens = self.timeline.pending
         if tokens == 1 or not self.sinks.count or not self.sinks.are_left_behind(tokens):
             return columns
-        return torch.cat([self.sinks.turned(columns, tokens), columns], dim=-2)
+        return torch.cat([self.sinks.turned(self.sinks.found(columns), tokens), columns], dim=-2)
 
     def settle(self, drop: int) -> None:
         timeline = self.timeline

@@ -14,6 +14,7 @@ import caches
 import engine
 from caches import backends
 from caches.codec import CHOICES, Affine, new_codec
+from caches.views import Encoded
 from configs import CODECS, ConfigError, QuantizedCacheConfig
 
 WRITINGS = [
@@ -296,6 +297,21 @@ def test_four_bits_are_a_fifth_of_float32(backend):
             many.update(columns[:, :, :count], columns[:, :, :count], layer)
         many.settle()
     assert sum(tensor.nbytes for tensor in many.stage.tensors()) <= 1.1 * beside
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"), [("quantized", {}), ("quantized_sink", {"window_length": 20, "num_sink_tokens": 2})]
+)
+def test_a_step_never_decodes_a_layer_whole(monkeypatch, backend, options):
+    """Where attention takes it piece by piece."""
+    wholes, whole = [], Encoded.whole
+    monkeypatch.setattr(Encoded, "whole", lambda view: wholes.append(view) or whole(view))
+    model, options = tiny_model("llama"), options | {"residual_length": 4}
+    inputs = prompt(pads=0)  # with pads, transformers 5.17 repeats the keys for every head, and needs all of them
+    first = engine.generate(model, inputs, cache=backend, cache_config=options, max_new_tokens=2)
+    wholes.clear()
+    engine.generate(model, first.sequences, cache=first.cache, max_new_tokens=40)
+    assert not wholes
 
 
 def test_a_window_of_blocks_takes_constant_memory():
