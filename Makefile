@@ -1,9 +1,11 @@
 # Everything runs in .venv, made on first use. After that nothing needs the network.
 PYTHON ?= python3
 BIN := .venv/bin
+# A test computes on one core.
+PYTEST := -m pytest -n auto --dist worksteal
 PROMPT := 'def open(self, path, mode="r"):\n    """Open the file named path'
 
-.PHONY: demo test test-slow check test-oldest clean
+.PHONY: demo test test-slow torture check test-oldest clean
 
 demo: .venv/installed
 	@for cache in dynamic static; do \
@@ -14,20 +16,24 @@ demo: .venv/installed
 	done
 
 test: .venv/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python $(PYTEST)
 
 # What takes longer: rare architectures, compiling with a C++ compiler.
 test-slow: .venv/installed
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python $(PYTEST) -m slow
+
+# Memory runs out at random, 20,000 times; 2,000 of them are among the tests.
+torture: .venv/installed
+	$(BIN)/python tests/torture.py 20000
 
 check: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The same tests on the oldest transformers that pyproject.toml allows.
+# The same tests on the oldest transformers that pyproject.toml allows, but for those that take long and say nothing of it.
 test-oldest: .venv-oldest/installed
-	.venv-oldest/bin/python -m pytest
+	.venv-oldest/bin/python $(PYTEST) -k "not test_benchmarks and not test_torture and not test_real_out_of_memory"
 
 # torch first and alone: where a build for CPUs only is at hand, the rest must not replace it.
 .venv/installed: pyproject.toml constraints.txt

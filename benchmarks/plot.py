@@ -1,4 +1,6 @@
-"""Draw the results of `decode.py` or `quality.py`: `python benchmarks/plot.py benchmarks/results/decode-cpu.json`.
+"""Draw the results of `decode.py`, `quality.py` or `branching.py`.
+
+    python benchmarks/plot.py benchmarks/results/decode-cpu.json
 
 Needs matplotlib.
 """
@@ -89,7 +91,32 @@ def runs(values: list[float], size: int) -> list[list[float]]:
     return [values[max(0, end - size) : end] for end in range(1, len(values) + 1)]
 
 
-DRAWERS = {"decode": draw_decode, "quality": draw_quality}
+def draw_branching(found: dict[str, Any]) -> Figure:
+    """Over the number of beams: seconds of a whole call, and bytes of the cache."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 3.4), layout="constrained")
+    for name, colour in (("transformers", THEIRS), ("ours", OURS)):
+        points = [(int(number), case["engines"][name]) for number, case in found["curve"].items()
+                  if name in case["engines"]]  # fmt: skip
+        numbers = [number for number, _ in points]
+        taken = [row["whole_s"] for _, row in points]
+        medians = [t["median"] for t in taken]
+        errors = [[t["median"] - t["least"] for t in taken], [t["most"] - t["median"] for t in taken]]
+        axes[0].errorbar(numbers, medians, yerr=errors, color=colour, marker="o", ms=4, lw=1.4, capsize=2, label=name)
+        axes[1].plot(numbers, [row["cache_bytes"] / 1e6 for _, row in points], color=colour, marker="o", ms=4, lw=1.4,
+                     label=name)  # fmt: skip
+    case = next(iter(found["curve"].values()))
+    for axis, label in zip(axes, ("seconds (less is better)", "MB of the cache (less is better)"), strict=True):
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks([int(number) for number in found["curve"]], labels=list(found["curve"]))
+        axis.set_xlabel(f"beams (prompt of {case['prompt']} tokens, {case['new']} new)")
+        axis.set_ylabel(label)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False, fontsize=8)
+    return figure
+
+
+DRAWERS = {"decode": draw_decode, "quality": draw_quality, "branching": draw_branching}
 
 
 def main(results: Path) -> None:

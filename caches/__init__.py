@@ -25,8 +25,10 @@ from caches.driven import Driven, Log
 from caches.encoder_decoder import EncoderDecoder
 from caches.errors import CacheError, CapacityError, StepError, UnknownCache, UnsupportedLayer
 from caches.foreign import ForeignCache
+from caches.moving import move
 from caches.no_cache import NoCache
 from caches.registry import Recipe, build, names, recipe, register
+from caches.slide import slide
 from caches.spec import LayerSpec, mask_kinds, read_specs
 from caches.store import FixedStore, GrowingStore, Store
 from caches.timeline import Timeline
@@ -76,9 +78,11 @@ __all__ = [
     "from_legacy_cache",
     "join_rows",
     "mask_kinds",
+    "move",
     "names",
     "read_specs",
     "recipe",
     "register",
     "select_rows",
+    "slide",
 ]

@@ -269,7 +269,7 @@ def _is_read_later(specs: Layers) -> bool:
 
 def _cache(specs: Layers, options: PlacedCacheConfig, new_store: StoreFactory, kind: type[C] = Cache, **more: Any) -> C:
     place = Place(options)
-    return kind(
+    cache = kind(
         options.name,
         specs,
         new_store,
@@ -277,6 +277,8 @@ def _cache(specs: Layers, options: PlacedCacheConfig, new_store: StoreFactory, k
         place=place if place.is_told else None,
         **({"fixed": new_store is _fixed} | more),
     )
+    cache.options = options
+    return cache
 
 
 def _fixed_size(

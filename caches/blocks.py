@@ -50,6 +50,10 @@ class BlockTimeline(Timeline):
         return self.end - self.encoded
 
     @property
+    def is_in_full(self) -> bool:
+        return self.encoded == 0
+
+    @property
     def blocks(self) -> int:
         """Blocks there are, cut off or not."""
         return self.runs[-1].block + -(-self.runs[-1].columns // self.block) if self.runs else 0
@@ -76,10 +80,11 @@ class BlockTimeline(Timeline):
         return super().room_for(tokens if bound is None else min(tokens, bound + bound // 2 + 2 * self.block))
 
     def begin(self, tokens: int, placement: Placement, graph: bool) -> None:
-        if placement.compact:
-            self._forget_front(*self.evicted)
-        super().begin(tokens, Placement(placement.room), graph)
+        super().begin(tokens, placement, graph)
         self.encoding = self._to_encode(self.residual + tokens)
+
+    def compact(self) -> None:
+        self._forget_front(*self.evicted)
 
     def _to_encode(self, columns: int) -> int:
         """How many of the columns that are not encoded have to be: whole blocks, so that the residual stays short."""

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from caches.errors import StepError, UnsupportedLayer
+from caches.forking import Forking
 from caches.retention import KeepAll
 from caches.spec import EXOTIC, INDEX, KV, PLAIN, STATE, LayerSpec
 from caches.state import CONV, RECURRENT, State
-from caches.steps import Steps
 
 _IN_WORDS = {KV: "keys and values", INDEX: "index", STATE: "state"}
 
 
-class Cache(Steps):
+class Cache(Forking):
     """Keys, values and states of a model's layers, kept as its recipe says: see `Steps` for the arguments.
 
     For the methods of a step see `Driven`.
@@ -84,14 +84,14 @@ class Cache(Steps):
         """Whether a foreign loop's open step has reached this layer."""
         return any(index == layer_idx for index, _ in self._reached)
 
-    def finish(self, whole: bool = False) -> None:
-        """Settle a foreign loop's step once it has reached every layer.
+    def finish_step(self, whole: bool = False) -> None:
+        """Settle a foreign loop's step once it has reached every layer: then what layers hold can be looked at.
 
         whole: the forward is known to have come to its end, so what it did not reach never takes part.
         """
         if whole and self.is_open:
             self._required &= self._reached
-        if self._is_complete:
+        if self._is_complete or not self.is_open:
             self._between_steps()
 
     def _touch(self, layer_idx: int, stream: str, call: str, tokens: int | None = None) -> Any:
@@ -113,6 +113,7 @@ class Cache(Steps):
             if (layer_idx, call) in self._calls:
                 self._between_steps()
             if not self.is_open:
+                self.check_whole()
                 self._begin_layers()
                 self.is_open, self.log = True, None  # what a foreign loop feeds is not known
             if tokens is not None and self._timelines[0].pending == 0:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
 
+from caches.fused import Coded, check_fused, kernels
+from caches.pieces import Exact, Piece, Scaled
 from configs import CODECS, ConfigError, QuantizedCacheConfig
 
 Parts = dict[str, torch.Tensor]  # [rows, heads, columns or blocks, ...]
@@ -28,8 +31,8 @@ class Codec(Protocol):
     def encode(self, columns: torch.Tensor) -> Parts:
         """Columns [rows, heads, whole blocks of columns, head_dim] in few bits."""
 
-    def decode(self, parts: Parts, out: torch.Tensor, scratch: torch.Tensor) -> None:
-        """Write whole blocks [rows, heads, columns, head_dim] to `out`; the last one may be cut off in `out`.
+    def decode(self, parts: Parts, out: torch.Tensor, scratch: torch.Tensor) -> Piece:
+        """Whole blocks; `out` [rows, heads, columns, head_dim] is their place. The last one may be cut off in `out`.
 
         scratch: bytes to work with, flat, as many as `out` has numbers.
         """
@@ -44,7 +47,7 @@ class Affine:
 
     over_columns: a group is one channel of `group` columns; else it is as many neighbouring channels of one column, or
     the most that divide the head's width. choose: see `CHOICES`. scale_dtype: of scales and offsets, and what decoding
-    computes in; None is the type of the keys.
+    computes in; None is the type of the keys. fused: whether attention multiplies with the codes as they are.
     """
 
     bits: int
@@ -52,6 +55,7 @@ class Affine:
     over_columns: bool
     choose: Callable[[torch.Tensor, int], Choice]
     scale_dtype: torch.dtype | None = None
+    fused: bool = field(default=False, compare=False)  # what is written is the same
 
     @property
     def block(self) -> int:
@@ -61,6 +65,8 @@ class Affine:
         return self.over_columns and name != "codes"
 
     def encode(self, columns: torch.Tensor) -> Parts:
+        if self.fused:
+            check_fused(columns)
         rows, heads, count, width = columns.shape
         size = self.group if self.over_columns else _divisor(width, self.group)
         grouped = columns.unflatten(2, (-1, size)).transpose(-1, -2) if self.over_columns else columns
@@ -75,28 +81,37 @@ class Affine:
             name: value.reshape(groups).to(dtype) for name, value in scales if value is not None
         }
 
-    def decode(self, parts: Parts, out: torch.Tensor, scratch: torch.Tensor) -> None:
+    def decode(self, parts: Parts, out: torch.Tensor, scratch: torch.Tensor) -> Piece:
+        if not self.fused:
+            return self._unpacked(parts, out, scratch)
+        return Coded(
+            parts["codes"],
+            parts["scale"],
+            parts.get("offset"),
+            self.bits,
+            self.group if self.over_columns else 0,
+            partial(self._unpacked, parts, out, scratch),
+        )
+
+    def _unpacked(self, parts: Parts, out: torch.Tensor, scratch: torch.Tensor) -> Piece:
         count, dtype = out.shape[2], parts["scale"].dtype
         target = out if dtype == out.dtype else torch.empty_like(out, dtype=dtype)
         _unpack(parts["codes"], self.bits, target, scratch)
         if not self.over_columns:
-            groups = target.unflatten(-1, (parts["scale"].shape[-1], -1))
-            _apply(groups, {name: part[..., None] for name, part in parts.items()})
+            piece = Scaled(target, parts["scale"], parts.get("offset"))
+            if target is out and torch.finfo(dtype).bits >= 32:
+                return piece
+            piece.numbers()
         else:
             whole = count // self.group
             pieces = target.split([whole * self.group, count - whole * self.group], dim=2)
-            for piece, blocks in zip(pieces, (slice(whole), slice(whole, None)), strict=True):
-                if piece.shape[2]:
-                    columns = piece.unflatten(2, (-1, min(self.group, piece.shape[2])))
-                    _apply(columns, {name: part[:, :, blocks, None] for name, part in parts.items()})
-        if target is not out:
-            out.copy_(target)
-
-
-def _apply(codes: torch.Tensor, parts: Parts) -> None:
-    codes.mul_(parts["scale"])
-    if "offset" in parts:
-        codes.add_(parts["offset"])
+            for of_whole, blocks in zip(pieces, (slice(whole), slice(whole, None)), strict=True):
+                if of_whole.shape[2]:
+                    columns = of_whole.unflatten(2, (-1, min(self.group, of_whole.shape[2])))
+                    columns.mul_(parts["scale"][:, :, blocks, None])
+                    if "offset" in parts:
+                        columns.add_(parts["offset"][:, :, blocks, None])
+        return Exact(target if target is out else out.copy_(target))
 
 
 def _divisor(width: int, wanted: int) -> int:
@@ -204,10 +219,13 @@ def new_codec(options: QuantizedCacheConfig, name: str) -> Affine:
             f"backend={options.backend!r} needs the package {facts.distribution}, which is not installed: "
             f"pip install {facts.distribution}, or choose backend='kivi' or 'fp8', which need none"
         )
+    if options.fused:
+        kernels()
     return Affine(
         bits=options.bits,
         group=options.group,
         over_columns=options.groups_over_columns(name),
         choose=CHOICES[options.backend],
         scale_dtype=None if options.compute_dtype is None else getattr(torch, options.compute_dtype),
+        fused=options.fused,
     )

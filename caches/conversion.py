@@ -27,30 +27,44 @@ def convert(cache: C, name: str, **options: Any) -> C:
     Raises `StepError` where the backend would keep other columns than there are, `CapacityError` where it is too small,
     `UnsupportedLayer` where it cannot keep such layers.
     """
-    chosen = recipe(name)
-    config: CacheConfig = chosen.options.from_dict(options)
-    if isinstance(cache, EncoderDecoder) and not isinstance(config, EncoderDecoderCacheConfig):
-        config = EncoderDecoderCacheConfig(self_cache=config)
-    empty = recipe(config.name).build(cache.specs, config)
-    if not isinstance(empty, EncoderDecoder if isinstance(cache, EncoderDecoder) else Cache):
-        raise UnsupportedLayer(
-            f"cache={name!r} cannot hold what is in a {type(cache).__name__} named {cache.name!r}: some of it would be "
-            "lost. Choose another, or keep the cache"
-        )
+    empty = empty_for(cache, recipe(name).options.from_dict(options))
     for new, old in zip(empty.parts, cache.parts, strict=True):
-        _finish([old])
+        old.crop(0)  # lets the step of a foreign loop be settled
         if old.batch_size != -1:
             new.load(old.seen, old.batch_size, [layer.content() for layer in old.layers])
             new.log = old.log
     return empty
 
 
-def select_rows(cache: C, index: torch.Tensor) -> C:
-    """A cache of the same backend with copies of the rows `index` (LongTensor)."""
+def empty_for(cache: C, config: CacheConfig) -> C:
+    """An empty cache of the backend that `config` is for, with the layers of `cache`."""
+    if not isinstance(cache, (Cache, EncoderDecoder)):
+        raise UnsupportedLayer(
+            f"a {type(cache).__name__} is no cache of ours, so nobody knows what is in it: only those of "
+            "caches.build can become others"
+        )
+    name = config.name
+    if isinstance(cache, EncoderDecoder) and not isinstance(config, EncoderDecoderCacheConfig):
+        config = EncoderDecoderCacheConfig(self_cache=config)
+    finds_layers = any(part.finds_layers and not part.layers for part in cache.parts[:1])
+    empty = recipe(config.name).build(None if finds_layers else cache.specs, config)
+    if not isinstance(empty, EncoderDecoder if isinstance(cache, EncoderDecoder) else Cache):
+        raise UnsupportedLayer(
+            f"cache={name!r} cannot hold what is in a {type(cache).__name__} named {cache.name!r}: some of it would be "
+            "lost. Choose another, or keep the cache"
+        )
+    return empty
+
+
+def select_rows(cache: C, index: torch.Tensor, max_rows: int | None = None) -> C:
+    """A cache of the same backend with copies of the rows `index` (LongTensor). It shares no columns any more.
+
+    max_rows: it will have room for; None is any number, or those of `index` where room is made once.
+    """
     if isinstance(cache, EncoderDecoder):
-        return EncoderDecoder(*(select_rows(part, index) for part in cache.parts))
+        return EncoderDecoder(*(select_rows(part, index, max_rows) for part in cache.parts))
     return _copied(
-        cache.empty_like(),
+        cache.empty_like(max_rows),
         [cache],
         lambda tensors: tensors[0].index_select(0, index.to(tensors[0].device)),
         lambda logs: logs[0].rows(index),
@@ -64,6 +78,7 @@ def join_rows(parts: Sequence[C]) -> C:
     if isinstance(parts[0], EncoderDecoder):
         return EncoderDecoder(*(join_rows(same) for same in zip(*(pair.parts for pair in parts), strict=True)))
     for part in parts:
+        part.unfork()
         if (part.seen, part.specs, part.name) != (parts[0].seen, parts[0].specs, parts[0].name):
             raise StepError(f"{part!r} cannot be joined with {parts[0]!r}: they need the same layers and tokens")
         if part.layout != parts[0].layout:
@@ -81,7 +96,8 @@ def _copied(
     of_logs: Callable[[list[Log]], Log],
 ) -> Cache:
     """`empty`, of the same recipe, with what `of_tensors` makes of the tensors at the same place in the sources."""
-    _finish(sources)
+    for source in sources:
+        source.unfork()
     if sources[0].batch_size == -1:
         return empty
 
@@ -99,9 +115,3 @@ def _copied(
     logs = [source.log for source in sources if source.log is not None]
     empty.log = of_logs(logs) if len(logs) == len(sources) else None
     return empty
-
-
-def _finish(sources: Sequence[Cache]) -> None:
-    """Let the steps of foreign loops be settled."""
-    for source in sources:
-        source.crop(0)

@@ -88,6 +88,20 @@ class Driven(Protocol):
     def bytes(self) -> int:
         """Bytes of everything it keeps, room for tokens to come included."""
 
+    @property
+    def device_bytes(self) -> int:
+        """Those of `bytes` that are on the device that computes; where that is the host, all that are not in files."""
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether `rows` or `fork` failed after its arguments were checked, as it does when memory is out.
+
+        Then only `finish` goes on, and `reset` forgets it; all else raises `StepError`.
+        """
+
+    def finish(self) -> None:
+        """Go on choosing rows where that failed, as often as it takes. Nothing to do where it did not."""
+
     def check_fits(self, model_config: Any) -> None:
         """Raise `UnsupportedLayer` when it was built for other layers than this model's (a `PreTrainedConfig`)."""
 
@@ -107,7 +121,19 @@ class Driven(Protocol):
         """Forget the open step on every layer, whichever of them it had reached. Without one: nothing to do."""
 
     def rows(self, index: torch.Tensor) -> None:
-        """Row i becomes row `index[i]` in everything it holds."""
+        """Row i becomes row `index[i]` in everything it holds. When this fails half-way: see `unfinished`."""
+
+    def crop(self, tokens: int) -> None:
+        """Between steps. Positive: the new size. Negative: how many of the last tokens to remove.
+
+        Raises `StepError`, with nothing changed, where what is kept of the tokens before is gone.
+        """
+
+    def fork(self, times: int) -> None:
+        """Row i becomes rows i * times to i * times + times - 1, as `rows` would make them.
+
+        Where it can it copies nothing: what they have in common is there once, as long as they lie together.
+        """
 
     def reserve(self, tokens: int) -> None:
         """Say that it will hold `tokens` tokens in all, so that room for them is made at once."""

@@ -60,15 +60,20 @@ class EncoderDecoder(Face, TransformersEncoderDecoderCache):
     # One step is a transaction.
 
     def begin(self, tokens: int, graph: bool = False) -> None:
+        self._check_whole()
         self.self_attention_cache.begin(tokens, graph)
         self._cross_seen_before = self.cross_attention_cache.seen
+        self.cross_attention_cache.forget_reads()
 
     def can_drop(self, drop: int) -> bool:
         return self.self_attention_cache.can_drop(drop)
 
     def settle(self, drop: int = 0) -> None:
+        tokens = self.self_attention_cache.pending
         self.self_attention_cache.settle(drop)
-        self.cross_attention_cache.finish(whole=True)
+        self.cross_attention_cache.finish_step(whole=True)
+        if tokens == 1:
+            self.cross_attention_cache.unfork_if_read_whole()
 
     def abort(self) -> None:
         if self.self_attention_cache.is_open and self._cross_seen_before == 0:
@@ -76,21 +81,62 @@ class EncoderDecoder(Face, TransformersEncoderDecoderCache):
         self.self_attention_cache.abort()
 
     def rows(self, index: torch.Tensor) -> None:
+        self._check_whole()
         for part in self.parts:
             part.check_rows(index)
+        for part in self.parts:  # so that both are to be finished, whichever of them fails
+            part.start_rows(index)
+        self.finish()
+
+    def fork(self, times: int) -> None:
+        self._check_whole()
         for part in self.parts:
-            part.rows(index)
+            part.check_fork(times)
+        for part in self.parts:
+            part.start_fork(times)
+        self.finish()
+
+    def unfork(self) -> None:
+        self._check_whole()
+        for part in self.parts:
+            part.start_unfork()
+        self.finish()
+
+    @property
+    def unfinished(self) -> bool:
+        return any(part.unfinished for part in self.parts)
+
+    def finish(self) -> None:
+        for part in self.parts:
+            part.finish()
+
+    def _check_whole(self) -> None:
+        for part in self.parts:
+            part.check_whole()
 
     def reserve(self, tokens: int) -> None:
+        self._check_whole()
         self.self_attention_cache.reserve(tokens)
+
+    def growth(self, tokens: int) -> float:
+        return self.self_attention_cache.growth(tokens)
 
     def crop(self, tokens: int) -> None:
         """Of the decoder's tokens. Positive: the new size. Negative: how many of the last ones to remove."""
+        self._check_whole()
         self.self_attention_cache.crop(tokens)
 
     def reset(self) -> None:
         self.self_attention_cache.reset()
         self.cross_attention_cache.reset()
+
+    def release(self) -> None:
+        for part in self.parts:
+            part.release()
+
+    @property
+    def encodes(self) -> bool:
+        return self.self_attention_cache.encodes
 
     @property
     def seen(self) -> int:
@@ -160,7 +206,7 @@ class Updated(dict):
 
     def get(self, layer_idx: int, default: Any = None) -> bool:
         if self._cross.has_reached(layer_idx):  # in a forward before this one
-            self._cross.finish()
+            self._cross.finish_step()
         return self._cross.batch_size != -1 and not self._cross.is_open
 
     def __getitem__(self, layer_idx: int) -> bool:

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache as TransformersCache
 
 from caches.errors import StepError, UnsupportedLayer
 from caches.spec import KV, STATE
+from caches.views import plain
 
 
 class Face(TransformersCache):
@@ -58,11 +59,17 @@ class Face(TransformersCache):
         """
         layers = [layer for part in self.parts for layer in part.layers]
         found = {"device": sum(tensor.nbytes for layer in layers for tensor in layer.tensors())}
-        for place, tensor in (away for layer in layers for away in layer.away()):
-            found[place] = found.get(place, 0) + tensor.nbytes
-            found["device"] -= tensor.nbytes
+        for buffer in (buffer for layer in layers for buffer in layer.away()):
+            found[buffer.place] = found.get(buffer.place, 0) + buffer.bytes
+            found["device"] -= buffer.bytes
         staging = sum(tensor.nbytes for part in self.parts for tensor in part.stage.tensors())
         return found | ({"staging": staging} if staging else {})
+
+    @property
+    def device_bytes(self) -> int:
+        """Those of `bytes` that are on the device that computes; where that is the host, all that are not in files."""
+        away = (buffer for part in self.parts for layer in part.layers for buffer in layer.away())
+        return self.bytes - sum(buffer.bytes for buffer in away if buffer.is_beside)
 
     @property
     def seen_tokens(self) -> int:
@@ -100,6 +107,15 @@ class Face(TransformersCache):
             raise StepError(f"batch_split({full_batch_size}, ...), but the cache holds {self.batch_size} rows")
         return [select_rows(self, rows) for rows in torch.arange(full_batch_size).split(split_size)]
 
+    def to_backend(self, name: str, **options: Any) -> Any:
+        """A cache of the backend `name` with `options` that holds the same: see `caches.convert`. This one stays.
+
+        `caches.move` takes what this one holds instead, so that it is never there twice.
+        """
+        from caches.conversion import convert  # which is written for caches, and so for this face of theirs
+
+        return convert(self, name, **options)
+
     # Layers, as the tensors they hold. A foreign loop's step that is complete counts as settled.
 
     @property
@@ -109,7 +125,7 @@ class Face(TransformersCache):
 
     def _settled_layers(self) -> list[Any]:
         for part in self.parts:
-            part.finish()
+            part.finish_step()
         return self.layers
 
     def __len__(self) -> int:
@@ -117,7 +133,7 @@ class Face(TransformersCache):
 
     def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor | None, ...]:
         layer = self._settled_layers()[layer_idx]
-        return layer.keys, layer.values
+        return _plain(layer.keys), _plain(layer.values)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, ...]]:
         return (self[index] for index in range(len(self)))
@@ -125,12 +141,12 @@ class Face(TransformersCache):
     @property
     def key_cache(self) -> list[torch.Tensor | None]:
         """Committed keys of every layer [rows, kv_heads, held, head_dim]; None before the first step."""
-        return [layer.keys for layer in self._settled_layers()]
+        return [_plain(layer.keys) for layer in self._settled_layers()]
 
     @property
     def value_cache(self) -> list[torch.Tensor | None]:
         """Committed values of every layer [rows, kv_heads, held, head_dim]; None before the first step."""
-        return [layer.values for layer in self._settled_layers()]
+        return [_plain(layer.values) for layer in self._settled_layers()]
 
     @property
     def conv_states(self) -> list[torch.Tensor | None]:
@@ -178,7 +194,7 @@ class Face(TransformersCache):
             for name, held in layer.content().items():
                 if not isinstance(held, torch.Tensor) or not held.is_floating_point():
                     continue
-                wrong = ~held.isfinite().flatten(1)
+                wrong = ~plain(held).isfinite().flatten(1)
                 if bool(wrong.any()):
                     row = int(wrong.any(dim=1).nonzero()[0])
                     raise StepError(
@@ -220,3 +236,7 @@ class Face(TransformersCache):
     def __repr__(self) -> str:
         name = getattr(self, "name", "")
         return f"{type(self).__name__}({name!r}, layers={len(self.layers)}, seen={self.seen}, bytes={self.bytes})"
+
+
+def _plain(columns: torch.Tensor | None) -> torch.Tensor | None:
+    return None if columns is None else plain(columns)

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import EncoderDecoderCache
+from transformers.cache_utils import EncoderDecoderCache, QuantizedLayer, StaticLayer
 
+from caches.choosing import is_every_row, repeated
 from caches.driven import Log
 from caches.errors import StepError, UnsupportedLayer
 
@@ -20,7 +21,7 @@ class ForeignCache:
 
     A sliding layer of transformers forgets in the middle of a step, and the first step writes the cross part of an
     encoder-decoder cache. Such a step cannot be undone: when it fails the cache is lost, `handle` becomes None and a
-    `begin` on the same object raises `StepError`.
+    `begin` on the same object raises `StepError`, until it is emptied.
     """
 
     max_rows = None
@@ -34,6 +35,8 @@ class ForeignCache:
         self._tokens = 0  # of the open step
         self._read = 0  # tokens committed by us: a cache of states alone does not count them
         self._lost = False
+        self._index: torch.Tensor | None = None  # while rows are chosen: of which rows,
+        self._left: list[Any] = []  # and the layers that still have those of before
         self.name = type(cache).__name__
 
     @property
@@ -71,9 +74,20 @@ class ForeignCache:
     def bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors())
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
+    @property
+    def device_bytes(self) -> int:
+        """transformers keeps on the host what is not on an accelerator, if there is one."""
+        away = [tensor for tensor in self._tensors() if tensor.device.type == "cpu"]
+        beside = sum(tensor.nbytes for tensor in away)
+        return self.bytes if beside == self.bytes else self.bytes - beside
+
+    @property
+    def _layers(self) -> list[Any]:
         cross = [] if self._own is self._cache else self._cache.cross_attention_cache.layers
-        for layer in [*self._own.layers, *cross]:
+        return [*self._own.layers, *cross]
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for layer in self._layers:
             attention = [getattr(layer, name, None) for name in ("keys", "values")]
             states = [state for name in _STATES for state in getattr(layer, name, {}).values()]
             yield from (tensor for tensor in attention + states if tensor is not None)
@@ -85,6 +99,7 @@ class ForeignCache:
             raise UnsupportedLayer(f"the model needs {wanted}, but this is a {self.name}")
 
     def begin(self, tokens: int, graph: bool = False) -> None:
+        self._check_whole()
         if graph:
             raise StepError(f"a compiled step needs one of our own fixed caches, not a {self.name}")
         lengths = {int(layer.get_seq_length()) for layer in self._own.layers if _is_written(layer)}
@@ -112,6 +127,10 @@ class ForeignCache:
         if drop:
             for index, layer in enumerate(self._own.layers):
                 self._take_back(index, layer, drop)
+        else:
+            for layer in self._own.layers:
+                if _is_window(layer) and layer.record_past and _is_written(layer):
+                    layer.crop(0)  # what has left the window
         self._read += self._tokens - drop
         self._seen_before = None
 
@@ -119,7 +138,7 @@ class ForeignCache:
         """Take back the layers that the failed step had reached, as far as their classes can."""
         if self._seen_before is None:
             return
-        before, self._seen_before = self._seen_before, None
+        before = self._seen_before
         self._lost |= self._own is not self._cache and before == 0
         for index, layer in enumerate(self._own.layers):
             ahead = int(layer.get_seq_length()) - before if _is_written(layer) else 0
@@ -129,39 +148,118 @@ class ForeignCache:
                 self._take_back(index, layer, ahead)
             else:
                 self._lost = True
+        self._seen_before = None
+
+    def keep_past(self, keep: bool) -> None:
+        """Whether windows keep what leaves them in a step until it is settled, so that tokens can be taken back."""
+        for layer in self._own.layers:
+            if _is_window(layer):
+                layer.record_past = keep
+
+    @property
+    def why_not_taken_back(self) -> str | None:
+        """Why tokens that were read cannot be taken back; None where they can."""
+        for layer in self._own.layers:
+            croppable = getattr(layer, "is_croppable", False) and not isinstance(layer, QuantizedLayer)
+            if not (croppable or _is_fixed(layer) or _is_state(layer) or _is_window(layer)):
+                return f"a {type(layer).__name__} of transformers' cannot give tokens back"
+        return None
 
     def _can_take_back(self, layer: Any, tokens: int) -> bool:
         """Whether the layer's last tokens can be cropped; a state only goes back by a whole step."""
         if _is_state(layer):
             return tokens == self._tokens
-        window = getattr(layer, "sliding_window", None)
-        is_full = window is not None and _is_written(layer) and int(layer.get_seq_length()) >= window
-        return getattr(layer, "is_croppable", False) and (not is_full or getattr(layer, "record_past", False))
+        if _is_fixed(layer):
+            return True
+        if _is_full(layer) and self._seen_before is None:  # between steps what has left the window is gone
+            return False
+        return getattr(layer, "is_croppable", False) and (not _is_full(layer) or getattr(layer, "record_past", False))
 
     def _take_back(self, index: int, layer: Any, tokens: int) -> None:
         before = self._before[index] if index < len(self._before) else None
         if before is None:
-            layer.crop(-tokens)
+            _crop(layer, tokens)
         else:
             vars(layer).update(before)
 
     def rows(self, index: torch.Tensor) -> None:
-        self._cache.reorder_cache(index)
+        self._check_whole()
+        if not is_every_row(index, self.batch_size):
+            self._index, self._left = index, self._layers
+            self.finish()
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._left)
+
+    def finish(self) -> None:
+        while self._left:
+            layer = self._left[-1]
+            before = {name: dict(held) if isinstance(held, dict) else held for name, held in vars(layer).items()}
+            try:
+                layer.reorder_cache(self._index)
+            except BaseException:
+                vars(layer).update(before)  # it reorders its keys before its values
+                raise
+            self._left.pop()
+
+    def _check_whole(self) -> None:
+        if self._left:
+            raise StepError(
+                f"the last choice of rows failed half-way, so {len(self._left)} layers of this {self.name} still have "
+                "the rows of before: finish() goes on where it stopped, reset() empties the cache"
+            )
+
+    def fork(self, times: int) -> None:
+        """What transformers' caches hold is copied."""
+        self.rows(repeated(self.batch_size, times))
+
+    def crop(self, tokens: int) -> None:
+        self._check_whole()
+        remove = max(0, self.seen - tokens) if tokens > 0 else -tokens
+        for layer in self._own.layers:
+            if _is_state(layer) or not self._can_take_back(layer, remove):
+                raise StepError(f"the last {remove} tokens cannot be taken back from a {type(layer).__name__}")
+        for layer in self._own.layers:
+            _crop(layer, remove)
+        self._read -= remove
 
     def reserve(self, tokens: int) -> None:
         """Nothing to reserve: transformers' caches make their own room."""
 
     def reset(self) -> None:
         self._cache.reset()
-        self._read = 0
-        for layer in self._own.layers:  # in transformers 5.17 a growing layer only becomes zeros of the same length
-            if _is_written(layer) and int(layer.get_seq_length()) > 0:
+        self._read, self._left, self._lost = 0, [], False
+        for layer in self._layers:  # in transformers 5.17 a growing layer only becomes zeros of the same length
+            if _is_written(layer) and not hasattr(layer, "max_cache_len"):
                 layer.keys = layer.values = None
                 layer.is_initialized = False
 
 
 def _is_written(layer: Any) -> bool:
     return hasattr(layer, "get_seq_length") and getattr(layer, "is_initialized", False)
+
+
+def _is_fixed(layer: Any) -> bool:
+    """Whether it writes into tensors of the full size, where nobody looks behind the last token."""
+    return type(layer) is StaticLayer
+
+
+def _crop(layer: Any, tokens: int) -> None:
+    if _is_fixed(layer):
+        layer.cumulative_length.sub_(tokens)  # in place: a graph may know it
+    else:
+        layer.crop(-tokens)
+
+
+def _is_window(layer: Any) -> bool:
+    return hasattr(layer, "record_past") and hasattr(layer, "sliding_window") and not _is_state(layer)
+
+
+def _is_full(layer: Any) -> bool:
+    """Whether it has a window, and as many tokens as that."""
+    window = getattr(layer, "sliding_window", None)
+    return window is not None and _is_written(layer) and int(layer.get_seq_length()) >= window
 
 
 def _is_state(layer: Any) -> bool:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from caches.errors import UnsupportedLayer
+from caches.residency import Buffer
 from caches.spec import INDEX, KV, STATE, LayerSpec
 from caches.stage import Stage
 from caches.state import CONV, RECURRENT, State
 from caches.store import Store
 from caches.timeline import Timeline
+from caches.views import plain
 
 if TYPE_CHECKING:
     from caches.sinks import Sinks
@@ -54,6 +56,12 @@ class Layer:
         self.stores: dict[str, Store] = {name: new_store(Slot(spec, name, timeline, stage)) for name in names}
         self.state = State(timeline, fixed) if STATE in spec.streams else None
 
+    def follow(self, timeline: Timeline, stores: dict[str, Store]) -> None:
+        """Keep what it has in these stores from here on, in step with another clock."""
+        self.timeline, self.stores = timeline, stores
+        if self.state is not None:
+            self.state.timeline = timeline
+
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add one step's keys and values [rows, kv_heads, tokens, head_dim]; returns what attention reads."""
         if keys.shape[-2] != self.timeline.pending:
@@ -66,6 +74,11 @@ class Layer:
     def append_index(self, keys: torch.Tensor) -> torch.Tensor:
         """Add one step's index keys [rows, tokens, index_dim]; returns all that are kept."""
         return self.stores["index"].append(keys[:, None])[:, 0]
+
+    def prepare(self) -> None:
+        """What `begin` needs memory for: it may fail, and changes nothing that anybody can see."""
+        if self.state is not None:
+            self.state.prepare()
 
     def begin(self) -> None:
         if self.state is not None:
@@ -98,13 +111,14 @@ class Layer:
         if self.state is not None:
             self.state.forget(tokens)
 
-    def rows(self, index: torch.Tensor) -> None:
-        for part in self._parts():
-            part.rows(index)
-
     def reset(self) -> None:
         for part in self._parts():
             part.reset()
+
+    def release(self) -> None:
+        """A reset that keeps no memory."""
+        for part in self._parts():
+            part.release()
 
     def mask_sizes(self, tokens: int, unsettled: int = 0) -> tuple[int, Any]:
         """See `Timeline.mask_sizes`."""
@@ -120,7 +134,7 @@ class Layer:
         """Hold exactly this content. The timeline has been told of it."""
         for name, store in self.stores.items():
             if name in content:
-                store.load(content[name])
+                store.load(plain(content[name]))
         if self.state is not None:
             self._load_states(content)
 
@@ -147,8 +161,8 @@ class Layer:
         for part in self._parts():
             yield from part.tensors()
 
-    def away(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What of it does not live on the device that computes, and where: "host" or "disk"."""
+    def away(self) -> Iterator[Buffer]:
+        """Where what of it is that does not live where layers compute."""
         for store in self.stores.values():
             yield from store.away()
 
@@ -156,6 +170,11 @@ class Layer:
         yield from self.stores.values()
         if self.state is not None:
             yield self.state
+
+    def leaves(self) -> Iterator[Any]:
+        """Stores and states that hold rows each for itself: of a store whose rows share columns its two parts."""
+        for part in self._parts():
+            yield from getattr(part, "leaves", (part,))
 
     @property
     def keys(self) -> torch.Tensor | None:

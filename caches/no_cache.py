@@ -20,7 +20,8 @@ class NoCache:
     max_tokens = None
     max_rows = None
     why_not_compiled = "every step is of another length"
-    bytes = 0
+    bytes = device_bytes = 0
+    unfinished = False
 
     def check_fits(self, model_config: Any) -> None:
         pass
@@ -38,6 +39,15 @@ class NoCache:
         pass
 
     def rows(self, index: torch.Tensor) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def crop(self, tokens: int) -> None:
+        pass
+
+    def fork(self, times: int) -> None:
         pass
 
     def reserve(self, tokens: int) -> None:

@@ -24,6 +24,7 @@ class OffloadedStore:
 
     fixed: ClassVar[bool] = False
     encodes: ClassVar[bool] = False
+    writing: ClassVar[None] = None
 
     def __init__(self, slot: Slot, buffer: Buffer, lasting: bool):
         self.name, self.timeline, self.buffer = slot.name, slot.timeline, buffer
@@ -31,18 +32,35 @@ class OffloadedStore:
         self._has_pending = False  # the columns of the open step are in the buffer
 
     def append(self, new: torch.Tensor) -> torch.Tensor:
-        timeline, buffer = self.timeline, self.buffer
-        timeline.take_rows(new.shape[0])
-        if buffer.shape is None:
-            self._open(new)
-        assert buffer.shape is not None
-        check_alike(buffer.shape[1:], buffer.dtype, new)
+        self._prepare(new)
         read = self._with_held(new)
-        if timeline.overflow:  # behind the window there is no room for so many
-            buffer.reserve(timeline.end + timeline.pending, keep=timeline.end)
-        buffer.write(timeline.end, new)
-        self._has_pending = True
+        self._write(new)
         return read
+
+    def add(self, new: torch.Tensor) -> None:
+        self._prepare(new)
+        self._write(new)
+
+    def _prepare(self, new: torch.Tensor) -> None:
+        self.timeline.take_rows(new.shape[0])
+        if self.buffer.shape is None:
+            self._open(new)
+        assert self.buffer.shape is not None
+        check_alike(self.buffer.shape[1:], self.buffer.dtype, new)
+
+    def _write(self, new: torch.Tensor) -> None:
+        timeline = self.timeline
+        if timeline.overflow:  # behind the window there is no room for so many
+            self.buffer.reserve(timeline.end + timeline.pending, keep=timeline.end)
+        self.buffer.write(timeline.end, new)
+        self._has_pending = True
+
+    def read(self) -> torch.Tensor | None:
+        if self.buffer.shape is None:
+            return None
+        timeline = self.timeline
+        staged = self._stage.staging.take(self, timeline.start, timeline.end, timeline.held)[:, :, : timeline.held]
+        return staged.clone() if self._lasting else staged
 
     def _with_held(self, new: torch.Tensor) -> torch.Tensor:
         """The columns held and the new ones, on the device."""
@@ -95,6 +113,9 @@ class OffloadedStore:
             self._stage.staging.forget(self)
 
     def reset(self) -> None:
+        self.release()
+
+    def release(self) -> None:
         self.buffer.clear()
         self._stage.staging.forget(self)
         self._has_pending = False
@@ -120,9 +141,8 @@ class OffloadedStore:
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from self.buffer.tensors()
 
-    def away(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for tensor in self.buffer.tensors():
-            yield self.buffer.place, tensor
+    def away(self) -> Iterator[Buffer]:
+        yield self.buffer
 
 
 class FixedOffloadedStore(OffloadedStore):

@@ -11,9 +11,10 @@ import torch
 from caches.blocks import BlockTimeline, Run
 from caches.codec import Codec, Parts
 from caches.layer import Slot
+from caches.pieces import Exact, Piece
 from caches.residency import Buffer
 from caches.store import check_alike
-from caches.views import Encoded
+from caches.views import Pieced
 
 _PIECE = 4096  # columns that are decoded at a time, so that scratch does not grow with the context
 
@@ -23,23 +24,28 @@ class _Part:
 
     def __init__(self, store: QuantizedStore, name: str, buffer: Buffer):
         self.name, self.buffer = f"{store.name} {name}", buffer
-        self._store, self._part = store, name
+        # Not the store itself, which owns it: their memory would wait for a garbage collection.
+        self._timeline, self._stage, self._codec, self._part = store.timeline, store.stage, store.codec, name
 
     def wanted(self) -> tuple[int, int, int]:
         """What its next step reads: see `Reader`."""
-        timeline = self._store.timeline
-        begin, end = self._store.span(self._part, *timeline.evicted)
-        return begin, end, max(end, timeline.room // (timeline.block if self._store.codec.per_block(self._part) else 1))
+        timeline = self._timeline
+        begin, end = _span(timeline, self._codec, self._part, *timeline.evicted)
+        return begin, end, max(end, timeline.room // (timeline.block if self._codec.per_block(self._part) else 1))
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         if self.buffer.place == "device" or begin == end:
             return self.buffer.read(begin, end)
         room = self.wanted()[2]
-        return self._store.stage.staging.take(self, begin, end, room - begin)[:, :, : end - begin]
+        return self._stage.staging.take(self, begin, end, room - begin)[:, :, : end - begin]
 
     def has_changed(self) -> None:
         """In other ways than behind its end."""
-        self._store.stage.staging.forget(self)
+        self._stage.staging.forget(self)
+
+
+def _span(timeline: BlockTimeline, codec: Codec, name: str, begin: int, block: int) -> tuple[int, int]:
+    return (block, timeline.blocks) if codec.per_block(name) else (begin, timeline.encoded)
 
 
 class QuantizedStore:
@@ -65,7 +71,23 @@ class QuantizedStore:
         self.residual: torch.Tensor | None = None
         self._tail: torch.Tensor | None = None  # of a step that encodes: what stays in full of it
 
+    @property
+    def writing(self) -> tuple[Codec, int]:
+        return self.codec, self.timeline.block
+
     def append(self, new: torch.Tensor) -> torch.Tensor:
+        return self._read(self._add(new), self._lasting)
+
+    def add(self, new: torch.Tensor) -> None:
+        self._add(new)
+
+    def read(self) -> torch.Tensor | None:
+        if self.residual is None:
+            return None
+        return self._read(self.residual[:, :, : self.timeline.residual], self._lasting)
+
+    def _add(self, new: torch.Tensor) -> torch.Tensor:
+        """Returns the columns that were not encoded before the step."""
         timeline = self.timeline
         timeline.take_rows(new.shape[0])
         if self.residual is None:
@@ -79,7 +101,7 @@ class QuantizedStore:
             exact = torch.cat([self.residual[:, :, :kept], new], dim=2) if kept else new
             self._encode(exact[:, :, :encoding], timeline.encoded, timeline.blocks)
             self._tail = exact[:, :, encoding:].clone()
-        return self._read(exact, self._lasting)
+        return exact
 
     def _encode(self, columns: torch.Tensor, column: int, block: int) -> None:
         """Write whole blocks behind those there are. Nobody sees them before the timeline has settled."""
@@ -106,17 +128,18 @@ class QuantizedStore:
         # Where they are now: the timeline moves on before somebody looks again at what he was handed.
         pieces = self._pieces_of(list(timeline.runs), begin, block, timeline.start, parts)
         columns = timeline.encoded - timeline.start + exact.shape[2]
-        view = Encoded(lambda: chain(pieces(exact), (exact,)), columns, exact)
-        return view.whole() if lasting else view
+        rows, heads, _, width = exact.shape
+        view = Pieced(lambda: chain(pieces(exact), (Exact(exact),)), (rows, heads, columns, width), exact)
+        return view.numbers() if lasting else view
 
     def _pieces_of(
         self, runs: list[Run], begin: int, block: int, start: int, parts: Parts
-    ) -> Callable[[torch.Tensor], Iterator[torch.Tensor]]:
+    ) -> Callable[[torch.Tensor], Iterator[Piece]]:
         """Decodes the columns from `start` on, piece by piece. `parts` begin with the columns and blocks given."""
         size = self.timeline.block
         longest = min(-(-_PIECE // size) * size, -(-self.timeline.room // size) * size)
 
-        def pieces(like: torch.Tensor) -> Iterator[torch.Tensor]:
+        def pieces(like: torch.Tensor) -> Iterator[Piece]:
             rows, heads, _, width = like.shape
             # Not as the buffers are: matrix products want the columns of a head together.
             out = self.stage.scratch("decoded", (rows, heads, longest, width), like.dtype, like.device)
@@ -130,8 +153,9 @@ class QuantizedStore:
                     blocks = slice(first_block, first_block - (-columns // size))
                     ranges = {True: blocks, False: slice(first - begin, first - begin + columns)}
                     chosen = {name: part[:, :, ranges[self.codec.per_block(name)]] for name, part in parts.items()}
-                    self.codec.decode(chosen, out[:, :, :columns], codes)
-                    yield out[:, :, max(0, start - first) : columns]
+                    piece = self.codec.decode(chosen, out[:, :, :columns], codes)
+                    # A window begins inside of a block.
+                    yield Exact(piece.numbers()[:, :, start - first :]) if start > first else piece
 
         return pieces
 
@@ -140,7 +164,7 @@ class QuantizedStore:
 
     def span(self, name: str, begin: int, block: int) -> tuple[int, int]:
         """Of a part: where the columns from `begin` on are, which are in the blocks from `block` on."""
-        return (block, self.timeline.blocks) if self.codec.per_block(name) else (begin, self.timeline.encoded)
+        return _span(self.timeline, self.codec, name, begin, block)
 
     def reserve(self, room: int) -> None:
         for name, part in self._open_parts():
@@ -163,14 +187,19 @@ class QuantizedStore:
         self._tail = None
 
     def rows(self, index: torch.Tensor) -> None:
-        for name, part in self._open_parts():
-            part.buffer.rows(index, self.span(name, 0, 0)[1])
-            part.has_changed()
+        changes = [part.buffer.choosing(index, self.span(name, 0, 0)[1]) for name, part in self._open_parts()]
         if self.residual is not None:
             with torch.inference_mode(False):
                 self.residual = self.residual.index_select(0, index.to(self.residual.device))
+        for change in changes:
+            change()
+        for _, part in self._open_parts():
+            part.has_changed()
 
     def reset(self) -> None:
+        self.release()
+
+    def release(self) -> None:
         for part in self.parts.values():
             part.buffer.clear()
             part.has_changed()
@@ -199,7 +228,9 @@ class QuantizedStore:
     def load_written(self, written: dict[str, torch.Tensor]) -> None:
         self.reset()
         residual = written["residual"]
-        self.residual = residual.clone()
+        # Another store may have kept more in full than this one does: it stays so until the next step.
+        self.residual = _empty(residual, max(self.timeline.residual_room, self.timeline.residual))
+        self.residual[:, :, : self.timeline.residual] = residual[:, :, : self.timeline.residual]
         for name, part in written.items():
             if name != "residual":
                 self._open(name, part, part.shape[2])
@@ -211,10 +242,8 @@ class QuantizedStore:
         if self.residual is not None:
             yield self.residual
 
-    def away(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for part in self.parts.values():
-            if part.buffer.place != "device":
-                yield from ((part.buffer.place, tensor) for tensor in part.buffer.tensors())
+    def away(self) -> Iterator[Buffer]:
+        yield from (part.buffer for part in self.parts.values() if part.buffer.place != "device")
 
 
 def _empty(like: torch.Tensor, columns: int) -> torch.Tensor:

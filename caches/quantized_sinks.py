@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from caches.codec import Codec
 from caches.layer import Slot
+from caches.pieces import Exact, Piece
 from caches.quantized import QuantizedStore
 from caches.residency import Buffer
-from caches.views import Encoded
+from caches.views import Pieced
 
 
 class QuantizedSinkStore(QuantizedStore):
@@ -35,11 +36,11 @@ class QuantizedSinkStore(QuantizedStore):
         if tokens > 1:
             return torch.cat([turned, columns], dim=-2)
         behind = sinks.delta(1, new.device)[:, :, None, None] > 0
-        if not isinstance(columns, Encoded):
+        if not isinstance(columns, Pieced):
             columns[:, :, : sinks.count] = torch.where(behind, turned, columns[:, :, : sinks.count])
             return columns
         pieces = columns.pieces
-        return Encoded(lambda: _fronted(pieces(), turned, behind), columns.shape[2], new)
+        return Pieced(lambda: _fronted(pieces(), turned, behind), columns.base, new)
 
     def _note(self, columns: torch.Tensor, begin: int) -> None:
         """Keep what is a sink of the columns that come after `begin` of a text."""
@@ -81,12 +82,12 @@ class QuantizedSinkStore(QuantizedStore):
         self.sinks.originals = written["sinks"].clone() if "sinks" in written else None
 
     def rows(self, index: torch.Tensor) -> None:
+        originals = self.sinks.chosen(index)
         super().rows(index)
-        if self.sinks.originals is not None:
-            self.sinks.originals = self.sinks.originals.index_select(0, index.to(self.sinks.originals.device))
+        self.sinks.originals = originals
 
-    def reset(self) -> None:
-        super().reset()
+    def release(self) -> None:
+        super().release()
         self.sinks.originals = None
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -95,12 +96,15 @@ class QuantizedSinkStore(QuantizedStore):
             yield self.sinks.originals
 
 
-def _fronted(pieces: Iterator[torch.Tensor], front: torch.Tensor, behind: torch.Tensor) -> Iterator[torch.Tensor]:
+def _fronted(pieces: Iterable[Piece], front: torch.Tensor, behind: torch.Tensor) -> Iterator[Piece]:
     """The pieces, begun with `front` in the rows that are behind. What is in full is never so far in front."""
     begin = 0
     for piece in pieces:
-        here = piece[:, :, : max(0, front.shape[2] - begin)]
-        if here.shape[2]:
-            here.copy_(torch.where(behind, front[:, :, begin : begin + here.shape[2]], here))
-        begin += piece.shape[2]
+        replaced = front[:, :, begin : begin + piece.columns]
+        begin += piece.columns
+        if replaced.shape[2]:
+            numbers = piece.numbers()
+            here = numbers[:, :, : replaced.shape[2]]
+            here.copy_(torch.where(behind, replaced, here))
+            piece = Exact(numbers)
         yield piece

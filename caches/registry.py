@@ -71,13 +71,20 @@ def build(name: str, model_config: Any, options: CacheConfig | None = None, **ch
     chosen = recipe(name)
     if chosen.any_layers:
         return chosen.build((), _complete(chosen, options, changes))
-    specs = read_specs(model_config)
+    return build_layers(name, read_specs(model_config), model_config.is_encoder_decoder, options, **changes)
+
+
+def build_layers(
+    name: str, specs: Sequence[LayerSpec], is_encoder_decoder: bool, options: CacheConfig | None = None, **changes: Any
+) -> Driven:
+    """`build` for these layers, whatever model they are of."""
+    chosen = recipe(name)
     is_pair = chosen.options is EncoderDecoderCacheConfig
-    if is_pair and not model_config.is_encoder_decoder:
+    if is_pair and not is_encoder_decoder:
         raise UnsupportedLayer(
             f"cache={name!r} is for encoder-decoder models, and this one has no encoder: leave it out"
         )
-    if is_pair or not model_config.is_encoder_decoder:
+    if is_pair or chosen.any_layers or not is_encoder_decoder:
         return chosen.build(specs, _complete(chosen, options, changes))
     cross_cache = changes.pop("cross_cache", None)
     pair = EncoderDecoderCacheConfig(self_cache=_complete(chosen, options, changes), cross_cache=cross_cache)

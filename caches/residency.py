@@ -8,6 +8,7 @@ It knows nothing of time, layers or models, and never decides what is kept.
 from __future__ import annotations
 
 import copy
+import errno
 import math
 import mmap
 import os
@@ -15,7 +16,7 @@ import shutil
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -34,6 +35,11 @@ class Buffer(ABC):
     """
 
     place: ClassVar[str]
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it takes no memory of the device that computes."""
+        return self.place == "disk" or (self.place == "host" and self.device.type != "cpu")
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None  # flat, of at least `_room` columns
@@ -108,8 +114,14 @@ class Buffer(ABC):
 
     def write(self, begin: int, new: torch.Tensor) -> None:
         """Columns from `begin` on become `new` [rows, heads, columns, width], in order with what `device` does."""
-        columns = _columns_first(new).contiguous()  # as one piece it is one copy
-        self._columns(begin, begin + len(columns)).copy_(columns, non_blocking=True)
+        columns = self._columns(begin, begin + new.shape[2])
+        if new.device == columns.device:
+            columns.copy_(_columns_first(new))
+            return
+        # What lies in one piece is copied at once; it is made to in parts, for which there is room when memory is out.
+        step = max(1, _PIECE_BYTES // max(1, columns[:1].nbytes))
+        for part, own in zip(_columns_first(new).split(step), columns.split(step), strict=True):
+            own.copy_(part.contiguous(), non_blocking=True)
 
     def read(self, begin: int, end: int, into: torch.Tensor | None = None) -> torch.Tensor:
         """Columns [begin, end) on `device`, in order with what that does next.
@@ -123,22 +135,33 @@ class Buffer(ABC):
         return _rows_first(target.copy_(columns, non_blocking=True))
 
     def rows(self, index: torch.Tensor, end: int) -> None:
-        """Row i becomes a copy of row `index[i]`, in the columns before `end`."""
+        """Row i becomes a copy of row `index[i]`, in the columns before `end`, or nothing has changed."""
+        self.choosing(index, end)()
+
+    def choosing(self, index: torch.Tensor, end: int) -> Callable[[], None]:
+        """`rows`, as something still to be called that cannot fail: the memory it takes is there."""
         assert self._shape is not None
         assert self._memory is not None
         index = index.to(self._memory.device)
-        if self._memory.device.type == "cpu" and index.tolist() == list(range(self._shape[0])):
-            return
-        rows, count = self._shape[0], len(index)
-        self.wait()
+        (rows, heads, width), count = self._shape, len(index)
+        if self._memory.device.type == "cpu" and index.tolist() == list(range(rows)):
+            return lambda: None
         self._have(self._room, count, end)
-        old, self._shape = self._columns(0, end), (count, *self._shape[1:])
-        new = self._columns(0, end)
-        step = max(1, _PIECE_BYTES * end // max(1, max(old.nbytes, new.nbytes)))
-        begins = range(0, end, step)
-        # In this order no column is overwritten before it was read, although both lie in the same memory.
-        for begin in reversed(begins) if count > rows else begins:
-            new[begin : begin + step] = old[begin : begin + step].index_select(1, index)
+        step = min(end, max(1, _PIECE_BYTES // (max(rows, count) * heads * width * self.dtype.itemsize)))
+        numbers = step * count * heads * width
+        pieces = _empty(numbers, self.dtype, self._memory.device).view(step, count, heads, width)
+
+        def choose() -> None:
+            self.wait()
+            old = self._columns(0, end)
+            self._shape = (count, heads, width)
+            new, begins = self._columns(0, end), range(0, end, max(1, step))
+            # In this order no column is overwritten before it was read, although both lie in the same memory.
+            for begin in reversed(begins) if count > rows else begins:
+                read = old[begin : begin + step]
+                new[begin : begin + step] = torch.index_select(read, 1, index, out=pieces[: len(read)])
+
+        return choose
 
     def shift(self, begin: int, end: int) -> None:
         """Move columns [begin, end) to the front. Must not fail."""
@@ -158,6 +181,10 @@ class Buffer(ABC):
         """Hold nothing and keep no memory."""
         self.wait()
         self._memory = self._shape = None
+
+    @property
+    def bytes(self) -> int:
+        return 0 if self._memory is None else self._memory.nbytes
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All memory that it keeps, flat."""
@@ -244,6 +271,8 @@ class DiskBuffer(Buffer):
                 raise
             mapped = mmap.mmap(self._file.fileno(), size)
         except OSError as error:
+            if error.errno == errno.ENOMEM:  # no room to map it: the disk has enough
+                raise MemoryError(f"a file of {size:,} bytes in {self.folder} cannot be mapped") from error
             raise CapacityError(self._why_not(size, error)) from error
         with torch.inference_mode(False):
             return torch.frombuffer(mapped, dtype=dtype)  # of the same file: what was kept is there

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from caches.cache import Cache
+from caches.choosing import Choice
 from caches.errors import StepError
 from caches.layer import Layer, Slot, StoreFactory
 from caches.retention import KeepSinks
@@ -40,6 +41,11 @@ class Pads:
         self._told = None if counts is None else torch.as_tensor(counts, dtype=torch.long)
         known = [0] if self._told is None else self._told.tolist()
         self.least, self.most = min(known), max(known)
+
+    @property
+    def told(self) -> torch.Tensor | None:
+        """LongTensor [rows]; None where there are none."""
+        return self._told
 
     def rows(self, index: torch.Tensor) -> None:
         self._told = None if self._told is None else self._told[index.to(self._told.device)]
@@ -125,9 +131,9 @@ class Sinks:
             with torch.inference_mode(False):
                 self.originals = like.new_zeros((rows, like.shape[1], self.count, like.shape[3]))
 
-    def rows(self, index: torch.Tensor) -> None:
-        if self.originals is not None:
-            self.originals[: len(index)] = self.originals.index_select(0, index.to(self.originals.device))
+    def chosen(self, index: torch.Tensor) -> torch.Tensor | None:
+        """The originals of these rows."""
+        return None if self.originals is None else self.originals.index_select(0, index.to(self.originals.device))
 
 
 class SinkStore(FixedStore):
@@ -159,17 +165,23 @@ class SinkStore(FixedStore):
             return columns
         return torch.cat([self.sinks.turned(self.sinks.found(columns), tokens), columns], dim=-2)
 
-    def settle(self, drop: int) -> None:
+    def keep_sinks(self, drop: int) -> None:
+        """Before `settle` forgets them. Until it has, nobody looks, so this may be done in vain."""
         timeline = self.timeline
         gone = timeline.seen + timeline.pending - drop - timeline.surviving(drop)
         if gone > self.sinks.pads.least and timeline.gone <= self.sinks.pads.most and self.buffer is not None:
             held = self._used(self.buffer)[:, :, timeline.start : timeline.end + timeline.pending]
             self.sinks.take(held if self.overflow is None else self.overflow, len(self.buffer))
-        super().settle(drop)
 
     def rows(self, index: torch.Tensor) -> None:
+        originals = self.sinks.chosen(index)
         super().rows(index)
-        self.sinks.rows(index)
+        if originals is not None and self.sinks.originals is not None:
+            self.sinks.originals[: len(index)] = originals
+
+    def release(self) -> None:
+        super().release()
+        self.sinks.originals = None
 
     def committed(self) -> torch.Tensor | None:
         """As they were fed: copies are of use to one step only."""
@@ -290,9 +302,15 @@ class SinkCache(Cache):
             store.write_front(front)
             store.timeline.rewritten = store.timeline.gone
 
-    def rows(self, index: torch.Tensor) -> None:
-        super().rows(index)
-        self.pads.rows(index)
+    def _prepare_to_settle(self, drop: int) -> None:
+        for layer in self.layers:
+            for store in getattr(layer, "stores", {}).values():
+                if isinstance(store, SinkStore):
+                    store.keep_sinks(drop)
+
+    def _to_choose(self, choice: Choice) -> list[tuple[Any, torch.Tensor]]:
+        parts = super()._to_choose(choice)  # which says what the index of a fork is
+        return parts if choice.index is None else [*parts, (self.pads, choice.index)]
 
     def reset(self) -> None:
         super().reset()

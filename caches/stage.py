@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,12 +14,14 @@ from caches.staging import Staging
 class Stage:
     """Scratch tensors by name. A cache has one; a copy of the cache gets an empty one of its own.
 
-    staging: where columns that live elsewhere are while their layer computes.
+    staging: where columns that live elsewhere are while their layer computes. tail: what the tails of forked rows take
+    turns in, because they are read together with their trunks.
     """
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
         self.staging = Staging()
+        self.tail: Stage | None = None
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A contiguous tensor of this shape. What it holds lasts until the name is asked for again."""
@@ -32,6 +35,23 @@ class Stage:
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from self._scratch.values()
         yield from self.staging.tensors()
+        if self.tail is not None:
+            yield from self.tail.tensors()
+
+    def drop_tail(self) -> None:
+        """Its stores and what is staged of them know each other: their memory would wait for a garbage collection."""
+        if self.tail is not None:
+            self.tail.release()
+            self.tail = None
+
+    def release(self) -> None:
+        """Keep no memory."""
+        self._scratch.clear()
+        self.staging.clear()
+        if self.tail is not None:
+            self.tail.release()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stage:
-        return type(self)()
+        other = type(self)()
+        other.tail = copy.deepcopy(self.tail, memo)
+        return other

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -51,10 +52,13 @@ class Beside:
 
 @dataclass(eq=False)
 class _Place:
-    """owner: whose columns [begin, end) are in it, or will be once `copied` has come."""
+    """owner: whose columns [begin, end) are in it, or will be once `copied` has come.
+
+    Stores know the staging, so it does not own them: their memory would wait for a garbage collection.
+    """
 
     memory: torch.Tensor | None = None
-    owner: Reader | None = None
+    owner: ref[Reader] | None = None
     begin: int = 0
     end: int = 0
     copied: Any = None
@@ -66,8 +70,8 @@ class _Turns:
     def __init__(self, beside: Beside):
         self.beside = beside
         self.used, self.free = _Place(), _Place()
-        self.last: Reader | None = None
-        self.after: dict[Reader, Reader] = {}
+        self.last: ref[Reader] | None = None
+        self.after: WeakKeyDictionary[Reader, ref[Reader]] = WeakKeyDictionary()
 
     def claim(self, place: _Place, buffer: Buffer, columns: int) -> torch.Tensor:
         """The place's memory, with room for so many columns; nothing is in it any more."""
@@ -89,7 +93,7 @@ class _Turns:
         space = self.claim(place, buffer, room - begin)
         assert place.memory is not None
         place.copied = self.beside.start(lambda: buffer.read(begin, end, space), place.memory)
-        place.owner, place.begin, place.end = reader, begin, end
+        place.owner, place.begin, place.end = ref(reader), begin, end
 
 
 class Staging:
@@ -113,7 +117,7 @@ class Staging:
         turns.used, turns.free = place, turns.used
         room = columns + begin - place.begin
         if (
-            place.owner is reader
+            _alive(place.owner) is reader
             and place.begin <= begin
             and end <= place.end
             and place.memory is not None
@@ -125,19 +129,25 @@ class Staging:
         else:
             staged = turns.claim(place, buffer, columns)
             buffer.read(begin, end, staged)
-        if turns.last is not None:
-            turns.after[turns.last] = reader
-        turns.last = reader
-        if reader in turns.after:
-            turns.prefetch(turns.after[reader])
+        last = _alive(turns.last)
+        if last is not None:
+            turns.after[last] = ref(reader)
+        turns.last = ref(reader)
+        following = _alive(turns.after.get(reader))
+        if following is not None:
+            turns.prefetch(following)
         return staged
 
     def forget(self, reader: Reader) -> None:
         """What the reader has was changed in other ways than behind its end: what is staged of it is not it."""
         for turns in self._turns.values():
             for place in (turns.used, turns.free):
-                if place.owner is reader:
+                if _alive(place.owner) is reader:
                     place.owner = None
+
+    def clear(self) -> None:
+        """Keep nothing and know nobody."""
+        self._turns.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Staging:
         return type(self)(self._beside)
@@ -148,3 +158,7 @@ class Staging:
             for place in (turns.used, turns.free):
                 if place.memory is not None:
                     yield place.memory
+
+
+def _alive(reader: ref[Reader] | None) -> Reader | None:
+    return None if reader is None else reader()

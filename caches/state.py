@@ -6,10 +6,12 @@ Models read them and write them in place, so what a failed or rejected step has 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import torch
 
 from caches.errors import StepError
+from caches.store import chosen_rows
 from caches.timeline import Timeline
 
 CONV, RECURRENT = "conv", "recurrent"
@@ -23,6 +25,8 @@ class State:
     A step can be taken back as a whole; in part only where all states are those of convolutions.
     """
 
+    writing: ClassVar[None] = None
+
     def __init__(self, timeline: Timeline, fixed: bool):
         self.timeline, self.fixed = timeline, fixed
         self._held: dict[Key, torch.Tensor] = {}
@@ -30,6 +34,7 @@ class State:
         self._before: dict[Key, torch.Tensor] = {}
         self._known_before: frozenset[Key] = frozenset()
         self._read: dict[Key, torch.Tensor] = {}  # what a convolution was given in the last step: its state and the new
+        self._dropped = 0  # of those the columns at the end that were taken back
         self._last_step = 0  # tokens of the last step, while it can be taken back
 
     def get(self, key: Key) -> torch.Tensor | None:
@@ -78,16 +83,22 @@ class State:
         held, rows = self._held[key], self.timeline.rows
         return held if held.shape[0] == rows else held[:rows]
 
+    def prepare(self) -> None:
+        """Before `begin`, which needs no memory then."""
+        for key in self._known - self._before.keys():
+            with torch.inference_mode(False):
+                self._before[key] = torch.empty_like(self._used(key))
+
     def begin(self) -> None:
         for key in self._known:
-            held = self._used(key)
-            if key in self._before and self._before[key].shape == held.shape:
-                self._before[key].copy_(held)
-            else:
-                self._before[key] = held.clone()
+            self._before[key].copy_(self._used(key))
         self._known_before = self._known
+        self._forget_last()
+
+    def _forget_last(self) -> None:
+        """The last step cannot be taken back any more."""
         self._read.clear()
-        self._last_step = 0
+        self._dropped = self._last_step = 0
 
     def can_drop(self, drop: int) -> bool:
         """Whether the open step can be settled without its last `drop` tokens."""
@@ -101,8 +112,7 @@ class State:
         self._known = self._known_before
         for key in self._known:
             self._used(key).copy_(self._before[key])
-        self._read.clear()
-        self._last_step = 0
+        self._forget_last()
 
     def can_forget(self, tokens: int) -> bool:
         """Whether the last `tokens` committed ones can be taken back: no more than the last step's."""
@@ -112,34 +122,38 @@ class State:
         if tokens and tokens == self._last_step:
             self.abort()
         elif tokens:
+            self._dropped += tokens
             for key, read in self._read.items():
-                size = self._held[key].shape[-1]
-                self._read[key] = read = read[..., : read.shape[-1] - tokens].clone()
-                missing = max(0, size - read.shape[-1])
-                self.set(key, torch.nn.functional.pad(read[..., -size:], (missing, 0)))
+                held, end = self._used(key), read.shape[-1] - self._dropped
+                left = read[..., max(0, end - held.shape[-1]) : end]
+                held[..., : held.shape[-1] - left.shape[-1]] = 0
+                held[..., held.shape[-1] - left.shape[-1] :] = left
             self._last_step -= tokens
 
     def _only_read_columns(self) -> bool:
         return self._known <= set(self._read)
 
     def rows(self, index: torch.Tensor) -> None:
-        for kept in (self._before, self._read):
-            for key, tensor in kept.items():
-                kept[key] = tensor.index_select(0, index.to(tensor.device))
-        for key, held in self._held.items():
-            chosen = self._used(key).index_select(0, index.to(held.device))
+        with torch.inference_mode(False):
+            before, read = chosen_rows(self._before, index), chosen_rows(self._read, index)
+            held = {key: chosen_rows(self._used(key), index) for key in self._held}
+        self._before, self._read = before, read
+        for key, chosen in held.items():
             if self.fixed:
-                held[: len(index)] = chosen
+                self._held[key][: len(index)] = chosen
             else:
                 self._held[key] = chosen
 
     def reset(self) -> None:
         self._known = self._known_before = frozenset()
-        self._read.clear()
+        self._forget_last()
         self._before.clear()
-        self._last_step = 0
         if not self.fixed:
             self._held.clear()
+
+    def release(self) -> None:
+        self.reset()
+        self._held.clear()
 
     def content(self) -> dict[str, torch.Tensor]:
         """What is committed, by names such as "conv 0"."""
@@ -151,6 +165,21 @@ class State:
         for name, value in content.items():
             kind, number = name.split()
             self.set((kind, int(number)), value)
+
+    def written(self) -> dict[str, Any]:
+        """All of it, also what it takes to go back."""
+        held = {key: self._used(key) for key in self._known}
+        last = {"known before": self._known_before, "dropped": self._dropped, "last step": self._last_step}
+        return {"held": held, "before": dict(self._before), "read": dict(self._read)} | last
+
+    def load_written(self, written: dict[str, Any]) -> None:
+        """Hold exactly this, and be able to go back as far."""
+        self.reset()
+        for key, value in written["held"].items():
+            self.set(key, value)
+        self._before, self._read = dict(written["before"]), dict(written["read"])
+        self._known_before = written["known before"]
+        self._dropped, self._last_step = written["dropped"], written["last step"]
 
     def numbered(self, kind: str) -> dict[int, torch.Tensor]:
         """The states of one kind by their number."""

@@ -18,6 +18,7 @@ from caches.spec import EXOTIC, PLAIN, LayerSpec, Reach, read_specs
 from caches.stage import Stage
 from caches.timeline import Timeline
 from caches.wrapped import WrappedLayer
+from configs import CacheConfig
 
 S = TypeVar("S", bound="Steps")
 
@@ -54,6 +55,7 @@ class Steps(Face):
         super().__init__(layers=[])
         self.name, self.fixed, self._fetched, self._place = name, fixed, fetched, place
         self.log: Log | None = None
+        self.options: CacheConfig | None = None  # that its recipe was given
         self._max_rows, self._max_tokens = max_rows, max_tokens
         self._new_store, self._retention, self._new_timeline = new_store, retention, new_timeline
         self.is_open = False  # a step was begun and neither settled nor aborted
@@ -126,6 +128,8 @@ class Steps(Face):
 
     def _begin_layers(self) -> None:
         for layer in self.layers:
+            layer.prepare()
+        for layer in self.layers:
             layer.begin()
 
     def _make_room(self, rooms: dict[Timeline, int]) -> None:
@@ -134,7 +138,7 @@ class Steps(Face):
         for layer in self.layers:
             layer.reserve(rooms[layer.timeline])
         for timeline, room in rooms.items():
-            timeline.room = room
+            timeline.take_room(room)
 
     def can_drop(self, drop: int) -> bool:
         return all(layer.can_drop(drop) for layer in self.layers)
@@ -151,12 +155,16 @@ class Steps(Face):
                 f"a {kind} layer takes back whole steps only, not {drop} of {pending} tokens: abort() the step and "
                 "feed the tokens to keep again"
             )
+        self._prepare_to_settle(drop)
         for layer in self.layers:
             layer.settle(drop)
         for timeline in self._timelines:
             timeline.settle(drop)
         self._close()
         self._empty_if_nothing_is_held()
+
+    def _prepare_to_settle(self, drop: int) -> None:
+        """What settling needs memory for: it may fail, and changes nothing that anybody can see."""
 
     def abort(self) -> None:
         if not self.is_open:
@@ -175,34 +183,13 @@ class Steps(Face):
     def _close(self) -> None:
         self.is_open = False
 
-    def rows(self, index: torch.Tensor) -> None:
-        self._between_steps()
-        self.check_rows(index)
-        if self.batch_size == -1:
-            return
-        for layer in self.layers:
-            layer.rows(index)
-        for timeline in self._timelines:
-            timeline.rows = len(index)
-        self.log = None if self.log is None else self.log.rows(index)
-
-    def check_rows(self, index: torch.Tensor) -> None:
-        """Raise `StepError` unless `rows(index)` can be done."""
-        rows = self.batch_size
-        if rows == -1:
-            return
-        # On an accelerator, looking at the index would wait for the device.
-        known = index.tolist() if index.device.type == "cpu" else [0] * len(index)
-        if not known or min(known) < 0 or max(known) >= rows:
-            raise StepError(f"rows({index.tolist()}), but the cache holds rows 0 to {rows - 1}")
-        if self.max_rows is not None and len(index) > self.max_rows:
-            raise StepError(
-                f"a cache with room for {self.max_rows} rows cannot hold {len(index)}: build it with a larger "
-                "max_batch_size, or use cache='dynamic'"
-            )
-
     def reserve(self, tokens: int) -> None:
         self._make_room({timeline: timeline.room_for(tokens) for timeline in self._timelines})
+
+    def growth(self, tokens: int) -> float:
+        """How many times as large buffers will be when there is room for `tokens` more."""
+        rooms = [(timeline.place(tokens).room, timeline.room) for timeline in self._timelines if timeline.room]
+        return max((after / before for after, before in rooms), default=1.0)
 
     def load(self, seen: int, rows: int, contents: Sequence[dict[str, Any]]) -> None:
         """Hold exactly this content of every layer (see `Layer.content`) after `seen` tokens."""
@@ -239,18 +226,21 @@ class Steps(Face):
             contents.append({"keys": keys[:, :, seen - kept :], "values": values[:, :, seen - kept :]})
         self.load(seen, rows, contents)
 
-    def empty_like(self: S) -> S:
-        """An empty cache of the same recipe and layers, with room for as many rows as it is given first."""
-        return type(self)(
+    def empty_like(self: S, max_rows: int | None = None) -> S:
+        """An empty cache of the same recipe and layers; a fixed one with room for the rows that it is given first."""
+        empty = type(self)(
             self.name,
             self.specs,
             self._new_store,
             fixed=self.fixed,
             fetched=self._fetched,
+            max_rows=max_rows,
             max_tokens=self._max_tokens,
             retention=self._retention,
             new_timeline=self._new_timeline,
         )
+        empty.options = self.options
+        return empty
 
     def crop(self, tokens: int) -> None:
         """Positive: the new size. Negative: how many of the last tokens to remove. 0 removes nothing."""
@@ -286,6 +276,13 @@ class Steps(Face):
         self.log = None
         self._empty()
 
+    def release(self) -> None:
+        """Forget everything and keep no memory, so that the next step makes fixed buffers anew."""
+        for layer in self.layers:
+            layer.release()
+        self.stage.release()
+        self.reset()
+
     def _empty(self) -> None:
         for timeline in self._timelines:
             timeline.reset()
@@ -303,6 +300,11 @@ class Steps(Face):
     @property
     def seen(self) -> int:
         return self._timelines[0].seen
+
+    @property
+    def pending(self) -> int:
+        """Tokens of the open step."""
+        return self._timelines[0].pending
 
     @property
     def max_tokens(self) -> int | None:

@@ -8,22 +8,41 @@ step copies the history.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from caches.errors import StepError
+from caches.residency import Buffer
 from caches.timeline import Timeline
 
 
 class Store(Protocol):
-    """One stream of one layer. fixed: its tensors never move. encodes: they hold fewer bits than come in."""
+    """One stream of one layer."""
 
-    fixed: ClassVar[bool]
-    encodes: ClassVar[bool]
+    @property
+    def fixed(self) -> bool:
+        """Whether its tensors never move."""
+
+    @property
+    def encodes(self) -> bool:
+        """Whether they hold fewer bits than come in."""
+
+    @property
+    def writing(self) -> object:
+        """How: what one store has written down can be held by another that says the same. None: in full."""
 
     def append(self, new: torch.Tensor) -> torch.Tensor:
         """Inside the forward: add `new` [rows, heads, pending, head_dim]; returns what attention reads."""
+
+    def add(self, new: torch.Tensor) -> None:
+        """`append` where nobody reads."""
+
+    def read(self) -> torch.Tensor | None:
+        """Inside a forward that adds nothing here: what attention reads of the columns held; None where there are none.
+
+        Where they live elsewhere it lasts until the next store reads.
+        """
 
     def reserve(self, room: int) -> None:
         """Before a step: have room for `room` columns; what is there keeps its place."""
@@ -38,10 +57,13 @@ class Store(Protocol):
         """After a failed step, before the timeline closes: forget the pending columns."""
 
     def rows(self, index: torch.Tensor) -> None:
-        """Row i becomes a copy of row `index[i]`."""
+        """Row i becomes a copy of row `index[i]`. When this raises, nothing has changed."""
 
     def reset(self) -> None:
         """Forget everything."""
+
+    def release(self) -> None:
+        """Forget everything and keep no memory, also where a reset keeps it."""
 
     def committed(self) -> torch.Tensor | None:
         """The columns held, [rows, heads, held, head_dim]; None before the first step."""
@@ -49,17 +71,17 @@ class Store(Protocol):
     def load(self, columns: torch.Tensor) -> None:
         """Hold exactly these columns [rows, heads, held, head_dim]. The timeline has been told of them."""
 
-    def written(self) -> dict[str, torch.Tensor]:
+    def written(self) -> dict[str, Any]:
         """The columns held as they are written down, rows first: for a store of the same kind."""
 
-    def load_written(self, written: dict[str, torch.Tensor]) -> None:
+    def load_written(self, written: dict[str, Any]) -> None:
         """Hold exactly this. The timeline has been told of it."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything it keeps."""
 
-    def away(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What of it does not live on the device that computes, and where: "host" or "disk"."""
+    def away(self) -> Iterator[Buffer]:
+        """Where what of it is that does not live where layers compute."""
 
 
 def check_alike(heads_and_width: tuple[int, int], dtype: torch.dtype, new: torch.Tensor) -> None:
@@ -72,11 +94,20 @@ def check_alike(heads_and_width: tuple[int, int], dtype: torch.dtype, new: torch
         )
 
 
+def chosen_rows(written: Any, index: torch.Tensor) -> Any:
+    """What was written down, tensors and dicts of them, of these rows."""
+    if isinstance(written, dict):
+        return {name: chosen_rows(part, index) for name, part in written.items()}
+    has_rows = isinstance(written, torch.Tensor) and written.ndim > 0 and written.numel() > 0
+    return written.index_select(0, index.to(written.device)) if has_rows else written
+
+
 class GrowingStore:
     """Room is made as columns come (geometrically: the timeline decides) and written in place."""
 
     fixed: ClassVar[bool] = False
     encodes: ClassVar[bool] = False
+    writing: ClassVar[None] = None
 
     def __init__(self, timeline: Timeline):
         self.timeline = timeline
@@ -94,6 +125,12 @@ class GrowingStore:
             return self.overflow
         self._write(buffer, new)
         return self._visible(buffer)
+
+    def add(self, new: torch.Tensor) -> None:
+        self.append(new)
+
+    def read(self) -> torch.Tensor | None:
+        return self.committed()
 
     def _allocate(self, like: torch.Tensor, columns: int) -> torch.Tensor:
         with torch.inference_mode(False):  # or nobody could continue this cache outside of inference mode
@@ -138,11 +175,21 @@ class GrowingStore:
         self.overflow = None
 
     def rows(self, index: torch.Tensor) -> None:
-        if self.buffer is not None:
-            with torch.inference_mode(False):
-                self.buffer = self.buffer.index_select(0, index.to(self.buffer.device))
+        if self.buffer is None:
+            return
+        index, buffer, end = index.to(self.buffer.device), self.buffer, self.timeline.end
+        with torch.inference_mode(False):
+            if buffer.requires_grad:  # such a tensor cannot be written where we want it
+                self.buffer = buffer.index_select(0, index)
+                return
+            chosen = buffer.new_empty((len(index), *buffer.shape[1:]))
+            torch.index_select(buffer[:, :, :end], 0, index, out=chosen[:, :, :end])
+            self.buffer = chosen
 
     def reset(self) -> None:
+        self.release()
+
+    def release(self) -> None:
         self.buffer = self.overflow = None
 
     def committed(self) -> torch.Tensor | None:
@@ -166,7 +213,7 @@ class GrowingStore:
         if self.buffer is not None:
             yield self.buffer
 
-    def away(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def away(self) -> Iterator[Buffer]:
         return iter(())
 
 

@@ -20,8 +20,6 @@ import torch
 from caches.errors import CapacityError, StepError
 from caches.retention import Retention
 
-_ROUND = 64  # rooms are multiples of this many columns
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -53,6 +51,7 @@ class Timeline:
         self.seen = self.start = self.end = self.pending = self.room = 0
         self.rows: int | None = None
         self.overflow = False
+        self.grain = 64  # rooms are multiples of this many columns
         self.rewritten = 0  # columns that were gone when the first of those held were last written over
         self.graph = False
         self.clock: torch.Tensor | None = None  # `seen` for compiled steps, where a number would be compiled in
@@ -112,8 +111,28 @@ class Timeline:
         if needed <= self.room:
             return self.room
         room = max(needed, int(self.room * self.growth))
-        room = -(-room // _ROUND) * _ROUND
+        room = -(-room // self.grain) * self.grain
         return room if self._limit is None else min(room, self._limit)
+
+    def compact(self) -> None:
+        """What is held was moved to the front of the buffers."""
+        self.start, self.end = 0, self.held
+
+    def take_room(self, room: int) -> None:
+        """Every buffer of the group has so much room."""
+        self.room = room
+
+    def before_rows(self, index: torch.Tensor) -> None:
+        """Rows are about to be chosen (see `Steps.rows`)."""
+
+    def after_rows(self, rows: int) -> None:
+        """They were: there are so many."""
+        self.rows = rows
+
+    @property
+    def is_in_full(self) -> bool:
+        """Whether the columns are as they came, so that other stores can have them instead."""
+        return True
 
     def room_for(self, tokens: int) -> int:
         """The room that holding `tokens` tokens takes."""
@@ -122,7 +141,7 @@ class Timeline:
     def begin(self, tokens: int, placement: Placement, graph: bool) -> None:
         """Open a step. With `graph`, attention gets the whole room and the place to write is a tensor, not a number."""
         if placement.compact:
-            self.start, self.end = 0, self.held
+            self.compact()
         self.room, self.overflow, self.pending, self.graph = placement.room, placement.overflow, tokens, graph
         # Decode steps share one tensor per device: a compiled step finds it at the same address every time.
         self._step_index = self._decode_index if tokens == 1 else {}

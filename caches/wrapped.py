@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from caches.residency import Buffer
 from caches.spec import LayerSpec
+from caches.store import chosen_rows
 from caches.timeline import Timeline
 
 
@@ -21,6 +23,7 @@ class WrappedLayer:
     """One of transformers' layers that takes part in begin, settle, abort and rows. See `Layer` for what they mean."""
 
     encodes = False
+    writing = None
 
     def __init__(self, spec: LayerSpec, timeline: Timeline):
         assert spec.new_layer is not None
@@ -35,6 +38,9 @@ class WrappedLayer:
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._layer.update(keys, values)
+
+    def prepare(self) -> None:
+        """Nothing is copied."""
 
     def begin(self) -> None:
         held = vars(self._layer)
@@ -67,13 +73,7 @@ class WrappedLayer:
             self._before = None
 
     def rows(self, index: torch.Tensor) -> None:
-        def chosen(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {name: chosen(one) for name, one in value.items()}
-            return value.index_select(0, index.to(value.device)) if _is_data(value) else value
-
-        for name, value in vars(self._layer).items():
-            setattr(self._layer, name, chosen(value))
+        vars(self._layer).update(chosen_rows(vars(self._layer), index))
 
     def reset(self) -> None:
         assert self.spec.new_layer is not None
@@ -88,6 +88,7 @@ class WrappedLayer:
         vars(self._layer).update(content)
 
     written, load_written = content, load
+    release = reset
 
     def mask_sizes(self, tokens: int, unsettled: int = 0) -> tuple[int, int]:
         return self._layer.get_mask_sizes(tokens)
@@ -98,8 +99,11 @@ class WrappedLayer:
                 if _is_data(one):
                     yield one
 
-    def away(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def away(self) -> Iterator[Buffer]:
         return iter(())
+
+    def leaves(self) -> Iterator[WrappedLayer]:
+        yield self
 
     @property
     def is_initialized(self) -> bool:

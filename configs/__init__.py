@@ -1,6 +1,6 @@
 """Configurations: frozen dataclasses that travel as dicts and JSON. Knows neither torch nor models."""
 
-from configs.base import Config, nearest
+from configs.base import Config, nearest, require_positive
 from configs.cache import (
     CacheConfig,
     DynamicCacheConfig,
@@ -15,7 +15,7 @@ from configs.cache import (
     SlidingWindowCacheConfig,
     StaticCacheConfig,
 )
-from configs.engine import EngineConfig, preset, presets
+from configs.engine import RUNGS, EngineConfig, checked_rungs, preset, presets
 from configs.errors import ConfigError, EngineError
 from configs.quantized import (
     CODECS,
@@ -27,6 +27,7 @@ from configs.quantized import (
 
 __all__ = [
     "CODECS",
+    "RUNGS",
     "CacheConfig",
     "CodecFacts",
     "Config",
@@ -47,7 +48,9 @@ __all__ = [
     "SinkCacheConfig",
     "SlidingWindowCacheConfig",
     "StaticCacheConfig",
+    "checked_rungs",
     "nearest",
     "preset",
     "presets",
+    "require_positive",
 ]

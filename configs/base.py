@@ -97,13 +97,20 @@ class Config:
         values = {name: getattr(self, name) for name in self.option_names()}
         if use_diff:
             values = {name: value for name, value in values.items() if value != self.defaults()[name]}
-        return {name: value.to_dict(use_diff) if isinstance(value, Config) else value for name, value in values.items()}
+        return {name: _told(value, use_diff) for name, value in values.items()}
 
     def to_json_string(self, use_diff: bool = False) -> str:
         return json.dumps(self.to_dict(use_diff), indent=2, sort_keys=True) + "\n"
 
     def to_json_file(self, path: str | Path, use_diff: bool = False) -> None:
         Path(path).write_text(self.to_json_string(use_diff))
+
+
+def _told(value: Any, use_diff: bool) -> Any:
+    """A value as JSON has it."""
+    if isinstance(value, Config):
+        return value.to_dict(use_diff)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:

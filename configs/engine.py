@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from configs.base import Config, nearest, require_positive
 from configs.cache import CacheConfig
@@ -11,6 +12,8 @@ from configs.errors import ConfigError
 
 LINEARS_CHOICES = ("auto", "default", "onednn")
 COMPILE_CHOICES = ("off", "inductor", "aot_eager", "eager")
+BUDGET_CHOICES = ("offload", "slide", "error")
+RUNGS = ("release", "chunk", "offload", "quantize", "split")
 _PRESETS = Path(__file__).parent / "presets"
 
 
@@ -24,6 +27,14 @@ class EngineConfig(Config):
     compile: "off", or the `torch.compile` backend that turns the decode step of a fixed-size cache into one graph.
     linears: how float32 linear layers on a CPU compute: "default" as torch picks, "onednn", or "auto": whichever of the
         two is faster on this machine. They differ by rounding.
+    on_oom: what is tried, in this order, when memory is out in the middle of a run, before it gives up with
+        `engine.OutOfMemory`. "release": drop compiled graphs and idle memory. "chunk": read the prompt in ever smaller
+        pieces. "offload": move the live cache to host memory, on a machine that computes there to disk. "quantize":
+        move it there in few bits, the only one that changes the text. "split": compute the rows of some prompts after
+        those of others, in ever smaller parts.
+    max_cache_bytes: what the cache of a call may take of the device's memory; None is no limit.
+    over_budget: what is done before it takes more. "offload": as on_oom does. "slide": only the last tokens that have
+        room stay, which changes the text. "error": `engine.OutOfMemory` with what was generated so far.
     dtype, device_map: how a model given as a path is loaded (`from_pretrained`'s words).
     """
 
@@ -31,15 +42,36 @@ class EngineConfig(Config):
     prefill_chunk_tokens: int | None = None
     compile: str = "off"
     linears: str = "auto"
+    on_oom: tuple | list = ("release", "chunk", "offload", "split")
+    max_cache_bytes: int | None = None
+    over_budget: str = "offload"
     dtype: str = "auto"
     device_map: str = "auto"
 
     def validate(self) -> None:
-        require_positive("EngineConfig", prefill_chunk_tokens=self.prefill_chunk_tokens)
+        positive = {"prefill_chunk_tokens": self.prefill_chunk_tokens, "max_cache_bytes": self.max_cache_bytes}
+        require_positive("EngineConfig", **positive)
         if self.compile not in COMPILE_CHOICES:
             raise ConfigError(f"EngineConfig: compile={self.compile!r}, but it is one of {', '.join(COMPILE_CHOICES)}")
         if self.linears not in LINEARS_CHOICES:
             raise ConfigError(f"EngineConfig: linears={self.linears!r}, but it is one of {', '.join(LINEARS_CHOICES)}")
+        if self.over_budget not in BUDGET_CHOICES:
+            raise ConfigError(
+                f"EngineConfig: over_budget={self.over_budget!r}, but it is one of {', '.join(BUDGET_CHOICES)}"
+            )
+        object.__setattr__(self, "on_oom", checked_rungs(self.on_oom))
+
+
+def checked_rungs(rungs: Any) -> tuple[str, ...]:
+    """What `on_oom` says, as a tuple. Raises `ConfigError` for what is no rung, and for one that is there twice."""
+    if isinstance(rungs, str) or not isinstance(rungs, (tuple, list)):
+        raise ConfigError(f"on_oom={rungs!r}, but it is a list of rungs, such as ['offload'], or [] to give up at once")
+    for rung in rungs:
+        if rung not in RUNGS:
+            raise ConfigError(f"on_oom has {rung!r}; {nearest(str(rung), list(RUNGS))}")
+        if list(rungs).count(rung) > 1:
+            raise ConfigError(f"on_oom has {rung!r} twice: each rung has one place in the order")
+    return tuple(rungs)
 
 
 def presets() -> list[str]:

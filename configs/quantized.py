@@ -46,6 +46,8 @@ class QuantizedCacheConfig(PlacedCacheConfig):
     q_group_size: numbers that share a scale: 64, of kivi 32; where it does not divide the head's width, the largest
         number below that does. residual_length: the most recent tokens that stay in full.
     compute_dtype: of scales and of the arithmetic of decoding; None is the model's.
+    fused: whether attention multiplies with the codes as they are, in kernels that are compiled when they are first
+        needed, by a C++ compiler: the fastest where it can be, for float32 on a CPU, and not of 3 bits or fp8.
     residency: where the codes are: "device", "host", or "disk", a file in `folder` (see `OffloadedCacheConfig`).
     """
 
@@ -60,6 +62,7 @@ class QuantizedCacheConfig(PlacedCacheConfig):
     q_group_size: int | None = None
     residual_length: int = 128
     compute_dtype: str | None = None
+    fused: bool = False
     residency: str = "device"
     folder: str | None = None
 
@@ -91,6 +94,11 @@ class QuantizedCacheConfig(PlacedCacheConfig):
         check_residency(self.residency, self.folder, ("device", "host", "disk"))
         if self.compute_dtype not in (None, "float16", "bfloat16", "float32", "float64"):
             raise ConfigError(f"compute_dtype={self.compute_dtype!r} is no floating-point type to decode in")
+        if self.fused and (self.backend == "fp8" or self.bits == 3 or self.compute_dtype not in (None, "float32")):
+            raise ConfigError(
+                f"fused=True, but there is no kernel for backend={self.backend!r} with nbits={self.bits} and "
+                f"compute_dtype={self.compute_dtype}: use 1, 2, 4 or 8 bits of quanto, hqq or kivi, in float32"
+            )
 
     @property
     def bits(self) -> int:

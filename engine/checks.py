@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
-from caches import Cache, Driven
+from caches import Cache, CapacityError, Driven
 from engine.dispatch import input_embeddings
 from engine.errors import InputError, OptionError
 from engine.extras import PER_TOKEN
@@ -37,8 +38,7 @@ def check_model(model: PreTrainedModel) -> None:
 # Options of `GenerationConfig` that are carried out whatever the strategy ...
 _ALWAYS_APPLY = {
     "max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings", "do_sample",
-    "num_beams",
-    "num_return_sequences", "use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size",
+    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size",
     "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
     "bad_words_ids", "renormalize_logits", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
     "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "guidance_scale",
@@ -50,6 +50,23 @@ _ALWAYS_APPLY = {
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 _REMEDIES = {
     "compile_config": "give EngineConfig(compile=...) to a Generator instead",
+    "num_beams": "they are for beam search; leave the strategy out",
+    "penalty_alpha": "contrastive search also needs top_k=2 or more, and no do_sample",
+    "num_return_sequences": "it gives the same text every time; use do_sample=True, or num_beams",
+    "num_beam_groups": "groups need num_beams=2 or more",
+    "diversity_penalty": "it is for num_beam_groups=2 or more",
+    "length_penalty": "it compares the texts of beams; give num_beams=2 or more",
+    "early_stopping": "it ends a search with num_beams=2 or more",
+    "num_assistant_tokens": "it is for assistant_model",
+    "num_assistant_tokens_schedule": "it is for assistant_model",
+    "assistant_confidence_threshold": "it is for assistant_model",
+    "max_matching_ngram_size": "it is for prompt_lookup_num_tokens",
+    "prompt_lookup_num_tokens": "it proposes tokens to greedy search and sampling; leave the strategy out",
+    "assistant_early_exit": "layers of the model are no draft here; give a smaller assistant_model",
+    "use_mtp": "heads of the model are no draft here; give an assistant_model",
+    "assistant_ensemble_weight": "it would change the text; assisted decoding here never does",
+    "assistant_lookbehind": "vocabularies are translated by whole words here; leave it out",
+    "target_lookbehind": "vocabularies are translated by whole words here; leave it out",
 }
 
 
@@ -59,8 +76,18 @@ def check_applies(strategy: Strategy, generation_config: GenerationConfig | None
     asked |= {name: value for name, value in options.items() if hasattr(generation_config or GenerationConfig(), name)}
     neutral = GenerationConfig._get_default_generation_params()
     known = GenerationConfig().to_dict()  # checkpoints carry further names of their own
+    own: dict[str, Any] = {}
+    if is_dataclass(strategy):
+        own = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
     for name, value in asked.items():
-        if value is None or value is False or name.startswith("_") or name not in known or value == neutral.get(name):
+        is_neutral = value is False or value == neutral.get(name)
+        if name in own and value not in (None, own[name]) and (name in options or not is_neutral):
+            raise OptionError(
+                f"{name}={value!r} contradicts the strategy that was given, {strategy}: say it only there"
+            )
+        if value is None or is_neutral or name.startswith("_") or name not in known:
+            continue
+        if name in own:
             continue
         if name in ("temperature", "top_k") and value == 0 and not strategy.samples:
             continue  # another way to say greedy
@@ -70,7 +97,7 @@ def check_applies(strategy: Strategy, generation_config: GenerationConfig | None
                 f"{name}={value!r} applies to sampling, but {strategy.name} draws nothing: do_sample=True?"
             )
         if name not in _ALWAYS_APPLY | _SAMPLING:
-            remedy = _REMEDIES.get(name, f"{strategy.name} has no use for it")
+            remedy = f"{strategy.name} has no use for it" + (f": {_REMEDIES[name]}" if name in _REMEDIES else "")
             raise OptionError(f"{name}={value!r} cannot apply: {remedy}")
 
 
@@ -160,11 +187,17 @@ def check_length(prompt_columns: int, total: int) -> None:
         )
 
 
-def check_positions(model: PreTrainedModel, cache: Driven, prompt_columns: int, total: int) -> None:
+def most_positions(model: PreTrainedModel) -> int | None:
+    """None: no limit, or one that rotations stretch with the text."""
     config = model.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None) or 0
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    if positions <= 0 or rope_type == "dynamic":  # no limit, or one that rotations stretch with the text
+    return None if positions <= 0 or rope_type == "dynamic" else positions
+
+
+def check_positions(model: PreTrainedModel, cache: Driven, prompt_columns: int, total: int) -> None:
+    positions = most_positions(model)
+    if positions is None:
         return
     # The last new token is never fed, so it needs no position.
     needed = cache.positions_needed(total - 1) if isinstance(cache, Cache) else total - 1
@@ -173,6 +206,21 @@ def check_positions(model: PreTrainedModel, cache: Driven, prompt_columns: int, 
             f"{prompt_columns} prompt tokens and {total - prompt_columns} new ones need {needed} positions, but the "
             f"model has {positions}: shorten the prompt or max_new_tokens (or raise config.max_position_embeddings if "
             "its positions are known to reach further)"
+        )
+
+
+def is_fixed(cache: Driven) -> bool:
+    """Whether tensors of it never move, so that it cannot become more rows than they were made for."""
+    return any(part.fixed for part in getattr(cache, "parts", ()))
+
+
+def check_room_for_rows(cache: Driven, prompts: int, first: int, rows: int) -> None:
+    """Whether the rows that `prompts` are to become fit in a cache made for fewer. first: rows when it begins."""
+    room = first if cache.max_rows is None and is_fixed(cache) else cache.max_rows
+    if rows > prompts and room is not None and rows > room:
+        raise CapacityError(
+            f"{prompts} prompts are to become {rows} rows, but this {cache.name} cache has room for {room}: build it "
+            f"with max_batch_size={rows}, or ask for its name instead"
         )
 
 

@@ -1,4 +1,4 @@
-"""The command line: `engine generate` and `engine caches`.
+"""The command line: `engine generate`, `engine caches` and `engine plan`.
 
 Exit codes: 0 done, 1 something failed while generating, 2 a wrong option, prompt or model, 130 interrupted with Ctrl-C.
 Texts and JSON go to standard output, everything else to standard error. torch and transformers are imported only when a
@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from configs import CacheConfig, EngineConfig, preset, presets
+from configs import RUNGS, CacheConfig, EngineConfig, preset, presets
 from configs.engine import COMPILE_CHOICES, LINEARS_CHOICES
-from engine import show
+from engine import plan_command, show
 from engine.errors import EngineError, Interrupted, OptionError
 from engine.progress import Work
 
@@ -55,7 +55,10 @@ def generate(
     ] = None,
     cache: Annotated[
         str | None,
-        typer.Option(help="Cache backend, see `engine caches`; default: dynamic.", autocompletion=CacheConfig.names),
+        typer.Option(
+            help="Cache backend, see `engine caches`, or auto for what fits; default: dynamic.",
+            autocompletion=lambda: [*CacheConfig.names(), "auto"],
+        ),
     ] = None,
     cache_option: Annotated[
         list[str] | None, typer.Option(help="An option of the cache, NAME=VALUE; may be repeated.")
@@ -77,6 +80,14 @@ def generate(
             help="Library of linear layers on a CPU; default: auto.", autocompletion=lambda: list(LINEARS_CHOICES)
         ),
     ] = None,
+    on_oom: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="When memory is out, try this and go on; may be repeated, in order. Default: release, chunk, offload, "
+            "split.",
+            autocompletion=lambda: list(RUNGS),
+        ),
+    ] = None,
     # What is generated.
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
     min_new_tokens: Annotated[int | None, typer.Option(help="Tokens to generate at least.")] = None,
@@ -92,7 +103,25 @@ def generate(
         float | None, typer.Option(help="Sample from tokens at least this probable, relative to the most probable.")
     ] = None,
     repetition_penalty: Annotated[float | None, typer.Option(help="Over 1: repeat less.")] = None,
-    num_return_sequences: Annotated[int | None, typer.Option("--samples", help="Texts to sample per prompt.")] = None,
+    num_return_sequences: Annotated[
+        int | None, typer.Option("--samples", help="Texts per prompt, sampled or the best of the beams.", min=1)
+    ] = None,
+    num_beams: Annotated[int | None, typer.Option(help="Search with this many beams.")] = None,
+    num_beam_groups: Annotated[
+        int | None, typer.Option(help="In so many groups, each kept from the others' ways.")
+    ] = None,
+    diversity_penalty: Annotated[float | None, typer.Option(help="How strongly the groups are kept apart.")] = None,
+    length_penalty: Annotated[float | None, typer.Option(help="Over 0: beams favour long texts.")] = None,
+    penalty_alpha: Annotated[
+        float | None, typer.Option(help="Contrastive search: how strongly to avoid what was said; needs --top-k.")
+    ] = None,
+    prompt_lookup: Annotated[
+        int | None, typer.Option(help="Faster where a text repeats itself: try so many tokens of it at a time.")
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Faster with a small model of the same kind: let it propose tokens.")
+    ] = None,
+    draft_tokens: Annotated[int | None, typer.Option(help="So many at a time, with --draft; default: 20.")] = None,
     set_option: Annotated[
         list[str] | None,
         typer.Option("--set", help="Any other generation parameter of transformers, NAME=VALUE; may be repeated."),
@@ -103,31 +132,40 @@ def generate(
     as_json: Json = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print speed and cache size to standard error.")] = False,
 ) -> None:
-    """Continue PROMPT. Greedy, unless an option that shapes sampling is given."""
+    """Continue PROMPT. Greedy, unless an option asks for sampling or for a search."""
     prompts = _prompts(prompt, file or [])
-    samples = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-               "num_return_sequences": num_return_sequences}  # fmt: skip
+    samples = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    branches = {"num_beams": num_beams, "num_beam_groups": num_beam_groups, "diversity_penalty": diversity_penalty,
+                "length_penalty": length_penalty, "penalty_alpha": penalty_alpha}  # fmt: skip
+    is_search = any(value is not None for value in branches.values())
     if temperature == 0:
         del samples["temperature"]
-        _refuse_all(samples, "--temperature 0 is greedy")
-    draws = any(value is not None for value in samples.values())
-    options = samples | {
-        "max_new_tokens": max_new_tokens,
-        "min_new_tokens": min_new_tokens,
-        "max_time": max_time,
-        "stop_strings": stop or None,
-        "strategy": strategy,
-        "repetition_penalty": repetition_penalty,
-        "do_sample": draws if strategy is None else None,
-    }
-    options = {name: value for name, value in options.items() if value is not None} | _assignments(set_option, "--set")
+        _refuse_all(samples | ({} if is_search else {"samples": num_return_sequences}), "--temperature 0 is greedy")
+    draws = any(value is not None for value in samples.values()) or num_return_sequences is not None
+    options = (
+        samples
+        | branches
+        | {
+            "num_return_sequences": num_return_sequences,
+            "max_new_tokens": max_new_tokens,
+            "min_new_tokens": min_new_tokens,
+            "max_time": max_time,
+            "stop_strings": stop or None,
+            "strategy": strategy,
+            "repetition_penalty": repetition_penalty,
+            "prompt_lookup_num_tokens": prompt_lookup,
+            "num_assistant_tokens": draft_tokens,
+            "do_sample": draws if strategy is None and not is_search else None,
+        }
+    )
+    options = {name: value for name, value in options.items() if value is not None} | assignments(set_option, "--set")
     rows = len(prompts) * (num_return_sequences or 1)
     if stream and rows > 1 and not as_json:
         raise OptionError(f"--stream prints one text, but there are {rows}: add --json, which tells them apart")
     if system is not None and not chat:
         raise OptionError("--system belongs to a chat: add --chat")
     given = {"prefill_chunk_tokens": prefill_chunk_tokens, "compile": compile, "linears": linears, "dtype": dtype,
-             "device_map": device}  # fmt: skip
+             "device_map": device, "on_oom": on_oom or None}  # fmt: skip
     settings = _engine_config(config, {name: value for name, value in given.items() if value is not None})
     inputs = [_messages_of(text, system) for text in prompts] if chat else prompts
 
@@ -145,14 +183,14 @@ def generate(
         if seed is not None:
             torch.manual_seed(seed)
         generator = Generator(model or SHIPPED_MODEL, config=settings)
+        if draft is not None:
+            options |= _draft(draft, generator)
         work.doing("reading the prompt")
-        cache_config = _assignments(cache_option, "--cache-option") or None
-        pieces = generator.stream(inputs, cache=cache, cache_config=cache_config, **options)
+        cache_config = assignments(cache_option, "--cache-option") or None
+        watch = [work.watch(max_new_tokens, rows)]
+        pieces = generator.stream(inputs, cache=cache, cache_config=cache_config, logits_processor=watch, **options)
         try:
-            for count, piece in enumerate(pieces):
-                if count == 0:
-                    work.doing("generating")
-                work.count(count // rows + 1, max_new_tokens, rows)
+            for piece in pieces:
                 if stream:
                     work.hide()
                     print(show.piece_as_json(piece) if as_json else piece.text, end="\n" if as_json else "", flush=True)
@@ -179,21 +217,22 @@ def caches(
         work.doing("starting torch and transformers")
         from caches import CacheError, names, recipe
         from engine.loading import SHIPPED_MODEL, load_config
-        from engine.sizes import cache_bytes, skeleton
+        from engine.sizes import study
 
         work.doing("reading the model's configuration")
-        bare = skeleton(load_config(model or SHIPPED_MODEL))
+        config = load_config(model or SHIPPED_MODEL)
+        dtype = study(config).model.dtype
         found = []
         for one in [recipe(name)] if name else map(recipe, names()):
             work.doing(f"measuring {one.name}")
             entry: dict[str, Any] = {"name": one.name, "summary": one.summary, "options": one.options.defaults()}
             try:
-                at_half, at_all = (cache_bytes(bare, one.name, size) for size in (tokens // 2, tokens))
+                at_half, at_all = (_bytes_of(one, config, size) for size in (tokens // 2, tokens))
                 entry |= {"bytes": at_all, "bytes_per_token": (at_all - at_half) / (tokens - tokens // 2)}
             except CacheError as error:
                 entry |= {"refused": str(error)}
             found.append(entry)
-    report = {"model": str(model or "shipped"), "tokens": tokens, "dtype": str(bare.dtype).removeprefix("torch."),
+    report = {"model": str(model or "shipped"), "tokens": tokens, "dtype": str(dtype).removeprefix("torch."),
               "caches": found}  # fmt: skip
     if as_json:
         print(json.dumps(report))
@@ -204,6 +243,27 @@ def caches(
         out.print(table)
     if refused:
         out.print(refused, markup=False)
+
+
+app.command()(plan_command.plan)
+
+
+def _bytes_of(recipe: Any, model_config: Any, tokens: int) -> int:
+    """Of a backend with so many tokens in one row; with an encoder its source has as many."""
+    from engine.planning import cache_bytes
+
+    options = {"max_cache_len": tokens} if recipe.has_a_size else {}
+    source = tokens if model_config.is_encoder_decoder else 0
+    return sum(cache_bytes(model_config, recipe.name, options, tokens=tokens, source_tokens=source).values())
+
+
+def _draft(path: str, generator: Any) -> dict[str, Any]:
+    """The arguments that make the model at `path` the draft of the generator's."""
+    from engine.loading import load
+
+    model, tokenizer = load(path, None, generator.config)
+    is_same = tokenizer.get_vocab() == generator.tokenizer.get_vocab()
+    return {"assistant_model": model} | ({} if is_same else {"assistant_tokenizer": tokenizer})
 
 
 def _engine_config(chosen: str | None, changes: dict[str, Any]) -> EngineConfig:
@@ -248,7 +308,7 @@ def _messages_of(text: str, system: str | None) -> list[dict[str, str]]:
     return [user] if system is None else [{"role": "system", "content": system}, user]
 
 
-def _assignments(pairs: list[str] | None, option: str) -> dict[str, Any]:
+def assignments(pairs: list[str] | None, option: str) -> dict[str, Any]:
     """`NAME=VALUE` pairs; a value is JSON where it can be read as that, else a text."""
     values: dict[str, Any] = {}
     for pair in pairs or []:

@@ -5,8 +5,11 @@ transformers' own functions do it, those that its `generate` calls too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +17,14 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from engine.checks import check_vocabulary
-from engine.errors import InputError
+from engine.dispatch import prompt_device
+from engine.errors import InputError, OptionError
+from engine.gathered import joined
 from engine.inputs import Prompt, move, read_prompt
+from engine.out_of_memory import empty_allocators, in_words, is_out_of_memory
+
+Recover = Callable[[str, int, int], int | None]
+"""When memory is out, why and in how many of so many possible parts the rows were encoded: how many to go on with."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +42,13 @@ def encode(
     tokenizer: Any,
     config: GenerationConfig,
     device: torch.device,
+    recover: Recover | None = None,
 ) -> tuple[Prompt, Source]:
     """The decoder's prompt, whose extras hold what the encoder made of the source; and that source.
 
     inputs: the source in any form, as the model's main input (text, ids, features). extras: further inputs, among them
-    `encoder_outputs` in place of a source and `decoder_input_ids`. Raises `InputError`.
+    `encoder_outputs` in place of a source and `decoder_input_ids`. recover: what to do when memory is out. Raises
+    `InputError`.
     """
     given = move(_read_source(model, inputs, extras, tokenizer), device)
     if not {_source_name(model), "encoder_outputs", "inputs_embeds"} & set(given):
@@ -51,10 +62,10 @@ def encode(
             raise InputError(str(error)) from error
         model._prepare_special_tokens(config, "attention_mask" in given, device=device, batch_size=source.shape[0])
         prepare = getattr(model, "_maybe_prepare_encoder_kwargs_for_generation", None)
+        if prepare is None and "encoder_outputs" not in given:  # transformers 5.17
+            prepare = model._prepare_encoder_decoder_kwargs_for_generation
         if prepare is not None:
-            given = prepare(source, given, name, config)
-        elif "encoder_outputs" not in given:  # transformers 5.17
-            given = model._prepare_encoder_decoder_kwargs_for_generation(source, given, name, config)
+            given = _encoded(partial(prepare, model_input_name=name, generation_config=config), source, given, recover)
         ids, given = model._prepare_decoder_input_ids_for_generation(
             batch_size=source.shape[0],
             model_input_name=name,
@@ -64,6 +75,50 @@ def encode(
         )
     mask = given.pop("decoder_attention_mask", None)
     return Prompt(ids, torch.ones_like(ids) if mask is None else mask, given), Source(source, _tokens_read(given))
+
+
+def _encoded(
+    prepare: Callable[..., dict[str, Any]], source: torch.Tensor, given: dict[str, Any], recover: Recover | None
+) -> dict[str, Any]:
+    """`given` with what the encoder makes of the source: of all rows at once, or of some after the others."""
+    rows, parts = len(source), 1
+    while True:
+        try:
+            if parts == 1:
+                return prepare(source, given)
+            found = []
+            for index in torch.arange(rows, device=source.device).tensor_split(parts):
+                of_rows = {name: index_rows(value, index, rows) for name, value in given.items()}
+                found.append(prepare(source[index], of_rows)["encoder_outputs"])
+            return given | {"encoder_outputs": joined(found)}
+        except Exception as error:
+            if recover is None or not is_out_of_memory(error):
+                raise
+            by_row = all(part.shape[:1] == (rows,) for part in given.values() if isinstance(part, torch.Tensor))
+            more = recover(in_words(error), parts, rows if by_row else 1)
+            if more is None:
+                raise
+        parts = more
+        empty_allocators()  # outside of `except`: the error holds on to all that was made
+
+
+def encode_again(model: PreTrainedModel, prompt: Prompt, source: Source, config: GenerationConfig) -> dict[str, Any]:
+    """The inputs that the decoder of `model`, a draft, needs beside ids: its own encoder reads the same source.
+
+    prompt: as `encode` made it for the model that the draft is for. Raises `OptionError`.
+    """
+    name = _source_name(model)
+    is_ids = source.inputs.ndim == 2 and not source.inputs.is_floating_point()
+    if (name == "input_ids") != is_ids or (is_ids and bool((source.inputs < 0).any())):
+        raise OptionError(
+            f"the encoder of the draft ({type(model).__name__}) reads {name}, and was given none: give the source "
+            f"itself, not encoder_outputs or inputs_embeds, or leave assistant_model out"
+        )
+    extras = {key: value for key, value in prompt.extras.items() if key != "encoder_outputs"}
+    device, takes = prompt_device(model), inspect.signature(model.forward).parameters
+    given = {name: source.inputs} | {key: value for key, value in extras.items() if key in takes}
+    draft_prompt, _ = encode(model, None, move(given, device), None, copy.deepcopy(config), device)
+    return draft_prompt.extras
 
 
 def _source_name(model: PreTrainedModel) -> str:

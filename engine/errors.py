@@ -5,6 +5,11 @@ EngineError
 ├── InputError (also a ValueError)        a prompt that the model cannot be given
 ├── OptionError (also a ValueError, a TypeError)   an option that is unknown or cannot apply
 └── Interrupted (also a RuntimeError)     something failed while generating; carries what was generated so far
+    ├── BadLogits                         the model, its draft or a processor left no token to choose
+    ├── Cancelled                         the call's `cancellation` was set
+    └── OutOfMemory                       memory is out, and no way to go on is left
+
+CtrlC (a KeyboardInterrupt, no EngineError)     the same for Ctrl-C
 """
 
 from __future__ import annotations
@@ -16,7 +21,17 @@ from configs import ConfigError, EngineError
 if TYPE_CHECKING:
     from engine.result import Generation
 
-__all__ = ["ConfigError", "EngineError", "InputError", "Interrupted", "OptionError"]
+__all__ = [
+    "BadLogits",
+    "Cancelled",
+    "ConfigError",
+    "CtrlC",
+    "EngineError",
+    "InputError",
+    "Interrupted",
+    "OptionError",
+    "OutOfMemory",
+]
 
 
 class InputError(EngineError, ValueError):
@@ -28,8 +43,32 @@ class OptionError(EngineError, ValueError, TypeError):
 
 
 class Interrupted(EngineError, RuntimeError):
-    """Something raised while generating. `partial` holds all tokens emitted before, and the cache to continue."""
+    """Something raised while generating. `partial` holds all tokens emitted before, and the cache to continue.
+
+    Of a search it holds the best beams so far. Before the first tokens it has the rows of the prompt.
+    """
 
     def __init__(self, message: str, partial: Generation):
         super().__init__(message)
         self.partial = partial
+
+
+class BadLogits(Interrupted):
+    """NaN, infinite, or only -inf: scores that no token can be chosen by. `partial` ends before the step of them."""
+
+
+class Cancelled(Interrupted):
+    """The event that was given as `cancellation` was set."""
+
+
+class OutOfMemory(Interrupted):
+    """Memory is out, and `on_oom` leaves no way to go on. `partial.stats.fallbacks` says what was tried."""
+
+
+class CtrlC(KeyboardInterrupt):
+    """Ctrl-C was pressed while generating. `partial` as of `Interrupted`.
+
+    As every KeyboardInterrupt it is no Exception: code that goes on after whatever fails lets it pass.
+    """
+
+    partial: Generation

@@ -29,19 +29,13 @@ def complete_extras(
     cache: Driven | None,
     config: GenerationConfig,
 ) -> tuple[Prompt, torch.Tensor]:
-    """The prompt and its mask for `config.num_return_sequences` rows of each row, ready to be fed.
+    """The prompt, ready to be fed, and its mask.
 
     Media are encoded here, once; those that only columns in the cache are about are left out. Positions are added where
     the model reckons them in a way of its own.
     """
     if model.config.is_encoder_decoder:
-        ids, named = model._expand_inputs_for_generation(
-            expand_size=config.num_return_sequences,
-            input_ids=prompt.ids,
-            is_encoder_decoder=True,
-            **{"decoder_attention_mask": mask, **prompt.extras},
-        )
-        return Prompt(ids, None, named), named.pop("decoder_attention_mask")
+        return prompt, mask
     seen = 0 if cache is None else cache.seen
     extras = dict(prompt.extras)
     if seen > 0 and not _has_new_media(model, prompt, mask, seen):
@@ -51,12 +45,7 @@ def complete_extras(
     if hasattr(model, "_maybe_prepare_encoder_kwargs_for_generation"):  # missing in transformers 5.17
         with torch.no_grad():
             extras = model._maybe_prepare_encoder_kwargs_for_generation(prompt.ids, extras, "input_ids", config)
-    named = {"attention_mask": mask, "inputs_embeds": prompt.embeds, **extras}
-    ids, named = model._expand_inputs_for_generation(
-        expand_size=config.num_return_sequences, input_ids=prompt.ids, is_encoder_decoder=False, **named
-    )
-    mask, embeds = named.pop("attention_mask"), named.pop("inputs_embeds")
-    return Prompt(ids, None, named, embeds), mask
+    return replace(prompt, mask=None, extras=extras), mask
 
 
 def _has_new_media(model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor, seen: int) -> bool:

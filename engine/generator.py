@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 import time
+import weakref
+from collections.abc import Generator as PieceGenerator
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,12 +19,21 @@ from transformers.generation.streamers import BaseStreamer
 
 import caches
 from caches import Driven
-from configs import CacheConfig, EncoderDecoderCacheConfig, EngineConfig
-from engine.checks import check_places, check_positions
-from engine.errors import OptionError
+from configs import CacheConfig, EngineConfig, checked_rungs, nearest
+from engine.budget import Budget
+from engine.cancellation import Cancellation
+from engine.checks import check_places, check_positions, check_room_for_rows
+from engine.draft import Draft, check_takes_back, read_draft_request, verifies
+from engine.errors import InputError, OptionError
+from engine.fresh import fresh_cache
+from engine.guidance import GuidedLane, check_pads
+from engine.ladder import Ladder
 from engine.lane import Lane
 from engine.loading import load
 from engine.masks import Columns, check_takes_masks
+from engine.out_of_memory import empty_allocators
+from engine.outlet import outlet_for
+from engine.play import Play
 from engine.request import Request, read_request
 from engine.result import Generation, Piece
 from engine.run import Run
@@ -30,13 +42,13 @@ from engine.session import check_continues
 from engine.turning import check_turning
 from strategies import Strategy
 
-_SIZE_STEP = 128  # tokens
+AUTO = "auto"  # no backend: a plan chooses one
 
 CacheChoice: TypeAlias = str | CacheConfig | TransformersCache | Driven
 
 
 class Generator:
-    """Generates with one model. Keeps what is worth keeping between calls: the compiled decode step.
+    """Generates with one model. Keeps what is worth keeping between calls: see `pools`.
 
     model: a `PreTrainedModel`, in PEFT's wrapper or not, or a local path or hub id, which also brings its tokenizer.
     tokenizer: needed for text prompts, text results and stop strings. config: how it works.
@@ -46,23 +58,50 @@ class Generator:
         self.config = config or EngineConfig()
         self.model, self.tokenizer = load(model, tokenizer, self.config)
         self._runner = Runner(self.model, self.config.compile, self.config.linears)
+        self._draft: Draft | None = None
 
     def generate(self, inputs: Any = None, **arguments: Any) -> Generation:
         """Generate to the end. Arguments as in `engine.generate`."""
-        run = self._start(inputs, stream_text=False, **arguments)
-        for _ in run.pieces():
-            pass
-        return run.result()
+        return self._start(inputs, streams=False, **arguments).to_end()
 
     def stream(self, inputs: Any = None, **arguments: Any) -> Stream:
         """Generate piece by piece: one `Piece` per row and step. Arguments are checked here, before the first piece."""
-        return Stream(self._start(inputs, stream_text=True, **arguments))
+        return Stream(self._start(inputs, streams=True, **arguments))
 
-    def _start(
+    @property
+    def pools(self) -> dict[str, int]:
+        """What is kept between calls.
+
+        graphs: compiled steps, how many; torch does not say how large they are. draft_bytes: the weights of the
+        `assistant_model` that was given last, which is not let go of.
+        """
+        return {
+            "graphs": self._runner.graphs,
+            "draft_bytes": 0 if self._draft is None else self._draft.model.get_memory_footprint(),
+        }
+
+    def release(self) -> None:
+        """Let go of what is kept between calls, and hand back what the allocators keep of it.
+
+        Later calls, and streams under way, make anew what they need: no text changes.
+        """
+        self._draft = None
+        self._runner.drop_graphs()
+        empty_allocators()
+
+    def _start(self, inputs: Any, *, streamer: BaseStreamer | None = None, **arguments: Any) -> Play:
+        try:
+            return self._prepare(inputs, streamer=streamer, **arguments)
+        except BaseException:  # a thread that waits for what the streamer gets would wait for ever
+            with suppress(Exception):
+                streamer.end()  # type: ignore[union-attr]
+            raise
+
+    def _prepare(
         self,
         inputs: Any,
         *,
-        stream_text: bool,
+        streams: bool,
         cache: CacheChoice | None = None,
         cache_config: dict[str, Any] | CacheConfig | None = None,
         strategy: str | Strategy | None = None,
@@ -70,18 +109,28 @@ class Generator:
         logits_processor: Sequence | None = None,
         stopping_criteria: Sequence | None = None,
         streamer: BaseStreamer | None = None,
+        cancellation: Any = None,
         tokenizer: Any = None,
         past_key_values: TransformersCache | tuple | None = None,
         cache_implementation: str | None = None,
         return_legacy_cache: bool | None = None,
+        assistant_model: PreTrainedModel | None = None,
+        assistant_tokenizer: Any = None,
+        on_oom: Sequence[str] | None = None,
         **options: Any,
-    ) -> Run:
+    ) -> Play:
         started = time.perf_counter()
+        stop = Cancellation(cancellation)
+        rungs = self.config.on_oom if on_oom is None else checked_rungs(on_oom)
+        ladder, draft_ladder = Ladder(rungs), Ladder(rungs)
+        draft_ladder.taken = ladder.taken
+        budget = Budget(self.config.max_cache_bytes, self.config.over_budget, ladder.taken)
         if isinstance(past_key_values, tuple):
             past_key_values = caches.from_legacy_cache(past_key_values, self.model.config)
         tokenizer = tokenizer if tokenizer is not None else self.tokenizer
         cache_implementation = self._said(generation_config, "cache_implementation", cache_implementation)
         cache_config = self._said(generation_config, "cache_config", cache_config)
+        draft = self._draft_of(assistant_model)
         live = _live_cache(cache, past_key_values, cache_implementation, cache_config)
         request = read_request(
             self.model,
@@ -94,41 +143,64 @@ class Generator:
             stopping_criteria=stopping_criteria,
             chunk_tokens=self.config.prefill_chunk_tokens,
             options=options,
+            assistant=None if draft is None else draft.model,
+            recover=ladder.climb_before,
         )
+        draft_request = read_draft_request(draft, self.model, request, live, tokenizer, assistant_tokenizer)
+        if draft is not None and draft_request is not None:
+            drafts = draft.drafts(request.strategy)
+            request = replace(request, drafts=drafts, translation=draft_request.translation)
         if live is None:
             chosen = _one_of(cache=cache, cache_implementation=cache_implementation)
-            live = self._new_cache(chosen, cache_config, request)
+            live = self._new_cache(chosen, cache_config, request, budget)
         else:
             if request.use_cache is False:
                 raise OptionError("use_cache=False contradicts the live cache that was given: leave one of them out")
             live.check_fits(self.model.config)
-            check_continues(live, request.prompt, request.mask, request.before)
+            if request.guidance is None:  # else it is empty
+                check_continues(live, request.prompt, request.mask, request.before)
         self._check_together(live, request)
-        extras = dict(request.prompt.extras)
+        read, mask = request.read
+        extras = dict(read.extras)
         positions = extras.get("position_ids")
         if positions is not None:
             del extras["position_ids"]
         lane = Lane(
             self._runner,
             live,
-            Columns(request.mask, request.total, positions),
-            rows=len(request.prompt.ids),
+            Columns(mask, request.columns, positions),
+            rows=len(read.ids),
             before=request.before,
             embeds=request.prompt.embeds,
             unnamed=request.prompt.unnamed,
             extras=extras,
             flags=request.output_flags,
             chunk_tokens=request.chunk_tokens,
+            shares=self.config.compile == "off",
+            takes_back=verifies(request.strategy),
+            check=stop.check,
+            recover=ladder.climb,
+            make_room=budget.keep,
         )
-        return Run(
+        run = Run(
             request,
-            lane,
+            lane if request.guidance is None else GuidedLane(lane, request.guidance),
+            outlet_for(request, tokenizer, streamer, streams),
             tokenizer=tokenizer,
-            streamer=streamer,
-            stream_text=stream_text,
             legacy=bool(return_legacy_cache),
             started=started,
+            draft=None
+            if draft is None or draft_request is None
+            else draft.lane(draft_request, stop.check, draft_ladder.climb),
+            fallbacks=ladder.taken,
         )
+        return Play(run, stop)
+
+    def _draft_of(self, model: Any) -> Draft | None:
+        """The draft that this model is, kept from the last call where it is the same."""
+        if model is not None and (self._draft is None or self._draft.model is not model):
+            self._draft = Draft(model, self.config.linears)
+        return None if model is None else self._draft
 
     def _said(self, generation_config: GenerationConfig | None, name: str, value: Any) -> Any:
         """An argument of the call, or what its `generation_config` says other than the model's own."""
@@ -139,20 +211,29 @@ class Generator:
 
     def _check_together(self, live: Driven, request: Request) -> None:
         """Refuse what this model, this cache and this request cannot do together."""
-        check_positions(self.model, live, request.mask.shape[1], request.total)
+        read, mask = request.read
+        check_positions(self.model, live, mask.shape[1], request.columns)
+        check_room_for_rows(live, len(request.prompt.ids), len(read.ids), request.rows)
         if isinstance(live, caches.Cache):
             check_takes_masks(self.model, live)
-            check_places(live, request.mask, request.prompt.extras.get("position_ids"))
+            check_places(live, mask, read.extras.get("position_ids"))
             check_turning(self._runner, live)
         if live.handle is not None and not self._runner.takes_cache:
             raise OptionError(
                 f"{type(self.model).__name__} takes no cache of keys and values (it keeps none, or a state of its own "
                 f"kind), so the {live.name} cache has nothing to hold: use cache='none'"
             )
-        if live.max_tokens is not None and live.max_tokens < request.total - 1:
+        if live.seen > 0 and getattr(request.strategy, "reads_hidden", False):
+            raise OptionError(
+                f"{request.strategy.name} compares with the hidden states of all tokens, and those of the {live.seen} "
+                "in the cache are not known: start with an empty cache"
+            )
+        if verifies(request.strategy):
+            check_takes_back(self._runner, live, request)
+        if live.max_tokens is not None and live.max_tokens < request.columns - 1:
             raise caches.CapacityError(
-                f"the {live.name} cache holds at most {live.max_tokens} tokens, but {request.mask.shape[1]} prompt "
-                f"tokens and {request.new_tokens} new ones need {request.total - 1}: raise max_cache_len or ask for "
+                f"the {live.name} cache holds at most {live.max_tokens} tokens, but {mask.shape[1]} prompt "
+                f"tokens and {request.new_tokens} new ones need {request.columns - 1}: raise max_cache_len or ask for "
                 "fewer"
             )
         text_config = self.model.config.get_text_config(decoder=True)
@@ -173,9 +254,15 @@ class Generator:
                 f"compile={self.config.compile!r} cannot be with the {live.name} cache: {live.why_not_compiled}. Use "
                 "cache='static', or leave compile off"
             )
+        if request.guidance is not None:
+            check_pads(self._runner, request.guidance)
 
     def _new_cache(
-        self, choice: CacheChoice | None, options: dict[str, Any] | CacheConfig | None, request: Request
+        self,
+        choice: CacheChoice | None,
+        options: dict[str, Any] | CacheConfig | None,
+        request: Request,
+        budget: Budget,
     ) -> Driven:
         if request.use_cache is False and choice not in (None, "none"):
             raise OptionError(f"use_cache=False contradicts cache={choice!r}: leave one of them out")
@@ -192,28 +279,34 @@ class Generator:
         if choice is None:  # only now the model's own setting, whose options are for its own choice
             choice = request.config.cache_implementation or "dynamic"
             options = request.config.cache_config if options is None else options
+        if choice == AUTO:
+            choice = self._planned(options, request)
         assert isinstance(choice, (str, CacheConfig))
-        recipe = caches.recipe(choice if isinstance(choice, str) else choice.name)
+        name = choice if isinstance(choice, str) else choice.name
+        if name not in caches.names():
+            raise caches.UnknownCache(f"there is no cache named {name!r}; {nearest(name, [*caches.names(), AUTO])}")
+        recipe = caches.recipe(name)
         values = {} if isinstance(choice, str) else choice.to_dict()
         values |= dict(options or {})
-        config = recipe.options.from_dict(values)
-        if isinstance(config, EncoderDecoderCacheConfig):
-            config = replace(config, self_cache=_sized(config.self_cache, request))
-        cache = caches.build(recipe.name, self.model.config, _sized(config, request))
-        # A row may end early: then room for all its tokens would be room for nothing.
-        columns = request.total - 1
-        cache.reserve(columns if request.length_is_known else min(columns, request.mask.shape[1] + 128))
-        return cache
+        config = budget.fitted(recipe.options.from_dict(values), request.course, self.model)
+        return fresh_cache(config, request.course, functools.partial(_built, self.model.config))
+
+    def _planned(self, options: dict[str, Any] | CacheConfig | None, request: Request) -> CacheConfig:
+        """What `cache="auto"` is for this request."""
+        if options is not None:
+            raise OptionError("cache_config has the options of one cache, and cache='auto' chooses which: leave it out")
+        from engine.planning import choose_cache  # which needs a Generator's parts
+
+        compiled = self.config.compile != "off"
+        try:
+            return choose_cache(self.model, replace(request.course, shares=not compiled), compiled)
+        except InputError as error:
+            _warn_once(f"cache='auto' cannot plan this model, so it is 'dynamic': {error}")
+            return caches.recipe("dynamic").options()
 
 
-def _sized(choice: str | CacheConfig, request: Request) -> CacheConfig:
-    """The cache's configuration, with a size for this request where it needs one and has none."""
-    config = caches.recipe(choice).options() if isinstance(choice, str) else choice
-    if not config.needs_size or config.to_dict()["max_cache_len"] is not None:
-        return config
-    wanted = max(request.total, getattr(request.config, "max_cache_len", None) or 0)
-    # A compiled step is compiled for a size: calls of similar length share one.
-    return config.update(max_cache_len=-(-wanted // _SIZE_STEP) * _SIZE_STEP)[0]
+def _built(model_config: Any, config: CacheConfig) -> Driven:
+    return caches.build(config.name, model_config, config)
 
 
 @functools.cache
@@ -244,17 +337,24 @@ def _live_cache(
     if not isinstance(chosen, (TransformersCache, Driven)):
         raise OptionError(
             f"a cache is a name, a CacheConfig or a cache object, not a {type(chosen).__name__}; "
-            f"names: {', '.join(caches.names())}"
+            f"names: {', '.join([*caches.names(), AUTO])}"
         )
     return caches.driven(chosen)
+
+
+def _leave(pieces: PieceGenerator[Piece, None, None]) -> None:
+    with suppress(ValueError):  # another thread is at work in it
+        pieces.close()
 
 
 class Stream:
     """An iterator of pieces. Leaving it early is fine: `result()` then gives what was generated so far."""
 
-    def __init__(self, run: Run):
-        self._run = run
-        self._pieces = run.pieces()
+    def __init__(self, play: Play):
+        self._play = play
+        self._pieces = play.pieces()
+        # When it is collected, and before the process ends: what a run cleans up needs an interpreter that is whole.
+        weakref.finalize(self, _leave, self._pieces)
 
     def __iter__(self) -> Iterator[Piece]:
         return self
@@ -265,4 +365,4 @@ class Stream:
     def result(self) -> Generation:
         """End the stream, if it has not ended, and return the generation."""
         self._pieces.close()
-        return self._run.result()
+        return self._play.result()

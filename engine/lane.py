@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers.utils import ModelOutput
 
-from caches import Driven, ForeignCache, Log
-from engine.encoder import index_rows, source_of
+from caches import CacheError, Driven, ForeignCache, Log
+from engine.encoder import source_of
 from engine.errors import EngineError, InputError
-from engine.extras import ENCODED, extend_extras
+from engine.extras import ENCODED
+from engine.feeding import Feeding
+from engine.gathered import Gathered
 from engine.masks import Columns
+from engine.out_of_memory import Exhausted, in_words, is_of_onednn, is_out_of_memory
 from engine.runner import Runner
+from engine.split import SplitCache
+from strategies import each
+
+_TIMES_LOGITS = 10  # in float32: log-probabilities, what processors make of them, and numbers with their places to sort
 
 
 class Lane:
     """columns: all of the run. before: how many of them the cache holds of tokens that are not given again.
 
     embeds: those of the prompt's columns after `before`, None when ids are fed. unnamed: how many of them have no id.
-    extras: further model inputs. flags: output_attentions and the like. chunk_tokens: see `Runner.feed`.
+    extras: further model inputs. flags: output_attentions and the like. chunk_tokens, check: see `Runner.feed`. shares:
+    whether rows that come from one row may share in the cache what they have in common; a graph cannot read that.
+    beginning: the ids of the columns that are not named, where they are known. takes_back: whether tokens will be taken
+    back for sure. recover: called with this lane and why, in words, when memory is out; the lane then goes on where it
+    stands. make_room: called with this lane and how many tokens are about to be fed.
     """
 
     def __init__(
@@ -36,23 +49,61 @@ class Lane:
         extras: dict[str, Any],
         flags: dict[str, bool],
         chunk_tokens: int | None,
+        shares: bool,
+        beginning: torch.Tensor | None = None,
+        takes_back: bool = False,
+        check: Callable[[], None] | None = None,
+        recover: Callable[[Lane, str], None] | None = None,
+        make_room: Callable[[Lane, int], None] | None = None,
     ):
-        self.cache = cache
-        self._runner, self._columns, self._before = runner, columns, before
-        self._extras, self._axes = extend_extras(runner.model, extras, columns.total)
-        self._flags, self._chunk_tokens = flags, chunk_tokens
-        self._embeds, self._unnamed = embeds, unnamed
+        self.feeding = Feeding(
+            runner,
+            cache,
+            columns,
+            rows=rows,
+            before=before,
+            embeds=embeds,
+            extras=extras,
+            flags=flags,
+            chunk_tokens=chunk_tokens,
+            check=check,
+        )
+        self._recover, self._make_room = recover, make_room
+        self._shares, self._before, self._unnamed = shares, before, unnamed
         # The tokens fed are written in place: a step copies no history.
         self._ids = torch.zeros(rows, columns.total - before, dtype=torch.long, device=columns.device)
+        if beginning is not None:
+            self._ids[:, :unnamed] = beginning
         self.fed = 0  # tokens given to the model in this run, those of the open step included
         self._log_before, self._seen_before = cache.log, cache.seen
         self._step_open = self._prefilled = False
+        self._open = 0  # tokens of the open step
+        # Our own caches keep what leaves a window until the step is settled, whatever comes.
+        self._keeping = cache if takes_back and isinstance(cache, ForeignCache) else None
+        self._goal = 0  # columns that the cache will have seen after what is being fed; 0 while nothing is
+        self._asks_for_room, self._lacks_room_for_scores = True, False
 
-    def forward(self, tokens: torch.Tensor) -> ModelOutput:
-        """Feed `tokens` [rows, n] that come after what was fed; the step stays open until `settle`."""
+    @property
+    def cache(self) -> Driven:
+        return self.feeding.cache
+
+    @cache.setter
+    def cache(self, cache: Driven) -> None:
+        self.feeding.cache = cache
+
+    def forward(
+        self, tokens: torch.Tensor, hidden: bool = False, every: bool = False
+    ) -> tuple[ModelOutput, torch.Tensor | None]:
+        """Feed `tokens` [rows, n] that come after what was fed; the step stays open until `settle`.
+
+        hidden: whether the last hidden states of all columns fed [rows, n, width] are wanted too. every: whether the
+        outputs end with the logits after each of the tokens, not after the last alone.
+        """
         self.settle()
         if self.fed == 0 and (self.cache.log is not self._log_before or self.cache.seen != self._seen_before):
             raise InputError("the cache has changed between the call and its first token: somebody else used it")
+        if self._keeping is not None:
+            self._keeping.keep_past(True)
         begin = self.fed or self._unnamed
         fed = begin + tokens.shape[1]
         if fed > self._ids.shape[1]:
@@ -61,25 +112,92 @@ class Lane:
                 f"{self._ids.shape[1]}: it may not look further ahead than max_new_tokens"
             )
         self._ids[:, begin:fed] = tokens
-        outputs = self._feed(fed, prefill=self.fed == 0)
-        self._prefilled = self.fed > 0  # before this step
-        self.fed, self._step_open = fed, True
-        return outputs
+        emptied = self.cache.handle is not None and self.cache.seen == 0
+        prefill, columns = self.fed == 0 or emptied, fed - self.fed
+        prefilled = self.fed > 0 and not emptied  # before this step
+        outputs, states = self._feed(fed, prefill, Gathered(hidden, tokens.shape[1] if every else 1))
+        self.fed, self._open, self._step_open, self._prefilled = fed, columns, True, prefilled
+        return outputs, None if states is None else states[:, -columns:]
 
-    def _feed(self, fed: int, prefill: bool) -> ModelOutput:
-        """Feed what the cache has not seen of the first `fed` tokens."""
-        return self._runner.feed(
-            self._ids[:, :fed],
-            self._columns,
-            self.cache,
-            before=self._before,
-            prefill=prefill,
-            embeds=self._embeds,
-            extras=self._extras,
-            axes=self._axes,
-            flags=self._flags,
-            chunk_tokens=self._chunk_tokens,
-        )
+    def _feed(self, fed: int, prefill: bool, gathered: Gathered) -> tuple[ModelOutput, torch.Tensor | None]:
+        """Feed what the cache has not seen of the first `fed` tokens: the last outputs, and the states of all."""
+        self._goal = self._before + fed
+        try:
+            while True:
+                try:
+                    self._lacks_room_for_scores = False
+                    self.cache.finish()
+                    if self._make_room is not None:
+                        self._make_room(self, self.waiting)
+                    return self._computed(fed, prefill, gathered)
+                except BaseException as error:
+                    why = self._why_out_of_memory(error)
+                    if why is None:
+                        raise
+                # Outside of `except`: the error holds on to all that the step had made.
+                if self._has_lost_the_cache:
+                    self.cache.reset()
+                    prefill = True
+                try:
+                    self._climb(why)
+                except Exhausted:
+                    if not self._lacks_room_for_scores:
+                        raise
+                    self._asks_for_room = False  # it may do with less
+        except BaseException:
+            self._count_again()
+            raise
+        finally:
+            self._goal = 0
+
+    def _computed(self, fed: int, prefill: bool, gathered: Gathered) -> tuple[ModelOutput, torch.Tensor | None]:
+        outputs, states = self.feeding.computed(self._ids[:, :fed], prefill, gathered)
+        self._check_room_for_scores(outputs.logits, gathered.tokens)
+        return outputs, states
+
+    def _check_room_for_scores(self, logits: torch.Tensor, tokens: int) -> None:
+        """What the strategy makes of the logits needs memory too, and only a failed forward can be tried again."""
+        if self._recover is None or not self._asks_for_room:
+            return
+        self._lacks_room_for_scores = True
+        try:
+            numbers = _TIMES_LOGITS * len(logits) * tokens * logits.shape[-1]
+            torch.empty(numbers, dtype=torch.float32, device=logits.device)
+        except BaseException:
+            self.cache.abort()
+            raise
+        self._lacks_room_for_scores = False
+
+    def _count_again(self) -> None:
+        """A step was aborted; of one that took several forwards the first ones are still there."""
+        if isinstance(self.cache, SplitCache):
+            self.cache.bring_together()
+        if self.cache.handle is not None and (self.fed > 0 or self.cache.seen != self._seen_before):
+            self.fed = self.cache.seen - self._before
+
+    # When memory is out.
+
+    def _why_out_of_memory(self, error: BaseException) -> str | None:
+        """What the error says, if it is one that can be recovered from."""
+        if self._recover is None or not is_out_of_memory(error) or (self._has_lost_the_cache and self._before > 0):
+            return None
+        self.feeding.routes &= not is_of_onednn(error)  # it rearranges whole matrices, in memory of its own
+        return in_words(error)
+
+    @property
+    def _has_lost_the_cache(self) -> bool:
+        return isinstance(self.cache, ForeignCache) and self.cache.handle is None
+
+    def _climb(self, why: str) -> None:
+        assert self._recover is not None
+        self._recover(self, why)
+
+    @property
+    def waiting(self) -> int:
+        """Tokens of what is being fed that the cache has not seen."""
+        return self._goal - self.cache.seen
+
+    # Between forwards.
 
     def settle(self, drop: int = 0) -> None:
         """Commit the open step, if there is one, without its last `drop` tokens."""
@@ -87,18 +205,46 @@ class Lane:
             if drop:
                 raise EngineError(f"Crop({drop}) has to follow a Forward")
             return
-        if self.cache.can_drop(drop):
+        fed = self.fed - drop
+        if drop <= self._pending and self.cache.can_drop(drop):
             self.cache.settle(drop)
         else:
-            self._read_again(self.fed - drop)
+            self._read_again(fed)
         self._step_open = False
-        self.fed -= drop
+        self.fed = fed
+
+    def go_back(self, fed: int) -> None:
+        """Have fed only the first `fed` tokens: what came later is worth nothing, or the memory of it is spoilt."""
+        if self._step_open:
+            self.fed -= self._pending
+            self.cache.abort()
+            self._step_open = False
+        self._take_back(max(0, self.fed - max(fed, self._seen_before - self._before)))
+
+    def crop(self, tokens: int) -> None:
+        """Take back the last `tokens` tokens, fed in any number of steps."""
+        if self._step_open and tokens <= self._open:
+            self.settle(drop=tokens)
+        else:
+            self.settle()
+            self._take_back(tokens)
+
+    @property
+    def _pending(self) -> int:
+        """Tokens of the cache's open step: of those fed together the last ones, if that took several steps."""
+        seen = max(cache.seen for _, cache in self.feeding.parts)
+        return self._before + self.fed - seen
 
     def _read_again(self, fed: int) -> None:
         """Bring the cache back to the first `fed` tokens, where it can only take back whole steps."""
         prefill = not self._prefilled
         self.cache.abort()
+        self._step_open = False
+        self._count_again()
         if self.cache.seen > self._before + fed:  # they were fed in several steps
+            with suppress(CacheError):
+                self.cache.crop(self._before + fed)
+        if self.cache.seen > self._before + fed:
             if self._before > 0:
                 raise EngineError(
                     f"the {self.cache.name} cache cannot go back to {self._before + fed} tokens, and the first "
@@ -106,43 +252,128 @@ class Lane:
                 )
             self.cache.reset()
             prefill = True
-        self._feed(fed, prefill)
-        self.cache.settle()
+        if self._before + fed > self.cache.seen or self.cache.handle is None:
+            self._feed(fed, prefill, Gathered(hidden=False, tokens=1))
+            self.cache.settle()
+
+    @property
+    def fed_ids(self) -> torch.Tensor:
+        """The ids that were fed in this run [rows, n], those of the prompt first."""
+        return self._ids[:, self._unnamed : self.fed]
 
     def rows(self, index: torch.Tensor) -> None:
-        """Row i becomes row `index[i]` in everything that is kept per row."""
+        """Row i becomes row `index[i]`, an index on the CPU, in everything that is kept per row."""
         self.settle()
-        if self.cache.handle is None and ENCODED in self._extras:
+        if self.cache.handle is None and ENCODED in self.feeding.extras:
             raise EngineError("rows of a prompt with images cannot change places without a cache: use cache='dynamic'")
-        self.cache.rows(index)
-        self._columns.rows(index)
-        rows = len(self._ids)
-        self._ids = self._ids[index]
-        self._embeds = None if self._embeds is None else self._embeds[index]
-        self._extras = {name: index_rows(value, index, rows) for name, value in self._extras.items()}
-        self._log_before = None if self._log_before is None else self._log_before.rows(index)
+        # What may fail comes first and changes nothing; then the cache, which is all that is large.
+        on_device, log, rows = index.to(self._ids.device), self._log_before, len(self._ids)
+        ids, choose = self._ids[on_device], self.feeding.choosing(index)
+        log = log.rows(on_device) if choose is not None and log is not None else log
+        times = len(index) // rows
+        if self._shares and times > 1 and torch.equal(index, each(rows, times)):
+            self._turn(lambda: self.cache.fork(times))
+        else:
+            self._turn(lambda: self.cache.rows(index))
+        self._ids, self._log_before = ids, log
+        if choose is not None:
+            choose()
+
+    def _turn(self, choose: Callable[[], None]) -> None:
+        """Let the cache choose rows; when memory is out in the middle of it, go on from there."""
+        try:
+            while not self._has_turned(choose):
+                choose = self._finish
+        except BaseException:
+            if self.cache.unfinished:  # better no cache than one of other rows than the texts
+                self.forget()
+            raise
+
+    def _has_turned(self, choose: Callable[[], None]) -> bool:
+        try:
+            choose()
+            return True
+        except BaseException as error:
+            why = self._why_out_of_memory(error)
+            if why is None or not self.cache.unfinished:
+                raise
+        self._climb(why)
+        return False
+
+    def _finish(self) -> None:
+        self.cache.finish()
 
     def close(self, log: Log) -> None:
-        """End with a cache that can be continued: there is a token that it has not seen.
+        """End with a cache that can be continued: what is in it begins the log, and there is a token it has not seen.
 
-        log: the run's tokens. A run that failed between a forward and the choice of the next token has fed all of them:
-        the last is taken back.
+        log: the run's tokens.
         """
-        if self.fed == 0:
-            return
+        try:
+            if self.fed > 0:
+                self._leave(log)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.forget()  # better no cache than no text
+        if isinstance(self.cache, SplitCache):
+            self._join(self.cache)
+        if self._keeping is not None:
+            self._keeping.keep_past(False)
+
+    def _leave(self, log: Log) -> None:
         known = self._unnamed + log.ids.shape[1]
-        fed_too_far = max(0, self.fed - (known - 1)) if self._step_open else 0
-        if self.cache.can_drop(fed_too_far):
+        agreed = min(self._agreed(log), known - 1)
+        fed_too_far = max(0, self.fed - agreed)
+        if not self._step_open:
+            self._take_back(fed_too_far)
+        elif fed_too_far <= self._open and self.cache.can_drop(fed_too_far):
             self.settle(drop=fed_too_far)
         elif isinstance(self.cache, ForeignCache):  # what it cannot take back it keeps
             self.settle()
         else:
+            self.fed -= self._pending
             self.cache.abort()
+            self._take_back(max(0, self.fed - agreed))
         if self._unnamed > 0:
             self.cache.log = None
             return
-        log = replace(log, positions=self._columns.own_positions(self._before + known), source=source_of(self._extras))
+        log = replace(
+            log,
+            positions=self.feeding.columns.own_positions(self._before + known),
+            source=source_of(self.feeding.extras),
+        )
         if self._before == 0:
             self.cache.log = log
         elif self._log_before is not None:
             self.cache.log = self._log_before.first(self._before).then(log)
+
+    def _join(self, split: SplitCache) -> None:
+        """One cache again, or none where memory is out for that too."""
+        try:
+            self.cache = split.joined()
+            self.cache.log = split.log
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            split.give_up()
+
+    def forget(self) -> None:
+        """Nothing is known any more of what the cache holds: it is emptied."""
+        self.fed = 0
+        self.cache.reset()
+
+    def _agreed(self, log: Log) -> int:
+        """How many of the tokens fed are those of the log, column by column. Pads may be any token."""
+        columns = min(self.fed_ids.shape[1], log.ids.shape[1])
+        same = (self.fed_ids[:, :columns] == log.ids[:, :columns]) | (log.mask[:, :columns] == 0)
+        return self._unnamed + int(same.all(dim=0).long().cumprod(dim=0).sum())
+
+    def _take_back(self, tokens: int) -> None:
+        """Forget the last tokens that were committed, or everything where that is all that can be done."""
+        if tokens == 0:
+            return
+        try:
+            self.cache.crop(-tokens)
+        except CacheError:  # what is kept of the tokens to stay is gone: they have to be read again
+            self.cache.reset()
+        self.fed = max(0, self.fed - tokens)

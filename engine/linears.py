@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+_SWAPPED = range(4, 33)  # rows
+
 
 class Linears:
     """The linear layers of a model that can be routed: plain `nn.Linear`, float32, on the CPU.
@@ -56,8 +58,21 @@ def _fits(module: nn.Module) -> bool:
 
 def _through_onednn(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     parameters = module._parameters
-    linear = torch.ops.mkldnn._linear_pointwise
-    return lambda input: linear(input, parameters["weight"], parameters["bias"], "none", [], "")
+    product = torch.ops.mkldnn._linear_pointwise
+
+    def linear(input: torch.Tensor) -> torch.Tensor:
+        weight, bias = parameters["weight"], parameters["bias"]
+        assert weight is not None
+        rows = input.numel() // weight.shape[1]
+        if rows not in _SWAPPED:
+            return product(input, weight, bias, "none", [], "")
+        # What stands in the place of the weight is rearranged first: better the few rows. A fifth to a third faster.
+        out = product(weight, input.reshape(rows, -1), None, "none", [], "").T.contiguous()
+        if bias is not None:
+            out += bias
+        return out.view(*input.shape[:-1], -1)
+
+    return linear
 
 
 def has_onednn() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, TypeAlias
 
 import torch
@@ -97,13 +98,15 @@ class Columns:
         """Position ids [kinds, rows, columns] of the first columns, where they are more than a count of the tokens."""
         return self._positions[..., :columns] if self._positions.ndim > 2 else None
 
-    def rows(self, index: torch.Tensor) -> None:
-        self.pads = self.pads[index.to(self.pads.device)]
-        if self._mask is not None:
-            self._mask = self._mask[index]
-            self._step_masks.clear()
+    def of_rows(self, index: torch.Tensor) -> Columns:
+        """The same of these rows."""
+        other = copy.copy(self)
+        other.pads = self.pads[index.to(self.pads.device)]
+        other._mask = None if self._mask is None else self._mask[index]
+        other._step_masks = {}
         rows_axis = self._positions.ndim - 2  # [rows, columns], or [kinds, rows, columns] for multimodal positions
-        self._positions = self._positions.index_select(rows_axis, index)
+        other._positions = self._positions.index_select(rows_axis, index)
+        return other
 
 
 def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -144,10 +147,12 @@ def one_token_mask(model: Any, cache: TransformersCache | None, kinds: MaskKinds
 def check_takes_masks(model: Any, cache: Cache) -> None:
     """Raise `UnsupportedLayer` where the windows that `cache` imposes cannot be told to the model."""
     if cache.imposes_windows and _mask_dtype(model) is None:
+        attention = model.config._attn_implementation
+        own = "transformers does not mark the model as one that takes masks: use another cache"
+        remedy = f"{attention!r} takes none: load the model with attn_implementation='sdpa', or use another cache"
         raise UnsupportedLayer(
-            f"cache={cache.name!r} imposes a window on {type(model).__name__}, whose attention "
-            f"({model.config._attn_implementation}) takes no mask of ours: use attn_implementation='sdpa' where the "
-            "model has it, or another cache"
+            f"cache={cache.name!r} imposes a window on {type(model).__name__}, by a mask of ours for its attention, "
+            f"but {remedy if model._supports_attention_backend else own}"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -43,6 +44,21 @@ class Work:
         rate = rows * tokens / max(time.perf_counter() - self._since_s, 1e-9)
         counted = f"{tokens} of {total} tokens, {rate:.1f} tokens/s"
         self._bar.update(self._task, completed=tokens, total=total, counted=counted)
+
+    def watch(self, total: int, rows: int) -> Any:
+        """A logits processor that counts the steps of a generation of `rows` texts, whatever its strategy."""
+        first = longest = 0
+
+        def count(ids: Any, scores: Any) -> Any:
+            nonlocal first, longest
+            if not first:
+                first = ids.shape[1]
+                self.doing("generating")
+            longest = max(longest, ids.shape[1])  # what is proposed comes too, and may be taken back
+            self.count(longest - first + 1, total, rows)
+            return scores
+
+        return count
 
     def hide(self) -> None:
         self._bar.stop()

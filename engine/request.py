@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,9 +18,7 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteriaList,
 )
-from transformers.generation import GenerationMode
 
-import strategies
 from caches import Driven
 from configs import nearest
 from engine.checks import (
@@ -32,23 +31,25 @@ from engine.checks import (
     check_model,
     check_pieces,
 )
+from engine.choice import choose_strategy, scored
 from engine.dispatch import prompt_device
-from engine.encoder import Source, encode
+from engine.encoder import Recover, Source, encode
 from engine.errors import OptionError
 from engine.extras import complete_extras
+from engine.fresh import Course
+from engine.guidance import ARGUMENTS, Guidance, check_guidance, read_guidance
 from engine.inputs import Prompt, read_prompt
+from engine.processors import Processing
 from engine.session import known_mask
 from engine.stopping import Stopping
-from strategies import Strategy
-
-_STRATEGY_OF_MODE = {GenerationMode.GREEDY_SEARCH: "greedy", GenerationMode.SAMPLE: "sampling"}
+from strategies import Drafts, Strategy, Task, Translation
 
 
 @dataclass(frozen=True)
 class Request:
     """total: columns when the run ends at the latest. before: columns the cache holds before those of `prompt`.
 
-    source_tokens: what an encoder has read for this call, pads not counted.
+    source: what an encoder has read for this call. drafts, translation: see `Task`.
     """
 
     prompt: Prompt
@@ -57,19 +58,60 @@ class Request:
     total: int
     config: GenerationConfig
     strategy: Strategy
-    processors: LogitsProcessorList
+    processing: Processing
     criteria: StoppingCriteriaList
     eos_ids: frozenset[int]
     pad_id: int
     stop_strings: tuple[str, ...]
+    ended: Callable[[torch.Tensor], torch.Tensor]
     chunk_tokens: int | None
     use_cache: bool | None
-    source_tokens: int = 0
+    source: Source | None = None
+    drafts: Drafts = field(default_factory=Drafts)
+    translation: Translation | None = None
+    guidance: Guidance | None = None
 
     @property
     def output_flags(self) -> dict[str, bool]:
         """What the model is asked to return besides its logits."""
         return {name: True for name in ("output_attentions", "output_hidden_states") if getattr(self.config, name)}
+
+    @property
+    def source_tokens(self) -> int:
+        """What is read besides the prompts, by an encoder or for guidance, pads not counted."""
+        if self.source is not None:
+            return self.source.tokens
+        return 0 if self.guidance is None else self.guidance.other_tokens
+
+    @property
+    def rows(self) -> int:
+        """Rows that those the model reads become."""
+        return len(self.read[0].ids) * int(getattr(self.strategy, "branches", 1))
+
+    @property
+    def read(self) -> tuple[Prompt, torch.Tensor]:
+        """What the model reads and its mask: with guidance more than the prompt."""
+        return (self.prompt, self.mask) if self.guidance is None else (self.guidance.prompt, self.guidance.mask)
+
+    @property
+    def columns(self) -> int:
+        """Columns that the model's side of the run has at most."""
+        return self.read[1].shape[1] + self.new_tokens
+
+    @property
+    def course(self) -> Course:
+        """What memory depends on."""
+        outputs = self.prompt.extras.get("encoder_outputs")
+        return Course(
+            prompt_tokens=self.read[1].shape[1],
+            new_tokens=self.new_tokens,
+            prompts=len(self.read[0].ids),
+            branches=int(getattr(self.strategy, "branches", 1)),
+            source_tokens=0 if outputs is None else outputs[0].shape[1],
+            chunk_tokens=self.chunk_tokens,
+            ends_early=not self.length_is_known,
+            max_cache_len=getattr(self.config, "max_cache_len", None),
+        )
 
     @property
     def untold(self) -> int:
@@ -80,6 +122,21 @@ class Request:
     def new_tokens(self) -> int:
         """Tokens a row gets at most."""
         return self.total - self.mask.shape[1]
+
+    @property
+    def task(self) -> Task:
+        """What the strategy's flow gets."""
+        return Task(
+            ids=self.prompt.ids,
+            mask=self.mask[:, self.before :],
+            process=self.processing,
+            ended=self.ended,
+            last_column=self.total - self.untold,
+            eos_ids=self.eos_ids,
+            pad_id=self.pad_id,
+            drafts=self.drafts,
+            translation=self.translation,
+        )
 
     @property
     def length_is_known(self) -> bool:
@@ -105,10 +162,13 @@ def read_request(
     stopping_criteria: StoppingCriteriaList | Sequence | None,
     chunk_tokens: int | None,
     options: dict[str, Any],
+    assistant: PreTrainedModel | None = None,
+    recover: Recover | None = None,
 ) -> Request:
     """Check everything that can be checked without running the model. Raises `InputError` and `OptionError`.
 
-    options: generation parameters and model inputs by keyword, mixed, as `model.generate` takes them.
+    options: generation parameters and model inputs by keyword, mixed, as `model.generate` takes them. assistant: the
+    draft, for strategies that need one. recover: see `encode`.
     """
     check_model(model)
     # Left at None, transformers' arguments mean nothing.
@@ -118,15 +178,17 @@ def read_request(
     options = {name: value for name, value in options.items() if value is not None or name not in spare}
     if options.get("synced_gpus") is False:
         del options["synced_gpus"]
-    constraint = {name: options.pop(name, None) for name in _PROCESSOR_ARGUMENTS}
+    constraint = options.pop("prefix_allowed_tokens_fn", None)
+    negative = {name: options.pop(name, None) for name in ARGUMENTS}
     config, model_inputs, lengths_given = _complete_config(model, generation_config, options)
-    chosen = _choose_strategy(config, strategy, options, generation_config)
+    chosen = choose_strategy(config, strategy, options, generation_config, assistant)
     check_applies(chosen, generation_config, options)
+    check_guidance(model, config.guidance_scale, negative)
 
     device, source = prompt_device(model), None
     if model.config.is_encoder_decoder:
         _refuse_unknown(model, model_inputs | (dict(inputs) if isinstance(inputs, Mapping) else {}))
-        prompt, source = encode(model, inputs, model_inputs, tokenizer, config, device)
+        prompt, source = encode(model, inputs, model_inputs, tokenizer, config, device, recover)
     else:
         prompt = read_prompt(inputs, model_inputs, tokenizer, config.bos_token_id)
         _refuse_unknown(model, prompt.extras)
@@ -146,7 +208,10 @@ def read_request(
     chunk_tokens = config.prefill_chunk_size or chunk_tokens
     if source is None:
         check_pieces(prompt, chunk_tokens)
-    prompt, mask = complete_extras(model, prompt, mask, cache, config)
+    infer_mask = functools.partial(_inferred_mask, model, config=config)
+    guidance = read_guidance(model, prompt, mask, config, negative, tokenizer, cache, infer_mask)
+    if guidance is None:
+        prompt, mask = complete_extras(model, prompt, mask, cache, config)
     model._prepare_generated_length(
         generation_config=config,
         has_default_max_length="max_length" not in lengths_given,
@@ -168,12 +233,14 @@ def read_request(
         total=total,
         config=config,
         strategy=chosen,
-        processors=_processors(model, prompt, mask, source, config, logits_processor, constraint),
-        source_tokens=0 if source is None else source.tokens,
+        processing=_processing(model, prompt, mask, source, config, scored(chosen), logits_processor, constraint),
+        source=source,
+        guidance=guidance,
         criteria=StoppingCriteriaList(stopping_criteria or []),
         eos_ids=frozenset() if eos is None else frozenset(eos.tolist()),
         pad_id=0 if pad is None else int(pad),
         stop_strings=_stop_strings(config, tokenizer),
+        ended=_ended(model, config, stopping_criteria, tokenizer),
         chunk_tokens=chunk_tokens,
         use_cache=options.get("use_cache", generation_config and generation_config.use_cache),
     )
@@ -191,16 +258,24 @@ def _complete_config(
         raise OptionError(
             f"max_new_tokens={max_new_tokens!r}, but a generation has a whole number of new tokens, 1 or more"
         )
+    for name in _WHOLE_NUMBERS:
+        value = options.get(name, getattr(generation_config, name, None))
+        if value is not None and not isinstance(value, int):
+            raise OptionError(f"{name}={value!r}, but it is a whole number")
     configs = [config for config in (generation_config, model.generation_config) if config is not None]
     given = {
         name
         for name in ("max_length", "min_length")
         if options.get(name) is not None or any(getattr(config, name) is not None for config in configs)
     }
+    # Whether there can be several is for the strategy to say, which transformers knows nothing of.
+    returned = options.pop("num_return_sequences", None)
     try:
         config, model_inputs = model._prepare_generation_config(generation_config, **options)
     except ValueError as error:  # transformers' own checks of its parameters
         raise OptionError(str(error)) from error
+    if returned is not None:
+        options["num_return_sequences"] = config.num_return_sequences = returned
     for flag in ("output_attentions", "output_hidden_states"):  # kept in the config too
         model_inputs.pop(flag, None)
     return config, model_inputs, given
@@ -213,30 +288,50 @@ def _inferred_mask(model: PreTrainedModel, ids: torch.Tensor, config: Generation
     return model._prepare_attention_mask_for_generation(ids, config, {})
 
 
-def _processors(
+def _processing(
     model: PreTrainedModel,
     prompt: Prompt,
     mask: torch.Tensor,
     source: Source | None,
     config: GenerationConfig,
+    scored: int,
     given: Sequence | None,
-    constraint: dict[str, Any],
-) -> LogitsProcessorList:
+    constraint: Callable | None,
+) -> Processing:
+    """scored: rows per prompt whose scores are processed at a time."""
     read = prompt.ids if prompt.embeds is None else prompt.embeds
     # transformers stands in for a source that was not given with ids that are none.
     read = read if source is None else source.inputs.clamp(min=0) if source.inputs.ndim == 2 else source.inputs
+    mask = mask.repeat_interleave(scored, dim=0)
+    if read.ndim == 2:  # in transformers 5.17 a processor would take the rows of the first prompt for all prompts
+        read = read.repeat_interleave(scored, dim=0)
     try:
-        return model._get_logits_processor(
+        processors = model._get_logits_processor(
             generation_config=config,
             input_ids_seq_length=prompt.ids.shape[1],
             encoder_input_ids=read,
             logits_processor=LogitsProcessorList(given or []),
             device=str(mask.device),
             model_kwargs={"attention_mask" if source is None else "decoder_attention_mask": mask},
-            **constraint,
+            prefix_allowed_tokens_fn=constraint,
         )
     except ValueError as error:  # an impossible temperature, top_p, ...
         raise OptionError(str(error)) from error
+    return Processing(processors, prompt.ids)
+
+
+def _ended(
+    model: PreTrainedModel, config: GenerationConfig, given: Sequence | None, tokenizer: Any
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Whether a text ends with the last of its ids, for any texts at once: see `Task`."""
+
+    @functools.cache
+    def criteria() -> StoppingCriteriaList:  # stop strings take a while to prepare
+        return model._get_stopping_criteria(config, StoppingCriteriaList(given or []), tokenizer)
+
+    if config.max_time is not None:
+        criteria()  # the clock starts with the call, not with the first token
+    return lambda ids: criteria()(ids, None)
 
 
 def _stop_strings(config: GenerationConfig, tokenizer: Any) -> tuple[str, ...]:
@@ -249,8 +344,10 @@ def _stop_strings(config: GenerationConfig, tokenizer: Any) -> tuple[str, ...]:
     return stops
 
 
-# Arguments of `generate` that only build logits processors.
-_PROCESSOR_ARGUMENTS = ("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt_attention_mask")
+_WHOLE_NUMBERS = (
+    "num_beams", "num_beam_groups", "num_return_sequences", "top_k", "num_assistant_tokens", "prompt_lookup_num_tokens",
+    "max_matching_ngram_size",
+)  # fmt: skip
 
 
 def _refuse_unknown(model: PreTrainedModel, extras: dict[str, Any]) -> None:
@@ -262,47 +359,27 @@ def _refuse_unknown(model: PreTrainedModel, extras: dict[str, Any]) -> None:
         if name in _SET_BY_THE_ENGINE:
             raise OptionError(f"{name!r} is set by the engine in every step and cannot be an input: leave it out")
         if name not in takes:
-            known = sorted(takes | set(GenerationConfig().to_dict()) | set(_PROCESSOR_ARGUMENTS) | _CALL_ARGUMENTS)
+            known = sorted(takes | set(GenerationConfig().to_dict()) | _CALL_ARGUMENTS)
             raise OptionError(f"{type(model).__name__} and generate() know no input {name!r}; {nearest(name, known)}")
 
 
 _CALL_ARGUMENTS = {
+    "assistant_model",
+    "assistant_tokenizer",
     "cache",
+    "cancellation",
     "cache_config",
     "return_legacy_cache",
     "strategy",
     "streamer",
     "logits_processor",
+    "on_oom",
     "stopping_criteria",
     "tokenizer",
+    "prefix_allowed_tokens_fn",
+    *ARGUMENTS,
 }
 _SET_BY_THE_ENGINE = {
     "args", "kwargs", "model_kwargs", "labels", "logits_to_keep", "next_sequence_length", "is_first_iteration",
     "past_key_values", "use_cache", "cache_position", "return_dict", "output_attentions", "output_hidden_states",
 }  # fmt: skip
-
-
-def _choose_strategy(
-    config: GenerationConfig,
-    strategy: str | Strategy | None,
-    options: dict[str, Any],
-    generation_config: GenerationConfig | None,
-) -> Strategy:
-    """The named strategy, or the one that the parameters mean in transformers. They may not contradict each other."""
-    implied = _STRATEGY_OF_MODE.get(mode := config.get_generation_mode())
-    if implied is None:
-        raise OptionError(
-            f"these options ask for {mode.value.replace('_', ' ')}, which is not available; "
-            f"strategies: {', '.join(strategies.names())}"
-        )
-    chosen = strategies.build(strategy or implied) if strategy is None or isinstance(strategy, str) else strategy
-    do_sample = options.get("do_sample", generation_config and generation_config.do_sample)
-    if do_sample is not None and do_sample != chosen.samples:
-        raise OptionError(f"strategy={chosen.name!r} contradicts do_sample={do_sample}: leave one of them out")
-    if config.num_return_sequences > 1 and not chosen.samples:
-        raise OptionError(
-            f"num_return_sequences={config.num_return_sequences}, but {chosen.name} gives the same text every time; "
-            "use do_sample=True"
-        )
-    config.do_sample = chosen.samples
-    return chosen

@@ -10,6 +10,27 @@ from transformers.cache_utils import Cache as TransformersCache
 
 
 @dataclass(frozen=True)
+class Fallback:
+    """How a run went on after memory was out. rung: see `configs.EngineConfig.on_oom`. what: was done, in words.
+
+    tokens: of each row in the cache when it was taken. bytes_before, bytes_after: of the cache on the device that
+    computes.
+    """
+
+    rung: str
+    what: str
+    tokens: int
+    bytes_before: int
+    bytes_after: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rung}: {self.what} (after {self.tokens} tokens per row; cache on the device {self.bytes_before:,} "
+            f"-> {self.bytes_after:,} bytes)"
+        )
+
+
+@dataclass(frozen=True)
 class Stats:
     """Measured over one call. Rates count the tokens of all rows; a rate is None when nothing was timed for it.
 
@@ -17,6 +38,9 @@ class Stats:
     prompt_tokens: tokens read, pads and tokens already in the cache not counted. new_tokens: tokens emitted, pads of
     ended rows not counted. ttft_s: seconds from the call to the first token. cache_bytes: size of the cache at the end.
     peak_bytes: most device memory allocated during the call; None where the device does not report it (CPU).
+    drafted_tokens: proposed to the model, by a draft or from the text; accepted_tokens: those of them that were found
+    right; verifications: forwards of the model that looked at some. None where nothing was proposed.
+    fallbacks: how the run went on whenever memory was out.
     """
 
     cache: str
@@ -28,6 +52,10 @@ class Stats:
     total_s: float
     cache_bytes: int
     peak_bytes: int | None
+    drafted_tokens: int | None = None
+    accepted_tokens: int | None = None
+    verifications: int | None = None
+    fallbacks: tuple[Fallback, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -41,13 +69,16 @@ class Generation:
         call had no tokenizer.
     finish_reasons: per row "eos", "stop_string", "criteria", "time", "length", or None when the run ended
         before the row did.
-    cache: the live cache, holding everything but the last token; None for cache="none", and for one of transformers'
+    cache: the live cache, holding everything but the last token (nothing where guidance took a negative prompt longer
+        than the prompts, whose columns are not theirs); None for cache="none", and for one of transformers'
         own that a failed step has spoilt. (transformers' fixed and sliding layers cannot take a token back: after a
         failure between a forward and the choice of its token they hold that last token too.)
     scores, logits: per new token [rows, vocabulary], float32, after / before the logits processors; None unless
         `output_scores` / `output_logits`.
     attentions, hidden_states, cross_attentions: what the model (its decoder) returned in each of its forwards; None
         unless asked for, the last one without an encoder too.
+    sequences_scores: of beam search, what its texts were compared by, float32 [rows]. beam_indices: in which row of
+        the step each new token was chosen, -1 after the end, LongTensor [rows, new]. None for other strategies.
     """
 
     sequences: torch.Tensor
@@ -61,6 +92,8 @@ class Generation:
     attentions: tuple[Any, ...] | None = None
     cross_attentions: tuple[Any, ...] | None = None
     hidden_states: tuple[Any, ...] | None = None
+    sequences_scores: torch.Tensor | None = None
+    beam_indices: torch.Tensor | None = None
     legacy: bool = False
 
     @property
@@ -74,7 +107,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Piece:
-    """One row's share of a stream.
+    """One row's share of a stream. What was in a piece is final.
 
     tokens: the new token ids. text: the new text, held back while it may still change (half a character, the beginning
     of a stop string); None without a tokenizer. finish_reason: set on the row's last piece.

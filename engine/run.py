@@ -1,25 +1,28 @@
-"""The one loop. A strategy's flow says what to do and `Run` does it: it owns the tokens, the records, the streams and
-the clean end; the model's side of it is a `Lane`."""
+"""A strategy's flow says what to do and `Run` does it: it owns the tokens, the records and the clean end; the model's
+side of it is a `Lane`, the side of those who look on is an `Outlet`."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers.generation.streamers import BaseStreamer
+from torch.utils._pytree import tree_map
+from transformers.utils import ModelOutput
 
-from engine.errors import Interrupted
+from engine.guidance import GuidedLane
+from engine.health import Health
 from engine.lane import Lane
+from engine.out_of_memory import is_out_of_memory
+from engine.outlet import Outlet
 from engine.request import Request
-from engine.result import Generation, Piece, Stats
-from engine.text import RowText
+from engine.result import Fallback, Generation, Piece, Stats
 from engine.tokens import Tokens
-from strategies import Crop, Emit, Forward, Operation, Rows
+from strategies import Crop, Emit, Finish, Flow, Forward, Operation, Rows, Show, Text
 
 # What may be recorded of a call: the parameter that asks for it, and where a forward's outputs have it.
 _RECORDS = {
@@ -42,115 +45,168 @@ class _Mark:
 class Run:
     """One generation under way.
 
-    tokenizer: None when nobody wants text. stream_text: whether text is wanted piece by piece. legacy: whether the
-    result gives its cache as tuples. started: when the call began, of `time.perf_counter`.
+    tokenizer: None when nobody wants text. legacy: whether the result gives its cache as tuples. started: when the call
+    began, of `time.perf_counter`. away_s: how much of the time since then its consumer took, which is none of ours.
+    draft: the lane of the model that proposes tokens, for strategies that need one. fallbacks: how the lanes went on
+    when memory was out, which they add to.
     """
 
     def __init__(
         self,
         request: Request,
-        lane: Lane,
+        lane: Lane | GuidedLane,
+        outlet: Outlet,
         *,
         tokenizer: Any,
-        streamer: BaseStreamer | None,
-        stream_text: bool,
         legacy: bool,
         started: float,
+        draft: Lane | None = None,
+        fallbacks: Sequence[Fallback] = (),
     ):
-        self._request, self._lane, self._tokenizer, self._streamer = request, lane, tokenizer, streamer
-        self._legacy = legacy
+        self._draft, self._logits_of_step = draft, 1
+        self._request, self._lane, self.outlet, self._tokenizer = request, lane, outlet, tokenizer
+        self._legacy, self._fallbacks = legacy, fallbacks
         prompt = request.prompt.ids
         self._device = prompt.device
         self._prompt_tokens = int(request.mask[:, lane.cache.seen :].sum()) + request.source_tokens
         self._stopping = request.stopping()
         columns = request.total - request.untold
         self._tokens = Tokens(prompt, request.mask[:, request.untold :], columns, request.pad_id)
+        self._health = Health(request, self._tokens, lane)
+        self._task = replace(request.task, process=self._health.process)
         self._last_column = columns
-        self._texts: list[RowText] | None = None
-        if tokenizer is not None and (stream_text or request.stop_strings):
-            self._texts = [RowText(tokenizer, request.stop_strings) for _ in prompt]
+        self._best: Callable[[], list[Text] | None] | None = None  # what there is of texts that come in the end
         self._records: dict[str, list[Any]] = {
             name: [] for name, (asked, _) in _RECORDS.items() if getattr(request.config, asked, None)
         }
+        self._sequences_scores: torch.Tensor | None = None
+        self._beam_indices: torch.Tensor | None = None
         self._unread: deque[_Mark] = deque()  # one per column that is read late
         self._read = self._mark()
         self._new_tokens = 0
         self._started = started
-        self._away_s = 0.0  # time that the consumer of a stream took, which is none of ours
+        self.away_s = 0.0
         self._ready_s = time.perf_counter()
         self._first_token_s: float | None = None
         self._ended_s: float | None = None
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
-    def pieces(self) -> Generator[Piece, None, None]:
-        """Run to the end, piece by piece. Whatever stops it, the cache is consistent and the streamer has ended."""
-        self._away_s += time.perf_counter() - self._ready_s
-        flow = self._request.strategy.flow(self._tokens.ids, self._request.processors)
-        try:
-            if self._streamer is not None:
-                self._streamer.put(self._tokens.ids.cpu())
-            answer: Any = None
-            ended = False
-            while not (ended or self._stopping.done):
-                with torch.no_grad():
-                    try:
-                        operation = flow.send(answer)
-                    except StopIteration:
-                        ended, pieces = True, self._read_all()
-                    else:
-                        answer, pieces = self._perform(operation)
-                for piece in pieces:
-                    left_s = time.perf_counter()
-                    try:
-                        yield piece
-                    finally:
-                        self._away_s += time.perf_counter() - left_s
-        except GeneratorExit:  # the consumer has left: what it was not shown has not happened
-            self._forget_unread()
-            raise
-        except Exception as error:
-            result = self.result()
-            new = result.sequences.shape[1] - self._tokens.prompt
-            raise Interrupted(
-                f"generation stopped after {new} new tokens per row ({type(error).__name__}: {error}); what was "
-                "generated is in `partial`, with its cache where that can be continued",
-                result,
-            ) from error
-        finally:
-            flow.close()
-            self._close()
+    def begin(self) -> Flow:
+        """The strategy's flow, whose operations are to be performed."""
+        self.away_s += time.perf_counter() - self._ready_s
+        return self._request.strategy.flow(self._task)
 
-    def _perform(self, operation: Operation) -> tuple[Any, list[Piece]]:
+    @property
+    def done(self) -> bool:
+        """Whether all rows have ended."""
+        return self._stopping.done
+
+    @property
+    def _running(self) -> list[bool]:
+        """Which rows have not ended, as far as tokens were read."""
+        return [reason is None for reason in self._stopping.reasons]
+
+    def break_off(self) -> list[Piece]:
+        """The run stops before its end: give what there is the shape of a result. What was not shown of it.
+
+        Where texts come in the end it is the best there are; else rows that are only tried become what they came from.
+        """
+        with suppress(Exception):  # what raised once may raise again
+            self._read_unread()
+        self.forget_unread()
+        best, self._best = self._best, None
+        try:
+            texts = None if best is None else best()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            texts = None  # then the rows of the prompt are all there is
+        if texts is not None:
+            self._return_to([text.row for text in texts])
+            self._take([replace(text, row=row) for row, text in enumerate(texts)])
+        else:
+            index = self.outlet.way_back()
+            if index is not None:
+                self._return_to(index)
+        self.outlet.end_all()
+        with suppress(Exception):  # the streamer
+            return self.outlet.release()
+        return self.outlet.release()
+
+    def _return_to(self, rows: list[int]) -> None:
+        """Rows become those of a result, also when the cache cannot follow: then it begins anew."""
+        index = torch.tensor(rows)
+        try:
+            move = self._moving(index)
+            self._lane.rows(index)
+        except Exception:
+            self._lane.forget()  # which makes room
+            move = self._moving(index)
+        move()
+
+    def perform(self, operation: Operation) -> tuple[Any, list[Piece]]:
         """Carry out one operation of the flow: its result, and what there is to show."""
         match operation:
-            case Forward(tokens):
-                return self._forward(tokens), []
+            case Forward():
+                return self._forward(operation), []
             case Emit(tokens, scores):
                 pieces = self._emit(tokens, scores)
                 return self._tokens.ids, pieces
-            case Crop(tokens):
+            case Crop(tokens, "main"):
                 self._lane.settle(drop=tokens)
+                logits = self._records.get("logits", [])
+                del logits[len(logits) - min(tokens, self._logits_of_step) :]
+                return None, []
+            case Crop(tokens):
+                assert self._draft is not None
+                self._draft.crop(tokens)
                 return None, []
             case Rows(index):
-                pieces = self._read_all()
-                self._reorder(index)
+                pieces = self.read_all()
+                self._health.before_rows(self._running)
+                self._reorder(index.cpu())
+                self._best = None if self._best is None else _followed(self._best, index.tolist())
                 return None, pieces
+            case Show(final, best):
+                self._best = best
+                if self.outlet.watched:
+                    self.outlet.hold(final(), self._stopping.why)
+                return None, self.outlet.release()
+            case Finish():
+                return None, self._finish(operation)
 
-    def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        outputs = self._lane.forward(tokens)
-        logits = outputs.logits[:, -1].to(torch.float32, copy=True)
+    def _forward(self, forward: Forward) -> Any:
+        if self._lane.fed and self._first_token_s is None:  # it is what is fed, and may be final only in the end
+            self._first_token_s = self._now()
+        tokens = forward.tokens.shape[1] if forward.every else 1
+        lane = self._lane if forward.model == "main" else self._draft
+        assert lane is not None  # a strategy that needs one was given one
+        fed = lane.fed if forward.model == "main" else None
+        outputs, states = lane.forward(forward.tokens, forward.hidden, forward.every)
+        logits = outputs.logits[:, -tokens:].to(self._device, torch.float32, copy=True)
+        self._health.look(logits, outputs.logits.dtype, fed, self._running)
+        if forward.model == "main":
+            own = outputs.get("unguided_logits", outputs.logits)
+            self._record(outputs, own[:, -tokens:])
+        logits = logits if forward.every else logits[:, 0]
+        return (logits, states) if forward.hidden else logits
+
+    def _record(self, outputs: ModelOutput, logits: torch.Tensor) -> None:
+        """logits [rows, tokens, vocabulary]: those asked for in this step."""
+        self._logits_of_step = logits.shape[1]
         for name, values in self._records.items():
             found = next((outputs[field] for field in _RECORDS[name][1] if field in outputs), None)
-            if found is not None or name == "logits":
-                values.append(logits if name == "logits" else found)
-        return logits
+            if name == "logits":
+                values += logits.to(self._device, torch.float32, copy=True).unbind(dim=1)
+            elif found is not None:
+                values.append(found)
 
     def _emit(self, tokens: torch.Tensor, scores: tuple[torch.Tensor, ...]) -> list[Piece]:
-        pieces: list[Piece] = []
         for column in range(tokens.shape[1]):
             if self._stopping.done:
                 break
+            self._health.before_write(self._running)
             self._tokens.write(tokens[:, column])
             if "scores" in self._records and scores:
                 self._records["scores"].append(scores[column])
@@ -160,35 +216,63 @@ class Run:
             at_once = not self._tokens.late or self._first_token_s is None
             at_once = at_once or self._tokens.written == self._last_column
             while self._tokens.unread > (0 if at_once else 1):
-                pieces += self._read_column()
-        return pieces
+                self._read_column()
+        return self.outlet.release()
+
+    def _finish(self, end: Finish) -> list[Piece]:
+        """Take over the tokens of all rows, which the strategy has ended by itself."""
+        rows = zip(end.tokens.tolist(), end.lengths, strict=True)
+        texts = [Text(tokens[:length], True, row) for row, (tokens, length) in enumerate(rows)]
+        self._best = lambda: texts
+        self._take(texts)
+        if "scores" in self._records:
+            self._records["scores"] += end.scores
+        self._sequences_scores, self._beam_indices = end.sequences_scores, end.beam_indices
+        return self.outlet.release()
+
+    def _take(self, texts: list[Text]) -> None:
+        """These texts, one for each row, are what comes after the prompt: the run ends with them."""
+        lengths = [len(text.tokens) for text in texts]
+        pads = [[self._request.pad_id] * (max(lengths) - length) for length in lengths]
+        tokens = [text.tokens + after for text, after in zip(texts, pads, strict=True)]
+        self._tokens.write_rows(torch.tensor(tokens, dtype=torch.long, device=self._device), lengths)
+        self._best = None
+        self._new_tokens = sum(lengths)
+        self.outlet.hold(texts, self._stopping.why)
+        self._stopping.reasons = self.outlet.reasons
 
     def _mark(self) -> _Mark:
         generator = _random_state(self._device) if self._request.strategy.samples else None
         return _Mark({name: len(values) for name, values in self._records.items()}, generator)
 
-    def _read_all(self) -> list[Piece]:
-        pieces: list[Piece] = []
-        while self._tokens.unread and not self._stopping.done:
-            pieces += self._read_column()
-        return pieces
+    def read_all(self) -> list[Piece]:
+        self._read_unread()
+        return self.outlet.release()
 
-    def _read_column(self) -> list[Piece]:
-        """Look at the first column not read yet: show it, and find the rows that end with it."""
-        running = [reason is None for reason in self._stopping.reasons]
-        new = [
-            token if runs else self._request.pad_id for token, runs in zip(self._tokens.next(), running, strict=True)
-        ]
+    def _read_unread(self) -> None:
+        while self._tokens.unread and not self._stopping.done:
+            self._read_column()
+
+    def _read_column(self) -> None:
+        """Look at the first column not read yet, and find the rows that end with it."""
+        running = self._running
+        self._health.before_read(running)
+        new = self._tokens.next()
         if self._unread:
             self._read = self._unread.popleft()
         if self._first_token_s is None:
             self._first_token_s = self._now()
         self._new_tokens += sum(running)
-        if self._streamer is not None:
-            self._streamer.put(torch.tensor(new))
-        return self._end_rows(new, running)
+        self.outlet.push(new, running)
+        try:
+            self._stopping.check(self._tokens.read, new, self.outlet.texts, self._seen_by_criteria)
+        finally:
+            for row, reason in enumerate(self._stopping.reasons):
+                if running[row] and reason is not None:
+                    self._tokens.end_row(row)
+                    self.outlet.end(row, reason)
 
-    def _forget_unread(self) -> None:
+    def forget_unread(self) -> None:
         """As if nothing had been done after the column read last."""
         if not self._tokens.unread:
             return
@@ -199,55 +283,57 @@ class Run:
         if self._read.generator is not None:
             _set_random_state(self._read.generator, self._device)
 
-    def _end_rows(self, new: list[int], running: list[bool]) -> list[Piece]:
-        """Find the rows that end with their new token; one piece for each that was running."""
-        deltas: list[str | None] = [None] * len(new)
-        if self._texts is not None:
-            deltas = [
-                text.push(token) if runs else "" for text, token, runs in zip(self._texts, new, running, strict=True)
-            ]
-        self._stopping.check(self._tokens.read, new, self._texts, self._seen_by_criteria)
-        pieces = []
-        for row, reason in enumerate(self._stopping.reasons):
-            if not running[row]:
-                continue
-            delta = deltas[row]
-            if reason is not None:
-                self._tokens.end_row(row)
-                if self._texts is not None:
-                    delta = (delta or "") + self._texts[row].flush()
-            pieces.append(Piece(row, (new[row],), delta, reason))
-        return pieces
-
     def _seen_by_criteria(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
         scores = self._records.get("scores")
         read = len(scores) - self._tokens.unread if scores is not None else 0
         return self._tokens.ids[:, : self._tokens.read], None if scores is None else tuple(scores[:read])
 
     def _reorder(self, index: torch.Tensor) -> None:
+        move = self._moving(index)
         self._lane.rows(index)
-        self._tokens.rows(index)
-        self._stopping.rows(index)
-        if self._texts is not None:
-            self._texts = [self._texts[row].copy() for row in index.tolist()]
+        move()
+        # What fails from here on ends the run, and nobody needs these for what there is.
+        if self._draft is not None:
+            self._draft.rows(index)
+        self._request.processing.rows(index)
+
+    def _moving(self, index: torch.Tensor) -> Callable[[], None]:
+        """What makes row i row `index[i]` in what this side of the run keeps, and cannot fail."""
+        choose, chosen, last = self._tokens.choosing(index), index.to(self._device), {}
+        if len(index) > len(self._tokens.ids):  # what was computed for the rows that these come from was for them too
+            for name, values in self._records.items():
+                if values and name != "scores":
+                    last[name] = tree_map(lambda part: part[chosen], values[-1])
+
+        def move() -> None:
+            choose()
+            for name, value in last.items():
+                self._records[name][-1] = value
+            self._stopping.rows(index)
+            self.outlet.rows(index)
+
+        return move
 
     def _now(self) -> float:
-        return time.perf_counter() - self._away_s
+        return time.perf_counter() - self.away_s
 
-    def _close(self) -> None:
+    def close(self) -> None:
         if self._ended_s is not None:
             return
-        with suppress(Exception):  # a run that was stopped: what raised once may raise again
-            self._read_all()
-        self._forget_unread()
-        self._lane.close(self._tokens.log())
-        self._ended_s = self._now()
-        if self._streamer is not None:
-            self._streamer.end()
+        self.forget_unread()
+        if self._task.drafts.verifications and "logits" in self._records:  # the text may end before what was verified
+            del self._records["logits"][self._tokens.written - self._tokens.prompt :]
+        self._draft = None
+        try:
+            self._lane.close(self._tokens.log())
+        finally:
+            self._ended_s = self._now()
+            with suppress(Exception):  # unless something has stopped the run, the streamer has ended before
+                self.outlet.close()
 
     def result(self) -> Generation:
         """What was generated. Ends the run."""
-        self._close()
+        self.close()
         sequences = self._tokens.ids
         records = {name: tuple(values) for name, values in self._records.items()}
         if not records.get("cross_attentions"):
@@ -255,24 +341,25 @@ class Run:
         return Generation(
             sequences=sequences,
             tokens=self._tokens.new(),
-            text=self._text(sequences),
+            text=self._text(),
             finish_reasons=list(self._stopping.reasons),
             stats=self._stats(),
             cache=self._lane.cache.handle,
             legacy=self._legacy,
+            sequences_scores=self._sequences_scores,
+            beam_indices=self._beam_indices,
             **records,
         )
 
-    def _text(self, sequences: torch.Tensor) -> list[str] | None:
+    def _text(self) -> list[str] | None:
         if self._tokenizer is None:
             return None
-        if self._texts is not None:
-            for text in self._texts:
-                text.flush()
-            return [text.text for text in self._texts]
-        new = sequences[:, self._tokens.prompt :].tolist()
+        texts = self.outlet.flushed()
+        if texts is not None:
+            return texts
         return [
-            self._tokenizer.decode(row, skip_special_tokens=True, clean_up_tokenization_spaces=False) for row in new
+            self._tokenizer.decode(row, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            for row in self._tokens.new()
         ]
 
     def _stats(self) -> Stats:
@@ -280,6 +367,7 @@ class Run:
         prefill_s = None if self._first_token_s is None else self._first_token_s - self._started
         decode_s = None if self._first_token_s is None else self._ended_s - self._first_token_s
         decoded = self._new_tokens - len(self._tokens.ids)  # the first token of each row comes from the prefill
+        drafts = self._task.drafts
         return Stats(
             cache=self._lane.cache.name,
             prompt_tokens=self._prompt_tokens,
@@ -290,7 +378,23 @@ class Run:
             total_s=self._ended_s - self._started,
             cache_bytes=self._lane.cache.bytes,
             peak_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
+            drafted_tokens=drafts.drafted if drafts.verifications else None,
+            accepted_tokens=drafts.accepted if drafts.verifications else None,
+            verifications=drafts.verifications or None,
+            fallbacks=tuple(self._fallbacks),
         )
+
+
+def _followed(best: Callable[[], list[Text] | None], index: list[int]) -> Callable[[], list[Text] | None]:
+    """`best` when row i has become row `index[i]`; None where a text has lost the row that goes on from it."""
+
+    def texts() -> list[Text] | None:
+        found = best()
+        if found is None or not all(text.row in index for text in found):
+            return None
+        return [replace(text, row=index.index(text.row)) for text in found]
+
+    return texts
 
 
 def _random_state(device: torch.device) -> torch.Tensor:

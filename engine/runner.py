@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cached_property
+from types import FunctionType
 from typing import Any
+from weakref import finalize
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel
@@ -42,7 +46,21 @@ class Runner:
             limits: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": 64}
             known = inspect.signature(torch.compile).parameters  # both are missing in older releases
             limits = {name: value for name, value in limits.items() if name in known}
-            self._compiled = torch.compile(model.__call__, backend=compile, fullgraph=True, dynamic=False, **limits)
+            self._step = _own_step(model)
+            finalize(self, torch._dynamo.eval_frame.remove_from_cache, self._step).atexit = False
+            self._compiled = torch.compile(self._step, backend=compile, fullgraph=True, dynamic=False, **limits)
+
+    def drop_graphs(self) -> None:
+        """Forget what was compiled for this model here; a later call compiles again."""
+        if self._compiled is not None:
+            torch._dynamo.eval_frame.remove_from_cache(self._step)
+
+    @property
+    def graphs(self) -> int:
+        """How many there are: one for each number of rows and size of a cache, for each kind of cache."""
+        if self._compiled is None:
+            return 0
+        return len(torch._dynamo.eval_frame._debug_get_cache_entry_list(self._step))
 
     def check_graph(self, wanted: str) -> None:
         """Refuse a model whose step cannot be one graph, as far as that can be known before it is tried."""
@@ -69,6 +87,11 @@ class Runner:
     @cached_property
     def _has_states(self) -> bool:
         return self.takes_cache and any(spec.keeps_state for spec in read_specs(self.model.config))
+
+    @property
+    def reads_on(self) -> bool:
+        """Whether several tokens can go on from a cache in one step, and be taken back from it as one."""
+        return not self._has_states or self._reads_on
 
     @cached_property
     def _reads_on(self) -> bool:
@@ -106,6 +129,11 @@ class Runner:
         axes: dict[str, int] | None = None,
         flags: dict[str, bool] | None = None,
         chunk_tokens: int | None = None,
+        look: Callable[[ModelOutput, int], None] | None = None,
+        keep: int = 1,
+        check: Callable[[], None] | None = None,
+        graphs: bool = True,
+        routes: bool = True,
     ) -> ModelOutput:
         """Feed what the cache has not seen of `ids` [rows, n] and return the outputs of the last forward.
 
@@ -114,13 +142,18 @@ class Runner:
 
         before: columns in the cache that come before `ids`. prefill: the first feed of a run. embeds: [rows, n, hidden
         size], fed in place of the first ids. extras: further model inputs; axes: along which dimension those of them
-        go with the columns that do. flags: output_attentions, ... chunk_tokens: feed at most this many at a time.
+        go with the columns that do. flags: output_attentions, ... chunk_tokens: feed at most this many at a time. look:
+        called with the outputs of every forward and the column that it ends before. keep: after how many of the last
+        tokens logits are wanted; each forward's outputs end with its share of them. check: called before every forward,
+        and may raise. graphs: whether compiled steps are used. routes: whether linear layers are routed (`Linears`).
         """
         total = before + ids.shape[1]
         most = cache.step_tokens if isinstance(cache, Cache) else None
         if most is not None and not set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) & set(extras or ()):
             chunk_tokens = most if chunk_tokens is None else min(chunk_tokens, most)
         while True:
+            if check is not None:
+                check()
             begin = cache.seen
             if (prefill or begin == 0) and isinstance(cache, Cache):
                 cache.take_pads(columns.pads)
@@ -131,10 +164,15 @@ class Runner:
                 if begin > 0 and end - begin > 1 and not self._reads_on:
                     end = begin + 1
             inputs = self._inputs(ids, columns, cache, before, begin, end, prefill, extras or {}, axes or {})
+            if (
+                "logits_to_keep" in inputs
+            ):  # some models that prepare their inputs themselves put their own number there
+                inputs["logits_to_keep"] = max(1, end - max(begin, total - keep))
             if embeds is not None and begin - before < embeds.shape[1]:
                 inputs["inputs_embeds"] = self._embedded(embeds, ids, max(begin - before, 0), end - before)
                 inputs.pop("input_ids", None)
-            graph = self._compiled is not None and cache.why_not_compiled is None and end - begin == 1 and not prefill
+            graph = graphs and self._compiled is not None and cache.why_not_compiled is None
+            graph = graph and end - begin == 1 and not prefill
             if cache.handle is not None and inputs.get(self._cache_argument) is None:
                 # The model wants everything computed again (longrope models do when they switch their scaling).
                 if before > 0:
@@ -155,8 +193,10 @@ class Runner:
                 inputs["attention_mask"] = imposed_mask(self.model, cache, self._mask_kinds, columns, begin, end)
             cache.begin(end - begin, graph)
             try:
-                outputs = self._call(inputs | (flags or {}), cache, columns, end, graph)
+                outputs = self._call(inputs | (flags or {}), cache, columns, end, graph, routes)
                 self._check_kept(outputs, cache)
+                if look is not None:
+                    look(outputs, end)
             except BaseException:
                 cache.abort()
                 raise
@@ -172,9 +212,11 @@ class Runner:
                 "its own: use cache='none'"
             )
 
-    def _call(self, inputs: dict[str, Any], cache: Driven, columns: Columns, end: int, graph: bool) -> ModelOutput:
+    def _call(
+        self, inputs: dict[str, Any], cache: Driven, columns: Columns, end: int, graph: bool, routes: bool = True
+    ) -> ModelOutput:
         if not graph:
-            with self._linears:
+            with self._linears if routes else nullcontext():
                 return self.model(**inputs, return_dict=True)
         assert self._compiled is not None
         part = "decoder_" if self.model.config.is_encoder_decoder else ""
@@ -266,6 +308,17 @@ class Runner:
 
     def _taken(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in inputs.items() if name in self._takes}
+
+
+def _own_step(model: PreTrainedModel) -> Callable[..., ModelOutput]:
+    """The model's forward as a function with code of its own: torch keeps what it compiles with the code, and lets go
+    of it for all that was compiled of a code or for none.
+    """
+
+    def step(**inputs: Any) -> ModelOutput:
+        return model(**inputs)
+
+    return FunctionType(step.__code__.replace(), globals(), "step", None, step.__closure__)
 
 
 def _first_reason(error: Exception) -> str:

@@ -44,18 +44,29 @@ class Stopping:
 
         seen_by_criteria: the ids [rows, columns] and the scores so far, asked for only where there are criteria.
         """
-        verdicts = [(reason, criteria(*seen_by_criteria()).tolist()) for reason, criteria in self._criteria if criteria]
         for row, token in enumerate(tokens):
-            if self.reasons[row] is not None:
-                continue
-            if token in self._eos_ids:
-                self.reasons[row] = "eos"
-            elif texts is not None and texts[row].stopped:
-                self.reasons[row] = "stop_string"
-            else:
+            if self.reasons[row] is None:
+                self.reasons[row] = self._said_by_itself(token, None if texts is None else texts[row])
+        # Whatever these raise, the rows that have ended by themselves are known to have.
+        verdicts = [(reason, criteria(*seen_by_criteria()).tolist()) for reason, criteria in self._criteria if criteria]
+        for row, known in enumerate(self.reasons):
+            if known is None:
                 told = [reason for reason, verdict in verdicts if verdict[row]]
                 at_end = ["length"] if columns >= self._last_column else []
                 self.reasons[row] = next(iter(told + at_end), None)
+
+    def _said_by_itself(self, token: int, text: RowText | None) -> str | None:
+        if token in self._eos_ids:
+            return "eos"
+        return "stop_string" if text is not None and text.stopped else None
+
+    def why(self, ids: torch.Tensor, text: RowText | None) -> str:
+        """Why a text has ended with `ids` [columns], as its strategy found."""
+        said = self._said_by_itself(int(ids[-1]), text)
+        if said is not None or len(ids) >= self._last_column:
+            return said or "length"
+        told = [reason for reason, criteria in self._criteria if criteria and bool(criteria(ids[None], None).all())]
+        return next(iter(told), "criteria")
 
     def rows(self, index: torch.Tensor) -> None:
         self.reasons = [self.reasons[row] for row in index.tolist()]

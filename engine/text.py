@@ -6,15 +6,19 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+_PLAIN = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+
 
 class RowText:
     """The text of one row. Feed it tokens with `push`, take what is safe to show, `flush` at the end.
 
-    stop_strings: the first one to appear ends the text just before it; `stopped` becomes True.
+    stop_strings: the first one to appear ends the text just before it; `stopped` becomes True. decoding: arguments of
+    the tokenizer's `decode`; by default special tokens are left out, and spaces are as they are.
     """
 
-    def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = ()):
+    def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = (), decoding: dict[str, Any] | None = None):
         self._tokenizer = tokenizer
+        self._decoding = _PLAIN if decoding is None else decoding
         self._stops = tuple(stop_strings)
         # Special tokens never show, so a stop string that is one has to be recognised by its id.
         self._stop_ids = {
@@ -30,8 +34,20 @@ class RowText:
         self.text = ""  # all text released
         self.stopped = False
 
+    def begin(self, tokens: Sequence[int]) -> str:
+        """Go on from these tokens; returns their text, in which no stop string is looked for."""
+        self._tokens = list(tokens)
+        ends = [len(tokens) - half for half in range(min(4, len(tokens) + 1))]  # a character has at most four parts
+        whole = [end for end in ends if not self._decode(self._tokens[:end]).endswith("\ufffd")]
+        self._decoded = whole[0] if whole else len(tokens)
+        self._context = max(0, self._decoded - 1)  # what comes may be joined to the token before it
+        self._raw = self._decode(self._tokens[: self._decoded])
+        return self._raw
+
     def push(self, token: int) -> str:
         """Add a token; returns the text that is final now."""
+        if self.stopped:
+            return ""
         if token in self._stop_ids:
             rest = self.flush()
             self.stopped = True
@@ -64,7 +80,7 @@ class RowText:
         return twin
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(tokens, **self._decoding)
 
     def _take(self, delta: str) -> str:
         self._raw += delta

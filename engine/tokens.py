@@ -7,11 +7,17 @@ written after the end is forgotten.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
 import torch
 
 from caches import Log
 
 _ASYNCHRONOUS = ("cuda", "xpu")
+
+Sent: TypeAlias = "tuple[torch.Tensor, torch.Event | None]"
+"""A tensor on its way to the host, and what says that it has arrived."""
 
 
 def reads_late(device: torch.device) -> bool:
@@ -35,7 +41,7 @@ class Tokens:
         self._mask[:, : self.prompt] = mask
         self._ended: torch.Tensor | None = None  # bool [rows] once a row has ended
         self.late = reads_late(prompt.device)
-        self._copies: list[tuple[torch.Tensor, torch.Event | None]] = []  # the unread columns on their way to the host
+        self._copies: list[Sent] = []  # the unread columns on their way to the host
 
     @property
     def ids(self) -> torch.Tensor:
@@ -51,16 +57,25 @@ class Tokens:
         column = self._ids[:, self.written]
         column.copy_(tokens if self._ended is None else tokens.masked_fill(self._ended, self._pad_id))
         self.written += 1
-        # Read at once, the tokens need no copy of their own.
-        self._copies.append(_copy_to_host(column) if self.late else (column, None))
+        self._copies.append(self.send(column))
+
+    def send(self, tensor: torch.Tensor) -> Sent:
+        """To the host. Read at once, it needs no copy of its own."""
+        return _copy_to_host(tensor) if self.late else (tensor, None)
+
+    def write_rows(self, tokens: torch.Tensor, lengths: list[int]) -> None:
+        """Append `tokens` [rows, n], of which row i ends after `lengths[i]`. Nothing comes after them."""
+        end = self.written + tokens.shape[1]
+        ended = torch.arange(tokens.shape[1]) >= torch.tensor(lengths)[:, None]
+        ended = ended.to(self._ids.device)
+        self._ids[:, self.written : end] = tokens.masked_fill(ended, self._pad_id)
+        self._mask[:, self.written : end] = ~ended
+        self.read = self.written = end
 
     def next(self) -> list[int]:
         """The first unread column on the host, waiting for it if it has not arrived."""
-        column, arrived = self._copies.pop(0)
-        if arrived is not None:
-            arrived.synchronize()
         self.read += 1
-        return column.tolist()
+        return arrived(self._copies.pop(0))
 
     def end_row(self, row: int) -> None:
         """The row ends with the column read last: what comes after it are pads."""
@@ -74,10 +89,16 @@ class Tokens:
         self.written = self.read
         self._copies.clear()
 
-    def rows(self, index: torch.Tensor) -> None:
-        """Row i becomes row `index[i]`. Everything has to be read before."""
-        self._ids, self._mask = self._ids[index], self._mask[index]
-        self._ended = None if self._ended is None else self._ended[index]
+    def choosing(self, index: torch.Tensor) -> Callable[[], None]:
+        """What makes row i row `index[i]` and cannot fail. Everything has to be read before."""
+        index = index.to(self._ids.device)
+        ids, mask = self._ids[index], self._mask[index]
+        ended = None if self._ended is None else self._ended[index]
+
+        def choose() -> None:
+            self._ids, self._mask, self._ended = ids, mask, ended
+
+        return choose
 
     def new(self) -> list[list[int]]:
         """The tokens of every row after the prompt, without the pads after its end."""
@@ -88,7 +109,15 @@ class Tokens:
         return Log(self.ids, self._mask[:, : self.written])
 
 
-def _copy_to_host(column: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
+def arrived(sent: Sent) -> list[Any]:
+    """What was sent, waiting for it if it has not arrived."""
+    tensor, event = sent
+    if event is not None:
+        event.synchronize()
+    return tensor.tolist()
+
+
+def _copy_to_host(column: torch.Tensor) -> Sent:
     if column.device.type not in _ASYNCHRONOUS:
         return column.clone(), None
     copy = torch.empty(column.shape, dtype=column.dtype, pin_memory=True)

@@ -1,23 +1,62 @@
 """Decoding strategies as flows of operations. They know neither models nor caches."""
 
-from strategies.flow import Crop, Emit, Flow, Forward, Operation, Process, Rows, Strategy, one_token_per_step
+from strategies.assisted import Assisted
+from strategies.beam import Beam
+from strategies.contrastive import Contrastive
+from strategies.diverse_beam import DiverseBeam
+from strategies.flow import (
+    Crop,
+    Drafts,
+    Emit,
+    Finish,
+    Flow,
+    Forward,
+    NoChoice,
+    Operation,
+    Process,
+    Rows,
+    Show,
+    Strategy,
+    Task,
+    Text,
+    Translation,
+    each,
+    one_token_per_step,
+    read_prompt,
+)
 from strategies.greedy import Greedy
-from strategies.registry import build, names, register
+from strategies.prompt_lookup import PromptLookup
+from strategies.registry import build, names, options, register
 from strategies.sampling import Sampling
 
 __all__ = [
+    "Assisted",
+    "Beam",
+    "Contrastive",
     "Crop",
+    "DiverseBeam",
+    "Drafts",
     "Emit",
+    "Finish",
     "Flow",
     "Forward",
     "Greedy",
+    "NoChoice",
     "Operation",
     "Process",
+    "PromptLookup",
     "Rows",
     "Sampling",
+    "Show",
     "Strategy",
+    "Task",
+    "Text",
+    "Translation",
     "build",
+    "each",
     "names",
     "one_token_per_step",
+    "options",
+    "read_prompt",
     "register",
 ]

@@ -3,11 +3,16 @@
 A strategy's `flow` is a generator: it yields operations and is sent their results. One driver in the engine carries
 them out, so a flow touches no model, cache, mask or device, and a test can play the driver with `next()` and `.send()`.
 
-    operation          result sent back
-    Forward(tokens)    logits after the last token, float32 [rows, vocabulary]
-    Emit(tokens)       all token ids so far, prompt included, [rows, columns]; rows that have ended got the pad id
-    Crop(tokens)       None
-    Rows(index)        None
+    operation                      result sent back
+    Forward(tokens)                logits after the last token, float32 [rows, vocabulary]
+    Forward(tokens, hidden=True)   logits, and the last hidden states of these tokens [rows, n, width]
+    Forward(tokens, every=True)    logits after each of these tokens, float32 [rows, n, vocabulary]
+    Forward(tokens, model="draft") the same of the draft, a second model with a cache of its own
+    Emit(tokens)                   all ids so far, prompt included, [rows, columns]; rows that have ended got the pad id
+    Crop(tokens)                   None
+    Rows(index)                    None
+    Show(final, best)              None
+    Finish(tokens, lengths)        None
 
 The first operation of every flow is a `Forward` of the prompt. The driver closes the flow when all rows have ended; a
 flow that returns ends the run.
@@ -16,20 +21,77 @@ flow that returns ends the run.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
 
+from configs import EngineError
+
 Process = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(ids [rows, columns], logits [rows, vocabulary]) -> scores [rows, vocabulary]: the logits processors of the call."""
+"""(ids [rows, columns], scores [rows, vocabulary]) -> scores [rows, vocabulary]: the logits processors of the call."""
+
+
+@dataclass
+class Drafts:
+    """What became of the tokens that a flow proposed to its model: the flow counts, the engine reports.
+
+    drafted, accepted: tokens of all rows, each counted once. verifications: forwards that looked at some. length: how
+    many a draft proposes at a time, to begin with and in the end.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    verifications: int = 0
+    length: int | None = None
+
+
+@dataclass(frozen=True)
+class Translation:
+    """Between the ids of the model and those of a draft with another vocabulary, for one row.
+
+    to_draft: all ids [1, columns] -> the same text [1, n]. to_model: (all ids, the draft's text, how many tokens of it
+    say the same as the ids) -> what comes after the ids, [1, any]. last_column: the draft's texts get no longer.
+    """
+
+    to_draft: Callable[[torch.Tensor], torch.Tensor]
+    to_model: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+    last_column: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a flow is to do.
+
+    ids: the prompt [rows, columns]. mask: 0 where it has a pad, [rows, columns], with columns more in front where the
+    prompt begins with embeddings that have no id. process: to be applied to the scores of every step. ended: for ids
+    [any, columns], whether a text ends there, bool [any]; only flows that `Finish` by themselves have to ask.
+    last_column: no row gets longer than so many columns. eos_ids: tokens that end a text. pad_id: what a row is filled
+    up with. drafts: filled in where tokens are proposed. translation: where the draft has a vocabulary of its own.
+    """
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    process: Process
+    ended: Callable[[torch.Tensor], torch.Tensor]
+    last_column: int
+    eos_ids: frozenset[int] = frozenset()
+    pad_id: int = 0
+    drafts: Drafts = field(default_factory=Drafts)
+    translation: Translation | None = None
 
 
 @dataclass(frozen=True)
 class Forward:
-    """Feed `tokens` [rows, n] to the model. They are committed by the next operation unless that is a `Crop`."""
+    """Feed `tokens` [rows, n] to the model. They are committed by its next operation unless that is a `Crop`.
+
+    model: "main", or "draft" where the strategy `needs_draft`.
+    """
 
     tokens: torch.Tensor
+    hidden: bool = False
+    every: bool = False
+    model: str = "main"
 
 
 @dataclass(frozen=True)
@@ -42,41 +104,115 @@ class Emit:
 
 @dataclass(frozen=True)
 class Crop:
-    """Take back the last `tokens` tokens of the `Forward` just made."""
+    """Take back the last `tokens` tokens of the `Forward` just made; of the draft, of all that were fed."""
 
     tokens: int
+    model: str = "main"
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Row i becomes row `index[i]` in everything that is kept per row, emitted tokens included."""
+    """Row i becomes row `index[i]` in everything that is kept per row, emitted tokens included.
+
+    Every row `n` times in a row (see `each`) is a fork: what rows have in common is then kept once.
+    """
 
     index: torch.Tensor
 
 
-Operation = Forward | Emit | Crop | Rows
+@dataclass(frozen=True)
+class Text:
+    """A text to be returned, as far as it goes. ended: whether that is all of it. row: which row goes on from it."""
+
+    tokens: list[int]
+    ended: bool
+    row: int
+
+
+@dataclass(frozen=True)
+class Show:
+    """How the texts stand of a flow that will `Finish`, one `Text` for each that is returned, in their order.
+
+    It comes between a `Rows` and the next `Forward`. final: with the tokens that cannot become others any more. best:
+    what each would be if the run stopped here. Both wait for the device, so they are only asked for where somebody
+    looks, or where the run does stop.
+    """
+
+    final: Callable[[], list[Text]]
+    best: Callable[[], list[Text]]
+
+
+@dataclass(frozen=True)
+class Finish:
+    """All rows have ended: `tokens` [rows, n] come after the prompt, of which row i uses the first `lengths[i]`.
+
+    scores: one [rows at that step, vocabulary] per step. sequences_scores [rows] and beam_indices [rows, n] are
+    reported as they are.
+    """
+
+    tokens: torch.Tensor
+    lengths: list[int]
+    scores: tuple[torch.Tensor, ...] = ()
+    sequences_scores: torch.Tensor | None = None
+    beam_indices: torch.Tensor | None = None
+
+
+Operation = Forward | Emit | Crop | Rows | Show | Finish
 Flow = Generator[Operation, Any, None]
 
 
+class NoChoice(EngineError):
+    """There is nothing that the next token could be chosen by."""
+
+
 class Strategy(Protocol):
-    """A dataclass whose fields are the strategy's options."""
+    """A dataclass whose fields are the strategy's options, by the names of transformers' generation parameters.
+
+    Where the rows of the prompt become more, `branches: int` says how many each becomes, and `scored: int` how many of
+    them `Task.process` is given at a time, if that is not all; where the first `Forward` asks for hidden states,
+    `reads_hidden = True` says so; where tokens are taken back, `verifies = True`; where a draft is fed, `needs_draft =
+    True`.
+    """
 
     name: ClassVar[str]
-    samples: ClassVar[bool]
-    """Whether it draws at random: then temperature, top-k, top-p and their like apply to its scores."""
 
-    def flow(self, ids: torch.Tensor, process: Process) -> Flow:
-        """Decode after the prompt `ids` [rows, columns]."""
+    @property
+    def samples(self) -> bool:
+        """Whether it draws at random: then temperature, top-k, top-p and their like apply to its scores."""
+
+    def flow(self, task: Task) -> Flow:
+        """Decode after the prompt."""
 
 
-def one_token_per_step(ids: torch.Tensor, process: Process, choose: Callable[[torch.Tensor], torch.Tensor]) -> Flow:
+def draw(probabilities: torch.Tensor, tokens: int = 1) -> torch.Tensor:
+    """Of every row [rows, vocabulary] so many different tokens, [rows, tokens].
+
+    Rows of NaN get any: the engine tells of them, and torch would only raise, or on a GPU stop the whole process.
+    """
+    return torch.multinomial(probabilities.nan_to_num(1.0), tokens)
+
+
+def each(rows: int, times: int) -> torch.Tensor:
+    """The index that repeats every row: for 2 rows 3 times 0, 0, 0, 1, 1, 1."""
+    return torch.arange(rows).repeat_interleave(times)
+
+
+def read_prompt(task: Task, branches: int) -> Generator[Operation, Any, tuple[torch.Tensor, torch.Tensor]]:
+    """Read the prompt once and let every row branch: ids [rows * branches, columns] and logits after them."""
+    logits = yield Forward(task.ids)
+    if branches == 1:
+        return task.ids, logits
+    yield Rows(each(len(task.ids), branches))
+    return task.ids.repeat_interleave(branches, dim=0), logits.repeat_interleave(branches, dim=0)
+
+
+def one_token_per_step(task: Task, choose: Callable[[torch.Tensor], torch.Tensor], branches: int = 1) -> Flow:
     """The flow of every strategy that picks each row's next token from its scores alone.
 
-    choose: scores [rows, vocabulary] -> tokens [rows].
+    choose: scores [rows, vocabulary] -> tokens [rows]. branches: texts per row of the prompt.
     """
-    tokens = ids
+    ids, logits = yield from read_prompt(task, branches)
     while True:
-        logits = yield Forward(tokens)
-        scores = process(ids, logits)
+        scores = task.process(ids, logits)
         ids = yield Emit(choose(scores)[:, None], (scores,))
-        tokens = ids[:, -1:]
+        logits = yield Forward(ids[:, -1:])

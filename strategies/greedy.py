@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
-from strategies.flow import Flow, Process, one_token_per_step
+from strategies.flow import Flow, Task, one_token_per_step
 from strategies.registry import register
 
 
@@ -19,5 +17,5 @@ class Greedy:
     name: ClassVar[str] = "greedy"
     samples: ClassVar[bool] = False
 
-    def flow(self, ids: torch.Tensor, process: Process) -> Flow:
-        return one_token_per_step(ids, process, lambda scores: scores.argmax(dim=-1))
+    def flow(self, task: Task) -> Flow:
+        return one_token_per_step(task, lambda scores: scores.argmax(dim=-1))

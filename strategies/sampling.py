@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from strategies.flow import Flow, Process, one_token_per_step
+from configs import require_positive
+from strategies.flow import Flow, Task, draw, one_token_per_step
 from strategies.registry import register
 
 
@@ -16,15 +17,24 @@ from strategies.registry import register
 class Sampling:
     """Draws once per step over all rows from torch's global generator, so a seed means what it means in transformers.
 
-    Temperature, top-k, top-p and the like are transformers' logits processors and set as in its `GenerationConfig`.
+    num_return_sequences: texts per prompt, which is read once for all of them. Temperature, top-k, top-p and the like
+    are transformers' logits processors and set as in its `GenerationConfig`.
     """
 
     name: ClassVar[str] = "sampling"
     samples: ClassVar[bool] = True
+    num_return_sequences: int = 1
 
-    def flow(self, ids: torch.Tensor, process: Process) -> Flow:
-        return one_token_per_step(ids, process, _draw)
+    def __post_init__(self) -> None:
+        require_positive(self.name, num_return_sequences=self.num_return_sequences)
+
+    @property
+    def branches(self) -> int:
+        return self.num_return_sequences
+
+    def flow(self, task: Task) -> Flow:
+        return one_token_per_step(task, _draw, self.branches)
 
 
 def _draw(scores: torch.Tensor) -> torch.Tensor:
-    return torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
+    return draw(scores.softmax(dim=-1))[:, 0]

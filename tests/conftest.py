@@ -2,8 +2,11 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for the network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# On models this small threads only wait for each other, in the commands that tests start too.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import io
+import signal
 import sys
 from dataclasses import dataclass
 
@@ -14,12 +17,18 @@ from trial import Trial
 
 import engine
 
-torch.set_num_threads(1)  # on models this small, threads only wait for each other
-
 
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c_is_pythons():
+    """A shell ignores it for what it starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

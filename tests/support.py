@@ -24,7 +24,8 @@ def toy_flow(rows: list[list[int]]):
         name = "scripted"
         samples = False
 
-        def flow(self, ids, process):
+        def flow(self, task):
+            ids = task.ids
             yield Forward(ids)
             while True:
                 ids = yield Emit(torch.tensor(rows))

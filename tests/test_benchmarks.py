@@ -11,7 +11,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(name, out, options):
-    command = [sys.executable, ROOT / "benchmarks" / name, "--out", out, "--threads", "1", *options.split()]
+    options = options.split() if isinstance(options, str) else options
+    command = [sys.executable, ROOT / "benchmarks" / name, "--out", out, "--threads", "1", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -49,3 +50,42 @@ def test_quality_and_its_plot(tmp_path):
     pytest.importorskip("matplotlib")
     subprocess.run([sys.executable, ROOT / "benchmarks" / "plot.py", tmp_path / "quality.json"], check=True)
     assert "sha256" in (tmp_path / "quality.svg").read_text()
+
+
+def test_branching_and_its_plot(tmp_path):
+    found = run("branching.py", tmp_path / "branching.json", "--model tiny --quick --runs 1")
+    assert list(found["curve"]) == ["1", "2", "4", "8", "16", "32", "64"]
+    cases = found["cases"] | found["curve"]
+    for case in cases.values():
+        ours = case["engines"]["ours"]
+        assert 0 < ours["whole_s"]["least"] <= ours["whole_s"]["median"] <= ours["whole_s"]["most"]
+        assert ours["cache_bytes"] > 0
+        assert case["same_text"] is (True if "transformers" in case["engines"] else None)
+        assert (case["times_peer"] is None) == (len(case["engines"]) == 1)
+    assert found["cases"]["16 beams"]["engines"]["transformers"]["cache_bytes"] == 16 * (50 + 4) * 2 * 2 * 64 * 4
+    assert {row["peak_bytes"] > 0 for row in found["cases"]["40 beams, 20 texts"]["engines"].values()} == {True}
+    assert "greedy" in found["cases"]["contrastive, 8 candidates"]["engines"]
+    pytest.importorskip("matplotlib")
+    subprocess.run([sys.executable, ROOT / "benchmarks" / "plot.py", tmp_path / "branching.json"], check=True)
+    assert "sha256" in (tmp_path / "branching.svg").read_text()
+
+
+def test_single_scenarios_of_branching(tmp_path):
+    options = ["--model", "tiny", "--quick", "--runs", "1", "--no-curve", "--no-peak", "--scenarios"]
+    found = run("branching.py", tmp_path / "branching.json", [*options, "16 samples; 16 beams"])
+    assert list(found["cases"]) == ["16 samples", "16 beams"]
+    assert found["curve"] == {}
+
+
+def test_assisted(tmp_path):
+    found = run("assisted.py", tmp_path / "assisted.json", "--model tiny --lower 1 --quick --runs 1")
+    cases = found["cases"]
+    for case in cases.values():
+        assert case["same_text"] is True
+        assert len(case["engines"]) == 4 - (case["rows"] > 1)
+        assert set(case["times"]) == set(case["engines"]) - {"proposed"}
+        assert 0 < case["floors_ms"]["with proposals"] < case["floors_ms"]["alone"]
+    accepted = [case["acceptance"] for case in cases.values() if not case["lookup"] and case["rows"] == 1]
+    assert accepted == sorted(accepted, reverse=True)
+    assert (accepted[0], accepted[-1] < 0.5) == (1, True)
+    assert cases["lookup in a text that repeats itself"]["acceptance"] > 0.5

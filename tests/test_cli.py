@@ -73,6 +73,19 @@ def test_a_chat(cli, shipped):
     assert expected != shipped.generate("hi", max_new_tokens=8).text[0]
 
 
+def test_proposed_tokens(cli, shipped):
+    """They leave the text as it is."""
+    text = cli(["generate", PROMPT, "--max-new-tokens", "20"]).stdout
+    lookup = cli(["generate", PROMPT, "--max-new-tokens", "20", "--prompt-lookup", "5", "--stats"])
+    draft = cli(
+        ["generate", PROMPT, "--max-new-tokens", "20", "--draft", str(engine.SHIPPED_MODEL), "--draft-tokens", "4",
+         "--set", "assistant_confidence_threshold=0", "--stats"]
+    )  # fmt: skip
+    assert text == lookup.stdout == draft.stdout
+    assert "15 tokens, 15 accepted" in re.sub(r"\s+", " ", draft.stderr)  # 1 + 3 * (4 + 1) + 3 + 1
+    assert "accepted" in lookup.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "options"),
     [
@@ -86,6 +99,16 @@ def test_a_chat(cli, shipped):
         (["--top-k", "3", "--min-p", "0.1", "--seed", "4"], {"top_k": 3, "min_p": 0.1, "do_sample": True}),
         (["--samples", "2", "--seed", "4"], {"num_return_sequences": 2, "do_sample": True}),
         (["--strategy", "sampling", "--seed", "4"], {"do_sample": True}),
+        (
+            ["--num-beams", "3", "--samples", "2", "--length-penalty", "2"],
+            {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 2.0},
+        ),
+        (
+            ["--num-beams", "4", "--num-beam-groups", "2", "--diversity-penalty", "3", "--samples", "2"],
+            {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 3.0, "num_return_sequences": 2},
+        ),
+        (["--penalty-alpha", "0.7", "--top-k", "4"], {"penalty_alpha": 0.7, "top_k": 4}),
+        (["--strategy", "contrastive", "--penalty-alpha", "0.9"], {"strategy": "contrastive", "penalty_alpha": 0.9}),
         (["--cache", "static", "--cache-option", "max_cache_len=99"], {}),
         (["--prefill-chunk-tokens", "2", "--linears", "default", "--dtype", "float32", "--device", "cpu"], {}),
     ],
@@ -341,7 +364,8 @@ def complete(words):
 
 def test_completion():
     assert complete("engine gen") == ["generate"]
-    assert sorted(complete("engine generate --cache ")) == sorted(caches.names())
+    assert sorted(complete("engine generate --cache ")) == sorted([*caches.names(), "auto"])
+    assert sorted(complete("engine plan --cache ")) == sorted(caches.names())
     assert complete("engine generate --cache st") == ["static"]
     assert "--prefill-chunk-tokens" in complete("engine generate --pre")
     assert complete("engine generate --linears one") == ["onednn"]

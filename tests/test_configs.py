@@ -24,7 +24,7 @@ KINDS = [kind for kind in dict.fromkeys(kinds_below(Config)) if kind.__module__.
 KINDS = [kind for kind in KINDS if kind not in BASES]
 OPTIONS = [(kind, name) for kind in KINDS for name in kind.option_names()]
 CANDIDATES = (77, 0.5, True, False, StaticCacheConfig(max_cache_len=9), "aot_eager", "onednn", "float32", {"0": "cpu"})
-CANDIDATES += ("kivi", 2, -1, "disk", 777)
+CANDIDATES += ("kivi", 2, -1, "disk", 777, "slide", ["split"])
 NEEDS = {"folder": {"residency": "disk"}}  # options that go with others only
 
 

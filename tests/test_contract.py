@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from contract import CELLS, EDGES, KINDS, REFUSALS, STEPS, WINDOW, build, each_backend, each_cell, each_kind
-from trial import Trial, refused
+from trial import Trial, refused, with_room
 
 import caches
 
@@ -177,6 +177,62 @@ def test_rows(trial, rows):
     trial.check()
     for count in EDGES:
         trial.step(count)
+        trial.check()
+
+
+@each_cell
+def test_a_fork_is_rows_repeated(backend, kind):
+    """Whatever is done with them then."""
+    trial = with_room(backend, kind, 8)
+    trial.cache.fork(3)
+    trial.check()
+    trial.step(9)
+    trial.fork(1)
+    for count in EDGES:
+        for fork in ([trial.fork, 2], [trial.rows, [1, 0, 3, 3]], [trial.fork, 2], [trial.rows, [6, 7, 2, 2]]):
+            fork[0](fork[1])
+            trial.check()
+            trial.step(count, drop=count if count % 2 else 0)
+            trial.check()
+            trial.cache.begin(2)
+            trial.forward(trial.fresh(2), range(2))
+            trial.cache.abort()
+            trial.step(1)
+        for step, index in ((trial.step, [1, 1, 6]), (trial.step_whole, [0, 2])):
+            trial.fork(2)
+            step(count)
+            copy.deepcopy(trial).step(2)
+            step(1)
+            trial.check()
+            trial.rows(index)
+            trial.check()
+        trial.feed(1)
+        trial.check()
+    refused(trial, trial.cache.fork, 0, match=r"fork\(0\): of every row")
+    if trial.cache.fixed:
+        refused(trial, trial.cache.fork, 5, match="room for 8 rows cannot hold 10")
+    trial.fork(3)
+    trial.cache.reset()
+    trial.forget(2)
+    trial.step(3)
+    trial.check()
+
+
+@each_cell
+def test_tokens_from_before_a_fork_can_be_taken_back(backend, kind):
+    for removed in (1, 3, 6, 9, 15):
+        trial = with_room(backend, kind, 6)
+        trial.step(9)
+        trial.fork(3)
+        trial.step(4)
+        trial.step(2)
+        if trial.can_crop(removed) is not True:
+            continue
+        trial.crop(-removed)
+        trial.check()
+        trial.step(2)
+        trial.rows([2, 1, 0, 3, 4, 5])
+        trial.step(30)
         trial.check()
 
 

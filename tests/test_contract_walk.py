@@ -11,7 +11,7 @@ import caches
 
 OPERATIONS = [
     *("step", "step", "step", "step", "drop", "abort", "rows", "crop"),
-    *("feed", "died", "copy", "join", "graph", "reset", "reserve"),
+    *("feed", "died", "copy", "join", "graph", "reset", "reserve", "fork", "fork", "siblings", "whole"),
 ]
 
 
@@ -39,6 +39,14 @@ def walk(trial, seed, operations=60):
         elif operation == "rows" and trial.seen:
             most = trial.room_for_rows or 4
             trial.rows([draw.randrange(len(trial.tokens)) for _ in range(draw.randint(1, most))])
+        elif operation == "fork" and trial.seen:
+            most = trial.room_for_rows or 12
+            trial.fork(draw.randint(1, max(1, most // len(trial.tokens))))
+        elif operation == "siblings" and trial.seen:  # rows change places with those beside them
+            count = draw.choice([size for size in (1, 2, 3, 4) if len(trial.tokens) % size == 0])
+            trial.rows([row - row % count + draw.randrange(count) for row in range(len(trial.tokens))])
+        elif operation == "whole" and (trial.limit is None or trial.seen < trial.limit):
+            trial.step_whole(1)
         elif operation == "crop" and trial.seen:
             removed = draw.choice([0, 1, trial.last_step, draw.randint(0, trial.seen), trial.seen + 1])
             possible = trial.can_crop(removed)
@@ -65,7 +73,7 @@ def walk(trial, seed, operations=60):
             trial = trial.holding(caches.join_rows(parts), index)
         elif operation == "graph" and trial.cache.why_not_compiled is None:
             trial.step(1, draw.randint(0, 1), graph=True)
-        elif operation == "reset" and draw.random() < 0.5:
+        elif operation == "reset" and trial.seen and draw.random() < 0.5:
             trial.cache.reset()
             trial.forget(draw.randint(1, min(rows, trial.room_for_rows or rows)))
         elif operation == "reserve":
@@ -74,10 +82,10 @@ def walk(trial, seed, operations=60):
 
 
 @each_cell
-def test_any_sequence_of_operations(trial, rows):
+def test_any_sequence_of_operations(trial, rows, backend, kind):
     done = []
     try:
-        for operation in walk(trial, seed=rows):
+        for operation in walk(trial, seed=f"{backend} {kind} {rows}"):
             done.append(operation)
     except BaseException as failure:
         failure.args = (f"{failure}\nafter {done}",)

@@ -93,7 +93,7 @@ def test_a_cache_in_use_is_left_alone():
     expected = engine.generate(model, inputs, max_new_tokens=8)
     stream = engine.stream(model, inputs, max_new_tokens=8)
     next(stream)
-    busy = stream._run._lane.cache
+    busy = stream._play._run._lane.cache
     with pytest.raises((engine.EngineError, RuntimeError), match="step is open"):
         engine.generate(model, expected.sequences, cache=busy, max_new_tokens=2)
     list(stream)

@@ -1,5 +1,7 @@
 """Prompts given as embeddings."""
 
+import functools
+
 import pytest
 import torch
 from architectures import ARCHITECTURES, pairs, prompt, tiny_model
@@ -17,6 +19,17 @@ def embedded(model, shift=0.3):
     return {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}, inputs["input_ids"]
 
 
+@functools.cache
+def transformers_says(name, named):
+    model = tiny_model(name)
+    inputs, ids = embedded(model)
+    return model.generate(**with_ids(inputs, ids, named), max_new_tokens=NEW, do_sample=False)
+
+
+def with_ids(inputs, ids, named):
+    return inputs | {"input_ids": ids[:, -named:]} if named else inputs
+
+
 @pytest.mark.parametrize("named", [0, 5, 13], ids=["no ids", "ids of the end", "ids of all"])
 @pytest.mark.parametrize("chunk", [None, 5], ids=["whole", "chunked"])
 @pytest.mark.parametrize(("name", "cache"), pairs(ARCHITECTURES))
@@ -24,13 +37,10 @@ def test_the_text_is_that_of_transformers(name, cache, chunk, named):
     if cache == "none" and chunk is not None:
         pytest.skip("without a cache a prompt cannot be read in pieces")
     model = tiny_model(name)
-    inputs, ids = embedded(model)
-    if named:
-        inputs["input_ids"] = ids[:, -named:]
-    expected = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    inputs = with_ids(*embedded(model), named)
     config = engine.EngineConfig(prefill_chunk_tokens=chunk)
     out = engine.Generator(model, config=config).generate(inputs, cache=cache, max_new_tokens=NEW)
-    assert torch.equal(out.sequences, expected)
+    assert torch.equal(out.sequences, transformers_says(name, named))
     assert out.stats.prompt_tokens == 2 * 13 - 4
 
 

@@ -1,5 +1,7 @@
 """The text equals transformers' `generate`, token for token, whatever the cache."""
 
+import functools
+
 import pytest
 import torch
 import transformers
@@ -14,6 +16,13 @@ def reference(model, inputs, **options):
     return model.generate(**inputs, **({"max_new_tokens": NEW, "do_sample": False} | options))
 
 
+@functools.cache
+def transformers_says(name, use_cache=True):
+    """Its text and logits, found once for all backends."""
+    options = {"use_cache": use_cache, "output_logits": True, "return_dict_in_generate": True}
+    return reference(tiny_model(name), prompt(), **options)
+
+
 @pytest.mark.parametrize("chunk", [None, 3], ids=["whole", "chunked"])
 @pytest.mark.parametrize(("name", "cache"), pairs([*ARCHITECTURES, "mamba", "bamba", "lfm2", "falcon_h1"]))
 def test_greedy(name, cache, chunk):
@@ -22,7 +31,7 @@ def test_greedy(name, cache, chunk):
     model, inputs = tiny_model(name), prompt()
     generator = engine.Generator(model, config=engine.EngineConfig(prefill_chunk_tokens=chunk))
     out = generator.generate(inputs, cache=cache, max_new_tokens=NEW, output_logits=True)
-    expected = reference(model, inputs, output_logits=True, return_dict_in_generate=True)
+    expected = transformers_says(name)
     assert torch.equal(out.sequences, expected.sequences)
     torch.testing.assert_close(out.logits, expected.logits, atol=2e-3, rtol=1e-4)
     assert out.finish_reasons == ["length", "length"]
@@ -38,8 +47,7 @@ def test_greedy_on_more_architectures(name, cache):
     model, inputs = tiny_model(name), prompt()
     out = engine.generate(model, inputs, cache=cache, max_new_tokens=NEW, output_logits=True)
     # Without a cache like without: transformers disagrees with itself on sparse attention.
-    options = {"use_cache": cache != "none", "output_logits": True, "return_dict_in_generate": True}
-    expected = reference(model, inputs, **options)
+    expected = transformers_says(name, use_cache=cache != "none")
     assert torch.equal(out.sequences, expected.sequences)
     torch.testing.assert_close(out.logits, expected.logits, atol=2e-3, rtol=1e-4)
 

@@ -116,7 +116,7 @@ def test_a_failed_forward_leaves_no_trace(model, monkeypatch):
 
     monkeypatch.setattr(type(model.model.layers[-1]), "forward", fails_once)
     with pytest.raises(engine.Interrupted) as failure:
-        engine.generate(model, inputs, max_new_tokens=NEW)
+        engine.generate(model, inputs, max_new_tokens=NEW, on_oom=[])
     partial = failure.value.partial
     rest = engine.generate(model, partial.sequences, cache=partial.cache, max_new_tokens=NEW - 7)
     assert torch.equal(rest.sequences, expected)

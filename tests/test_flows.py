@@ -1,15 +1,31 @@
 """Flows alone: the test plays the driver."""
 
+import dataclasses
+
 import torch
 from support import toy_flow
 
 import engine
 import strategies
-from strategies import Crop, Emit, Forward, Rows
+from strategies import Crop, Emit, Forward, Rows, Task
 
 
 def test_names():
     assert {"greedy", "sampling"} <= set(strategies.names())
+
+
+def task(ids, process=lambda ids, scores: scores, last_column=10, eos_ids=(), mask=None, **more):
+    """What a flow gets for the prompt `ids`; texts end with an eos id or at `last_column`."""
+    eos = torch.tensor(list(eos_ids))
+    return Task(
+        ids=ids,
+        mask=torch.ones_like(ids) if mask is None else mask,
+        process=process,
+        ended=lambda ids: torch.isin(ids[:, -1], eos) | (ids.shape[1] >= last_column),
+        last_column=last_column,
+        eos_ids=frozenset(eos_ids),
+        **more,
+    )
 
 
 def test_greedy_asks_emits_and_feeds_what_was_recorded():
@@ -20,7 +36,7 @@ def test_greedy_asks_emits_and_feeds_what_was_recorded():
         seen.append(ids.tolist())
         return logits
 
-    flow = strategies.build("greedy").flow(prompt, process)
+    flow = strategies.build("greedy").flow(task(prompt, process))
     operation = next(flow)
     assert isinstance(operation, Forward)
     assert operation.tokens is prompt
@@ -39,8 +55,9 @@ def test_greedy_asks_emits_and_feeds_what_was_recorded():
 
 
 def test_sampling_draws_from_the_processed_scores():
-    flow = strategies.build("sampling").flow(torch.tensor([[1]]), lambda ids, logits: logits * 0 + torch.log(weights))
     weights = torch.tensor([[0.2, 0.0, 0.8]])
+    certain = task(torch.tensor([[1]]), lambda ids, logits: logits * 0 + torch.log(weights))
+    flow = strategies.build("sampling").flow(certain)
     next(flow)
     counts = torch.zeros(3)
     for _ in range(2000):
@@ -60,7 +77,8 @@ def test_the_driver_carries_out_every_operation():
 
         name, samples = "wasteful", False
 
-        def flow(self, ids, process):
+        def flow(self, task):
+            ids, process = task.ids, task.process
             logits = yield Forward(ids)
             while True:
                 ids = yield Emit(process(ids, logits).argmax(-1, keepdim=True))
@@ -84,7 +102,8 @@ def test_rows_may_become_more_and_everything_follows_them():
     class Twice:
         name, samples = "twice", False
 
-        def flow(self, ids, process):
+        def flow(self, task):
+            ids, process = task.ids, task.process
             logits = yield Forward(ids)
             ids = yield Emit(process(ids, logits).argmax(-1, keepdim=True))
             yield Rows(torch.tensor([1, 1, 0, 0]))
@@ -105,7 +124,8 @@ def test_streamed_text_follows_rows(shipped):
     class Swapped:
         name, samples = "swapped", False
 
-        def flow(self, ids, process):
+        def flow(self, task):
+            ids, process = task.ids, task.process
             while True:
                 logits = yield Forward(ids if ids.shape[1] == begin else ids[:, -1:])
                 ids = yield Emit(process(ids, logits).argmax(-1, keepdim=True))
@@ -126,7 +146,8 @@ def test_a_flow_that_returns_ends_the_run():
     class ThreeTokens:
         name, samples = "three", False
 
-        def flow(self, ids, process):
+        def flow(self, task):
+            ids = task.ids
             for _ in range(3):
                 logits = yield Forward(ids[:, -1:] if ids.shape[1] > 13 else ids)
                 ids = yield Emit(logits.argmax(-1, keepdim=True))
@@ -146,3 +167,250 @@ def test_several_tokens_may_be_emitted_at_once():
     assert out.sequences[1, 13:].tolist() == [6, 7, 8, 6, 7]
     assert out.finish_reasons == ["eos", "length"]
     assert out.stats.new_tokens == 2 + 5
+
+
+# Beams, groups and candidates by hand, over a vocabulary of 4: 3 ends a text.
+
+
+def logits(*rows):
+    """Probabilities, by token, as logits."""
+    return torch.tensor(rows).log()
+
+
+def begun(strategy, first, **of_task):
+    """The flow of `strategy` after the prompt 1, whose next token has the probabilities `first`."""
+    flow = strategy.flow(task(torch.tensor([[1]]), eos_ids=[3], **of_task))
+    assert next(flow).tokens.tolist() == [[1]]
+    operation = flow.send(logits(first))
+    assert isinstance(operation, Rows)
+    assert operation.index.tolist() == [0] * strategy.branches  # the prompt was read once
+    return flow
+
+
+def step(flow, *probabilities):
+    """Answers the open Forward; the parents of the rows and the tokens that are fed next, or the end."""
+    rows = flow.send(logits(*probabilities) if probabilities else None)
+    assert isinstance(rows, Rows)
+    operation = flow.send(None)
+    if isinstance(operation, strategies.Show):
+        operation = flow.send(None)
+    if isinstance(operation, Forward):
+        return rows.index.tolist(), operation.tokens.flatten().tolist()
+    assert isinstance(operation, strategies.Finish)
+    return rows.index.tolist(), operation
+
+
+def test_beams_change_places_and_the_best_text_wins():
+    flow = begun(strategies.Beam(num_beams=2, num_return_sequences=2), [0.6, 0.4, 0.0, 0.0], last_column=4)
+    assert step(flow) == ([0, 0], [0, 1])
+    # 0.6 * 0.3 = 0.18 and 0.4 * 0.9 = 0.36: the second beam has the better child, and takes the first place.
+    assert step(flow, [0.3, 0.25, 0.25, 0.2], [0.05, 0.9, 0.05, 0.0]) == ([1, 0], [1, 0])
+    index, end = step(flow, [0.4, 0.3, 0.2, 0.1], [0.9, 0.1, 0.0, 0.0])
+    assert index == [0, 0]
+    assert end.tokens.tolist() == [[0, 0, 0], [1, 1, 0]]  # 0.18 * 0.9 = 0.162, 0.36 * 0.4 = 0.144
+    assert end.lengths == [3, 3]
+    assert end.beam_indices.tolist() == [[0, 0, 1], [0, 1, 0]]
+    expected = torch.tensor([0.162, 0.144]).log() / 3
+    torch.testing.assert_close(end.sequences_scores, expected)
+
+
+def test_an_end_counts_only_among_the_best_as_many_as_there_are_beams():
+    beams = strategies.Beam(num_beams=2, early_stopping=True, length_penalty=0.0)
+    flow = begun(beams, [0.5, 0.4, 0.0, 0.1], last_column=9)
+    step(flow)  # the end is third
+    # Ends are first (0.5 * 0.7) and, of the other beam, third (0.4 * 0.3): only one of them is a text.
+    assert step(flow, [0.3, 0.0, 0.0, 0.7], [0.0, 0.7, 0.0, 0.3]) == ([1, 0], [1, 0])
+    index, end = step(flow, [0.1, 0.0, 0.0, 0.9], [1.0, 0.0, 0.0, 0.0])
+    assert index == [0]
+    assert end.lengths == [2]
+    assert end.tokens.tolist() == [[0, 3]]
+    torch.testing.assert_close(end.sequences_scores, torch.tensor([0.35]).log())
+
+
+def shown(flow, *probabilities):
+    """Answers the open Forward, and goes on to the next: what is final, and what is best, after this step."""
+    flow.send(logits(*probabilities) if probabilities else None)
+    operation = flow.send(None)
+    assert isinstance(operation, strategies.Show)
+    found = operation.final(), operation.best()
+    assert isinstance(flow.send(None), Forward)
+    return found
+
+
+def tokens_of(texts):
+    return [text.tokens for text in texts]
+
+
+def test_what_all_beams_have_in_common_is_final():
+    flow = begun(strategies.Beam(num_beams=2, num_return_sequences=2), [0.9, 0.1, 0.0, 0.0])
+    final, best = shown(flow)
+    assert (tokens_of(final), tokens_of(best)) == ([[], []], [[0], [1]])
+    final, best = shown(flow, [0.5, 0.3, 0.2, 0.0], [0.4, 0.3, 0.3, 0.0])
+    assert (tokens_of(final), tokens_of(best)) == ([[0], [0]], [[0, 0], [0, 1]])
+    assert [text.row for text in best] == [0, 1]
+    assert not any(text.ended for text in final + best)
+    final, best = shown(flow, [0.6, 0.4, 0.0, 0.0], [0.0, 0.1, 0.1, 0.8])  # the end is a text from now on
+    assert (tokens_of(final), tokens_of(best)) == ([[0], [0]], [[0, 0, 0], [0, 0, 1]])
+
+
+def test_a_text_that_has_ended_counts_as_long_as_it_may_be_returned():
+    for returned, agreed in ((1, [[0]]), (2, [[], []])):
+        beams = strategies.Beam(num_beams=2, num_return_sequences=returned, length_penalty=0.0)
+        flow = begun(beams, [0.7, 0.1, 0.0, 0.2], last_column=9)
+        assert tokens_of(shown(flow)[0]) == [[]] * returned  # 3, or more than one
+        # 0.7 * 0.4 = 0.28 for 0 3 is more than 0.2 for 3, which only is the second best from now on.
+        final, best = shown(flow, [0.35, 0.25, 0.0, 0.4], [1.0, 0.0, 0.0, 0.0])
+        assert tokens_of(final) == agreed
+        assert tokens_of(best) == [[0, 0], [0, 1]][:returned]
+
+
+def test_a_prompt_that_is_done_is_shown_with_its_end():
+    beams = strategies.Beam(num_beams=2, num_return_sequences=2, early_stopping=True, length_penalty=0.0)
+    flow = beams.flow(task(torch.tensor([[1], [2]]), eos_ids=[3]))
+    flow.send(None)
+    flow.send(logits([0.5, 0.1, 0.0, 0.4], [0.6, 0.4, 0.0, 0.0]))
+    assert tokens_of(shown(flow)[0]) == [[], [], [], []]
+    going_on = [[0.9, 0.1, 0.0, 0.0], [0.1, 0.1, 0.8, 0.0]]
+    final, best = shown(flow, [0.1, 0.0, 0.0, 0.9], [0.5, 0.5, 0.0, 0.0], *going_on)
+    assert tokens_of(final) == [[0, 3], [3], [], []]
+    assert [text.ended for text in final] == [text.ended for text in best] == [True, True, False, False]
+    assert tokens_of(best) == [[0, 3], [3], [0, 0], [1, 2]]
+    assert [text.row for text in best][2:] == [2, 3]
+
+
+def test_beams_of_a_group_that_is_done_do_not_count():
+    groups = strategies.DiverseBeam(2, 2, diversity_penalty=1.0, early_stopping=True, length_penalty=0.0)
+    flow = begun(groups, [0.5, 0.3, 0.2, 0.0], last_column=9)
+    final, best = shown(flow)
+    assert (tokens_of(final), tokens_of(best)) == ([[]], [[0]])
+    # The first group has its text, 0 3. Its beam 0 0 runs on, is more probable than that of the second, and in vain.
+    final, best = shown(flow, [0.45, 0.0, 0.0, 0.55], [0.3, 0.4, 0.3, 0.0])
+    assert (tokens_of(final), tokens_of(best)) == ([[]], [[1, 1]])
+
+
+def play_to_the_end(early_stopping, length_penalty, first_end=0.2, end=0.7, last_column=9):
+    """Every step a text ends, with `end` of the probability: how many steps there are, and the best text."""
+    beams = strategies.Beam(num_beams=2, early_stopping=early_stopping, length_penalty=length_penalty)
+    flow = begun(beams, [1 - first_end, 0.0, 0.0, first_end], last_column=last_column)
+    goes_on = [1 - end, 0.0, 0.0, end]
+    _, finish = step(flow)
+    steps = 1
+    while not isinstance(finish, strategies.Finish):
+        _, finish = step(flow, goes_on, goes_on)
+        steps += 1
+    return steps, finish.tokens[0].tolist()
+
+
+def test_a_search_ends_when_its_rule_says_so():
+    # 0.2, then 0.8 * 0.7 = 0.56: two texts are enough.
+    assert play_to_the_end(True, 1.0) == (2, [0, 3])
+    # 0.24 runs on, more than 0.2. After the next step 0.072 does: less, or log 0.072 / 3 < log 0.168 / 3.
+    assert play_to_the_end(False, 0.0) == play_to_the_end("never", 0.0) == (3, [0, 3])
+    assert play_to_the_end(False, 1.0) == (3, [0, 3])
+    # As long as it may get, 8 tokens: log 0.072 / 8 and log 0.0216 / 8 may yet be more than log 0.168 / 3.
+    assert play_to_the_end("never", 1.0) == (5, [0, 3])
+    # Length is worth more than probability.
+    assert play_to_the_end(False, 3.0) == (3, [0, 0, 3])
+    assert play_to_the_end("never", 3.0) == (8, [0] * 7 + [3])
+    # Or length is a loss: what may yet come is as long as what runs, not as long as it may get. log 0.045 * 2 = -6.2 is
+    # more than log (0.9 * 0.95 ** 10) * 11, and less than with a token less.
+    assert play_to_the_end("never", -1.0, first_end=0.1, end=0.05, last_column=60) == (11, [3])
+
+
+def test_beams_can_be_drawn():
+    beams, drawn = strategies.Beam(num_beams=2, do_sample=True), set()
+    for seed in range(40):
+        torch.manual_seed(seed)
+        flow = begun(beams, [0.3, 0.2, 0.18, 0.0, 0.13, 0.11, 0.08], last_column=9)
+        drawn.add(tuple(step(flow)[1]))
+    assert all(first < second for first, second in drawn)  # the more probable one is the first
+    assert len(drawn) > 3
+
+
+def test_groups_avoid_what_groups_before_them_chose():
+    groups = strategies.DiverseBeam(4, 2, diversity_penalty=1.0, num_return_sequences=4)
+    flow = begun(groups, [0.5, 0.3, 0.2, 0.0], last_column=3)
+    # log 0.5 - 1 and log 0.3 - 1 are less than log 0.2: the second group begins with 2, and then 0.
+    assert step(flow) == ([0, 0, 2, 2], [0, 1, 2, 0])
+    certain = [0.9, 0.05, 0.05, 0.0]
+    index, end = step(flow, certain, certain, certain, [0.05, 0.05, 0.9, 0.0])
+    assert index == [0, 0, 0, 0]
+    first = {(0, 0): 0.5 * 0.9, (1, 0): 0.3 * 0.9}
+    # In the second group 0 has lost 2 once more: it was chosen twice in this step; the 1 was for being chosen before.
+    penalty = torch.tensor(1.0).neg().exp().item()
+    second = {(2, 0): 0.2 * 0.9 * penalty**2, (0, 2): 0.5 * penalty * 0.9}
+    scores = dict(sorted((first | second).items(), key=lambda item: -item[1]))
+    assert [tuple(text) for text in end.tokens.tolist()] == list(scores)
+    torch.testing.assert_close(end.sequences_scores, torch.tensor(list(scores.values())).log() / 2)
+
+
+def test_a_group_that_is_done_counts_as_choosing_the_pad():
+    groups = strategies.DiverseBeam(2, 2, diversity_penalty=5.0, num_return_sequences=2, early_stopping=True)
+    flow = begun(groups, [0.5, 0.4, 0.1, 0.0], last_column=9)
+    assert step(flow) == ([0, 1], [0, 1])
+    _, tokens = step(flow, [0.1, 0.0, 0.0, 0.9], [0.0, 0.6, 0.4, 0.0])
+    assert tokens[1] == 1
+    # The first group has its text. The pad is 0, and what its row would go on with says nothing.
+    _, tokens = step(flow, [0.0, 1.0, 0.0, 0.0], [0.6, 0.4, 0.0, 0.0])
+    assert tokens[1] == 1
+    _, end = step(flow, [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.1, 0.9])
+    assert end.tokens.tolist() == [[0, 3, 0, 0], [1, 1, 1, 3]]
+    assert end.lengths == [2, 4]
+
+
+def test_groups_avoid_each_other_in_the_last_step_too():
+    groups = strategies.DiverseBeam(2, 2, diversity_penalty=5.0, num_return_sequences=2)
+    flow = begun(groups, [0.2, 0.5, 0.3, 0.0], last_column=2)
+    flow.send(None)
+    end = flow.send(None)
+    assert end.tokens.tolist() == [[1], [2]]
+
+
+def test_contrastive_search_weighs_probability_against_similarity():
+    flow = strategies.Contrastive(penalty_alpha=0.5, top_k=2).flow(task(torch.tensor([[0, 1]])))
+    operation = next(flow)
+    assert operation.hidden
+    north, east = [0.0, 1.0], [1.0, 0.0]
+    operation = flow.send((logits([0.1, 0.6, 0.3, 0.0]), torch.tensor([[north, north]])))
+    assert operation.index.tolist() == [0, 0]
+    operation = flow.send(None)
+    assert operation.tokens.tolist() == [[1], [2]]
+    # Token 1: 0.5 * 0.6 - 0.5 * 1 = -0.2; token 2: 0.5 * 0.3 - 0.5 * 0 = 0.15.
+    after_one, after_two = [0.0, 0.0, 0.0, 1.0], [0.5, 0.1, 0.0, 0.4]
+    operation = flow.send((logits(after_one, after_two), torch.tensor([[north], [east]])))
+    assert isinstance(operation, Rows)
+    assert operation.index.tolist() == [1]  # its keys and values are kept
+    operation = flow.send(None)
+    assert operation.tokens.tolist() == [[2]]
+    flow.send(torch.tensor([[0, 1, 2]]))
+    operation = flow.send(None)
+    assert operation.tokens.tolist() == [[0], [3]]  # from the logits of that same forward
+    # Both are as similar to one of the tokens before, the one just chosen included: the probabilities decide.
+    flow.send((logits(after_one, after_one), torch.tensor([[east], [north]])))
+    assert flow.send(None).tokens.tolist() == [[0]]
+
+
+def test_pads_are_no_context_and_the_first_candidate_wins_ties():
+    masked = dataclasses.replace(task(torch.tensor([[0, 1]])), mask=torch.tensor([[0, 1]]))
+    flow = strategies.Contrastive(penalty_alpha=1.0, top_k=2).flow(masked)
+    next(flow)
+    north, east = [0.0, 1.0], [1.0, 0.0]
+    flow.send((logits([0.1, 0.6, 0.3, 0.0]), torch.tensor([[east, north]])))
+    flow.send(None)
+    flow.send((logits([1.0, 0, 0, 0], [1.0, 0, 0, 0]), torch.tensor([[north], [east]])))
+    assert flow.send(None).tokens.tolist() == [[2]]  # as the pad is, but that says nothing
+    flow.send(torch.tensor([[0, 1, 2]]))
+    candidates = flow.send(None).tokens.flatten().tolist()
+    flow.send((logits([1.0, 0, 0, 0], [1.0, 0, 0, 0]), torch.tensor([[east], [east]])))
+    assert flow.send(None).tokens.tolist() == [candidates[:1]]
+
+
+def test_pads_are_not_even_unlike_a_candidate():
+    """The least similar of all is the opposite of everything: a pad may not make it similar by 0."""
+    masked = dataclasses.replace(task(torch.tensor([[0, 1]])), mask=torch.tensor([[0, 1]]))
+    flow = strategies.Contrastive(penalty_alpha=1.0, top_k=2).flow(masked)
+    next(flow)
+    flow.send((logits([0.1, 0.6, 0.3, 0.0]), torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])))
+    flow.send(None)
+    flow.send((logits([1.0, 0, 0, 0], [1.0, 0, 0, 0]), torch.tensor([[[0.6, -0.8]], [[0.0, -1.0]]])))
+    assert flow.send(None).tokens.tolist() == [[2]]

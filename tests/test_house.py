@@ -108,8 +108,9 @@ def test_strategies_know_no_models():
 
 PUBLIC = {
     engine: {
-        "SHIPPED_MODEL", "ConfigError", "EngineConfig", "EngineError", "Generation", "Generator", "InputError",
-        "Interrupted", "OptionError", "Piece", "Stats", "Stream", "export_step", "generate", "step_inputs", "stream",
+        "SHIPPED_MODEL", "BackendPlan", "BadLogits", "Cancelled", "ConfigError", "CtrlC", "EngineConfig",
+        "EngineError", "Fallback", "Follower", "Generation", "Generator", "InputError", "Interrupted", "OptionError",
+        "OutOfMemory", "Piece", "Plan", "Stats", "Stream", "export_step", "generate", "plan", "step_inputs", "stream",
     },
     caches: {
         "Cache", "CacheError", "CapacityError", "Driven", "DynamicCache", "EncoderDecoder", "EncoderDecoderCache",
@@ -117,19 +118,21 @@ PUBLIC = {
         "HybridMambaAttentionDynamicCache", "LayerSpec", "Log", "MambaCache", "NoCache", "OffloadedCache",
         "OffloadedStaticCache", "QuantizedCache", "QuantizedCacheConfig", "QuantoQuantizedCache", "Recipe", "SinkCache",
         "SlidingWindowCache", "StaticCache", "StepError", "Store", "Timeline", "UnknownCache", "UnsupportedLayer",
-        "build", "convert", "driven", "from_legacy_cache", "join_rows", "mask_kinds", "names", "read_specs", "recipe",
-        "register", "select_rows",
+        "build", "convert", "driven", "from_legacy_cache", "join_rows", "mask_kinds", "move", "names", "read_specs",
+        "recipe", "register", "select_rows", "slide",
     },
     configs: {
         "CODECS", "CacheConfig", "CodecFacts", "Config", "ConfigError", "DynamicCacheConfig",
         "EncoderDecoderCacheConfig", "EngineConfig", "EngineError", "HybridCacheConfig", "MambaCacheConfig",
         "NoCacheConfig", "OffloadedCacheConfig", "OffloadedQuantizedCacheConfig", "OffloadedStaticCacheConfig",
-        "PlacedCacheConfig", "QuantizedCacheConfig", "QuantizedSinkCacheConfig", "SinkCacheConfig",
-        "SlidingWindowCacheConfig", "StaticCacheConfig", "nearest", "preset", "presets",
+        "PlacedCacheConfig", "QuantizedCacheConfig", "QuantizedSinkCacheConfig", "RUNGS", "SinkCacheConfig",
+        "SlidingWindowCacheConfig", "StaticCacheConfig", "checked_rungs", "nearest", "preset", "presets",
+        "require_positive",
     },
     strategies: {
-        "Crop", "Emit", "Flow", "Forward", "Greedy", "Operation", "Process", "Rows", "Sampling", "Strategy", "build",
-        "names", "one_token_per_step", "register",
+        "Assisted", "Beam", "Contrastive", "Crop", "DiverseBeam", "Drafts", "Emit", "Finish", "Flow", "Forward",
+        "Greedy", "NoChoice", "Operation", "Process", "PromptLookup", "Rows", "Sampling", "Show", "Strategy", "Task",
+        "Text", "Translation", "build", "each", "names", "one_token_per_step", "options", "read_prompt", "register",
     },
 }  # fmt: skip
 

@@ -29,6 +29,7 @@ def test_equal_to_rounding(bias, shape):
             assert wrapped(layer)
             torch.testing.assert_close(layer(input), expected, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(layer(input.expand(2, *shape)[1]), expected, atol=1e-5, rtol=1e-5)
+            assert layer(input).is_contiguous()  # models take views of it
         assert not wrapped(layer)
 
 

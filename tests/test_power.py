@@ -123,7 +123,10 @@ def test_damage_is_noticed(name, cache, damage, monkeypatch):
     damage(monkeypatch)
     # In pieces, so that a window is full before the prompt ends.
     config = engine.EngineConfig(prefill_chunk_tokens=None if cache == "none" else 5)
-    out = engine.Generator(model, config=config).generate(inputs, cache=cache, max_new_tokens=40)
+    try:
+        out = engine.Generator(model, config=config).generate(inputs, cache=cache, max_new_tokens=40)
+    except engine.BadLogits:  # memory that nobody has written to may hold anything
+        return
     assert not torch.equal(out.sequences, expected)
 
 

@@ -14,7 +14,8 @@ import caches
 import engine
 from caches import backends
 from caches.codec import CHOICES, Affine, new_codec
-from caches.views import Encoded
+from caches.pieces import Exact, Piece
+from caches.views import Pieced
 from configs import CODECS, ConfigError, QuantizedCacheConfig
 
 WRITINGS = [
@@ -38,10 +39,14 @@ def columns_like_keys(rows=2, heads=2, count=64, width=32, seed=0):
     return torch.randn(rows, heads, count, width, generator=generator) * sizes + sizes
 
 
+def read(codec: Affine, columns: torch.Tensor) -> Piece:
+    return codec.decode(
+        codec.encode(columns), torch.empty_like(columns), torch.empty(columns.numel(), dtype=torch.uint8)
+    )
+
+
 def written_and_read(codec: Affine, columns: torch.Tensor) -> torch.Tensor:
-    out = torch.empty_like(columns)
-    codec.decode(codec.encode(columns), out, torch.empty(out.numel(), dtype=torch.uint8))
-    return out
+    return read(codec, columns).numbers()
 
 
 # What is written.
@@ -133,6 +138,20 @@ def test_scales_in_a_type_of_their_own():
     assert torch.allclose(written_and_read(full, columns), written_and_read(half, columns), atol=0.03)
 
 
+@each_writing
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_with_codes_are_those_with_numbers(options, dtype):
+    columns = columns_like_keys().to(dtype)
+    queries, weights = torch.randn(2, 2, 3, 32).to(dtype), torch.rand(2, 2, 3, 64).to(dtype)
+    codec = new_codec(QuantizedCacheConfig(**options), "values")
+    numbers = written_and_read(codec, columns)
+    assert numbers.dtype == dtype
+    scores, mixed = queries @ numbers.transpose(-1, -2), weights @ numbers
+    for one, other in ((read(codec, columns).scores(queries), scores), (read(codec, columns).mixed(weights), mixed)):
+        assert one.dtype == dtype
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+
+
 # That it is written once.
 
 
@@ -199,7 +218,7 @@ class Exactly:
 
     def decode(self, parts, out, scratch):
         firsts = parts["first"].repeat_interleave(self.block, dim=2)[:, :, : out.shape[2]]
-        torch.add(parts["codes"], firsts, out=out)
+        return Exact(torch.add(parts["codes"], firsts, out=out))
 
     def per_block(self, name):
         return name != "codes"
@@ -217,6 +236,7 @@ class AsTheyAre(Exactly):
         for number in range(out.shape[2] // self.block):
             whole = parts["codes"][:, :, number * self.block : (number + 1) * self.block]
             assert torch.allclose(whole.sum(dim=2), parts["sums"][:, :, number], atol=1e-4)
+        return Exact(out)
 
 
 @pytest.fixture
@@ -302,15 +322,18 @@ def test_four_bits_are_a_fifth_of_float32(backend):
 @pytest.mark.parametrize(
     ("backend", "options"), [("quantized", {}), ("quantized_sink", {"window_length": 20, "num_sink_tokens": 2})]
 )
-def test_a_step_never_decodes_a_layer_whole(monkeypatch, backend, options):
+@pytest.mark.parametrize("pads", [0, 4])
+def test_a_step_never_decodes_a_layer_whole(monkeypatch, backend, options, pads):
     """Where attention takes it piece by piece."""
-    wholes, whole = [], Encoded.whole
-    monkeypatch.setattr(Encoded, "whole", lambda view: wholes.append(view) or whole(view))
+    wholes, whole = [], Pieced.whole
+    monkeypatch.setattr(Pieced, "whole", lambda view: wholes.append(view) or whole(view))
     model, options = tiny_model("llama"), options | {"residual_length": 4}
-    inputs = prompt(pads=0)  # with pads, transformers 5.17 repeats the keys for every head, and needs all of them
+    inputs = prompt(pads=pads)
     first = engine.generate(model, inputs, cache=backend, cache_config=options, max_new_tokens=2)
     wholes.clear()
-    engine.generate(model, first.sequences, cache=first.cache, max_new_tokens=40)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 2, dtype=torch.long)], dim=1)
+    again = {"input_ids": first.sequences, "attention_mask": mask}
+    engine.generate(model, again, cache=first.cache, max_new_tokens=40)
     assert not wholes
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import statistics
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -195,8 +196,85 @@ def quality_table(report):
     return "\n".join(lines) + "\n"
 
 
-TABLES = {"speed": ("decode-cpu", speed_table), "memory": ("memory-cpu", memory_table),
-          "quality": ("quality-cpu", quality_table)}  # fmt: skip
+def branching_table(report):
+    cases = report["cases"]
+    assert not report["quick"]
+    assert all(case["same_text"] for name, case in cases.items() if "beams" in name)
+    lines = [
+        f"{machine(report)}, {report['bandwidth_gb_per_s']:.0f} GB/s; seconds of a whole call, median (least to most) "
+        f"of {report['runs']}, prompt included; x is how many times faster than the peer.\n",
+        "| | prompt + new | ours | x | cache MB | peak MB | peer | seconds | cache MB | peak MB |",
+        "|---|---|---|--:|--:|--:|---|---|--:|--:|",
+    ]
+    for name, case in cases.items():
+        [peer] = [other for other in case["engines"] if other != "ours"] or [None]
+        cells = [f"{case['prompt']} + {case['new']}"]
+        for engine_name in ("ours", peer):
+            if engine_name is None:
+                cells += ["-", "", "", ""]
+                continue
+            row = case["engines"][engine_name]
+            seconds = "{median:.2f} ({least:.2f} to {most:.2f})".format(**row["whole_s"])
+            size = f"{row['cache_bytes'] / 1e6:,.0f}"
+            peak = f"{row['peak_bytes'] / 1e6:,.0f}" if "peak_bytes" in row else ""
+            times = "" if case["times_peer"] is None else f"{case['times_peer']:.2f}"
+            cells += [seconds, times, size, peak] if engine_name == "ours" else [peer, seconds, size, peak]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def assisted_table(report):
+    engines = ("proposed", "greedy", "transformers, greedy", "transformers, proposed")
+    lines = [
+        f"{machine(report)}; seconds of a whole call, median (least to most) of {report['runs']}, prompt included.\n",
+        f"| | prompt + new | accepted | tokens per forward | {' | '.join(engines)} |",
+        "|---|---|--:|--:|---|---|---|---|",
+    ]
+    for name, case in report["cases"].items():
+        assert case["same_text"]
+        cells = [f"{case['prompt']} + {case['new']}", f"{case['acceptance']:.0%}"]
+        cells.append(f"{case['tokens_per_verification']:.2f}")
+        for engine_name in engines:
+            row = case["engines"].get(engine_name)
+            cells.append("-" if row is None else "{median:.2f} ({least:.2f} to {most:.2f})".format(**row["whole_s"]))
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def out_of_memory_table(report):
+    lines = [
+        f"{machine(report)}; seconds of a whole call.\n",
+        "| | rows x prompt + new | memory beyond the model | with all memory | transformers | ours | rungs |",
+        "|---|---|--:|--:|---|---|---|",
+    ]
+    for name, case in report["cases"].items():
+        ours = case["engines"]["ours"]
+        assert ours["same_text"] or any(taken["rung"] == "quantize" for taken in ours["fallbacks"])
+        told = [
+            "out of memory" if run["error"] else f"{run['seconds']:.1f} s{'' if run['same_text'] else ', another text'}"
+            for run in case["engines"].values()
+        ]
+        cells = [f"{case['rows']} x {case['prompt']} + {case['new']}", f"{case['more_mb']} MB"]
+        cells += [
+            f"{case['unlimited_s']:.1f} s",
+            *told,
+            ", ".join(taken["rung"] for taken in ours["fallbacks"]) or "none needed",
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    first = next(iter(report["cases"].values()))
+    log = "\n".join(textwrap.fill(line, 110, subsequent_indent="    ") for line in first["engines"]["ours"]["log"])
+    lines.append(f"\nWhat was logged in the first of them:\n\n```\n{log}\n```")
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {
+    "out_of_memory": ("out-of-memory-cpu", out_of_memory_table),
+    "assisted": ("assisted-cpu", assisted_table),
+    "branching": ("branching-cpu", branching_table),
+    "speed": ("decode-cpu", speed_table),
+    "memory": ("memory-cpu", memory_table),
+    "quality": ("quality-cpu", quality_table),
+}
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -211,7 +289,7 @@ def test_the_figures_are_those_measured(name):
         assert found == table
 
 
-@pytest.mark.parametrize("name", ["decode-cpu", "quality-cpu"])
+@pytest.mark.parametrize("name", ["branching-cpu", "decode-cpu", "quality-cpu"])
 def test_the_plot_is_of_these_results(name):
     assert f"](benchmarks/results/{name}.svg)" in README
     digest = hashlib.sha256((RESULTS / f"{name}.json").read_bytes()).hexdigest()

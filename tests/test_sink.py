@@ -8,6 +8,8 @@ import pytest
 import torch
 import transformers
 from architectures import _TINY, WINDOW, prompt, randomised, tiny_model
+from encoder_decoders import source, tiny_encoder_decoder
+from multimodal import seeing_model, seen_prompt
 
 import caches
 import configs
@@ -279,6 +281,13 @@ def test_models_whose_first_tokens_cannot_be_moved(name, changes, match):
     for field in changes:
         setattr(model.config, field, getattr(tiny_model(name).config, field, None))
     assert torch.equal(engine.generate(model, prompt(), max_new_tokens=5).sequences, usual)
+
+
+def test_models_with_an_encoder_or_with_images():
+    with pytest.raises(caches.UnsupportedLayer, match="do not turn with the position"):
+        engine.generate(tiny_encoder_decoder("t5"), **source("t5"), max_new_tokens=3, **SINK)
+    with pytest.raises(caches.UnsupportedLayer, match="turn by positions in several dimensions"):
+        engine.generate(seeing_model("qwen2_vl"), seen_prompt("qwen2_vl"), max_new_tokens=3, **SINK)
 
 
 def test_keys_that_turn_otherwise_than_the_configuration_says():

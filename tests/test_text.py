@@ -1,6 +1,8 @@
 """Tokens to text piece by piece: characters split over tokens, stop strings split over pieces."""
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from engine.text import RowText
 
@@ -44,3 +46,32 @@ def test_stop_strings_never_show(stops, expected, stopped, tokenizer):
             break
     assert shown + row.flush() == row.text == expected
     assert row.stopped is stopped
+
+
+@pytest.mark.parametrize("text", TEXTS[1:2] + ["def f(x):\n    return"])
+def test_a_text_goes_on_from_a_prompt(text, tokenizer):
+    """Wherever the prompt ends, in the middle of a character too; what it says is no stop string."""
+    tokens = tokenizer(text)["input_ids"]
+    for begin in range(len(tokens) + 1):
+        row = RowText(tokenizer, ["def", "na"])
+        shown = row.begin(tokens[:begin])
+        assert text.startswith(shown)
+        if begin == 0:
+            continue
+        pieces = [row.push(token) for token in tokens[begin:]] + [row.flush()]
+        assert shown + "".join(pieces) == text
+        assert not row.stopped
+
+
+def test_the_first_word_after_a_prompt_keeps_its_space():
+    """Where a tokenizer leaves out the space that a text begins with."""
+    words = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "▁three": 2}, unk_token="▁one"))
+    words.decoder = decoders.Metaspace()
+    row = RowText(PreTrainedTokenizerFast(tokenizer_object=words))
+    assert row.begin([0, 1]) + row.push(2) == "one two three"
+
+
+def test_after_a_stop_string_nothing_comes(tokenizer):
+    row = RowText(tokenizer, ["STOP"])
+    shown = "".join(map(row.push, tokenizer("a STOP b")["input_ids"]))
+    assert shown + row.flush() == row.text == "a "

@@ -1,0 +1,83 @@
+"""Products of attention with codes as they are, in kernels that are compiled when they are first needed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from caches.errors import StepError
+from caches.pieces import Piece
+from configs import ConfigError
+
+FEW = 16  # queries: for more of them it takes less time to unpack the codes once
+_MOST_WIDTH = 512
+# As fast as with -ffast-math, but numbers that are not finite stay so, and no other code computes differently.
+_FLAGS = ("-O3", "-march=native", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno")
+
+
+@functools.cache
+def kernels() -> Any:
+    """`fused.cpp`, compiled once per machine and release of torch. Raises `ConfigError` where that is not possible."""
+    from torch.utils import cpp_extension  # which is slow to import
+
+    try:
+        source = str(Path(__file__).with_name("fused.cpp"))
+        return cpp_extension.load("kvengine_fused", [source], extra_cflags=list(_FLAGS))
+    except Exception as error:
+        why = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(
+            f"fused=True needs a C++ compiler and ninja, to compile its kernels once: {why[0]}. Install them (for "
+            "example the packages g++ and ninja), or leave fused out"
+        ) from error
+
+
+def check_fused(columns: torch.Tensor) -> None:
+    """Raise `StepError` unless the kernels can read what is written of such columns."""
+    width = columns.shape[-1]
+    if columns.dtype != torch.float32 or columns.device.type != "cpu" or width % 8 or width > _MOST_WIDTH:
+        raise StepError(
+            f"fused=True is for keys of float32 on a CPU in heads as wide as a multiple of 8, up to {_MOST_WIDTH}, but "
+            f"these are of {columns.dtype} on {columns.device.type}, {width} wide: leave it out"
+        )
+
+
+@dataclass(frozen=True)
+class Coded:
+    """See `Piece`. block: columns that share scales per channel; 0 where neighbouring channels of a column do.
+
+    unpacked: the same as numbers, for what the kernels are not for.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    offset: torch.Tensor | None
+    bits: int
+    block: int
+    unpacked: Callable[[], Piece]
+
+    @property
+    def columns(self) -> int:
+        return self.codes.shape[2]
+
+    def scores(self, queries: torch.Tensor) -> torch.Tensor:
+        if queries.shape[2] > FEW:
+            return self.unpacked().scores(queries)
+        found: torch.Tensor = kernels().scores(self.codes, self.scale, self.offset, self.bits, self.block, queries)
+        return found
+
+    def mixed(self, weights: torch.Tensor) -> torch.Tensor:
+        if weights.shape[2] > FEW:
+            return self.unpacked().mixed(weights)
+        width = self.codes.shape[-1] * 8 // self.bits
+        found: torch.Tensor = kernels().mixed(
+            self.codes, self.scale, self.offset, self.bits, self.block, weights, width
+        )
+        return found
+
+    def numbers(self) -> torch.Tensor:
+        return self.unpacked().numbers()

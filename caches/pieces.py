@@ -1,0 +1,126 @@
+"""What attention multiplies with: columns of keys or values, as numbers or as codes that still have to be scaled, of
+every row or of rows that share them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class Piece(Protocol):
+    @property
+    def columns(self) -> int: ...
+
+    def scores(self, queries: torch.Tensor) -> torch.Tensor:
+        """Of keys: their products [rows, heads, tokens, columns] with queries [rows, heads, tokens, width]."""
+
+    def mixed(self, weights: torch.Tensor) -> torch.Tensor:
+        """Of values: their sums [rows, heads, tokens, width] by weights [rows, heads, tokens, columns]."""
+
+    def numbers(self) -> torch.Tensor:
+        """[rows, heads, columns, width]. The piece is of no use afterwards."""
+
+
+@dataclass(frozen=True)
+class Exact:
+    held: torch.Tensor  # [rows, heads, columns, width]
+
+    @property
+    def columns(self) -> int:
+        return self.held.shape[2]
+
+    def scores(self, queries: torch.Tensor) -> torch.Tensor:
+        return queries @ self.held.transpose(-1, -2)
+
+    def mixed(self, weights: torch.Tensor) -> torch.Tensor:
+        return weights @ self.held
+
+    def numbers(self) -> torch.Tensor:
+        return self.held
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Numbers that are `codes * scale + offset`, where neighbouring channels of a column share both.
+
+    The codes are multiplied as they are and the few products scaled, not the many codes. That takes the precision of
+    float32: an offset is taken back that is often larger than the numbers themselves.
+    """
+
+    codes: torch.Tensor  # [rows, heads, columns, width]
+    scale: torch.Tensor  # [rows, heads, columns, groups]
+    offset: torch.Tensor | None
+
+    @property
+    def columns(self) -> int:
+        return self.codes.shape[2]
+
+    def scores(self, queries: torch.Tensor) -> torch.Tensor:
+        first, *others = queries.chunk(self.scale.shape[-1], dim=-1)
+        scores = self._scores(0, first)
+        for group, of_group in enumerate(others, 1):
+            scores += self._scores(group, of_group)
+        return scores
+
+    def _scores(self, group: int, queries: torch.Tensor) -> torch.Tensor:
+        codes, scale, offset = self._of_group(group)
+        scores = (queries @ codes.transpose(-1, -2)).mul_(scale)
+        return scores if offset is None else scores.addcmul_(queries.sum(dim=-1, keepdim=True), offset)
+
+    def mixed(self, weights: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self._mixed(group, weights) for group in range(self.scale.shape[-1])], dim=-1)
+
+    def _mixed(self, group: int, weights: torch.Tensor) -> torch.Tensor:
+        codes, scale, offset = self._of_group(group)
+        sums = (weights * scale) @ codes
+        # Not as a product of matrices: with a single column that takes three times as long.
+        return sums if offset is None else sums.add_((weights * offset).sum(dim=-1, keepdim=True))
+
+    def _of_group(self, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Its codes, and scale and offset [rows, heads, 1, columns]."""
+        codes = self.codes.chunk(self.scale.shape[-1], dim=-1)[group]
+        offset = None if self.offset is None else self.offset[:, :, None, :, group]
+        return codes, self.scale[:, :, None, :, group], offset
+
+    def numbers(self) -> torch.Tensor:
+        groups = self.codes.unflatten(-1, (self.scale.shape[-1], -1))
+        groups.mul_(self.scale[..., None])
+        if self.offset is not None:
+            groups.add_(self.offset[..., None])
+        return self.codes
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A piece that every row has for itself, asked for `siblings` rows at a time: see `together`."""
+
+    piece: Piece
+    siblings: int
+
+    @property
+    def columns(self) -> int:
+        return self.piece.columns
+
+    def scores(self, queries: torch.Tensor) -> torch.Tensor:
+        return together(self.piece.scores(apart(queries, self.siblings)), self.siblings)
+
+    def mixed(self, weights: torch.Tensor) -> torch.Tensor:
+        return together(self.piece.mixed(apart(weights, self.siblings)), self.siblings)
+
+    def numbers(self) -> torch.Tensor:
+        return self.piece.numbers()
+
+
+def together(of_rows: torch.Tensor, siblings: int) -> torch.Tensor:
+    """[rows, heads, tokens, ...] as [prompts, heads, siblings * tokens, ...], where `siblings` consecutive rows share
+    what their prompt has: as if they were more queries of one row, for which it is read once."""
+    return of_rows if siblings == 1 else of_rows.unflatten(0, (-1, siblings)).transpose(1, 2).flatten(2, 3)
+
+
+def apart(of_prompts: torch.Tensor, siblings: int) -> torch.Tensor:
+    """And back."""
+    if siblings == 1:
+        return of_prompts
+    return of_prompts.unflatten(2, (siblings, -1)).transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,68 @@
+"""How a run is stopped from outside: by another thread, or by Ctrl-C. Asked before every forward."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from engine.errors import CtrlC, OptionError
+
+
+class StopAsked(Exception):
+    """Somebody has set the event."""
+
+
+class Cancellation:
+    """event: None, or what has `is_set()` as a `threading.Event` has."""
+
+    def __init__(self, event: Any = None):
+        if event is not None and not callable(getattr(event, "is_set", None)):
+            raise OptionError(
+                f"cancellation is a {type(event).__name__} without is_set(): give a threading.Event, and set() it to "
+                "stop the run"
+            )
+        self._event, self._is_pressed = event, False
+
+    def check(self) -> None:
+        """Raise `StopAsked` or `CtrlC` when the run shall stop."""
+        self.check_keys()
+        if self._event is not None and self._event.is_set():
+            raise StopAsked
+
+    def check_keys(self) -> None:
+        if self._is_pressed:
+            self._is_pressed = False
+            raise CtrlC("generation was stopped with Ctrl-C; what was generated is in `partial`")
+
+    @contextmanager
+    def noting_keys(self) -> Iterator[None]:
+        """Only note the first Ctrl-C, so that the step is finished; the second one raises wherever it comes.
+
+        Somebody else's handler stays in charge. Signals reach the main thread only.
+        """
+        in_main = threading.current_thread() is threading.main_thread()
+        if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            yield
+            return
+        try:
+            signal.signal(signal.SIGINT, self._press)
+            yield
+        finally:
+            if signal.getsignal(signal.SIGINT) == self._press:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _press(self, number: int, frame: Any) -> None:
+        if self._is_pressed:
+            self._is_pressed = False
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # here: what raises now may leave no other place
+            signal.default_int_handler(number, frame)
+        self._is_pressed = True
+
+    def pass_on(self) -> None:
+        """A Ctrl-C that was noted and that no forward came to ask for is everybody's."""
+        if self._is_pressed:
+            self._is_pressed = False
+            signal.raise_signal(signal.SIGINT)

@@ -1,0 +1,84 @@
+"""Which strategy a call means: the one it names, or the one that its parameters mean in transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import GenerationMode
+
+import strategies
+from engine.errors import OptionError
+from strategies import Strategy
+
+_STRATEGY_OF_MODE = {
+    GenerationMode.GREEDY_SEARCH: "greedy",
+    GenerationMode.SAMPLE: "sampling",
+    GenerationMode.BEAM_SEARCH: "beam",
+    GenerationMode.BEAM_SAMPLE: "beam",
+    GenerationMode.GROUP_BEAM_SEARCH: "diverse_beam",
+    GenerationMode.CONTRASTIVE_SEARCH: "contrastive",
+    GenerationMode.ASSISTED_GENERATION: "assisted",
+}
+
+
+def choose_strategy(
+    config: GenerationConfig,
+    strategy: str | Strategy | None,
+    options: dict[str, Any],
+    generation_config: GenerationConfig | None,
+    assistant: PreTrainedModel | None,
+) -> Strategy:
+    """The named strategy, or the one that the parameters mean in transformers. They may not contradict each other."""
+    if assistant is not None and config.prompt_lookup_num_tokens is not None:
+        raise OptionError(
+            f"assistant_model and prompt_lookup_num_tokens={config.prompt_lookup_num_tokens} both propose tokens: "
+            "leave one of them out"
+        )
+    implied = _STRATEGY_OF_MODE.get(mode := config.get_generation_mode())
+    if config.prompt_lookup_num_tokens is not None and implied in ("greedy", "sampling", "assisted"):
+        implied = "prompt_lookup"
+    elif assistant is not None and implied in ("greedy", "sampling"):
+        implied = "assisted"
+    if implied is None:
+        raise OptionError(
+            f"these options ask for {mode.value.replace('_', ' ')}, which is not available; "
+            f"strategies: {', '.join(strategies.names())}"
+        )
+    if strategy is None or isinstance(strategy, str):
+        neutral = GenerationConfig._get_default_generation_params()
+        values = {name: getattr(config, name, None) for name in strategies.options(strategy or implied)}
+        said = {
+            name
+            for name in values
+            if options.get(name) is not None or getattr(generation_config, name, None) is not None
+        }
+        # What nobody has said is left to the strategy; what is not neutral the model itself says.
+        given = {
+            name: value
+            for name, value in values.items()
+            if value is not None and (name in said or value != neutral.get(name))
+        }
+        if strategy is None and implied == "contrastive" and "top_k" not in given:
+            raise OptionError(
+                f"penalty_alpha={config.penalty_alpha} asks for contrastive search, which also needs top_k, how many "
+                "candidates to compare: give top_k=4, or strategy='contrastive'"
+            )
+        if assistant is not None:  # what nobody has said of it, its own configuration says
+            own = {name: getattr(assistant.generation_config, name, None) for name in set(values) - said}
+            given |= {name: value for name, value in own.items() if "assistant" in name and value is not None}
+        chosen = strategies.build(strategy or implied, **given)
+    else:
+        chosen = strategy
+    do_sample = options.get("do_sample", generation_config and generation_config.do_sample)
+    if do_sample is not None and do_sample != chosen.samples:
+        raise OptionError(f"strategy={chosen.name!r} contradicts do_sample={do_sample}: leave one of them out")
+    config.do_sample = chosen.samples
+    if hasattr(chosen, "num_beams"):  # by this processors know which rows belong to one prompt
+        config.num_beams = scored(chosen)
+    return chosen
+
+
+def scored(strategy: Strategy) -> int:
+    """Rows per prompt whose scores are processed at a time."""
+    return int(getattr(strategy, "scored", getattr(strategy, "branches", 1)))

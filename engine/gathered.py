@@ -1,0 +1,93 @@
+"""What the forwards of one feed give, one after the other and of some rows or of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.utils import ModelOutput
+
+from engine.errors import EngineError
+
+
+@dataclass(frozen=True)
+class _Given:
+    """By the forward up to column `end`, of the rows from `first` to `last`."""
+
+    first: int
+    last: int
+    end: int
+    logits: torch.Tensor | None
+    states: torch.Tensor | None
+
+
+class Gathered:
+    """hidden: whether the last hidden states of all columns are wanted. tokens: after how many of the last ones logits
+    are; 1 takes them from the last forward."""
+
+    def __init__(self, hidden: bool, tokens: int):
+        self.hidden, self.tokens = hidden, tokens
+        self._given: list[_Given] = []
+
+    def of(self, rows: slice) -> Callable[[ModelOutput, int], None]:
+        """Takes the outputs of a forward of these rows, and the column it ends before."""
+
+        def look(outputs: ModelOutput, end: int) -> None:
+            logits = outputs.logits if self.tokens > 1 else None
+            states = _last_hidden(outputs) if self.hidden else None
+            self._given.append(_Given(rows.start, rows.stop, end, logits, states))
+
+        return look
+
+    def forget(self, rows: slice, seen: int) -> None:
+        """What a forward of these rows gave that had to be taken back."""
+        within = [given for given in self._given if rows.start <= given.first and given.last <= rows.stop]
+        self._given = [given for given in self._given if given not in within or given.end <= seen]
+
+    def complete(self, rows: slice, last: ModelOutput) -> tuple[ModelOutput, torch.Tensor | None]:
+        """The outputs of the last forward of these rows, with all logits that are wanted; their hidden states."""
+        # Rows may have been computed with more of them before.
+        given = [one for one in self._given if one.first <= rows.start and rows.stop <= one.last]
+        own = [slice(rows.start - one.first, rows.stop - one.first) for one in given]
+        if self.tokens > 1:
+            logits = [one.logits[part] for one, part in zip(given, own, strict=True) if one.logits is not None]
+            last["logits"] = _last_logits(logits, self.tokens)
+        states = [one.states[part] for one, part in zip(given, own, strict=True) if one.states is not None]
+        return last, torch.cat(states, dim=1) if self.hidden else None
+
+
+def joined(parts: Sequence[ModelOutput]) -> ModelOutput:
+    """The outputs of all rows from those of some after the others. Caches are left out."""
+    if len(parts) == 1:
+        return parts[0]
+    values = {name: _joined([part[name] for part in parts]) for name in parts[0] if "past" not in name}
+    return type(parts[0])(**{name: value for name, value in values.items() if value is not None})
+
+
+def _joined(values: list[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(values) if first.ndim else first
+    if isinstance(first, (tuple, list)):
+        return tuple(_joined(list(same)) for same in zip(*values, strict=True))
+    return None
+
+
+def _last_logits(logits: list[torch.Tensor], tokens: int) -> torch.Tensor:
+    """Those after the last `tokens` tokens, of forwards one after the other."""
+    whole = torch.cat(logits, dim=1) if len(logits) > 1 else logits[0]
+    if whole.shape[1] < tokens:
+        raise EngineError(
+            f"the model returns logits after {whole.shape[1]} of the last {tokens} tokens, and a strategy that "
+            "proposes tokens needs all of them: use another strategy"
+        )
+    return whole[:, -tokens:]
+
+
+def _last_hidden(outputs: ModelOutput) -> torch.Tensor:
+    states = outputs.get("hidden_states") or outputs.get("decoder_hidden_states")
+    if not states:
+        raise EngineError("the model returns no hidden states, which this strategy compares")
+    return states[-1]

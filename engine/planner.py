@@ -1,0 +1,217 @@
+"""What each backend takes for a run, whether that fits, and how much more would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+import caches
+from configs import CacheConfig, ConfigError
+from engine.free_memory import Free
+from engine.fresh import Course, fresh_cache
+from engine.rehearsal import Kept, rehearse
+from engine.sizes import Anatomy
+
+_MARGIN = 1.1  # for what is not counted: fragments, libraries, other processes
+_MOST_TOKENS, _MOST_PROMPTS = 2**20, 2**14  # where searches end
+_HOLES = 2  # a CPU's allocator leaves holes between what stays: as much again, from half to one and a half of it
+_LOGITS = 3  # copies of the last logits in float32: as they come, processed, as scores
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model of a plan. is_loaded: its weights are in memory. has_end: a token may end a text early."""
+
+    config: PreTrainedConfig
+    anatomy: Anatomy
+    device: torch.device
+    weight_bytes: int
+    is_loaded: bool
+    has_end: bool
+
+
+@dataclass(frozen=True)
+class BackendPlan:
+    """What a run takes with one backend.
+
+    cache: its name; options: those of its own. cache_bytes: what it keeps when that is most, by place: "device",
+    "host", "disk", and "staging", which is on the device; kind_bytes: the same by kind of layer, staging left out.
+    working_bytes: what a forward works with beside the cache and the logits. need_bytes: of the whole run by place; on
+    a CPU the host is the device. fits: whether that is free, with a tenth to spare; None where nobody knows.
+    longest_context: tokens of a row, new ones included, that would still fit; largest_batch: prompts of this length
+    that would, both to about 1 %. refused: why it is not for this model or this run.
+    """
+
+    cache: str
+    options: dict[str, Any] = field(default_factory=dict)
+    cache_bytes: dict[str, int] = field(default_factory=dict)
+    kind_bytes: dict[str, int] = field(default_factory=dict)
+    working_bytes: int = 0
+    need_bytes: dict[str, int] = field(default_factory=dict)
+    fits: bool | None = None
+    longest_context: int | None = None
+    largest_batch: int | None = None
+    refused: str | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the cache, wherever it is."""
+        return sum(self.cache_bytes.values())
+
+    @property
+    def title(self) -> str:
+        return ", ".join([self.cache, *(f"{name}={value}" for name, value in self.options.items())])
+
+
+def lossless(device: torch.device, compiled: bool = False) -> list[CacheConfig]:
+    """The caches that a choice is made of, the fastest first. A graph can only have one that stays where it is."""
+    if compiled:
+        return [caches.recipe("static").options()]
+    away = {"residency": "disk"} if device.type == "cpu" else {}  # there host memory is what runs out
+    return [caches.recipe("dynamic").options(), caches.recipe("offloaded").options.from_dict(away)]
+
+
+class Planner:
+    def __init__(self, subject: Subject, free: Free):
+        self._subject, self._free = subject, asdict(free)
+        self._on_cpu = subject.device.type == "cpu"
+
+    def backend(self, config: CacheConfig, course: Course, search: bool = False) -> BackendPlan:
+        """What the run takes with the cache of this configuration. search: also what else would fit."""
+        options = {name: value for name, value in config.to_dict(use_diff=True).items() if name != "name"}
+        found = BackendPlan(config.name, options)
+        try:
+            kept = self._rehearse(config, course)
+        except (caches.CacheError, ConfigError) as error:
+            return replace(found, refused=str(error))
+        need = self._need(kept, course)
+        found = replace(
+            found,
+            cache_bytes=kept.most.by_place,
+            kind_bytes=kept.most.by_kind,
+            working_bytes=self._working(kept, course),
+            need_bytes=need,
+            fits=self._fits(need),
+        )
+        if not search or found.fits is None:
+            return found
+        longest, largest = self._longest_context(config, course, kept), self._largest_batch(kept, course)
+        return replace(found, longest_context=longest, largest_batch=largest)
+
+    def _need(self, kept: Kept, course: Course) -> dict[str, int]:
+        """Bytes of the whole run by place."""
+        weights = 0 if self._subject.is_loaded else self._subject.weight_bytes
+        beside = self._working(kept, course) + self.logits_bytes(course) + weights
+        if self._on_cpu:
+            need = {"device": kept.at("device", "staging", "host"), "disk": kept.at("disk")}
+        else:
+            need = {"device": kept.at("device", "staging"), "host": kept.at("host"), "disk": kept.at("disk")}
+        need["device"] += beside
+        return {place: size for place, size in need.items() if size}
+
+    def logits_bytes(self, course: Course) -> int:
+        """Those after the last token of every row: as the model makes them, and the copies that a choice works with."""
+        anatomy = self._subject.anatomy
+        return course.rows * anatomy.vocabulary * (anatomy.model.dtype.itemsize + _LOGITS * torch.float32.itemsize)
+
+    def _rehearse(self, config: CacheConfig, course: Course) -> Kept:
+        anatomy = self._subject.anatomy
+        if not anatomy.takes_cache and config.name != "none":
+            raise caches.UnsupportedLayer(
+                f"{anatomy.name} takes no cache of keys and values (it keeps none, or a state of its own kind): use "
+                "cache='none'"
+            )
+        try:
+            kept = rehearse(anatomy, config, course, pinned=not self._on_cpu)
+        except (caches.CacheError, ConfigError):
+            # In terms of the model's own layers, of which the rehearsal has a few.
+            fresh_cache(config, course, partial(caches.build, config.name, self._subject.config))
+            raise
+        if anatomy.positions is not None and kept.positions > anatomy.positions:
+            raise caches.CapacityError(
+                f"{course.prompt_tokens} prompt tokens and {course.new_tokens} new ones need {kept.positions} "
+                f"positions, but the model has {anatomy.positions}"
+            )
+        return kept
+
+    def _working(self, kept: Kept, course: Course) -> int:
+        return self._working_at_once(kept, course) * (_HOLES if self._on_cpu else 1)
+
+    def _working_at_once(self, kept: Kept, course: Course) -> int:
+        anatomy, working = self._subject.anatomy, self._subject.anatomy.working
+        if course.source_tokens:
+            return working.bytes(course.prompts, course.source_tokens, course.source_tokens)
+        if not kept.chunk_tokens:  # no cache: every step reads everything
+            return working.bytes(course.rows, course.held, course.held)
+        reading = working.bytes(course.prompts, kept.chunk_tokens, course.prompt_tokens) + kept.together
+        read_apart = course.prompts if all(anatomy.shares) else course.rows
+        return max(reading, working.of_one(course.rows, read_apart, course.held))
+
+    def _fits(self, need: dict[str, int]) -> bool | None:
+        known = [(size, self._free[place]) for place, size in need.items() if size]
+        if any(free is not None and size * _MARGIN > free for size, free in known):
+            return False
+        return None if any(free is None for _, free in known) else True
+
+    def _longest_context(self, config: CacheConfig, course: Course, kept: Kept) -> int:
+        positions = self._subject.anatomy.positions
+
+        def read(tokens: int) -> Course:
+            if course.source_tokens:
+                return replace(course, source_tokens=tokens)
+            return replace(course, prompt_tokens=tokens)
+
+        is_limited = not course.source_tokens and kept.positions == course.held
+        most = _MOST_TOKENS if positions is None or not is_limited else positions - course.new_tokens + 1
+        begin, new = (course.source_tokens, 0) if course.source_tokens else (course.prompt_tokens, course.new_tokens)
+        longest = _largest(lambda tokens: self.backend(config, read(tokens)).fits is True, begin, most)
+        return longest + new if longest else 0
+
+    def _largest_batch(self, kept: Kept, course: Course) -> int:
+        def fits(prompts: int) -> bool:
+            return (
+                self._fits(self._need(kept.times(prompts / course.prompts), replace(course, prompts=prompts))) is True
+            )
+
+        return _largest(fits, course.prompts, _MOST_PROMPTS)
+
+
+def _largest(fits: Callable[[int], bool], begin: int, most: int) -> int:
+    """About the largest number, not above `most`, that fits, where all below one that fits do. 0: not even 1 does."""
+    if fits(most):
+        return most
+    low, high = 0, begin
+    while high < most and fits(high):
+        low, high = high, min(2 * high, most)
+    while high - low > max(1, low // 100):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def choose(found: Sequence[BackendPlan], free: Free) -> tuple[BackendPlan | None, str]:
+    """The first that fits, or the one that needs least; and why, in a sentence."""
+    possible = [one for one in found if one.refused is None]
+    if not possible:
+        return None, "every cache that loses nothing is refused for this model"
+    first, taken = possible[0], next((one for one in possible if one.fits is not False), None)
+    before = "" if taken is first else f"{first.title} would need {_in_words(first, free)}, which does not fit; "
+    if taken is not None:
+        doubt = "may fit, nobody knows how much is free" if taken.fits is None else "fits"
+        return taken, f"{before}{taken.title} loses nothing and {doubt}: it needs {_in_words(taken, free)}"
+    least = min(possible, key=lambda one: one.need_bytes["device"])
+    return least, f"no cache that loses nothing fits; {least.title} needs least: {_in_words(least, free)}"
+
+
+def _in_words(one: BackendPlan, free: Free) -> str:
+    known = asdict(free)
+    places = {place: size for place, size in one.need_bytes.items() if size}
+    return ", ".join(
+        f"{size:,} bytes on the {place}" + (f" of {known[place]:,} free" if known[place] is not None else "")
+        for place, size in places.items()
+    )

@@ -1,0 +1,228 @@
+"""What a run will take and whether that fits, said before anything runs."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+import caches
+from configs import CacheConfig, EngineConfig
+from engine.dispatch import prompt_device
+from engine.errors import OptionError
+from engine.free_memory import find_free
+from engine.fresh import Course
+from engine.loading import load, load_config
+from engine.planner import BackendPlan, Planner, Subject, choose, lossless
+from engine.rehearsal import rehearse
+from engine.sizes import study, weight_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will take: see `engine.plan`. Printed, it is a table.
+
+    rows: what the prompts of the batch become. weight_bytes: of parameters and buffers, those that are tied once; they
+    count as needed unless they are loaded. free_bytes: by place, None where nobody knows. backends: those that were
+    asked about. choice: the title of the one to take, None where all are refused; why: in a sentence.
+    """
+
+    model: str
+    dtype: str
+    device: str
+    prompt_tokens: int
+    max_new_tokens: int
+    batch_size: int
+    rows: int
+    weight_bytes: int
+    weights_are_loaded: bool
+    logits_bytes: int
+    free_bytes: dict[str, int | None]
+    backends: tuple[BackendPlan, ...]
+    choice: str | None
+    why: str
+
+    def __getitem__(self, name: str) -> BackendPlan:
+        """The first backend of this name or title. Raises `KeyError`."""
+        for backend in self.backends:
+            if name in (backend.cache, backend.title):
+                return backend
+        raise KeyError(f"the plan has no backend {name!r}: {', '.join(backend.title for backend in self.backends)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON can have it."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        from engine.show import plan_as_text
+
+        return plan_as_text(self)
+
+
+def plan(
+    model: PreTrainedModel | PreTrainedConfig | str | Path,
+    *,
+    prompt_tokens: int,
+    max_new_tokens: int,
+    cache: str | CacheConfig | None = None,
+    cache_config: dict[str, Any] | CacheConfig | None = None,
+    batch_size: int = 1,
+    num_beams: int = 1,
+    num_return_sequences: int = 1,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    free_bytes: int | None = None,
+    prefill_chunk_tokens: int | None = None,
+) -> Plan:
+    """See `engine.plan`."""
+    _check_numbers(
+        prompt_tokens=prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        num_beams=num_beams,
+        num_return_sequences=num_return_sequences,
+        free_bytes=free_bytes,
+        prefill_chunk_tokens=prefill_chunk_tokens,
+    )
+    if 1 < num_beams < num_return_sequences:
+        raise OptionError(
+            f"num_return_sequences={num_return_sequences} texts cannot come from num_beams={num_beams}: ask for fewer"
+        )
+    configs = _asked_about(cache, cache_config)
+    subject = read_subject(model, dtype, device)
+    is_pair = subject.anatomy.is_encoder_decoder
+    course = Course(
+        prompt_tokens=1 if is_pair else prompt_tokens,
+        source_tokens=prompt_tokens if is_pair else 0,
+        new_tokens=max_new_tokens,
+        prompts=batch_size,
+        branches=num_beams if num_beams > 1 else num_return_sequences,
+        chunk_tokens=prefill_chunk_tokens,
+        ends_early=subject.has_end,
+    )
+    chosen_from = lossless(subject.device)
+    if cache is None:
+        configs += [config for config in chosen_from if config not in configs]
+    free = find_free(subject.device, getattr(configs[0], "folder", None))
+    if free_bytes is not None:
+        free = replace(free, device=free_bytes)
+    planner = Planner(subject, free)
+    backends = [planner.backend(config, course, search=True) for config in configs]
+    candidates = backends if cache is not None else [backends[configs.index(config)] for config in chosen_from]
+    choice, why = choose(candidates, free)
+    return Plan(
+        model=subject.anatomy.name,
+        dtype=str(subject.anatomy.model.dtype).removeprefix("torch."),
+        device=str(subject.device),
+        prompt_tokens=prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        rows=course.rows,
+        weight_bytes=subject.weight_bytes,
+        weights_are_loaded=subject.is_loaded,
+        logits_bytes=planner.logits_bytes(course),
+        free_bytes=asdict(free),
+        backends=tuple(backends),
+        choice=None if choice is None else choice.title,
+        why=why,
+    )
+
+
+def choose_cache(model: PreTrainedModel, course: Course, compiled: bool) -> CacheConfig:
+    """What `cache="auto"` is for this run: the first of `lossless` that fits, or else the one that needs least."""
+    subject = read_subject(model, None, None)
+    free, found = find_free(subject.device), []
+    planner, configs = Planner(subject, free), lossless(subject.device, compiled)
+    for config in configs:
+        found.append(planner.backend(config, course))
+        if found[-1].refused is None and found[-1].fits is not False:
+            return config
+    choice, why = choose(found, free)
+    if choice is None:
+        return caches.recipe("none").options()
+    logging.getLogger("engine").warning(f"cache='auto': {why}")
+    return configs[found.index(choice)]
+
+
+def cache_bytes(
+    model_config: PreTrainedConfig,
+    name: str,
+    options: dict[str, Any] | None = None,
+    *,
+    rows: int = 1,
+    tokens: int,
+    source_tokens: int = 0,
+    dtype: torch.dtype | None = None,
+    device_type: str = "cpu",
+) -> dict[str, int]:
+    """Bytes of the backend `name`, by place, once it holds `tokens` tokens in each of `rows` rows.
+
+    source_tokens: what an encoder has read. Raises `caches.CacheError` where it is refused.
+    """
+    config = caches.recipe(name).options.from_dict(options or {})
+    # The last ones come one by one: what a cache only needs to read what it holds is there then too.
+    single = min(2, tokens - 1)
+    course = Course(tokens - single, single + 1, prompts=rows, source_tokens=source_tokens)
+    return rehearse(study(model_config, dtype), config, course, pinned=device_type != "cpu").most.by_place
+
+
+def _check_numbers(**values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise OptionError(f"{name}={value!r}, but a plan is for a whole number, 1 or more")
+
+
+def _asked_about(cache: str | CacheConfig | None, options: dict[str, Any] | CacheConfig | None) -> list[CacheConfig]:
+    """The configuration of the cache that was named, or of all there are."""
+    if cache is None:
+        if options is not None:
+            raise OptionError("cache_config are the options of one cache, and none was named: give cache too")
+        return [caches.recipe(name).options() for name in caches.names()]
+    recipe = caches.recipe(cache if isinstance(cache, str) else cache.name)
+    values = {} if isinstance(cache, str) else cache.to_dict()
+    return [recipe.options.from_dict(values | dict(options or {}))]
+
+
+def read_subject(
+    model: PreTrainedModel | PreTrainedConfig | str | Path,
+    dtype: torch.dtype | str | None,
+    device: torch.device | str | None,
+) -> Subject:
+    model = load_config(model) if isinstance(model, (str, Path)) else model
+    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not isinstance(wanted, torch.dtype):
+        raise OptionError(f"dtype={dtype!r} is no data type of torch: float32, bfloat16, ...")
+    planned = _device(device)
+    if isinstance(model, PreTrainedConfig):
+        anatomy = study(model, wanted)
+        return Subject(model, anatomy, planned, weight_bytes(anatomy.model), False, _has_end(model))
+    model, _ = load(model, None, EngineConfig())
+    is_loaded = model.device.type != "meta"
+    if is_loaded and (dtype is not None or device is not None):
+        raise OptionError(
+            f"dtype and device say how a model would be loaded, but this one is: in {model.dtype} on {model.device}. "
+            "Leave them out, or give its configuration"
+        )
+    where = prompt_device(model) if is_loaded else planned
+    has_end = model.generation_config.eos_token_id is not None
+    anatomy = study(model.config, wanted or model.dtype, type(model))
+    return Subject(model.config, anatomy, where, weight_bytes(model), is_loaded, has_end)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    """The one that was named, or the one that a model would be loaded onto."""
+    if device is None:
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise OptionError(f"device={device!r} is no device of torch: cpu, cuda:1, ...") from error
+
+
+def _has_end(config: PreTrainedConfig) -> bool:
+    configs = (config, config.get_text_config(decoder=True))
+    return any(getattr(one, "eos_token_id", None) is not None for one in configs)

@@ -1,0 +1,109 @@
+"""A run from its first step to its end, piece by piece. Whatever stops it, the cache is consistent, the streamer has
+ended, and what was generated is not lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from typing import Any
+
+import torch
+
+from engine.cancellation import Cancellation, StopAsked
+from engine.errors import BadLogits, Cancelled, Interrupted, OutOfMemory
+from engine.out_of_memory import Exhausted, empty_allocators, in_words, is_out_of_memory
+from engine.result import Generation, Piece
+from engine.run import Run
+from strategies import Flow, NoChoice
+
+
+class Play:
+    """A run under way. cancellation: the one that its lane asks."""
+
+    def __init__(self, run: Run, cancellation: Cancellation):
+        self._run, self._cancellation = run, cancellation
+
+    def pieces(self) -> Generator[Piece, None, None]:
+        run = self._run
+        flow = run.begin()
+        failure: Exception | KeyboardInterrupt | None = None
+        try:
+            try:
+                yield from self._steps(flow)
+                run.outlet.close()
+                self._cancellation.check_keys()
+            except (Exception, KeyboardInterrupt) as error:
+                # An error of memory holds on to what filled it, in the frames that it went through.
+                failure = Exhausted(in_words(error)) if is_out_of_memory(error) else error
+            if failure is not None:  # outside of `except`: who gets the rest may take a while
+                if isinstance(failure, Exhausted):
+                    empty_allocators()
+                yield from self._shown(run.break_off())
+        except BaseException:  # the consumer has left: what it was not shown has not happened
+            run.forget_unread()
+            run.break_off()
+            raise
+        finally:
+            flow.close()
+            run.close()
+            self._cancellation.pass_on()
+        if failure is not None:
+            try:
+                self._raise(failure)
+            finally:
+                failure = None  # its traceback knows this frame: both would wait for a garbage collection
+
+    def to_end(self) -> Generation:
+        """Nobody else has the main thread meanwhile, so that Ctrl-C is always the run's."""
+        with self._cancellation.noting_keys():
+            for _ in self.pieces():
+                pass
+        self._cancellation.pass_on()
+        return self._run.result()
+
+    def result(self) -> Generation:
+        """What was generated. Ends the run."""
+        return self._run.result()
+
+    def _steps(self, flow: Flow) -> Generator[Piece, None, None]:
+        """Do what the flow says until all rows have ended."""
+        with self._cancellation.noting_keys():
+            self._run.outlet.begin()
+        answer: Any = None
+        while not self._run.done:
+            with self._cancellation.noting_keys(), torch.no_grad():
+                try:
+                    operation = flow.send(answer)
+                except StopIteration:
+                    break
+                answer, pieces = self._run.perform(operation)
+            yield from self._shown(pieces)
+        yield from self._shown(self._run.read_all())
+
+    def _shown(self, pieces: list[Piece]) -> Generator[Piece, None, None]:
+        for piece in pieces:
+            left_s = time.perf_counter()
+            try:
+                yield piece
+            finally:
+                self._run.away_s += time.perf_counter() - left_s
+
+    def _raise(self, failure: Exception | KeyboardInterrupt) -> None:
+        """The failure, with what there is."""
+        result = self._run.result()
+        if isinstance(failure, KeyboardInterrupt):
+            failure.partial = result  # type: ignore[attr-defined]
+            try:
+                raise failure
+            finally:
+                del failure  # as above
+        told = f"after {max(map(len, result.tokens))} new tokens per row"
+        kept = "what was generated is in `partial`, with its cache where that can be continued"
+        if isinstance(failure, StopAsked):
+            raise Cancelled(f"generation was cancelled {told}; {kept}", result)
+        if isinstance(failure, Exhausted):
+            raise OutOfMemory(f"memory was out {told} ({failure}); {kept}", result)
+        if isinstance(failure, NoChoice):
+            raise BadLogits(f"generation stopped {told}: {failure}; {kept}", result)
+        why = f"{type(failure).__name__}: {failure}"
+        raise Interrupted(f"generation stopped {told} ({why}); {kept}", result) from failure

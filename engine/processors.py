@@ -1,0 +1,179 @@
+"""Logits processors that keep something per row: they follow rows that change places and texts that are taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import (
+    DiaEOSDelayPatternLogitsProcessor,
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    SynthIDTextWatermarkState,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+from engine.errors import EngineError, OptionError
+from strategies import each
+
+
+class Follower(Protocol):
+    """What a logits processor (or `prefix_allowed_tokens_fn`) has besides `__call__` to keep something per row.
+
+    It is called with ids [rows, columns] and answers from what it knows of these columns, never from a count of its
+    calls: strategies may ask about a text twice, or about several columns more than the last time. The first call of a
+    run has the prompts. One object follows one run at a time.
+    """
+
+    def rows(self, index: torch.Tensor) -> None:
+        """Row i becomes row `index[i]` in what is kept. index: LongTensor [new rows] on the CPU."""
+
+    def crop(self, columns: int) -> None:
+        """Forget everything about columns after the first `columns`. Every run begins with 0: forget the rows too."""
+
+
+class Processing:
+    """The logits processors of a run, in their order, as its strategy calls them.
+
+    prompt: its ids [rows, columns].
+    """
+
+    def __init__(self, processors: Sequence[Any], prompt: torch.Tensor):
+        self._prompts = len(prompt)
+        self._processors = LogitsProcessorList(_from_ids_alone(processor, prompt.shape[1]) for processor in processors)
+        constraints = [one for one in processors if isinstance(one, PrefixConstrainedLogitsProcessor)]
+        functions = [constraint._prefix_allowed_tokens_fn for constraint in constraints]
+        self._followers = [follower for follower in [*processors, *functions] if _follows(follower)]
+        self._followed: torch.Tensor | None = None  # the ids that they were called with last
+        self._origins = torch.arange(self._prompts)  # of which prompt each row is
+        self._by_place = next((processor for processor in processors if _knows_rows_by_place(processor)), None)
+        self._misplaced = False
+        self.names = [_name(processor) for processor in processors]
+        # It was asked for, so what is NaN or infinite before is none of the engine's business.
+        self.repairs = any(isinstance(one, InfNanRemoveLogitsProcessor) for one in processors)
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self._misplaced and self._by_place is not None:
+            raise EngineError(
+                f"the strategy has exchanged rows of different prompts, and {type(self._by_place).__name__} knows by "
+                "its place which prompt a row is of: keep the rows of every prompt together and in order"
+            )
+        if self._followers:
+            self._follow(ids)
+        return self._processors(ids, scores)
+
+    def culprit(self, ids: torch.Tensor, scores: torch.Tensor, is_bad: Callable[[torch.Tensor], bool]) -> str:
+        """The name of the processor that makes bad scores of these, found by asking again; else those of all."""
+        if len(self.names) > 1 and not is_bad(scores):  # else one has written into what it was given
+            if self._followers:
+                self._follow(ids)
+            for name, processor in zip(self.names, self._processors, strict=True):
+                scores = processor(ids, scores)
+                if is_bad(scores):
+                    return name
+        return " or ".join(self.names)
+
+    def rows(self, index: torch.Tensor) -> None:
+        """Row i of the run becomes row `index[i]`, an index on the CPU."""
+        self._origins = self._origins[index]
+        self._misplaced = not torch.equal(self._origins, each(self._prompts, len(index) // self._prompts))
+        # A strategy may process some of its rows at a time. Those that are kept are then others than the index is
+        # about, and `_follow` finds out how little it knows of the next.
+        if self._followed is not None and int(index.max()) < len(self._followed):
+            self._followed = self._followed[index.to(self._followed.device)]
+            for follower in self._followers:
+                follower.rows(index)
+
+    def _follow(self, ids: torch.Tensor) -> None:
+        """Have forgotten what is not about these ids."""
+        known = self._followed
+        if known is not None and len(known) != len(ids):
+            raise EngineError(
+                f"the strategy has scores of {len(ids)} rows processed after those of {len(known)}, and processors "
+                "that follow rows were not told which became which: yield Rows in between"
+            )
+        agreed = 0
+        if known is not None:
+            columns = min(known.shape[1], ids.shape[1])
+            agreed = int((known[:, :columns] == ids[:, :columns]).all(dim=0).long().cumprod(dim=0).sum())
+        if known is None or agreed < known.shape[1]:
+            for follower in self._followers:
+                follower.crop(agreed)
+        self._followed = ids.clone()
+
+
+def _name(processor: Any) -> str:
+    return getattr(processor, "__name__", type(processor).__name__)
+
+
+def _follows(processor: Any) -> bool:
+    verbs = [verb for verb in ("rows", "crop") if callable(getattr(processor, verb, None))]
+    if len(verbs) == 1:
+        raise OptionError(
+            f"{type(processor).__name__} has {verbs[0]}() alone of the two methods of an engine.Follower: with both it "
+            "is told what becomes of its rows and columns, with neither it is a processor that keeps nothing"
+        )
+    return len(verbs) == 2
+
+
+def _knows_rows_by_place(processor: Any) -> bool:
+    """Whether it was made for the prompts in their order, and says something different about each."""
+    if isinstance(processor, RepetitionPenaltyLogitsProcessor):
+        pads = processor.prompt_ignore_length
+        return isinstance(pads, torch.Tensor) and len(pads.unique()) > 1
+    made_for_prompts = (
+        EncoderNoRepeatNGramLogitsProcessor,
+        EncoderRepetitionPenaltyLogitsProcessor,
+        PrefixConstrainedLogitsProcessor,
+    )
+    return isinstance(processor, made_for_prompts)
+
+
+def _from_ids_alone(processor: Any, prompt_columns: int) -> Any:
+    """A processor of transformers' that counts its calls, as one that does not; all others as they are."""
+    if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+        raise OptionError(
+            "UnbatchedClassifierFreeGuidanceLogitsProcessor keeps a cache of its own, which follows no rows and takes "
+            "nothing back: give guidance_scale and negative_prompt_ids to the call instead"
+        )
+    if isinstance(processor, DiaEOSDelayPatternLogitsProcessor):
+        raise OptionError(
+            "DiaEOSDelayPatternLogitsProcessor counts its calls and takes groups of rows for channels of sound, which "
+            "only Dia's own generate() makes: leave it out"
+        )
+    return (
+        _Watermark(processor, prompt_columns)
+        if isinstance(processor, SynthIDTextWatermarkLogitsProcessor)
+        else processor
+    )
+
+
+class _Watermark(LogitsProcessor):
+    """The SynthID watermark. transformers' own remembers what every row was and counts its calls; what it remembers
+    follows from the ids, so here it is made from them each time.
+    """
+
+    def __init__(self, watermark: SynthIDTextWatermarkLogitsProcessor, prompt_columns: int):
+        self._watermark, self._prompt_columns = watermark, prompt_columns
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        mark, rows = self._watermark, len(ids)
+        width = mark.ngram_len - 1
+        new = torch.nn.functional.pad(ids[:, self._prompt_columns :], (width, 0))
+        contexts = new.unfold(1, width, 1)  # [rows, calls, width], that of this call the last
+        mark.state = None
+        if contexts.shape[1] > 1:
+            mark.state = SynthIDTextWatermarkState(rows, mark.ngram_len, mark.context_history_size, ids.device)
+            mark.state.num_calls = contexts.shape[1] - 1
+            mark.state.context = contexts[:, -2]  # it adds the last token itself
+            marked = contexts[:, width if mark.skip_first_ngram_calls else 0 : -1]
+            hashes = mark.accumulate_hash(torch.ones(marked.shape[:2], dtype=torch.long, device=ids.device), marked)
+            history = torch.cat([hashes.flip(1), mark.state.context_history], dim=1)
+            mark.state.context_history = history[:, : mark.context_history_size]
+        return mark(ids, scores)

@@ -1,0 +1,58 @@
+"""Between two vocabularies, by way of the text. What a draft proposes is verified, so no translation is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from strategies import Translation
+
+_CONTEXT = 10  # tokens before new ones that a tokenizer is shown with them
+
+
+class Translator:
+    """For one row. mask [1, prompt columns]: 0 where a pad is. beginning [1, n]: ids that come before those given.
+
+    last_column: the draft's texts get no longer.
+    """
+
+    def __init__(
+        self, tokenizer: Any, draft_tokenizer: Any, mask: torch.Tensor, beginning: torch.Tensor | None, last_column: int
+    ):
+        self._tokenizer, self._draft_tokenizer = tokenizer, draft_tokenizer
+        self._beginning = [] if beginning is None else beginning[0].tolist()
+        self._pads = mask[0].tolist()
+        self.translation = Translation(self._to_draft, self._to_model, last_column)
+
+    def _to_draft(self, ids: torch.Tensor) -> torch.Tensor:
+        draft = self._draft_tokenizer
+        read = draft(_text(self._tokenizer, self._all(ids)))["input_ids"]
+        if len(read) > 1 and read[-1] == draft.eos_token_id:  # the text goes on
+            read = read[:-1]
+        begin = next((token for token in (draft.bos_token_id, draft.eos_token_id) if token is not None), 0)
+        return torch.tensor([read or [begin]], device=ids.device)
+
+    def _to_model(self, ids: torch.Tensor, read: torch.Tensor, known: int) -> torch.Tensor:
+        before, whole = (_text(self._draft_tokenizer, part) for part in (read[0, :known].tolist(), read[0].tolist()))
+        if not whole.startswith(before):  # half a character has become a whole one
+            return ids[:, :0]
+        context = self._all(ids)[-_CONTEXT:]
+        tokens = self._encode(_text(self._tokenizer, context) + whole[len(before) :])
+        # What is at the border may be written in another way beside its neighbours.
+        is_prefix = tokens[: len(context)] == context
+        tokens = tokens[len(context) :] if is_prefix else self._encode(whole[len(before) :])
+        return torch.tensor([tokens], dtype=torch.long, device=ids.device).view(1, -1)
+
+    def _all(self, ids: torch.Tensor) -> list[int]:
+        """The ids of the whole text, without pads."""
+        known = self._beginning + ids[0].tolist()
+        pads = self._pads + [1] * (len(known) - len(self._pads))
+        return [token for token, real in zip(known, pads, strict=True) if real]
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _text(tokenizer: Any, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -1,0 +1,144 @@
+"""Assisted decoding: a small draft model proposes tokens, and the model verifies them in one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from configs import ConfigError, require_positive
+from strategies.flow import Crop, Flow, Forward, Operation, Task, draw
+from strategies.registry import register
+from strategies.verify import Emitted, Proposal, in_rounds
+
+SCHEDULES = ("constant", "heuristic", "heuristic_transient")
+
+
+@register
+@dataclass(frozen=True)
+class Assisted:
+    """The text is that of the model alone: greedy, or with `do_sample` drawn from its distribution.
+
+    num_assistant_tokens: how many tokens are proposed at a time. num_assistant_tokens_schedule: "constant", or
+    "heuristic": two more after all of them were accepted in all rows, else one fewer, remembered with the draft from
+    call to call; "heuristic_transient" forgets. assistant_confidence_threshold: fewer are proposed where the draft's
+    probability of its own token falls below this, in the mean of the rows that go on; 0 turns it off.
+    """
+
+    name: ClassVar[str] = "assisted"
+    verifies: ClassVar[bool] = True
+    needs_draft: ClassVar[bool] = True
+    num_assistant_tokens: int = 20
+    num_assistant_tokens_schedule: str = "constant"
+    assistant_confidence_threshold: float = 0.4
+    do_sample: bool = False
+
+    def __post_init__(self) -> None:
+        require_positive(self.name, num_assistant_tokens=self.num_assistant_tokens)
+        if self.num_assistant_tokens_schedule not in SCHEDULES:
+            raise ConfigError(
+                f"{self.name}: num_assistant_tokens_schedule={self.num_assistant_tokens_schedule!r}, but it is one of "
+                f"{', '.join(SCHEDULES)}"
+            )
+        if not 0 <= self.assistant_confidence_threshold <= 1:
+            raise ConfigError(
+                f"{self.name}: assistant_confidence_threshold={self.assistant_confidence_threshold}, but it is a "
+                "probability, between 0 and 1"
+            )
+
+    @property
+    def samples(self) -> bool:
+        return self.do_sample
+
+    def flow(self, task: Task) -> Flow:
+        drafter = _Drafter(self, task) if task.translation is None else _Translating(self, task)
+        return in_rounds(task, self.samples, drafter.propose)
+
+
+class _Drafter:
+    """Proposes what a draft with the same vocabulary goes on with."""
+
+    def __init__(self, options: Assisted, task: Task):
+        self.options, self.task = options, task
+        self.length = task.drafts.length or options.num_assistant_tokens
+        self.fed = 0  # columns of the text that the draft has read, proposed ones included
+        self._end = 0  # where the last proposal would have ended, had all of it been accepted
+
+    def propose(self, text: Emitted) -> Generator[Operation, Any, Proposal]:
+        columns = text.ids.shape[1]
+        self.adapt(columns)
+        k = min(max(self.length, text.most_fixed), text.room)
+        if k < 1:
+            return Proposal(text.ids[:, :0])
+        tokens = yield from self.unread(text.ids)
+        read, probabilities = text.ids, []
+        while True:
+            logits = yield Forward(tokens, model="draft")
+            q = self.task.process(read, logits).softmax(dim=-1)
+            drawn = draw(q)[:, 0] if self.options.samples else q.argmax(dim=-1)
+            tokens = text.known(read.shape[1] - columns, drawn)[:, None]
+            read = torch.cat([read, tokens], dim=1)
+            probabilities.append(q)
+            proposed = read.shape[1] - columns
+            if proposed == k or (proposed >= text.most_fixed and self.doubts(q.gather(1, tokens)[~text.over])):
+                break
+            self.fed += 1
+        self._end = read.shape[1] + 1
+        return Proposal(read[:, columns:], torch.stack(probabilities, dim=1) if self.options.samples else None)
+
+    def unread(self, ids: torch.Tensor) -> Generator[Operation, Any, torch.Tensor]:
+        """What the draft has to read of the text before it can go on; it forgets what is none of it."""
+        kept = min(self.fed, ids.shape[1] - 1)  # the last token is never one that it has read
+        if self.fed > kept:
+            yield Crop(self.fed - kept, model="draft")
+        self.fed = ids.shape[1]
+        return ids[:, kept:]
+
+    def adapt(self, columns: int) -> None:
+        """Learn from what became of the last proposal: the text has `columns` now."""
+        if self._end and self.options.num_assistant_tokens_schedule != "constant":
+            self.length = self.length + 2 if columns == self._end else max(1, self.length - 1)
+        self.task.drafts.length = self.length
+
+    def doubts(self, confidence: torch.Tensor) -> bool:
+        """Whether it is not worth to go on after tokens that had these probabilities."""
+        threshold = self.options.assistant_confidence_threshold
+        return threshold > 0 and bool(confidence.mean() < threshold)
+
+
+class _Translating(_Drafter):
+    """Proposes what a draft with a vocabulary of its own goes on with; for one row."""
+
+    def __init__(self, options: Assisted, task: Task):
+        super().__init__(options, task)
+        self._read = task.ids[:, :0]  # by the draft, in its own ids
+
+    def propose(self, text: Emitted) -> Generator[Operation, Any, Proposal]:
+        translation = self.task.translation
+        assert translation is not None
+        self.adapt(text.ids.shape[1])
+        wanted = translation.to_draft(text.ids)
+        k = min(self.length, text.room, translation.last_column - wanted.shape[1] - 1)
+        if k < 1:
+            return Proposal(text.ids[:, :0])
+        tokens, read = (yield from self.unread(wanted)), wanted
+        for _ in range(k):
+            logits = yield Forward(tokens, model="draft")
+            tokens = logits.argmax(dim=-1, keepdim=True)
+            read = torch.cat([read, tokens], dim=1)
+            if self.doubts(logits.softmax(dim=-1).gather(1, tokens)):
+                break
+        self._read, self.fed = read[:, :-1], read.shape[1] - 1
+        new = translation.to_model(text.ids, read, wanted.shape[1])[:, : text.room]
+        self._end = text.ids.shape[1] + new.shape[1] + 1
+        return Proposal(new)
+
+    def unread(self, ids: torch.Tensor) -> Generator[Operation, Any, torch.Tensor]:
+        columns = min(self.fed, ids.shape[1] - 1)
+        same = self._read[:, :columns] == ids[:, :columns]
+        kept = int(same[0].long().cumprod(dim=0).sum())
+        if self.fed > kept:
+            yield Crop(self.fed - kept, model="draft")
+        return ids[:, kept:]

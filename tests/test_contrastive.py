@@ -1,0 +1,144 @@
+"""Contrastive search equals its slow reference, which reads everything again for every candidate."""
+
+import pytest
+import torch
+from references import contrastive, exact, never_run, pairwise, readers, tiny
+from test_beams import NoStutter, conversation, named
+from transformers.generation import (
+    MinLengthLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
+
+import caches
+import engine
+
+NEW = 10
+EOS = {"no": None, "some": [29, 5, 66, 94, 76, 26]}
+OPTIONS = {"top_k": [2, 4, 7], "penalty_alpha": [0.2, 0.6, 1.0], "eos": list(EOS), "pads": [0, 9], "rows": [1, 2]}
+CASES = pairwise(**OPTIONS)
+USUAL = {"top_k": 4, "penalty_alpha": 0.6}
+MODELS = ["gpt2", "llama", "t5"]
+
+
+def check(name, case, cache="dynamic", processors=(), config=None):
+    model, inputs = tiny(name, case["pads"], case["rows"])
+    inputs = {input: value[: case["rows"]] for input, value in inputs.items()}
+    options = {option: case[option] for option in ("top_k", "penalty_alpha")}
+    eos = EOS[case["eos"]]
+    given = exact(cache, model) | {"logits_processor": list(processors), "eos_token_id": eos, "pad_token_id": 3}
+    out = engine.Generator(model, config=config).generate(inputs, max_new_tokens=NEW, **options, **given)
+    options |= {"new": NEW, "eos_ids": eos or (), "processors": processors}
+    assert out.tokens == [contrastive(*row, **options) for row in readers(model, inputs)]
+    begin = out.sequences.shape[1] - max(map(len, out.tokens))
+    for row, tokens in zip(out.sequences, out.tokens, strict=True):
+        assert row[begin:].tolist() == tokens + [3] * (len(row) - begin - len(tokens))
+    return out
+
+
+@pytest.mark.parametrize("case", named(CASES))
+@pytest.mark.parametrize("name", [*MODELS, "bart"])
+def test_every_two_options(name, case):
+    check(name, case)
+
+
+@pytest.mark.parametrize("cache", caches.names())
+@pytest.mark.parametrize("name", ["llama", "mistral", "jamba", "mamba", "t5"])
+def test_every_backend(name, cache):
+    check(name, CASES[(len(name) + len(cache)) % len(CASES)] | {"pads": 4, "rows": 2}, cache)
+
+
+@pytest.mark.parametrize("processor", [NoRepeatNGramLogitsProcessor(2), NoStutter(), MinLengthLogitsProcessor(18, 29)])
+@pytest.mark.parametrize("name", MODELS)
+def test_processors(name, processor):
+    for case in CASES[:4]:
+        check(name, case, processors=[processor])
+
+
+def test_a_penalty_for_repetition_given_as_an_option():
+    """Where rows have pads, it looks at the mask: of the rows that are chosen for, not of the candidates."""
+    model, inputs = tiny("gpt2", pads=0)
+    out = engine.generate(model, inputs, max_new_tokens=NEW, repetition_penalty=1.4, **USUAL)
+    options = USUAL | {"new": NEW, "processors": [RepetitionPenaltyLogitsProcessor(1.4)]}
+    assert out.tokens == [contrastive(*row, **options) for row in readers(model, inputs)]
+    engine.generate(model, tiny("gpt2")[1], max_new_tokens=NEW, repetition_penalty=1.4, **USUAL)
+
+
+def test_the_texts_are_others_than_greedy_and_end_in_both_ways():
+    for name in MODELS:
+        model, inputs = tiny(name)
+        greedy = engine.generate(model, inputs, max_new_tokens=NEW)
+        out = engine.generate(model, inputs, max_new_tokens=NEW, **USUAL)
+        assert all(found != plain for found, plain in zip(out.tokens, greedy.tokens, strict=True))
+    reasons = {
+        tuple(check(name, case | {"eos": "some", "rows": 2}).finish_reasons) for case in CASES for name in MODELS
+    }
+    assert {("eos", "eos"), ("length", "eos"), ("eos", "length")} & reasons >= {("eos", "eos")}
+    assert len(reasons) > 2
+
+
+@pytest.mark.parametrize("options", [USUAL, {"top_k": 6, "penalty_alpha": 1.0}], ids=["usual", "similarity alone"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "jamba"])
+def test_a_padded_row_equals_the_row_alone(name, options):
+    model, inputs = tiny(name, pads=9)
+    options = options | {"max_new_tokens": NEW}
+    together = engine.generate(model, inputs, **options)
+    alone = engine.generate(model, inputs["input_ids"][:1, 9:], **options)
+    assert together.tokens[:1] == alone.tokens
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "bamba"])
+def test_a_prompt_in_pieces(name):
+    for case in CASES[:3]:
+        check(name, case, config=engine.EngineConfig(prefill_chunk_tokens=3))
+
+
+def test_compiled():
+    torch._dynamo.reset()
+    for case in CASES[:2]:
+        check("llama", case, "static", config=engine.EngineConfig(compile="aot_eager"))
+
+
+def test_stop_strings_and_a_stream(shipped):
+    texts = ["class A:\n    def f(self", "import os\nimport re\nprint"]
+    options = {"penalty_alpha": 0.6, "top_k": 4, "max_new_tokens": 24, "stop_strings": ["self", "\n\n"]}
+    stream = shipped.stream(texts, **options)
+    shown = ["", ""]
+    for piece in stream:
+        shown[piece.row] += piece.text
+    out = stream.result()
+    assert shown == out.text == shipped.generate(texts, **options).text
+    assert not any(stop in text for stop in options["stop_strings"] for text in out.text)
+    whole = shipped.generate(texts, **options | {"stop_strings": None})
+    assert all(text.startswith(part) for text, part in zip(whole.text, out.text, strict=True))
+
+
+def test_recorded_scores_are_those_that_the_candidates_come_from():
+    model, inputs = tiny("gpt2")
+    out = engine.generate(model, inputs, max_new_tokens=NEW, output_scores=True, **USUAL)
+    assert len(out.scores) == NEW
+    for step, scores in enumerate(out.scores):
+        candidates = scores.topk(4).indices
+        assert (candidates == out.sequences[:, 13 + step, None]).any(dim=1).all()
+
+
+@pytest.mark.parametrize("cache", caches.names())
+@pytest.mark.parametrize("name", ["llama", "mistral", "jamba"])
+def test_the_next_turn(name, cache):
+    model, inputs = tiny(name)
+    if cache == "none":
+        pytest.skip("nothing is kept")
+    first = engine.generate(model, inputs, **exact(cache, model), max_new_tokens=9, **USUAL)
+    assert first.cache.get_seq_length() <= 13 + 8
+    both = conversation(first, inputs)
+    second = engine.generate(model, both, cache=first.cache, max_new_tokens=9)
+    assert second.tokens == engine.generate(model, both, cache="none", max_new_tokens=9).tokens
+
+
+def test_a_cache_that_holds_tokens_is_refused_before_any_work(monkeypatch):
+    model, inputs = tiny("llama")
+    first = engine.generate(model, inputs, max_new_tokens=5)
+    never_run(model, monkeypatch)
+    with pytest.raises(engine.OptionError, match="those of the 17 in the cache are not known: start with an empty"):
+        engine.generate(model, conversation(first, inputs), cache=first.cache, **USUAL)
+    assert first.cache.seen == 17

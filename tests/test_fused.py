@@ -1,0 +1,107 @@
+"""The kernels that multiply with codes as they are give what unpacking first gives."""
+
+import copy
+import functools
+import shutil
+
+import pytest
+import torch
+from architectures import prompt, tiny_model
+from torch.utils import cpp_extension
+
+import caches
+import engine
+from caches import fused
+from caches.codec import CHOICES, Affine
+from configs import ConfigError, QuantizedCacheConfig
+
+HAVE_COMPILER = shutil.which("c++") is not None and cpp_extension.is_ninja_available()
+CODECS = [("quanto", 4), ("quanto", 2), ("hqq", 8), ("hqq", 1), ("kivi", 4), ("kivi", 2)]
+
+
+def needs_kernels(test):
+    """Compiling them takes a while, once per machine."""
+    return pytest.mark.slow(pytest.mark.skipif(not HAVE_COMPILER, reason="no C++ compiler, or no ninja")(test))
+
+
+@needs_kernels
+@pytest.mark.parametrize("over_columns", [False, True])
+@pytest.mark.parametrize(("backend", "bits"), CODECS)
+@pytest.mark.parametrize(("width", "group"), [(64, 64), (64, 16), (128, 64), (40, 8)])
+def test_products_are_those_of_the_numbers(width, group, backend, bits, over_columns):
+    torch.manual_seed(0)
+    plain, kernel = (Affine(bits, group, over_columns, CHOICES[backend], fused=fused) for fused in (False, True))
+    parts = plain.encode(torch.randn(3, 2, 10 * group, width) + 0.5)
+    parts = {name: part.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for name, part in parts.items()}
+    for begin, count in ((0, 10 * group), (group, 5 * group), (2 * group, group + 3), (0, 1)):
+        blocks = slice(begin // group, begin // group - (-count // group))
+        chosen = {
+            name: part[:, :, blocks if plain.per_block(name) else slice(begin, begin + count)]
+            for name, part in parts.items()
+        }
+        decode = functools.partial(decoded, chosen, count, width)
+        for tokens in (1, 3, 7, fused.FEW + 1):
+            queries, weights = torch.randn(3, 2, tokens, width), torch.rand(3, 2, tokens, count)
+            torch.testing.assert_close(decode(kernel).scores(queries), decode(plain).scores(queries), **CLOSE)
+            torch.testing.assert_close(decode(kernel).mixed(weights), decode(plain).mixed(weights), **CLOSE)
+        assert torch.equal(decode(kernel).numbers(), decode(plain).numbers())
+
+
+CLOSE = {"atol": 1e-3, "rtol": 1e-4}
+
+
+def decoded(parts, count, width, codec):
+    out, scratch = torch.empty(3, 2, count, width), torch.empty(3 * 2 * count * width, dtype=torch.uint8)
+    return codec.decode(parts, out, scratch)
+
+
+@needs_kernels
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"penalty_alpha": 0.6, "top_k": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("cache", "codec"),
+    [
+        ("quantized", {}),
+        ("quantized", {"axis_key": -1, "axis_value": -1, "q_group_size": 8}),
+        ("quantized", {"backend": "hqq", "nbits": 8}),
+        ("quantized", {"backend": "kivi", "q_group_size": 8}),
+        ("offloaded_quantized", {}),
+        ("quantized_sink", {"window_length": 24, "num_sink_tokens": 3}),
+    ],
+    ids=str,
+)
+def test_the_text_is_the_same(cache, codec, options):
+    model, inputs = tiny_model("llama"), prompt()
+    codec = codec | {"residual_length": 8}
+    plain, ours = (
+        engine.generate(model, inputs, cache=cache, cache_config=codec | more, max_new_tokens=30, **options)
+        for more in ({}, {"fused": True})
+    )
+    assert torch.equal(ours.sequences, plain.sequences)
+
+
+@needs_kernels
+def test_other_types_are_refused_with_the_first_step():
+    model = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
+    options = {"cache": "quantized", "cache_config": {"fused": True, "residual_length": 4}}
+    with pytest.raises(engine.Interrupted, match=r"fused=True is for keys of float32 on a CPU.*bfloat16") as stopped:
+        engine.generate(model, prompt(), **options)
+    assert stopped.value.partial.cache.seen == 0
+
+
+@pytest.mark.parametrize("options", [{"backend": "fp8"}, {"backend": "kivi", "nbits": 3}, {"compute_dtype": "float16"}])
+def test_what_has_no_kernel_is_refused(options):
+    with pytest.raises(ConfigError, match="fused=True, but there is no kernel for"):
+        QuantizedCacheConfig(fused=True, **options)
+
+
+def test_without_a_compiler_it_says_what_is_missing(monkeypatch):
+    def missing(*arguments, **options):
+        raise RuntimeError("Ninja is required to load C++ extensions\nand more")
+
+    monkeypatch.setattr("torch.utils.cpp_extension.load", missing)
+    fused.kernels.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=r"compiler and ninja.*: Ninja is required .*, or leave fused out"):
+            caches.build("quantized", tiny_model("llama").config, fused=True)
+    finally:
+        fused.kernels.cache_clear()

@@ -1,0 +1,246 @@
+"""What a run does when memory is out: the rungs one by one, in the order that was asked for."""
+
+import gc
+import logging
+
+import pytest
+import torch
+from architectures import tiny_model
+
+import caches
+import engine
+from configs import EngineConfig
+
+NEW = 8
+OOM = {
+    "accelerator": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "cpu": lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+    "python": MemoryError,
+}
+
+
+class OutAt:
+    """Raises in the last decoder layer of the forwards that are named, counted from 0."""
+
+    def __init__(self, model, forwards, error=OOM["cpu"]):
+        self.forwards, self.error, self.count, self.raised = set(forwards), error, -1, 0
+        self.hooks = [
+            model.register_forward_pre_hook(self.begin),
+            model.model.layers[-1].register_forward_hook(self.end_layer),
+        ]
+
+    def begin(self, module, inputs):
+        self.count += 1
+
+    def end_layer(self, module, inputs, outputs):
+        if self.count in self.forwards:
+            self.raised += 1
+            raise self.error()
+
+    def __enter__(self):
+        gc.freeze()  # a recovery collects garbage, and nothing that was there before is any
+        return self
+
+    def __exit__(self, *raised):
+        gc.unfreeze()
+        for hook in self.hooks:
+            hook.remove()
+
+
+def prompt(rows=3, columns=40):
+    ids = torch.randint(5, 90, (rows, columns), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    for row in range(1, rows):
+        ids[row, : 3 * row], mask[row, : 3 * row] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def run(forwards, on_oom, error=OOM["cpu"], inputs=None, **options):
+    model = tiny_model("llama")
+    with OutAt(model, forwards, error) as out:
+        result = engine.generate(
+            model, inputs or prompt(), max_new_tokens=NEW, on_oom=on_oom, output_scores=True, **options
+        )
+    assert out.raised == len(set(forwards))
+    return result
+
+
+def expected(inputs=None, **options):
+    return engine.generate(tiny_model("llama"), inputs or prompt(), max_new_tokens=NEW, output_scores=True, **options)
+
+
+def same(out, reference):
+    assert torch.equal(out.sequences, reference.sequences)
+    torch.testing.assert_close(out.scores, reference.scores, atol=1e-4, rtol=1e-4)
+    return [fallback.rung for fallback in out.stats.fallbacks]
+
+
+@pytest.mark.parametrize("error", OOM.values(), ids=OOM)
+@pytest.mark.parametrize("forward", [0, 1, 4, NEW - 1])
+@pytest.mark.parametrize("rung", ["release", "offload", "split"])
+def test_every_rung_by_itself_gives_the_undisturbed_text(rung, forward, error):
+    assert same(run([forward], [rung], error), expected()) == [rung]
+
+
+def test_the_prompt_is_read_in_ever_smaller_pieces():
+    out = run([0, 1], ["chunk"])
+    assert same(out, expected()) == ["chunk", "chunk"]
+    assert "pieces of 10 tokens" in out.stats.fallbacks[0].what
+    assert "pieces of 8 tokens" in out.stats.fallbacks[1].what
+
+
+def test_the_rungs_are_climbed_in_the_order_that_was_asked_for(caplog):
+    with caplog.at_level(logging.WARNING, logger="engine"):
+        out = run([0, 1, 2, 3, 8], ["offload", "chunk", "release", "split"])
+    assert same(out, expected()) == ["offload", "chunk", "chunk", "release", "split"]
+    assert sum("out of memory" in record.message for record in caplog.records) == 5
+    assert out.stats.cache == "offloaded"
+    assert out.cache.bytes_by_place["disk"] == expected().stats.cache_bytes
+    assert out.stats.fallbacks[4].bytes_before <= expected().stats.cache_bytes / 2  # two of four layers
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "none", "quantized"])
+@pytest.mark.parametrize("options", [{"num_beams": 4}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
+def test_searches_and_samples_go_on_with_the_same_rows(cache, options):
+    torch.manual_seed(5)
+    reference = expected(cache=cache, **options)
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    same(run([0, 3, 5], EngineConfig().on_oom, cache=cache, **options), reference)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_was_generated_comes_back_when_no_rung_is_left():
+    reference = expected()
+    with pytest.raises(engine.OutOfMemory, match=r"after 3 new tokens.*release.*split") as raised:
+        run(range(3, 12), EngineConfig().on_oom)
+    partial = raised.value.partial
+    assert [len(row) for row in partial.tokens] == [3] * 3
+    assert torch.equal(partial.sequences, reference.sequences[:, : partial.sequences.shape[1]])
+    assert [fallback.rung for fallback in partial.stats.fallbacks] == ["release", "offload", "split", "split"]
+    rest = engine.generate(tiny_model("llama"), partial.sequences, cache=partial.cache, max_new_tokens=NEW - 3)
+    assert torch.equal(rest.sequences, reference.sequences)
+
+
+def test_an_empty_ladder_gives_up_at_once():
+    with pytest.raises(engine.OutOfMemory, match="on_oom allows no way to go on") as raised:
+        run([2], [])
+    assert raised.value.partial.stats.fallbacks == ()
+
+
+def test_memory_that_is_out_between_forwards_is_told_with_what_there_is():
+    def process(ids, scores):
+        if ids.shape[1] > 42:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return scores
+
+    with pytest.raises(engine.OutOfMemory, match="after 3 new tokens") as raised:
+        run([], EngineConfig().on_oom, logits_processor=[process])
+    assert len(raised.value.partial.tokens[0]) == 3
+
+
+def test_other_errors_are_not_taken_for_it():
+    with pytest.raises(engine.Interrupted, match="no such thing") as raised:
+        run([2], EngineConfig().on_oom, error=lambda: RuntimeError("no such thing"))
+    assert not isinstance(raised.value, engine.OutOfMemory)
+
+
+def test_rows_of_one_prompt_stay_together():
+    out = run([2, 3], ["split"], num_beams=2)
+    assert "2 parts" in out.stats.fallbacks[0].what
+    assert same(out, expected(num_beams=2)) == ["split", "split"]
+
+
+def test_a_cache_that_cannot_be_moved_stays_where_it_is():
+    with pytest.raises(engine.OutOfMemory, match=r"could not be taken: offload .*imposes a window"):
+        run([2], ["offload"], cache="sink", cache_config={"window_length": 32})
+
+
+@pytest.mark.parametrize(
+    ("rungs", "message"), [("offload", "a list of rungs"), (["swap"], "swap"), (["split", "split"], "twice")]
+)
+def test_what_is_no_ladder_is_refused(rungs, message):
+    with pytest.raises(engine.ConfigError, match=message):
+        engine.generate(tiny_model("llama"), prompt(), on_oom=rungs)
+    with pytest.raises(engine.ConfigError, match="on_oom"):
+        EngineConfig(on_oom=rungs)
+
+
+def test_a_live_cache_goes_on_as_another():
+    model, first = tiny_model("llama"), prompt(rows=1)
+    live = caches.build("dynamic", model.config)
+    with OutAt(model, [2]):
+        out = engine.generate(model, first, cache=live, max_new_tokens=NEW, on_oom=["offload"])
+    assert out.cache is not live
+    assert out.cache.name == "offloaded"
+    assert torch.equal(out.sequences, engine.generate(model, first, max_new_tokens=NEW).sequences)
+
+
+def long_prompt():
+    return torch.randint(5, 90, (1, 30), generator=torch.Generator().manual_seed(1))
+
+
+def within(most, action, **options):
+    generator = engine.Generator(tiny_model("llama"), config=EngineConfig(max_cache_bytes=most, over_budget=action))
+    live = caches.build("dynamic", generator.model.config)
+    return generator.generate(long_prompt(), cache=live, max_new_tokens=120, **options)
+
+
+def test_a_budget_is_kept_before_more_memory_is_taken():
+    undisturbed = engine.generate(tiny_model("llama"), long_prompt(), max_new_tokens=120)
+    per_token = undisturbed.stats.cache_bytes / 192
+    out = within(int(100 * per_token), "offload")
+    assert torch.equal(out.sequences, undisturbed.sequences)
+    assert [fallback.rung for fallback in out.stats.fallbacks] == ["offload"]
+    assert out.stats.fallbacks[0].tokens == 64
+    assert out.stats.fallbacks[0].bytes_before <= 100 * per_token
+    assert out.cache.device_bytes <= 100 * per_token
+
+    with pytest.raises(engine.OutOfMemory, match="max_cache_bytes=") as raised:
+        within(int(100 * per_token), "error")
+    assert len(raised.value.partial.tokens[0]) == 64 - 30 + 1
+    assert raised.value.partial.cache.device_bytes <= 100 * per_token
+
+
+def test_a_window_that_fits_the_budget_goes_on():
+    undisturbed = engine.generate(tiny_model("llama"), long_prompt(), max_new_tokens=120)
+    most = int(undisturbed.stats.cache_bytes * 100 / 192)
+    out = within(most, "slide")
+    assert [fallback.rung for fallback in out.stats.fallbacks] == ["slide"]
+    assert out.stats.cache == "sliding_window"
+    assert out.stats.cache_bytes <= most
+    assert torch.equal(out.sequences[:, :66], undisturbed.sequences[:, :66])
+    assert not torch.equal(out.sequences, undisturbed.sequences)
+    # The window is the one that was announced: from there on the text is that of a window from the beginning.
+    window = int(out.stats.fallbacks[0].what.split("window of ")[1].split()[0])
+    live = caches.slide(prefix_cache(undisturbed.sequences[:, :64]), window)
+    rest = engine.generate(tiny_model("llama"), undisturbed.sequences[:, :65], cache=live, max_new_tokens=85)
+    assert torch.equal(out.sequences, rest.sequences)
+
+
+def prefix_cache(ids):
+    model = tiny_model("llama")
+    cache = caches.build("dynamic", model.config)
+    model(ids, past_key_values=cache)
+    return cache
+
+
+def test_pieces_are_not_made_ever_smaller_where_something_else_may_help():
+    inputs = prompt(rows=1, columns=200)
+    out = run(range(4), ["chunk", "offload"], inputs=inputs)
+    assert same(out, expected(inputs)) == ["chunk", "chunk", "offload", "chunk"]
+
+
+@pytest.mark.parametrize("action", ["offload", "slide", "error"])
+def test_a_budget_too_small_for_the_prompt_is_kept_from_the_beginning(action):
+    undisturbed = engine.generate(tiny_model("llama"), prompt(rows=1, columns=100), max_new_tokens=20)
+    most = undisturbed.stats.cache_bytes * 2 // 3
+    generator = engine.Generator(tiny_model("llama"), config=EngineConfig(max_cache_bytes=most, over_budget=action))
+    if action == "error":
+        with pytest.raises(caches.CapacityError, match=f"max_cache_bytes={most:,}"):
+            generator.generate(prompt(rows=1, columns=100), max_new_tokens=20)
+        return
+    out = generator.generate(prompt(rows=1, columns=100), max_new_tokens=20)
+    assert [fallback.rung for fallback in out.stats.fallbacks] == [action]
+    assert out.cache.device_bytes <= most
+    assert (action == "offload") == torch.equal(out.sequences, undisturbed.sequences)

@@ -1,0 +1,224 @@
+"""Memory runs out in any layer and at any step: the text is that of a run that nothing disturbed."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from encoder_decoders import ENCODER_DECODERS
+from injection import ERRORS, failing
+from references import draft_of, pairwise, tiny
+from test_backend_table import needed
+from test_cancellation import again, check_goes_on
+from test_strategies import MODELS, OPTIONS
+from test_streams import check as check_pieces
+
+import caches
+import engine
+import strategies
+
+NEW = 8
+FIELDS = ("scores", "logits", "sequences_scores", "beam_indices")
+RUNGS = ("release", "chunk", "offload", "split")
+AT = "prompt", "first", "middle", "last"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A strategy on a backend for a kind of model, and how many prompts it reads; the first one is padded."""
+
+    strategy: str
+    kind: str
+    cache: str
+    rows: int = 2
+
+    def read(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        name = MODELS[self.kind]
+        pads = 4 if name not in ENCODER_DECODERS or self.rows == 2 else 0
+        return tiny(name, pads, self.rows)
+
+    @property
+    def draft(self) -> Any:
+        return draft_of(MODELS[self.kind]) if self.strategy == "assisted" else None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        chosen = strategies.build(self.strategy, **OPTIONS.get(self.strategy, {}))
+        cache = {"cache": self.cache, "cache_config": needed(self.cache)}
+        records = {"output_scores": True, "output_logits": True}
+        return {"strategy": chosen, "assistant_model": self.draft, "max_new_tokens": NEW} | cache | records
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of it; the random state after it; forwards of the model, and of the draft."""
+
+    out: engine.Generation
+    random: torch.Tensor
+    forwards: tuple[int, ...]
+    pieces: tuple[engine.Piece, ...] = ()
+
+
+def run(cell: Cell, at=((), ()), error: str = "device", late: bool = False, streams: bool = False, **more: Any) -> Run:
+    """at: where the model fails, and where its draft does."""
+    model, inputs = cell.read()
+    models = [one for one in (model, cell.draft) if one is not None]
+    torch.manual_seed(4)
+    with ExitStack() as stack:
+        found = [
+            stack.enter_context(failing(one, planned, error, late)) for one, planned in zip(models, at, strict=False)
+        ]
+        if streams:
+            shown = engine.stream(model, inputs, **cell.options | more)
+            pieces, out = tuple(shown), shown.result()
+        else:
+            pieces, out = (), engine.generate(model, inputs, **cell.options | more)
+    return Run(out, torch.get_rng_state(), tuple(one.forwards for one in found), pieces)
+
+
+@functools.cache
+def undisturbed(cell: Cell) -> Run:
+    if "sink" in cell.cache:
+        run(cell)  # how the model turns keys is tried once, in forwards that are none of a run
+    return run(cell)
+
+
+def points(cell: Cell, moment: str, layer: int, times: int, draft: bool) -> tuple[tuple, tuple]:
+    """So many failures one after the other: what is tried again is another forward."""
+    forwards = undisturbed(cell).forwards
+    in_draft = draft and len(forwards) > 1
+    last = forwards[in_draft] - 1
+    first = {"prompt": 0, "first": min(1, last), "middle": (last + 1) // 2, "last": last}[moment]
+    planned = tuple((first + time, layer) for time in range(times))
+    return ((), planned) if in_draft else (planned, ())
+
+
+def same(found: Run, whole: Run) -> list[str]:
+    """The rungs that were taken. To try again changes nothing at all; the others compute in another order."""
+    rungs = [taken.rung for taken in found.out.stats.fallbacks]
+    assert found.out.tokens == whole.out.tokens
+    assert torch.equal(found.out.sequences, whole.out.sequences)
+    assert found.out.finish_reasons == whole.out.finish_reasons
+    assert found.out.stats.new_tokens == whole.out.stats.new_tokens
+    assert found.out.stats.accepted_tokens == whole.out.stats.accepted_tokens
+    assert torch.equal(found.random, whole.random)
+    close = {"atol": 1e-4, "rtol": 1e-4} if set(rungs) - {"release"} else {"atol": 0, "rtol": 0}
+    for name in FIELDS:
+        torch.testing.assert_close(getattr(found.out, name), getattr(whole.out, name), **close)
+    return rungs
+
+
+def check(names: tuple[str, str, str], rows: int, times: int, **failure: Any) -> None:
+    """The failures change nothing, or what there is can be continued where there are more of them than ways out."""
+    cell = Cell(*names, rows)
+    how = {name: failure.pop(name) for name in ("error", "late")}
+    at = points(cell, times=times, **failure)
+    try:
+        rungs = same(run(cell, at, **how), undisturbed(cell))
+    except engine.OutOfMemory as stopped:
+        rungs = [taken.rung for taken in stopped.partial.stats.fallbacks]
+        check_goes_on(*cell.read(), stopped.partial, new_tokens=3)
+        assert 0 < len(rungs) < times
+    else:
+        assert len(rungs) == times
+    assert rungs[0] == "release"
+    assert set(rungs) <= set(RUNGS)
+
+
+def cells() -> list[tuple[str, str, str]]:
+    """Strategies, kinds of models and backends that go together."""
+    return [cell for cell in product(strategies.names(), MODELS, caches.names()) if suits(*cell[1:])]
+
+
+@functools.cache
+def suits(kind: str, cache: str) -> bool:
+    try:
+        caches.build(cache, tiny(MODELS[kind])[0].config, **needed(cache))
+    except caches.UnsupportedLayer:
+        return False
+    return True
+
+
+# Every two values meet. By default a cell is tried with one of the cases, the next cell with the next one.
+CASES = pairwise(
+    moment=AT,
+    layer=[0, 1, -1],
+    times=[1, 3],
+    late=[False, True],
+    error=list(ERRORS),
+    draft=[False, True],
+    rows=[2, 3],
+)
+
+
+def planned(step: int) -> list:
+    """Every cell with one case after `step` others."""
+    found = []
+    for number, names in enumerate(cells()):
+        for case in CASES[number % step :: step]:
+            label = "-".join([*names, *(str(value) for value in case.values())])
+            found.append(pytest.param(names, case, id=label))
+    return found
+
+
+@pytest.mark.parametrize(("names", "case"), planned(len(CASES)))
+def test_a_failure_changes_nothing(names, case):
+    check(names, **case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("names", "case"), planned(2))
+def test_failures_change_nothing(names, case):
+    check(names, **case)
+
+
+BACKENDS = ("dynamic", "static", "offloaded", "quantized", "none")
+
+
+def in_turn(*sides: Any) -> list:
+    """Every strategy, each with the next backend and the next of every side."""
+    return [
+        pytest.param(name, *(side[number % len(side)] for side in (BACKENDS, *sides)), id=name)
+        for number, name in enumerate(strategies.names())
+    ]
+
+
+@pytest.mark.parametrize("moment", AT)
+@pytest.mark.parametrize(("strategy", "cache", "kind"), in_turn(("full", "attention and states", "encoder-decoder")))
+def test_what_was_shown_is_not_shown_again(strategy, cache, kind, moment):
+    cell = Cell(strategy, kind, cache if suits(kind, cache) else "dynamic", rows=3)
+    found = run(cell, points(cell, moment, layer=-1, times=2, draft=False), late=True, streams=True)
+    same(found, undisturbed(cell))
+    check_pieces(found.pieces, undisturbed(cell).out)
+
+
+@pytest.mark.parametrize("moment", AT)
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("strategy", ["greedy", "sampling"])
+def test_without_a_way_out_what_there_is_goes_on_to_the_same_text(strategy, kind, moment):
+    cell = Cell(strategy, kind, "dynamic")
+    whole, at = undisturbed(cell).out, points(cell, moment, layer=1, times=1, draft=False)
+    with pytest.raises(engine.OutOfMemory, match="on_oom") as stopped:
+        run(cell, at, late=True, on_oom=())
+    part = stopped.value.partial
+    made = len(part.tokens[0])
+    assert part.stats.fallbacks == ()
+    assert [len(tokens) for tokens in part.tokens] == [made] * len(part.tokens)
+    if strategy == "sampling" and made == 0:  # the rows are those of the prompts still
+        return
+    assert torch.equal(part.sequences, whole.sequences[:, : part.sequences.shape[1]])
+    options = {"do_sample": strategy == "sampling", "max_new_tokens": NEW - made}
+    assert torch.equal(again(*cell.read(), part, cache=part.cache, **options).sequences, whole.sequences)
+
+
+@pytest.mark.parametrize(("strategy", "cache", "moment"), in_turn(AT))
+def test_every_strategy_gives_what_there_is(strategy, cache, moment):
+    cell = Cell(strategy, "full", cache, rows=3)
+    with pytest.raises(engine.OutOfMemory) as stopped:
+        run(cell, points(cell, moment, layer=-1, times=1, draft=False), on_oom=[])
+    check_goes_on(*cell.read(), stopped.value.partial)

@@ -1,0 +1,391 @@
+"""What a plan says, beside what a run then takes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import tiny_model
+from encoder_decoders import tiny_encoder_decoder
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
+
+import caches
+import engine
+from engine import planning
+from engine.free_memory import Free, find_free
+from engine.fresh import Course
+from engine.planner import BackendPlan, Planner, choose
+from engine.planning import cache_bytes, read_subject
+from engine.sizes import study
+
+PROMPT, NEW = 40, 20
+KINDS = ["llama", "mistral", "gemma2", "mamba2", "bamba", "t5", "bloom"]
+MORE_KINDS = ["llama4_text", "deepseek_v3", "deepseek_v32", "falcon_h1", "lfm2", "gemma3n_text"]
+RUNS = {
+    "1 row": (1, {}),
+    "3 rows": (3, {}),
+    "beams": (2, {"num_beams": 3}),
+    "samples": (2, {"do_sample": True, "num_return_sequences": 4}),
+}
+
+
+CONFIG = LlamaConfig(
+    vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+def model_of(kind):
+    return tiny_encoder_decoder(kind) if kind == "t5" else tiny_model(kind)
+
+
+def options_of(cache):
+    """Small enough to matter in a run of a few tokens."""
+    names = caches.recipe(cache).options.option_names()
+    options = {"window_length": 40 if "residual_length" in names else 24} if "num_sink_tokens" in names else {}
+    return options | ({"residual_length": 8} if "residual_length" in names else {})
+
+
+class Watched(engine.Generator):
+    """Notes the most bytes that the cache of its last run had at the end of a forward."""
+
+    def _new_cache(self, *arguments):
+        self.live, self.most = super()._new_cache(*arguments), 0
+        return self.live
+
+    def most_bytes(self, prompt_tokens, batch_size, cache, options=None, new=NEW, **parameters):
+        class Look(LogitsProcessor):
+            def __call__(_, ids, scores):
+                self.most = max(self.most, self.live.bytes)
+                return scores
+
+        ids = torch.randint(3, 100, (batch_size, prompt_tokens))
+        parameters |= {"cache": cache, "cache_config": options or None, "max_new_tokens": new}
+        out = self.generate(ids, logits_processor=[Look()], **parameters)
+        return max(self.most, out.stats.cache_bytes)
+
+
+def planned(model, batch_size, cache, options=None, new=NEW, prompt=PROMPT, chunk=None, **parameters):
+    """The plan of one backend, without what else would fit: that takes longer."""
+    subject = read_subject(model, None, None)
+    is_pair = subject.anatomy.is_encoder_decoder
+    branches = parameters.get("num_beams", parameters.get("num_return_sequences", 1))
+    course = Course(
+        1 if is_pair else prompt, new, batch_size, branches, prompt if is_pair else 0, chunk, subject.has_end
+    )
+    config = caches.recipe(cache).options.from_dict(options or {})
+    found = Planner(subject, Free(10**12, 10**12, 10**12)).backend(config, course)
+    if found.refused is not None:
+        pytest.skip(found.refused)
+    return found
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("cache", [name for name in caches.names() if name != "none"])
+@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE_KINDS)])
+def test_a_cache_takes_what_was_planned(kind, cache, run):
+    batch_size, parameters = RUNS[run]
+    model, options = model_of(kind), options_of(cache)
+    found = planned(model, batch_size, cache, options, **parameters)
+    measured = Watched(model).most_bytes(PROMPT, batch_size, cache, options, **parameters)
+    assert found.total_bytes == pytest.approx(measured, rel=0.1)
+    assert sum(found.kind_bytes.values()) + found.cache_bytes.get("staging", 0) == found.total_bytes
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "offloaded", "quantized", "sink", "sliding_window"])
+@pytest.mark.parametrize("chunk", [16, 100])
+def test_also_when_the_prompt_is_read_in_pieces(cache, chunk):
+    model, options = tiny_model("mistral" if cache == "sliding_window" else "llama"), options_of(cache)
+    found = planned(model, 2, cache, options, prompt=150, chunk=chunk)
+    generator = Watched(model, config=engine.EngineConfig(prefill_chunk_tokens=chunk))
+    assert found.total_bytes == pytest.approx(generator.most_bytes(150, 2, cache, options), rel=0.1)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "quantized"])
+def test_room_that_is_made_as_tokens_come_is_planned(cache):
+    model = LlamaForCausalLM(CONFIG).eval()
+    model.generation_config.eos_token_id = None
+    known = planned(model, 1, cache, new=300).total_bytes
+    model.generation_config.eos_token_id = 10**6  # it may end early, so room is made little by little
+    found = planned(model, 1, cache, new=300)
+    assert found.total_bytes == pytest.approx(Watched(model).most_bytes(PROMPT, 1, cache, new=300), rel=0.03)
+    assert found.total_bytes >= known
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backend": "kivi", "nbits": 2},
+        {"backend": "kivi", "nbits": 8, "q_group_size": 16},
+        {"backend": "hqq", "nbits": 3},
+        {"backend": "fp8"},
+        {"nbits": 2, "residual_length": 30},
+        {"residency": "host"},
+        {"residency": "disk"},
+    ],
+    ids=str,
+)
+def test_options_of_a_codec_count(options):
+    model, options = tiny_model("llama"), {"residual_length": 8} | options
+    found = planned(model, 2, "quantized", options, prompt=120)
+    assert found.total_bytes == pytest.approx(Watched(model).most_bytes(120, 2, "quantized", options), rel=0.1)
+    assert options.get("residency", "device") in found.cache_bytes
+
+
+def test_bytes_for_a_budget():
+    model = tiny_model("llama")
+    out = engine.generate(model, torch.ones(3, 63, dtype=torch.long), cache="offloaded", max_new_tokens=2)
+    assert cache_bytes(model.config, "offloaded", rows=3, tokens=64) == out.cache.bytes_by_place
+    halved = cache_bytes(model.config, "offloaded", rows=3, tokens=64, dtype=torch.bfloat16)
+    assert 2 * sum(halved.values()) == out.stats.cache_bytes
+    pinned = cache_bytes(model.config, "offloaded", rows=3, tokens=64, device_type="cuda")
+    assert pinned["host"] == out.cache.bytes_by_place["host"] // 3 * 4  # torch rounds up to a power of two
+    assert cache_bytes(model.config, "dynamic", tokens=1)["device"] > 0
+
+
+# The whole plan.
+
+
+def test_weights_are_counted_without_loading_them():
+    model = tiny_model("llama")
+    loaded = engine.plan(model, cache="dynamic", prompt_tokens=PROMPT, max_new_tokens=NEW)
+    bare = engine.plan(model.config, cache="dynamic", prompt_tokens=PROMPT, max_new_tokens=NEW, device="cpu")
+    tensors = [*model.parameters(), *model.buffers()]
+    assert loaded.weight_bytes == bare.weight_bytes == sum(tensor.nbytes for tensor in tensors)
+    assert (loaded.weights_are_loaded, bare.weights_are_loaded) == (True, False)
+    needs = [plan["dynamic"].need_bytes["device"] for plan in (loaded, bare)]
+    assert needs[1] - needs[0] == bare.weight_bytes
+    tied = engine.plan(CONFIG, cache="none", prompt_tokens=8, max_new_tokens=8)
+    untied = copy.deepcopy(CONFIG)
+    untied.tie_word_embeddings = False
+    more = engine.plan(untied, cache="none", prompt_tokens=8, max_new_tokens=8).weight_bytes - tied.weight_bytes
+    assert more == 1000 * 64 * 4
+    halved = engine.plan(CONFIG, cache="none", prompt_tokens=8, max_new_tokens=8, dtype="bfloat16")
+    assert halved.weight_bytes == pytest.approx(tied.weight_bytes / 2, rel=0.01)
+
+
+def plan_of(free_bytes, **arguments):
+    return engine.plan(CONFIG, prompt_tokens=500, max_new_tokens=100, free_bytes=free_bytes, device="cpu", **arguments)
+
+
+def test_what_is_found_to_fit_fits_and_more_does_not():
+    need = plan_of(10**12, cache="dynamic")["dynamic"].need_bytes["device"]
+    found = plan_of(2 * need, cache="dynamic")["dynamic"]
+    assert found.fits
+    assert 600 < found.longest_context < 4097
+    assert found.largest_batch > 1
+    for change in (1, 1.03):
+        tokens, rows = int(change * (found.longest_context - 100)), int(change * found.largest_batch + (change > 1))
+        for arguments in ({"prompt_tokens": tokens}, {"prompt_tokens": 500, "batch_size": rows}):
+            again = engine.plan(
+                CONFIG, cache="dynamic", max_new_tokens=100, free_bytes=2 * need, device="cpu", **arguments
+            )
+            assert again["dynamic"].fits == (change == 1)
+    assert plan_of(10**12, cache="dynamic")["dynamic"].longest_context == 4097  # the last token needs no position
+    nothing = plan_of(1000, cache="dynamic")["dynamic"]
+    assert (nothing.fits, nothing.longest_context, nothing.largest_batch) == (False, 0, 0)
+
+
+def test_the_choice_is_the_first_that_loses_nothing_and_fits():
+    plenty = plan_of(10**12)
+    assert plenty.choice == "dynamic"
+    assert [backend.cache for backend in plenty.backends] == [*caches.names(), "offloaded"]
+    dynamic, away = plenty["dynamic"].need_bytes, plenty["offloaded, residency=disk"].need_bytes
+    assert away["disk"] == plenty["dynamic"].cache_bytes["device"]
+    tight = plan_of(int(1.1 * (dynamic["device"] + away["device"]) / 2))
+    assert tight.choice == "offloaded, residency=disk"
+    assert f"dynamic would need {dynamic['device']:,} bytes on the device of" in tight.why
+    assert tight["quantized"].fits  # it fits too, but is never chosen: it loses something
+    none = plan_of(1000)
+    assert none.choice == "offloaded, residency=disk"
+    assert "no cache that loses nothing fits" in none.why
+
+
+def test_a_refused_backend_says_why():
+    found = plan_of(10**12)
+    for name in ("hybrid", "mamba", "sink", "encoder_decoder"):
+        with pytest.raises((caches.CacheError, engine.ConfigError)) as refused:
+            engine.generate(tiny_model("llama"), torch.ones(1, 3, dtype=torch.long), cache=name)
+        assert found[name].refused == str(refused.value)
+    far = engine.plan(CONFIG, cache="dynamic", prompt_tokens=4000, max_new_tokens=200)["dynamic"]
+    assert "need 4199 positions, but the model has 4096" in far.refused
+    window = {"window_length": 64}
+    assert engine.plan(CONFIG, cache="sink", cache_config=window, prompt_tokens=4000, max_new_tokens=200)["sink"].fits
+    small = {"max_cache_len": 64}
+    full = engine.plan(CONFIG, cache="static", cache_config=small, prompt_tokens=60, max_new_tokens=9).backends[0]
+    assert "holds at most 64 tokens, but 60 prompt tokens and 9 new ones need 68" in full.refused
+
+
+def test_a_plan_is_a_table_and_json():
+    found = plan_of(10**12, batch_size=2, num_beams=3)
+    data = json.loads(json.dumps(found.to_dict()))
+    assert (data["rows"], data["choice"]) == (6, "dynamic")
+    assert data["backends"][0]["need_bytes"] == found["dynamic"].need_bytes
+    shown = str(found)
+    assert all(name in shown for name in (*caches.names(), "full attention", "in 6 rows", "Choice: dynamic"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt_tokens": 0}, "prompt_tokens=0, but a plan is for a whole number, 1 or more"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens=1.5"),
+        ({"num_beams": 2, "num_return_sequences": 3}, "3 texts cannot come from num_beams=2"),
+        ({"cache": "dynamik"}, "did you mean 'dynamic'"),
+        ({"cache_config": {"nbits": 2}}, "none was named"),
+        ({"cache": "quantized", "cache_config": {"nbits": 5}}, "cannot write 5 bits"),
+        ({"dtype": "float33"}, "no data type of torch"),
+        ({"device": "toaster"}, "no device of torch"),
+    ],
+    ids=str,
+)
+def test_impossible_plans_are_refused(arguments, message, monkeypatch):
+    monkeypatch.setattr(planning, "study", lambda *_: pytest.fail("work was done"))
+    arguments = {"prompt_tokens": 10, "max_new_tokens": 10} | arguments
+    with pytest.raises((engine.EngineError, caches.CacheError), match=message):
+        engine.plan(CONFIG, **arguments)
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path):
+    with pytest.raises(engine.InputError, match="no model could be loaded from"):
+        engine.plan(tmp_path, prompt_tokens=10, max_new_tokens=10)
+    with pytest.raises(engine.OptionError, match=r"this one is: in torch\.float32 on cpu"):
+        engine.plan(tiny_model("llama"), prompt_tokens=10, max_new_tokens=10, dtype="bfloat16")
+
+
+# Free memory.
+
+
+def test_limits_of_the_process_count():
+    script = (
+        "import resource, torch; from engine.free_memory import find_free; cpu = torch.device('cpu')\n"
+        "free = find_free(cpu).host; resource.setrlimit(resource.RLIMIT_DATA, (2**31, 2**31))\n"
+        "print(free, find_free(cpu).host)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    free, limited = map(int, done.stdout.split())
+    assert 0 < limited < min(free, 2**31)
+
+
+def test_limits_of_control_groups_count(tmp_path, monkeypatch):
+    from engine import free_memory
+
+    before = find_free(torch.device("cpu")).host
+    [path] = [line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines()][-1:]
+    for name, value in {"memory.max": 5000, "memory.current": 4000, "memory.stat": "anon 1\ninactive_file 500"}.items():
+        folder = tmp_path / path.lstrip("/")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(str(value))
+    monkeypatch.setattr(free_memory, "_CGROUPS", tmp_path)
+    assert find_free(torch.device("cpu")).host == 1500 < before
+
+
+# cache="auto".
+
+
+@pytest.fixture
+def free(monkeypatch):
+    def set_free(device):
+        monkeypatch.setattr(planning, "find_free", lambda *_: Free(device, device, 10**12))
+
+    return set_free
+
+
+def auto(caplog, **arguments):
+    config = engine.EngineConfig(**({"cache": "auto"} | arguments))
+    with caplog.at_level(logging.WARNING, "engine"):
+        out = engine.Generator(tiny_model("llama"), config=config).generate(torch.ones(2, 30, dtype=torch.long))
+    return out.cache, caplog.text
+
+
+def test_auto_takes_what_fits(caplog, free):
+    course = Course(30, 20, prompts=2)
+    need = [one.need_bytes["device"] for one in needs(tiny_model("llama"), course)]
+    free(10**12)
+    assert auto(caplog)[0].name == "dynamic"
+    assert auto(caplog, compile="eager")[0].name == "static"
+    free(int(1.1 * sum(need) / 2))
+    cache, log = auto(caplog)
+    assert (cache.name, log) == ("offloaded", "")
+    assert set(cache.bytes_by_place) == {"device", "disk", "staging"}
+    free(10)
+    cache, log = auto(caplog)
+    assert cache.name == "offloaded"
+    assert "no cache that loses nothing fits" in log
+    assert "of 10 free" in log
+
+
+def needs(model, course):
+    subject = read_subject(model, None, None)
+    planner = Planner(subject, Free(1, 1, 1))
+    return [planner.backend(config, course) for config in planning.lossless(subject.device)]
+
+
+def test_auto_gives_the_same_text_and_is_no_backend():
+    model, ids = tiny_model("llama"), torch.ones(1, 9, dtype=torch.long)
+    expected = engine.generate(model, ids).sequences
+    assert torch.equal(engine.generate(model, ids, cache="auto").sequences, expected)
+    assert torch.equal(engine.generate(model, ids, cache_implementation="auto", num_beams=2).sequences[:, :9], ids)
+    assert engine.generate(tiny_encoder_decoder("t5"), ids, cache="auto").stats.cache == "dynamic"
+    with pytest.raises(caches.UnknownCache, match="did you mean 'auto'"):
+        engine.generate(model, ids, cache="autoo")
+    with pytest.raises(engine.OptionError, match="leave it out"):
+        engine.generate(model, ids, cache="auto", cache_config={"max_batch_size": 2})
+    assert "auto" not in caches.names()
+
+
+def test_nobody_knows_what_is_free():
+    found = BackendPlan("dynamic", need_bytes={"device": 5})
+    assert choose([found], Free(None, None, None))[1] == (
+        "dynamic loses nothing and may fit, nobody knows how much is free: it needs 5 bytes on the device"
+    )
+    assert choose([BackendPlan("dynamic", refused="no")], Free(1, 1, 1))[0] is None
+
+
+# What a forward works with.
+
+
+def test_scores_are_counted_where_attention_makes_them():
+    config = copy.deepcopy(CONFIG)
+    assert study(config).working.pair == 0
+    config._attn_implementation = "eager"
+    assert 4 * 4 <= study(config).working.pair < 4 * 4 * 4  # of four heads, in float32
+    # Gate, up and their product, and four times the hidden states.
+    assert study(CONFIG).working.token == pytest.approx((3 * 128 + 4 * 64) * 4, rel=0.15)
+    # Keys and values repeated for the queries that share them.
+    assert study(CONFIG).working.column == pytest.approx(2 * 64 * 4, rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cache", "prompt", "chunk"), [("dynamic", 1024, 0), ("quantized", 4096, 512)])
+def test_the_whole_process_takes_what_was_planned(cache, prompt, chunk):
+    script = Path(__file__).parent / "peak.py"
+    command = [sys.executable, script, "small", cache, str(prompt), str(chunk)]
+    said, measured = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    print(f"{cache}, {prompt} tokens: {said:,} planned, {measured:,} measured")
+    assert said == pytest.approx(measured, rel=0.2)
+
+
+def test_the_command(cli, tmp_path):
+    CONFIG.save_pretrained(tmp_path)
+    arguments = ["plan", str(tmp_path), "--prompt-tokens", "100", "--batch-size", "3", "--json", "--free-gib", "1"]
+    data = json.loads(cli([*arguments, "--cache", "quantized", "--cache-option", "nbits=2"]).stdout)
+    found = engine.plan(
+        CONFIG, cache="quantized", cache_config={"nbits": 2}, prompt_tokens=100, max_new_tokens=64, batch_size=3,
+        free_bytes=2**30,
+    )  # fmt: skip
+    assert data["backends"] == json.loads(json.dumps(found.to_dict()))["backends"]
+    assert data["free_bytes"]["device"] == 2**30
+    assert "quantized" in cli(["plan", "--prompt-tokens", "100", "--cache", "quantized"]).stdout
+    done = cli(["plan", str(tmp_path / "nowhere"), "--cache", "dynamic"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "no model could be loaded" in done.stderr
+    done = cli(["generate", "x", "--cache", "auto", "--max-new-tokens", "3", "--json"])
+    assert json.loads(done.stdout)["stats"]["cache"] == "dynamic"

@@ -1,0 +1,155 @@
+"""A run recovers from memory that is out whatever it reads and however it computes, and its cache goes on after it."""
+
+import functools
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from encoder_decoders import source, tiny_encoder_decoder
+from injection import ERRORS, failing
+from multimodal import MULTIMODAL, seeing_model, seen_prompt
+from references import tiny
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+
+import engine
+from configs import EngineConfig
+
+NEW = 6
+EACH = [["release"], ["chunk"], ["offload"], ["split"]]
+
+
+def check(model, generate, rungs):
+    """Failures are tried one by one and change nothing: how many of them were recovered from."""
+    torch.manual_seed(3)
+    whole, found = generate(), 0
+    for forward, late in product((0, 1, 4), (False, True)):
+        torch.manual_seed(3)
+        with failing(model, [(forward, -1)], late=late):
+            try:
+                out = generate(on_oom=rungs)
+            except engine.OutOfMemory:
+                continue
+        assert [taken.rung for taken in out.stats.fallbacks] == rungs
+        assert torch.equal(out.sequences, whole.sequences)
+        found += 1
+    return found
+
+
+def recovered(model, inputs, rungs, **options):
+    return check(model, partial(engine.generate, model, inputs, max_new_tokens=NEW, **options), rungs)
+
+
+each_rung = pytest.mark.parametrize("rungs", EACH, ids="".join)
+
+
+@each_rung
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_embeddings(rungs, options):
+    model, inputs = tiny("llama")
+    embeds = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]).detach()}
+    embeds["attention_mask"] = inputs["attention_mask"]
+    assert recovered(model, embeds, rungs, **options)
+
+
+@each_rung
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_images(rungs, name):
+    model, inputs = seeing_model(name), seen_prompt(name)
+    assert bool(recovered(model, inputs, rungs)) == (
+        rungs not in (["chunk"], ["split"])
+    )  # an image is read whole, and with its own rows
+
+
+@each_rung
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 2}], ids=str)
+def test_guidance(rungs, options):
+    model, inputs = tiny("llama")
+    options |= {"guidance_scale": 1.5, "negative_prompt": torch.tensor([[7, 8, 9]] * 2)}
+    assert recovered(model, inputs, rungs, **options)
+
+
+@each_rung
+@pytest.mark.parametrize("name", ["llama", "mistral", "jamba", "t5"])
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_caches_of_transformers(rungs, name, kind):
+    """They are not ours to move or to split. What cannot be taken back of them is read again from the beginning."""
+    model, inputs = tiny(name)
+    if kind is StaticCache and name == "jamba":
+        pytest.skip("transformers' own models with states take no StaticCache")
+
+    def generate(**more):
+        options = {"max_cache_len": 64} if kind is StaticCache else {}
+        cache = kind(config=model.config.get_text_config(decoder=True), **options)
+        if name == "t5":
+            cache = EncoderDecoderCache(cache, DynamicCache(config=model.config))
+        return engine.generate(model, inputs, cache=cache, max_new_tokens=NEW, **more)
+
+    reads_on = rungs == ["release"] or (rungs == ["chunk"] and name != "t5")  # whose prompt is a single token
+    assert bool(check(model, generate, rungs)) == reads_on
+
+
+@pytest.mark.parametrize(("failures", "rungs"), [(1, ["release"]), (2, ["release", "split"]), (3, None)])
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_an_encoder(name, failures, rungs, monkeypatch):
+    """Before there is a cache to go on with. Two rows are two parts at most."""
+    model, inputs = tiny_encoder_decoder(name), source(name)
+    generate = partial(engine.generate, model, inputs, max_new_tokens=NEW)
+    whole, read, calls = generate(), model.get_encoder().forward, []
+
+    @functools.wraps(read)  # its parameters say what it is given
+    def fails_at_first(*arguments, **options):
+        calls.append(1)
+        if len(calls) <= failures:
+            raise ERRORS["allocator"]()
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(model.get_encoder(), "forward", fails_at_first)
+    if rungs is None:
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            generate()
+        return
+    out = generate()
+    assert [taken.rung for taken in out.stats.fallbacks] == rungs
+    assert len(calls) == failures + len(rungs)
+    assert torch.equal(out.sequences, whole.sequences)
+
+
+def test_compiled_steps(monkeypatch):
+    model, inputs = tiny("llama")
+    generator = engine.Generator(model, config=EngineConfig(compile="aot_eager"))
+    generate = partial(generator.generate, inputs, cache="static", max_new_tokens=NEW)
+    whole, graph, calls = generate(), generator._runner._compiled, []
+
+    def fails_once(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            raise ERRORS["device"]()
+        return graph(*arguments, **options)
+
+    monkeypatch.setattr(generator._runner, "_compiled", fails_once)
+    out = generate()
+    assert [taken.rung for taken in out.stats.fallbacks] == ["release"]
+    assert len(calls) == 2
+    assert torch.equal(out.sequences, whole.sequences)
+    assert torch.equal(generate().sequences, whole.sequences)
+    assert len(calls) > 3
+
+
+@pytest.mark.parametrize("rungs", [*EACH, ["offload", "split"]], ids="-".join)
+@pytest.mark.parametrize("cache", ["dynamic", "static", "offloaded", "quantized"])
+def test_the_next_turn(cache, rungs):
+    model, inputs = tiny("llama")
+
+    def turns(**more):
+        first = engine.generate(model, inputs, cache=cache, max_new_tokens=NEW, **more)
+        said = torch.cat([first.sequences, torch.tensor([[11, 12, 13]] * 2)], dim=1)
+        return first, engine.generate(model, said, cache=first.cache, max_new_tokens=NEW)
+
+    if (cache, rungs) == ("quantized", ["chunk"]):
+        pytest.skip("pieces would read codes")
+    at = [(number, -1) for number, _ in enumerate(rungs)]
+    with failing(model, at):
+        first, second = turns(on_oom=rungs)
+    assert len(first.stats.fallbacks) == len(rungs)
+    assert torch.equal(second.sequences, turns()[1].sequences)

@@ -1,0 +1,210 @@
+"""Every strategy on every backend and kind of model: found out by doing it. `UPDATE_README=1` writes the table anew."""
+
+import functools
+import os
+import re
+from itertools import product
+
+import pytest
+import torch
+from references import draft_of, never_run, tiny
+from test_backend_table import README, needed
+
+import caches
+import engine
+import strategies
+from strategies import Beam, Contrastive, DiverseBeam, Sampling
+
+MODELS = {
+    "full": "llama",
+    "window": "mistral",
+    "full and windows": "gemma2",
+    "states": "mamba",
+    "attention and states": "jamba",
+    "encoder-decoder": "t5",
+}
+# Small, where the defaults are large; a strategy that is not here has to do without options.
+OPTIONS = {
+    "sampling": {"num_return_sequences": 2},
+    "beam": {"num_beams": 3, "num_return_sequences": 2},
+    "diverse_beam": {"num_beams": 4, "diversity_penalty": 0.7, "num_return_sequences": 2},
+    "contrastive": {"top_k": 3},
+    "assisted": {"num_assistant_tokens": 5, "assistant_confidence_threshold": 0.0},
+    "prompt_lookup": {"prompt_lookup_num_tokens": 4},
+}
+LOSSY = {
+    "sliding_window": {"window_length": 8},
+    "sink": {"window_length": 8, "num_sink_tokens": 2},
+    "quantized": {"residual_length": 3},
+    "offloaded_quantized": {"residual_length": 3},
+    "quantized_sink": {"window_length": 16, "num_sink_tokens": 2, "residual_length": 3},
+}
+NEW = 8
+REFUSALS = (caches.CacheError, engine.OptionError)
+REMEDY = r"[Uu]se |leave|[Gg]ive|choose|[Gg]enerate with|cache='"
+MARKS = re.compile(r"(?<=<!-- strategies -->\n).*?(?=<!-- /strategies -->)", flags=re.S)
+
+
+def run(strategy: str, kind: str, cache: str, **options) -> engine.Generation:
+    model, inputs = tiny(MODELS[kind])
+    torch.manual_seed(4)
+    chosen = strategies.build(strategy, **OPTIONS.get(strategy, {}))
+    draft = draft_of(MODELS[kind]) if getattr(chosen, "needs_draft", False) else None
+    return engine.generate(
+        model, inputs, cache=cache, cache_config=options, strategy=chosen, assistant_model=draft, max_new_tokens=NEW
+    )
+
+
+@functools.cache
+def expected(strategy: str, kind: str) -> torch.Tensor:
+    return run(strategy, kind, "none").sequences
+
+
+@functools.cache
+def outcome(strategy: str, kind: str, cache: str) -> str | None:
+    """None where the text is that of no cache; else the refusal."""
+    try:
+        out = run(strategy, kind, cache, **needed(cache))
+    except REFUSALS as refusal:
+        return str(refusal)
+    assert torch.equal(out.sequences, expected(strategy, kind))
+    return None
+
+
+def cells(names) -> list:
+    return [pytest.param(*cell, id="-".join(cell)) for cell in product(strategies.names(), MODELS, names)]
+
+
+@pytest.mark.parametrize(("strategy", "kind", "cache"), cells(caches.names()))
+def test_the_text_is_that_of_no_cache_or_refused_with_a_remedy(strategy, kind, cache):
+    refusal = outcome(strategy, kind, cache)
+    if refusal is not None:
+        assert re.search(REMEDY, refusal)
+        assert all(outcome(other, kind, cache) is not None for other in strategies.names())  # no matter of the strategy
+
+
+@pytest.mark.parametrize(("strategy", "kind", "cache"), cells(LOSSY))
+def test_what_changes_the_text_has_its_shape_all_the_same(strategy, kind, cache):
+    try:
+        out = run(strategy, kind, cache, **LOSSY[cache])
+    except REFUSALS as error:
+        refusal = str(error)
+        out = None
+    if out is None:
+        assert re.search(REMEDY, refusal)
+        return
+    assert out.sequences.shape == expected(strategy, kind).shape
+    assert torch.equal(out.sequences[:, :-NEW], expected(strategy, kind)[:, :-NEW])
+    assert out.finish_reasons == ["length"] * len(out.sequences)
+    assert out.cache.seen <= out.sequences.shape[1] - 1
+
+
+@pytest.mark.parametrize("strategy", strategies.names())
+def test_a_lossy_cache_does_change_a_text(strategy):
+    """Else the test above would not test what it says."""
+    outs = [run(strategy, "full", cache, **options).sequences for cache, options in LOSSY.items()]
+    assert any(not torch.equal(out, expected(strategy, "full")) for out in outs)
+
+
+def table() -> str:
+    """Which strategies give the text of no cache, by backend and kind of model."""
+    lines = ["| cache | " + " | ".join(MODELS) + " |", "|---|" + ":-:|" * len(MODELS)]
+    for cache in caches.names():
+        row = []
+        for kind in MODELS:
+            worked = [strategy for strategy in strategies.names() if outcome(strategy, kind, cache) is None]
+            row.append("all" if len(worked) == len(strategies.names()) else ", ".join(worked) or "-")
+        lines.append(f"| `{cache}` | " + " | ".join(row) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_readme_states_which_strategies_work():
+    found, text = table(), README.read_text()
+    assert "| `dynamic` |" + " all |" * len(MODELS) in found
+    if not MARKS.search(text):
+        pytest.skip("the README has no place for it: <!-- strategies --> and <!-- /strategies -->")
+    if os.environ.get("UPDATE_README"):
+        README.write_text(MARKS.sub(lambda _: found, text))
+    assert MARKS.search(README.read_text()).group() == found
+
+
+GROUPS = {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0}
+WRONG = {
+    "unequal groups": (GROUPS | {"num_beam_groups": 3}, "num_beams=4 cannot be 3 groups of equal size"),
+    "groups without beams": ({"num_beam_groups": 2, "diversity_penalty": 1.0}, "groups need num_beams=2 or more"),
+    "no diversity": ({"num_beams": 4, "num_beam_groups": 2}, "diversity_penalty=0.0, and without one over 0 all"),
+    "diversity of one group": ({"num_beams": 4, "diversity_penalty": 1.0}, "it is for num_beam_groups=2 or more"),
+    "groups that sample": (GROUPS | {"do_sample": True}, "'diverse_beam' contradicts do_sample=True"),
+    "no candidates": ({"penalty_alpha": 0.6}, "also needs top_k, how many candidates to compare: give top_k=4"),
+    "one candidate": ({"penalty_alpha": 0.6, "top_k": 1}, "contrastive search also needs top_k=2 or more"),
+    "one candidate, by name": ({"strategy": "contrastive", "top_k": 1}, "top_k=1, but it needs 2 candidates or more"),
+    "alpha too large": ({"penalty_alpha": 1.5, "top_k": 4}, "penalty_alpha=1.5, but it lies between 0 and 1"),
+    "alpha and sampling": ({"penalty_alpha": 0.6, "top_k": 4, "do_sample": True}, "penalty_alpha=0.6 cannot apply"),
+    "alpha and beams": ({"penalty_alpha": 0.6, "top_k": 4, "num_beams": 2}, "penalty_alpha=0.6 cannot apply"),
+    "more texts than beams": ({"num_beams": 4, "num_return_sequences": 5}, "num_beams=4 end with that many texts"),
+    "several greedy": ({"num_return_sequences": 2}, "the same text every time; use do_sample=True, or num_beams"),
+    "several contrastive": ({"strategy": "contrastive", "num_return_sequences": 2}, "the same text every time"),
+    "no texts": ({"num_beams": 4, "num_return_sequences": 0}, "num_return_sequences=0, but it has to be at least 1"),
+    "no beams": ({"num_beams": 0}, "num_beams=0, but it has to be at least 1"),
+    "half a beam": ({"num_beams": 2.5}, "num_beams=2.5, but it is a whole number"),
+    "one beam, by name": ({"strategy": "beam", "num_beams": 1}, "num_beams=1 is greedy search"),
+    "early stopping": ({"num_beams": 4, "early_stopping": "sometimes"}, "'?never'?, but is sometimes"),
+    "early stopping, a number": ({"num_beams": 4, "early_stopping": 1}, "early_stopping=1, but it is True, False or"),
+    "early stopping, greedy": ({"early_stopping": True}, "it ends a search with num_beams=2 or more"),
+    "a penalty in words": ({"num_beams": 4, "length_penalty": "long"}, "length_penalty='long', but it is a number"),
+    "a penalty, greedy": ({"length_penalty": 2.0}, "it compares the texts of beams; give num_beams=2 or more"),
+    "warm beams": ({"num_beams": 4, "temperature": 0.5}, "applies to sampling, but beam draws nothing"),
+    "beams by greedy": ({"strategy": "greedy", "num_beams": 4}, "num_beams=4 cannot apply: greedy has no use for it"),
+    "a misspelt name": ({"strategy": "beem"}, "no strategy named 'beem'; did you mean 'beam'"),
+    "an object, other beams": ({"strategy": Beam(4), "num_beams": 2}, "num_beams=2 contradicts the strategy"),
+    "an object, no beams": ({"strategy": Beam(4), "num_beams": 1}, "num_beams=1 contradicts the strategy"),
+    "an object that stops early": (
+        {"strategy": Beam(early_stopping=True), "early_stopping": False},
+        "early_stopping=False contradicts the strategy",
+    ),
+    "an object, other candidates": ({"strategy": Contrastive(), "top_k": 50}, "top_k=50 contradicts the strategy"),
+    "an object, more texts": ({"strategy": Sampling(), "num_return_sequences": 3}, "contradicts the strategy"),
+    "an object that draws nothing": ({"strategy": Beam(4), "do_sample": True}, "'beam' contradicts do_sample=True"),
+    "an object that draws": ({"strategy": Beam(do_sample=True), "do_sample": False}, "contradicts do_sample=False"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_options_are_refused_before_any_work(options, message, monkeypatch):
+    model, inputs = tiny("llama")
+    never_run(model, monkeypatch)
+    with pytest.raises((engine.OptionError, engine.ConfigError), match=message):
+        engine.generate(model, inputs, **options)
+
+
+def test_wrong_objects_cannot_be_made():
+    for strategy, options in (
+        (Beam, {"num_return_sequences": 5}),
+        (Beam, {"num_beams": 1}),
+        (Beam, {"early_stopping": "soon"}),
+        (DiverseBeam, {"diversity_penalty": 1.0, "num_beam_groups": 3}),
+        (DiverseBeam, {"diversity_penalty": -1.0}),
+        (Contrastive, {"penalty_alpha": 0.0}),
+        (Sampling, {"num_return_sequences": 0}),
+    ):
+        with pytest.raises(engine.ConfigError, match=f"{strategy.name}: .*{next(reversed(options))}"):
+            strategy(**options)
+
+
+def test_what_is_said_counts_even_where_it_is_the_default_of_transformers():
+    model, inputs = tiny("llama")
+    out = engine.generate(model, inputs, penalty_alpha=0.6, top_k=50, max_new_tokens=NEW)
+    other = engine.generate(model, inputs, strategy=Contrastive(top_k=50), max_new_tokens=NEW)
+    fewer = engine.generate(model, inputs, strategy="contrastive", max_new_tokens=NEW)
+    assert torch.equal(out.sequences, other.sequences)
+    assert not torch.equal(out.sequences, fewer.sequences)
+    many = engine.generate(model, inputs, strategy=Contrastive(top_k=500), max_new_tokens=NEW)  # all there are
+    every = engine.generate(model, inputs, strategy=Contrastive(top_k=101), max_new_tokens=NEW)
+    assert torch.equal(many.sequences, every.sequences)
+
+
+def test_several_texts_of_a_strategy_chosen_by_name():
+    model, inputs = tiny("llama")
+    for name in ("beam", "sampling"):
+        out = engine.generate(model, inputs, strategy=name, num_return_sequences=3, max_new_tokens=NEW)
+        assert len(out.sequences) == 6
