@@ -15,11 +15,14 @@ from typing import Protocol
 
 import torch
 
-from caches.fused import Coded, check_fused, kernels
-from caches.pieces import Exact, Piece, Scaled
+from caches.fused import Coded, attention, check_fused, kernels
+from caches.pieces import Attend, Exact, Piece, Scaled
 from configs import CODECS, ConfigError, QuantizedCacheConfig
 
 Parts = dict[str, torch.Tensor]  # [rows, heads, columns or blocks, ...]
+Place = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+"""Where the numbers go, [rows, heads, columns, head_dim], and bytes to work with, flat, as many as there are numbers.
+Asked for when it is needed; whoever is asked next may give the same."""
 Choice = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # codes [groups, size], scale and offset [groups, 1]
 
 
@@ -31,14 +34,15 @@ class Codec(Protocol):
     def encode(self, columns: torch.Tensor) -> Parts:
         """Columns [rows, heads, whole blocks of columns, head_dim] in few bits."""
 
-    def decode(self, parts: Parts, out: torch.Tensor, scratch: torch.Tensor) -> Piece:
-        """Whole blocks; `out` [rows, heads, columns, head_dim] is their place. The last one may be cut off in `out`.
-
-        scratch: bytes to work with, flat, as many as `out` has numbers.
-        """
+    def decode(self, parts: Parts, place: Place) -> Piece:
+        """Whole blocks, of which the last may be cut off where its place ends."""
 
     def per_block(self, name: str) -> bool:
         """Whether the part of that name has one entry per block, not one per column."""
+
+    @property
+    def attend(self) -> Attend | None:
+        """What computes attention over such pieces, and those in full, in one go."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,10 @@ class Affine:
     def block(self) -> int:
         return self.group if self.over_columns else 1
 
+    @property
+    def attend(self) -> Attend | None:
+        return attention if self.fused else None
+
     def per_block(self, name: str) -> bool:
         return self.over_columns and name != "codes"
 
@@ -81,19 +89,20 @@ class Affine:
             name: value.reshape(groups).to(dtype) for name, value in scales if value is not None
         }
 
-    def decode(self, parts: Parts, out: torch.Tensor, scratch: torch.Tensor) -> Piece:
+    def decode(self, parts: Parts, place: Place) -> Piece:
         if not self.fused:
-            return self._unpacked(parts, out, scratch)
+            return self._unpacked(parts, place)
         return Coded(
             parts["codes"],
             parts["scale"],
             parts.get("offset"),
             self.bits,
             self.group if self.over_columns else 0,
-            partial(self._unpacked, parts, out, scratch),
+            partial(self._unpacked, parts, place),
         )
 
-    def _unpacked(self, parts: Parts, out: torch.Tensor, scratch: torch.Tensor) -> Piece:
+    def _unpacked(self, parts: Parts, place: Place) -> Piece:
+        out, scratch = place()
         count, dtype = out.shape[2], parts["scale"].dtype
         target = out if dtype == out.dtype else torch.empty_like(out, dtype=dtype)
         _unpack(parts["codes"], self.bits, target, scratch)

@@ -1,253 +1,368 @@
-// Products of attention with columns that are written down as codes. Nothing is unpacked beyond a column.
+// Attention over columns of keys and values that are written down as codes. They are unpacked a few at a time, into
+// memory that stays in the processor's nearest cache.
 //
-// codes [rows, heads, columns, bytes]; byte i of a column holds the channels i, i + bytes, ..., lowest bits first.
-// scale, offset [rows, heads, columns, groups] of neighbouring channels, or [rows, heads, blocks, width] of `block`
-// columns; then block > 0. The last block may be cut off. Everything but the codes is float32, the innermost dimension
-// of everything is contiguous.
+// Columns are codes [rows, heads, columns, bytes], of which byte i of a column holds the channels i, i + bytes, ...,
+// lowest bits first, with scale, offset [rows, heads, columns, groups] of neighbouring channels, or
+// [rows, heads, blocks, width] of `block` columns; then block > 0. The last block may be cut off. Or they are numbers
+// [rows, heads, columns, width] as they are; then bits is 32. Everything but the codes is float32, the innermost
+// dimension of everything is contiguous, the width a multiple of 8.
 
 #include <ATen/Parallel.h>
-#include <torch/extension.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/utils/pybind.h>  // <torch/extension.h> takes half a minute more
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
+#include <tuple>
 #include <vector>
 
 namespace {
 
-struct Columns {
-  const uint8_t* codes;
-  const float* scale;
-  const float* offset;  // nullptr: none
-  int64_t codes_stride, scale_stride;
-  int64_t count, bytes, groups, block;
-};
+using Optional = std::optional<at::Tensor>;
+using Piece = std::tuple<at::Tensor, Optional, Optional, int64_t, int64_t>;  // codes, scale, offset, bits, block
 
-Columns of_head(const at::Tensor& codes, const at::Tensor& scale, const std::optional<at::Tensor>& offset,
-                int64_t block, int64_t row, int64_t head) {
-  Columns found;
-  found.codes = codes.const_data_ptr<uint8_t>() + row * codes.stride(0) + head * codes.stride(1);
-  found.scale = scale.const_data_ptr<float>() + row * scale.stride(0) + head * scale.stride(1);
-  found.offset = nullptr;
-  if (offset) {
-    TORCH_CHECK(offset->strides() == scale.strides(), "scale and offset lie in memory alike");
-    found.offset = offset->const_data_ptr<float>() + row * scale.stride(0) + head * scale.stride(1);
-  }
-  found.codes_stride = codes.stride(2);
-  found.scale_stride = scale.stride(2);
-  found.count = codes.size(2);
-  found.bytes = codes.size(3);
-  found.groups = block ? 1 : scale.size(3);
-  found.block = block;
+constexpr int64_t lanes = 8, most_width = 512;
+constexpr int64_t few = 32;  // columns that are unpacked at a time
+constexpr float none = -std::numeric_limits<float>::infinity();
+
+typedef int32_t Ints __attribute__((vector_size(4 * lanes)));
+typedef float Lanes __attribute__((vector_size(4 * lanes)));
+
+inline Lanes load(const float* from) {
+  Lanes found;
+  __builtin_memcpy(&found, from, sizeof(found));
   return found;
 }
 
-// Loops of a length that the compiler knows are several times faster: `known` is the width, or 0 for any.
-template <int bits, int known>
-inline void unpack(const uint8_t* packed, int64_t any_bytes, float* numbers) {
-  const int64_t bytes = known ? known * bits / 8 : any_bytes;
-  for (int plane = 0; plane < 8 / bits; plane++) {
-    float* target = numbers + plane * bytes;
-    for (int64_t i = 0; i < bytes; i++) target[i] = (float)((packed[i] >> (bits * plane)) & ((1 << bits) - 1));
-  }
-}
+inline void store(Lanes from, float* to) { __builtin_memcpy(to, &from, sizeof(from)); }
 
-template <int known>
-inline float dot(const float* a, const float* b, int64_t any) {
-  const int64_t count = known ? known : any;
+inline float total(Lanes of) {
   float sum = 0;
-  for (int64_t i = 0; i < count; i++) sum += a[i] * b[i];
+  for (int64_t i = 0; i < lanes; i++) sum += of[i];
   return sum;
 }
 
-inline float total(const float* a, int64_t count) {
-  float sum = 0;
-  for (int64_t i = 0; i < count; i++) sum += a[i];
-  return sum;
+// The columns of one head. codes_stride: in bytes. groups: 0 where channels have scales of their own.
+struct Columns {
+  const uint8_t* codes;
+  const float *scale = nullptr, *offset = nullptr;  // nullptr: none
+  int64_t codes_stride, scale_stride = 0;
+  int64_t bytes, width, groups = 0, block, bits;
+
+  Columns(const Piece& piece, int64_t width, int64_t row, int64_t head) : width(width) {
+    const auto& [held, scales, offsets, of_bits, of_block] = piece;
+    const int64_t item = held.element_size(), at = row * held.stride(0) + head * held.stride(1);
+    codes = static_cast<const uint8_t*>(held.const_data_ptr()) + at * item;
+    codes_stride = held.stride(2) * item, bytes = held.size(3), bits = of_bits, block = of_block;
+    if (!scales) return;
+    const int64_t of_head = row * scales->stride(0) + head * scales->stride(1);
+    scale = scales->const_data_ptr<float>() + of_head, scale_stride = scales->stride(2);
+    groups = block ? 0 : scales->size(3);
+    if (!offsets) return;
+    TORCH_CHECK(offsets->strides() == scales->strides(), "scale and offset lie in memory alike");
+    offset = offsets->const_data_ptr<float>() + of_head;
+  }
+};
+
+// Some columns as numbers, the `stride` from one to the next; each still to be multiplied with its scale and added
+// to its offset, if `scaled`.
+struct Numbers {
+  const float* at;
+  int64_t stride, count;
+  bool scaled;
+  float scale[few], offset[few];
+  alignas(64) float unpacked[few * most_width];
+};
+
+inline Ints widened(const uint8_t* from) {
+#ifdef __AVX2__  // for which GCC finds 30 instructions
+  return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#else
+  Ints found;
+  for (int64_t i = 0; i < lanes; i++) found[i] = from[i];
+  return found;
+#endif
 }
 
-constexpr int64_t most_width = 512;
-constexpr int64_t at_once = 3;  // tokens whose sums stay in registers
-constexpr int64_t piece = 128;  // columns that stay in the nearest memory while the heads take theirs from them
-
-// queries [tokens, width], out [tokens, columns] of which these are from `begin` to `end`.
-template <int bits, int known>
-void scores_of_head(const Columns& keys, const float* queries, int64_t tokens, int64_t any_width, float* out,
-                    int64_t begin, int64_t end) {
-  const int64_t width = known ? known : any_width, group = width / keys.groups;
-  alignas(64) float numbers[known ? known : most_width];
-  std::vector<float> scaled(tokens * width), constant(tokens * keys.groups);
-  if (!keys.block)
-    for (int64_t i = 0; i < tokens * keys.groups; i++) constant[i] = total(queries + i * group, group);
-  int64_t scaled_block = -1;  // that `scaled` and `constant` are of
-  for (int64_t column = begin; column < end; column++) {
-    unpack<bits, known>(keys.codes + column * keys.codes_stride, keys.bytes, numbers);
-    const int64_t at = (keys.block ? column / keys.block : column) * keys.scale_stride;
-    const float *scale = keys.scale + at, *offset = keys.offset ? keys.offset + at : nullptr;
-    if (keys.block && column / keys.block != scaled_block) {
-      scaled_block = column / keys.block;
-      for (int64_t token = 0; token < tokens; token++) {
-        const float* query = queries + token * width;
-        for (int64_t i = 0; i < width; i++) scaled[token * width + i] = query[i] * scale[i];
-        constant[token] = offset ? dot<known>(query, offset, width) : 0;
-      }
+// Columns of codes, one `stride` from the next, as numbers [columns, width].
+template <int bits>
+void unpack(const uint8_t* codes, int64_t stride, int64_t count, int64_t bytes, float* numbers) {
+  for (; count > 0; count--, codes += stride, numbers += bytes * (8 / bits)) {
+    int64_t i = 0;
+    for (; i + lanes <= bytes; i += lanes) {
+      const Ints some = widened(codes + i);
+      for (int plane = 0; plane < 8 / bits; plane++)
+        store(__builtin_convertvector(some >> (bits * plane) & ((1 << bits) - 1), Lanes), numbers + plane * bytes + i);
     }
-    for (int64_t token = 0; token < tokens; token++) {
-      float sum = 0;
-      if (keys.block)
-        sum = dot<known>(numbers, scaled.data() + token * width, width) + constant[token];
-      else if (keys.groups == 1)
-        sum = *scale * dot<known>(numbers, queries + token * width, width) + (offset ? *offset * constant[token] : 0);
-      else
-        for (int64_t g = 0; g < keys.groups; g++) {
-          sum += scale[g] * dot<0>(numbers + g * group, queries + token * width + g * group, group);
-          if (offset) sum += offset[g] * constant[token * keys.groups + g];
-        }
-      out[token * keys.count + column] = sum;
-    }
+    for (; i < bytes; i++)
+      for (int plane = 0; plane < 8 / bits; plane++)
+        numbers[plane * bytes + i] = (float)((codes[i] >> (bits * plane)) & ((1 << bits) - 1));
   }
 }
 
-// weights [tokens, columns] of `at_once` tokens or fewer, of which the columns from `begin` to `end` are added to
-// out [tokens, width]. Every column has one scale.
-template <int bits, int known>
-void mixed_of_plain_head(const Columns& values, const float* weights, int64_t tokens, int64_t any_width, float* out,
-                         int64_t begin, int64_t end) {
-  const int64_t width = known ? known : any_width;
-  float sums[at_once][known ? known : most_width] = {};
-  float constant[at_once] = {};
-  for (int64_t column = begin; column < end; column++) {
-    float numbers[known ? known : most_width];
-    unpack<bits, known>(values.codes + column * values.codes_stride, values.bytes, numbers);
-    const float scale = values.scale[column * values.scale_stride];
-    const float offset = values.offset ? values.offset[column * values.scale_stride] : 0;
-    for (int64_t token = 0; token < at_once; token++) {
-      const float weight = token < tokens ? weights[token * values.count + column] : 0;
-      const float factor = weight * scale;
-      constant[token] += weight * offset;
-      for (int64_t i = 0; i < width; i++) sums[token][i] += factor * numbers[i];
-    }
+void read(const Columns& columns, int64_t begin, int64_t end, Numbers& found) {
+  const int64_t width = columns.width, bits = columns.bits, count = end - begin;
+  const uint8_t* codes = columns.codes + begin * columns.codes_stride;
+  found.at = found.unpacked, found.stride = width, found.count = count, found.scaled = columns.groups == 1;
+  if (bits == 32) {
+    found.at = reinterpret_cast<const float*>(codes), found.stride = columns.codes_stride / 4;
+    return;
   }
-  for (int64_t token = 0; token < tokens; token++)
-    for (int64_t i = 0; i < width; i++) out[token * width + i] += sums[token][i] + constant[token];
+  const auto with = bits == 1 ? unpack<1> : bits == 2 ? unpack<2> : bits == 4 ? unpack<4> : unpack<8>;
+  with(codes, columns.codes_stride, count, columns.bytes, found.unpacked);
+  if (found.scaled) {
+    const float* scale = columns.scale + begin * columns.scale_stride;
+    for (int64_t i = 0; i < count; i++) found.scale[i] = scale[i * columns.scale_stride];
+    const float* offset = columns.offset ? columns.offset + begin * columns.scale_stride : nullptr;
+    for (int64_t i = 0; i < count; i++) found.offset[i] = offset ? offset[i * columns.scale_stride] : 0;
+    return;
+  }
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t at = (columns.block ? (begin + i) / columns.block : begin + i) * columns.scale_stride;
+    const float *scale = columns.scale + at, *offset = columns.offset ? columns.offset + at : nullptr;
+    float* numbers = found.unpacked + i * width;
+    if (columns.block)
+      for (int64_t c = 0; c < width; c++) numbers[c] = numbers[c] * scale[c] + (offset ? offset[c] : 0);
+    else
+      for (int64_t g = 0, group = width / columns.groups; g < columns.groups; g++)
+        for (int64_t c = g * group; c < (g + 1) * group; c++)
+          numbers[c] = numbers[c] * scale[g] + (offset ? offset[g] : 0);
+  }
 }
 
-// As above, whatever shares the scales. Whole blocks.
-template <int bits, int known>
-void mixed_of_head(const Columns& values, const float* weights, int64_t tokens, int64_t any_width, float* out,
-                   int64_t begin, int64_t end) {
-  if (!values.block && values.groups == 1)
-    return mixed_of_plain_head<bits, known>(values, weights, tokens, any_width, out, begin, end);
-  const int64_t width = known ? known : any_width, group = width / values.groups;
-  alignas(64) float numbers[known ? known : most_width];
-  alignas(64) float sums[at_once][known ? known : most_width] = {};
-  alignas(64) float whole[at_once][known ? known : most_width] = {};  // of blocks that have ended
-  float constant[at_once] = {};
-  for (int64_t column = begin; column < end; column++) {
-    unpack<bits, known>(values.codes + column * values.codes_stride, values.bytes, numbers);
-    const int64_t at = (values.block ? column / values.block : column) * values.scale_stride;
-    const float *scale = values.scale + at, *offset = values.offset ? values.offset + at : nullptr;
-    float factor[at_once] = {};
-    for (int64_t token = 0; token < tokens; token++) factor[token] = weights[token * values.count + column];
-    if (!values.block && values.groups > 1) {  // then constants are of channels
-      for (int64_t g = 0; g < values.groups; g++)
-        for (int64_t i = g * group; i < (g + 1) * group; i++)
-          numbers[i] = numbers[i] * scale[g] + (offset ? offset[g] : 0);
-    } else if (!values.block) {
-      for (int64_t token = 0; token < at_once; token++) {
-        constant[token] += offset ? factor[token] * *offset : 0;
-        factor[token] *= *scale;
-      }
-    } else {
-      for (int64_t token = 0; token < at_once; token++) constant[token] += factor[token];
+// Products [columns] of a query with keys.
+void multiply(const float* query, const Numbers& keys, int64_t width, float* out) {
+  int64_t column = 0;
+  for (; column + 4 <= keys.count; column += 4) {  // at once, to read the query less often
+    const float* key = keys.at + column * keys.stride;
+    Lanes a = {}, b = {}, c = {}, d = {};
+    for (int64_t i = 0; i < width; i += lanes) {
+      const Lanes q = load(query + i);
+      a += q * load(key + i);
+      b += q * load(key + keys.stride + i);
+      c += q * load(key + 2 * keys.stride + i);
+      d += q * load(key + 3 * keys.stride + i);
     }
-    for (int64_t token = 0; token < at_once; token++)
-      for (int64_t i = 0; i < width; i++) sums[token][i] += factor[token] * numbers[i];
-    if (values.block && (column + 1 == end || (column + 1) % values.block == 0)) {
-      for (int64_t token = 0; token < at_once; token++) {
-        for (int64_t i = 0; i < width; i++) {
-          whole[token][i] += sums[token][i] * scale[i] + (offset ? offset[i] * constant[token] : 0);
-          sums[token][i] = 0;
-        }
-        constant[token] = 0;
-      }
-    }
+    out[column] = total(a), out[column + 1] = total(b), out[column + 2] = total(c), out[column + 3] = total(d);
   }
-  for (int64_t token = 0; token < tokens; token++)
-    for (int64_t i = 0; i < width; i++)
-      out[token * width + i] += values.block ? whole[token][i] : sums[token][i] + constant[token];
+  for (; column < keys.count; column++) {
+    Lanes sum = {};
+    for (int64_t i = 0; i < width; i += lanes) sum += load(query + i) * load(keys.at + column * keys.stride + i);
+    out[column] = total(sum);
+  }
+  if (!keys.scaled) return;
+  Lanes sum = {};
+  for (int64_t i = 0; i < width; i += lanes) sum += load(query + i);
+  const float of_query = total(sum);
+  for (int64_t i = 0; i < keys.count; i++) out[i] = out[i] * keys.scale[i] + of_query * keys.offset[i];
 }
 
-template <int bits, int known>
-at::Tensor scores_with(const at::Tensor& codes, const at::Tensor& scale, const std::optional<at::Tensor>& offset,
-                       int64_t block, const at::Tensor& queries) {
-  const int64_t rows = codes.size(0), heads = codes.size(1), count = codes.size(2);
-  const int64_t tokens = queries.size(2), width = queries.size(3), pieces = (count + piece - 1) / piece;
-  auto out = at::empty({rows, heads, tokens, count}, queries.options());
-  at::parallel_for(0, rows * pieces, 1, [&](int64_t first, int64_t last) {
+template <int vectors>
+inline void add_channels(const float* weights, const Numbers& values, int64_t channel, float constant, float* out) {
+  Lanes sums[vectors];
+  for (int v = 0; v < vectors; v++) sums[v] = load(out + channel + v * lanes) + constant;
+  for (int64_t column = 0; column < values.count; column++) {
+    const float* value = values.at + column * values.stride + channel;
+    for (int v = 0; v < vectors; v++) sums[v] += weights[column] * load(value + v * lanes);
+  }
+  __builtin_memcpy(out + channel, sums, sizeof(sums));
+}
+
+// Add the sum of values by weights [columns], which are overwritten, to out [width].
+void add(float* weights, const Numbers& values, int64_t width, float* out) {
+  float constant = 0;
+  if (values.scaled)
+    for (int64_t i = 0; i < values.count; i++) {
+      constant += weights[i] * values.offset[i];
+      weights[i] *= values.scale[i];
+    }
+  int64_t channel = 0;
+  for (; channel + 8 * lanes <= width; channel += 8 * lanes) add_channels<8>(weights, values, channel, constant, out);
+  for (; channel < width; channel += lanes) add_channels<1>(weights, values, channel, constant, out);
+}
+
+// e to the power of x, which is not above 0: to 2e-7 of it, and 0 below -87.
+inline Lanes power(Lanes x) {
+  const Lanes least = Lanes{} - 87.0f, bounded = x < least ? least : x;  // and NaN stays NaN
+  const Ints whole = __builtin_convertvector(bounded * 1.44269504f - 0.5f, Ints);
+  const Lanes number = __builtin_convertvector(whole, Lanes);
+  const Lanes rest = bounded - number * 0.693359375f + number * 2.12194440e-4f;
+  Lanes sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+  sum = sum * rest + 8.3334519073e-3f;
+  sum = sum * rest + 4.1665795894e-2f;
+  sum = sum * rest + 1.6666665459e-1f;
+  sum = sum * rest + 5.0000001201e-1f;
+  sum = sum * rest * rest + rest + 1.0f;
+  return x < least ? Lanes{} : sum * (Lanes)((whole + 127) << 23);
+}
+
+// What softmax has seen of the scores of a query: the largest, and the sum of the powers relative to it. Out
+// [width] is the sum of the values by them.
+struct Seen {
+  float most = none, sum = 0;
+};
+
+// Scores [few] become weights; what was summed up before is taken down to the largest there is now.
+void weigh(float* scores, Seen& seen, float* out, int64_t width) {
+  Lanes largest = Lanes{} + seen.most, sum = {};
+  for (int64_t i = 0; i < few; i += lanes) {
+    const Lanes some = load(scores + i);
+    largest = some > largest ? some : largest;
+  }
+  float most = seen.most;
+  for (int64_t i = 0; i < lanes; i++) most = largest[i] > most ? largest[i] : most;
+  if (most > seen.most && seen.sum != 0) {
+    const float factor = std::exp(seen.most - most);
+    seen.sum *= factor;
+    for (int64_t i = 0; i < width; i++) out[i] *= factor;
+  }
+  seen.most = most;
+  for (int64_t i = 0; i < few; i += lanes) {
+    const Lanes some = power(load(scores + i) - (most == none ? 0 : most));
+    store(some, scores + i);
+    sum += some;
+  }
+  seen.sum += total(sum);
+}
+
+// Pieces in parts of `few` columns.
+struct Part {
+  int64_t piece, begin, end, column;  // column: of all pieces
+};
+
+std::vector<Part> parts_of(const std::vector<Piece>& pieces) {
+  std::vector<Part> parts;
+  int64_t column = 0;
+  for (int64_t piece = 0; piece < (int64_t)pieces.size(); piece++) {
+    const int64_t count = std::get<0>(pieces[piece]).size(2);
+    for (int64_t begin = 0; begin < count; begin += few)
+      parts.push_back({piece, begin, std::min(begin + few, count), column + begin});
+    column += count;
+  }
+  return parts;
+}
+
+// The threads share the parts of every row: calls `work(row, share, part)`, the parts of a share by one thread.
+template <typename Work>
+void shared(int64_t rows, int64_t shares, const std::vector<Part>& parts, const Work& work) {
+  const int64_t count = parts.size();
+  at::parallel_for(0, rows * shares, 1, [&](int64_t first, int64_t last) {
     for (int64_t job = first; job < last; job++) {
-      const int64_t row = job / pieces, begin = job % pieces * piece;
-      for (int64_t head = 0; head < heads; head++) {
-        auto keys = of_head(codes, scale, offset, block, row, head);
-        const int64_t at = (row * heads + head) * tokens;
-        scores_of_head<bits, known>(keys, queries.const_data_ptr<float>() + at * width, tokens, width,
-                                    out.data_ptr<float>() + at * count, begin, std::min(begin + piece, count));
-      }
+      const int64_t row = job / shares, share = job % shares;
+      for (int64_t number = share * count / shares; number < (share + 1) * count / shares; number++)
+        work(row, share, parts[number]);
+    }
+  });
+}
+
+int64_t shares_of(const std::vector<Part>& parts) {
+  return std::max<int64_t>(1, std::min<int64_t>(at::get_num_threads(), parts.size()));
+}
+
+}  // namespace
+
+// queries [rows, heads, tokens, width] -> [rows, heads, tokens, columns]
+at::Tensor scores(const Piece& keys, const at::Tensor& given) {
+  const auto queries = given.contiguous();
+  const int64_t rows = queries.size(0), heads = queries.size(1), tokens = queries.size(2), width = queries.size(3);
+  const int64_t columns = std::get<0>(keys).size(2);
+  auto out = at::empty({rows, heads, tokens, columns}, queries.options());
+  const float* query = queries.const_data_ptr<float>();
+  float* found = out.data_ptr<float>();
+  const auto parts = parts_of({keys});
+  shared(rows, shares_of(parts), parts, [&](int64_t row, int64_t, const Part& part) {
+    Numbers numbers;
+    for (int64_t head = 0; head < heads; head++) {
+      read(Columns(keys, width, row, head), part.begin, part.end, numbers);
+      for (int64_t at = (row * heads + head) * tokens, end = at + tokens; at < end; at++)
+        multiply(query + at * width, numbers, width, found + at * columns + part.begin);
     }
   });
   return out;
 }
 
-template <int bits, int known>
-at::Tensor mixed_with(const at::Tensor& codes, const at::Tensor& scale, const std::optional<at::Tensor>& offset,
-                      int64_t block, const at::Tensor& weights, int64_t width) {
-  const int64_t rows = codes.size(0), heads = codes.size(1), count = codes.size(2), tokens = weights.size(2);
-  // Every thread sums up a part of the columns, whole blocks of them.
-  const int64_t step = block ? (piece + block - 1) / block * block : piece;
-  const int64_t pieces = (count + step - 1) / step;
-  const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(at::get_num_threads() / rows, pieces));
-  auto sums = at::zeros({rows, parts, heads, tokens, width}, weights.options());
-  at::parallel_for(0, rows * parts, 1, [&](int64_t first, int64_t last) {
-    for (int64_t job = first; job < last; job++) {
-      const int64_t row = job / parts, part = job % parts;
-      for (int64_t number = part * pieces / parts; number < (part + 1) * pieces / parts; number++)
-        for (int64_t head = 0; head < heads; head++) {
-          auto values = of_head(codes, scale, offset, block, row, head);
-          for (int64_t token = 0; token < tokens; token += at_once)
-            mixed_of_head<bits, known>(
-                values, weights.const_data_ptr<float>() + ((row * heads + head) * tokens + token) * count,
-                std::min(at_once, tokens - token), width,
-                sums.data_ptr<float>() + ((job * heads + head) * tokens + token) * width, number * step,
-                std::min(number * step + step, count));
-        }
+// weights [rows, heads, tokens, columns] -> [rows, heads, tokens, width]
+at::Tensor mixed(const Piece& values, const at::Tensor& given, int64_t width) {
+  const auto weights = given.contiguous();
+  const int64_t rows = weights.size(0), heads = weights.size(1), tokens = weights.size(2), columns = weights.size(3);
+  const auto parts = parts_of({values});
+  const int64_t shares = shares_of(parts);
+  auto sums = at::zeros({rows, shares, heads, tokens, width}, weights.options());
+  shared(rows, shares, parts, [&](int64_t row, int64_t share, const Part& part) {
+    Numbers numbers;
+    float of_part[few];
+    for (int64_t head = 0; head < heads; head++) {
+      read(Columns(values, width, row, head), part.begin, part.end, numbers);
+      for (int64_t token = 0; token < tokens; token++) {
+        const float* weight = weights.const_data_ptr<float>() + ((row * heads + head) * tokens + token) * columns;
+        std::copy(weight + part.begin, weight + part.end, of_part);
+        add(of_part, numbers, width,
+            sums.data_ptr<float>() + (((row * shares + share) * heads + head) * tokens + token) * width);
+      }
     }
   });
-  return parts == 1 ? sums.squeeze(1) : sums.sum(1);
+  return shares == 1 ? sums.squeeze(1) : sums.sum(1);
 }
 
-#define FOR_WIDTH(function, bits) \
-  (known == 1 ? function<bits, 64> : known == 2 ? function<bits, 128> : function<bits, 0>)
-#define FOR_BITS(function)                                                          \
-  (bits == 1   ? FOR_WIDTH(function, 1)                                             \
-   : bits == 2 ? FOR_WIDTH(function, 2)                                             \
-   : bits == 4 ? FOR_WIDTH(function, 4)                                             \
-               : FOR_WIDTH(function, 8))
-
-}  // namespace
-
-at::Tensor scores(const at::Tensor& codes, const at::Tensor& scale, const std::optional<at::Tensor>& offset,
-                  int64_t bits, int64_t block, const at::Tensor& queries) {
-  const auto known = queries.size(3) == 64 ? 1 : queries.size(3) == 128 ? 2 : 0;
-  auto with = FOR_BITS(scores_with);
-  return with(codes, scale, offset, block, queries.contiguous());
-}
-
-at::Tensor mixed(const at::Tensor& codes, const at::Tensor& scale, const std::optional<at::Tensor>& offset,
-                 int64_t bits, int64_t block, const at::Tensor& weights, int64_t width) {
-  const auto known = width == 64 ? 1 : width == 128 ? 2 : 0;
-  auto with = FOR_BITS(mixed_with);
-  return with(codes, scale, offset, block, weights.contiguous(), width);
+// Of queries [rows, heads, tokens, width] that are scaled already, -> [rows, heads, tokens, values' width]. mask
+// [rows, heads, repeats, tokens of each, columns] is added to the scores.
+at::Tensor attention(const at::Tensor& given, const std::vector<Piece>& keys, const std::vector<Piece>& values,
+                     const Optional& mask, int64_t out_width) {
+  const auto queries = given.contiguous();
+  const int64_t rows = queries.size(0), heads = queries.size(1), tokens = queries.size(2), width = queries.size(3);
+  const auto parts = parts_of(keys);
+  const int64_t shares = shares_of(parts), of_row = heads * tokens;
+  auto out = at::empty({rows, heads, tokens, out_width}, queries.options());
+  std::vector<float> sums(rows * shares * of_row * out_width);
+  std::vector<Seen> seen(rows * shares * of_row);
+  const float* query = queries.const_data_ptr<float>();
+  shared(rows, shares, parts, [&](int64_t row, int64_t share, const Part& part) {
+    Numbers numbers;
+    std::vector<float> scores(tokens * few, none);
+    for (int64_t head = 0; head < heads; head++) {
+      const int64_t from = (row * heads + head) * tokens, to = (row * shares + share) * of_row + head * tokens;
+      read(Columns(keys[part.piece], width, row, head), part.begin, part.end, numbers);
+      for (int64_t token = 0; token < tokens; token++) {
+        float* found = scores.data() + token * few;
+        multiply(query + (from + token) * width, numbers, width, found);
+        if (mask) {
+          const int64_t each = mask->size(3);
+          const float* added = mask->const_data_ptr<float>() + row * mask->stride(0) + head * mask->stride(1) +
+                               token / each * mask->stride(2) + token % each * mask->stride(3) + part.column;
+          for (int64_t i = 0; i < numbers.count; i++) found[i] += added[i];
+        }
+        std::fill(found + numbers.count, found + few, none);
+        weigh(found, seen[to + token], sums.data() + (to + token) * out_width, out_width);
+      }
+      read(Columns(values[part.piece], out_width, row, head), part.begin, part.end, numbers);
+      for (int64_t token = 0; token < tokens; token++)
+        add(scores.data() + token * few, numbers, out_width, sums.data() + (to + token) * out_width);
+    }
+  });
+  // What the threads have found, taken to the largest score of all.
+  for (int64_t at = 0; at < rows * of_row; at++) {
+    const int64_t first = at / of_row * shares * of_row + at % of_row, end = first + shares * of_row;
+    float most = none, sum = 0, *target = out.data_ptr<float>() + at * out_width;
+    for (int64_t from = first; from < end; from += of_row) most = std::max(most, seen[from].most);
+    std::fill(target, target + out_width, 0.0f);
+    for (int64_t from = first; from < end; from += of_row) {
+      const float factor = seen[from].most == most ? 1 : std::exp(seen[from].most - most);
+      sum += factor * seen[from].sum;
+      for (int64_t i = 0; i < out_width; i++) target[i] += factor * sums[from * out_width + i];
+    }
+    for (int64_t i = 0; i < out_width; i++) target[i] /= sum;
+  }
+  return out;
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("scores", &scores);
   module.def("mixed", &mixed);
+  module.def("attention", &attention);
 }

@@ -1,9 +1,10 @@
-"""Products of attention with codes as they are, in kernels that are compiled when they are first needed."""
+"""Attention over codes as they are, in kernels that are compiled when they are first needed."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from caches.errors import StepError
-from caches.pieces import Piece
+from caches.pieces import Exact, Piece
 from configs import ConfigError
 
 FEW = 16  # queries: for more of them it takes less time to unpack the codes once
@@ -25,9 +26,11 @@ def kernels() -> Any:
     """`fused.cpp`, compiled once per machine and release of torch. Raises `ConfigError` where that is not possible."""
     from torch.utils import cpp_extension  # which is slow to import
 
+    # torch's own threads. Elsewhere compilers have no OpenMP, and one thread does the work.
+    threads = ["-fopenmp"] if sys.platform == "linux" else []
     try:
         source = str(Path(__file__).with_name("fused.cpp"))
-        return cpp_extension.load("kvengine_fused", [source], extra_cflags=list(_FLAGS))
+        return cpp_extension.load("kvengine_fused", [source], extra_cflags=[*_FLAGS, *threads], extra_ldflags=threads)
     except Exception as error:
         why = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
@@ -67,17 +70,35 @@ class Coded:
     def scores(self, queries: torch.Tensor) -> torch.Tensor:
         if queries.shape[2] > FEW:
             return self.unpacked().scores(queries)
-        found: torch.Tensor = kernels().scores(self.codes, self.scale, self.offset, self.bits, self.block, queries)
+        found: torch.Tensor = kernels().scores(_described(self), queries)
         return found
 
     def mixed(self, weights: torch.Tensor) -> torch.Tensor:
         if weights.shape[2] > FEW:
             return self.unpacked().mixed(weights)
-        width = self.codes.shape[-1] * 8 // self.bits
-        found: torch.Tensor = kernels().mixed(
-            self.codes, self.scale, self.offset, self.bits, self.block, weights, width
-        )
+        found: torch.Tensor = kernels().mixed(_described(self), weights, self.codes.shape[-1] * 8 // self.bits)
         return found
 
     def numbers(self) -> torch.Tensor:
         return self.unpacked().numbers()
+
+
+def attention(
+    queries: torch.Tensor, keys: Iterable[Piece], values: Iterable[Piece], mask: torch.Tensor | None, width: int
+) -> torch.Tensor | None:
+    """See `Attend`; the pieces are `Coded` or `Exact`."""
+    if queries.shape[2] > FEW:
+        return None
+    if mask is not None and mask.stride(-1) != 1:
+        mask = mask.contiguous()
+    described = ([_described(piece) for piece in pieces] for pieces in (keys, values))
+    found: torch.Tensor = kernels().attention(queries, *described, mask, width)
+    return found
+
+
+def _described(piece: Piece) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int, int]:
+    """As `fused.cpp` has it."""
+    if isinstance(piece, Coded):
+        return piece.codes, piece.scale, piece.offset, piece.bits, piece.block
+    assert isinstance(piece, Exact)
+    return piece.held, None, None, 32, 0

@@ -3,6 +3,7 @@ every row or of rows that share them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +22,22 @@ class Piece(Protocol):
 
     def numbers(self) -> torch.Tensor:
         """[rows, heads, columns, width]. The piece is of no use afterwards."""
+
+
+class Attend(Protocol):
+    def __call__(
+        self,
+        queries: torch.Tensor,
+        keys: Iterable[Piece],
+        values: Iterable[Piece],
+        mask: torch.Tensor | None,
+        width: int,
+    ) -> torch.Tensor | None:
+        """Attention of queries [rows, heads, tokens, width of a key], scaled already, over all pieces in one go.
+
+        mask [rows, heads, repeats, tokens of each, columns] is added to the scores. Returns [rows, heads, tokens,
+        `width` of a value], or None if there are too many queries for it; then no piece was asked for.
+        """
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from typing import ClassVar
 
@@ -129,33 +130,40 @@ class QuantizedStore:
         pieces = self._pieces_of(list(timeline.runs), begin, block, timeline.start, parts)
         columns = timeline.encoded - timeline.start + exact.shape[2]
         rows, heads, _, width = exact.shape
-        view = Pieced(lambda: chain(pieces(exact), (Exact(exact),)), (rows, heads, columns, width), exact)
+        everything, base = lambda: chain(pieces(exact), (Exact(exact),)), (rows, heads, columns, width)
+        view = Pieced(everything, base, exact, attend=self.codec.attend)
         return view.numbers() if lasting else view
 
     def _pieces_of(
         self, runs: list[Run], begin: int, block: int, start: int, parts: Parts
     ) -> Callable[[torch.Tensor], Iterator[Piece]]:
         """Decodes the columns from `start` on, piece by piece. `parts` begin with the columns and blocks given."""
-        size = self.timeline.block
+        size, stage = self.timeline.block, self.stage
         longest = min(-(-_PIECE // size) * size, -(-self.timeline.room // size) * size)
 
         def pieces(like: torch.Tensor) -> Iterator[Piece]:
             rows, heads, _, width = like.shape
-            # Not as the buffers are: matrix products want the columns of a head together.
-            out = self.stage.scratch("decoded", (rows, heads, longest, width), like.dtype, like.device)
-            codes = self.stage.scratch(
-                "codes", (rows * heads * longest * -(-width // 8) * 8,), torch.uint8, like.device
-            )
+
+            def place(columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+                # Not as the buffers are: matrix products want the columns of a head together.
+                out = stage.scratch("decoded", (rows, heads, longest, width), like.dtype, like.device)
+                codes = rows * heads * longest * -(-width // 8) * 8
+                return out[:, :, :columns], stage.scratch("codes", (codes,), torch.uint8, like.device)
+
             for run in runs:
-                for skipped in range(max(0, begin - run.column), run.columns, longest):  # from block to block
-                    columns = min(longest, run.columns - skipped)
+                skipped = max(0, begin - run.column)
+                while skipped < run.columns:  # from block to block
                     first, first_block = run.column + skipped, run.block + skipped // size - block
-                    blocks = slice(first_block, first_block - (-columns // size))
-                    ranges = {True: blocks, False: slice(first - begin, first - begin + columns)}
-                    chosen = {name: part[:, :, ranges[self.codec.per_block(name)]] for name, part in parts.items()}
-                    piece = self.codec.decode(chosen, out[:, :, :columns], codes)
-                    # A window begins inside of a block.
-                    yield Exact(piece.numbers()[:, :, start - first :]) if start > first else piece
+                    columns = min(size if first < start else longest, run.columns - skipped)
+                    ranges = {
+                        True: (first_block, first_block + -(-columns // size)),
+                        False: (first - begin, first - begin + columns),
+                    }
+                    chosen = {name: _between(part, *ranges[self.codec.per_block(name)]) for name, part in parts.items()}
+                    piece = self.codec.decode(chosen, partial(place, columns))
+                    # A window begins inside of a block, of which the rest is in nobody's way.
+                    yield Exact(piece.numbers()[:, :, start - first :].clone()) if first < start else piece
+                    skipped += columns
 
         return pieces
 
@@ -244,6 +252,10 @@ class QuantizedStore:
 
     def away(self) -> Iterator[Buffer]:
         yield from (part.buffer for part in self.parts.values() if part.buffer.place != "device")
+
+
+def _between(part: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    return part if end - begin == part.shape[2] else part[:, :, begin:end]
 
 
 def _empty(like: torch.Tensor, columns: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils._pytree import tree_map
 
-from caches.pieces import Exact, Piece, apart, together
+from caches.pieces import Attend, Exact, Piece, apart, together
 
 _FEW = 64  # queries: with more of them scores would be larger than what is put together
 Pieces: TypeAlias = Callable[[], Iterable[Piece]]
@@ -48,8 +48,9 @@ _PLAIN = _Form()
 class Pieced(torch.Tensor):
     """Columns [rows, heads, columns, width] made of what `pieces` yields, one after the other.
 
-    A piece may be overwritten when the next one is asked for. base: their shape. like: has their type and device.
-    noted: called when somebody needs the whole. siblings: pieces are asked for so many rows together.
+    A piece may be overwritten when the next one is asked for, unless there is `attend`. base: their shape. like: has
+    their type and device. noted: called when somebody needs the whole. siblings: pieces are asked for so many rows
+    together. attend: see `Attend`, for one row.
     """
 
     pieces: Pieces
@@ -57,6 +58,7 @@ class Pieced(torch.Tensor):
     form: _Form
     noted: Callable[[], None] | None
     siblings: int
+    attend: Attend | None
 
     @staticmethod
     def __new__(
@@ -67,9 +69,11 @@ class Pieced(torch.Tensor):
         noted: Callable[[], None] | None = None,
         form: _Form = _PLAIN,
         siblings: int = 1,
+        attend: Attend | None = None,
     ) -> Pieced:
         view = torch.Tensor._make_wrapper_subclass(cls, form.of(base), dtype=like.dtype, device=like.device)
-        view.pieces, view.base, view.form, view.noted, view.siblings = pieces, base, form, noted, siblings
+        view.pieces, view.base, view.form, view.noted = pieces, base, form, noted
+        view.siblings, view.attend = siblings, attend
         return view
 
     def numbers(self) -> torch.Tensor:
@@ -91,7 +95,8 @@ class Pieced(torch.Tensor):
         return self.numbers()
 
     def _as(self, **changes: Any) -> Pieced:
-        return Pieced(self.pieces, self.base, self, self.noted, replace(self.form, **changes), self.siblings)
+        form = replace(self.form, **changes)
+        return Pieced(self.pieces, self.base, self, self.noted, form, self.siblings, self.attend)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -225,17 +230,25 @@ def _attention(
         return None
     (rows, heads, tokens, width), siblings = query.shape, key.siblings
     queries = (query * (width**-0.5 if scale is None else scale)).reshape(rows, key.base[1], -1, width)
+    mask = None if attn_mask is None else _to_add(attn_mask, query.dtype).expand(rows, heads, tokens, key.base[2])
+    if key.attend is not None and key.attend == value.attend:
+        by_head = None if mask is None else mask.unflatten(1, (key.base[1], -1))
+        found = key.attend(queries, key.pieces(), value.pieces(), by_head, value.base[3])
+        if found is not None:
+            return found.reshape(rows, heads, tokens, -1)
     scores = _scores(together(queries, siblings), key)
-    if attn_mask is not None:
+    if mask is not None:
         by_row = scores.unflatten(2, (siblings, -1, tokens)).permute(0, 2, 1, 3, 4, 5)
-        mask = attn_mask.expand(rows, heads, tokens, -1)
-        mask = mask.unflatten(0, (-1, siblings)).unflatten(2, (key.base[1], -1))
-        if mask.dtype == torch.bool:
-            by_row.masked_fill_(~mask, float("-inf"))
-        else:
-            by_row += mask
+        by_row += mask.unflatten(0, (-1, siblings)).unflatten(2, (key.base[1], -1))
     weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
     return apart(_mixed(weights, value), siblings).reshape(rows, heads, tokens, -1)
+
+
+def _to_add(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """To scores of that type, whether it says which are seen or is numbers already."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
 
 
 def _flat(sizes: tuple[Any, ...]) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """The kernels that multiply with codes as they are give what unpacking first gives."""
 
 import copy
-import functools
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ from torch.utils import cpp_extension
 import caches
 import engine
 from caches import fused
-from caches.codec import CHOICES, Affine
+from caches.codec import CHOICES, Affine, new_codec
+from caches.pieces import Exact
+from caches.views import Pieced
 from configs import ConfigError, QuantizedCacheConfig
 
 HAVE_COMPILER = shutil.which("c++") is not None and cpp_extension.is_ninja_available()
@@ -39,7 +41,7 @@ def test_products_are_those_of_the_numbers(width, group, backend, bits, over_col
             name: part[:, :, blocks if plain.per_block(name) else slice(begin, begin + count)]
             for name, part in parts.items()
         }
-        decode = functools.partial(decoded, chosen, count, width)
+        decode = partial(decoded, chosen, count, width)
         for tokens in (1, 3, 7, fused.FEW + 1):
             queries, weights = torch.randn(3, 2, tokens, width), torch.rand(3, 2, tokens, count)
             torch.testing.assert_close(decode(kernel).scores(queries), decode(plain).scores(queries), **CLOSE)
@@ -52,7 +54,37 @@ CLOSE = {"atol": 1e-3, "rtol": 1e-4}
 
 def decoded(parts, count, width, codec):
     out, scratch = torch.empty(3, 2, count, width), torch.empty(3 * 2 * count * width, dtype=torch.uint8)
-    return codec.decode(parts, out, scratch)
+    return codec.decode(parts, lambda: (out, scratch))
+
+
+@needs_kernels
+@pytest.mark.parametrize("mask", [None, "seen", "added"])
+@pytest.mark.parametrize(("backend", "bits"), CODECS)
+@pytest.mark.parametrize(("width", "tokens", "repeats"), [(64, 1, 3), (128, 5, 1), (40, 2, 8), (64, 2, 9)])
+def test_attention_is_that_of_the_numbers(width, tokens, repeats, backend, bits, mask):
+    """Over codes in several pieces and what is kept in full; more queries than the kernel is for go another way."""
+    torch.manual_seed(0)
+    columns, query = (40, 24, 16, 7), torch.randn(3, 2 * repeats, tokens, width)
+    views = []
+    for name in ("keys", "values"):
+        options = QuantizedCacheConfig(backend=backend, nbits=bits, q_group_size=8, fused=True)
+        codec = new_codec(options, name)
+        coded = [decoded(codec.encode(torch.randn(3, 2, count, width) * 2 + 0.5), count, width, codec)
+                 for count in columns[:-1]]  # fmt: skip
+        pieces = [*coded, Exact(torch.randn(3, 2, 10, width)[:, :, : columns[-1]])]
+        views.append(Pieced(partial(list, pieces), (3, 2, sum(columns), width), query, attend=codec.attend))
+    attn_mask = None
+    if mask is not None:
+        attn_mask = torch.rand(3, 1, tokens, sum(columns)) > 0.3
+        attn_mask[0, :, :, :50] = False  # pads, more than the kernel takes at a time
+    if mask == "added":
+        attn_mask = torch.where(attn_mask, torch.randn(attn_mask.shape), torch.finfo(torch.float32).min)
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, attn_mask=attn_mask, enable_gqa=True)
+    expected = attend(query, *(view.numbers() for view in views))
+    torch.testing.assert_close(attend(query, *views), expected, **CLOSE)
+    query[1, 0, 0, 0] = float("nan")
+    spoilt = attend(query, *views).isnan().flatten(2).any(-1)
+    assert spoilt.nonzero().tolist() == [[1, 0]], "it is told, and the other heads and rows do not suffer"
 
 
 @needs_kernels
@@ -70,8 +102,20 @@ def decoded(parts, count, width, codec):
     ids=str,
 )
 def test_the_text_is_the_same(cache, codec, options):
-    model, inputs = tiny_model("llama"), prompt()
-    codec = codec | {"residual_length": 8}
+    check_text(tiny_model("llama"), cache, codec | {"residual_length": 8}, options)
+
+
+@needs_kernels
+@pytest.mark.parametrize("codec", [{}, {"backend": "kivi"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
+def test_the_text_is_the_same_with_windows_that_begin_inside_of_a_block(options, codec):
+    model = tiny_model("gemma2")
+    assert model.config.sliding_window == 8
+    check_text(model, "quantized", codec | {"residual_length": 4, "q_group_size": 4}, options)
+
+
+def check_text(model, cache, codec, options):
+    inputs = prompt()
     plain, ours = (
         engine.generate(model, inputs, cache=cache, cache_config=codec | more, max_new_tokens=30, **options)
         for more in ({}, {"fused": True})

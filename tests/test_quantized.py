@@ -40,9 +40,8 @@ def columns_like_keys(rows=2, heads=2, count=64, width=32, seed=0):
 
 
 def read(codec: Affine, columns: torch.Tensor) -> Piece:
-    return codec.decode(
-        codec.encode(columns), torch.empty_like(columns), torch.empty(columns.numel(), dtype=torch.uint8)
-    )
+    place = torch.empty_like(columns), torch.empty(columns.numel(), dtype=torch.uint8)
+    return codec.decode(codec.encode(columns), lambda: place)
 
 
 def written_and_read(codec: Affine, columns: torch.Tensor) -> torch.Tensor:
@@ -211,12 +210,14 @@ class Exactly:
     """Columns as what they are more than the first one of their block: whole numbers stay exact in float64."""
 
     block = 4  # of as many columns, and never a whole step
+    attend = None
 
     def encode(self, columns):
         blocks = columns.unflatten(2, (-1, self.block))
         return {"codes": (blocks - blocks[:, :, :, :1]).flatten(2, 3), "first": blocks[:, :, :, 0]}
 
-    def decode(self, parts, out, scratch):
+    def decode(self, parts, place):
+        out, _ = place()
         firsts = parts["first"].repeat_interleave(self.block, dim=2)[:, :, : out.shape[2]]
         return Exact(torch.add(parts["codes"], firsts, out=out))
 
@@ -231,7 +232,8 @@ class AsTheyAre(Exactly):
         sums = columns.unflatten(2, (-1, self.block)).sum(dim=3)
         return {"codes": columns, "sums": sums}
 
-    def decode(self, parts, out, scratch):
+    def decode(self, parts, place):
+        out, _ = place()
         out.copy_(parts["codes"])
         for number in range(out.shape[2] // self.block):
             whole = parts["codes"][:, :, number * self.block : (number + 1) * self.block]
