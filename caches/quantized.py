@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -71,6 +71,10 @@ class QuantizedStore:
         self.parts: dict[str, _Part] = {}
         self.residual: torch.Tensor | None = None
         self._tail: torch.Tensor | None = None  # of a step that encodes: what stays in full of it
+        self._known: tuple[tuple[int, ...], list[Piece]] | None = None  # see `_encoded`
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_known": None}  # a copy has buffers of its own
 
     @property
     def writing(self) -> tuple[Codec, int]:
@@ -106,6 +110,7 @@ class QuantizedStore:
 
     def _encode(self, columns: torch.Tensor, column: int, block: int) -> None:
         """Write whole blocks behind those there are. Nobody sees them before the timeline has settled."""
+        self._known = None
         for name, part in self.codec.encode(columns).items():
             begin, room = (block, 0) if self.codec.per_block(name) else (column, self.timeline.room)
             room = max(room, begin + part.shape[2])
@@ -125,31 +130,41 @@ class QuantizedStore:
         begin, block = timeline.evicted
         if begin >= timeline.encoded:
             return exact[:, :, max(0, timeline.start - timeline.encoded) :]
-        parts = {name: part.read(*self.span(name, begin, block)) for name, part in self.parts.items()}
-        # Where they are now: the timeline moves on before somebody looks again at what he was handed.
-        pieces = self._pieces_of(list(timeline.runs), begin, block, timeline.start, parts)
+        encoded = self._encoded(begin, block, exact)
         columns = timeline.encoded - timeline.start + exact.shape[2]
-        rows, heads, _, width = exact.shape
-        everything, base = lambda: chain(pieces(exact), (Exact(exact),)), (rows, heads, columns, width)
-        view = Pieced(everything, base, exact, attend=self.codec.attend)
+        base = (exact.shape[0], exact.shape[1], columns, exact.shape[3])
+        view = Pieced(lambda: chain(encoded(), (Exact(exact),)), base, exact, attend=self.codec.attend)
         return view.numbers() if lasting else view
 
+    def _encoded(self, begin: int, block: int, like: torch.Tensor) -> Callable[[], Iterable[Piece]]:
+        """The encoded columns. Pieces that decode nothing are the same in every step until more is encoded."""
+        timeline = self.timeline
+        key = (timeline.start, timeline.encoded, len(timeline.runs))
+        if self._known is not None and self._known[0] == key:
+            return self._known[1].__iter__
+        parts = {name: part.read(*self.span(name, begin, block)) for name, part in self.parts.items()}
+        # Where they are now: the timeline moves on before somebody looks again at what he was handed.
+        pieces = self._pieces_of(list(timeline.runs), begin, block, timeline.start, parts, like)
+        if self.codec.attend is None or begin < timeline.start or any(self.away()):
+            return pieces
+        self._known = key, list(pieces())
+        return self._known[1].__iter__
+
     def _pieces_of(
-        self, runs: list[Run], begin: int, block: int, start: int, parts: Parts
-    ) -> Callable[[torch.Tensor], Iterator[Piece]]:
+        self, runs: list[Run], begin: int, block: int, start: int, parts: Parts, like: torch.Tensor
+    ) -> Callable[[], Iterator[Piece]]:
         """Decodes the columns from `start` on, piece by piece. `parts` begin with the columns and blocks given."""
         size, stage = self.timeline.block, self.stage
         longest = min(-(-_PIECE // size) * size, -(-self.timeline.room // size) * size)
+        (rows, heads, _, width), dtype, device = like.shape, like.dtype, like.device
 
-        def pieces(like: torch.Tensor) -> Iterator[Piece]:
-            rows, heads, _, width = like.shape
+        def place(columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+            # Not as the buffers are: matrix products want the columns of a head together.
+            out = stage.scratch("decoded", (rows, heads, longest, width), dtype, device)
+            codes = stage.scratch("codes", (rows * heads * longest * -(-width // 8) * 8,), torch.uint8, device)
+            return out[:, :, :columns], codes
 
-            def place(columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-                # Not as the buffers are: matrix products want the columns of a head together.
-                out = stage.scratch("decoded", (rows, heads, longest, width), like.dtype, like.device)
-                codes = rows * heads * longest * -(-width // 8) * 8
-                return out[:, :, :columns], stage.scratch("codes", (codes,), torch.uint8, like.device)
-
+        def pieces() -> Iterator[Piece]:
             for run in runs:
                 skipped = max(0, begin - run.column)
                 while skipped < run.columns:  # from block to block
@@ -175,11 +190,13 @@ class QuantizedStore:
         return _span(self.timeline, self.codec, name, begin, block)
 
     def reserve(self, room: int) -> None:
+        self._known = None
         for name, part in self._open_parts():
             if not self.codec.per_block(name):
                 part.buffer.reserve(room, keep=self.timeline.encoded)
 
     def compact(self) -> None:
+        self._known = None
         columns, blocks = self.timeline.evicted
         for name, part in self._open_parts():
             part.buffer.shift(*self.span(name, columns, blocks))
@@ -195,6 +212,7 @@ class QuantizedStore:
         self._tail = None
 
     def rows(self, index: torch.Tensor) -> None:
+        self._known = None
         changes = [part.buffer.choosing(index, self.span(name, 0, 0)[1]) for name, part in self._open_parts()]
         if self.residual is not None:
             with torch.inference_mode(False):
@@ -208,6 +226,7 @@ class QuantizedStore:
         self.release()
 
     def release(self) -> None:
+        self._known = None
         for part in self.parts.values():
             part.buffer.clear()
             part.has_changed()

@@ -7,6 +7,7 @@ equal to rounding. Which one is faster is measured once per process, on a matrix
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from functools import cache
@@ -83,14 +84,19 @@ def has_onednn() -> bool:
 def onednn_is_faster() -> bool:
     """Measured on 64 MB of weights and one row: about 0.1 s, once per process."""
     weight, row = torch.zeros(8192, 2048), torch.zeros(1, 2048)
-    onednn = _median_s(lambda: torch.ops.mkldnn._linear_pointwise(row, weight, None, "none", [], ""))
-    return onednn < 0.9 * _median_s(lambda: nn.functional.linear(row, weight))
+    times = _median_times(
+        lambda: nn.functional.linear(row, weight),
+        lambda: torch.ops.mkldnn._linear_pointwise(row, weight, None, "none", [], ""),
+    )
+    return times > 1.1
 
 
-def _median_s(compute: Callable[[], object], times: int = 7) -> float:
-    taken = []
-    for _ in range(times):
-        begun = time.perf_counter()
-        compute()
-        taken.append(time.perf_counter() - begun)
-    return sorted(taken)[times // 2]
+def _median_times(one: Callable[[], object], other: Callable[[], object], runs: int = 11) -> float:
+    """How many times as long `one` takes, in turns with the other: a machine that does something else slows both."""
+    return statistics.median(_seconds(one) / _seconds(other) for _ in range(runs))
+
+
+def _seconds(compute: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    compute()
+    return time.perf_counter() - begun

@@ -1,6 +1,7 @@
 """Linear layers through oneDNN: the same numbers up to rounding, and a model that is left as it was."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -107,4 +108,5 @@ def test_a_model_that_was_moved_is_left_alone():
 def test_the_measurement_says_something():
     linears.onednn_is_faster.cache_clear()
     assert linears.onednn_is_faster() in (True, False)
-    assert linears._median_s(lambda: None) < 0.01
+    assert linears._median_times(lambda: time.sleep(0.03), lambda: time.sleep(0.01)) > 1.5
+    assert linears._median_times(lambda: time.sleep(0.01), lambda: time.sleep(0.03)) < 0.7
