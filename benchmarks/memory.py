@@ -3,20 +3,19 @@
     python benchmarks/memory.py --peak --out benchmarks/results/memory-cpu.json
     python benchmarks/memory.py --device cuda --out benchmarks/results/memory-cuda.json
 
-The prompt is read in pieces, once per backend; then every decode step is timed by itself. Prints per context the floor
-first: the bytes of weights and cache that a step has to read, over the bandwidth measured here. Then a table, and at
-the end one JSON line. With --peak every backend has a process of its own, and the most memory that it took beyond the
-model is reported.
+The prompt is read in pieces; then every decode step is timed by itself, one of each backend in turn, so that what else
+the machine does slows all alike. Prints per context the floor first: the bytes of weights and cache that a step has to
+read, over the bandwidth measured here. Then a table, and at the end one JSON line. With --peak the bytes of every
+backend are counted in a process of its own, and the most memory that it took beyond the model is reported.
 """
 
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,10 +23,19 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
-from common import SHAPES, bandwidth, encoded_bytes_per_token, full_bytes_per_token, kept_bytes, llama, report, spread
+from common import (
+    SHAPES,
+    bandwidth,
+    encoded_bytes_per_token,
+    full_bytes_per_token,
+    kept_bytes,
+    llama,
+    report,
+    spread,
+    timed,
+)
 from rich.console import Console
 from rich.table import Table
-from transformers import LogitsProcessor, LogitsProcessorList
 
 import caches
 import configs
@@ -101,38 +109,42 @@ def load(setting: Setting) -> Any:
     return llama(setting.device, getattr(torch, setting.dtype), **shape)
 
 
-class Clock(LogitsProcessor):
-    """Notes when the logits of each step are there."""
+@dataclass(frozen=True)
+class Live:
+    """A generation that stands at its next step. cache: as it is when all steps are done."""
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if scores.device.type == "cuda":
-            torch.cuda.synchronize(scores.device)
-        self.times.append(time.perf_counter())
-        return scores
-
-    @property
-    def steps_ms(self) -> list[float]:
-        return [1000 * (end - begin) for begin, end in zip(self.times, self.times[1:], strict=False)]
+    tokens: Iterator[int]
+    cache: Callable[[], Any]
 
 
-def generate(row: Row, model: Any, ids: torch.Tensor, new: int, clock: Clock) -> tuple[list[int], Any]:
-    """The new tokens and the cache. The last token is not in it."""
-    processors = LogitsProcessorList([clock])
+def begin(row: Row, model: Any, ids: torch.Tensor, new: int) -> Live:
     if row.theirs:
-        config = {"cache_config": dict(row.options)} if row.options else {}
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, logits_processor=processors,
-            prefill_chunk_size=PIECE, disable_compile=True, return_dict_in_generate=True,
-            cache_implementation=row.cache, **config,
-        )  # fmt: skip
-        return out.sequences[0, ids.shape[1] :].tolist(), out.past_key_values
+        cache = their_cache(row, model.config, ids.shape[1] + new - 1)  # the last token is never fed
+        return Live(their_tokens(model, ids, new, cache), lambda: cache)
     generator = engine.Generator(model, config=engine.EngineConfig(prefill_chunk_tokens=PIECE))
-    cache = {"cache": row.cache, "cache_config": dict(row.options)}
-    found = generator.generate(ids, max_new_tokens=new, logits_processor=processors, **cache)
-    return found.tokens[0], found.cache
+    stream = generator.stream(ids, max_new_tokens=new, cache=row.cache, cache_config=dict(row.options))
+    return Live((token for piece in stream for token in piece.tokens), lambda: stream.result().cache)
+
+
+def their_cache(row: Row, config: Any, tokens: int) -> Any:
+    if row.cache == "quantized":
+        return transformers.QuantizedCache(config=config, **row.options)
+    away = {"offloading": True} if "offloaded" in row.cache else {}
+    if "static" in row.cache:
+        return transformers.StaticCache(config=config, max_cache_len=tokens, **away)
+    return transformers.DynamicCache(config=config, **away)
+
+
+@torch.inference_mode()
+def their_tokens(model: Any, ids: torch.Tensor, new: int, cache: Any) -> Iterator[int]:
+    """Nothing but the model and its cache: less than a step of their `generate`."""
+    for piece in ids.split(PIECE, dim=1):
+        out = model(piece, past_key_values=cache, logits_to_keep=1)
+    for step in range(new):
+        token = out.logits[:, -1:].argmax(dim=-1)
+        yield int(token)
+        if step + 1 < new:
+            out = model(token, past_key_values=cache)
 
 
 STATUS, FORGET_PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # of Linux
@@ -153,22 +165,38 @@ def forget_peak(device: str) -> None:
         FORGET_PEAK.write_text("5")
 
 
-def measure(row: Row, context: int, setting: Setting) -> dict[str, Any]:
-    """One backend at one context; the peak with `setting.peak` only."""
-    model = load(setting)
+def prompt(context: int, model: Any) -> torch.Tensor:
     ids = torch.randint(3, model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0))
-    ids = ids.to(setting.device)
-    generate(row, model, ids[:, :160], 2, Clock())  # loads libraries, chooses kernels
+    return ids.to(model.device)
+
+
+def measure(row: Row, context: int, setting: Setting) -> dict[str, Any]:
+    """The text and the bytes of one backend at one context; the peak with `setting.peak` only."""
+    model = load(setting)
+    ids = prompt(context, model)
+    list(begin(row, model, ids[:, :160], 2).tokens)  # loads libraries, chooses kernels
     gc.collect()
     if setting.peak:
         forget_peak(setting.device)
-    before, clock = memory_bytes(setting.device, peak=False) if setting.peak else 0, Clock()
-    # One token more than steps that are timed: the first comes from the prompt.
-    tokens, cache = generate(row, model, ids, setting.new + 1, clock)
+    before = memory_bytes(setting.device, peak=False) if setting.peak else 0
+    live = begin(row, model, ids, setting.new + 1)
+    tokens = list(live.tokens)
     peak = memory_bytes(setting.device, peak=True) - before if setting.peak else None
-    kept, scratch = kept_bytes(cache)
-    return {"tokens": tokens, "kept_bytes": kept, "scratch_bytes": scratch, "ms": spread(clock.steps_ms),
-            "peak_bytes": peak}  # fmt: skip
+    kept, scratch = kept_bytes(live.cache())
+    return {"tokens": tokens, "kept_bytes": kept, "scratch_bytes": scratch, "peak_bytes": peak}
+
+
+def steps_ms(rows: dict[str, Row], context: int, setting: Setting) -> dict[str, dict[str, float]]:
+    """Of all backends, a step of each in turn: what else the machine does slows all of them."""
+    model = load(setting)
+    ids = prompt(context, model)
+    # The first token comes from the prompt, the second warms up, and of the last one nothing more is computed.
+    lives = {name: begin(row, model, ids, setting.new + 3) for name, row in rows.items()}
+    for live in lives.values():
+        next(live.tokens), next(live.tokens)
+    taken = [{name: 1000 * timed(partial(next, live.tokens)) for name, live in lives.items()}
+             for _ in range(setting.new)]  # fmt: skip
+    return {name: spread([step[name] for step in taken]) for name in rows}
 
 
 def predicted_bytes(row: Row, tokens: int, setting: Setting) -> float:
@@ -201,6 +229,8 @@ def measure_context(context: int, rows: dict[str, Row], setting: Setting, run: C
         f"\ncontext {context}, {setting.new} steps: a step reads {weights / 1e6:.0f} MB of weights and "
         f"{full / 1e6:.0f} MB of keys and values in full; at {speed / 1e9:.1f} GB/s that is {floor_ms:.1f} ms"
     )
+    with _console.status(f"context {context}: ms per token"):
+        ms = run(steps_ms, rows, context, setting)
     found: dict[str, dict[str, Any]] = {}
     texts: dict[str, list[int]] = {}
     for name, row in rows.items():
@@ -208,16 +238,28 @@ def measure_context(context: int, rows: dict[str, Row], setting: Setting, run: C
             taken = run(measure, row, context, setting)
         texts[name], predicted = taken.pop("tokens"), predicted_bytes(row, tokens, setting)
         found[name] = taken | {
+            "ms": ms[name],
             "predicted_bytes_per_token": predicted / tokens,
             "bytes_per_token": taken["kept_bytes"] / tokens,
             "of_full": taken["kept_bytes"] / full,
             "of_full_with_scratch": (taken["kept_bytes"] + taken["scratch_bytes"]) / full,
             "floor_ms": 1000 * (weights + predicted) / speed,
-            "times_peer": found[row.peer]["ms"]["median"] / taken["ms"]["median"] if row.peer in found else None,
+            "times_peer": ms[row.peer]["median"] / ms[name]["median"] if row.peer in found else None,
             "same_text": texts[name] == texts["transformers dynamic"] if row.lossless else None,
         }
     _console.print(table_of(found))
     return {"context": context, "bandwidth_gb_per_s": speed / 1e9, "floor_ms": floor_ms, "rows": found}
+
+
+def can_be_built(row: Row, setting: Setting) -> bool:
+    """Ours; a library or a compiler may be missing."""
+    if not row.theirs:
+        try:
+            caches.build(row.cache, transformers.LlamaConfig(**SHAPES[setting.model]), **row.options)
+        except (configs.ConfigError, caches.UnknownCache) as error:
+            _console.print(f"left out: {row.cache} with {row.options}: {error}")
+            return False
+    return True
 
 
 def table_of(found: dict[str, dict[str, Any]]) -> Table:
@@ -247,7 +289,7 @@ def here(work: Callable[..., Any], *arguments: Any) -> Any:
 def main(
     out: Annotated[Path | None, typer.Option(help="file for the results")] = None,
     contexts: Annotated[str, typer.Option(help="tokens of the prompts, with commas between")] = "1024,4096,16384",
-    new: Annotated[int, typer.Option(help="decode steps that are timed")] = 16,
+    new: Annotated[int, typer.Option(help="decode steps that are timed")] = 32,
     window: Annotated[int, typer.Option(help="of the backends that keep one")] = 1024,
     peak: Annotated[bool, typer.Option(help="a process per backend, and its peak memory")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
@@ -261,9 +303,9 @@ def main(
     torch.set_num_threads(threads)
     setting = Setting(model, device, dtype, new, window, threads, peak)
     rows = rows_for(setting)
-    skipped = [name for name, row in rows.items() if not row.theirs and row.cache not in caches.names()]
+    skipped = [name for name, row in rows.items() if not can_be_built(row, setting)]
     for name in skipped:
-        _console.print(f"left out: {name}, {rows.pop(name).cache!r} is no registered backend")
+        rows.pop(name)
     if on_cpu:
         _console.print("left out: transformers' offloaded caches, which need CUDA")
     run = in_a_process_of_its_own if peak else here

@@ -153,7 +153,7 @@ def both(model, cache="dynamic", tokens=1, **options) -> tuple[Loop, torch.Tenso
 @pytest.mark.parametrize("name", [*IN_PIECES, *WHOLE, *NOTHING_SHARED, *ENCODED])
 def test_beams_compute_what_copies_do(name, attention, wholes):
     forked, found, must = both(model_with(name, attention))
-    torch.testing.assert_close(found, must, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(found, must, atol=1e-3, rtol=1e-4)
     assert bool(forked.forks) == (name in IN_PIECES + ENCODED)
     layers = len(forked.cache.layers)
     assert len(wholes) == (2 * layers if name in WHOLE else 0)  # once for each, then it has copies

@@ -2,6 +2,9 @@
 
 import importlib.util
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -241,6 +244,27 @@ class AsTheyAre(Exactly):
         return Exact(out)
 
 
+class Lazily(Exactly):
+    """Decodes when somebody looks, as what computes with codes: pieces are handed out again."""
+
+    attend = staticmethod(lambda *asked: None)
+
+    def decode(self, parts, place):
+        return Unread(partial(super().decode, parts, place))
+
+
+@dataclass
+class Unread:
+    read: Callable[[], Piece]
+
+    @property
+    def columns(self):
+        return self.read().columns
+
+    def numbers(self):
+        return self.read().numbers()
+
+
 @pytest.fixture
 def exactly(monkeypatch):
     monkeypatch.setattr(backends, "new_codec", lambda options, name: Exactly())
@@ -251,9 +275,11 @@ def as_they_are(monkeypatch):
     monkeypatch.setattr(backends, "new_codec", lambda options, name: AsTheyAre())
 
 
+@pytest.mark.parametrize("codec", [Exactly, Lazily])
 @pytest.mark.parametrize("residual", [0, 3, 4])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if is_taken("quantized", KINDS[kind])])
-def test_any_sequence_of_operations_with_blocks(exactly, kind, residual):
+def test_any_sequence_of_operations_with_blocks(kind, residual, codec, monkeypatch):
+    monkeypatch.setattr(backends, "new_codec", lambda options, name: codec())
     for seed in (1, 2):
         trial = Trial("quantized", kind, 3, residual_length=residual)
         for _ in walk(trial, random.Random(f"{kind} {residual} {seed}").randint(0, 10**6), operations=80):
