@@ -254,8 +254,9 @@ def measure_context(context: int, rows: dict[str, Row], setting: Setting, run: C
 def can_be_built(row: Row, setting: Setting) -> bool:
     """Ours; a library or a compiler may be missing."""
     if not row.theirs:
+        room = {"max_cache_len": 1} if "static" in row.cache else {}
         try:
-            caches.build(row.cache, transformers.LlamaConfig(**SHAPES[setting.model]), **row.options)
+            caches.build(row.cache, transformers.LlamaConfig(**SHAPES[setting.model]), **row.options, **room)
         except (configs.ConfigError, caches.UnknownCache) as error:
             _console.print(f"left out: {row.cache} with {row.options}: {error}")
             return False
