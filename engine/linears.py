@@ -88,7 +88,7 @@ def onednn_is_faster() -> bool:
         lambda: nn.functional.linear(row, weight),
         lambda: torch.ops.mkldnn._linear_pointwise(row, weight, None, "none", [], ""),
     )
-    return times > 1  # both wait for the same memory, and the faster one is little ahead while others use it too
+    return times > 1  # by however little: while others use the memory too, both wait for it
 
 
 def _median_times(one: Callable[[], object], other: Callable[[], object], runs: int = 21) -> float:
