@@ -12,10 +12,16 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from covering import mark_surplus
 from transformers import AutoTokenizer
 from trial import Trial
 
 import engine
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    mark_surplus(items)
 
 
 @pytest.fixture(autouse=True)

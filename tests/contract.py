@@ -118,18 +118,7 @@ def is_taken(backend: str, kind: Kind) -> bool:
 
 
 CELLS = [(backend, kind) for backend in caches.names() for kind in KINDS if is_taken(backend, KINDS[kind])]
-
-# Backends made of parts that others are tested with: the kinds that say most about them come first, the rest is slow.
-COMPOSED = {"hybrid", "offloaded_static", "offloaded_quantized", "quantized_sink"}
-CORE = {"full", "full + sliding", "attention, states", "shared", "sinks, windows", "encoder, full + sliding"}
-
-
-def _marks(backend: str, kind: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.slow] if backend in COMPOSED and kind not in CORE else []
-
-
-CASES = [pytest.param(*cell, marks=_marks(*cell)) for cell in CELLS]
-each_cell = pytest.mark.parametrize(("backend", "kind"), CASES)
+each_cell = pytest.mark.parametrize(("backend", "kind"), CELLS)
 each_kind = pytest.mark.parametrize("kind", KINDS)
 each_backend = pytest.mark.parametrize("backend", caches.names())
 

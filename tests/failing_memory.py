@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from contract import CASES
+from contract import CELLS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -77,15 +77,15 @@ def memory(fails_at: int | Container[int] = ()) -> Iterator[Counting]:
 def each_cell_with(choices: Iterable[str]) -> pytest.MarkDecorator:
     """Every cell of the contract with one of the `choices`, in turn, and memory out at a few moments.
 
-    Every fourth cell with all of them, and at more moments, is slow.
+    Every fourth cell with all of them, and at more moments, belongs to the whole product.
     """
     choices, cases = list(choices), []
-    for turn, case in enumerate(CASES):
+    for turn, cell in enumerate(CELLS):
         few = ([choices[turn % len(choices)]], 2)
-        cases.append(pytest.param(*case.values, *few, marks=case.marks, id="-".join([*case.values, *few[0]])))
+        cases.append(pytest.param(*cell, *few, id="-".join([*cell, *few[0]])))
         if turn % 4 == 0:
-            name = "-".join([*case.values, "all"])
-            cases.append(pytest.param(*case.values, choices, 6, marks=pytest.mark.slow, id=name))
+            name = "-".join([*cell, "all"])
+            cases.append(pytest.param(*cell, choices, 6, marks=pytest.mark.product, id=name))
     return pytest.mark.parametrize(("backend", "kind", "choices", "most"), cases)
 
 

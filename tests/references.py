@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, wraps
-from itertools import combinations
 from typing import Any
 
 import pytest
@@ -187,20 +186,3 @@ def never_run(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail("the model was run")
 
     monkeypatch.setattr(model, "forward", forward)
-
-
-def pairwise(**factors: Sequence[Any]) -> list[dict[str, Any]]:
-    """Few cases in which every two values of different factors meet."""
-    sides = [(name, value) for name, values in factors.items() for value in values]
-    missing = {frozenset(two): two for two in combinations(sides, 2) if two[0][0] != two[1][0]}
-    cases = []
-    while missing:
-        case = dict(next(iter(missing.values())))
-        for name in [name for name in factors if name not in case]:
-            met = {value: sum(frozenset([(name, value), side]) in missing for side in case.items())
-                   for value in factors[name]}  # fmt: skip
-            case[name] = max(met, key=met.__getitem__)
-        for two in combinations(case.items(), 2):
-            missing.pop(frozenset(two), None)
-        cases.append({name: case[name] for name in factors})
-    return cases

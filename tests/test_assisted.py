@@ -19,6 +19,8 @@ import caches
 import engine
 from strategies import Assisted, PromptLookup
 
+pytestmark = pytest.mark.covering("pairs")
+
 NEW = 14
 KINDS = ["llama", "mistral", "gemma2", "mamba", "jamba", "bamba", "t5"]
 MORE_KINDS = ["gpt2", "llama4_text", "qwen3", "mamba2", "falcon_h1", "lfm2", "qwen3_next", "bart", "whisper"]
@@ -95,7 +97,7 @@ DRAFTS = ["the model itself", "a good one", "a bad one"]
 IN_TURN = list(product(DRAFTS, [1, 4], [1, 4, 20]))
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize(("name", "cache"), cells(KINDS + MORE_KINDS))
 def test_every_backend_with_all_drafts_in_turn(name, cache):
     place = (KINDS + MORE_KINDS).index(name) * len(caches.names()) + caches.names().index(cache)

@@ -13,6 +13,8 @@ from test_streams import NAMES, asked
 
 import engine
 
+pytestmark = pytest.mark.covering("pairs")
+
 NAN, INF = float("nan"), float("inf")
 LAYERS = dict.fromkeys(("llama", "mistral", "jamba"), "model.layers.1")
 LAYERS |= {"mamba": "backbone.layers.1", "t5": "decoder.block.1"}

@@ -8,14 +8,16 @@ from itertools import product
 
 import pytest
 import torch
-from contract import COMPOSED
-from references import diverse, exact, pairwise, readers, tiny
+from covering import pairwise
+from references import diverse, exact, readers, tiny
 from transformers import DynamicCache, GenerationMixin
 from transformers.generation import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 import caches
 import engine
 import strategies
+
+pytestmark = pytest.mark.covering("pairs")
 
 NEW = 12
 PAD = 3  # where it is 0, transformers fills up with the first eos id
@@ -68,13 +70,11 @@ def test_every_two_options(name, case):
 
 
 def cells(names):
-    """Every model with every backend, each with the next of the cases; parts tested elsewhere are slow here."""
-    found = []
-    for number, (name, cache) in enumerate(product(names, caches.names())):
-        slow = cache in COMPOSED and name not in ("llama", "gemma2", "t5")
-        marks = [pytest.mark.slow] if slow else []
-        found.append(pytest.param(name, cache, CASES[number % len(CASES)], marks=marks, id=f"{name}-{cache}"))
-    return found
+    """Every model with every backend, each with the next of the cases."""
+    return [
+        pytest.param(name, cache, CASES[number % len(CASES)], id=f"{name}-{cache}")
+        for number, (name, cache) in enumerate(product(names, caches.names()))
+    ]
 
 
 @pytest.mark.parametrize(("name", "cache", "case"), cells(MODELS + STATES))
@@ -82,7 +82,7 @@ def test_every_backend(name, cache, case):
     check_same(name, case, cache)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("cache", caches.names())
 @pytest.mark.parametrize("name", MODELS + STATES)
 def test_every_backend_with_a_third_of_the_cases(name, cache):
@@ -90,7 +90,7 @@ def test_every_backend_with_a_third_of_the_cases(name, cache):
         check_same(name, case, cache)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("eos", EOS)
 @pytest.mark.parametrize("num_beams", OPTIONS["num_beams"])
 @pytest.mark.parametrize("name", MODELS + STATES)
@@ -370,7 +370,7 @@ def test_groups(name, case):
     check_diverse(name, case)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("beams", GROUPS["beams"])
 @pytest.mark.parametrize("eos", EOS)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])

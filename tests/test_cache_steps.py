@@ -11,6 +11,8 @@ import caches
 from caches.spec import LayerSpec, Reach
 from configs import DynamicCacheConfig
 
+pytestmark = pytest.mark.covering("pairs")
+
 
 @pytest.fixture
 def growing():

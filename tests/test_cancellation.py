@@ -14,6 +14,8 @@ from test_streams import NAMES, Columns, asked
 import caches
 import engine
 
+pytestmark = pytest.mark.covering("pairs")
+
 NEW = 7
 
 

@@ -45,18 +45,20 @@ def reference(model, inputs, new=NEW):
     return model.generate(**inputs, max_new_tokens=new, do_sample=False)
 
 
-STATIC = ["llama", "gpt2", "phi3", "llama4_text", "bloom", "gemma3n_text"]
-MIXED = ["jamba", "bamba", "falcon_h1", "zamba2", "lfm2", "qwen3_next", "granitemoehybrid", "nemotron_h"]
+PLAIN = ["gpt2", "phi3", "llama4_text", "bloom", "gemma3n_text"]
+MIXED = ["jamba", "falcon_h1", "zamba2", "lfm2", "qwen3_next", "granitemoehybrid", "nemotron_h"]
 
 
 @pytest.mark.parametrize(
     ("name", "cache"),
     [
-        *((name, "static") for name in STATIC + MIXED),
+        ("llama", "static"),
+        ("bamba", "static"),
         ("mistral", "sliding_window"),
         ("gemma2", "hybrid"),
         ("mamba", "mamba"),
-        ("mamba2", "mamba"),
+        pytest.param("mamba2", "mamba", marks=pytest.mark.slow),
+        *(pytest.param(name, "static", marks=pytest.mark.slow) for name in PLAIN + MIXED),
     ],
 )
 def test_one_graph_over_all_steps(name, cache, graphs):
@@ -68,7 +70,7 @@ def test_one_graph_over_all_steps(name, cache, graphs):
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_an_imposed_window(name, graphs):
     model, inputs = tiny_model(name), prompt()
     expected = engine.generate(model, inputs, cache=IMPOSED, max_new_tokens=NEW).sequences
@@ -113,8 +115,8 @@ class FailsAfter:
     ("name", "cache", "options"),
     [
         ("llama", "static", {"max_cache_len": 128, "max_batch_size": 4}),
-        ("mistral", "sliding_window", {}),
-        ("bamba", "static", {"max_cache_len": 128}),
+        pytest.param("mistral", "sliding_window", {}, marks=pytest.mark.slow),
+        pytest.param("bamba", "static", {"max_cache_len": 128}, marks=pytest.mark.slow),
         ("mamba", "mamba", {}),
     ],
 )
@@ -242,7 +244,7 @@ def test_architectures_are_one_graph_or_refused(name, graphs):
         ("mistral", "sliding_window"),
         ("llama", IMPOSED),
         ("mamba", "mamba"),
-        *((name, "static") for name in MIXED),
+        *((name, "static") for name in ("bamba", "jamba", "qwen3_next")),
     ],
 )
 def test_inductor(name, cache):

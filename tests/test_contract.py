@@ -10,6 +10,8 @@ from trial import Trial, refused, with_room
 
 import caches
 
+pytestmark = pytest.mark.covering("pairs")
+
 
 @each_kind
 @each_backend

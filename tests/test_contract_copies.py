@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
-from contract import CELLS, COMPOSED, EDGES, KINDS, STEPS, each_cell, options_of
+from contract import CELLS, EDGES, KINDS, STEPS, each_cell, options_of
 from trial import Trial, refused
 
 import caches
+
+pytestmark = pytest.mark.covering("pairs")
 
 
 def storage(cache) -> dict[int, int]:
@@ -115,9 +117,7 @@ def test_tuples(trial):
         assert all(torch.equal(a, b) for x, y in zip(tuples, must, strict=True) for a, b in zip(x, y, strict=True))
 
 
-@pytest.mark.parametrize(
-    "target", [pytest.param(name, marks=[pytest.mark.slow] * (name in COMPOSED)) for name in caches.names()]
-)
+@pytest.mark.parametrize("target", caches.names())
 @each_cell
 def test_conversion_loses_nothing_or_is_refused(backend, kind, target):
     """Going on afterwards is as if nothing had happened."""

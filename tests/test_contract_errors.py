@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from contract import CASES, HYBRID, SIZE, keys_of
+from contract import HYBRID, SIZE, each_cell, keys_of
 from trial import Trial
 
 import caches
 from caches.spec import INDEX, KV, STATE
+
+pytestmark = pytest.mark.covering("pairs")
 
 WRONG_STEPS = {
     "more rows": lambda keys: keys.repeat(2, 1, 1, 1),
@@ -16,9 +18,9 @@ WRONG_STEPS = {
 }
 
 
-@pytest.fixture(params=[pytest.param(case.values, id="-".join(case.values), marks=case.marks) for case in CASES])
-def trial(request):
-    trial = Trial(*request.param)
+@pytest.fixture
+def trial(backend, kind):
+    trial = Trial(backend, kind)
     trial.step(9)
     return trial
 
@@ -45,6 +47,7 @@ def last(trial, stream):
 
 
 @pytest.mark.parametrize("wrong", WRONG_STEPS)
+@each_cell
 def test_steps_of_another_model(trial, wrong):
     """Also where it is the last layer that refuses, after all others have taken theirs."""
     layer = last(trial, KV)
@@ -63,6 +66,7 @@ def test_steps_of_another_model(trial, wrong):
 
 
 @pytest.mark.parametrize("layer", [None, -1, 99])
+@each_cell
 def test_layers_that_are_not_there(trial, layer):
     keys, own = keys_of(trial.fresh(1), 0), trial.own
     for call in (
@@ -76,6 +80,7 @@ def test_layers_that_are_not_there(trial, layer):
         refuses(trial, caches.UnsupportedLayer, rf"layer {layer} was asked for.*numbered", call)
 
 
+@each_cell
 def test_streams_that_a_layer_does_not_keep(trial):
     keys = keys_of(trial.fresh(1), 0)
     calls = {
@@ -92,6 +97,7 @@ def test_streams_that_a_layer_does_not_keep(trial):
     assert tried or trial.kind.specs[0] == HYBRID
 
 
+@each_cell
 def test_states_of_another_model(trial):
     layer = first(trial, STATE)
     if layer is None:
@@ -103,6 +109,7 @@ def test_states_of_another_model(trial):
         refuses(trial, caches.StepError, match, lambda: update(wrong, layer, conv_kernel_size=4))  # noqa: B023
 
 
+@each_cell
 def test_more_than_there_is_room_for(trial):
     if trial.limit is None:
         trial.step(SIZE + 1)
@@ -119,6 +126,7 @@ def test_more_than_there_is_room_for(trial):
     trial.check()
 
 
+@each_cell
 def test_steps_out_of_order(trial):
     cache = trial.cache
     with pytest.raises(caches.StepError, match="without begin"):
@@ -137,6 +145,7 @@ def test_steps_out_of_order(trial):
     trial.check()
 
 
+@each_cell
 def test_numbers_that_are_not_finite(trial):
     trial.cache.check_finite()
     specs = trial.kind.specs

@@ -3,11 +3,14 @@
 import copy
 import random
 
+import pytest
 import torch
 from contract import SIZE, each_cell
 from trial import refused
 
 import caches
+
+pytestmark = pytest.mark.covering("pairs")
 
 OPERATIONS = [
     *("step", "step", "step", "step", "drop", "abort", "rows", "crop"),

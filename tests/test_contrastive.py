@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from references import contrastive, exact, never_run, pairwise, readers, tiny
+from covering import pairwise
+from references import contrastive, exact, never_run, readers, tiny
 from test_beams import NoStutter, conversation, named
 from transformers.generation import (
     MinLengthLogitsProcessor,
@@ -12,6 +13,8 @@ from transformers.generation import (
 
 import caches
 import engine
+
+pytestmark = pytest.mark.covering("pairs")
 
 NEW = 10
 EOS = {"no": None, "some": [29, 5, 66, 94, 76, 26]}

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, MistralForCausa
 import caches
 import engine
 
+pytestmark = pytest.mark.covering("pairs")
+
 NEW = 40  # beyond the slack of a window's buffer
 NAMES = ["llama", "mistral"]
 HERE = torch.device("cpu")

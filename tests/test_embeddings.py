@@ -8,6 +8,8 @@ from architectures import ARCHITECTURES, pairs, prompt, tiny_model
 
 import engine
 
+pytestmark = pytest.mark.covering("pairs")
+
 NEW = 20
 
 

@@ -10,6 +10,8 @@ import caches
 import engine
 from caches import EncoderDecoder
 
+pytestmark = pytest.mark.covering("pairs")
+
 NEW = 30
 CLOSE = {"atol": 1e-2, "rtol": 1e-3}  # where nothing is similar: these models amplify rounding
 PAIRS = {

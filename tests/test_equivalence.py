@@ -23,6 +23,7 @@ def transformers_says(name, use_cache=True):
     return reference(tiny_model(name), prompt(), **options)
 
 
+@pytest.mark.covering("pairs")
 @pytest.mark.parametrize("chunk", [None, 3], ids=["whole", "chunked"])
 @pytest.mark.parametrize(("name", "cache"), pairs([*ARCHITECTURES, "mamba", "bamba", "lfm2", "falcon_h1"]))
 def test_greedy(name, cache, chunk):
@@ -37,6 +38,7 @@ def test_greedy(name, cache, chunk):
     assert out.finish_reasons == ["length", "length"]
 
 
+@pytest.mark.covering("values")
 @pytest.mark.parametrize(
     ("name", "cache"),
     [*pairs(MORE_ARCHITECTURES), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs(RARE_ARCHITECTURES))],

@@ -22,6 +22,8 @@ from caches.pieces import Apart, Exact
 from caches.residency import HostBuffer
 from caches.views import Pieced, plain
 
+pytestmark = pytest.mark.covering("pairs")
+
 PROMPTS, SIBLINGS, STEPS = 2, 3, 6
 ROWS = PROMPTS * SIBLINGS
 REPEATED = torch.arange(PROMPTS).repeat_interleave(SIBLINGS)

@@ -7,6 +7,7 @@ from functools import wraps
 import pytest
 import torch
 from architectures import prompt, tiny_model
+from covering import pairwise
 from multimodal import seeing_model, seen_prompt
 from references import (
     Reader,
@@ -16,7 +17,6 @@ from references import (
     draft_of,
     exact,
     never_run,
-    pairwise,
     processed,
     readers,
     tiny,
@@ -27,6 +27,8 @@ from transformers import DynamicCache, GenerationMixin, StaticCache
 import caches
 import engine
 from strategies import Crop, Emit, Forward, Rows, read_prompt
+
+pytestmark = pytest.mark.covering("pairs")
 
 NEW = 10
 SCALE = 1.7
@@ -174,7 +176,7 @@ def test_every_backend(name, cache, strategy, negative):
     check(name, strategy, negative, pads=4, cache=cache, eos=EOS)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("cache", caches.names())
 @pytest.mark.parametrize("name", [*KINDS, "mistral", "mamba"])
 def test_every_backend_with_a_third_of_the_strategies(name, cache):

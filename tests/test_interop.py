@@ -11,6 +11,8 @@ from transformers import DynamicCache, StaticCache
 import caches
 import engine
 
+pytestmark = pytest.mark.covering("pairs")
+
 STATES = ["mamba2", "bamba", "lfm2", "falcon_h1"]
 NAMES = [*ARCHITECTURES, "mamba", "bamba", "lfm2", "falcon_h1", "zamba2"]
 NEW = 40

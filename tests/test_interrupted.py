@@ -5,13 +5,16 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from covering import pairwise
 from leaks import hidden_layer
-from references import draft_of, exact, pairwise, tiny
+from references import draft_of, exact, tiny
 from test_cancellation import NEW, again, check_goes_on
 from test_streams import NAMES, Columns, asked
 
 import caches
 import engine
+
+pytestmark = pytest.mark.covering("pairs")
 
 
 class Fails:

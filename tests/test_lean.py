@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import engine
 from engine.tokens import Tokens
 
+pytestmark = pytest.mark.covering("pairs")
+
 NEW = 20
 OLDER = Version(transformers.__version__) < Version("5.23")
 

@@ -24,6 +24,8 @@ from caches.conversion import empty_for
 from caches.views import plain
 from configs import ConfigError
 
+pytestmark = pytest.mark.covering("pairs")
+
 TARGETS = [*caches.names(), "offloaded to disk"]
 
 

@@ -24,6 +24,8 @@ from caches.residency import DeviceBuffer, DiskBuffer, HostBuffer
 from caches.staging import Beside, Staging
 from configs import ConfigError
 
+pytestmark = pytest.mark.covering("pairs")
+
 NEW = 30
 BACKENDS = ("offloaded", "offloaded_static")
 NAMES = ["llama", "mistral", "gemma2", "llama4_text", "bamba", "falcon_h1"]
@@ -36,6 +38,7 @@ def on_disk(folder, **options):
 # The same as on the device.
 
 
+@pytest.mark.covering("values")
 @pytest.mark.parametrize("options", [{}, {"residency": "disk"}, {"offload_only_non_sliding": True}], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_turns_equal_those_of_a_dynamic_cache_bit_by_bit(name, options):

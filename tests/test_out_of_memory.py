@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from covering import pairwise
 from encoder_decoders import ENCODER_DECODERS
 from injection import ERRORS, failing
-from references import draft_of, pairwise, tiny
+from references import draft_of, tiny
 from test_backend_table import needed
 from test_cancellation import again, check_goes_on
 from test_strategies import MODELS, OPTIONS
@@ -21,6 +22,8 @@ from test_streams import check as check_pieces
 import caches
 import engine
 import strategies
+
+pytestmark = pytest.mark.covering("pairs")
 
 NEW = 8
 FIELDS = ("scores", "logits", "sequences_scores", "beam_indices")
@@ -171,7 +174,7 @@ def test_a_failure_changes_nothing(names, case):
     check(names, **case)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize(("names", "case"), planned(2))
 def test_failures_change_nothing(names, case):
     check(names, **case)

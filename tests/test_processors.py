@@ -23,6 +23,8 @@ import engine
 from engine.processors import Processing
 from strategies import Crop, Emit, Forward, Rows, read_prompt
 
+pytestmark = pytest.mark.covering("pairs")
+
 README = Path(__file__).parent.parent / "README.md"
 NEW = 10
 END, PAD = 29, 3

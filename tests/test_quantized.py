@@ -21,6 +21,8 @@ from caches.pieces import Exact, Piece
 from caches.views import Pieced
 from configs import CODECS, ConfigError, QuantizedCacheConfig
 
+pytestmark = pytest.mark.covering("pairs")
+
 WRITINGS = [
     {"backend": "quanto"},
     {"backend": "quanto", "nbits": 2, "axis_key": -1, "axis_value": -1, "q_group_size": 16},
@@ -275,6 +277,7 @@ def as_they_are(monkeypatch):
     monkeypatch.setattr(backends, "new_codec", lambda options, name: AsTheyAre())
 
 
+@pytest.mark.covering("values")
 @pytest.mark.parametrize("codec", [Exactly, Lazily])
 @pytest.mark.parametrize("residual", [0, 3, 4])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if is_taken("quantized", KINDS[kind])])

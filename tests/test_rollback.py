@@ -11,6 +11,8 @@ from encoder_decoders import source, tiny_encoder_decoder
 import engine
 from strategies import Crop, Emit, Forward
 
+pytestmark = pytest.mark.covering("pairs")
+
 NEW = 30
 
 

@@ -15,6 +15,8 @@ import engine
 import strategies
 from strategies import Beam, Contrastive, DiverseBeam, Sampling
 
+pytestmark = pytest.mark.covering("pairs")
+
 MODELS = {
     "full": "llama",
     "window": "mistral",

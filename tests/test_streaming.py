@@ -8,6 +8,8 @@ from transformers import StoppingCriteria, TextIteratorStreamer, TextStreamer
 
 import engine
 
+pytestmark = pytest.mark.covering("pairs")
+
 PROMPTS = ["import os\n", "class Path:\n    def __init__(self", "def "]
 OPTIONS = {"max_new_tokens": 40}
 

@@ -14,6 +14,8 @@ from transformers import AsyncTextIteratorStreamer, TextIteratorStreamer, TextSt
 import engine
 import strategies
 
+pytestmark = pytest.mark.covering("pairs")
+
 PROMPTS = ["import os\n", "class Path:\n    def __init__(self", "def "]
 NEW = 24
 NO_EOS = 4000  # nothing says it; a text that has ended would hold back what its beams agree on

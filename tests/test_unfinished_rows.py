@@ -14,6 +14,8 @@ from trial import Trial, with_room
 import caches
 from caches.views import plain
 
+pytestmark = pytest.mark.covering("pairs")
+
 OUT = (torch.OutOfMemoryError, caches.CapacityError)
 
 
