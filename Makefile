@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST := -m pytest -n auto --dist worksteal
 PROMPT := 'def open(self, path, mode="r"):\n    """Open the file named path'
 
-.PHONY: demo test test-slow torture check test-oldest clean
+.PHONY: demo test test-slow test-product torture check test-oldest clean
 
 demo: .venv/installed
 	@for cache in dynamic static; do \
@@ -20,7 +20,11 @@ test: .venv/installed
 
 # What takes longer: rare architectures, compiling with a C++ compiler.
 test-slow: .venv/installed
-	$(BIN)/python $(PYTEST) -m slow
+	$(BIN)/python $(PYTEST) -m "slow and not product"
+
+# Every cell of what is tried pairwise otherwise: some three hours on two cores.
+test-product: .venv/installed
+	$(BIN)/python $(PYTEST) -m product
 
 # Memory runs out at random, 20,000 times; 2,000 of them are among the tests.
 torture: .venv/installed

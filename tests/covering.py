@@ -36,7 +36,8 @@ def mark_surplus(items: Iterable[pytest.Item]) -> None:
     """
     modules = defaultdict(list)
     for item in items:
-        if marker := item.get_closest_marker("covering"):
+        marker = item.get_closest_marker("covering")
+        if marker and not item.get_closest_marker("product"):
             slow = item.get_closest_marker("slow") is not None  # these cover by themselves
             modules[item.path, slow].append((item, _duties(item, *marker.args)))
     for cells in modules.values():

@@ -1,4 +1,7 @@
-"""The README's table of caches: every cell is found out by doing the thing. `UPDATE_README=1` writes it anew."""
+"""The README's table of caches: every cell is found out by doing the thing.
+
+`UPDATE_README=1 pytest -m slow` writes it anew.
+"""
 
 from __future__ import annotations
 
@@ -303,6 +306,7 @@ def test_the_readme_states_what_is_refused():
     assert marks.search(README.read_text()).group() == found
 
 
+@pytest.mark.slow
 def test_the_readme_states_what_the_caches_do():
     torch._dynamo.reset()
     found = table()

@@ -20,6 +20,7 @@ def run(name, out, options):
     return found
 
 
+@pytest.mark.slow
 def test_memory(tmp_path):
     found = run("memory.py", tmp_path / "memory.json", "--model tiny --contexts 256,320 --new 3 --window 64")
     assert [case["context"] for case in found["cases"]] == [256, 320]
@@ -36,6 +37,7 @@ def test_memory(tmp_path):
         assert case["rows"]["dynamic"]["times_peer"] > 0
 
 
+@pytest.mark.slow
 def test_quality_and_its_plot(tmp_path):
     options = "--texts 2 --length 192 --windows 5 --window 32 --most-full 96"
     found = run("quality.py", tmp_path / "quality.json", options)
@@ -53,6 +55,7 @@ def test_quality_and_its_plot(tmp_path):
     assert "sha256" in (tmp_path / "quality.svg").read_text()
 
 
+@pytest.mark.slow
 def test_branching_and_its_plot(tmp_path):
     found = run("branching.py", tmp_path / "branching.json", "--model tiny --quick --runs 1")
     assert list(found["curve"]) == ["1", "2", "4", "8", "16", "32", "64"]

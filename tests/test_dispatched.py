@@ -48,6 +48,7 @@ def dispatch(request, tmp_path):
     return dispatched
 
 
+@pytest.mark.covering("values")
 @pytest.mark.parametrize(("name", "cache"), pairs(NAMES))
 def test_greedy(name, cache, dispatch):
     model, inputs = dispatch(name), prompt()

@@ -39,7 +39,9 @@ def starved(**case) -> dict:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits what a process has for itself")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case != "a long text")) for case in CASES]
+)
 def test_the_text_is_finished_where_transformers_dies(case):
     found = starved(**CASES[case])
     free, ours = found["free"], found["ours"]

@@ -1,4 +1,7 @@
-"""Every strategy on every backend and kind of model: found out by doing it. `UPDATE_README=1` writes the table anew."""
+"""Every strategy on every backend and kind of model: found out by doing it.
+
+`UPDATE_README=1 pytest -m slow` writes the table anew.
+"""
 
 import functools
 import os
@@ -120,6 +123,7 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+@pytest.mark.slow
 def test_the_readme_states_which_strategies_work():
     found, text = table(), README.read_text()
     assert "| `dynamic` |" + " all |" * len(MODELS) in found
