@@ -40,6 +40,7 @@ from rich.table import Table
 import caches
 import configs
 import engine
+from engine.linears import Linears
 
 PIECE = 512  # tokens of the prompt that are read at once
 _console = Console()
@@ -58,10 +59,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """A backend with its options. peer: the row of transformers' cache of the same kind. theirs: this is one."""
+    """A backend with its options. peer: the row of transformers' cache of the same kind. theirs: this is one.
+
+    linears: see `EngineConfig`.
+    """
 
     cache: str
     options: dict[str, Any] = field(default_factory=dict)
+    linears: str = "auto"
     peer: str | None = None
     lossless: bool = False
     theirs: bool = False
@@ -71,11 +76,14 @@ def rows_for(setting: Setting) -> dict[str, Row]:
     """By name; transformers' own first, its default before all: the others are compared with them."""
     theirs_away = () if setting.device == "cpu" else ("offloaded", "offloaded_static")
     hqq = {"backend": "hqq", "nbits": 4}
-    fused = {
-        f"quantized: {name}, fused": Row("quantized", options | {"fused": True}, peer=f"transformers {name}")
+    compiled = {
+        f"quantized: {name}, fused{more}": Row(
+            "quantized", options | {"fused": True}, linears, peer=f"transformers {name}"
+        )
         for name, options in (("quanto, 4 bits", {"nbits": 4}), ("hqq, 4 bits", hqq))
-        if (setting.device, setting.dtype) == ("cpu", "float32")
+        for more, linears in (("", "auto"), (", gemv", "gemv"))
     }
+    compiled["dynamic, gemv"] = Row("dynamic", linears="gemv", peer="transformers dynamic", lossless=True)
     return {
         "transformers dynamic": Row("dynamic", lossless=True, theirs=True),
         "transformers static": Row("static", lossless=True, theirs=True),
@@ -91,7 +99,7 @@ def rows_for(setting: Setting) -> dict[str, Row]:
         "quantized: quanto, 4 bits": Row("quantized", {"nbits": 4}, peer="transformers quanto, 4 bits"),
         "quantized: quanto, 2 bits": Row("quantized", {"nbits": 2}, peer="transformers quanto, 2 bits"),
         "quantized: hqq, 4 bits": Row("quantized", hqq, peer="transformers hqq, 4 bits"),
-        **fused,
+        **(compiled if (setting.device, setting.dtype) == ("cpu", "float32") else {}),
         "quantized: kivi, 4 bits": Row("quantized", {"backend": "kivi", "nbits": 4}),
         "quantized: fp8": Row("quantized", {"backend": "fp8"}),
         "offloaded_quantized": Row("offloaded_quantized", peer="transformers quanto, 4 bits"),
@@ -121,7 +129,7 @@ def begin(row: Row, model: Any, ids: torch.Tensor, new: int) -> Live:
     if row.theirs:
         cache = their_cache(row, model.config, ids.shape[1] + new - 1)  # the last token is never fed
         return Live(their_tokens(model, ids, new, cache), lambda: cache)
-    generator = engine.Generator(model, config=engine.EngineConfig(prefill_chunk_tokens=PIECE))
+    generator = engine.Generator(model, config=engine.EngineConfig(prefill_chunk_tokens=PIECE, linears=row.linears))
     stream = generator.stream(ids, max_new_tokens=new, cache=row.cache, cache_config=dict(row.options))
     return Live((token for piece in stream for token in piece.tokens), lambda: stream.result().cache)
 
@@ -256,6 +264,7 @@ def can_be_built(row: Row, setting: Setting) -> bool:
     if not row.theirs:
         room = {"max_cache_len": 1} if "static" in row.cache else {}
         try:
+            Linears(torch.nn.Linear(1, 1), row.linears)
             caches.build(row.cache, transformers.LlamaConfig(**SHAPES[setting.model]), **row.options, **room)
         except (configs.ConfigError, caches.UnknownCache) as error:
             _console.print(f"left out: {row.cache} with {row.options}: {error}")

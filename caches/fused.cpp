@@ -1,5 +1,6 @@
 // Attention over columns of keys and values that are written down as codes. They are unpacked a few at a time, into
-// memory that stays in the processor's nearest cache.
+// memory that stays in the processor's nearest cache. Codes of which enough neighbouring channels share a scale are
+// multiplied as the integers they are, with queries and weights rounded to 16 bits.
 //
 // Columns are codes [rows, heads, columns, bytes], of which byte i of a column holds the channels i, i + bytes, ...,
 // lowest bits first, with scale, offset [rows, heads, columns, groups] of neighbouring channels, or
@@ -27,20 +28,25 @@ namespace {
 using Optional = std::optional<at::Tensor>;
 using Piece = std::tuple<at::Tensor, Optional, Optional, int64_t, int64_t>;  // codes, scale, offset, bits, block
 
-constexpr int64_t lanes = 8, most_width = 512;
+constexpr int64_t lanes = 8, shorts = 16, most_width = 512;
 constexpr int64_t few = 32;  // columns that are unpacked at a time
 constexpr float none = -std::numeric_limits<float>::infinity();
 
 typedef int32_t Ints __attribute__((vector_size(4 * lanes)));
 typedef float Lanes __attribute__((vector_size(4 * lanes)));
+typedef int16_t Shorts __attribute__((vector_size(2 * shorts)));
 
-inline Lanes load(const float* from) {
-  Lanes found;
+template <typename Vector = Lanes>
+inline Vector load(const void* from) {
+  Vector found;
   __builtin_memcpy(&found, from, sizeof(found));
   return found;
 }
 
-inline void store(Lanes from, float* to) { __builtin_memcpy(to, &from, sizeof(from)); }
+template <typename Vector>
+inline void store(Vector from, void* to) {
+  __builtin_memcpy(to, &from, sizeof(from));
+}
 
 inline float total(Lanes of) {
   float sum = 0;
@@ -48,36 +54,63 @@ inline float total(Lanes of) {
   return sum;
 }
 
-// The columns of one head. codes_stride: in bytes. groups: 0 where channels have scales of their own.
+// The totals of four, one behind the other.
+inline void totals(Ints a, Ints b, Ints c, Ints d, int32_t* to) {
+  const auto first = [](Ints x, Ints y) { return __builtin_shufflevector(x, y, 0, 8, 2, 10, 4, 12, 6, 14); };
+  const auto second = [](Ints x, Ints y) { return __builtin_shufflevector(x, y, 1, 9, 3, 11, 5, 13, 7, 15); };
+  const Ints ab = first(a, b) + second(a, b), cd = first(c, d) + second(c, d);
+  const Ints all = __builtin_shufflevector(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) +
+                   __builtin_shufflevector(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15);
+  store(__builtin_shufflevector(all, all, 0, 1, 2, 3) + __builtin_shufflevector(all, all, 4, 5, 6, 7), to);
+}
+
+// The columns of a piece, or of one head of it. Strides of codes: in bytes. groups: 0 where channels have scales of
+// their own.
 struct Columns {
   const uint8_t* codes;
-  const float *scale = nullptr, *offset = nullptr;  // nullptr: none
-  int64_t codes_stride, scale_stride = 0;
+  const float *scales = nullptr, *offsets = nullptr;  // nullptr: none
+  int64_t codes_row, codes_head, codes_stride, scale_row = 0, scale_head = 0, scale_stride = 0;
   int64_t bytes, width, groups = 0, block, bits;
 
-  Columns(const Piece& piece, int64_t width, int64_t row, int64_t head) : width(width) {
-    const auto& [held, scales, offsets, of_bits, of_block] = piece;
-    const int64_t item = held.element_size(), at = row * held.stride(0) + head * held.stride(1);
-    codes = static_cast<const uint8_t*>(held.const_data_ptr()) + at * item;
-    codes_stride = held.stride(2) * item, bytes = held.size(3), bits = of_bits, block = of_block;
-    if (!scales) return;
-    const int64_t of_head = row * scales->stride(0) + head * scales->stride(1);
-    scale = scales->const_data_ptr<float>() + of_head, scale_stride = scales->stride(2);
-    groups = block ? 0 : scales->size(3);
-    if (!offsets) return;
-    TORCH_CHECK(offsets->strides() == scales->strides(), "scale and offset lie in memory alike");
-    offset = offsets->const_data_ptr<float>() + of_head;
+  Columns(const Piece& piece, int64_t width) : width(width) {
+    const auto& [held, scale, offset, of_bits, of_block] = piece;
+    const int64_t item = held.element_size();
+    codes = static_cast<const uint8_t*>(held.const_data_ptr()), bytes = held.size(3), bits = of_bits, block = of_block;
+    codes_row = held.stride(0) * item, codes_head = held.stride(1) * item, codes_stride = held.stride(2) * item;
+    const auto contiguous = [](const at::Tensor& of) { return of.size(3) == 1 || of.stride(3) == 1; };
+    TORCH_CHECK(contiguous(held) && (!scale || contiguous(*scale)), "the numbers of a column lie one behind the other");
+    if (!scale) return;
+    scales = scale->const_data_ptr<float>(), groups = block ? 0 : scale->size(3);
+    scale_row = scale->stride(0), scale_head = scale->stride(1), scale_stride = scale->stride(2);
+    if (!offset) return;
+    TORCH_CHECK(offset->strides() == scale->strides(), "scale and offset lie in memory alike");
+    offsets = offset->const_data_ptr<float>();
+  }
+
+  Columns of(int64_t row, int64_t head) const {
+    Columns found = *this;
+    found.codes += row * codes_row + head * codes_head;
+    if (scales) found.scales += row * scale_row + head * scale_head;
+    if (offsets) found.offsets += row * scale_row + head * scale_head;
+    return found;
   }
 };
 
-// Some columns as numbers, the `stride` from one to the next; each still to be multiplied with its scale and added
-// to its offset, if `scaled`.
-struct Numbers {
-  const float* at;
-  int64_t stride, count;
-  bool scaled;
-  float scale[few], offset[few];
-  alignas(64) float unpacked[few * most_width];
+// Some columns, unpacked: as numbers, the `stride` from one to the next; or `whole`, as integers still to be scaled, keys
+// [columns, width] and values [columns / 2, width, 2], two columns in turn. scales, offsets: [groups, few].
+struct Unpacked {
+  Columns of;
+  int64_t count;
+  bool whole;
+  const float* numbers;
+  int64_t stride;
+  const int16_t* integers;
+  const float *scales, *offsets;
+};
+
+struct Memory {
+  alignas(64) char held[few * most_width * sizeof(float)];
+  float scales[most_width / shorts * few], offsets[most_width / shorts * few];
 };
 
 inline Ints widened(const uint8_t* from) {
@@ -86,6 +119,16 @@ inline Ints widened(const uint8_t* from) {
 #else
   Ints found;
   for (int64_t i = 0; i < lanes; i++) found[i] = from[i];
+  return found;
+#endif
+}
+
+inline Shorts widened_to_shorts(const uint8_t* from) {
+#ifdef __AVX2__
+  return (Shorts)_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+  Shorts found;
+  for (int64_t i = 0; i < shorts; i++) found[i] = from[i];
   return found;
 #endif
 }
@@ -106,41 +149,143 @@ void unpack(const uint8_t* codes, int64_t stride, int64_t count, int64_t bytes, 
   }
 }
 
-void read(const Columns& columns, int64_t begin, int64_t end, Numbers& found) {
-  const int64_t width = columns.width, bits = columns.bits, count = end - begin;
-  const uint8_t* codes = columns.codes + begin * columns.codes_stride;
-  found.at = found.unpacked, found.stride = width, found.count = count, found.scaled = columns.groups == 1;
-  if (bits == 32) {
-    found.at = reinterpret_cast<const float*>(codes), found.stride = columns.codes_stride / 4;
-    return;
+// The same as integers.
+template <int bits>
+void unpack_keys(const uint8_t* codes, int64_t stride, int64_t count, int64_t bytes, int16_t* integers) {
+  for (; count > 0; count--, codes += stride, integers += bytes * (8 / bits)) {
+    int64_t i = 0;
+    for (; i + shorts <= bytes; i += shorts) {
+      const Shorts some = widened_to_shorts(codes + i);
+      for (int plane = 0; plane < 8 / bits; plane++)
+        store(some >> int16_t(bits * plane) & int16_t((1 << bits) - 1), integers + plane * bytes + i);
+    }
+    for (; i < bytes; i++)
+      for (int plane = 0; plane < 8 / bits; plane++)
+        integers[plane * bytes + i] = (codes[i] >> (bits * plane)) & ((1 << bits) - 1);
   }
-  const auto with = bits == 1 ? unpack<1> : bits == 2 ? unpack<2> : bits == 4 ? unpack<4> : unpack<8>;
-  with(codes, columns.codes_stride, count, columns.bytes, found.unpacked);
-  if (found.scaled) {
-    const float* scale = columns.scale + begin * columns.scale_stride;
-    for (int64_t i = 0; i < count; i++) found.scale[i] = scale[i * columns.scale_stride];
-    const float* offset = columns.offset ? columns.offset + begin * columns.scale_stride : nullptr;
-    for (int64_t i = 0; i < count; i++) found.offset[i] = offset ? offset[i * columns.scale_stride] : 0;
-    return;
+}
+
+template <int bits>
+void unpack_values(const uint8_t* codes, int64_t stride, int64_t count, int64_t bytes, int16_t* integers) {
+  for (; count > 0; count -= 2, codes += 2 * stride, integers += 2 * bytes * (8 / bits)) {
+    const uint8_t* next = codes + (count > 1 ? stride : 0);  // the last one may be alone
+    int64_t i = 0;
+    for (; i + lanes <= bytes; i += lanes) {
+      const Ints both = widened(codes + i) | widened(next + i) << 16;
+      for (int plane = 0; plane < 8 / bits; plane++)
+        store(both >> (bits * plane) & (((1 << bits) - 1) * 0x10001), integers + 2 * (plane * bytes + i));
+    }
+    for (; i < bytes; i++)
+      for (int plane = 0; plane < 8 / bits; plane++) {
+        integers[2 * (plane * bytes + i)] = (codes[i] >> (bits * plane)) & ((1 << bits) - 1);
+        integers[2 * (plane * bytes + i) + 1] = (next[i] >> (bits * plane)) & ((1 << bits) - 1);
+      }
   }
-  for (int64_t i = 0; i < count; i++) {
-    const int64_t at = (columns.block ? (begin + i) / columns.block : begin + i) * columns.scale_stride;
-    const float *scale = columns.scale + at, *offset = columns.offset ? columns.offset + at : nullptr;
-    float* numbers = found.unpacked + i * width;
-    if (columns.block)
-      for (int64_t c = 0; c < width; c++) numbers[c] = numbers[c] * scale[c] + (offset ? offset[c] : 0);
+}
+
+#define OF_BITS(unpack, bits) (bits == 1 ? unpack<1> : bits == 2 ? unpack<2> : bits == 4 ? unpack<4> : unpack<8>)
+
+void scale(const Columns& of, int64_t begin, int64_t end, float* numbers) {
+  for (int64_t i = begin; i < end; i++, numbers += of.width) {
+    const int64_t at = (of.block ? i / of.block : i) * of.scale_stride;
+    const float *scale = of.scales + at, *offset = of.offsets ? of.offsets + at : nullptr;
+    if (of.block)
+      for (int64_t c = 0; c < of.width; c++) numbers[c] = numbers[c] * scale[c] + (offset ? offset[c] : 0);
     else
-      for (int64_t g = 0, group = width / columns.groups; g < columns.groups; g++)
+      for (int64_t g = 0, group = of.width / of.groups; g < of.groups; g++)
         for (int64_t c = g * group; c < (g + 1) * group; c++)
           numbers[c] = numbers[c] * scale[g] + (offset ? offset[g] : 0);
   }
 }
 
+// Scales or offsets as [groups, few], with 0 behind the last column.
+void gather(const float* from, const Columns& columns, int64_t begin, int64_t end, float* found) {
+  for (int64_t g = 0; g < columns.groups; g++, found += few)
+    for (int64_t i = 0; i < few; i++)
+      found[i] = from && begin + i < end ? from[(begin + i) * columns.scale_stride + g] : 0;
+}
+
+enum Kind { keys_kind, values_kind };
+
+Unpacked read(Kind kind, const Columns& columns, int64_t begin, int64_t end, Memory& memory) {
+  const int64_t bits = columns.bits, stride = columns.codes_stride, count = end - begin;
+  const uint8_t* codes = columns.codes + begin * stride;
+  // The next ones, which lie too far apart for the processor to guess them.
+  for (int64_t i = end; i < end + count; i++)
+    for (int64_t line = 0; line < columns.bytes; line += 64) __builtin_prefetch(columns.codes + i * stride + line);
+  Unpacked found{columns, count, false, reinterpret_cast<const float*>(codes), stride / 4, nullptr, nullptr, nullptr};
+  if (bits == 32) return found;
+  found.whole = columns.groups && columns.width / columns.groups % shorts == 0;
+  if (found.whole) {
+    int16_t* integers = reinterpret_cast<int16_t*>(memory.held);
+    const auto with = kind == keys_kind ? OF_BITS(unpack_keys, bits) : OF_BITS(unpack_values, bits);
+    with(codes, stride, count, columns.bytes, integers);
+    gather(columns.scales, columns, begin, end, memory.scales);
+    gather(columns.offsets, columns, begin, end, memory.offsets);
+    found.integers = integers, found.scales = memory.scales, found.offsets = memory.offsets;
+  } else {
+    float* numbers = reinterpret_cast<float*>(memory.held);
+    OF_BITS(unpack, bits)(codes, stride, count, columns.bytes, numbers);
+    scale(columns, begin, end, numbers);
+    found.numbers = numbers, found.stride = columns.width;
+  }
+  return found;
+}
+
+// Sums of two neighbouring products each.
+inline Ints products(Shorts a, Shorts b) {
+#ifdef __AVX2__
+  return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+  Ints found;
+  for (int64_t i = 0; i < lanes; i++) found[i] = a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
+  return found;
+#endif
+}
+
+// Numbers as integers; returns how much 1 is, NaN if some are not finite. count: a multiple of 8.
+float rounded(const float* numbers, int64_t count, int16_t* found) {
+  typedef int16_t Halves __attribute__((vector_size(2 * lanes)));
+  Lanes most = {}, zero = {};
+  for (int64_t i = 0; i < count; i += lanes) {
+    const Lanes some = load(numbers + i), size = some < 0 ? -some : some;
+    most = size > most ? size : most;
+    zero += some * 0.0f;
+  }
+  float largest = 0;
+  for (int64_t i = 0; i < lanes; i++) largest = std::max(largest, most[i]);
+  const float steps = largest > 0 ? 32767 / largest : 0;
+  const Lanes middle = Lanes{} + 12582912.0f;  // from there on a float has no fraction: what is added is rounded
+  for (int64_t i = 0; i < count; i += lanes)
+    store(__builtin_convertvector((Ints)(load(numbers + i) * steps + middle) - (Ints)middle, Halves), found + i);
+  return largest / 32767 + total(zero);
+}
+
+// Codes are rather near the middle, so what is lost by rounding what they are multiplied with is made up for as if all
+// of them were in the middle.
+inline float middle(int64_t bits) { return ((1 << bits) - 1) / 2.0f; }
+
+// Queries [count, width], also as integers.
+struct Queries {
+  const float* exact;
+  int64_t width;
+  std::vector<int16_t> whole;
+  std::vector<float> unit;
+
+  explicit Queries(const at::Tensor& given)
+      : exact(given.const_data_ptr<float>()), width(given.size(-1)), whole(given.numel()),
+        unit(given.numel() / given.size(-1)) {
+    for (int64_t i = 0; i < (int64_t)unit.size(); i++)
+      unit[i] = rounded(exact + i * width, width, whole.data() + i * width);
+  }
+};
+
 // Products [columns] of a query with keys.
-void multiply(const float* query, const Numbers& keys, int64_t width, float* out) {
+void multiply_numbers(const float* query, const Unpacked& keys, float* out) {
+  const int64_t width = keys.of.width;
   int64_t column = 0;
   for (; column + 4 <= keys.count; column += 4) {  // at once, to read the query less often
-    const float* key = keys.at + column * keys.stride;
+    const float* key = keys.numbers + column * keys.stride;
     Lanes a = {}, b = {}, c = {}, d = {};
     for (int64_t i = 0; i < width; i += lanes) {
       const Lanes q = load(query + i);
@@ -153,38 +298,98 @@ void multiply(const float* query, const Numbers& keys, int64_t width, float* out
   }
   for (; column < keys.count; column++) {
     Lanes sum = {};
-    for (int64_t i = 0; i < width; i += lanes) sum += load(query + i) * load(keys.at + column * keys.stride + i);
+    for (int64_t i = 0; i < width; i += lanes) sum += load(query + i) * load(keys.numbers + column * keys.stride + i);
     out[column] = total(sum);
   }
-  if (!keys.scaled) return;
-  Lanes sum = {};
-  for (int64_t i = 0; i < width; i += lanes) sum += load(query + i);
-  const float of_query = total(sum);
-  for (int64_t i = 0; i < keys.count; i++) out[i] = out[i] * keys.scale[i] + of_query * keys.offset[i];
+}
+
+void multiply_integers(const Queries& queries, int64_t number, const Unpacked& keys, float* out) {
+  const int64_t width = keys.of.width, group = width / keys.of.groups;
+  const int16_t* query = queries.whole.data() + number * width;
+  std::fill(out, out + keys.count, 0.0f);
+  for (int64_t g = 0; g < keys.of.groups; g++) {
+    const int64_t begin = g * group, end = begin + group;
+    float of_query = 0;
+    int32_t of_integers = 0;
+    for (int64_t i = begin; i < end; i++) of_query += queries.exact[number * width + i], of_integers += query[i];
+    const float unit = queries.unit[number], lost = middle(keys.of.bits) * (of_query - unit * (float)of_integers);
+    int32_t found[few];
+    for (int64_t column = 0; column < keys.count; column += 4) {  // of the last four some may be old
+      const int16_t* key = keys.integers + column * width;
+      Ints a = {}, b = {}, c = {}, d = {};
+      for (int64_t i = begin; i < end; i += shorts) {
+        const Shorts q = load<Shorts>(query + i);
+        a += products(q, load<Shorts>(key + i));
+        b += products(q, load<Shorts>(key + width + i));
+        c += products(q, load<Shorts>(key + 2 * width + i));
+        d += products(q, load<Shorts>(key + 3 * width + i));
+      }
+      totals(a, b, c, d, found + column);
+    }
+    const float *scales = keys.scales + g * few, *offsets = keys.offsets + g * few;
+    for (int64_t i = 0; i < keys.count; i++) out[i] += ((float)found[i] * unit + lost) * scales[i] + of_query * offsets[i];
+  }
+}
+
+void multiply(const Queries& queries, int64_t number, const Unpacked& keys, float* out) {
+  if (keys.whole) return multiply_integers(queries, number, keys, out);
+  multiply_numbers(queries.exact + number * queries.width, keys, out);
 }
 
 template <int vectors>
-inline void add_channels(const float* weights, const Numbers& values, int64_t channel, float constant, float* out) {
+inline void add_numbers(const float* weights, const Unpacked& values, int64_t channel, float* out) {
   Lanes sums[vectors];
-  for (int v = 0; v < vectors; v++) sums[v] = load(out + channel + v * lanes) + constant;
+  for (int v = 0; v < vectors; v++) sums[v] = load(out + channel + v * lanes);
   for (int64_t column = 0; column < values.count; column++) {
-    const float* value = values.at + column * values.stride + channel;
+    const float* value = values.numbers + column * values.stride + channel;
     for (int v = 0; v < vectors; v++) sums[v] += weights[column] * load(value + v * lanes);
   }
   __builtin_memcpy(out + channel, sums, sizeof(sums));
 }
 
-// Add the sum of values by weights [columns], which are overwritten, to out [width].
-void add(float* weights, const Numbers& values, int64_t width, float* out) {
-  float constant = 0;
-  if (values.scaled)
-    for (int64_t i = 0; i < values.count; i++) {
-      constant += weights[i] * values.offset[i];
-      weights[i] *= values.scale[i];
-    }
+template <int vectors>
+inline void add_integers(const int16_t* weights, float unit, float constant, const Unpacked& values, int64_t channel,
+                         float* out) {
+  Ints sums[vectors] = {};
+  const int16_t* value = values.integers + 2 * channel;
+  for (int64_t column = 0; column < values.count; column += 2, value += 2 * values.of.width) {
+    int32_t two;
+    __builtin_memcpy(&two, weights + column, sizeof(two));
+    const Shorts weight = (Shorts)(Ints{} + two);
+    for (int v = 0; v < vectors; v++) sums[v] += products(weight, load<Shorts>(value + v * shorts));
+  }
+  for (int v = 0; v < vectors; v++) {
+    float* to = out + channel + v * lanes;
+    store(load(to) + (__builtin_convertvector(sums[v], Lanes) * unit + constant), to);
+  }
+}
+
+// Add the sum of values by weights [few], which are 0 behind the last column, to out [width].
+void add(const float* weights, const Unpacked& values, float* out) {
+  const int64_t width = values.of.width;
   int64_t channel = 0;
-  for (; channel + 8 * lanes <= width; channel += 8 * lanes) add_channels<8>(weights, values, channel, constant, out);
-  for (; channel < width; channel += lanes) add_channels<1>(weights, values, channel, constant, out);
+  if (!values.whole) {
+    for (; channel + 8 * lanes <= width; channel += 8 * lanes) add_numbers<8>(weights, values, channel, out);
+    for (; channel < width; channel += lanes) add_numbers<1>(weights, values, channel, out);
+    return;
+  }
+  for (int64_t g = 0, group = width / values.of.groups; g < values.of.groups; g++) {
+    const float *scales = values.scales + g * few, *offsets = values.offsets + g * few;
+    float scaled[few], constant = 0, of_weights = 0;
+    int16_t integers[few];
+    int32_t of_integers = 0;
+    for (int64_t i = 0; i < few; i++) {
+      scaled[i] = weights[i] * scales[i];
+      constant += weights[i] * offsets[i];
+    }
+    const float unit = rounded(scaled, few, integers);
+    for (int64_t i = 0; i < few; i++) of_weights += scaled[i], of_integers += integers[i];
+    constant += middle(values.of.bits) * (of_weights - unit * (float)of_integers);
+    const int64_t end = (g + 1) * group;
+    for (; channel + 8 * lanes <= end; channel += 8 * lanes)
+      add_integers<8>(integers, unit, constant, values, channel, out);
+    for (; channel < end; channel += lanes) add_integers<1>(integers, unit, constant, values, channel, out);
+  }
 }
 
 // e to the power of x, which is not above 0: to 2e-7 of it, and 0 below -87. With the coefficients of Cephes' expf.
@@ -204,7 +409,7 @@ inline Lanes power(Lanes x) {
 
 // What softmax has seen of the scores of a query: the largest, and the sum of the powers relative to it. Out
 // [width] is the sum of the values by them.
-struct Seen {
+struct alignas(64) Seen {  // threads that write into the same line of a cache wait for each other
   float most = none, sum = 0;
 };
 
@@ -273,15 +478,16 @@ at::Tensor scores(const Piece& keys, const at::Tensor& given) {
   const int64_t rows = queries.size(0), heads = queries.size(1), tokens = queries.size(2), width = queries.size(3);
   const int64_t columns = std::get<0>(keys).size(2);
   auto out = at::empty({rows, heads, tokens, columns}, queries.options());
-  const float* query = queries.const_data_ptr<float>();
+  const Queries read_queries(queries);
   float* found = out.data_ptr<float>();
   const auto parts = parts_of({keys});
+  const Columns held(keys, width);
   shared(rows, shares_of(parts), parts, [&](int64_t row, int64_t, const Part& part) {
-    Numbers numbers;
+    Memory memory;
     for (int64_t head = 0; head < heads; head++) {
-      read(Columns(keys, width, row, head), part.begin, part.end, numbers);
+      const Unpacked some = read(keys_kind, held.of(row, head), part.begin, part.end, memory);
       for (int64_t at = (row * heads + head) * tokens, end = at + tokens; at < end; at++)
-        multiply(query + at * width, numbers, width, found + at * columns + part.begin);
+        multiply(read_queries, at, some, found + at * columns + part.begin);
     }
   });
   return out;
@@ -293,17 +499,17 @@ at::Tensor mixed(const Piece& values, const at::Tensor& given, int64_t width) {
   const int64_t rows = weights.size(0), heads = weights.size(1), tokens = weights.size(2), columns = weights.size(3);
   const auto parts = parts_of({values});
   const int64_t shares = shares_of(parts);
+  const Columns held(values, width);
   auto sums = at::zeros({rows, shares, heads, tokens, width}, weights.options());
   shared(rows, shares, parts, [&](int64_t row, int64_t share, const Part& part) {
-    Numbers numbers;
-    float of_part[few];
+    Memory memory;
+    float of_part[few] = {};
     for (int64_t head = 0; head < heads; head++) {
-      read(Columns(values, width, row, head), part.begin, part.end, numbers);
+      const Unpacked some = read(values_kind, held.of(row, head), part.begin, part.end, memory);
       for (int64_t token = 0; token < tokens; token++) {
         const float* weight = weights.const_data_ptr<float>() + ((row * heads + head) * tokens + token) * columns;
         std::copy(weight + part.begin, weight + part.end, of_part);
-        add(of_part, numbers, width,
-            sums.data_ptr<float>() + (((row * shares + share) * heads + head) * tokens + token) * width);
+        add(of_part, some, sums.data_ptr<float>() + (((row * shares + share) * heads + head) * tokens + token) * width);
       }
     }
   });
@@ -321,28 +527,31 @@ at::Tensor attention(const at::Tensor& given, const std::vector<Piece>& keys, co
   auto out = at::empty({rows, heads, tokens, out_width}, queries.options());
   std::vector<float> sums(rows * shares * of_row * out_width);
   std::vector<Seen> seen(rows * shares * of_row);
-  const float* query = queries.const_data_ptr<float>();
+  const Queries read_queries(queries);
+  std::vector<Columns> held_keys, held_values;
+  for (const Piece& piece : keys) held_keys.emplace_back(piece, width);
+  for (const Piece& piece : values) held_values.emplace_back(piece, out_width);
   shared(rows, shares, parts, [&](int64_t row, int64_t share, const Part& part) {
-    Numbers numbers;
+    Memory memory;
     std::vector<float> scores(tokens * few, none);
     for (int64_t head = 0; head < heads; head++) {
       const int64_t from = (row * heads + head) * tokens, to = (row * shares + share) * of_row + head * tokens;
-      read(Columns(keys[part.piece], width, row, head), part.begin, part.end, numbers);
+      const Unpacked some_keys = read(keys_kind, held_keys[part.piece].of(row, head), part.begin, part.end, memory);
       for (int64_t token = 0; token < tokens; token++) {
         float* found = scores.data() + token * few;
-        multiply(query + (from + token) * width, numbers, width, found);
+        multiply(read_queries, from + token, some_keys, found);
         if (mask) {
           const int64_t each = mask->size(3);
           const float* added = mask->const_data_ptr<float>() + row * mask->stride(0) + head * mask->stride(1) +
                                token / each * mask->stride(2) + token % each * mask->stride(3) + part.column;
-          for (int64_t i = 0; i < numbers.count; i++) found[i] += added[i];
+          for (int64_t i = 0; i < some_keys.count; i++) found[i] += added[i];
         }
-        std::fill(found + numbers.count, found + few, none);
+        std::fill(found + some_keys.count, found + few, none);
         weigh(found, seen[to + token], sums.data() + (to + token) * out_width, out_width);
       }
-      read(Columns(values[part.piece], out_width, row, head), part.begin, part.end, numbers);
+      const Unpacked some_values = read(values_kind, held_values[part.piece].of(row, head), part.begin, part.end, memory);
       for (int64_t token = 0; token < tokens; token++)
-        add(scores.data() + token * few, numbers, out_width, sums.data() + (to + token) * out_width);
+        add(scores.data() + token * few, some_values, sums.data() + (to + token) * out_width);
     }
   });
   // What the threads have found, taken to the largest score of all.

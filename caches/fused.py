@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,31 +10,17 @@ from typing import Any
 import torch
 
 from caches.errors import StepError
+from caches.kernels import compiled
 from caches.pieces import Exact, Piece
-from configs import ConfigError
 
 FEW = 16  # queries: for more of them it takes less time to unpack the codes once
 _MOST_WIDTH = 512
-# As fast as with -ffast-math, but numbers that are not finite stay so, and no other code computes differently.
-_FLAGS = ("-O3", "-march=native", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno")
+_SOURCE = Path(__file__).with_name("fused.cpp")
 
 
-@functools.cache
 def kernels() -> Any:
-    """`fused.cpp`, compiled once per machine and release of torch. Raises `ConfigError` where that is not possible."""
-    from torch.utils import cpp_extension  # which is slow to import
-
-    # torch's own threads. Elsewhere compilers have no OpenMP, and one thread does the work.
-    threads = ["-fopenmp"] if sys.platform == "linux" else []
-    try:
-        source = str(Path(__file__).with_name("fused.cpp"))
-        return cpp_extension.load("kvengine_fused", [source], extra_cflags=[*_FLAGS, *threads], extra_ldflags=threads)
-    except Exception as error:
-        why = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(
-            f"fused=True needs a C++ compiler and ninja, to compile its kernels once: {why[0]}. Install them (for "
-            "example the packages g++ and ninja), or leave fused out"
-        ) from error
+    """`fused.cpp`. Raises `ConfigError` where it cannot be compiled."""
+    return compiled(_SOURCE, "fused=True")
 
 
 def check_fused(columns: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from configs.base import Config, nearest, require_positive
 from configs.cache import CacheConfig
 from configs.errors import ConfigError
 
-LINEARS_CHOICES = ("auto", "default", "onednn")
+LINEARS_CHOICES = ("auto", "default", "onednn", "gemv")
 COMPILE_CHOICES = ("off", "inductor", "aot_eager", "eager")
 BUDGET_CHOICES = ("offload", "slide", "error")
 RUNGS = ("release", "chunk", "offload", "quantize", "split")
@@ -25,8 +25,9 @@ class EngineConfig(Config):
         {"name": "static", "max_cache_len": 4096}; None is the model's own setting, or else "dynamic".
     prefill_chunk_tokens: the prompt is read in pieces of at most this many tokens; None reads it at once.
     compile: "off", or the `torch.compile` backend that turns the decode step of a fixed-size cache into one graph.
-    linears: how float32 linear layers on a CPU compute: "default" as torch picks, "onednn", or "auto": whichever of the
-        two is faster on this machine. They differ by rounding.
+    linears: how float32 linear layers on a CPU compute: "default" as torch picks, "onednn", "auto": whichever of the
+        two is faster on this machine, or "gemv": one row at a time in a kernel that is compiled when it is first needed
+        (which takes a C++ compiler and ninja, about 20 seconds, once per machine). They differ by rounding.
     on_oom: what is tried, in this order, when memory is out in the middle of a run, before it gives up with
         `engine.OutOfMemory`. "release": drop compiled graphs and idle memory. "chunk": read the prompt in ever smaller
         pieces. "offload": move the live cache to host memory, on a machine that computes there to disk. "quantize":

@@ -5,15 +5,25 @@ from __future__ import annotations
 import inspect
 import os
 import pty
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
+from torch.utils import cpp_extension
 
 import caches
 from strategies import Emit, Forward
+
+_HAVE_COMPILER = shutil.which("c++") is not None and cpp_extension.is_ninja_available()
+
+
+def needs_kernels(test: Callable) -> Callable:
+    """Compiling them takes a while, once per machine."""
+    return pytest.mark.slow(pytest.mark.skipif(not _HAVE_COMPILER, reason="no C++ compiler, or no ninja")(test))
 
 
 def toy_flow(rows: list[list[int]]):

@@ -1,29 +1,22 @@
 """The kernels that multiply with codes as they are give what unpacking first gives."""
 
 import copy
-import shutil
 from functools import partial
 
 import pytest
 import torch
 from architectures import prompt, tiny_model
-from torch.utils import cpp_extension
+from support import needs_kernels
 
 import caches
 import engine
-from caches import fused
+from caches import fused, kernels
 from caches.codec import CHOICES, Affine, new_codec
 from caches.pieces import Exact
 from caches.views import Pieced
 from configs import ConfigError, QuantizedCacheConfig
 
-HAVE_COMPILER = shutil.which("c++") is not None and cpp_extension.is_ninja_available()
 CODECS = [("quanto", 4), ("quanto", 2), ("hqq", 8), ("hqq", 1), ("kivi", 4), ("kivi", 2)]
-
-
-def needs_kernels(test):
-    """Compiling them takes a while, once per machine."""
-    return pytest.mark.slow(pytest.mark.skipif(not HAVE_COMPILER, reason="no C++ compiler, or no ninja")(test))
 
 
 @needs_kernels
@@ -44,8 +37,10 @@ def test_products_are_those_of_the_numbers(width, group, backend, bits, over_col
         decode = partial(decoded, chosen, count, width)
         for tokens in (1, 3, 7, fused.FEW + 1):
             queries, weights = torch.randn(3, 2, tokens, width), torch.rand(3, 2, tokens, count)
-            torch.testing.assert_close(decode(kernel).scores(queries), decode(plain).scores(queries), **CLOSE)
-            torch.testing.assert_close(decode(kernel).mixed(weights), decode(plain).mixed(weights), **CLOSE)
+            # Queries and weights are rounded to 16 bits where neighbouring channels share a scale.
+            close = CLOSE if over_columns else CLOSE | {"atol": 3e-3}
+            torch.testing.assert_close(decode(kernel).scores(queries), decode(plain).scores(queries), **close)
+            torch.testing.assert_close(decode(kernel).mixed(weights), decode(plain).mixed(weights), **close)
         assert torch.equal(decode(kernel).numbers(), decode(plain).numbers())
 
 
@@ -60,17 +55,24 @@ def decoded(parts, count, width, codec):
 @needs_kernels
 @pytest.mark.parametrize("mask", [None, "seen", "added"])
 @pytest.mark.parametrize(("backend", "bits"), CODECS)
-@pytest.mark.parametrize(("width", "tokens", "repeats"), [(64, 1, 3), (128, 5, 1), (40, 2, 8), (64, 2, 9)])
-def test_attention_is_that_of_the_numbers(width, tokens, repeats, backend, bits, mask):
+@pytest.mark.parametrize(
+    ("width", "group", "tokens", "repeats"),
+    [(64, 8, 1, 3), (64, 64, 1, 3), (128, 8, 5, 1), (128, 32, 2, 1), (40, 8, 2, 8), (64, 8, 2, 9)],
+)
+def test_attention_is_that_of_the_numbers(width, group, tokens, repeats, backend, bits, mask):
     """Over codes in several pieces and what is kept in full; more queries than the kernel is for go another way."""
     torch.manual_seed(0)
-    columns, query = (40, 24, 16, 7), torch.randn(3, 2 * repeats, tokens, width)
+    columns, query = (128, 64, 192, 7), torch.randn(3, 2 * repeats, tokens, width)
     views = []
     for name in ("keys", "values"):
-        options = QuantizedCacheConfig(backend=backend, nbits=bits, q_group_size=8, fused=True)
+        options = QuantizedCacheConfig(backend=backend, nbits=bits, q_group_size=group, fused=True)
         codec = new_codec(options, name)
-        coded = [decoded(codec.encode(torch.randn(3, 2, count, width) * 2 + 0.5), count, width, codec)
-                 for count in columns[:-1]]  # fmt: skip
+        coded = [
+            decoded(
+                {name: part.contiguous() for name, part in codec.encode(numbers).items()}, *numbers.shape[2:], codec
+            )
+            for numbers in (torch.randn(3, 2, count, width) * 2 + 0.5 for count in columns[:-1])
+        ]
         pieces = [*coded, Exact(torch.randn(3, 2, 10, width)[:, :, : columns[-1]])]
         views.append(Pieced(partial(list, pieces), (3, 2, sum(columns), width), query, attend=codec.attend))
     attn_mask = None
@@ -143,9 +145,9 @@ def test_without_a_compiler_it_says_what_is_missing(monkeypatch):
         raise RuntimeError("Ninja is required to load C++ extensions\nand more")
 
     monkeypatch.setattr("torch.utils.cpp_extension.load", missing)
-    fused.kernels.cache_clear()
+    kernels.compiled.cache_clear()
     try:
-        with pytest.raises(ConfigError, match=r"compiler and ninja.*: Ninja is required .*, or leave fused out"):
+        with pytest.raises(ConfigError, match=r"compiler and ninja.*: Ninja is required .*, or leave it out"):
             caches.build("quantized", tiny_model("llama").config, fused=True)
     finally:
-        fused.kernels.cache_clear()
+        kernels.compiled.cache_clear()

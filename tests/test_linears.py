@@ -1,4 +1,4 @@
-"""Linear layers through oneDNN: the same numbers up to rounding, and a model that is left as it was."""
+"""Linear layers through oneDNN and our own kernel: the same numbers up to rounding, and a model left as it was."""
 
 import copy
 import time
@@ -6,10 +6,13 @@ import time
 import pytest
 import torch
 from architectures import prompt, tiny_model
+from support import needs_kernels
 from torch import nn
 from torch.nn.utils import prune
 
+import configs
 import engine
+from caches import kernels
 from engine import linears
 from engine.linears import Linears
 
@@ -103,6 +106,50 @@ def test_a_model_that_was_moved_is_left_alone():
     model.to(torch.bfloat16)
     expected = model.generate(**prompt(), max_new_tokens=5, do_sample=False)
     assert torch.equal(generator.generate(prompt(), max_new_tokens=5).sequences, expected)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("outs", "width"), [(1, 1), (5, 3), (33, 47), (64, 768), (4, 16)])
+def test_one_row_through_our_own_kernel(outs, width):
+    layer, row = nn.Linear(width, outs), torch.randn(1, 1, width)
+    with torch.no_grad():
+        expected = layer(row)
+        with Linears(layer, "gemv"):
+            torch.testing.assert_close(layer(row), expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(layer(row.view(-1)), expected.view(-1), atol=1e-5, rtol=1e-5)
+            strided = torch.randn(width, 2)[:, 0]
+            torch.testing.assert_close(layer(strided), layer(strided[None].expand(2, -1))[0], atol=1e-5, rtol=1e-5)
+            layer.weight.data = layer.weight.data.T.contiguous().T
+            torch.testing.assert_close(layer(row), expected, atol=1e-5, rtol=1e-5)
+            row[..., 0] = float("nan")
+            assert layer(row).isnan().all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
+def test_generation_through_our_own_kernel(options):
+    model, inputs = tiny_model("llama"), prompt(rows=1, pads=0)
+    generator = engine.Generator(model, config=engine.EngineConfig(linears="gemv"))
+    expected = model.generate(**inputs, max_new_tokens=20, do_sample=False, **options)
+    assert torch.equal(generator.generate(inputs, max_new_tokens=20, **options).sequences, expected)
+    assert not wrapped(model)
+
+
+def test_a_compiler_that_is_missing(monkeypatch):
+    from torch.utils import cpp_extension
+
+    def fails(*arguments, **options):
+        raise RuntimeError("no c++ here")
+
+    monkeypatch.setattr(cpp_extension, "load", fails)
+    kernels.compiled.cache_clear()
+    try:
+        with pytest.raises(
+            configs.ConfigError, match=r"linears='gemv' needs a C\+\+ compiler and ninja.*no c\+\+ here"
+        ):
+            engine.Generator(tiny_model("llama"), config=engine.EngineConfig(linears="gemv"))
+    finally:
+        kernels.compiled.cache_clear()
 
 
 def test_the_measurement_says_something():

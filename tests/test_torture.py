@@ -13,7 +13,7 @@ def test_random_failures_change_no_token(batch):
     assert taken["release"] > BATCH / 3
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", BATCHES[:6])
 def test_a_tensor_without_memory_changes_no_token(batch):
     recovered = [starve(seed) for seed in range(batch * 40, (batch + 1) * 40)]
     assert sum(recovered) > len(recovered) / 2
