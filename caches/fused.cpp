@@ -56,12 +56,14 @@ inline float total(Lanes of) {
 
 // The totals of four, one behind the other.
 inline void totals(Ints a, Ints b, Ints c, Ints d, int32_t* to) {
-  const auto first = [](Ints x, Ints y) { return __builtin_shufflevector(x, y, 0, 8, 2, 10, 4, 12, 6, 14); };
-  const auto second = [](Ints x, Ints y) { return __builtin_shufflevector(x, y, 1, 9, 3, 11, 5, 13, 7, 15); };
-  const Ints ab = first(a, b) + second(a, b), cd = first(c, d) + second(c, d);
-  const Ints all = __builtin_shufflevector(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) +
-                   __builtin_shufflevector(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15);
-  store(__builtin_shufflevector(all, all, 0, 1, 2, 3) + __builtin_shufflevector(all, all, 4, 5, 6, 7), to);
+#ifdef __AVX2__
+  const __m256i halves = _mm256_hadd_epi32(_mm256_hadd_epi32((__m256i)a, (__m256i)b),
+                                           _mm256_hadd_epi32((__m256i)c, (__m256i)d));
+  store(_mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)), to);
+#else
+  std::fill(to, to + 4, 0);
+  for (int64_t i = 0; i < lanes; i++) to[0] += a[i], to[1] += b[i], to[2] += c[i], to[3] += d[i];
+#endif
 }
 
 // The columns of a piece, or of one head of it. Strides of codes: in bytes. groups: 0 where channels have scales of
@@ -255,9 +257,9 @@ float rounded(const float* numbers, int64_t count, int16_t* found) {
   float largest = 0;
   for (int64_t i = 0; i < lanes; i++) largest = std::max(largest, most[i]);
   const float steps = largest > 0 ? 32767 / largest : 0;
-  const Lanes middle = Lanes{} + 12582912.0f;  // from there on a float has no fraction: what is added is rounded
+  const Lanes large = Lanes{} + 12582912.0f;  // from there on a float has no fraction: what is added is rounded
   for (int64_t i = 0; i < count; i += lanes)
-    store(__builtin_convertvector((Ints)(load(numbers + i) * steps + middle) - (Ints)middle, Halves), found + i);
+    store(__builtin_convertvector((Ints)(load(numbers + i) * steps + large) - (Ints)large, Halves), found + i);
   return largest / 32767 + total(zero);
 }
 
@@ -478,7 +480,7 @@ at::Tensor scores(const Piece& keys, const at::Tensor& given) {
   const int64_t rows = queries.size(0), heads = queries.size(1), tokens = queries.size(2), width = queries.size(3);
   const int64_t columns = std::get<0>(keys).size(2);
   auto out = at::empty({rows, heads, tokens, columns}, queries.options());
-  const Queries read_queries(queries);
+  const Queries asked(queries);
   float* found = out.data_ptr<float>();
   const auto parts = parts_of({keys});
   const Columns held(keys, width);
@@ -487,7 +489,7 @@ at::Tensor scores(const Piece& keys, const at::Tensor& given) {
     for (int64_t head = 0; head < heads; head++) {
       const Unpacked some = read(keys_kind, held.of(row, head), part.begin, part.end, memory);
       for (int64_t at = (row * heads + head) * tokens, end = at + tokens; at < end; at++)
-        multiply(read_queries, at, some, found + at * columns + part.begin);
+        multiply(asked, at, some, found + at * columns + part.begin);
     }
   });
   return out;
@@ -527,7 +529,7 @@ at::Tensor attention(const at::Tensor& given, const std::vector<Piece>& keys, co
   auto out = at::empty({rows, heads, tokens, out_width}, queries.options());
   std::vector<float> sums(rows * shares * of_row * out_width);
   std::vector<Seen> seen(rows * shares * of_row);
-  const Queries read_queries(queries);
+  const Queries asked(queries);
   std::vector<Columns> held_keys, held_values;
   for (const Piece& piece : keys) held_keys.emplace_back(piece, width);
   for (const Piece& piece : values) held_values.emplace_back(piece, out_width);
@@ -539,7 +541,7 @@ at::Tensor attention(const at::Tensor& given, const std::vector<Piece>& keys, co
       const Unpacked some_keys = read(keys_kind, held_keys[part.piece].of(row, head), part.begin, part.end, memory);
       for (int64_t token = 0; token < tokens; token++) {
         float* found = scores.data() + token * few;
-        multiply(read_queries, from + token, some_keys, found);
+        multiply(asked, from + token, some_keys, found);
         if (mask) {
           const int64_t each = mask->size(3);
           const float* added = mask->const_data_ptr<float>() + row * mask->stride(0) + head * mask->stride(1) +

@@ -47,7 +47,8 @@ class QuantizedCacheConfig(PlacedCacheConfig):
         number below that does. residual_length: the most recent tokens that stay in full.
     compute_dtype: of scales and of the arithmetic of decoding; None is the model's.
     fused: whether attention multiplies with the codes as they are, in kernels that are compiled when they are first
-        needed, by a C++ compiler: the fastest where it can be, for float32 on a CPU, and not of 3 bits or fp8.
+        needed, by a C++ compiler: the fastest where it can be, for float32 on a CPU, and not of 3 bits or fp8. What
+        they are multiplied with is rounded to 16 bits, thousands of times finer than the codes are.
     residency: where the codes are: "device", "host", or "disk", a file in `folder` (see `OffloadedCacheConfig`).
     """
 

@@ -4,6 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>  // <torch/extension.h> takes half a minute more
 
+#include <algorithm>
+
 namespace {
 
 constexpr int64_t lanes = 8, rows_at_once = 4;
