@@ -9,6 +9,7 @@ from architectures import ARCHITECTURES, MORE_ARCHITECTURES, RARE_ARCHITECTURES,
 
 import engine
 
+CLOSE = {"atol": 2e-3, "rtol": 1e-4}
 NEW = 40  # beyond the slack of a window's buffer, so that it is compacted on the way
 
 
@@ -34,7 +35,7 @@ def test_greedy(name, cache, chunk):
     out = generator.generate(inputs, cache=cache, max_new_tokens=NEW, output_logits=True)
     expected = transformers_says(name)
     assert torch.equal(out.sequences, expected.sequences)
-    torch.testing.assert_close(out.logits, expected.logits, atol=2e-3, rtol=1e-4)
+    torch.testing.assert_close(out.logits, expected.logits, **CLOSE)
     assert out.finish_reasons == ["length", "length"]
 
 
@@ -51,7 +52,7 @@ def test_greedy_on_more_architectures(name, cache):
     # Without a cache like without: transformers disagrees with itself on sparse attention.
     expected = transformers_says(name, use_cache=cache != "none")
     assert torch.equal(out.sequences, expected.sequences)
-    torch.testing.assert_close(out.logits, expected.logits, atol=2e-3, rtol=1e-4)
+    torch.testing.assert_close(out.logits, expected.logits, **CLOSE)
 
 
 @pytest.mark.parametrize(("name", "cache"), pairs(["llama", "mistral", "llama4_text", "mamba2", "jamba"]))
@@ -121,11 +122,11 @@ def test_recorded_outputs(cache):
     options = {"max_new_tokens": 5, "repetition_penalty": 1.4} | asked
     expected = model.generate(**inputs, **options, do_sample=False, return_dict_in_generate=True)
     out = engine.generate(model, inputs, cache=cache, **options)
-    torch.testing.assert_close(out.scores, expected.scores)
-    torch.testing.assert_close(out.logits, expected.logits)
+    torch.testing.assert_close(out.scores, expected.scores, **CLOSE)
+    torch.testing.assert_close(out.logits, expected.logits, **CLOSE)
     assert len(out.hidden_states) == len(expected.hidden_states) == 5
     last = [states[-1][:, -1] for states in out.hidden_states]
-    torch.testing.assert_close(last, [states[-1][:, -1] for states in expected.hidden_states])
+    torch.testing.assert_close(last, [states[-1][:, -1] for states in expected.hidden_states], **CLOSE)
     assert out.attentions is None
 
 
@@ -141,7 +142,7 @@ def test_recorded_attentions():
     finally:
         model.set_attn_implementation("sdpa")
     assert len(out.attentions) == 3
-    torch.testing.assert_close(out.attentions, expected.attentions)
+    torch.testing.assert_close(out.attentions, expected.attentions, **CLOSE)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
