@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
-from common import SHAPES, bandwidth, llama, report, spread, timed
+from common import SHAPES, bandwidth, llama, picked, report, spread, timed
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
@@ -143,15 +143,12 @@ def main(
     lower: Annotated[int, typer.Option(help="layers of the draft")] = 2,
     threads: Annotated[int, typer.Option(help="threads of torch")] = 2,
 ) -> None:
-    names = list(SCENARIOS) if scenarios == "all" else [name.strip() for name in scenarios.split(";") if name.strip()]
-    if unknown := sorted(set(names) - set(SCENARIOS)):
-        raise typer.BadParameter(f"there is no scenario {unknown[0]!r}; there are: {'; '.join(SCENARIOS)}")
+    chosen = picked(SCENARIOS, scenarios)
     torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
     speed, cases, shape = bandwidth(), {}, SHAPES[model]
     lower = min(lower, shape["num_hidden_layers"] - 1)
-    for name in names:
-        scenario = SCENARIOS[name]
+    for name, scenario in chosen.items():
         scenario = replace(scenario, prompt=40, new=12) if quick else scenario
         alone, helped = floors_ms(scenario, shape, lower, speed)
         _console.print(

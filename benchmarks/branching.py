@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
-from common import SHAPES, bandwidth, full_bytes_per_token, kept_bytes, llama, report, spread, timed
+from common import SHAPES, bandwidth, full_bytes_per_token, kept_bytes, llama, picked, report, spread, timed
 from memory import FORGET_PEAK, forget_peak, in_a_process_of_its_own, memory_bytes
 from rich.console import Console
 from rich.table import Table
@@ -208,12 +208,9 @@ def main(
     model: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "small",
     threads: Annotated[int, typer.Option(help="threads of torch")] = 2,
 ) -> None:
-    names = list(SCENARIOS) if scenarios == "all" else [name.strip() for name in scenarios.split(";") if name.strip()]
-    if unknown := sorted(set(names) - set(SCENARIOS)):
-        raise typer.BadParameter(f"there is no scenario {unknown[0]!r}; there are: {'; '.join(SCENARIOS)}")
+    chosen = picked(SCENARIOS, scenarios)
     setting = Setting(model, threads)
     torch.set_num_threads(threads)
-    chosen = {name: SCENARIOS[name] for name in names}
     chosen |= {f"{number} beams, curve": curve_point(number) for number in CURVE if curve}
     speed, cases = bandwidth(), {}
     for name, scenario in chosen.items():

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+import typer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -58,6 +59,14 @@ def llama(device: str = "cpu", dtype: torch.dtype = torch.float32, **shape: int)
         model = AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=dtype).eval()
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model
+
+
+def picked(known: dict[str, Any], asked: str) -> dict[str, Any]:
+    """What a command line asks for: names with ; between, or "all"."""
+    names = list(known) if asked == "all" else [name.strip() for name in asked.split(";") if name.strip()]
+    if unknown := [name for name in names if name not in known]:
+        raise typer.BadParameter(f"there is no {unknown[0]!r}; there are: {'; '.join(known)}")
+    return {name: thing for name, thing in known.items() if name in names}
 
 
 def timed(work: Callable[[], Any]) -> float:

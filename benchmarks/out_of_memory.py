@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
-from common import SHAPES, llama, report
+from common import SHAPES, llama, picked, report
 from memory import in_a_process_of_its_own
 from rich.console import Console
 
@@ -91,10 +91,8 @@ def main(
     scenarios: Annotated[str, typer.Option(help="names with ; between, or 'all'")] = "all",
     model: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "small",
 ) -> None:
-    names = list(SCENARIOS) if scenarios == "all" else [name.strip() for name in scenarios.split(";")]
     cases: dict[str, Any] = {}
-    for name in names:
-        scenario = SCENARIOS[name]
+    for name, scenario in picked(SCENARIOS, scenarios).items():
         what = f"{scenario.rows} x {scenario.prompt} + {scenario.new} tokens"
         _console.print(f"\n{name}: {what}, {scenario.more_mb} MB beyond the model")
         whole = in_a_process_of_its_own(limited, scenario, model, "transformers", False)

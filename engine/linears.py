@@ -48,7 +48,7 @@ class Linears:
         return len(self._routes)
 
     def __enter__(self) -> None:
-        """Within a `with` block the layers compute through oneDNN. Two threads may be in one: both set the same."""
+        """Within a `with` block the layers take their routes. Two threads may be in one: both set the same."""
         if self._routes and _fits(self._first):  # the model may have been moved
             for attributes, forward in self._routes:
                 attributes.setdefault("forward", forward)  # it may have been wrapped since

@@ -38,6 +38,12 @@ def test_memory(tmp_path):
         assert case["rows"]["dynamic"]["times_peer"] > 0
 
 
+def test_single_caches(tmp_path):
+    options = ["--model", "tiny", "--contexts", "70", "--new", "3", "--only", "dynamic; transformers static"]
+    [case] = run("memory.py", tmp_path / "memory.json", options)["cases"]
+    assert list(case["rows"]) == ["transformers dynamic", "transformers static", "dynamic"]
+
+
 @pytest.mark.slow
 def test_quality_and_its_plot(tmp_path):
     options = "--texts 2 --length 192 --windows 5 --window 32 --most-full 96"

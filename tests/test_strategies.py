@@ -127,8 +127,6 @@ def table() -> str:
 def test_the_readme_states_which_strategies_work():
     found, text = table(), README.read_text()
     assert "| `dynamic` |" + " all |" * len(MODELS) in found
-    if not MARKS.search(text):
-        pytest.skip("the README has no place for it: <!-- strategies --> and <!-- /strategies -->")
     if os.environ.get("UPDATE_README"):
         README.write_text(MARKS.sub(lambda _: found, text))
     assert MARKS.search(README.read_text()).group() == found
