@@ -62,7 +62,7 @@ def llama(device: str = "cpu", dtype: torch.dtype = torch.float32, **shape: int)
 
 
 def picked(known: dict[str, Any], asked: str) -> dict[str, Any]:
-    """What a command line asks for: names with ; between, or "all"."""
+    """What a command line asks for, in the order of what there is: names with ; between, or "all"."""
     names = list(known) if asked == "all" else [name.strip() for name in asked.split(";") if name.strip()]
     if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(f"there is no {unknown[0]!r}; there are: {'; '.join(known)}")

@@ -84,7 +84,7 @@ def test_branching_and_its_plot(tmp_path):
 def test_single_scenarios_of_branching(tmp_path):
     options = ["--model", "tiny", "--quick", "--runs", "1", "--no-curve", "--no-peak", "--scenarios"]
     found = run("branching.py", tmp_path / "branching.json", [*options, "16 samples; 16 beams"])
-    assert list(found["cases"]) == ["16 samples", "16 beams"]
+    assert list(found["cases"]) == ["16 beams", "16 samples"]
     assert found["curve"] == {}
 
 
