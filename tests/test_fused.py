@@ -1,6 +1,7 @@
 """The kernels that multiply with codes as they are give what unpacking first gives."""
 
 import copy
+import weakref
 from functools import partial
 
 import pytest
@@ -123,6 +124,28 @@ def check_text(model, cache, codec, options):
         for more in ({}, {"fused": True})
     )
     assert torch.equal(ours.sequences, plain.sequences)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cache: cache.release(),
+        lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+        lambda cache: cache.reserve(1000),
+    ],
+    ids=["release", "rows", "reserve"],
+)
+def test_columns_are_not_kept_alive(change):
+    """Attention remembers where they are from step to step, and would hold buffers that nobody uses any more."""
+    options = {"fused": True, "residual_length": 4}
+    cache = engine.generate(tiny_model("llama"), prompt(), cache="quantized", cache_config=options).cache
+    stores = [store for layer in cache.layers for store in layer.stores.values()]
+    seen = [weakref.ref(piece) for store in stores for piece in store._known[1]]
+    assert len(seen) >= len(stores) == 2 * len(cache.layers)
+    assert all(piece() for piece in seen)
+    change(cache)
+    assert not any(piece() for piece in seen)
 
 
 @needs_kernels
