@@ -13,7 +13,7 @@ import caches
 from caches import Driven
 from engine.checks import check_model, most_positions
 from engine.dispatch import prompt_device
-from engine.encoder import encode_again
+from engine.encoder import Recover, encode_again
 from engine.errors import InputError, OptionError
 from engine.extras import PER_TOKEN
 from engine.lane import Lane
@@ -104,8 +104,12 @@ def read_draft_request(
     cache: Driven | None,
     tokenizer: Any,
     draft_tokenizer: Any,
+    recover: Recover,
 ) -> DraftRequest | None:
-    """Check that `draft` can propose tokens to `model`. cache: the live one that was given. Raises `OptionError`."""
+    """Check that `draft` can propose tokens to `model`. cache: the live one that was given. recover: see `encode`.
+
+    Raises `OptionError`.
+    """
     needs_draft, name = getattr(request.strategy, "needs_draft", False), request.strategy.name
     if draft is None:
         if needs_draft or draft_tokenizer is not None:
@@ -130,7 +134,9 @@ def read_draft_request(
         translator = Translator(tokenizer, draft_tokenizer, request.mask, beginning, total)
         mask = torch.ones(1, 1, dtype=torch.long, device=device)
         return DraftRequest(mask, None, total, {}, request.chunk_tokens, translator.translation)
-    extras = {} if request.source is None else encode_again(draft.model, request.prompt, request.source, request.config)
+    extras: dict[str, Any] = {}
+    if request.source is not None:
+        extras = encode_again(draft.model, request.prompt, request.source, request.config, recover)
     return DraftRequest(request.mask.to(device), beginning, request.total, extras, request.chunk_tokens, None)
 
 

@@ -21,10 +21,21 @@ from engine.dispatch import prompt_device
 from engine.errors import InputError, OptionError
 from engine.gathered import joined
 from engine.inputs import Prompt, move, read_prompt
-from engine.out_of_memory import empty_allocators, in_words, is_out_of_memory
+from engine.out_of_memory import Exhausted, empty_allocators, in_words, is_out_of_memory
 
-Recover = Callable[[str, int, int], int | None]
-"""When memory is out, why and in how many of so many possible parts the rows were encoded: how many to go on with."""
+Recover = Callable[[str, int, int], int]
+"""When memory is out, why and in how many of so many possible parts the rows were encoded: how many to go on with.
+
+Raises `Exhausted` when nothing is left to try.
+"""
+
+
+class NothingEncoded(Exhausted):
+    """ids: what the decoder would have begun with, [rows, columns]."""
+
+    def __init__(self, why: str, ids: torch.Tensor):
+        super().__init__(why)
+        self.ids = ids
 
 
 @dataclass(frozen=True)
@@ -42,13 +53,13 @@ def encode(
     tokenizer: Any,
     config: GenerationConfig,
     device: torch.device,
-    recover: Recover | None = None,
+    recover: Recover,
 ) -> tuple[Prompt, Source]:
     """The decoder's prompt, whose extras hold what the encoder made of the source; and that source.
 
     inputs: the source in any form, as the model's main input (text, ids, features). extras: further inputs, among them
     `encoder_outputs` in place of a source and `decoder_input_ids`. recover: what to do when memory is out. Raises
-    `InputError`.
+    `InputError` and `NothingEncoded`.
     """
     given = move(_read_source(model, inputs, extras, tokenizer), device)
     if not {_source_name(model), "encoder_outputs", "inputs_embeds"} & set(given):
@@ -64,48 +75,58 @@ def encode(
         prepare = getattr(model, "_maybe_prepare_encoder_kwargs_for_generation", None)
         if prepare is None and "encoder_outputs" not in given:  # transformers 5.17
             prepare = model._prepare_encoder_decoder_kwargs_for_generation
-        if prepare is not None:
-            given = _encoded(partial(prepare, model_input_name=name, generation_config=config), source, given, recover)
-        ids, given = model._prepare_decoder_input_ids_for_generation(
+        begin = partial(
+            model._prepare_decoder_input_ids_for_generation,
             batch_size=source.shape[0],
             model_input_name=name,
-            model_kwargs=given,
             decoder_start_token_id=config._decoder_start_token_tensor,
             device=device,
         )
+        if prepare is not None:
+            prepare = partial(prepare, model_input_name=name, generation_config=config)
+            try:
+                given = _encoded(prepare, source, given, recover)
+            except Exhausted as error:
+                raise NothingEncoded(str(error), begin(model_kwargs=given)[0]) from None
+        ids, given = begin(model_kwargs=given)
     mask = given.pop("decoder_attention_mask", None)
     return Prompt(ids, torch.ones_like(ids) if mask is None else mask, given), Source(source, _tokens_read(given))
 
 
 def _encoded(
-    prepare: Callable[..., dict[str, Any]], source: torch.Tensor, given: dict[str, Any], recover: Recover | None
+    prepare: Callable[..., dict[str, Any]], source: torch.Tensor, given: dict[str, Any], recover: Recover
 ) -> dict[str, Any]:
     """`given` with what the encoder makes of the source: of all rows at once, or of some after the others."""
     rows, parts = len(source), 1
     while True:
         try:
-            if parts == 1:
-                return prepare(source, given)
-            found = []
-            for index in torch.arange(rows, device=source.device).tensor_split(parts):
-                of_rows = {name: index_rows(value, index, rows) for name, value in given.items()}
-                found.append(prepare(source[index], of_rows)["encoder_outputs"])
-            return given | {"encoder_outputs": joined(found)}
+            return prepare(source, given) if parts == 1 else _encoded_in(parts, prepare, source, given)
         except Exception as error:
-            if recover is None or not is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
-            by_row = all(part.shape[:1] == (rows,) for part in given.values() if isinstance(part, torch.Tensor))
-            more = recover(in_words(error), parts, rows if by_row else 1)
-            if more is None:
-                raise
-        parts = more
-        empty_allocators()  # outside of `except`: the error holds on to all that was made
+            why = in_words(error)
+        # Outside of `except`: the error holds on to all that was made.
+        by_row = all(part.shape[:1] == (rows,) for part in given.values() if isinstance(part, torch.Tensor))
+        parts = recover(why, parts, rows if by_row else 1)
+        empty_allocators()
 
 
-def encode_again(model: PreTrainedModel, prompt: Prompt, source: Source, config: GenerationConfig) -> dict[str, Any]:
+def _encoded_in(
+    parts: int, prepare: Callable[..., dict[str, Any]], source: torch.Tensor, given: dict[str, Any]
+) -> dict[str, Any]:
+    rows, found = len(source), []
+    for index in torch.arange(rows, device=source.device).tensor_split(parts):
+        of_rows = {name: index_rows(value, index, rows) for name, value in given.items()}
+        found.append(prepare(source[index], of_rows)["encoder_outputs"])
+    return given | {"encoder_outputs": joined(found)}
+
+
+def encode_again(
+    model: PreTrainedModel, prompt: Prompt, source: Source, config: GenerationConfig, recover: Recover
+) -> dict[str, Any]:
     """The inputs that the decoder of `model`, a draft, needs beside ids: its own encoder reads the same source.
 
-    prompt: as `encode` made it for the model that the draft is for. Raises `OptionError`.
+    prompt: as `encode` made it for the model that the draft is for. Raises `OptionError` and `NothingEncoded`.
     """
     name = _source_name(model)
     is_ids = source.inputs.ndim == 2 and not source.inputs.is_floating_point()
@@ -117,7 +138,7 @@ def encode_again(model: PreTrainedModel, prompt: Prompt, source: Source, config:
     extras = {key: value for key, value in prompt.extras.items() if key != "encoder_outputs"}
     device, takes = prompt_device(model), inspect.signature(model.forward).parameters
     given = {name: source.inputs} | {key: value for key, value in extras.items() if key in takes}
-    draft_prompt, _ = encode(model, None, move(given, device), None, copy.deepcopy(config), device)
+    draft_prompt, _ = encode(model, None, move(given, device), None, copy.deepcopy(config), device, recover)
     return draft_prompt.extras
 
 

@@ -24,7 +24,8 @@ from engine.budget import Budget
 from engine.cancellation import Cancellation
 from engine.checks import check_places, check_positions, check_room_for_rows
 from engine.draft import Draft, check_takes_back, read_draft_request, verifies
-from engine.errors import InputError, OptionError
+from engine.encoder import NothingEncoded
+from engine.errors import InputError, OptionError, OutOfMemory
 from engine.fresh import fresh_cache
 from engine.guidance import GuidedLane, check_pads
 from engine.ladder import Ladder
@@ -35,7 +36,7 @@ from engine.out_of_memory import empty_allocators
 from engine.outlet import outlet_for
 from engine.play import Play
 from engine.request import Request, read_request
-from engine.result import Generation, Piece
+from engine.result import Generation, Piece, nothing_generated
 from engine.run import Run
 from engine.runner import Runner
 from engine.session import check_continues
@@ -132,21 +133,27 @@ class Generator:
         cache_config = self._said(generation_config, "cache_config", cache_config)
         draft = self._draft_of(assistant_model)
         live = _live_cache(cache, past_key_values, cache_implementation, cache_config)
-        request = read_request(
-            self.model,
-            tokenizer,
-            inputs,
-            cache=live,
-            strategy=strategy,
-            generation_config=generation_config,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            chunk_tokens=self.config.prefill_chunk_tokens,
-            options=options,
-            assistant=None if draft is None else draft.model,
-            recover=ladder.climb_before,
-        )
-        draft_request = read_draft_request(draft, self.model, request, live, tokenizer, assistant_tokenizer)
+        try:
+            request = read_request(
+                self.model,
+                tokenizer,
+                inputs,
+                cache=live,
+                strategy=strategy,
+                generation_config=generation_config,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                chunk_tokens=self.config.prefill_chunk_tokens,
+                options=options,
+                assistant=None if draft is None else draft.model,
+                recover=ladder.climb_before,
+            )
+            draft_request = read_draft_request(
+                draft, self.model, request, live, tokenizer, assistant_tokenizer, draft_ladder.climb_before
+            )
+        except NothingEncoded as error:
+            nothing = nothing_generated(error.ids, tokenizer is not None, ladder.taken, time.perf_counter() - started)
+            raise OutOfMemory(f"memory was out in the encoder, before the first token ({error})", nothing) from None
         if draft is not None and draft_request is not None:
             drafts = draft.drafts(request.strategy)
             request = replace(request, drafts=drafts, translation=draft_request.translation)

@@ -43,14 +43,14 @@ class Ladder:
             return
         raise Exhausted(self._why_exhausted(why, refused))
 
-    def climb_before(self, why: str, parts: int, most: int) -> int | None:
+    def climb_before(self, why: str, parts: int, most: int) -> int:
         """Take the next rung that may help an encoder, which reads before there is a cache. See `encoder.Recover`."""
         if "release" in self._left:
             self._left.remove("release")
             self._note(why, Fallback("release", "what the allocator kept was dropped", 0, 0, 0))
             return parts
         if "split" not in self._left or parts >= most:
-            return None
+            raise Exhausted(self._why_exhausted(why, []))
         more = min(2 * parts, most)
         self._note(why, Fallback("split", f"the rows are encoded in {more} parts, one after the other", 0, 0, 0))
         return more

@@ -162,8 +162,8 @@ def read_request(
     stopping_criteria: StoppingCriteriaList | Sequence | None,
     chunk_tokens: int | None,
     options: dict[str, Any],
-    assistant: PreTrainedModel | None = None,
-    recover: Recover | None = None,
+    assistant: PreTrainedModel | None,
+    recover: Recover,
 ) -> Request:
     """Check everything that can be checked without running the model. Raises `InputError` and `OptionError`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,9 +71,9 @@ class Generation:
     finish_reasons: per row "eos", "stop_string", "criteria", "time", "length", or None when the run ended
         before the row did.
     cache: the live cache, holding everything but the last token (nothing where guidance took a negative prompt longer
-        than the prompts, whose columns are not theirs); None for cache="none", and for one of transformers'
-        own that a failed step has spoilt. (transformers' fixed and sliding layers cannot take a token back: after a
-        failure between a forward and the choice of its token they hold that last token too.)
+        than the prompts, whose columns are not theirs); None for cache="none", where an encoder had no memory, and
+        for one of transformers' own that a failed step has spoilt. (transformers' fixed and sliding layers cannot take
+        a token back: after a failure between a forward and the choice of its token they hold that last token too.)
     scores, logits: per new token [rows, vocabulary], float32, after / before the logits processors; None unless
         `output_scores` / `output_logits`.
     attentions, hidden_states, cross_attentions: what the model (its decoder) returned in each of its forwards; None
@@ -103,6 +104,15 @@ class Generation:
         Raises `caches.UnsupportedLayer` where tuples cannot say everything that is in it.
         """
         return self.cache.to_legacy_cache() if self.legacy and self.cache is not None else self.cache
+
+
+def nothing_generated(
+    prompts: torch.Tensor, with_text: bool, fallbacks: Sequence[Fallback], total_s: float
+) -> Generation:
+    """The result of a run that ended before it had a cache. prompts: its rows, [rows, columns]."""
+    stats = Stats("none", 0, 0, None, None, None, total_s, 0, None, fallbacks=tuple(fallbacks))
+    texts = [""] * len(prompts) if with_text else None
+    return Generation(prompts, [[] for _ in prompts], texts, [None] * len(prompts), stats, cache=None)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A run recovers from memory that is out whatever it reads and however it computes, and its cache goes on after it."""
 
+import copy
 import functools
 from functools import partial
 from itertools import product
@@ -89,13 +90,9 @@ def test_caches_of_transformers(rungs, name, kind):
     assert bool(check(model, generate, rungs)) == reads_on
 
 
-@pytest.mark.parametrize(("failures", "rungs"), [(1, ["release"]), (2, ["release", "split"]), (3, None)])
-@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
-def test_an_encoder(name, failures, rungs, monkeypatch):
-    """Before there is a cache to go on with. Two rows are two parts at most."""
-    model, inputs = tiny_encoder_decoder(name), source(name)
-    generate = partial(engine.generate, model, inputs, max_new_tokens=NEW)
-    whole, read, calls = generate(), model.get_encoder().forward, []
+def failing_encoder(monkeypatch, model, failures):
+    """Its first reads fail; the calls there were."""
+    read, calls = model.get_encoder().forward, []
 
     @functools.wraps(read)  # its parameters say what it is given
     def fails_at_first(*arguments, **options):
@@ -105,9 +102,26 @@ def test_an_encoder(name, failures, rungs, monkeypatch):
         return read(*arguments, **options)
 
     monkeypatch.setattr(model.get_encoder(), "forward", fails_at_first)
+    return calls
+
+
+@pytest.mark.parametrize(("failures", "rungs"), [(1, ["release"]), (2, ["release", "split"]), (3, None)])
+@pytest.mark.parametrize("of", ["t5", "bart", "whisper", "draft"])
+def test_an_encoder(of, failures, rungs, monkeypatch):
+    """Before there is a cache to go on with. Two rows are two parts at most."""
+    name = "t5" if of == "draft" else of
+    model, inputs = tiny_encoder_decoder(name), source(name)
+    assistant = copy.deepcopy(model) if of == "draft" else None
+    generate = partial(engine.generate, model, inputs, assistant_model=assistant, max_new_tokens=NEW)
+    whole = generate()
+    calls = failing_encoder(monkeypatch, assistant or model, failures)
     if rungs is None:
-        with pytest.raises(RuntimeError, match="can't allocate memory"):
+        with pytest.raises(engine.OutOfMemory, match=r"can't allocate memory.*taken: release, split") as raised:
             generate()
+        nothing = raised.value.partial
+        assert torch.equal(nothing.sequences, whole.sequences[:, :-NEW])
+        assert nothing.tokens == [[], []]
+        assert [taken.rung for taken in nothing.stats.fallbacks] == ["release", "split"]
         return
     out = generate()
     assert [taken.rung for taken in out.stats.fallbacks] == rungs
