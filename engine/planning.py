@@ -113,6 +113,8 @@ def plan(
     planner = Planner(subject, free)
     backends = [planner.backend(config, course, search=True) for config in configs]
     candidates = backends if cache is not None else [backends[configs.index(config)] for config in chosen_from]
+    if cache is None and all(one.refused is not None for one in candidates):  # a model that takes no cache
+        candidates = [one for one in backends if one.cache == "none"]
     choice, why = choose(candidates, free)
     return Plan(
         model=subject.anatomy.name,

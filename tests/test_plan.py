@@ -13,7 +13,7 @@ import pytest
 import torch
 from architectures import tiny_model
 from encoder_decoders import tiny_encoder_decoder
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
 import caches
 import engine
@@ -327,6 +327,18 @@ def needs(model, course):
     subject = read_subject(model, None, None)
     planner = Planner(subject, Free(1, 1, 1))
     return [planner.backend(config, course) for config in planning.lossless(subject.device)]
+
+
+def test_a_model_that_takes_no_cache_runs_without():
+    config = OpenAIGPTConfig(vocab_size=100, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    model, ids = OpenAIGPTLMHeadModel(config).eval(), torch.arange(3, 11)[None]
+    plan = engine.plan(model, prompt_tokens=8, max_new_tokens=5)
+    assert plan.choice == plan["none"].title == "none"
+    assert "none loses nothing and fits" in plan.why
+    assert plan["dynamic"].refused is not None
+    out = engine.generate(model, ids, cache="auto", max_new_tokens=5)
+    assert out.stats.cache == "none"
+    assert torch.equal(out.sequences, model.generate(ids, max_new_tokens=5, do_sample=False))
 
 
 def test_auto_gives_the_same_text_and_is_no_backend():
