@@ -207,9 +207,9 @@ void gather(const float* from, const Columns& columns, int64_t begin, int64_t en
       found[i] = from && begin + i < end ? from[(begin + i) * columns.scale_stride + g] : 0;
 }
 
-enum Kind { keys_kind, values_kind };
+enum class Of { keys, values };
 
-Unpacked read(Kind kind, const Columns& columns, int64_t begin, int64_t end, Memory& memory) {
+Unpacked read(Of kind, const Columns& columns, int64_t begin, int64_t end, Memory& memory) {
   const int64_t bits = columns.bits, stride = columns.codes_stride, count = end - begin;
   const uint8_t* codes = columns.codes + begin * stride;
   // The next ones, which lie too far apart for the processor to guess them.
@@ -220,7 +220,7 @@ Unpacked read(Kind kind, const Columns& columns, int64_t begin, int64_t end, Mem
   found.whole = columns.groups && columns.width / columns.groups % shorts == 0;
   if (found.whole) {
     int16_t* integers = reinterpret_cast<int16_t*>(memory.held);
-    const auto with = kind == keys_kind ? OF_BITS(unpack_keys, bits) : OF_BITS(unpack_values, bits);
+    const auto with = kind == Of::keys ? OF_BITS(unpack_keys, bits) : OF_BITS(unpack_values, bits);
     with(codes, stride, count, columns.bytes, integers);
     gather(columns.scales, columns, begin, end, memory.scales);
     gather(columns.offsets, columns, begin, end, memory.offsets);
@@ -487,7 +487,7 @@ at::Tensor scores(const Piece& keys, const at::Tensor& given) {
   shared(rows, shares_of(parts), parts, [&](int64_t row, int64_t, const Part& part) {
     Memory memory;
     for (int64_t head = 0; head < heads; head++) {
-      const Unpacked some = read(keys_kind, held.of(row, head), part.begin, part.end, memory);
+      const Unpacked some = read(Of::keys, held.of(row, head), part.begin, part.end, memory);
       for (int64_t at = (row * heads + head) * tokens, end = at + tokens; at < end; at++)
         multiply(asked, at, some, found + at * columns + part.begin);
     }
@@ -507,7 +507,7 @@ at::Tensor mixed(const Piece& values, const at::Tensor& given, int64_t width) {
     Memory memory;
     float of_part[few] = {};
     for (int64_t head = 0; head < heads; head++) {
-      const Unpacked some = read(values_kind, held.of(row, head), part.begin, part.end, memory);
+      const Unpacked some = read(Of::values, held.of(row, head), part.begin, part.end, memory);
       for (int64_t token = 0; token < tokens; token++) {
         const float* weight = weights.const_data_ptr<float>() + ((row * heads + head) * tokens + token) * columns;
         std::copy(weight + part.begin, weight + part.end, of_part);
@@ -538,7 +538,7 @@ at::Tensor attention(const at::Tensor& given, const std::vector<Piece>& keys, co
     std::vector<float> scores(tokens * few, none);
     for (int64_t head = 0; head < heads; head++) {
       const int64_t from = (row * heads + head) * tokens, to = (row * shares + share) * of_row + head * tokens;
-      const Unpacked some_keys = read(keys_kind, held_keys[part.piece].of(row, head), part.begin, part.end, memory);
+      const Unpacked some_keys = read(Of::keys, held_keys[part.piece].of(row, head), part.begin, part.end, memory);
       for (int64_t token = 0; token < tokens; token++) {
         float* found = scores.data() + token * few;
         multiply(asked, from + token, some_keys, found);
@@ -551,7 +551,7 @@ at::Tensor attention(const at::Tensor& given, const std::vector<Piece>& keys, co
         std::fill(found + some_keys.count, found + few, none);
         weigh(found, seen[to + token], sums.data() + (to + token) * out_width, out_width);
       }
-      const Unpacked some_values = read(values_kind, held_values[part.piece].of(row, head), part.begin, part.end, memory);
+      const Unpacked some_values = read(Of::values, held_values[part.piece].of(row, head), part.begin, part.end, memory);
       for (int64_t token = 0; token < tokens; token++)
         add(scores.data() + token * few, some_values, sums.data() + (to + token) * out_width);
     }
