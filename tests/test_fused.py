@@ -39,7 +39,7 @@ def test_products_are_those_of_the_numbers(width, group, backend, bits, over_col
         for tokens in (1, 3, 7, fused.FEW + 1):
             queries, weights = torch.randn(3, 2, tokens, width), torch.rand(3, 2, tokens, count)
             # Queries and weights are rounded to 16 bits where neighbouring channels share a scale.
-            close = CLOSE if over_columns else CLOSE | {"atol": 3e-3}
+            close = CLOSE if over_columns else CLOSE | {"atol": 5e-3}
             torch.testing.assert_close(decode(kernel).scores(queries), decode(plain).scores(queries), **close)
             torch.testing.assert_close(decode(kernel).mixed(weights), decode(plain).mixed(weights), **close)
         assert torch.equal(decode(kernel).numbers(), decode(plain).numbers())
@@ -84,7 +84,7 @@ def test_attention_is_that_of_the_numbers(width, group, tokens, repeats, backend
         attn_mask = torch.where(attn_mask, torch.randn(attn_mask.shape), torch.finfo(torch.float32).min)
     attend = partial(torch.nn.functional.scaled_dot_product_attention, attn_mask=attn_mask, enable_gqa=True)
     expected = attend(query, *(view.numbers() for view in views))
-    torch.testing.assert_close(attend(query, *views), expected, **CLOSE)
+    torch.testing.assert_close(attend(query, *views), expected, atol=2e-3, rtol=1e-4)
     query[1, 0, 0, 0] = float("nan")
     spoilt = attend(query, *views).isnan().flatten(2).any(-1)
     assert spoilt.nonzero().tolist() == [[1, 0]], "it is told, and the other heads and rows do not suffer"

@@ -110,7 +110,7 @@ def same(found: Run, whole: Run) -> list[str]:
     assert found.out.stats.new_tokens == whole.out.stats.new_tokens
     assert found.out.stats.accepted_tokens == whole.out.stats.accepted_tokens
     assert torch.equal(found.random, whole.random)
-    close = {"atol": 1e-4, "rtol": 1e-4} if set(rungs) - {"release"} else {"atol": 0, "rtol": 0}
+    close = {"atol": 1e-3, "rtol": 1e-3} if set(rungs) - {"release"} else {"atol": 0, "rtol": 0}
     for name in FIELDS:
         torch.testing.assert_close(getattr(found.out, name), getattr(whole.out, name), **close)
     return rungs

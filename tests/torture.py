@@ -29,7 +29,6 @@ from injection import ERRORS, failing, starving
 from references import draft_of, tiny
 from rich.progress import track
 from test_backend_table import needed
-from test_beams import AMPLIFIED
 from test_cancellation import check_goes_on
 from test_strategies import OPTIONS, REFUSALS
 
@@ -41,6 +40,7 @@ NAMES = ("llama", "mistral", "gemma2", "gpt2", "mamba", "jamba", "bamba", "lfm2"
 RUNGS = ("release", "chunk", "offload", "split")
 PER_SCENE = 4  # seeds that share a scene, and so its undisturbed run
 BATCH = 100
+ANOTHER_ORDER = {"atol": 5e-2, "rtol": 5e-3}  # of computing; some models amplify rounding
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _play(scene: Scene, attack: Attack, whole: Run) -> list[str]:
         assert found.out.finish_reasons == whole.out.finish_reasons
         assert torch.equal(found.random, whole.random)
         rungs = [taken.rung for taken in found.out.stats.fallbacks]
-        close = AMPLIFIED if set(rungs) - {"release"} else {"atol": 0, "rtol": 0}
+        close = ANOTHER_ORDER if set(rungs) - {"release"} else {"atol": 0, "rtol": 0}
         for name in ("scores", "sequences_scores", "beam_indices"):
             torch.testing.assert_close(getattr(found.out, name), getattr(whole.out, name), **close)
         assert len(rungs) == attack.failures
