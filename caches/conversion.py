@@ -111,7 +111,8 @@ def _copied(
 
     rows = len(of_tensors([torch.empty(source.batch_size) for source in sources]))
     layers = zip(*(source.layers for source in sources), strict=True)
-    empty.load_written(sources[0], rows, [combined([layer.written() for layer in same]) for same in layers])
+    # A layer at a time: they may come from a place with more room than where they are put together.
+    empty.load_written(sources[0], rows, (combined([layer.written() for layer in same]) for same in layers))
     logs = [source.log for source in sources if source.log is not None]
     empty.log = of_logs(logs) if len(logs) == len(sources) else None
     return empty

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -175,7 +175,7 @@ class Forking(Choosing):
         self._forget_forks()
         super().load(seen, rows, contents)
 
-    def load_written(self, like: Steps, rows: int, written: Sequence[dict[str, Any]]) -> None:
+    def load_written(self, like: Steps, rows: int, written: Iterable[dict[str, Any]]) -> None:
         self._forget_forks()
         self.split_like(like)
         super().load_written(like, rows, written)

@@ -7,7 +7,7 @@ of a copy are turned, from their originals, to where the window begins. Nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -317,15 +317,17 @@ class SinkCache(Cache):
         self.pads.take(None)
 
     def load(self, seen: int, rows: int, contents: Sequence[dict[str, Any]]) -> None:
-        self._take_pads_of(contents)
-        super().load(seen, rows, contents)
+        self.pads.take(None)
+        super().load(seen, rows, [self._with_pads(content) for content in contents])
 
-    def load_written(self, like: Steps, rows: int, written: Sequence[dict[str, Any]]) -> None:
-        self._take_pads_of(written)
-        super().load_written(like, rows, written)
+    def load_written(self, like: Steps, rows: int, written: Iterable[dict[str, Any]]) -> None:
+        self.pads.take(None)
+        super().load_written(like, rows, map(self._with_pads, written))
 
-    def _take_pads_of(self, contents: Sequence[dict[str, Any]]) -> None:
-        self.pads.take(next((content["pads"] for content in contents if "pads" in content), None))
+    def _with_pads(self, content: dict[str, Any]) -> dict[str, Any]:
+        if "pads" in content:
+            self.pads.take(content["pads"])
+        return content
 
 
 def _with_sinks(pads: Pads, new_store: StoreFactory, slot: Slot) -> Store:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -203,7 +203,7 @@ class Steps(Face):
         for layer, content in zip(self.layers, contents, strict=True):
             layer.load(content)
 
-    def load_written(self, like: Steps, rows: int, written: Sequence[dict[str, Any]]) -> None:
+    def load_written(self, like: Steps, rows: int, written: Iterable[dict[str, Any]]) -> None:
         """Hold exactly this of every layer (see `Layer.written`) where `like`, of the same recipe, holds it."""
         for timeline, other in zip(self._timelines, like._timelines, strict=True):
             timeline.adopt_like(other, rows)

@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 from contract import CELLS, EDGES, KINDS, STEPS, each_cell, options_of
-from trial import Trial, refused
+from trial import Trial, refused, with_room
 
 import caches
+from caches.layer import Layer
 
 pytestmark = pytest.mark.covering("pairs")
 
@@ -95,6 +96,22 @@ def test_rows_can_be_split_and_joined(trial, rows):
         caches.join_rows([trial.cache, joined.cache])
     with pytest.raises(caches.StepError, match="nothing to join"):
         caches.join_rows([])
+
+
+def test_rows_are_copied_layer_by_layer(monkeypatch):
+    """They may come from a place with more room than where they are put together."""
+    events = []
+
+    def telling(name, does):
+        return lambda layer, *given: events.append(name) or does(layer, *given)
+
+    trial = with_room("offloaded", "full", 8)
+    trial.step(20)
+    for name in ("written", "load_written"):
+        monkeypatch.setattr(Layer, name, telling(name, getattr(Layer, name)))
+    caches.join_rows([caches.select_rows(trial.cache, torch.tensor([row])) for row in (1, 0)])
+    layers = len(trial.cache.layers)
+    assert events == 2 * layers * ["written", "load_written"] + layers * ["written", "written", "load_written"]
 
 
 @each_cell
