@@ -1,6 +1,7 @@
 """What a long context costs per backend, in bytes and in ms per token, beside transformers' own cache of the same kind.
 
-    python benchmarks/memory.py --peak --out benchmarks/results/memory-cpu.json
+    python benchmarks/memory.py --peak --contexts 1024,4096 --out benchmarks/results/memory-cpu.json
+    python benchmarks/memory.py --peak --contexts 16384 --only "..." --out benchmarks/results/memory-long-cpu.json
     python benchmarks/memory.py --device cuda --out benchmarks/results/memory-cuda.json
 
 The prompt is read in pieces; then every decode step is timed by itself, one of each backend in turn, so that what else

@@ -273,6 +273,7 @@ TABLES = {
     "branching": ("branching-cpu", branching_table),
     "speed": ("decode-cpu", speed_table),
     "memory": ("memory-cpu", memory_table),
+    "memory_long": ("memory-long-cpu", memory_table),
     "quality": ("quality-cpu", quality_table),
 }
 
