@@ -110,9 +110,26 @@ def nothing_generated(
     prompts: torch.Tensor, with_text: bool, fallbacks: Sequence[Fallback], total_s: float
 ) -> Generation:
     """The result of a run that ended before it had a cache. prompts: its rows, [rows, columns]."""
-    stats = Stats("none", 0, 0, None, None, None, total_s, 0, None, fallbacks=tuple(fallbacks))
-    texts = [""] * len(prompts) if with_text else None
-    return Generation(prompts, [[] for _ in prompts], texts, [None] * len(prompts), stats, cache=None)
+    stats = Stats(
+        cache="none",
+        prompt_tokens=0,
+        new_tokens=0,
+        ttft_s=None,
+        prefill_tokens_per_s=None,
+        decode_tokens_per_s=None,
+        total_s=total_s,
+        cache_bytes=0,
+        peak_bytes=None,
+        fallbacks=tuple(fallbacks),
+    )
+    return Generation(
+        sequences=prompts,
+        tokens=[[] for _ in prompts],
+        text=[""] * len(prompts) if with_text else None,
+        finish_reasons=[None] * len(prompts),
+        stats=stats,
+        cache=None,
+    )
 
 
 @dataclass(frozen=True)
