@@ -28,7 +28,7 @@ test-product: .venv/installed
 
 # Memory runs out at random, 20,000 times; 2,000 of them are among the tests.
 torture: .venv/installed
-	$(BIN)/python tests/torture.py 20000
+	$(BIN)/python tests/support/torture.py 20000
 
 check: .venv/installed
 	$(BIN)/ruff check .

@@ -4,10 +4,10 @@ import inspect
 import random
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from places import README
 from references import contrastive, diverse, draft_of, readers, tiny
 from transformers import GenerationMixin, SynthIDTextWatermarkingConfig
 from transformers.generation.logits_process import (
@@ -25,7 +25,6 @@ from strategies import Crop, Emit, Forward, Rows, read_prompt
 
 pytestmark = pytest.mark.covering("pairs")
 
-README = Path(__file__).parent.parent / "README.md"
 NEW = 10
 END, PAD = 29, 3
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 import torch
-from support import toy_flow
+from helpers import toy_flow
 
 import engine
 import strategies

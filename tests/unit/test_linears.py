@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from architectures import prompt, tiny_model
-from support import needs_kernels
+from helpers import needs_kernels
 from torch import nn
 from torch.nn.utils import prune
 

@@ -7,16 +7,15 @@ import re
 import shlex
 import statistics
 import textwrap
-from pathlib import Path
 
 import pytest
-from support import in_terminal
+from helpers import in_terminal
+from places import ROOT
 
 import configs
 import engine
 from caches import registry
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 

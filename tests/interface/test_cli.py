@@ -12,7 +12,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, tiny_model
 from encoder_decoders import tiny_encoder_decoder
-from support import in_terminal
+from helpers import in_terminal
 
 import caches
 import configs

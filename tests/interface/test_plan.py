@@ -13,6 +13,7 @@ import pytest
 import torch
 from architectures import tiny_model
 from encoder_decoders import tiny_encoder_decoder
+from places import SUPPORT
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
 import caches
@@ -379,7 +380,7 @@ def test_scores_are_counted_where_attention_makes_them():
 @pytest.mark.slow
 @pytest.mark.parametrize(("cache", "prompt", "chunk"), [("dynamic", 1024, 0), ("quantized", 4096, 512)])
 def test_the_whole_process_takes_what_was_planned(cache, prompt, chunk):
-    script = Path(__file__).parent / "peak.py"
+    script = SUPPORT / "peak.py"
     command = [sys.executable, script, "small", cache, str(prompt), str(chunk)]
     said, measured = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
     print(f"{cache}, {prompt} tokens: {said:,} planned, {measured:,} measured")

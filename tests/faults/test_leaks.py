@@ -8,12 +8,12 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
 from architectures import ARCHITECTURES, prompt, randomised, tiny_model
 from leaks import ENDINGS, alive, call, fails, out_of_memory
+from places import SUPPORT
 from references import draft_of
 from test_streams import NAMES
 
@@ -82,7 +82,7 @@ def test_what_a_result_keeps():
 
 def in_another_process(*arguments) -> dict:
     environment = os.environ | {"MALLOC_ARENA_MAX": "1"}
-    command = [sys.executable, str(Path(__file__).parent / "leaks.py"), *arguments]
+    command = [sys.executable, str(SUPPORT / "leaks.py"), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

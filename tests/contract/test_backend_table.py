@@ -9,13 +9,13 @@ import functools
 import os
 import re
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from architectures import prompt, tiny_model
 from contract import CELLS, KINDS, options_of
-from support import cache_argument
+from helpers import cache_argument
+from places import README
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from trial import Trial
 
@@ -23,7 +23,6 @@ import caches
 import configs
 import engine
 
-README = Path(__file__).parent.parent / "README.md"
 MARKS = re.compile(r"(?<=<!-- caches -->\n).*?(?=<!-- /caches -->)", flags=re.S)
 NEW = 30
 SAMPLES = ["llama", "gemma2", "mistral", "mamba2"]

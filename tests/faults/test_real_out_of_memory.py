@@ -6,15 +6,15 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT, SUPPORT
 from starved import build
 
 import engine
 
-TESTS = Path(__file__).parent
+TESTS = SUPPORT
 NEVER = 1999  # a token that nothing says: how long the text gets is not known, so room is made as it comes
 
 CASES = {
@@ -31,7 +31,7 @@ CASES = {
 def starved(**case) -> dict:
     # The C library keeps memory that is free, which counts too: here larger tensors are given back at once.
     alone = {"MALLOC_MMAP_THRESHOLD_": "100000"}
-    environment = os.environ | alone | {"PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | alone | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, TESTS / "starved.py", json.dumps(case)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES, prompt, tiny_model
-from support import new_cache, skip_if_refused
+from helpers import new_cache, skip_if_refused
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import caches

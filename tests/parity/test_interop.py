@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from architectures import ARCHITECTURES, pairs, prompt, tiny_model
-from support import cache_argument, new_cache
+from helpers import cache_argument, new_cache
 from transformers import DynamicCache, StaticCache
 
 import caches

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from architectures import prompt, tiny_model
-from support import needs_kernels
+from helpers import needs_kernels
 
 import caches
 import engine

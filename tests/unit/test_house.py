@@ -1,16 +1,15 @@
 """The house rules: who may import whom, what is public, who may call what."""
 
 import ast
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
 import caches
 import configs
 import engine
 import strategies
 
-ROOT = Path(__file__).parent.parent
 ROOMS = ("configs", "caches", "strategies", "engine")
 MAY_IMPORT = {
     "configs": set(),

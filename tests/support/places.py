@@ -1,0 +1,7 @@
+"""Where the files that tests look at are."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SUPPORT = ROOT / "tests" / "support"
+README = ROOT / "README.md"
