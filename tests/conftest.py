@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from covering import mark_surplus
+from exact_codecs import as_they_are, exactly  # noqa: F401 - fixtures
 from transformers import AutoTokenizer
 from trial import Trial
 

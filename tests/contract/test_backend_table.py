@@ -14,7 +14,7 @@ import pytest
 import torch
 from architectures import prompt, tiny_model
 from contract import CELLS, KINDS, options_of
-from helpers import cache_argument
+from helpers import cache_argument, needed
 from places import README
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from trial import Trial
@@ -51,14 +51,6 @@ def is_for(cache: str, name: str) -> bool:
     except caches.UnsupportedLayer:
         return False
     return True
-
-
-def needed(cache: str) -> dict[str, int]:
-    """Options without which there is no such cache: as wide as any text here."""
-    names = caches.recipe(cache).options.option_names()
-    if "num_sink_tokens" in names:
-        return {"window_length": 256}
-    return {"max_cache_len": 64} if caches.recipe(cache).has_a_size else {}
 
 
 def new_cache(cache: str, name: str) -> caches.Driven:

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import threading
 
 import pytest
 import torch
-from architectures import prompt, tiny_model
+from architectures import tiny_model
 from contract import FULL, KINDS, READS_OTHERS, each_cell, keys_of
-from encoder_decoders import source, tiny_encoder_decoder
-from test_contract_copies import storage
-from test_quantized import as_they_are  # noqa: F401 - a fixture
+from forks import ENCODED, PROMPTS, ROWS, SIBLINGS, Loop, feed_columns, model_with
 from transformers.integrations.sdpa_attention import repeat_kv
-from trial import with_room
+from trial import storage, with_room
 
 import caches
-from caches.fork import ForkedTimeline
 from caches.pieces import Apart, Exact
 from caches.residency import HostBuffer
 from caches.views import Pieced, plain
 
 pytestmark = pytest.mark.covering("pairs")
 
-PROMPTS, SIBLINGS, STEPS = 2, 3, 6
-ROWS = PROMPTS * SIBLINGS
 REPEATED = torch.arange(PROMPTS).repeat_interleave(SIBLINGS)
 # Whose attention takes columns in pieces; which need the whole, because they go on computing with the keys or multiply
 # in a way of their own; and which have nothing to share: windows, states, an index.
@@ -33,7 +27,6 @@ IN_PIECES = ["gpt2", "llama", "gemma2", "gpt_oss", "qwen3", "llama4_text", "falc
 IN_PIECES += ["gemma3n_text", "zamba2"]
 WHOLE = ["deepseek_v3", "bloom"]
 NOTHING_SHARED = ["mistral", "mamba2", "deepseek_v32"]
-ENCODED = ["t5", "bart", "whisper"]
 CLOSE = {"atol": 1e-3, "rtol": 1e-4}
 
 
@@ -48,98 +41,6 @@ def wholes(monkeypatch):
 @pytest.fixture(params=["sdpa", "eager"])
 def attention(request):
     return request.param
-
-
-def model_with(name: str, attention: str | None = None):
-    model = tiny_encoder_decoder(name) if name in ENCODED else tiny_model(name)
-    if attention is None:
-        return model
-    if name in ("gemma2", "gpt_oss") and attention == "sdpa":
-        pytest.skip("has no such attention")
-    if name in ("bloom", "falcon", "mamba2"):
-        if attention == "eager":
-            pytest.skip("chooses its attention itself")
-        return model
-    model = copy.deepcopy(model)
-    model.set_attn_implementation(attention)
-    return model
-
-
-class Loop:
-    """Our loop, as little of it as there has to be: two prompts, the first of them padded, then any tokens."""
-
-    def __init__(self, model, cache="dynamic", **options):
-        self.model, self.takes = model, inspect.signature(model.forward).parameters
-        self.cache = caches.build(cache, model.config, **options)
-        self.extras, self.is_pair = {}, model.config.is_encoder_decoder
-        inputs = source(model.config.model_type) if self.is_pair else prompt()
-        inputs = {name: value.to(model.device) for name, value in inputs.items()}
-        ids = prompt()["input_ids"][:, 4:].to(model.device) if self.is_pair else inputs["input_ids"]
-        mask = torch.ones_like(ids) if self.is_pair else inputs["attention_mask"]
-        if self.is_pair:
-            with torch.no_grad():
-                self.extras["encoder_outputs"] = (model.get_encoder()(**inputs).last_hidden_state,)
-            if model.config.model_type != "whisper":
-                self.extras["attention_mask"] = inputs["attention_mask"]
-        self.mask = mask[:, :0]
-        self.tokens = torch.Generator().manual_seed(1)
-        self.feed(ids, mask)
-
-    @torch.no_grad()
-    def feed(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        self.mask = torch.cat([self.mask, torch.ones_like(ids) if mask is None else mask], dim=1)
-        arguments = {"past_key_values" if "past_key_values" in self.takes else "cache_params": self.cache.handle}
-        arguments |= {"decoder_input_ids" if self.is_pair else "input_ids": ids} | self.extras
-        if not self.is_pair:
-            arguments["attention_mask"] = self.mask
-            if "position_ids" in self.takes:
-                arguments["position_ids"] = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        self.cache.begin(ids.shape[1])
-        logits = self.model(**arguments, use_cache=True).logits
-        self.cache.settle()
-        return logits
-
-    def step(self, tokens: int = 1) -> torch.Tensor:
-        return self.feed(torch.randint(3, 95, (len(self.mask), tokens), generator=self.tokens).to(self.mask.device))
-
-    def rows(self, index: torch.Tensor) -> None:
-        self.cache.rows(index)
-        self._others(index)
-
-    def fork(self, times: int) -> None:
-        self._others(torch.arange(len(self.mask)).repeat_interleave(times))
-        self.cache.fork(times)
-
-    def _others(self, index: torch.Tensor) -> None:
-        self.mask = self.mask[index]
-        if "attention_mask" in self.extras:
-            self.extras["attention_mask"] = self.extras["attention_mask"][index]
-        if self.is_pair:
-            self.extras["encoder_outputs"] = (self.extras["encoder_outputs"][0][index],)
-
-    def reorder(self) -> None:
-        """Within prompts, as beams do."""
-        chosen = torch.randint(0, SIBLINGS, (ROWS,), generator=self.tokens)
-        self.rows(torch.arange(ROWS) // SIBLINGS * SIBLINGS + chosen)
-
-    def beams(self, tokens: int = 1) -> torch.Tensor:
-        """The logits of all steps."""
-        logits = []
-        for _ in range(STEPS):
-            logits.append(self.step(tokens))
-            self.reorder()
-        return torch.stack(logits)
-
-    @property
-    def forks(self) -> list[ForkedTimeline]:
-        return [fork for part in self.cache.parts for fork in part._forks]
-
-    @property
-    def storage(self) -> set[int]:
-        """Where the trunks are."""
-        layers = [layer for part in self.cache.parts for layer in part.layers]
-        stores = [getattr(store, "trunk", store) for layer in layers for store in getattr(layer, "stores", {}).values()]
-        return {tensor.data_ptr() for store in stores for tensor in store.tensors()}
 
 
 def both(model, cache="dynamic", tokens=1, **options) -> tuple[Loop, torch.Tensor, torch.Tensor]:
@@ -181,7 +82,7 @@ def test_products_are_exact():
 
 @pytest.mark.parametrize("cache", ["static", "offloaded", "offloaded_static", "quantized", "offloaded_quantized"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3n_text", "jamba", "bart", "deepseek_v3"])
-def test_any_backend(name, cache, as_they_are, wholes):  # noqa: F811
+def test_any_backend(name, cache, as_they_are, wholes):
     options = {"max_cache_len": 40, "max_batch_size": ROWS} if "static" in cache else {}
     options |= {"residual_length": 2} if "quantized" in cache else {}
     if "quantized" in cache and name == "gemma2":
@@ -235,20 +136,13 @@ def test_only_a_step_of_one_token_that_needs_the_whole_ends_the_sharing(backend,
     trial.check()
 
 
-def columns(cache, count: int, rows: int = PROMPTS, layers: int = 4) -> None:
-    cache.begin(count)
-    for layer in range(layers):
-        cache.update(*[torch.randn(rows, 2, count, 8)] * 2, layer)
-    cache.settle()
-
-
 def test_bytes_are_those_of_the_prompts_and_the_tails():
     cache = caches.recipe("dynamic").build(KINDS["full"].specs, caches.recipe("dynamic").options())
-    columns(cache, 1024)
+    feed_columns(cache, 1024)
     prompts = cache.bytes
     cache.fork(16)
     assert cache.bytes == prompts
-    columns(cache, 1, 32)
+    feed_columns(cache, 1, 32)
     assert cache.bytes == prompts * (1 + 16 * 16 / 1024)
     cache.reserve(1024 + 100)  # in all
     assert cache.bytes == prompts * (1 + 112 * 16 / 1024)
@@ -287,7 +181,7 @@ def test_the_order_that_there_is_costs_nothing(trial):
 def test_what_a_layer_was_handed_lasts_where_later_layers_read_it(backend):
     """Although the others take turns in the same memory."""
     cache = caches.recipe(backend).build([*[FULL] * 5, READS_OTHERS], caches.recipe(backend).options())
-    columns(cache, 200, layers=5)
+    feed_columns(cache, 200, layers=5)
     cache.fork(SIBLINGS)
     for _ in range(4):
         cache.begin(1)
@@ -325,14 +219,14 @@ def test_a_prompt_is_fetched_once_for_all_its_rows(backend, monkeypatch):
     monkeypatch.setattr(HostBuffer, "read", lambda buffer, *args: fetched.append(found := read(buffer, *args)) or found)
     options = {"max_cache_len": 700, "max_batch_size": 32} if "static" in backend else {}
     cache = caches.build(backend, tiny_model("llama").config, **options)
-    columns(cache, 600)
+    feed_columns(cache, 600)
     cache.fork(16)
     for _ in range(2):  # by then it knows the order of the layers
-        columns(cache, 1, 32)
+        feed_columns(cache, 1, 32)
     numbers = []
     for _ in range(3):
         fetched.clear()
-        columns(cache, 1, 32)
+        feed_columns(cache, 1, 32)
         numbers.append(sum(one.numel() for one in fetched))
     prompts, tails = 4 * 2 * PROMPTS * 2 * 600 * 8, 4 * 2 * 32 * 2 * 8
     assert all(prompts <= number <= prompts + 6 * tails for number in numbers)
@@ -340,12 +234,12 @@ def test_a_prompt_is_fetched_once_for_all_its_rows(backend, monkeypatch):
 
 def test_codes_are_shared():
     cache = caches.build("quantized", tiny_model("llama").config, residual_length=4)
-    columns(cache, 300)
+    feed_columns(cache, 300)
     before = [plain(layer.keys) for layer in cache.layers]
     codes = [part.buffer._memory.data_ptr() for layer in cache.layers for part in layer.stores["keys"].parts.values()]
     cache.fork(SIBLINGS)
     for _ in range(70):
-        columns(cache, 1, ROWS)
+        feed_columns(cache, 1, ROWS)
     trunks = [layer.stores["keys"].trunk for layer in cache.layers]
     assert [part.buffer._memory.data_ptr() for trunk in trunks for part in trunk.parts.values()] == codes
     assert all(layer.timeline.tail.encoded >= 60 for layer in cache.layers)
@@ -389,18 +283,18 @@ def test_rows_that_nobody_can_look_at_are_copied():
 
 def test_no_graph_and_room_to_the_end():
     cache = caches.build("static", tiny_model("llama").config, max_cache_len=90, max_batch_size=ROWS)
-    columns(cache, 20)
+    feed_columns(cache, 20)
     assert cache.why_not_compiled is None
     cache.fork(SIBLINGS)
     assert "rows share the columns of their prompt" in cache.why_not_compiled
     with pytest.raises(caches.StepError, match="rows share the columns"):
         cache.begin(1, graph=True)
-    columns(cache, 30, ROWS)
+    feed_columns(cache, 30, ROWS)
     cache.crop(10)  # there is more room for tails now
-    columns(cache, 78, ROWS)
+    feed_columns(cache, 78, ROWS)
     with pytest.raises(caches.CapacityError, match="holds 88 of at most 90 tokens and cannot take 3 more: 1 too many"):
         cache.begin(3)
-    columns(cache, 2, ROWS)
+    feed_columns(cache, 2, ROWS)
     assert max(layer.stores["keys"].tail.buffer.shape[2] for layer in cache.layers) <= 80
     cache.unfork()
     assert cache.why_not_compiled is None
@@ -409,14 +303,14 @@ def test_no_graph_and_room_to_the_end():
 
 def test_a_step_of_another_model_is_refused():
     cache = caches.build("dynamic", tiny_model("llama").config)
-    columns(cache, 20)
+    feed_columns(cache, 20)
     cache.fork(SIBLINGS)
     for shape, match in (((ROWS, 3, 1, 8), "belongs to one model"), ((2, 2, 1, 8), "the step has 2")):
         cache.begin(1)
         with pytest.raises(caches.StepError, match=match):
             cache.update(*[torch.randn(shape)] * 2, 0)
         cache.abort()
-    columns(cache, 1, ROWS)
+    feed_columns(cache, 1, ROWS)
 
 
 def test_tuples_and_looking_for_numbers_that_are_not_finite(wholes):
@@ -549,7 +443,7 @@ def test_attention(mask, more, repeats, wholes):
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ["llama", "gemma2", "jamba", "deepseek_v3"])
 @pytest.mark.parametrize("cache", ["dynamic", "static", "offloaded", "quantized"])
-def test_on_a_gpu(name, cache, as_they_are):  # noqa: F811
+def test_on_a_gpu(name, cache, as_they_are):
     options = {"max_cache_len": 40, "max_batch_size": ROWS} if cache == "static" else {}
     model = copy.deepcopy(model_with(name)).to("cuda", torch.float64)
     forked, found, must = both(model, cache, **options)

@@ -11,11 +11,11 @@ import torch
 from architectures import tiny_model
 from contract import CELLS, KINDS, options_of
 from failing_memory import each_cell_with, memory, moments
-from test_fork import ROWS, SIBLINGS, Loop, columns, model_with
-from test_unfinished_rows import CHOICES, OUT, asked, chosen, goes_on, prepared
+from forks import ROWS, SIBLINGS, Loop, feed_columns, model_with
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 from trial import Trial, refused, with_room
+from unfinished import CHOICES, OUT, asked, chosen, goes_on, prepared
 
 import caches
 from caches import moving
@@ -247,7 +247,7 @@ def test_codes_stay_as_they_are(options, encoded):
 
 def test_another_way_to_write_is_written_anew(encoded):
     cache = caches.build("quantized", tiny_model("llama").config, backend="kivi", residual_length=5)
-    columns(cache, 100)
+    feed_columns(cache, 100)
     held = [plain(layer.keys) for layer in cache.layers]
     count = len(encoded)
     new = caches.move(cache, "quantized", backend="fp8", residual_length=5)
@@ -258,9 +258,9 @@ def test_another_way_to_write_is_written_anew(encoded):
 
 def test_a_prompt_is_moved_once_for_all_its_rows():
     cache = caches.recipe("dynamic").build(KINDS["full"].specs, caches.recipe("dynamic").options())
-    columns(cache, 1024)
+    feed_columns(cache, 1024)
     cache.fork(SIBLINGS)
-    columns(cache, 1, ROWS)
+    feed_columns(cache, 1, ROWS)
     before = cache.bytes
     new = caches.move(cache, "offloaded")
     assert new.bytes == before

@@ -14,9 +14,9 @@ import torch
 from architectures import prompt, tiny_model
 from contract import EDGES, FULL, KINDS, READS_OTHERS, Kind, LayerSpec, build
 from encoder_decoders import source, tiny_encoder_decoder
-from test_contract_walk import walk
 from transformers import GenerationMixin
 from trial import Trial
+from walk import walk
 
 import caches
 import engine

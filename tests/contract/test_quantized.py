@@ -10,14 +10,15 @@ import pytest
 import torch
 from architectures import prompt, tiny_model
 from contract import KINDS, is_taken
-from test_contract_walk import walk
+from exact_codecs import Exactly
 from trial import Trial
+from walk import walk
 
 import caches
 import engine
 from caches import backends
 from caches.codec import CHOICES, Affine, new_codec
-from caches.pieces import Exact, Piece
+from caches.pieces import Piece
 from caches.views import Pieced
 from configs import CODECS, ConfigError, QuantizedCacheConfig
 
@@ -211,41 +212,6 @@ def test_crop_in_a_block_encodes_nothing_again(options, removed):
 # That nothing else is lost: with a codec that writes exactly, everything equals a cache that encodes nothing.
 
 
-class Exactly:
-    """Columns as what they are more than the first one of their block: whole numbers stay exact in float64."""
-
-    block = 4  # of as many columns, and never a whole step
-    attend = None
-
-    def encode(self, columns):
-        blocks = columns.unflatten(2, (-1, self.block))
-        return {"codes": (blocks - blocks[:, :, :, :1]).flatten(2, 3), "first": blocks[:, :, :, 0]}
-
-    def decode(self, parts, place):
-        out, _ = place()
-        firsts = parts["first"].repeat_interleave(self.block, dim=2)[:, :, : out.shape[2]]
-        return Exact(torch.add(parts["codes"], firsts, out=out))
-
-    def per_block(self, name):
-        return name != "codes"
-
-
-class AsTheyAre(Exactly):
-    """Columns themselves, exact for any number, and one number per block that would be wrong in any other place."""
-
-    def encode(self, columns):
-        sums = columns.unflatten(2, (-1, self.block)).sum(dim=3)
-        return {"codes": columns, "sums": sums}
-
-    def decode(self, parts, place):
-        out, _ = place()
-        out.copy_(parts["codes"])
-        for number in range(out.shape[2] // self.block):
-            whole = parts["codes"][:, :, number * self.block : (number + 1) * self.block]
-            assert torch.allclose(whole.sum(dim=2), parts["sums"][:, :, number], atol=1e-4)
-        return Exact(out)
-
-
 class Lazily(Exactly):
     """Decodes when somebody looks, as what computes with codes: pieces are handed out again."""
 
@@ -265,16 +231,6 @@ class Unread:
 
     def numbers(self):
         return self.read().numbers()
-
-
-@pytest.fixture
-def exactly(monkeypatch):
-    monkeypatch.setattr(backends, "new_codec", lambda options, name: Exactly())
-
-
-@pytest.fixture
-def as_they_are(monkeypatch):
-    monkeypatch.setattr(backends, "new_codec", lambda options, name: AsTheyAre())
 
 
 @pytest.mark.covering("values")

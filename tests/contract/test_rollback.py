@@ -1,44 +1,18 @@
 """Rejected tokens leave no trace in the text, whatever keeps them: columns, windows or states."""
 
 import functools
-from dataclasses import dataclass
 
 import pytest
 import torch
 from architectures import pairs, prompt, tiny_model
 from encoder_decoders import source, tiny_encoder_decoder
+from helpers import looks_ahead
 
 import engine
-from strategies import Crop, Emit, Forward
 
 pytestmark = pytest.mark.covering("pairs")
 
 NEW = 30
-
-
-def looks_ahead(text: torch.Tensor, ahead: int):
-    """Follows `text` [rows, columns]; after every token it feeds `ahead` wrong ones as well and takes them back."""
-
-    @dataclass(frozen=True)
-    class LooksAhead:
-        name = "looks_ahead"
-        samples = False
-
-        def flow(self, task):
-            ids = task.ids
-            wrong = (text + 7) % 90 + 2
-            tokens = ids
-            for column in range(ids.shape[1], text.shape[1], 2):
-                logits = yield Forward(tokens)
-                yield Emit(logits.argmax(-1)[:, None])
-                if column + 1 + ahead >= text.shape[1]:
-                    return
-                yield Forward(torch.cat([text[:, column : column + 1], wrong[:, column : column + ahead]], dim=1))
-                yield Crop(ahead)
-                tokens = text[:, column + 1 : column + 2]
-                yield Emit(tokens)
-
-    return LooksAhead()
 
 
 NAMES = [

@@ -10,8 +10,10 @@ from itertools import product
 
 import pytest
 import torch
+from helpers import needed
+from places import README
 from references import draft_of, never_run, tiny
-from test_backend_table import README, needed
+from strategy_cases import LOSSY, MODELS, OPTIONS, REFUSALS
 
 import caches
 import engine
@@ -20,32 +22,7 @@ from strategies import Beam, Contrastive, DiverseBeam, Sampling
 
 pytestmark = pytest.mark.covering("pairs")
 
-MODELS = {
-    "full": "llama",
-    "window": "mistral",
-    "full and windows": "gemma2",
-    "states": "mamba",
-    "attention and states": "jamba",
-    "encoder-decoder": "t5",
-}
-# Small, where the defaults are large; a strategy that is not here has to do without options.
-OPTIONS = {
-    "sampling": {"num_return_sequences": 2},
-    "beam": {"num_beams": 3, "num_return_sequences": 2},
-    "diverse_beam": {"num_beams": 4, "diversity_penalty": 0.7, "num_return_sequences": 2},
-    "contrastive": {"top_k": 3},
-    "assisted": {"num_assistant_tokens": 5, "assistant_confidence_threshold": 0.0},
-    "prompt_lookup": {"prompt_lookup_num_tokens": 4},
-}
-LOSSY = {
-    "sliding_window": {"window_length": 8},
-    "sink": {"window_length": 8, "num_sink_tokens": 2},
-    "quantized": {"residual_length": 3},
-    "offloaded_quantized": {"residual_length": 3},
-    "quantized_sink": {"window_length": 16, "num_sink_tokens": 2, "residual_length": 3},
-}
 NEW = 8
-REFUSALS = (caches.CacheError, engine.OptionError)
 REMEDY = r"[Uu]se |leave|[Gg]ive|choose|[Gg]enerate with|cache='"
 MARKS = re.compile(r"(?<=<!-- strategies -->\n).*?(?=<!-- /strategies -->)", flags=re.S)
 

@@ -7,54 +7,15 @@ import copy
 import pytest
 import torch
 from failing_memory import each_cell_with, memory, moments
-from test_fork import Loop, model_with
+from forks import Loop, model_with
 from transformers import DynamicCache, EncoderDecoderCache
 from trial import Trial, with_room
+from unfinished import CHOICES, OUT, asked, chosen, forked, goes_on, prepared
 
 import caches
 from caches.views import plain
 
 pytestmark = pytest.mark.covering("pairs")
-
-OUT = (torch.OutOfMemoryError, caches.CapacityError)
-
-
-def prepared(backend: str, kind: str) -> Trial:
-    """Two rows, with room for eight, that have come past the windows."""
-    trial = with_room(backend, kind, 8)
-    for count in (9, 1, 4):
-        trial.step(count)
-    return trial
-
-
-def forked(trial: Trial) -> Trial:
-    trial.fork(3)
-    trial.step(2)
-    return trial
-
-
-CHOICES = {
-    "rows": (lambda trial: trial, lambda trial: trial.rows([1, 1, 0])),
-    "fork": (lambda trial: trial, lambda trial: trial.fork(3)),
-    "rows of forked ones": (forked, lambda trial: trial.rows([4, 4, 5, 1, 0, 0])),
-    "one of each": (forked, lambda trial: trial.rows([5, 1])),
-    "unfork": (forked, lambda trial: trial.cache.unfork()),
-}
-
-
-def asked(trial: Trial, operation) -> int:
-    """How often memory is asked for."""
-    other = copy.deepcopy(trial)
-    with memory() as counted:
-        operation(other)
-    return counted.count
-
-
-def chosen(trial: Trial, choose) -> Trial:
-    """What must be there once it has been done."""
-    must = copy.deepcopy(trial)
-    choose(must)
-    return must
 
 
 @each_cell_with(CHOICES)
@@ -109,16 +70,6 @@ def _is_unfinished(cache) -> None:
         with pytest.raises(caches.StepError, match=r"failed half-way.*finish\(\) goes on"):
             refused()
     assert cache.unfinished
-
-
-def goes_on(trial: Trial) -> None:
-    trial.check()
-    for count in (1, 3):
-        trial.step(count)
-        trial.check()
-    trial.rows([len(trial.tokens) - 1, 0])
-    trial.step(1)
-    trial.check()
 
 
 # Steps.

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 from architectures import VOCABULARY
+from constraints import END, NEW, Constraint, Drafting, one_of, tree
 from references import draft_of, tiny
-from test_cancellation import check_goes_on
-from test_processors import END, NEW, Constraint, Drafting, one_of, tree
-from test_streams import NAMES, asked
+from resuming import check_goes_on
+from strategy_cases import NAMES, asked
 
 import engine
 

@@ -6,17 +6,16 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from helpers import looks_ahead
 from references import tiny
-from test_rollback import looks_ahead
-from test_strategies import LOSSY
-from test_streams import NAMES, Columns, asked
+from resuming import NEW, again, check_goes_on
+from strategy_cases import LOSSY, NAMES, asked
+from streamers import Columns
 
 import caches
 import engine
 
 pytestmark = pytest.mark.covering("pairs")
-
-NEW = 7
 
 
 class AtStep:
@@ -34,25 +33,6 @@ def cancelled(model, inputs, step, **options):
     with pytest.raises(engine.Cancelled, match=r"generation was cancelled after \d+ new tokens per row") as stopped:
         engine.generate(model, inputs, cancellation=AtStep(step), **{"max_new_tokens": NEW} | options)
     return stopped.value.partial
-
-
-def again(model, inputs, part, **options):
-    """Go on from what there is, as its user would."""
-    times = len(part.sequences) // len(inputs["input_ids"])
-    inputs = {name: value.repeat_interleave(times, dim=0) for name, value in inputs.items()}
-    if model.config.is_encoder_decoder:
-        inputs.pop("decoder_attention_mask", None)
-        return engine.generate(model, inputs | {"decoder_input_ids": part.sequences}, **options)
-    mask = torch.ones_like(part.sequences)
-    mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
-    return engine.generate(model, part.sequences, attention_mask=mask, **options)
-
-
-def check_goes_on(model, inputs, part, new_tokens=NEW):
-    """Its cache holds what its tokens say: greedy search from both is that from the tokens alone."""
-    with_cache = again(model, inputs, part, cache=part.cache, max_new_tokens=new_tokens)
-    assert with_cache.tokens == again(model, inputs, part, max_new_tokens=new_tokens).tokens
-    return with_cache
 
 
 CELLS = [

@@ -8,8 +8,9 @@ import torch
 from covering import pairwise
 from leaks import hidden_layer
 from references import draft_of, exact, tiny
-from test_cancellation import NEW, again, check_goes_on
-from test_streams import NAMES, Columns, asked
+from resuming import NEW, again, check_goes_on
+from strategy_cases import NAMES, asked
+from streamers import Columns
 
 import caches
 import engine

@@ -15,7 +15,7 @@ from architectures import ARCHITECTURES, prompt, randomised, tiny_model
 from leaks import ENDINGS, alive, call, fails, out_of_memory
 from places import SUPPORT
 from references import draft_of
-from test_streams import NAMES
+from strategy_cases import NAMES
 
 import caches
 import engine

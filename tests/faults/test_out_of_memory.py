@@ -12,12 +12,12 @@ import pytest
 import torch
 from covering import pairwise
 from encoder_decoders import ENCODER_DECODERS
+from helpers import needed
 from injection import ERRORS, failing
 from references import draft_of, tiny
-from test_backend_table import needed
-from test_cancellation import again, check_goes_on
-from test_strategies import MODELS, OPTIONS
-from test_streams import check as check_pieces
+from resuming import again, check_goes_on
+from strategy_cases import MODELS, OPTIONS
+from streamers import check as check_pieces
 
 import caches
 import engine

@@ -4,7 +4,8 @@ import time
 
 import pytest
 import torch
-from transformers import StoppingCriteria, TextIteratorStreamer, TextStreamer
+from helpers import StopAfter
+from transformers import TextIteratorStreamer, TextStreamer
 
 import engine
 
@@ -90,15 +91,6 @@ def test_transformers_streamers(shipped, capsys):
     iterator = TextIteratorStreamer(shipped.tokenizer, skip_prompt=True, timeout=5)
     out = shipped.generate(PROMPTS[1], **OPTIONS, streamer=iterator)
     assert "".join(iterator) == out.text[0]  # would time out if it had not been ended
-
-
-class StopAfter(StoppingCriteria):
-    def __init__(self, columns):
-        self.columns = columns
-
-    def __call__(self, ids, scores, **kwargs):
-        done = ids.shape[1] >= self.columns
-        return torch.full((ids.shape[0],), done, dtype=torch.bool)
 
 
 def test_criteria_and_time(shipped):

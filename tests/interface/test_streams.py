@@ -8,7 +8,8 @@ import time
 
 import pytest
 import torch
-from test_strategies import OPTIONS
+from strategy_cases import NAMES, NEW, NO_EOS, asked
+from streamers import Columns, check
 from transformers import AsyncTextIteratorStreamer, TextIteratorStreamer, TextStreamer
 
 import engine
@@ -17,22 +18,11 @@ import strategies
 pytestmark = pytest.mark.covering("pairs")
 
 PROMPTS = ["import os\n", "class Path:\n    def __init__(self", "def "]
-NEW = 24
-NO_EOS = 4000  # nothing says it; a text that has ended would hold back what its beams agree on
 ENDS = {
     "length": {},
     "eos": {"eos_token_id": [0, 5, 200, 13, 12]},
     "stop strings": {"stop_strings": ["self", "\n\n", "import", "):"]},
 }
-NAMES = strategies.names()
-
-
-def asked(name, model):
-    """Arguments that ask for this strategy, small. One that needs a draft gets one that says the same."""
-    strategy = strategies.build(name, **OPTIONS.get(name, {}))
-    needs_draft = getattr(strategy, "needs_draft", False)
-    options = {"strategy": strategy, "max_new_tokens": NEW, "eos_token_id": NO_EOS}
-    return options | ({"assistant_model": model} if needs_draft else {})
 
 
 def run(generator, prompts, name, **options):
@@ -43,19 +33,6 @@ def run(generator, prompts, name, **options):
 def stream(generator, prompts, name, **options):
     torch.manual_seed(3)
     return generator.stream(prompts, **asked(name, generator.model) | options)
-
-
-def check(pieces, out):
-    """They are the result, piece by piece; a row ends once and then says nothing more."""
-    rows = len(out.sequences)
-    by_row = [[piece for piece in pieces if piece.row == row] for row in range(rows)]
-    assert [[token for piece in row for token in piece.tokens] for row in by_row] == out.tokens
-    for row, reason in zip(by_row, out.finish_reasons, strict=True):
-        assert [piece.finish_reason for piece in row] == [None] * (len(row) - 1) + [reason]
-    if out.text is None:
-        assert all(piece.text is None for piece in pieces)
-    else:
-        assert ["".join(piece.text for piece in row) for row in by_row] == out.text
 
 
 @pytest.mark.parametrize("ends", ENDS)
@@ -275,20 +252,6 @@ def test_the_asynchronous_iterator(shipped):
 def test_the_text_streamer_prints(shipped, capsys):
     out = shipped.generate(PROMPTS[:2], num_beams=2, streamer=TextStreamer(shipped.tokenizer, skip_prompt=True))
     assert capsys.readouterr().out == "\n".join(out.text) + "\n"
-
-
-class Columns:
-    """A streamer of one's own: what it was given, and how often it was ended."""
-
-    def __init__(self):
-        self.given, self.ends = [], 0
-
-    def put(self, value):
-        assert not self.ends
-        self.given.append(value)
-
-    def end(self):
-        self.ends += 1
 
 
 class OwnPut(Columns, TextStreamer):

@@ -9,9 +9,8 @@ from itertools import product
 import pytest
 import torch
 from architectures import suiting, tiny_model
-from references import draft_of, exact, never_run, tiny
-from test_beams import conversation
-from test_streaming import StopAfter
+from helpers import StopAfter
+from references import conversation, draft_of, exact, never_run, tiny
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedTokenizerFast, StaticCache
 from transformers.generation import NoRepeatNGramLogitsProcessor
 

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 from covering import pairwise
-from references import diverse, exact, readers, tiny
+from references import CLOSE, NoStutter, conversation, diverse, exact, named, readers, tiny
 from transformers import DynamicCache, GenerationMixin
 from transformers.generation import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
@@ -21,7 +21,6 @@ pytestmark = pytest.mark.covering("pairs")
 
 NEW = 12
 PAD = 3  # where it is 0, transformers fills up with the first eos id
-CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 AMPLIFIED = {"atol": 1e-2, "rtol": 1e-3}  # logits: bart amplifies rounding
 MODELS = ["llama", "gpt2", "mistral", "gemma2", "t5", "bart", "whisper"]
 STATES = ["mamba", "jamba"]
@@ -36,10 +35,6 @@ OPTIONS = {
 }
 CASES = pairwise(**OPTIONS)
 MIXED = dict(num_beams=4, num_return_sequences=2, eos_token_id=EOS["many"], pad_token_id=PAD, length_penalty=1.5)
-
-
-def named(cases):
-    return [pytest.param(case, id="-".join(str(value) for value in case.values())) for case in cases]
 
 
 def theirs(model, inputs, **options):
@@ -108,13 +103,6 @@ def test_the_cases_end_in_all_ways():
         fewer |= out.sequences.shape[1] < tiny(name)[1].get("input_ids", out.sequences).shape[1] + NEW
     assert {frozenset(["eos"]), frozenset(["eos", "length"])} <= reasons
     assert fewer
-
-
-class NoStutter:
-    """A logits processor of the caller's own: no token twice in a row."""
-
-    def __call__(self, ids, scores):
-        return scores.scatter(1, ids[:, -1:], float("-inf"))
 
 
 PROCESSED = {
@@ -261,16 +249,6 @@ def test_a_prompt_in_pieces(name):
     model, inputs = tiny(name)
     generator = engine.Generator(model, config=engine.EngineConfig(prefill_chunk_tokens=4))
     same(generator.generate(inputs, max_new_tokens=NEW, **MIXED), theirs(model, inputs, **MIXED))
-
-
-def conversation(out, inputs):
-    """The whole of it, with a new turn of three tokens; the mask knows the pads of the prompt."""
-    turn = torch.arange(50, 50 + 3 * len(out.sequences)).view(-1, 3)
-    ids = torch.cat([out.sequences, turn], dim=1)
-    mask = torch.ones_like(ids)
-    known = inputs["attention_mask"].repeat_interleave(len(ids) // len(inputs["attention_mask"]), dim=0)
-    mask[:, : known.shape[1]] = known
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 @pytest.mark.parametrize("cache", caches.names())

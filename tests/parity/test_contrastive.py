@@ -3,8 +3,7 @@
 import pytest
 import torch
 from covering import pairwise
-from references import contrastive, exact, never_run, readers, tiny
-from test_beams import NoStutter, conversation, named
+from references import NoStutter, contrastive, conversation, exact, named, never_run, readers, tiny
 from transformers.generation import (
     MinLengthLogitsProcessor,
     NoRepeatNGramLogitsProcessor,

@@ -10,9 +10,11 @@ from architectures import prompt, tiny_model
 from covering import pairwise
 from multimodal import seeing_model, seen_prompt
 from references import (
+    CLOSE,
     Reader,
     Text,
     contrastive,
+    conversation,
     diverse,
     draft_of,
     exact,
@@ -21,7 +23,6 @@ from references import (
     readers,
     tiny,
 )
-from test_beams import CLOSE, conversation
 from transformers import DynamicCache, GenerationMixin, StaticCache
 
 import caches

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from test_flows import task
+from helpers import task
 
 import strategies
 from strategies import Assisted, Crop, Emit, Forward, PromptLookup, Translation

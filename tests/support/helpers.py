@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch.utils import cpp_extension
+from transformers import StoppingCriteria
 
 import caches
-from strategies import Emit, Forward
+from strategies import Crop, Emit, Forward, Task
 
 _HAVE_COMPILER = shutil.which("c++") is not None and cpp_extension.is_ninja_available()
 
@@ -82,3 +83,59 @@ def in_terminal(command: list[str], columns: int = 100) -> tuple[str, int]:
 
 
 _PATH = f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', '')}"  # where the `engine` of these tests is
+
+
+def needed(cache: str) -> dict[str, int]:
+    """Options without which there is no such cache: as wide as any text here."""
+    names = caches.recipe(cache).options.option_names()
+    if "num_sink_tokens" in names:
+        return {"window_length": 256}
+    return {"max_cache_len": 64} if caches.recipe(cache).has_a_size else {}
+
+
+def looks_ahead(text: torch.Tensor, ahead: int):
+    """Follows `text` [rows, columns]; after every token it feeds `ahead` wrong ones as well and takes them back."""
+
+    @dataclass(frozen=True)
+    class LooksAhead:
+        name = "looks_ahead"
+        samples = False
+
+        def flow(self, task):
+            ids = task.ids
+            wrong = (text + 7) % 90 + 2
+            tokens = ids
+            for column in range(ids.shape[1], text.shape[1], 2):
+                logits = yield Forward(tokens)
+                yield Emit(logits.argmax(-1)[:, None])
+                if column + 1 + ahead >= text.shape[1]:
+                    return
+                yield Forward(torch.cat([text[:, column : column + 1], wrong[:, column : column + ahead]], dim=1))
+                yield Crop(ahead)
+                tokens = text[:, column + 1 : column + 2]
+                yield Emit(tokens)
+
+    return LooksAhead()
+
+
+def task(ids, process=lambda ids, scores: scores, last_column=10, eos_ids=(), mask=None, **more):
+    """What a flow gets for the prompt `ids`; texts end with an eos id or at `last_column`."""
+    eos = torch.tensor(list(eos_ids))
+    return Task(
+        ids=ids,
+        mask=torch.ones_like(ids) if mask is None else mask,
+        process=process,
+        ended=lambda ids: torch.isin(ids[:, -1], eos) | (ids.shape[1] >= last_column),
+        last_column=last_column,
+        eos_ids=frozenset(eos_ids),
+        **more,
+    )
+
+
+class StopAfter(StoppingCriteria):
+    def __init__(self, columns):
+        self.columns = columns
+
+    def __call__(self, ids, scores, **kwargs):
+        done = ids.shape[1] >= self.columns
+        return torch.full((ids.shape[0],), done, dtype=torch.bool)

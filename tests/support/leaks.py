@@ -16,9 +16,9 @@ from itertools import product
 from typing import Any
 
 import torch
+from helpers import needed
 from references import draft_of, tiny
-from test_backend_table import needed
-from test_strategies import LOSSY, MODELS, OPTIONS
+from strategy_cases import LOSSY, MODELS, OPTIONS
 
 import caches
 import engine

@@ -16,7 +16,7 @@ import pytest
 import torch
 from architectures import prompt, tiny_model
 from encoder_decoders import ENCODER_DECODERS, START, source, tiny_encoder_decoder
-from test_backend_table import needed
+from helpers import needed
 from transformers import LogitsProcessorList, PreTrainedModel
 
 import caches
@@ -186,3 +186,27 @@ def never_run(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail("the model was run")
 
     monkeypatch.setattr(model, "forward", forward)
+
+
+CLOSE = {"atol": 1e-4, "rtol": 1e-4}
+
+
+def named(cases):
+    return [pytest.param(case, id="-".join(str(value) for value in case.values())) for case in cases]
+
+
+class NoStutter:
+    """A logits processor of the caller's own: no token twice in a row."""
+
+    def __call__(self, ids, scores):
+        return scores.scatter(1, ids[:, -1:], float("-inf"))
+
+
+def conversation(out, inputs):
+    """The whole of it, with a new turn of three tokens; the mask knows the pads of the prompt."""
+    turn = torch.arange(50, 50 + 3 * len(out.sequences)).view(-1, 3)
+    ids = torch.cat([out.sequences, turn], dim=1)
+    mask = torch.ones_like(ids)
+    known = inputs["attention_mask"].repeat_interleave(len(ids) // len(inputs["attention_mask"]), dim=0)
+    mask[:, : known.shape[1]] = known
+    return {"input_ids": ids, "attention_mask": mask}

@@ -1,7 +1,8 @@
 """Generates with little more memory than the model takes, in processes of their own. `test_real_out_of_memory.py`
 runs it:
 
-    python tests/starved.py '{"rows": 4, "tokens": 512, "margin_bytes": 100000000, "options": {"max_new_tokens": 9}}'
+    python tests/support/starved.py '{"rows": 4, "tokens": 512, "margin_bytes": 100000000,
+                                      "options": {"max_new_tokens": 9}}'
 
 One JSON line: what the engine gives without a limit and with one, and what `model.generate` gives with the same limit.
 Linux only: it counts what a process has for itself against RLIMIT_DATA, but not the files that it maps.

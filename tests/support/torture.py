@@ -1,7 +1,7 @@
 """Random failures, seeded: whatever fails and whenever, the text is that of a run that nothing disturbed.
 
-    python tests/torture.py 20000          seeds 0 to 19999, on all cores
-    python tests/torture.py --seed 4711    that one, and what it does
+    python tests/support/torture.py 20000          seeds 0 to 19999, on all cores
+    python tests/support/torture.py --seed 4711    that one, and what it does
 
 Each seed draws a scene (a strategy, a backend, a model, prompts) and up to four failures in it, of the model or its
 draft. The run recovers and gives the text, the scores and the random state of the undisturbed one; or it gives up, and
@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 from encoder_decoders import ENCODER_DECODERS
+from helpers import needed
 from injection import ERRORS, failing, starving
 from references import draft_of, tiny
+from resuming import check_goes_on
 from rich.progress import track
-from test_backend_table import needed
-from test_cancellation import check_goes_on
-from test_strategies import OPTIONS, REFUSALS
+from strategy_cases import OPTIONS, REFUSALS
 
 import caches
 import engine
@@ -178,7 +178,7 @@ def torture(seed: int) -> list[str]:
     try:
         return _play(scene, attack, whole)
     except Exception as error:
-        told = f"seed {seed} (python tests/torture.py --seed {seed}): {scene}, {attack}"
+        told = f"seed {seed} (python tests/support/torture.py --seed {seed}): {scene}, {attack}"
         raise AssertionError(f"{told}: {type(error).__name__}: {error}") from error
 
 

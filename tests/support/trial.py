@@ -267,3 +267,24 @@ def refused(trial, operation, *arguments, error=caches.StepError, match=None):
         operation(*arguments)
     trial.cache.abort()
     trial.check()
+
+
+def storage(cache) -> dict[int, int]:
+    """Bytes of all storage that the layers hold on to, by its address."""
+    found, seen = {}, set()
+
+    def look(thing):
+        if id(thing) in seen or type(thing).__name__.endswith("Timeline"):  # a clock and a few indices are no content
+            return
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+        elif isinstance(thing, dict):
+            list(map(look, thing.values()))
+        elif isinstance(thing, (list, tuple)):
+            list(map(look, thing))
+        elif type(thing).__module__.startswith("caches."):
+            look(vars(thing))
+
+    look([part.layers for part in cache.parts])
+    return found

@@ -3,29 +3,15 @@
 import dataclasses
 
 import torch
-from helpers import toy_flow
+from helpers import task, toy_flow
 
 import engine
 import strategies
-from strategies import Crop, Emit, Forward, Rows, Task
+from strategies import Crop, Emit, Forward, Rows
 
 
 def test_names():
     assert {"greedy", "sampling"} <= set(strategies.names())
-
-
-def task(ids, process=lambda ids, scores: scores, last_column=10, eos_ids=(), mask=None, **more):
-    """What a flow gets for the prompt `ids`; texts end with an eos id or at `last_column`."""
-    eos = torch.tensor(list(eos_ids))
-    return Task(
-        ids=ids,
-        mask=torch.ones_like(ids) if mask is None else mask,
-        process=process,
-        ended=lambda ids: torch.isin(ids[:, -1], eos) | (ids.shape[1] >= last_column),
-        last_column=last_column,
-        eos_ids=frozenset(eos_ids),
-        **more,
-    )
 
 
 def test_greedy_asks_emits_and_feeds_what_was_recorded():

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from test_quantized import AsTheyAre
+from exact_codecs import AsTheyAre
 
 import caches
 from caches import backends
