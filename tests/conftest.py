@@ -13,11 +13,22 @@ from dataclasses import dataclass
 import pytest
 import torch
 from covering import mark_surplus
+from damage import DAMAGES
 from exact_codecs import as_they_are, exactly  # noqa: F401 - fixtures
 from transformers import AutoTokenizer
 from trial import Trial
 
 import engine
+
+
+def pytest_addoption(parser):
+    parser.addoption("--damage", choices=list(DAMAGES), help="break the engine like this: tests must fail")
+
+
+@pytest.fixture(autouse=True)
+def _damaged(request, monkeypatch):
+    if name := request.config.getoption("--damage"):
+        DAMAGES[name](monkeypatch)
 
 
 @pytest.hookimpl(tryfirst=True)
