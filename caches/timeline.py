@@ -39,6 +39,7 @@ class Timeline:
     """
 
     growth: ClassVar[float] = 1.5  # every column is copied at most twice on average while a buffer grows
+    slack: ClassVar[int] = 16  # the least number of columns that a window's buffer has beyond the window
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class Timeline:
         self.max_tokens = max_tokens if can_be_full else None
         self._limit = self.max_tokens
         if self._limit is None and bound is not None:
-            self._limit = bound + max(16, bound // 8)  # some slack, so that moves stay rare
+            self._limit = bound + max(self.slack, bound // 8)  # so that moves stay rare
         if all_room and self._limit is not None:
             self.room = self._limit
 

@@ -24,7 +24,7 @@ import configs
 import engine
 
 MARKS = re.compile(r"(?<=<!-- caches -->\n).*?(?=<!-- /caches -->)", flags=re.S)
-NEW = 30
+NEW = 16
 SAMPLES = ["llama", "gemma2", "mistral", "mamba2"]
 
 

@@ -10,7 +10,7 @@ from trial import Trial, refused, with_room
 
 import caches
 
-pytestmark = pytest.mark.covering("pairs")
+pytestmark = pytest.mark.covering("values", "pairs")
 
 
 @each_kind

@@ -10,7 +10,7 @@ from trial import Trial, refused, storage, with_room
 import caches
 from caches.layer import Layer
 
-pytestmark = pytest.mark.covering("pairs")
+pytestmark = pytest.mark.covering("values", "pairs")
 
 
 @each_cell

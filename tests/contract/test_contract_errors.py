@@ -8,7 +8,7 @@ from trial import Trial
 import caches
 from caches.spec import INDEX, KV, STATE
 
-pytestmark = pytest.mark.covering("pairs")
+pytestmark = pytest.mark.covering("values", "pairs")
 
 WRONG_STEPS = {
     "more rows": lambda keys: keys.repeat(2, 1, 1, 1),

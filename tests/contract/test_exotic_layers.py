@@ -9,7 +9,7 @@ from packaging.version import Version
 import caches
 import engine
 
-NEW = 24
+NEW = 14
 MODELS = {
     "deepseek_v4": (
         "DeepseekV4Config",

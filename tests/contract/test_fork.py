@@ -18,7 +18,7 @@ from caches.pieces import Apart, Exact
 from caches.residency import HostBuffer
 from caches.views import Pieced, plain
 
-pytestmark = pytest.mark.covering("pairs")
+pytestmark = pytest.mark.covering("values", "pairs")
 
 REPEATED = torch.arange(PROMPTS).repeat_interleave(SIBLINGS)
 # Whose attention takes columns in pieces; which need the whole, because they go on computing with the keys or multiply

@@ -24,7 +24,7 @@ from caches.conversion import empty_for
 from caches.views import plain
 from configs import ConfigError
 
-pytestmark = pytest.mark.covering("pairs")
+pytestmark = pytest.mark.covering("values", "pairs")
 
 TARGETS = [*caches.names(), "offloaded to disk"]
 

@@ -24,9 +24,9 @@ from caches.residency import DeviceBuffer, DiskBuffer, HostBuffer
 from caches.staging import Beside, Staging
 from configs import ConfigError
 
-pytestmark = pytest.mark.covering("pairs")
+pytestmark = pytest.mark.covering("values", "pairs")
 
-NEW = 30
+NEW = 16
 BACKENDS = ("offloaded", "offloaded_static")
 NAMES = ["llama", "mistral", "gemma2", "llama4_text", "bamba", "falcon_h1"]
 

@@ -22,7 +22,7 @@ from caches.pieces import Piece
 from caches.views import Pieced
 from configs import CODECS, ConfigError, QuantizedCacheConfig
 
-pytestmark = pytest.mark.covering("pairs")
+pytestmark = pytest.mark.covering("values", "pairs")
 
 WRITINGS = [
     {"backend": "quanto"},

@@ -10,9 +10,9 @@ from helpers import looks_ahead
 
 import engine
 
-pytestmark = pytest.mark.covering("pairs")
+pytestmark = pytest.mark.covering("values", "pairs")
 
-NEW = 30
+NEW = 16
 
 
 NAMES = [

@@ -15,7 +15,7 @@ import caches
 import configs
 import engine
 
-W, S, NEW = 10, 3, 40
+W, S, NEW = 10, 3, 20
 SINK = {"cache": "sink", "cache_config": {"window_length": W, "num_sink_tokens": S}}
 _LLAMA3 = dict(
     rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64

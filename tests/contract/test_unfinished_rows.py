@@ -15,7 +15,7 @@ from unfinished import CHOICES, OUT, asked, chosen, forked, goes_on, prepared
 import caches
 from caches.views import plain
 
-pytestmark = pytest.mark.covering("pairs")
+pytestmark = pytest.mark.covering("values", "pairs")
 
 
 @each_cell_with(CHOICES)

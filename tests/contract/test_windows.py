@@ -8,7 +8,7 @@ from architectures import WINDOW, prompt, tiny_model
 import caches
 import engine
 
-NEW = 40
+NEW = 16
 
 
 def text_with_hidden_columns(model, inputs, windows: dict[str, int]) -> torch.Tensor:

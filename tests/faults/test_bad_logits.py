@@ -13,7 +13,7 @@ from strategy_cases import NAMES, asked
 
 import engine
 
-pytestmark = pytest.mark.covering("pairs")
+pytestmark = pytest.mark.covering("values", "pairs")
 
 NAN, INF = float("nan"), float("inf")
 LAYERS = dict.fromkeys(("llama", "mistral", "jamba"), "model.layers.1")

@@ -15,7 +15,7 @@ from streamers import Columns
 import caches
 import engine
 
-pytestmark = pytest.mark.covering("pairs")
+pytestmark = pytest.mark.covering("values", "pairs")
 
 
 class AtStep:

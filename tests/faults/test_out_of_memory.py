@@ -23,7 +23,7 @@ import caches
 import engine
 import strategies
 
-pytestmark = pytest.mark.covering("pairs")
+pytestmark = pytest.mark.covering("values", "pairs")
 
 NEW = 8
 FIELDS = ("scores", "logits", "sequences_scores", "beam_indices")

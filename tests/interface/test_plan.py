@@ -87,7 +87,7 @@ def planned(model, batch_size, cache, options=None, new=NEW, prompt=PROMPT, chun
     return found
 
 
-@pytest.mark.covering("pairs")
+@pytest.mark.covering("values", "pairs")
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("cache", [name for name in caches.names() if name != "none"])
 @pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE_KINDS)])

@@ -23,7 +23,7 @@ import engine
 from engine.processors import Processing
 from strategies import Emit, Forward, Rows, read_prompt
 
-pytestmark = pytest.mark.covering("pairs")
+pytestmark = pytest.mark.covering("values", "pairs")
 
 
 def test_the_readme_shows_this_very_class():

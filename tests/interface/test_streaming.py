@@ -9,7 +9,7 @@ from transformers import TextIteratorStreamer, TextStreamer
 
 import engine
 
-pytestmark = pytest.mark.covering("pairs")
+pytestmark = pytest.mark.covering("values", "pairs")
 
 PROMPTS = ["import os\n", "class Path:\n    def __init__(self", "def "]
 OPTIONS = {"max_new_tokens": 40}

@@ -15,7 +15,7 @@ from transformers import AsyncTextIteratorStreamer, TextIteratorStreamer, TextSt
 import engine
 import strategies
 
-pytestmark = pytest.mark.covering("pairs")
+pytestmark = pytest.mark.covering("values", "pairs")
 
 PROMPTS = ["import os\n", "class Path:\n    def __init__(self", "def "]
 ENDS = {

@@ -18,7 +18,7 @@ import caches
 import engine
 from strategies import Assisted, PromptLookup
 
-pytestmark = pytest.mark.covering("pairs")
+pytestmark = pytest.mark.covering("values", "pairs")
 
 NEW = 14
 KINDS = ["llama", "mistral", "gemma2", "mamba", "jamba", "bamba", "t5"]

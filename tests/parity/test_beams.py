@@ -17,7 +17,7 @@ import caches
 import engine
 import strategies
 
-pytestmark = pytest.mark.covering("pairs")
+pytestmark = pytest.mark.covering("values", "pairs")
 
 NEW = 12
 PAD = 3  # where it is 0, transformers fills up with the first eos id

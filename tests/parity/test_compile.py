@@ -16,7 +16,7 @@ import engine
 from caches.buffers import Buffers
 from strategies import Emit, Forward, Rows
 
-NEW = 40  # beyond the slack of a window's buffer, so that it is compacted on the way
+NEW = 14  # beyond a window's buffer, so that it is compacted on the way
 AOT_EAGER = engine.EngineConfig(cache="static", compile="aot_eager")
 IMPOSED = configs.SlidingWindowCacheConfig(window_length=6)
 

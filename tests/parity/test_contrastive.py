@@ -13,7 +13,7 @@ from transformers.generation import (
 import caches
 import engine
 
-pytestmark = pytest.mark.covering("pairs")
+pytestmark = pytest.mark.covering("values", "pairs")
 
 NEW = 10
 EOS = {"no": None, "some": [29, 5, 66, 94, 76, 26]}

@@ -8,9 +8,9 @@ from architectures import ARCHITECTURES, pairs, prompt, tiny_model
 
 import engine
 
-pytestmark = pytest.mark.covering("pairs")
+pytestmark = pytest.mark.covering("values", "pairs")
 
-NEW = 20
+NEW = 12
 
 
 def embedded(model, shift=0.3):

@@ -10,7 +10,7 @@ from architectures import ARCHITECTURES, MORE_ARCHITECTURES, RARE_ARCHITECTURES,
 import engine
 
 CLOSE = {"atol": 2e-3, "rtol": 1e-4}
-NEW = 40  # beyond the slack of a window's buffer, so that it is compacted on the way
+NEW = 14  # beyond a window's buffer, so that it is compacted on the way
 
 
 def reference(model, inputs, **options):

@@ -8,7 +8,7 @@ import caches
 import engine
 from caches.buffers import Buffers
 
-NEW = 30  # a window's buffer is compacted on the way
+NEW = 14  # a window's buffer is compacted on the way
 
 
 def go_on(step, model, cache, inputs, new):

@@ -29,7 +29,7 @@ import caches
 import engine
 from strategies import Crop, Emit, Forward, Rows, read_prompt
 
-pytestmark = pytest.mark.covering("pairs")
+pytestmark = pytest.mark.covering("values", "pairs")
 
 NEW = 10
 SCALE = 1.7

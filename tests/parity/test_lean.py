@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import engine
 from engine.tokens import Tokens
 
-pytestmark = pytest.mark.covering("pairs")
+pytestmark = pytest.mark.covering("values", "pairs")
 
 NEW = 20
 OLDER = Version(transformers.__version__) < Version("5.23")

@@ -6,7 +6,7 @@ from multimodal import IMAGES, MULTIMODAL, SPECIAL, seeing_model, seen_prompt
 
 import engine
 
-pytestmark = pytest.mark.covering("pairs")
+pytestmark = pytest.mark.covering("values", "pairs")
 
 NEW = 16
 OPTIONS = {"max_new_tokens": NEW, "suppress_tokens": SPECIAL, "output_logits": True}

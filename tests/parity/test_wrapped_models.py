@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import engine
 
-NEW = 20
+NEW = 12
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 

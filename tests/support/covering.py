@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
 from itertools import combinations, product
 from typing import Any, Literal
 
@@ -29,41 +30,58 @@ def pairwise(**factors: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def mark_surplus(items: Iterable[pytest.Item]) -> None:
-    """Mark as `product` the cells that tests marked `covering` can do without.
+    """Of the cells of tests marked `covering`, mark as `slow` or `product` those that the default run can do without.
 
-    `covering("values")`: every test meets every value of each of its parameters.
+    `covering("values")`: every test meets every value of each of its parameters; the other cells are `product`.
     `covering("pairs")`: also every two values of different parameters meet in some test of the module.
+    `covering("values", "pairs")`: the default run covers the values; what the pairs need beside is `slow`.
     """
     modules = defaultdict(list)
     for item in items:
         marker = item.get_closest_marker("covering")
         if marker and not item.get_closest_marker("product"):
             slow = item.get_closest_marker("slow") is not None  # these cover by themselves
-            modules[item.path, slow].append((item, _duties(item, *marker.args)))
+            modules[item.path, slow].append((item, marker.args))
     for cells in modules.values():
         random.Random(0).shuffle(cells)  # else the first values of a parameter would be met most often
-        done: set[frozenset] = set()
-        kept = set()
-        for least in range(max(len(duties) for _, duties in cells), 0, -1):  # first the cells that say most
-            for item, duties in cells:
-                if item not in kept and len(duties - done) >= least:
-                    kept.add(item)
-                    done |= duties
-        for item, duties in cells:
-            if duties and item not in kept:
+        values = [_values(item) for item, _ in cells]
+        default = _covering([_duties(found, args[0]) for found, (_, args) in zip(values, cells, strict=True)])
+        full = _covering([_duties(found, args[-1]) for found, (_, args) in zip(values, cells, strict=True)], default)
+        for number, (item, _) in enumerate(cells):
+            if number not in full:
                 item.add_marker("product")
+            elif number not in default:
+                item.add_marker("slow")
 
 
-def _duties(item: pytest.Item, what: Literal["values", "pairs"]) -> set[frozenset]:
-    """What has to be met in some cell, and is in this one."""
-    test, *values = _values(item)
-    return set(map(frozenset, combinations([test, *values], 2) if what == "pairs" else product([test], values)))
+def _covering(duties: list[set], kept: Iterable[int] = ()) -> set[int]:
+    """The numbers of few cells that together have every duty: first those that add most, after the ones in `kept`."""
+    chosen = {number for number, those in enumerate(duties) if not those} | set(kept)
+    done = set().union(*(duties[number] for number in chosen))
+    waiting = [(-len(those), number) for number, those in enumerate(duties) if number not in chosen]
+    heapify(waiting)
+    while waiting:
+        promised, number = heappop(waiting)
+        added = len(duties[number] - done)
+        if added == -promised:
+            chosen.add(number)
+            done |= duties[number]
+        elif added:  # others have done some of it since
+            heappush(waiting, (-added, number))
+    return chosen
+
+
+def _duties(values: list[tuple[str, Any]], what: Literal["values", "pairs"]) -> set:
+    """What has to be met in some cell, and is in this one. values: its test and its parameters, in a fixed order."""
+    test, *others = values
+    return set(combinations(values, 2) if what == "pairs" else product([test], others))
 
 
 def _values(item: pytest.Item) -> list[tuple[str, Any]]:
     """The names of a test's parameters, each with its value here."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    return [("test", item.originalname), *(one for name in parameters for one in _flat(name, parameters[name]))]
+    found = [one for name in sorted(parameters) for one in _flat(name, parameters[name])]
+    return [("test", item.originalname), *found]
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,7 @@ import caches
 from caches.spec import LayerSpec, Reach
 from configs import DynamicCacheConfig
 
-pytestmark = pytest.mark.covering("pairs")
+pytestmark = pytest.mark.covering("values", "pairs")
 
 
 @pytest.fixture

@@ -17,16 +17,19 @@ class Cell:
     path = "test_these.py"
 
     def __init__(self, test, what, marks=(), **parameters):
-        self.originalname, self.parameters, self.surplus = test, parameters, False
+        self.originalname, self.parameters, self.marked = test, parameters, None
         self.callspec = SimpleNamespace(params=parameters)
-        self.marks = {"covering": pytest.mark.covering(what).mark} | {mark: mark for mark in marks}
+        self.marks = {"covering": pytest.mark.covering(*what.split()).mark} | {mark: mark for mark in marks}
 
     def get_closest_marker(self, name):
         return self.marks.get(name)
 
     def add_marker(self, name):
-        assert name == "product"
-        self.surplus = True
+        self.marked = name
+
+    @property
+    def surplus(self):
+        return self.marked is not None
 
 
 def cells(what, tests=("one", "two", "three"), **more):
@@ -51,6 +54,18 @@ def test_every_test_meets_every_value():
     for side in SIDES:
         assert pairs(kept, [side, "test"]) == pairs(every, [side, "test"])
     assert len(kept) <= 3 * 6
+
+
+def test_the_default_run_covers_values_and_the_full_one_pairs():
+    every, kept = cells("values pairs")
+    kept = [cell.parameters | {"test": cell.originalname} for cell in kept]
+    full = [cell.parameters | {"test": cell.originalname} for cell in every if cell.marked != "product"]
+    every = [cell.parameters | {"test": cell.originalname} for cell in every]
+    for side in SIDES:
+        assert pairs(kept, [side, "test"]) == pairs(every, [side, "test"])
+    assert len(kept) <= 3 * 6
+    assert pairs(full, [*SIDES, "test"]) == pairs(every, [*SIDES, "test"])
+    assert len(full) < len(every) / 2
 
 
 def test_the_slow_ones_cover_by_themselves():
