@@ -16,8 +16,8 @@ from caches.errors import StepError, UnsupportedLayer
 
 _STATES = ("conv_states", "recurrent_states")
 
-# What runs of ours left in caches, and the tensors that hold it: with other ones, or changed ones, it is not known.
-_logs: WeakKeyDictionary[TransformersCache, tuple[Log, list[tuple[Any, int]]]] = WeakKeyDictionary()
+# What runs of ours left in caches, how many tokens that was, and the tensors that hold it, as they were then.
+_logs: WeakKeyDictionary[TransformersCache, tuple[Log, int, list[tuple[Any, int]]]] = WeakKeyDictionary()
 
 
 class ForeignCache:
@@ -39,6 +39,9 @@ class ForeignCache:
         self._tokens = 0  # of the open step
         self._read = 0  # tokens committed by us: a cache of states alone does not count them
         self._lost = False
+        log = self.log
+        if log is not None:
+            self._read = _logs[cache][1]
         self._index: torch.Tensor | None = None  # while rows are chosen: of which rows,
         self._left: list[Any] = []  # and the layers that still have those of before
         self.name = type(cache).__name__
@@ -46,7 +49,7 @@ class ForeignCache:
     @property
     def log(self) -> Log | None:
         """What the last run of ours left in it, as long as no other loop has written to it since."""
-        log, before = _logs.get(self._cache, (None, []))
+        log, _, before = _logs.get(self._cache, (None, 0, []))
         if log is None or log.ids.shape[1] < self.seen:
             return None
         held = list(self._tensors())
@@ -62,7 +65,7 @@ class ForeignCache:
         held = list(self._tensors())
         # Tensors of inference mode do not count how often they were written.
         if log is not None and not any(tensor.is_inference() for tensor in held):
-            _logs[self._cache] = log, [(ref(tensor), tensor._version) for tensor in held]
+            _logs[self._cache] = log, self._read, [(ref(tensor), tensor._version) for tensor in held]
 
     @property
     def handle(self) -> TransformersCache | None:

@@ -95,6 +95,8 @@ def check_content(
     if request.before > 0:
         return
     try:
+        if cache.log is not None and cache.log.live_reader not in (None, runner.model):
+            raise Unknowable("another model has filled it, of which the first layer alone could be compared")
         held = first_layer(cache)
         _check_comparable(runner.model, request, seen)
         extras = extras if request.source is not None else {name: extras[name] for name in extras if name in PER_TOKEN}
