@@ -230,7 +230,9 @@ class Runner:
         with torch.no_grad(), suppress(Reached):
             self.model(**inputs, return_dict=True)
         if probe.found is None or not (cross or probe.found[0].shape[-2] == end - begin):
-            raise Unknowable(f"the first layer of {type(self.model).__name__} hands over no keys of its {end - begin} tokens")
+            raise Unknowable(
+                f"the first layer of {type(self.model).__name__} does not begin with the keys of its {end - begin} tokens"
+            )
         return probe.found
 
     def _check_kept(self, outputs: ModelOutput, cache: Driven) -> None:

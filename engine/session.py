@@ -15,7 +15,7 @@ from engine.extras import PER_TOKEN, has_placeholders
 from engine.masks import Columns
 
 if TYPE_CHECKING:
-    from caches.first_layer import Columns as FirstColumns
+    from caches.comparison import HeldColumns
     from engine.request import Request
     from engine.runner import Runner
 
@@ -130,7 +130,7 @@ def _check_comparable(model: PreTrainedModel, request: Request, seen: int) -> No
 
 def _check_columns(
     runner: Runner,
-    held: tuple[FirstColumns, FirstColumns],
+    held: tuple[HeldColumns, HeldColumns],
     request: Request,
     columns: Columns,
     extras: dict[str, Any],
@@ -152,7 +152,7 @@ def _check_columns(
 
 
 def _check_pads_show(
-    runner: Runner, keys: FirstColumns, request: Request, ids: torch.Tensor, extras: dict[str, Any], seen: int
+    runner: Runner, keys: HeldColumns, request: Request, ids: torch.Tensor, extras: dict[str, Any], seen: int
 ) -> None:
     """Raise `Unknowable` where keys are the same whether pads are masked or not: then masks cannot be compared."""
     row = int((request.mask[:, :seen] == 0).any(dim=1).int().argmax())
@@ -169,7 +169,7 @@ def _check_pads_show(
 
 def _check_source(
     runner: Runner,
-    held: tuple[FirstColumns, FirstColumns],
+    held: tuple[HeldColumns, HeldColumns],
     request: Request,
     columns: Columns,
     extras: dict[str, Any],

@@ -26,7 +26,7 @@ _TIMES_ROUNDING = 2.0  # how far codes may be apart, in roundings of their codec
 
 
 @dataclass(frozen=True)
-class Columns:
+class HeldColumns:
     """One tensor of a layer, [rows, heads, columns, width].
 
     codec: what wrote the columns before `exact` in fewer bits; None where all are in full.
@@ -58,7 +58,7 @@ class Columns:
         return ~(_norms(held - expected) <= allowed)  # also where one of them is no number
 
 
-def first_layer(cache: Driven) -> list[tuple[Columns, Columns]]:
+def first_layer(cache: Driven) -> list[tuple[HeldColumns, HeldColumns]]:
     """Keys and values of the first layer, of all tokens that the cache has seen, of a cache between two steps.
 
     Of an encoder-decoder cache the decoder's, then the encoder's. Raises `Unknowable`, and `StepError` while our loop
@@ -74,7 +74,7 @@ def first_layer(cache: Driven) -> list[tuple[Columns, Columns]]:
     return [_of_ours(part) for part in cache.parts]
 
 
-def _of_ours(part: Cache) -> tuple[Columns, Columns]:
+def _of_ours(part: Cache) -> tuple[HeldColumns, HeldColumns]:
     layer = part.layers[0] if part.layers else None
     if not isinstance(layer, Layer) or "keys" not in layer.stores:
         raise Unknowable("its first layer keeps no keys" + ("" if layer is None else f" ({layer.spec.layer_type})"))
@@ -83,19 +83,21 @@ def _of_ours(part: Cache) -> tuple[Columns, Columns]:
     return _columns(layer, "keys"), _columns(layer, "values")
 
 
-def _columns(layer: Layer, name: str) -> Columns:
+def _columns(layer: Layer, name: str) -> HeldColumns:
     store = layer.stores[name]
     held = store.committed()
     assert held is not None
     if not store.encodes:
-        return Columns(plain(held))
+        return HeldColumns(plain(held))
     codec = getattr(getattr(store, "trunk", store), "codec", None)
     if codec is None:
         raise Unknowable(f"nothing tells how the {type(store).__name__} of its first layer rounds")
-    return Columns(plain(held), codec, getattr(layer.timeline, "encoded", held.shape[2]))
+    if codec.bits < 2:  # tried: of tokens that were changed about every sixth went unnoticed, with 2 bits none
+        raise Unknowable("codes of 1 bit do not tell tokens apart")
+    return HeldColumns(plain(held), codec, getattr(layer.timeline, "encoded", held.shape[2]))
 
 
-def _of_transformers(cache: ForeignCache, part: Any) -> tuple[Columns, Columns]:
+def _of_transformers(cache: ForeignCache, part: Any) -> tuple[HeldColumns, HeldColumns]:
     layer = part.layers[0] if part.layers else None
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if not isinstance(keys, torch.Tensor) or not isinstance(values, torch.Tensor):
@@ -105,7 +107,7 @@ def _of_transformers(cache: ForeignCache, part: Any) -> tuple[Columns, Columns]:
         keys, values = keys[:, :, :seen], values[:, :, :seen]
     if keys.ndim != 4 or keys.shape[2] != seen or (part is cache.sections[0] and seen != cache.seen):
         raise Unknowable(f"its first layer ({type(layer).__name__}) does not hold all {seen} tokens in full")
-    return Columns(keys), Columns(values)
+    return HeldColumns(keys), HeldColumns(values)
 
 
 def _norms(numbers: torch.Tensor) -> torch.Tensor:
