@@ -23,7 +23,8 @@ from caches.classic import (
 from caches.conversion import convert, join_rows, select_rows
 from caches.driven import Driven, Log
 from caches.encoder_decoder import EncoderDecoder
-from caches.errors import CacheError, CapacityError, StepError, UnknownCache, UnsupportedLayer
+from caches.errors import CacheError, CapacityError, StepError, Unknowable, UnknownCache, UnsupportedLayer
+from caches.comparison import first_layer
 from caches.foreign import ForeignCache
 from caches.moving import move
 from caches.no_cache import NoCache
@@ -70,11 +71,13 @@ __all__ = [
     "StepError",
     "Store",
     "Timeline",
+    "Unknowable",
     "UnknownCache",
     "UnsupportedLayer",
     "build",
     "convert",
     "driven",
+    "first_layer",
     "from_legacy_cache",
     "join_rows",
     "mask_kinds",

@@ -7,10 +7,14 @@ answered as if that had already happened.
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from caches.errors import StepError, UnsupportedLayer
 from caches.forking import Forking
@@ -18,6 +22,7 @@ from caches.retention import KeepAll
 from caches.spec import EXOTIC, INDEX, KV, PLAIN, STATE, LayerSpec
 from caches.state import CONV, RECURRENT, State
 
+_logger = logging.getLogger("caches")
 _IN_WORDS = {KV: "keys and values", INDEX: "index", STATE: "state"}
 
 
@@ -34,6 +39,7 @@ class Cache(Forking):
         self._calls: set[tuple[int, str]] = set()
         self._reached: set[tuple[int, str]] = set()
         self._required = {use for index, spec in enumerate(specs) for use in _uses(index, spec)}
+        self._given_up: set[tuple[int, str]] = set()  # what the last step that was given up had reached
 
     # Foreign loops.
 
@@ -73,12 +79,39 @@ class Cache(Forking):
         """Finish a foreign loop's step, whole or half."""
         if self._driven or not self.is_open:
             super()._between_steps()
-        elif not self._is_complete:  # a forward that died half-way: as if it had never been
-            self.abort()
+        elif not self._is_complete:
+            self._give_up()
         else:
             if self._timelines[0].pending == 0:
                 self._begin_columns(1)
             self.settle()
+            self._given_up.clear()
+
+    def _give_up(self) -> None:
+        """A forward died half-way, as far as that can be known: as if it had never been.
+
+        Raises `StepError` where nothing was ever committed and two forwards end alike: the model has fewer layers.
+        """
+        layers, needed = ({index for index, _ in uses} for uses in (self._reached, self._required | self._reached))
+        told = (
+            f"a forward reached {len(layers)} of the {len(needed)} layers of this {self.name} cache (up to layer "
+            f"{max(layers, default=-1)}) before the next one began"
+        )
+        if super().seen == 0 and self._reached and self._reached == self._given_up:
+            raise StepError(
+                f"{told}, twice in succession: nothing can be kept of such steps. If the model has only these layers, "
+                "build the cache with a configuration that says so (num_hidden_layers). If both forwards failed, "
+                "reset() the cache and go on"
+            )
+        _logger.warning("%s: it counts as failed, and its %d tokens were not kept", told, self._timelines[0].pending)
+        self._given_up = set(self._reached)
+        self.abort()
+
+    def _require_layers_of(self, model: Any) -> None:
+        """Wait for the layers that a model has, where it has fewer than its configuration says."""
+        found = {getattr(module, "layer_idx", None) for module in ([] if model is None else model.modules())}
+        uses = {use for index, spec in enumerate(self.specs) for use in _uses(index, spec)}
+        self._required = {use for use in uses if use[0] in found} or uses
 
     def has_reached(self, layer_idx: int) -> bool:
         """Whether a foreign loop's open step has reached this layer."""
@@ -112,13 +145,21 @@ class Cache(Forking):
         if not self._driven:
             if (layer_idx, call) in self._calls:
                 self._between_steps()
-            if not self.is_open:
+            is_new = not self.is_open
+            if is_new:
                 self.check_whole()
-                self._begin_layers()
-                self.is_open, self.log = True, None  # what a foreign loop feeds is not known
+                if super().seen == 0 and not self.finds_layers and not torch.compiler.is_compiling():
+                    self._require_layers_of(model_at_work())
             if tokens is not None and self._timelines[0].pending == 0:
                 self._check_windows(tokens)
                 self._begin_columns(tokens)
+            elif is_new:
+                self._prepare_layers()
+                self._begin_layers()
+            if is_new:
+                self.is_open, self.log = True, None  # what a foreign loop feeds is not known
+            if super().seen == 0 and all(index != layer_idx for index, _ in self._required):
+                self._require_layers_of(None)  # a model that numbers its layers while it computes
             self._calls.add((layer_idx, call))
         return self.layers[layer_idx]
 
@@ -247,3 +288,16 @@ class Cache(Forking):
 def _uses(index: int, spec: LayerSpec) -> list[tuple[int, str]]:
     """The streams that every whole forward reaches in a layer."""
     return [(index, KV if stream == EXOTIC else stream) for stream in spec.streams]
+
+
+def model_at_work() -> PreTrainedModel | None:
+    """The innermost model whose forward is running in this thread; None where there is none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        # Their variables alone are looked at: what they hold lives as long as the call in any case.
+        if frame.f_code is nn.Module._wrapped_call_impl.__code__:
+            module = frame.f_locals.get("self")
+            if isinstance(module, PreTrainedModel):
+                return module
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

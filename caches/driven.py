@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
+from weakref import ref
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
@@ -16,21 +17,34 @@ class Log:
     ids, mask: [rows, columns], at least as many columns as the cache has seen; mask is 0 where a pad is.
     positions: [kinds, rows, columns] where the model reckons them in a way of its own (an image takes fewer than it has
     tokens), else None. source: what an encoder made of its source [rows, columns, width], else None.
+    reader: the model that read them, weakly; None where that is not known. A log is never written in place.
     """
 
     ids: torch.Tensor
     mask: torch.Tensor
     positions: torch.Tensor | None = None
     source: torch.Tensor | None = None
+    reader: ref[Any] | None = field(default=None, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"reader": None}  # a weak reference cannot be pickled
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Log:
+        return self
+
+    @property
+    def live_reader(self) -> Any:
+        """The model that read the tokens, while it is alive."""
+        return None if self.reader is None else self.reader()
 
     def rows(self, index: torch.Tensor) -> Log:
         positions = None if self.positions is None else self.positions[:, index]
         source = None if self.source is None else self.source[index]
-        return Log(self.ids[index], self.mask[index], positions, source)
+        return replace(self, ids=self.ids[index], mask=self.mask[index], positions=positions, source=source)
 
     def first(self, columns: int) -> Log:
         positions = None if self.positions is None else self.positions[..., :columns]
-        return Log(self.ids[:, :columns], self.mask[:, :columns], positions, self.source)
+        return replace(self, ids=self.ids[:, :columns], mask=self.mask[:, :columns], positions=positions)
 
     @staticmethod
     def joined(logs: list[Log]) -> Log:
@@ -42,12 +56,13 @@ class Log:
             torch.cat([log.mask for log in logs]),
             torch.cat(positions, dim=1) if len(positions) == len(logs) else None,
             torch.cat(sources) if len(sources) == len(logs) else None,
+            logs[0].reader if len({log.reader for log in logs}) == 1 else None,
         )
 
     def then(self, later: Log) -> Log:
         """Both, one after the other; `later.positions` are those of all columns."""
         ids, mask = torch.cat([self.ids, later.ids], dim=1), torch.cat([self.mask, later.mask], dim=1)
-        return Log(ids, mask, later.positions, self.source)
+        return replace(self, ids=ids, mask=mask, positions=later.positions)
 
 
 @runtime_checkable

@@ -4,6 +4,7 @@ CacheError
 ├── UnknownCache (also a ValueError)       a name that is not registered
 ├── CapacityError (also a ValueError)      more tokens than a fixed cache can hold
 ├── UnsupportedLayer (also a ValueError)   a layer kind that a backend cannot keep
+├── Unknowable (also a ValueError)         what a cache holds cannot be compared with a text
 └── StepError (also a RuntimeError)        begin / settle / abort called out of order, or tokens that are gone
 """
 
@@ -22,6 +23,10 @@ class CapacityError(CacheError, ValueError):
 
 class UnsupportedLayer(CacheError, ValueError):
     """A model has a kind of layer that this backend cannot keep."""
+
+
+class Unknowable(CacheError, ValueError):
+    """What a cache holds cannot be compared with a text. The message is the reason."""
 
 
 class StepError(CacheError, RuntimeError):

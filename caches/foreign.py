@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
@@ -14,6 +15,9 @@ from caches.driven import Log
 from caches.errors import StepError, UnsupportedLayer
 
 _STATES = ("conv_states", "recurrent_states")
+
+# What runs of ours left in caches, how many tokens that was, and the tensors that hold it, as they were then.
+_logs: WeakKeyDictionary[TransformersCache, tuple[Log, int, list[tuple[Any, int]]]] = WeakKeyDictionary()
 
 
 class ForeignCache:
@@ -35,18 +39,33 @@ class ForeignCache:
         self._tokens = 0  # of the open step
         self._read = 0  # tokens committed by us: a cache of states alone does not count them
         self._lost = False
+        log = self.log
+        if log is not None:
+            self._read = _logs[cache][1]
         self._index: torch.Tensor | None = None  # while rows are chosen: of which rows,
         self._left: list[Any] = []  # and the layers that still have those of before
         self.name = type(cache).__name__
 
     @property
-    def log(self) -> None:
-        """Not kept: others can feed this cache unnoticed."""
-        return
+    def log(self) -> Log | None:
+        """What the last run of ours left in it, as long as no other loop has written to it since."""
+        log, _, before = _logs.get(self._cache, (None, 0, []))
+        if log is None or log.ids.shape[1] < self.seen:
+            return None
+        held = list(self._tensors())
+        same = len(held) == len(before) and all(
+            was() is tensor and tensor._version == version
+            for tensor, (was, version) in zip(held, before, strict=True)
+        )
+        return log if same else None
 
     @log.setter
     def log(self, log: Log | None) -> None:
-        pass
+        _logs.pop(self._cache, None)
+        held = list(self._tensors())
+        # Tensors of inference mode do not count how often they were written.
+        if log is not None and not any(tensor.is_inference() for tensor in held):
+            _logs[self._cache] = log, self._read, [(ref(tensor), tensor._version) for tensor in held]
 
     @property
     def handle(self) -> TransformersCache | None:
@@ -80,6 +99,11 @@ class ForeignCache:
         away = [tensor for tensor in self._tensors() if tensor.device.type == "cpu"]
         beside = sum(tensor.nbytes for tensor in away)
         return self.bytes if beside == self.bytes else self.bytes - beside
+
+    @property
+    def sections(self) -> list[TransformersCache]:
+        """The decoder's cache, and the encoder's where there is one."""
+        return [self._own] if self._own is self._cache else [self._own, self._cache.cross_attention_cache]
 
     @property
     def _layers(self) -> list[Any]:

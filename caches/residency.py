@@ -7,7 +7,6 @@ It knows nothing of time, layers or models, and never decides what is kept.
 
 from __future__ import annotations
 
-import copy
 import errno
 import math
 import mmap
@@ -198,15 +197,35 @@ class Buffer(ABC):
 
     def __deepcopy__(self: B, memo: dict[int, Any]) -> B:
         self.wait()
-        other = copy.copy(self)
+        return _with_memory(self._without_memory(), self._memory)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.wait()
+        empty = self._without_memory()
+        return _unpickled, (type(self), vars(empty), self._memory)
+
+    def _without_memory(self: B) -> B:
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
         other._forget_memory()
-        if self._memory is not None:
-            other._memory = other._allocate(self._memory.numel(), self.dtype, self.device, None)
-            other._memory.copy_(self._memory)
         return other
 
     def _forget_memory(self) -> None:
         self._memory = None
+
+
+def _with_memory(empty: B, memory: torch.Tensor | None) -> B:
+    """`empty` with memory of its own that holds the same."""
+    if memory is not None:
+        empty._memory = empty._allocate(memory.numel(), empty.dtype, empty.device, None)
+        empty._memory.copy_(memory)
+    return empty
+
+
+def _unpickled(kind: type[B], attributes: dict[str, Any], memory: torch.Tensor | None) -> B:
+    other = object.__new__(kind)
+    vars(other).update(attributes)
+    return _with_memory(other, memory)
 
 
 class DeviceBuffer(Buffer):

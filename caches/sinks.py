@@ -127,7 +127,7 @@ class Sinks:
         self.originals[: len(found)] = found
 
     def make_room(self, like: torch.Tensor, rows: int) -> None:
-        if self.originals is None:
+        if self.originals is None or len(self.originals) < rows:
             with torch.inference_mode(False):
                 self.originals = like.new_zeros((rows, like.shape[1], self.count, like.shape[3]))
 

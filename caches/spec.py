@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from transformers.cache_utils import DynamicCache
@@ -137,10 +138,13 @@ def _read_spec(config: Any, index: int, layer_type: str) -> LayerSpec:
     if INDEX in streams and config.model_type in _INDEX_WITH_POSITIONS:
         streams = (UNKNOWN,)
     if EXOTIC in streams:
-        new_layer = lambda: DynamicCache(config=config).layers[index]  # noqa: E731
-        return LayerSpec(layer_type, frozenset(streams), Reach("own"), new_layer)
+        return LayerSpec(layer_type, frozenset(streams), Reach("own"), partial(_own_layer, config, index))
     reach = Reach()
     if size_field is not None:
         reach = Reach("chunk" if size_field == "attention_chunk_size" else "window", getattr(config, size_field))
-    rotary = lambda: read_rotary(config, index, layer_type)  # noqa: E731
-    return LayerSpec(layer_type, frozenset(streams), reach, rotary=rotary)
+    return LayerSpec(layer_type, frozenset(streams), reach, rotary=partial(read_rotary, config, index, layer_type))
+
+
+def _own_layer(config: Any, index: int) -> Any:
+    """transformers' own layer of that kind."""
+    return DynamicCache(config=config).layers[index]

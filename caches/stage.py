@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,7 +50,5 @@ class Stage:
         if self.tail is not None:
             self.tail.release()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Stage:
-        other = type(self)()
-        other.tail = copy.deepcopy(self.tail, memo)
-        return other
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_scratch": {}, "staging": Staging(), "tail": self.tail}

@@ -149,8 +149,8 @@ class Staging:
         """Keep nothing and know nobody."""
         self._turns.clear()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Staging:
-        return type(self)(self._beside)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._beside,)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All memory that it keeps."""

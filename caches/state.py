@@ -62,9 +62,9 @@ class State:
     def set(self, key: Key, value: torch.Tensor) -> torch.Tensor:
         """Write a state [rows, ...]; returns it where it is kept."""
         self.timeline.take_rows(value.shape[0])
-        if key not in self._held:
+        rows = self.timeline.max_rows if self.fixed else None
+        if key not in self._held or len(self._held[key]) < (rows or 0):  # those from before a reset may be too few
             with torch.inference_mode(False):  # or nobody could continue this cache outside of inference mode
-                rows = self.timeline.max_rows if self.fixed else None
                 self._held[key] = value.new_zeros((rows or value.shape[0], *value.shape[1:]))
         if key not in self._known:
             self._known |= {key}

@@ -116,19 +116,24 @@ class Steps(Face):
 
     def _begin_columns(self, tokens: int, graph: bool = False) -> None:
         placements = {timeline: timeline.place(tokens) for timeline in self._timelines}
-        # What may fail comes first and changes nothing that anybody can see.
+        # What may fail comes first, and changes nothing that can be seen.
+        if not self.is_open:
+            self._prepare_layers()
+        self._make_room({timeline: placement.room for timeline, placement in placements.items()})
         if not self.is_open:
             self._begin_layers()
-        self._make_room({timeline: placement.room for timeline, placement in placements.items()})
         for layer in self.layers:
             if placements[layer.timeline].compact:
                 layer.compact()
         for timeline, placement in placements.items():
             timeline.begin(tokens, placement, graph)
 
-    def _begin_layers(self) -> None:
+    def _prepare_layers(self) -> None:
         for layer in self.layers:
             layer.prepare()
+
+    def _begin_layers(self) -> None:
+        """What cannot fail once the layers are prepared."""
         for layer in self.layers:
             layer.begin()
 

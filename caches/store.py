@@ -116,7 +116,7 @@ class GrowingStore:
 
     def append(self, new: torch.Tensor) -> torch.Tensor:
         self.timeline.take_rows(new.shape[0])
-        if self.buffer is None:
+        if self.buffer is None or self._is_too_small(self.buffer):
             self.buffer = self._allocate(new, self.timeline.room)
         buffer = self._used(self.buffer)
         check_alike((buffer.shape[1], buffer.shape[3]), buffer.dtype, new)
@@ -135,6 +135,10 @@ class GrowingStore:
     def _allocate(self, like: torch.Tensor, columns: int) -> torch.Tensor:
         with torch.inference_mode(False):  # or nobody could continue this cache outside of inference mode
             return like.new_empty((*like.shape[:-2], columns, like.shape[-1]))
+
+    def _is_too_small(self, buffer: torch.Tensor) -> bool:
+        """Whether a buffer from before a reset has no room for the rows that there can be."""
+        return False
 
     def _used(self, buffer: torch.Tensor) -> torch.Tensor:
         """The rows of the buffer that are in use."""
@@ -229,6 +233,9 @@ class FixedStore(GrowingStore):
     def _allocate(self, like: torch.Tensor, columns: int) -> torch.Tensor:
         with torch.inference_mode(False):
             return like.new_zeros((self.timeline.max_rows or like.shape[0], like.shape[1], columns, like.shape[-1]))
+
+    def _is_too_small(self, buffer: torch.Tensor) -> bool:
+        return len(buffer) < (self.timeline.max_rows or 0)
 
     def _used(self, buffer: torch.Tensor) -> torch.Tensor:
         rows = self.timeline.rows

@@ -49,6 +49,7 @@ class Timeline:
         all_room: bool = False,
     ):
         self.retention, self.max_rows, self._fixed = retention, max_rows, all_room
+        self._told_rows = max_rows
         self.seen = self.start = self.end = self.pending = self.room = 0
         self.rows: int | None = None
         self.overflow = False
@@ -81,7 +82,7 @@ class Timeline:
         """Inside the forward: a step has so many rows. Raises `StepError` when the steps before had others."""
         if self.rows is None and (self.max_rows is None or rows <= self.max_rows):
             self.rows = rows
-            if self._fixed and self.max_rows is None:  # tensors are made now and stay: a reset makes no room for more
+            if self._fixed and self.max_rows is None:  # tensors are made now and stay until a reset
                 self.max_rows = rows
         if self.rows is None:
             raise CapacityError(
@@ -195,7 +196,7 @@ class Timeline:
     def reset(self) -> None:
         self.close()
         self.seen = self.start = self.end = self.rewritten = 0
-        self.rows = None
+        self.rows, self.max_rows = None, self._told_rows
 
     def adopt(self, seen: int, held: int | None, rows: int) -> None:
         """Start anew with `held` columns after `seen` tokens, at the front of the buffers; None: there are no columns.

@@ -54,9 +54,17 @@ def _has_new_media(model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor, s
     if types is not None:
         return bool(types[:, seen:].any())
     ids = prompt.ids[:, seen - mask.shape[1] :]
+    return not _placeholders(model) or has_placeholders(model, ids)
+
+
+def _placeholders(model: PreTrainedModel) -> list[int]:
     tokens = [getattr(model.config, name, None) for name in _PLACEHOLDERS]
-    known = [token for token in tokens if token is not None]
-    return not known or bool(torch.isin(ids, torch.tensor(known, device=ids.device)).any())
+    return [token for token in tokens if token is not None]
+
+
+def has_placeholders(model: PreTrainedModel, ids: torch.Tensor) -> bool:
+    """Whether some of the ids are known to stand for parts of images, videos or sounds."""
+    return bool(torch.isin(ids, torch.tensor(_placeholders(model), dtype=torch.long, device=ids.device)).any())
 
 
 def _reckons_positions(model: PreTrainedModel) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.utils import ModelOutput
 
@@ -48,6 +50,11 @@ class Feeding:
         self._origins = torch.arange(rows)
         self._graphs = True
         self._is_rounded = False  # the cache was encoded because memory was out
+
+    @property
+    def reader(self) -> weakref.ref[PreTrainedModel]:
+        """The model that is fed."""
+        return weakref.ref(self._runner.model)
 
     def computed(self, ids: torch.Tensor, prefill: bool, gathered: Gathered) -> tuple[ModelOutput, torch.Tensor | None]:
         """Feed what the cache has not seen of `ids` [rows, tokens]: the last outputs, and the states of all."""

@@ -39,7 +39,7 @@ from engine.request import Request, read_request
 from engine.result import Generation, Piece, nothing_generated
 from engine.run import Run
 from engine.runner import Runner
-from engine.session import check_continues
+from engine.session import check_content, check_continues
 from engine.turning import check_turning
 from strategies import Strategy
 
@@ -118,6 +118,7 @@ class Generator:
         assistant_model: PreTrainedModel | None = None,
         assistant_tokenizer: Any = None,
         on_oom: Sequence[str] | None = None,
+        trust_cache: bool = False,
         **options: Any,
     ) -> Play:
         started = time.perf_counter()
@@ -157,7 +158,10 @@ class Generator:
         if draft is not None and draft_request is not None:
             drafts = draft.drafts(request.strategy)
             request = replace(request, drafts=drafts, translation=draft_request.translation)
+        known = True
         if live is None:
+            if trust_cache:
+                raise OptionError("trust_cache=True is about a live cache, and none was given: leave it out")
             chosen = _one_of(cache=cache, cache_implementation=cache_implementation)
             live = self._new_cache(chosen, cache_config, request, budget)
         else:
@@ -165,17 +169,20 @@ class Generator:
                 raise OptionError("use_cache=False contradicts the live cache that was given: leave one of them out")
             live.check_fits(self.model.config)
             if request.guidance is None:  # else it is empty
-                check_continues(live, request.prompt, request.mask, request.before)
+                known = check_continues(live, request, self.model)
         self._check_together(live, request)
         read, mask = request.read
         extras = dict(read.extras)
         positions = extras.get("position_ids")
         if positions is not None:
             del extras["position_ids"]
+        columns = Columns(mask, request.columns, positions)
+        if not known and not trust_cache:
+            check_content(self._runner, live, request, columns, extras, tokenizer)
         lane = Lane(
             self._runner,
             live,
-            Columns(mask, request.columns, positions),
+            columns,
             rows=len(read.ids),
             before=request.before,
             embeds=request.prompt.embeds,

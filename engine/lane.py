@@ -330,6 +330,9 @@ class Lane:
             self.settle(drop=fed_too_far)
         elif isinstance(self.cache, ForeignCache):  # what it cannot take back it keeps
             self.settle()
+            if self._agreed(log) < self.fed:  # then it holds a token that is not in the text
+                self.cache.log = None
+                return
         else:
             self.fed -= self._pending
             self.cache.abort()
@@ -341,6 +344,7 @@ class Lane:
             log,
             positions=self.feeding.columns.own_positions(self._before + known),
             source=source_of(self.feeding.extras),
+            reader=self.feeding.reader,
         )
         if self._before == 0:
             self.cache.log = log

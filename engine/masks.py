@@ -37,6 +37,7 @@ class Columns:
         self.first_full = int(self.pads.max())
         """The first column in which no row has a pad any more."""
         self._step_masks: dict[torch.dtype, torch.Tensor] = {}  # as attention takes them: [rows, 1, 1, columns]
+        self._are_told = positions is not None
         if positions is None:
             positions = (full.cumsum(dim=1) - 1).clamp(min=0)
         else:
@@ -95,8 +96,8 @@ class Columns:
         return self._positions[..., begin:end]
 
     def own_positions(self, columns: int) -> torch.Tensor | None:
-        """Position ids [kinds, rows, columns] of the first columns, where they are more than a count of the tokens."""
-        return self._positions[..., :columns] if self._positions.ndim > 2 else None
+        """Position ids [..., rows, columns] of the first columns, where they are not simply a count of the tokens."""
+        return self._positions[..., :columns] if self._are_told else None
 
     def of_rows(self, index: torch.Tensor) -> Columns:
         """The same of these rows."""

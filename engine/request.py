@@ -376,6 +376,7 @@ _CALL_ARGUMENTS = {
     "on_oom",
     "stopping_criteria",
     "tokenizer",
+    "trust_cache",
     "prefix_allowed_tokens_fn",
     *ARGUMENTS,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from types import FunctionType
 from typing import Any
@@ -16,12 +16,13 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.utils import ModelOutput
 
-from caches import Cache, Driven, UnsupportedLayer, build, mask_kinds, read_specs
+from caches import Cache, Driven, Unknowable, UnsupportedLayer, build, mask_kinds, read_specs
 from engine.dispatch import is_dispatched, prompt_device
 from engine.errors import InputError, OptionError
-from engine.extras import ENCODED
+from engine.extras import ENCODED, extend_extras
 from engine.linears import Linears
 from engine.masks import Columns, contiguous, graph_mask, imposed_mask, of_all_rows, one_token_mask
+from engine.probe import Probe, Reached
 
 
 class Runner:
@@ -204,6 +205,36 @@ class Runner:
                 return outputs
             cache.settle()
 
+    def first_keys(
+        self,
+        ids: torch.Tensor,
+        columns: Columns,
+        begin: int,
+        end: int,
+        *,
+        embeds: torch.Tensor | None,
+        extras: dict[str, Any],
+        cross: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [rows, kv_heads, columns, head_dim] that the first layer makes of the columns of a text.
+
+        A forward that ends there. cross: those of the encoder's columns. For the rest see `feed`. Raises `Unknowable`
+        where the first layer hands over none.
+        """
+        probe = Probe(begin, self.model.config.is_encoder_decoder, cross)
+        inputs = self._inputs(ids, columns, probe, 0, begin, end, begin == 0, *extend_extras(self.model, extras, columns.total))
+        if embeds is not None and begin < embeds.shape[1]:
+            inputs["inputs_embeds"] = self._embedded(embeds, ids, begin, end)
+            inputs.pop("input_ids", None)
+        inputs[self._cache_argument] = probe.handle
+        with torch.no_grad(), suppress(Reached):
+            self.model(**inputs, return_dict=True)
+        if probe.found is None or not (cross or probe.found[0].shape[-2] == end - begin):
+            raise Unknowable(
+                f"the first layer of {type(self.model).__name__} does not begin with the keys of its {end - begin} tokens"
+            )
+        return probe.found
+
     def _check_kept(self, outputs: ModelOutput, cache: Driven) -> None:
         kept = outputs.get(self._cache_argument)
         if kept is not None and cache.handle is not None and kept is not cache.handle:
@@ -251,7 +282,7 @@ class Runner:
         self,
         ids: torch.Tensor,
         columns: Columns,
-        cache: Driven,
+        cache: Driven | Probe,
         before: int,
         begin: int,
         end: int,

@@ -116,8 +116,8 @@ PUBLIC = {
         "FixedStore", "ForeignCache", "GrowingStore", "HQQQuantizedCache", "HybridCache",
         "HybridMambaAttentionDynamicCache", "LayerSpec", "Log", "MambaCache", "NoCache", "OffloadedCache",
         "OffloadedStaticCache", "QuantizedCache", "QuantizedCacheConfig", "QuantoQuantizedCache", "Recipe", "SinkCache",
-        "SlidingWindowCache", "StaticCache", "StepError", "Store", "Timeline", "UnknownCache", "UnsupportedLayer",
-        "build", "convert", "driven", "from_legacy_cache", "join_rows", "mask_kinds", "move", "names", "read_specs",
+        "SlidingWindowCache", "StaticCache", "StepError", "Store", "Timeline", "Unknowable", "UnknownCache",
+        "UnsupportedLayer", "build", "convert", "driven", "first_layer", "from_legacy_cache", "join_rows", "mask_kinds", "move", "names", "read_specs",
         "recipe", "register", "select_rows", "slide",
     },
     configs: {

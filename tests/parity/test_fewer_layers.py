@@ -1,0 +1,70 @@
+"""A model with fewer layers than its configuration says, in loops that are not ours."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from architectures import prompt, tiny_model
+from transformers import DynamicCache
+
+import caches
+import engine
+
+NAMES = ["llama", "gemma2", "qwen3", "bamba"]
+
+
+def shortened(name, layers=2):
+    """The model without its last layers; its configuration still has them."""
+    model = copy.deepcopy(tiny_model(name))
+    model.model.layers = model.model.layers[:layers]
+    return model
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_cut_off_the_model(name, layers):
+    model, inputs = shortened(name, layers), prompt()
+    cache = caches.build("dynamic", model.config)
+    options = {"max_new_tokens": 9, "do_sample": False}
+    expected = model.generate(**inputs, **options, past_key_values=DynamicCache(config=model.config))
+    assert torch.equal(model.generate(**inputs, **options, past_key_values=cache), expected)
+    assert cache.seen == 13 + 8
+    assert torch.equal(engine.generate(model, inputs, max_new_tokens=9).sequences, expected)
+
+
+def test_layers_left_out_by_the_configuration(caplog):
+    """What the forward does not reach cannot be known beforehand: it is told, and refused before a text is wrong."""
+    model, inputs = copy.deepcopy(tiny_model("llama")), prompt()
+    cache = caches.build("dynamic", model.config)
+    model.config.num_hidden_layers = 2
+    with caplog.at_level(logging.WARNING, "caches"), pytest.raises(caches.StepError, match="2 of the 4 layers"):
+        model.generate(**inputs, max_new_tokens=9, do_sample=False, past_key_values=cache)
+    assert "reached 2 of the 4 layers" in caplog.text
+    assert "13 tokens were not kept" in caplog.text
+    cache.reset()
+    model.config.num_hidden_layers = 4
+    options = {"max_new_tokens": 9, "do_sample": False}
+    expected = model.generate(**inputs, **options)
+    assert torch.equal(model.generate(**inputs, **options, past_key_values=cache), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("seen", [0, 7])
+def test_a_forward_that_failed_can_be_made_again(name, seen, monkeypatch, caplog):
+    model = tiny_model(name)
+    ids = prompt(pads=0)["input_ids"]
+    cache = caches.build("dynamic", model.config)
+    with torch.no_grad():
+        if seen:
+            model(ids[:, :seen], past_key_values=cache)
+        with monkeypatch.context() as patch:
+            patch.setattr(model.model.layers[2], "forward", lambda *args, **kwargs: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(ids[:, seen:], past_key_values=cache)
+        assert cache.get_seq_length() == seen
+        with caplog.at_level(logging.WARNING, "caches"):
+            logits = model(ids[:, seen:], past_key_values=cache).logits[:, -1]
+        torch.testing.assert_close(logits, model(ids).logits[:, -1], atol=1e-4, rtol=1e-4)
+    assert "reached 2 of the 4 layers" in caplog.text
+    assert cache.get_seq_length() == 13
