@@ -1,7 +1,8 @@
 """One file per cache for all its tensors on disk: it takes one descriptor, however many layers and tensors there are.
 
 A tensor has some ranges of whole pages, which are mapped one behind the other. So it grows without being copied, and
-pages that are given back fit any other tensor.
+pages that are given back fit any other tensor. The disk gets them back with the last of them, when the file is closed:
+taking single ones out of it would first write what nothing will read.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from caches.folders import disk_folder
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _MAP_FIXED = 0x10  # Linux and macOS
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
-_PUNCH_HOLE, _KEEP_SIZE = 2, 1  # of Linux' fallocate
 _ZEROS = 2**24
 
 
@@ -87,7 +87,6 @@ class Slab:
                         self._free.insert(0, (cut, end))
                     taken.append(_Range(self, begin, cut))
                     size -= cut - begin
-                    _reserve(self._file.fileno(), begin, cut - begin)
                 if size:
                     self._extend(size)
                     taken.append(_Range(self, self._size - size, self._size))
@@ -120,7 +119,8 @@ class Slab:
         if os.getpid() != self._process:  # a fork of the process: the file belongs to the one that made it
             return
         with self._lock:
-            _punch(self._file.fileno(), begin, end - begin)
+            if self._file is None:  # collected together, the slab first
+                return
             self._returned.append((begin, end))
             self._leave()
 
@@ -199,19 +199,11 @@ def _reserve(file: int, begin: int, size: int) -> None:
         os.pwrite(file, zeros[: begin + size - offset], offset)
 
 
-def _punch(file: int, begin: int, size: int) -> None:
-    """Give the disk its blocks back. File systems that cannot do it keep them until the file is closed."""
-    if sys.platform == "linux":
-        _libc().fallocate(file, _PUNCH_HOLE | _KEEP_SIZE, begin, size)
-
-
 @functools.cache
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype, integer, offset = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, integer, integer, integer, offset)
-    if sys.platform == "linux":
-        libc.fallocate.argtypes = (integer, integer, offset, offset)
+    libc.mmap.restype, number = ctypes.c_void_p, ctypes.c_int
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, number, number, number, ctypes.c_int64)
     return libc
 
 
