@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -232,7 +232,7 @@ def _quantized(options: QuantizedCacheConfig, codecs: dict[str, Codec], is_read_
     if slot.name not in codecs or not isinstance(slot.timeline, BlockTimeline):
         return _growing(slot)
     kind = QuantizedStore if slot.sinks is None else QuantizedSinkStore
-    return kind(slot, codecs[slot.name], partial(_buffer, options), is_read_later)
+    return kind(slot, codecs[slot.name], _buffers(options, slot), is_read_later)
 
 
 def _block_timeline(
@@ -247,19 +247,20 @@ def _block_timeline(
 def _offloaded(options: OffloadedCacheConfig, is_read_later: bool, slot: Slot) -> Store:
     if options.offload_only_non_sliding and slot.spec.reach.size is not None:
         return _growing(slot)
-    return OffloadedStore(slot, _buffer(options), is_read_later)
+    return OffloadedStore(slot, _buffers(options, slot)(), is_read_later)
 
 
 def _offloaded_fixed(options: OffloadedCacheConfig, is_read_later: bool, slot: Slot) -> Store:
     if options.offload_only_non_sliding and slot.spec.reach.size is not None:
         return _fixed(slot)
-    return FixedOffloadedStore(slot, _buffer(options), is_read_later)
+    return FixedOffloadedStore(slot, _buffers(options, slot)(), is_read_later)
 
 
-def _buffer(options: OffloadedCacheConfig | QuantizedCacheConfig) -> Buffer:
+def _buffers(options: OffloadedCacheConfig | QuantizedCacheConfig, slot: Slot) -> Callable[[], Buffer]:
+    """What makes the buffers of a store: those on disk share the cache's file."""
     if options.residency == "disk":
-        return DiskBuffer(options.folder)
-    return HostBuffer() if options.residency == "host" else DeviceBuffer()
+        return partial(DiskBuffer, slot.stage.slab_in(options.folder))
+    return HostBuffer if options.residency == "host" else DeviceBuffer
 
 
 def _is_read_later(specs: Layers) -> bool:

@@ -47,7 +47,7 @@ class Forking(Choosing):
     def _split(self, timeline: Timeline) -> None:
         """What the group holds becomes a trunk, with an empty tail."""
         if self.stage.tail is None:
-            self.stage.tail = Stage()
+            self.stage.tail = Stage(self.stage.slab)
         # Nobody compiles a step of it: it need not have all its room at once.
         tail = self._new_timeline(timeline.retention, None, timeline.max_rows, all_room=False)
         tail.grain = 16  # there are many of them, and they are short

@@ -7,20 +7,15 @@ It knows nothing of time, layers or models, and never decides what is kept.
 
 from __future__ import annotations
 
-import errno
+import copy
 import math
-import mmap
-import os
-import shutil
-import tempfile
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from caches.errors import CapacityError
+from caches.slab import Slab, Window
 
 _PIECE_BYTES = 2**24  # what is rearranged in place goes through a copy of about this size
 
@@ -196,36 +191,26 @@ class Buffer(ABC):
             torch.accelerator.synchronize(self.device)
 
     def __deepcopy__(self: B, memo: dict[int, Any]) -> B:
-        self.wait()
-        return _with_memory(self._without_memory(), self._memory)
+        new, (kind, attributes, memory) = self.__reduce__()
+        return new(kind, copy.deepcopy(attributes, memo), memory)
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.wait()
-        empty = self._without_memory()
-        return _unpickled, (type(self), vars(empty), self._memory)
+        return _with_memory, (type(self), self._without_memory(), self._memory)
 
-    def _without_memory(self: B) -> B:
-        other = object.__new__(type(self))
-        vars(other).update(vars(self))
-        other._forget_memory()
-        return other
-
-    def _forget_memory(self) -> None:
-        self._memory = None
+    def _without_memory(self) -> dict[str, Any]:
+        """The attributes of a buffer like this one that has no memory yet."""
+        return vars(self) | {"_memory": None}
 
 
-def _with_memory(empty: B, memory: torch.Tensor | None) -> B:
-    """`empty` with memory of its own that holds the same."""
+def _with_memory(kind: type[B], attributes: dict[str, Any], memory: torch.Tensor | None) -> B:
+    """A buffer with memory of its own that holds the same as `memory`."""
+    buffer = object.__new__(kind)
+    vars(buffer).update(attributes)
     if memory is not None:
-        empty._memory = empty._allocate(memory.numel(), empty.dtype, empty.device, None)
-        empty._memory.copy_(memory)
-    return empty
-
-
-def _unpickled(kind: type[B], attributes: dict[str, Any], memory: torch.Tensor | None) -> B:
-    other = object.__new__(kind)
-    vars(other).update(attributes)
-    return _with_memory(other, memory)
+        buffer._memory = buffer._allocate(memory.numel(), buffer.dtype, buffer.device, None)
+        buffer._memory.copy_(memory)
+    return buffer
 
 
 class DeviceBuffer(Buffer):
@@ -265,69 +250,32 @@ class HostBuffer(Buffer):
 
 
 class DiskBuffer(Buffer):
-    """Columns in a file of `folder` that has no name, so that nothing stays behind whatever happens to the process.
-
-    Its bytes are reserved before they are used: a full disk is an error here, and not a signal later.
-    """
+    """Columns in a part of a `Slab`, the cache's file."""
 
     place: ClassVar[str] = "disk"
 
-    def __init__(self, folder: str | None = None) -> None:
+    def __init__(self, slab: Slab) -> None:
         super().__init__()
-        self.folder = folder or tempfile.gettempdir()
-        self._file: Any = None
+        self.slab = slab
+        self._window: Window | None = None
 
     def _allocate(
         self, numbers: int, dtype: torch.dtype, device: torch.device, kept: torch.Tensor | None
     ) -> torch.Tensor:
         if device.type == "meta":
             return _begun_with(kept, _empty(numbers, dtype, device))
-        size = max(1, numbers) * dtype.itemsize
-        try:
-            if self._file is None:
-                self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 - open while it is used
-                weakref.finalize(self, self._file.close)
-            held = os.fstat(self._file.fileno()).st_size
-            try:
-                if size > held:
-                    _reserve(self._file.fileno(), held, size - held)
-            except OSError:
-                os.ftruncate(self._file.fileno(), held)
-                raise
-            mapped = mmap.mmap(self._file.fileno(), size)
-        except OSError as error:
-            if error.errno == errno.ENOMEM:  # no room to map it: the disk has enough
-                raise MemoryError(f"a file of {size:,} bytes in {self.folder} cannot be mapped") from error
-            raise CapacityError(self._why_not(size, error)) from error
-        with torch.inference_mode(False):
-            return torch.frombuffer(mapped, dtype=dtype)  # of the same file: what was kept is there
-
-    def _why_not(self, size: int, error: OSError) -> str:
-        is_there = os.path.isdir(self.folder)
-        free = f"where {shutil.disk_usage(self.folder).free:,} bytes are free" if is_there else "which is no folder"
-        return (
-            f"a tensor of the cache needs a file of {size:,} bytes in {self.folder}, {free}: {error.strerror}. "
-            "Choose another `folder`, free some space, or generate fewer tokens or rows"
-        )
+        numbers = max(1, numbers)
+        if self._window is None or len(self._window) < numbers * dtype.itemsize:
+            self._window = self.slab.window(numbers * dtype.itemsize, self._window)
+        with torch.inference_mode(False):  # it begins with the bytes of before, so what was kept is there
+            return torch.frombuffer(self._window, dtype=dtype, count=numbers)
 
     def clear(self) -> None:
         super().clear()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._window = None
 
-    def _forget_memory(self) -> None:
-        super()._forget_memory()
-        self._file = None
-
-
-def _reserve(file: int, begin: int, size: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file, begin, size)
-        return
-    zeros = bytes(_PIECE_BYTES)  # systems that can only be asked by writing
-    for offset in range(begin, begin + size, _PIECE_BYTES):
-        os.pwrite(file, zeros[: begin + size - offset], offset)
+    def _without_memory(self) -> dict[str, Any]:
+        return super()._without_memory() | {"_window": None}
 
 
 def _empty(numbers: int, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from caches.slab import Slab
 from caches.staging import Staging
 
 
@@ -14,10 +15,11 @@ class Stage:
     """Scratch tensors by name. A cache has one; a copy of the cache gets an empty one of its own.
 
     staging: where columns that live elsewhere are while their layer computes. tail: what the tails of forked rows take
-    turns in, because they are read together with their trunks.
+    turns in, because they are read together with their trunks. slab: the file of the tensors on disk, if there are any.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, slab: Slab | None = None) -> None:
+        self.slab = slab
         self._scratch: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
         self.staging = Staging()
         self.tail: Stage | None = None
@@ -30,6 +32,12 @@ class Stage:
             with torch.inference_mode(False):
                 held = self._scratch[key] = torch.empty(size, dtype=dtype, device=device)
         return held[:size].view(shape)
+
+    def slab_in(self, folder: str | None) -> Slab:
+        """The cache's file in `folder`, which is made for its first tensor on disk."""
+        if self.slab is None:
+            self.slab = Slab(folder)
+        return self.slab
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from self._scratch.values()
@@ -51,4 +59,4 @@ class Stage:
             self.tail.release()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_scratch": {}, "staging": Staging(), "tail": self.tail}
+        return {"slab": self.slab, "_scratch": {}, "staging": Staging(), "tail": self.tail}

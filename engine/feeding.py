@@ -44,7 +44,7 @@ class Feeding:
     ):
         self.cache, self.columns, self.routes = cache, columns, True
         self._runner, self._before, self._embeds, self._check = runner, before, embeds, check
-        self.extras, self._axes = extend_extras(runner.model, extras, columns.total)
+        self.extras, self._axes = extend_extras(runner.model, extras, columns.room)
         self._flags, self._chunk_tokens, self._asked_chunk_tokens = flags, chunk_tokens, chunk_tokens
         # Which row of the prompt each row goes on from: what belongs to the prompt is the same for all of its rows.
         self._origins = torch.arange(rows)
@@ -58,6 +58,7 @@ class Feeding:
 
     def computed(self, ids: torch.Tensor, prefill: bool, gathered: Gathered) -> tuple[ModelOutput, torch.Tensor | None]:
         """Feed what the cache has not seen of `ids` [rows, tokens]: the last outputs, and the states of all."""
+        self._reserve(self._before + ids.shape[1])
         try:
             fed = [(rows, self._fed(ids[rows], rows, cache, prefill, gathered)) for rows, cache in self.parts]
         except BaseException:
@@ -70,6 +71,12 @@ class Feeding:
         except BaseException:
             self.cache.abort()
             raise
+
+    def _reserve(self, columns: int) -> None:
+        """What is known of every column is known of so many."""
+        self.columns.reserve(columns)
+        if any(self.extras[name].shape[axis] < columns for name, axis in self._axes.items()):
+            self.extras, _ = extend_extras(self._runner.model, self.extras, self.columns.room)
 
     def _fed(self, ids: torch.Tensor, rows: slice, cache: Driven, prefill: bool, gathered: Gathered) -> ModelOutput:
         """The last outputs of a feed of these rows."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from caches import CapacityError
+from caches.folders import disk_folder
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -24,11 +26,13 @@ class Free:
 
 
 def find_free(device: torch.device, folder: str | None = None) -> Free:
-    """What is free on a device, in host memory and in `folder` (default: the system's for temporary files)."""
+    """What is free on a device, in host memory and in `folder` (default: that of caches on disk)."""
     host = _host_bytes()
     on_device = host if device.type == "cpu" else _device_bytes(device)
     try:
-        disk = shutil.disk_usage(folder or tempfile.gettempdir()).free
+        disk = shutil.disk_usage(disk_folder(folder)).free
+    except CapacityError:  # no folder is on a disk
+        disk = 0
     except OSError:
         disk = None
     return Free(on_device, host, disk)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,6 +28,7 @@ from engine.lane import Lane
 from engine.masks import Columns
 from engine.runner import Runner
 
+T = TypeVar("T")
 ARGUMENTS = ("negative_prompt", "negative_prompt_ids", "negative_prompt_attention_mask")
 _changes: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()  # of what a model goes on with, by pads
 
@@ -222,6 +223,9 @@ class GuidedLane:
         outputs["unguided_logits"] = outputs.logits[:rows]
         outputs["logits"] = self._scale * (own - other) + other
         return outputs, None if states is None else states[:rows, -columns:]
+
+    def with_memory(self, allocate: Callable[[], T]) -> T:
+        return self._lane.with_memory(allocate)
 
     def _beside(self, tokens: torch.Tensor) -> torch.Tensor:
         """The tokens of both texts: the others have columns of their own as far as the prompt goes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers.utils import ModelOutput
@@ -20,8 +20,10 @@ from engine.masks import Columns
 from engine.out_of_memory import Exhausted, in_words, is_of_onednn, is_out_of_memory
 from engine.runner import Runner
 from engine.split import SplitCache
+from engine.widening import room_for, widened
 from strategies import each
 
+T = TypeVar("T")
 _TIMES_LOGITS = 10  # in float32: log-probabilities, what processors make of them, and numbers with their places to sort
 
 
@@ -71,7 +73,9 @@ class Lane:
         self._recover, self._make_room = recover, make_room
         self._shares, self._before, self._unnamed = shares, before, unnamed
         # The tokens fed are written in place: a step copies no history.
-        self._ids = torch.zeros(rows, columns.total - before, dtype=torch.long, device=columns.device)
+        self._most = columns.total - before
+        room = room_for(columns.prompt - before, self._most)
+        self._ids = torch.zeros(rows, room, dtype=torch.long, device=columns.device)
         if beginning is not None:
             self._ids[:, :unnamed] = beginning
         self.fed = 0  # tokens given to the model in this run, those of the open step included
@@ -106,11 +110,14 @@ class Lane:
             self._keeping.keep_past(True)
         begin = self.fed or self._unnamed
         fed = begin + tokens.shape[1]
-        if fed > self._ids.shape[1]:
+        if fed > self._most:
             raise EngineError(
                 f"the strategy feeds {tokens.shape[1]} tokens after {self.fed}, but this run ends after "
-                f"{self._ids.shape[1]}: it may not look further ahead than max_new_tokens"
+                f"{self._most}: it may not look further ahead than max_new_tokens"
             )
+        if fed > self._ids.shape[1]:
+            room = room_for(fed, self._most, self._ids.shape[1])
+            self._ids = self.with_memory(lambda: widened(self._ids, room))
         self._ids[:, begin:fed] = tokens
         emptied = self.cache.handle is not None and self.cache.seen == 0
         prefill, columns = self.fed == 0 or emptied, fed - self.fed
@@ -183,6 +190,18 @@ class Lane:
             return None
         self.feeding.routes &= not is_of_onednn(error)  # it rearranges whole matrices, in memory of its own
         return in_words(error)
+
+    def with_memory(self, allocate: Callable[[], T]) -> T:
+        """What `allocate` makes, between two steps: where memory is out the run does with less and it is asked again."""
+        self.settle()
+        while True:
+            try:
+                return allocate()
+            except BaseException as error:
+                why = self._why_out_of_memory(error)
+                if why is None:
+                    raise
+            self._climb(why)
 
     @property
     def _has_lost_the_cache(self) -> bool:

@@ -1,4 +1,4 @@
-"""The attention mask and the position ids of a run: made once for all its columns, each step reads a view."""
+"""The attention mask and the position ids of a run: written once, each step reads a view."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from transformers.masking_utils import (
 )
 
 from caches import Cache, UnsupportedLayer
+from engine.widening import room_for, widened
 
 MaskKinds: TypeAlias = str | dict[str, str]
 
@@ -26,12 +27,11 @@ class Columns:
     """
 
     def __init__(self, mask: torch.Tensor, total: int, positions: torch.Tensor | None = None):
-        rows, prompt = mask.shape
+        rows, self.prompt = mask.shape
         self.total, self.device = total, mask.device
-        full = torch.cat([mask, mask.new_ones(rows, total - prompt)], dim=1)
         # Without pads there is nothing to mask but the future, and attention kernels do that faster by themselves. But
         # positions with gaps and no mask would be taken for several texts packed into one row.
-        self._mask = full if positions is not None or not bool(mask.all()) else None
+        self._mask = mask if positions is not None or not bool(mask.all()) else None
         self.pads = torch.zeros(rows, dtype=torch.long) if self._mask is None else (mask == 0).int().argmin(dim=1)
         """How many pads each row begins with, [rows]."""
         self.first_full = int(self.pads.max())
@@ -39,14 +39,33 @@ class Columns:
         self._step_masks: dict[torch.dtype, torch.Tensor] = {}  # as attention takes them: [rows, 1, 1, columns]
         self._are_told = positions is not None
         if positions is None:
-            positions = (full.cumsum(dim=1) - 1).clamp(min=0)
+            self._following = mask.sum(dim=1, keepdim=True)
+            positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         else:
-            steps = torch.arange(1, total - prompt + 1, device=positions.device, dtype=positions.dtype)
-            positions = torch.cat([positions, positions[..., -1:] + steps], dim=-1)
+            self._following = positions[..., -1:] + 1  # the position of the first new token, [..., 1]
         self._positions = positions
+        self._widen(room_for(self.prompt, total))
+
+    @property
+    def room(self) -> int:
+        """Columns that there is memory for."""
+        return self._positions.shape[-1]
+
+    def reserve(self, columns: int) -> None:
+        """Have room for `columns`. When this raises, nothing has changed. Whatever asks for more columns does it too."""
+        if columns > self.room:
+            self._widen(room_for(columns, self.total, self.room))
+
+    def _widen(self, room: int) -> None:
+        first, like = self.room - self.prompt, self._positions
+        steps = torch.arange(first, room - self.prompt, device=like.device, dtype=like.dtype)
+        positions = torch.cat([like, self._following + steps], dim=-1)
+        self._mask = None if self._mask is None else widened(self._mask, room, 1)
+        self._positions, self._step_masks = positions, {}
 
     def mask(self, columns: int) -> torch.Tensor | None:
         """2D mask [rows, columns] of the first columns; None when there are no pads."""
+        self.reserve(columns)
         return None if self._mask is None else self._mask[:, :columns]
 
     def step_mask(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
@@ -54,6 +73,7 @@ class Columns:
 
         dtype: bool, or the type of scores that it is added to.
         """
+        self.reserve(end)
         assert self._mask is not None
         if dtype not in self._step_masks:
             visible = (self._mask != 0)[:, None, None]
@@ -69,6 +89,7 @@ class Columns:
         token; a token that can no longer see all of its row looks at its own, in place of the last ones in the window.
         Returns [rows or 1, 1, end - begin, copied + length].
         """
+        self.reserve(end)
         tokens = torch.arange(begin, end, device=self.device)[:, None]
         columns = torch.arange(offset, offset + length, device=self.device)
         visible = columns <= tokens
@@ -93,10 +114,12 @@ class Columns:
 
     def positions(self, begin: int, end: int) -> torch.Tensor:
         """Position ids [..., end - begin]."""
+        self.reserve(end)
         return self._positions[..., begin:end]
 
     def own_positions(self, columns: int) -> torch.Tensor | None:
         """Position ids [..., rows, columns] of the first columns, where they are not simply a count of the tokens."""
+        self.reserve(columns)
         return self._positions[..., :columns] if self._are_told else None
 
     def of_rows(self, index: torch.Tensor) -> Columns:
@@ -107,6 +130,7 @@ class Columns:
         other._step_masks = {}
         rows_axis = self._positions.ndim - 2  # [rows, columns], or [kinds, rows, columns] for multimodal positions
         other._positions = self._positions.index_select(rows_axis, index)
+        other._following = self._following.index_select(rows_axis, index)
         return other
 
 

@@ -183,6 +183,8 @@ class Run:
         lane = self._lane if forward.model == "main" else self._draft
         assert lane is not None  # a strategy that needs one was given one
         fed = lane.fed if forward.model == "main" else None
+        if forward.model == "main":  # while there is a way to go on without the memory that this takes
+            self._lane.with_memory(lambda: self._tokens.reserve(tokens))
         outputs, states = lane.forward(forward.tokens, forward.hidden, forward.every)
         logits = outputs.logits[:, -tokens:].to(self._device, torch.float32, copy=True)
         self._health.look(logits, outputs.logits.dtype, fed, self._running)

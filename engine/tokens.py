@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from caches import Log
+from engine.widening import room_for, widened
 
 _ASYNCHRONOUS = ("cuda", "xpu")
 
@@ -26,19 +27,17 @@ def reads_late(device: torch.device) -> bool:
 
 
 class Tokens:
-    """ids, mask: [rows, columns], the prompt first; mask is 0 where a pad is. Memory for all of a run is taken once.
+    """ids, mask: [rows, columns], the prompt first; mask is 0 where a pad is. columns: when the run ends, at most.
 
     written: columns in use. read: how many of them the host has seen; those between are `unread`.
     """
 
     def __init__(self, prompt: torch.Tensor, mask: torch.Tensor, columns: int, pad_id: int):
-        rows, self.prompt = prompt.shape
+        self.prompt = prompt.shape[1]
         self.written = self.read = self.prompt
-        self._pad_id = pad_id
-        self._ids = prompt.new_full((rows, columns), pad_id)
-        self._ids[:, : self.prompt] = prompt
-        self._mask = torch.ones_like(self._ids)
-        self._mask[:, : self.prompt] = mask
+        self._pad_id, self._most = pad_id, columns
+        room = room_for(self.prompt, columns)
+        self._ids, self._mask = widened(prompt, room, pad_id), widened(mask.to(prompt.dtype), room, 1)
         self._ended: torch.Tensor | None = None  # bool [rows] once a row has ended
         self.late = reads_late(prompt.device)
         self._copies: list[Sent] = []  # the unread columns on their way to the host
@@ -52,8 +51,17 @@ class Tokens:
     def unread(self) -> int:
         return self.written - self.read
 
+    def reserve(self, columns: int) -> None:
+        """Have room for so many more columns. When this raises, nothing has changed."""
+        room = room_for(min(self.written + columns, self._most), self._most, self._ids.shape[1])
+        if room > self._ids.shape[1]:
+            real = 1 if self._ended is None else (~self._ended).to(self._mask.dtype)
+            ids, mask = widened(self._ids, room, self._pad_id), widened(self._mask, room, real)
+            self._ids, self._mask = ids, mask
+
     def write(self, tokens: torch.Tensor) -> None:
         """Append a column [rows]. Rows known to have ended get the pad id."""
+        self.reserve(1)
         column = self._ids[:, self.written]
         column.copy_(tokens if self._ended is None else tokens.masked_fill(self._ended, self._pad_id))
         self.written += 1
@@ -65,6 +73,7 @@ class Tokens:
 
     def write_rows(self, tokens: torch.Tensor, lengths: list[int]) -> None:
         """Append `tokens` [rows, n], of which row i ends after `lengths[i]`. Nothing comes after them."""
+        self.reserve(tokens.shape[1])
         end = self.written + tokens.shape[1]
         ended = torch.arange(tokens.shape[1]) >= torch.tensor(lengths)[:, None]
         ended = ended.to(self._ids.device)

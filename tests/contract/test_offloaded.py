@@ -21,6 +21,7 @@ from walk import walk
 import caches
 import engine
 from caches.residency import DeviceBuffer, DiskBuffer, HostBuffer
+from caches.slab import Slab
 from caches.staging import Beside, Staging
 from configs import ConfigError
 
@@ -291,7 +292,7 @@ def test_models_of_few_layers(layers, monkeypatch):
 # Buffers.
 
 
-@pytest.mark.parametrize("new_buffer", [DeviceBuffer, HostBuffer, DiskBuffer])
+@pytest.mark.parametrize("new_buffer", [DeviceBuffer, HostBuffer, lambda: DiskBuffer(Slab())])
 @pytest.mark.parametrize("rows_room", [None, 5])
 def test_buffers(new_buffer, rows_room, monkeypatch):
     """Codes too: any data type, and rows rearranged in place in small pieces."""
@@ -336,7 +337,7 @@ def files_of_at_most(size):
 @pytest.mark.parametrize("kind", ["full", "full + sliding", "attention with states", "encoder, full"])
 def test_a_full_disk_is_an_error_before_the_step(kind, tmp_path):
     trial = Trial("offloaded", kind, 3, **on_disk(tmp_path))
-    with files_of_at_most(20_000):
+    with files_of_at_most(200_000):
         trial.step(5)
         for attempt in (lambda: trial.cache.begin(5000), lambda: trial.feed(5000), lambda: trial.cache.reserve(5000)):
             with pytest.raises(
@@ -373,7 +374,7 @@ def test_a_full_disk_keeps_what_was_generated(tmp_path):
     expected = model.generate(ids, max_new_tokens=150, do_sample=False, pad_token_id=0)
     ours = caches.build("offloaded", model.config, **on_disk(tmp_path))
     failed = pytest.raises(engine.Interrupted, match=r"CapacityError: .* bytes are free")
-    with files_of_at_most(20_000), failed as raised:
+    with files_of_at_most(160_000), failed as raised:
         engine.generate(model, ids, cache=ours, max_new_tokens=150)
     partial = raised.value.partial
     new = partial.sequences.shape[1] - 13
@@ -385,12 +386,12 @@ def test_a_full_disk_keeps_what_was_generated(tmp_path):
 
 def test_space_is_taken_before_it_is_used(tmp_path):
     """A full disk cannot come as a signal when a column is written."""
-    buffer = DiskBuffer(str(tmp_path))
+    buffer = DiskBuffer(Slab(str(tmp_path)))
     for columns in (10_000, 30_000):
         if buffer.shape is None:
             buffer.open(torch.empty(1, 2, 0, 8), columns)
         buffer.reserve(columns, keep=0)
-        assert os.fstat(buffer._file.fileno()).st_blocks * 512 >= columns * 2 * 8 * 4
+        assert os.fstat(buffer.slab._file.fileno()).st_blocks * 512 >= columns * 2 * 8 * 4
 
 
 LIVES_UNTIL_KILLED = """

@@ -251,6 +251,7 @@ class History:
 
     def dies(self) -> bool | None:
         """A forward that fails half-way. In caches of ours that leaves no trace."""
+
         def fail(*arguments: Any) -> None:
             raise ZeroDivisionError
 
