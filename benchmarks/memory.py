@@ -42,7 +42,7 @@ from rich.table import Table
 import caches
 import configs
 import engine
-from engine.linears import Linears
+from engine.linears import table_for
 
 PIECE = 512  # tokens of the prompt that are read at once
 _console = Console()
@@ -266,7 +266,7 @@ def can_be_built(row: Row, setting: Setting) -> bool:
     if not row.theirs:
         room = {"max_cache_len": 1} if "static" in row.cache else {}
         try:
-            Linears(torch.nn.Linear(1, 1), row.linears)
+            table_for(torch.nn.Linear(1, 1), row.linears)
             caches.build(row.cache, transformers.LlamaConfig(**SHAPES[setting.model]), **row.options, **room)
         except (configs.ConfigError, caches.UnknownCache) as error:
             _console.print(f"left out: {row.cache} with {row.options}: {error}")

@@ -61,8 +61,9 @@ class Draft:
         """Where the flow of this run counts; it begins with what was learned from the last one, if it may."""
         found = Drafts()
         if getattr(strategy, "num_assistant_tokens_schedule", None) == "heuristic":
-            if self._learned is not None and self._learned[0] == strategy:
-                found.length = self._learned[1].length
+            learned = self._learned
+            if learned is not None and learned[0] == strategy:
+                found.length = learned[1].length
             self._learned = strategy, found
         return found
 

@@ -22,6 +22,7 @@ from engine.errors import InputError, OptionError
 from engine.gathered import joined
 from engine.inputs import Prompt, move, read_prompt
 from engine.out_of_memory import Exhausted, empty_allocators, in_words, is_out_of_memory
+from engine.turns import turn_of
 
 Recover = Callable[[str, int, int], int]
 """When memory is out, why and in how many of so many possible parts the rows were encoded: how many to go on with.
@@ -66,7 +67,7 @@ def encode(
         raise InputError(f"the encoder of {type(model).__name__} has nothing to read: give {_source_name(model)}")
     if "input_ids" in given:
         check_vocabulary(model.get_encoder(), given["input_ids"])
-    with torch.no_grad():
+    with turn_of(model), torch.no_grad():
         try:
             source, name, given = model._prepare_model_inputs(None, config.bos_token_id, given)
         except ValueError as error:

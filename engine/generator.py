@@ -76,9 +76,10 @@ class Generator:
         graphs: compiled steps, how many; torch does not say how large they are. draft_bytes: the weights of the
         `assistant_model` that was given last, which is not let go of.
         """
+        draft = self._draft
         return {
             "graphs": self._runner.graphs,
-            "draft_bytes": 0 if self._draft is None else self._draft.model.get_memory_footprint(),
+            "draft_bytes": 0 if draft is None else draft.model.get_memory_footprint(),
         }
 
     def release(self) -> None:
@@ -207,14 +208,18 @@ class Generator:
             if draft is None or draft_request is None
             else draft.lane(draft_request, stop.check, draft_ladder.climb),
             fallbacks=ladder.taken,
+            linears=self._runner.linears,
         )
         return Play(run, stop)
 
     def _draft_of(self, model: Any) -> Draft | None:
         """The draft that this model is, kept from the last call where it is the same."""
-        if model is not None and (self._draft is None or self._draft.model is not model):
-            self._draft = Draft(model, self.config.linears)
-        return None if model is None else self._draft
+        if model is None:
+            return None
+        draft = self._draft  # another thread may let go of it
+        if draft is None or draft.model is not model:
+            draft = self._draft = Draft(model, self.config.linears)
+        return draft
 
     def _said(self, generation_config: GenerationConfig | None, name: str, value: Any) -> Any:
         """An argument of the call, or what its `generation_config` says other than the model's own."""

@@ -340,6 +340,9 @@ class Lane:
             self._keeping.keep_past(False)
 
     def _leave(self, log: Log) -> None:
+        if len(self._ids) != len(log.ids):  # interrupted after the cache had chosen rows, before the texts had
+            self.forget()
+            return
         known = self._unnamed + log.ids.shape[1]
         agreed = min(self._agreed(log), known - 1)
         fed_too_far = max(0, self.fed - agreed)

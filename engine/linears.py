@@ -1,127 +1,173 @@
-"""Linear layers on a CPU through oneDNN where that is faster than what torch picks by itself, or a kernel of our own.
+"""The matrix product of linear layers, float32 on a CPU: torch's own, another operator, or a kernel of ours.
 
-torch sends float32 matrix products to MKL, which on some processors computes them at half of oneDNN's speed or less,
-with one row as with thousands. oneDNN's operator takes the same plain weights: no second copy, no conversion, results
-equal to rounding. Which one is faster is measured once per process, on a matrix that no cache holds. With one row both
-leave a good part of the memory's bandwidth unused; `gemv.cpp` reads the weights as fast as they come, but has to be
-compiled first.
+torch sends these products to MKL. On some processors oneDNN is faster, on others not, and it depends on the number of rows
+and on the size of the matrix. All routes take the same plain weights: no second copy, results equal to rounding. For one
+row, `gemv.cpp` reads the weights at the speed of memory; it has to be compiled first.
+
+The model is not changed. `torch.nn.Linear.forward` is replaced once per process by a function that does what torch's does,
+unless the calling thread is in a step of ours: then `active.table` says which route a product takes.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
+import threading
+from bisect import bisect_left
 from collections.abc import Callable
-from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from caches.kernels import compiled
 
+Route: TypeAlias = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+"""Of an input [..., width], a weight [outs, width] and a bias [outs] or None, both on the CPU -> [..., outs]."""
+
 _GEMV = Path(__file__).with_name("gemv.cpp")
-_SWAPPED = range(4, 33)  # rows
-
-
-class Linears:
-    """The linear layers of a model that can be routed: plain `nn.Linear`, float32, on the CPU.
-
-    choice: "default" routes none, "onednn" all of them, "auto" all of them if oneDNN is faster here, "gemv" all of
-    them, with one row through a kernel that is compiled now; raises `ConfigError` where that is not possible.
-    """
-
-    def __init__(self, model: nn.Module, choice: str):
-        # The modules' own dictionaries: nn.Module's handling of attributes would take longer than the product.
-        self._routes: list[tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]] = []
-        if choice == "default" or (choice != "gemv" and not has_onednn()):
-            return
-        # An instance with a `forward` of its own has been wrapped by somebody (accelerate, adapters): left alone.
-        plain = [m for m in model.modules() if type(m) is nn.Linear and "forward" not in m.__dict__ and _fits(m)]
-        if plain and (choice != "auto" or onednn_is_faster()):
-            self._first = plain[0]
-            through = _through_gemv if choice == "gemv" else _through_onednn
-            self._routes = [(module.__dict__, through(module)) for module in plain]
-
-    def __len__(self) -> int:
-        return len(self._routes)
-
-    def __enter__(self) -> None:
-        """Within a `with` block the layers take their routes. Two threads may be in one: both set the same."""
-        if self._routes and _fits(self._first):  # the model may have been moved
-            for attributes, forward in self._routes:
-                attributes.setdefault("forward", forward)  # it may have been wrapped since
-
-    def __exit__(self, *raised: object) -> None:
-        for attributes, forward in self._routes:
-            if attributes.get("forward") is forward:
-                attributes.pop("forward", None)
-
-
-def _fits(module: nn.Module) -> bool:
-    weight = module._parameters.get("weight")
-    # Quantized and distributed weights are tensors of types of their own, also where they say that they are float32.
-    return type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype == torch.float32
-
-
-def _through_onednn(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    parameters = module._parameters
-    product = torch.ops.mkldnn._linear_pointwise
-
-    def linear(input: torch.Tensor) -> torch.Tensor:
-        weight, bias = parameters["weight"], parameters["bias"]
-        assert weight is not None
-        rows = input.numel() // weight.shape[1]
-        if rows not in _SWAPPED:
-            return product(input, weight, bias, "none", [], "")
-        # What stands in the place of the weight is rearranged first: better the few rows. A fifth to a third faster.
-        out = product(weight, input.reshape(rows, -1), None, "none", [], "").T.contiguous()
-        if bias is not None:
-            out += bias
-        return out.view(*input.shape[:-1], -1)
-
-    return linear
-
-
-def _through_gemv(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    parameters, gemv = module._parameters, compiled(_GEMV, "linears='gemv'").gemv
-    of_rows = _through_onednn(module) if has_onednn() else partial(type(module).forward, module)
-
-    def linear(input: torch.Tensor) -> torch.Tensor:
-        weight, bias = parameters["weight"], parameters["bias"]
-        assert weight is not None
-        if input.numel() != weight.shape[1] or weight.stride(1) != 1:
-            return of_rows(input)
-        out = gemv(weight, input)
-        if bias is not None:
-            out += bias
-        return out.view(*input.shape[:-1], -1)
-
-    return linear
+TORCH = "torch"
+ROW_LIMITS = (1, 3, 8, 32)  # the most rows of each bucket but the last
+_ROW_NAMES = ("1 row", "2-3", "4-8", "9-32", "more")
+SIZE_LIMITS = (2**17, 2**22)  # numbers in a matrix: below, the size before. Small ones are torch's in any case
+SIZES = ("small", "medium", "large")
 
 
 def has_onednn() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-@cache
-def onednn_is_faster() -> bool:
-    """Measured on 64 MB of weights and one row: about 0.2 s, once per process."""
-    weight, row = torch.zeros(8192, 2048), torch.zeros(1, 2048)
-    times = _median_times(
-        lambda: nn.functional.linear(row, weight),
-        lambda: torch.ops.mkldnn._linear_pointwise(row, weight, None, "none", [], ""),
-    )
-    return times > 1  # by however little: while others use the memory too, both wait for it
+def _onednn(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
 
 
-def _median_times(one: Callable[[], object], other: Callable[[], object], runs: int = 21) -> float:
-    """How many times as long `one` takes, in turns with the other: a machine that does something else slows both."""
-    return statistics.median(_seconds(one) / _seconds(other) for _ in range(runs))
+def _swapped(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """oneDNN rearranges its second operand first: here that is the input, not the weight."""
+    rows = input.reshape(-1, input.shape[-1])
+    return _with_bias(torch.ops.mkldnn._linear_pointwise(weight, rows, None, "none", [], "").T, input, bias)
 
 
-def _seconds(compute: Callable[[], object]) -> float:
-    begun = time.perf_counter()
-    compute()
-    return time.perf_counter() - begun
+def _mm(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return _with_bias(torch.mm(weight, input.reshape(-1, input.shape[-1]).T).T, input, bias)
+
+
+def _with_bias(product: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    out = product.contiguous()
+    if bias is not None:
+        out += bias
+    return out.view(*input.shape[:-1], -1)
+
+
+def routes() -> dict[str, Route]:
+    """What this torch has beside its own linear, by name."""
+    return ({"onednn": _onednn, "swapped": _swapped} if has_onednn() else {}) | {"mm": _mm}
+
+
+class Table:
+    """Which route each product takes. names: for every size of `SIZES` and bucket of rows one of `routes`, or "torch"."""
+
+    def __init__(self, names: dict[str, tuple[str, ...]], routes: dict[str, Route]):
+        self._names = names
+        self._routes = [[routes.get(name) for name in names[size]] for size in SIZES]
+
+    def route(self, numbers: int, rows: int) -> Route | None:
+        """The route of a product of `rows` rows with a matrix of so many numbers; None: torch's own."""
+        return self._routes[bisect_left(SIZE_LIMITS, numbers + 1)][bisect_left(ROW_LIMITS, rows)]
+
+    def __str__(self) -> str:
+        """In short: the routes by rows, and by size where sizes differ."""
+        texts = {size: _in_short(self._names[size]) for size in SIZES}
+        if len(set(texts.values())) == 1:
+            return texts[SIZES[0]]
+        return "; ".join(f"{size}: {text}" for size, text in texts.items())
+
+
+def _in_short(names: tuple[str, ...]) -> str:
+    if len(set(names)) == 1:
+        return names[0]
+    return ", ".join(f"{rows} {name}" for rows, name in zip(_ROW_NAMES, names, strict=True))
+
+
+_ALL_TORCH = (TORCH,) * len(_ROW_NAMES)
+_ALL_ONEDNN = ("onednn", "onednn", "swapped", "swapped", "onednn")
+
+
+def table_for(model: nn.Module, choice: str) -> Table | None:
+    """The routes for a model, None for torch's own alone. choice: see `configs.EngineConfig.linears`.
+
+    Raises `ConfigError` where the kernel of "gemv" cannot be compiled.
+    """
+    weights = [module._parameters.get("weight") for module in model.modules() if isinstance(module, nn.Linear)]
+    sizes = {SIZES[bisect_left(SIZE_LIMITS, weight.numel() + 1)] for weight in weights if _is_plain(weight)}
+    if not sizes or choice == "default" or (choice == "onednn" and not has_onednn()):
+        return None
+    known = routes()
+    of_rows = _ALL_ONEDNN if has_onednn() else _ALL_TORCH
+    if choice == "gemv":
+        of_rows = ("gemv", *of_rows[1:])
+        known["gemv"] = _compiled_gemv()
+    names = dict.fromkeys(SIZES, of_rows)
+    if choice == "auto":
+        from engine.verdicts import fastest  # which measures what stands here
+
+        names = {size: fastest(size) if size in sizes and size != SIZES[0] else _ALL_TORCH for size in SIZES}
+        if set(names.values()) == {_ALL_TORCH}:
+            return None
+    _install()
+    return Table(names, known)
+
+
+class _Active(threading.local):
+    table: Table | None = None
+
+
+active = _Active()
+"""`table`: the routes of this thread's linear layers, None outside of our steps. Set and reset it by `try ... finally`."""
+
+_torchs_own = nn.Linear.forward
+
+
+def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    if torch.jit.is_scripting():
+        return functional.linear(input, self.weight, self.bias)
+    else:  # noqa: RET505 - which TorchScript does not read
+        return _routed(self, input)
+
+
+def _routed(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    if torch.compiler.is_compiling() or active.table is None:
+        return _torchs_own(self, input)
+    weight = self._parameters.get("weight")
+    if not _is_plain(weight) or not _can_be_routed(input):
+        return _torchs_own(self, input)
+    numbers = weight.numel()
+    route = active.table.route(numbers, input.numel() * weight.shape[0] // numbers) if numbers else None
+    return _torchs_own(self, input) if route is None else route(input, weight, self._parameters["bias"])
+
+
+def _install() -> None:
+    if nn.Linear.forward is _torchs_own:
+        nn.Linear.forward = _forward  # type: ignore[method-assign]
+
+
+def _is_plain(weight: torch.Tensor | None) -> bool:
+    # Quantized and distributed weights are tensors of types of their own, also where they say that they are float32.
+    return type(weight) is nn.Parameter and weight.is_cpu and weight.dtype is torch.float32
+
+
+def _can_be_routed(input: torch.Tensor) -> bool:
+    """The other operators convert no types, as autocast does, and have no derivatives."""
+    plain = type(input) is torch.Tensor and input.dtype is torch.float32 and input.is_cpu and input.numel() > 0
+    return plain and not torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled()
+
+
+def _compiled_gemv() -> Route:
+    gemv = compiled(_GEMV, "linears='gemv'").gemv
+    of_others = _onednn if has_onednn() else functional.linear
+
+    def route(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if weight.stride(1) != 1:
+            return of_others(input, weight, bias)
+        return _with_bias(gemv(weight, input), input, bias)
+
+    return route

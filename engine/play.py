@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from engine.cancellation import Cancellation, StopAsked
-from engine.errors import BadLogits, Cancelled, Interrupted, OutOfMemory
+from engine.errors import BadLogits, Cancelled, CtrlC, Interrupted, OutOfMemory
 from engine.out_of_memory import Exhausted, empty_allocators, in_words, is_out_of_memory
 from engine.result import Generation, Piece
 from engine.run import Run
@@ -38,7 +38,10 @@ class Play:
             if failure is not None:  # outside of `except`: who gets the rest may take a while
                 if isinstance(failure, Exhausted):
                     empty_allocators()
-                yield from self._shown(run.break_off())
+                yield from self._shown(self._broken_off(failure))
+        except KeyboardInterrupt:  # while what there is was brought into shape
+            run.give_up()
+            raise
         except BaseException:  # the consumer has left: what it was not shown has not happened
             run.forget_unread()
             run.break_off()
@@ -88,8 +91,19 @@ class Play:
             finally:
                 self._run.away_s += time.perf_counter() - left_s
 
+    def _broken_off(self, failure: Exception | KeyboardInterrupt) -> list[Piece]:
+        try:
+            return self._run.break_off()
+        except Exception:
+            if not isinstance(failure, KeyboardInterrupt) or isinstance(failure, CtrlC):
+                raise
+            self._run.give_up()  # a second Ctrl-C comes anywhere, also while rows change places
+            return []
+
     def _raise(self, failure: Exception | KeyboardInterrupt) -> None:
         """The failure, with what there is."""
+        if self._run.given_up:
+            raise failure
         result = self._run.result()
         if isinstance(failure, KeyboardInterrupt):
             failure.partial = result  # type: ignore[attr-defined]

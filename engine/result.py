@@ -38,10 +38,12 @@ class Stats:
     cache: the name of the backend that was used, or the class of a cache of transformers' own.
     prompt_tokens: tokens read, pads and tokens already in the cache not counted. new_tokens: tokens emitted, pads of
     ended rows not counted. ttft_s: seconds from the call to the first token. cache_bytes: size of the cache at the end.
-    peak_bytes: most device memory allocated during the call; None where the device does not report it (CPU).
+    peak_bytes: most device memory allocated during the call, by all that runs there; None where the device does not
+    report it (CPU). Where it stayed below what the process had allocated before, it is the most after any step.
     drafted_tokens: proposed to the model, by a draft or from the text; accepted_tokens: those of them that were found
     right; verifications: forwards of the model that looked at some. None where nothing was proposed.
-    fallbacks: how the run went on whenever memory was out.
+    fallbacks: how the run went on whenever memory was out. linears: which matrix products the model's linear layers of
+    float32 on a CPU took, by rows and by size of the matrix: "torch", "onednn", ... (see `EngineConfig.linears`).
     """
 
     cache: str
@@ -57,6 +59,7 @@ class Stats:
     accepted_tokens: int | None = None
     verifications: int | None = None
     fallbacks: tuple[Fallback, ...] = ()
+    linears: str = "torch"
 
 
 @dataclass(frozen=True)

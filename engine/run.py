@@ -42,13 +42,38 @@ class _Mark:
     generator: torch.Tensor | None
 
 
+class _Peak:
+    """The most memory that was allocated on a device while a run was under way, by all that runs there.
+
+    The device's own statistics are read and left alone: they are the user's, and those of other runs.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device if device.type == "cuda" else None
+        self._before = self._most = 0
+        if self._device is not None:
+            self._before = torch.cuda.max_memory_allocated(self._device)
+
+    def look(self) -> None:
+        if self._device is not None:
+            self._most = max(self._most, torch.cuda.memory_allocated(self._device))
+
+    @property
+    def bytes(self) -> int | None:
+        if self._device is None:
+            return None
+        self.look()
+        most = torch.cuda.max_memory_allocated(self._device)
+        return most if most > self._before else self._most
+
+
 class Run:
     """One generation under way.
 
     tokenizer: None when nobody wants text. legacy: whether the result gives its cache as tuples. started: when the call
     began, of `time.perf_counter`. away_s: how much of the time since then its consumer took, which is none of ours.
     draft: the lane of the model that proposes tokens, for strategies that need one. fallbacks: how the lanes went on
-    when memory was out, which they add to.
+    when memory was out, which they add to. linears: see `Stats`.
     """
 
     def __init__(
@@ -62,10 +87,11 @@ class Run:
         started: float,
         draft: Lane | None = None,
         fallbacks: Sequence[Fallback] = (),
+        linears: str = "torch",
     ):
         self._draft, self._logits_of_step = draft, 1
         self._request, self._lane, self.outlet, self._tokenizer = request, lane, outlet, tokenizer
-        self._legacy, self._fallbacks = legacy, fallbacks
+        self._legacy, self._fallbacks, self._linears = legacy, fallbacks, linears
         prompt = request.prompt.ids
         self._device = prompt.device
         self._prompt_tokens = int(request.mask[:, lane.cache.seen :].sum()) + request.source_tokens
@@ -89,8 +115,8 @@ class Run:
         self._ready_s = time.perf_counter()
         self._first_token_s: float | None = None
         self._ended_s: float | None = None
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        self.given_up = False  # there is no result
+        self._peak = _Peak(self._device)
 
     def begin(self) -> Flow:
         """The strategy's flow, whose operations are to be performed."""
@@ -186,6 +212,7 @@ class Run:
         if forward.model == "main":  # while there is a way to go on without the memory that this takes
             self._lane.with_memory(lambda: self._tokens.reserve(tokens))
         outputs, states = lane.forward(forward.tokens, forward.hidden, forward.every)
+        self._peak.look()
         logits = outputs.logits[:, -tokens:].to(self._device, torch.float32, copy=True)
         self._health.look(logits, outputs.logits.dtype, fed, self._running)
         if forward.model == "main":
@@ -279,11 +306,14 @@ class Run:
         if not self._tokens.unread:
             return
         self._tokens.forget_unread()
+        written = self._unread[-1].generator if self._unread else None
         self._unread.clear()
         for name, length in self._read.records.items():
             del self._records[name][length:]
-        if self._read.generator is not None:
-            _set_random_state(self._read.generator, self._device)
+        if self._read.generator is not None and written is not None:
+            # Unless numbers were drawn since: to others they would come a second time.
+            if torch.equal(_random_state(self._device), written):
+                _set_random_state(self._read.generator, self._device)
 
     def _seen_by_criteria(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
         scores = self._records.get("scores")
@@ -333,6 +363,15 @@ class Run:
             with suppress(Exception):  # unless something has stopped the run, the streamer has ended before
                 self.outlet.close()
 
+    def give_up(self) -> None:
+        """End without a result: what there is of texts and rows may not fit together. The cache is emptied."""
+        self.given_up = True
+        if self._ended_s is None:
+            self._ended_s = self._now()
+            self._lane.forget()
+            with suppress(Exception):  # the streamer
+                self.outlet.close()
+
     def result(self) -> Generation:
         """What was generated. Ends the run."""
         self.close()
@@ -379,11 +418,12 @@ class Run:
             decode_tokens_per_s=None if not decode_s or decoded < 1 else decoded / decode_s,
             total_s=self._ended_s - self._started,
             cache_bytes=self._lane.cache.bytes,
-            peak_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
+            peak_bytes=self._peak.bytes,
             drafted_tokens=drafts.drafted if drafts.verifications else None,
             accepted_tokens=drafts.accepted if drafts.verifications else None,
             verifications=drafts.verifications or None,
             fallbacks=tuple(self._fallbacks),
+            linears=self._linears,
         )
 
 

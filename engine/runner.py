@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import cached_property
 from types import FunctionType
 from typing import Any
@@ -20,20 +20,21 @@ from caches import Cache, Driven, Unknowable, UnsupportedLayer, build, mask_kind
 from engine.dispatch import is_dispatched, prompt_device
 from engine.errors import InputError, OptionError
 from engine.extras import ENCODED, extend_extras
-from engine.linears import Linears
+from engine.linears import TORCH, active, table_for
 from engine.masks import Columns, contiguous, graph_mask, imposed_mask, of_all_rows, one_token_mask
 from engine.probe import Probe, Reached
+from engine.turns import turn_of
 
 
 class Runner:
-    """Runs one model's forwards. takes_cache: whether the model can be given a cache of keys and values.
+    """Runs one model's forwards; threads take turns (`turn_of`). takes_cache: whether the model can be given a cache of keys and values.
 
-    compile: "off", or the `torch.compile` backend for decode steps on fixed caches. linears: see `Linears`.
+    compile: "off", or the `torch.compile` backend for decode steps on fixed caches. linears: see `configs.EngineConfig`.
     """
 
     def __init__(self, model: PreTrainedModel, compile: str = "off", linears: str = "default"):
         self.model = model
-        self._linears = Linears(model, linears)
+        self._table, self._turn = table_for(model, linears), turn_of(model)
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         own = type(model).prepare_inputs_for_generation
         self._prepares_itself = own is not GenerationMixin.prepare_inputs_for_generation
@@ -51,10 +52,16 @@ class Runner:
             finalize(self, torch._dynamo.eval_frame.remove_from_cache, self._step).atexit = False
             self._compiled = torch.compile(self._step, backend=compile, fullgraph=True, dynamic=False, **limits)
 
+    @property
+    def linears(self) -> str:
+        """Which matrix products float32 linear layers on a CPU take, in short."""
+        return TORCH if self._table is None else str(self._table)
+
     def drop_graphs(self) -> None:
         """Forget what was compiled for this model here; a later call compiles again."""
         if self._compiled is not None:
-            torch._dynamo.eval_frame.remove_from_cache(self._step)
+            with self._turn:
+                torch._dynamo.eval_frame.remove_from_cache(self._step)
 
     @property
     def graphs(self) -> int:
@@ -146,7 +153,7 @@ class Runner:
         go with the columns that do. flags: output_attentions, ... chunk_tokens: feed at most this many at a time. look:
         called with the outputs of every forward and the column that it ends before. keep: after how many of the last
         tokens logits are wanted; each forward's outputs end with its share of them. check: called before every forward,
-        and may raise. graphs: whether compiled steps are used. routes: whether linear layers are routed (`Linears`).
+        and may raise. graphs: whether compiled steps are used. routes: whether linear layers are routed.
         """
         total = before + ids.shape[1]
         most = cache.step_tokens if isinstance(cache, Cache) else None
@@ -155,55 +162,56 @@ class Runner:
         while True:
             if check is not None:
                 check()
-            begin = cache.seen
-            if (prefill or begin == 0) and isinstance(cache, Cache):
-                cache.take_pads(columns.pads)
-            end = total if chunk_tokens is None else min(total, begin + chunk_tokens)
-            if self._has_states and cache.handle is not None:
-                # Models leave pads out of their states only where several tokens are read at once.
-                end = max(end, columns.first_full + 1) if begin == 0 else end
-                if begin > 0 and end - begin > 1 and not self._reads_on:
-                    end = begin + 1
-            inputs = self._inputs(ids, columns, cache, before, begin, end, prefill, extras or {}, axes or {})
-            if (
-                "logits_to_keep" in inputs
-            ):  # some models that prepare their inputs themselves put their own number there
-                inputs["logits_to_keep"] = max(1, end - max(begin, total - keep))
-            if embeds is not None and begin - before < embeds.shape[1]:
-                inputs["inputs_embeds"] = self._embedded(embeds, ids, max(begin - before, 0), end - before)
-                inputs.pop("input_ids", None)
-            graph = graphs and self._compiled is not None and cache.why_not_compiled is None
-            graph = graph and end - begin == 1 and not prefill
-            if cache.handle is not None and inputs.get(self._cache_argument) is None:
-                # The model wants everything computed again (longrope models do when they switch their scaling).
-                if before > 0:
-                    raise InputError(
-                        f"the model wants all {total} tokens computed again, but the {before} in the cache were not "
-                        "given again: give the whole conversation"
-                    )
-                if begin > 0:
-                    cache.reset()
-                    if cache.seen > 0:
+            with self._turn:
+                begin = cache.seen
+                if (prefill or begin == 0) and isinstance(cache, Cache):
+                    cache.take_pads(columns.pads)
+                end = total if chunk_tokens is None else min(total, begin + chunk_tokens)
+                if self._has_states and cache.handle is not None:
+                    # Models leave pads out of their states only where several tokens are read at once.
+                    end = max(end, columns.first_full + 1) if begin == 0 else end
+                    if begin > 0 and end - begin > 1 and not self._reads_on:
+                        end = begin + 1
+                inputs = self._inputs(ids, columns, cache, before, begin, end, prefill, extras or {}, axes or {})
+                if (
+                    "logits_to_keep" in inputs
+                ):  # some models that prepare their inputs themselves put their own number there
+                    inputs["logits_to_keep"] = max(1, end - max(begin, total - keep))
+                if embeds is not None and begin - before < embeds.shape[1]:
+                    inputs["inputs_embeds"] = self._embedded(embeds, ids, max(begin - before, 0), end - before)
+                    inputs.pop("input_ids", None)
+                graph = graphs and self._compiled is not None and cache.why_not_compiled is None
+                graph = graph and end - begin == 1 and not prefill
+                if cache.handle is not None and inputs.get(self._cache_argument) is None:
+                    # The model wants everything computed again (longrope models do when they switch their scaling).
+                    if before > 0:
                         raise InputError(
-                            f"the model wants all tokens computed again, but a {cache.name} cannot be emptied"
+                            f"the model wants all {total} tokens computed again, but the {before} in the cache were not "
+                            "given again: give the whole conversation"
                         )
-                    chunk_tokens = None
-                    continue
-                inputs[self._cache_argument] = cache.handle
-            if end - begin > 1 and isinstance(cache, Cache) and cache.imposes_windows:
-                inputs["attention_mask"] = imposed_mask(self.model, cache, self._mask_kinds, columns, begin, end)
-            cache.begin(end - begin, graph)
-            try:
-                outputs = self._call(inputs | (flags or {}), cache, columns, end, graph, routes)
-                self._check_kept(outputs, cache)
-                if look is not None:
-                    look(outputs, end)
-            except BaseException:
-                cache.abort()
-                raise
-            if end == total:
-                return outputs
-            cache.settle()
+                    if begin > 0:
+                        cache.reset()
+                        if cache.seen > 0:
+                            raise InputError(
+                                f"the model wants all tokens computed again, but a {cache.name} cannot be emptied"
+                            )
+                        chunk_tokens = None
+                        continue
+                    inputs[self._cache_argument] = cache.handle
+                if end - begin > 1 and isinstance(cache, Cache) and cache.imposes_windows:
+                    inputs["attention_mask"] = imposed_mask(self.model, cache, self._mask_kinds, columns, begin, end)
+                cache.begin(end - begin, graph)
+                try:
+                    outputs = self._call(inputs | (flags or {}), cache, columns, end, graph, routes)
+                    self._check_kept(outputs, cache)
+                    if look is not None:
+                        look(outputs, end)
+                except BaseException:
+                    cache.abort()
+                    raise
+                if end == total:
+                    return outputs
+                cache.settle()
 
     def first_keys(
         self,
@@ -249,8 +257,12 @@ class Runner:
         self, inputs: dict[str, Any], cache: Driven, columns: Columns, end: int, graph: bool, routes: bool = True
     ) -> ModelOutput:
         if not graph:
-            with self._linears if routes else nullcontext():
+            outer = active.table  # of a step that this one is inside of
+            try:
+                active.table = self._table if routes else None
                 return self.model(**inputs, return_dict=True)
+            finally:
+                active.table = outer
         assert self._compiled is not None
         part = "decoder_" if self.model.config.is_encoder_decoder else ""
         fixed = self.graph_inputs(inputs[f"{part}input_ids"], columns, cache, end)

@@ -1,7 +1,8 @@
-"""Linear layers through oneDNN and our own kernel: the same numbers up to rounding, and a model left as it was."""
+"""Linear layers through other operators and our own kernel: the same numbers up to rounding, where they can be routed."""
 
 import copy
-import time
+import json
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,50 +14,95 @@ from torch.nn.utils import prune
 import configs
 import engine
 from caches import kernels
-from engine import linears
-from engine.linears import Linears
+from engine import linears, verdicts
+from engine.linears import SIZES, Table, active, table_for
 
 pytestmark = pytest.mark.skipif(not linears.has_onednn(), reason="this torch was built without oneDNN")
 
 
-def wrapped(model):
-    return [name for name, module in model.named_modules() if "forward" in module.__dict__]
+@contextmanager
+def routed(table):
+    """As in a step of ours; collects which routes are taken."""
+    taken = []
+
+    class Noting(Table):
+        def __init__(self):
+            pass
+
+        def route(self, numbers, rows):
+            found = table.route(numbers, rows)
+            taken.append(found)
+            return found
+
+    active.table = Noting()
+    try:
+        with torch.no_grad():
+            yield taken
+    finally:
+        active.table = None
 
 
+def table_of(name):
+    table_for(nn.Linear(8, 8), "onednn")  # which makes linear layers ask
+    return Table(dict.fromkeys(SIZES, (name,) * 5), linears.routes())
+
+
+@pytest.mark.parametrize("name", linears.routes())
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(1, 1, 48), (3, 7, 48), (48,)])
-def test_equal_to_rounding(bias, shape):
+@pytest.mark.parametrize("shape", [(1, 1, 48), (3, 7, 48), (48,), (0, 48)])
+def test_equal_to_rounding(bias, shape, name):
     layer, input = nn.Linear(48, 33, bias=bias), torch.randn(shape)
     with torch.no_grad():
         expected = layer(input)
-        with Linears(layer, "onednn"):
-            assert wrapped(layer)
-            torch.testing.assert_close(layer(input), expected, atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(layer(input.expand(2, *shape)[1]), expected, atol=1e-5, rtol=1e-5)
-            assert layer(input).is_contiguous()  # models take views of it
-        assert not wrapped(layer)
+    with routed(table_of(name)) as taken:
+        torch.testing.assert_close(layer(input), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(layer(input.expand(2, *shape)[1]), expected, atol=1e-5, rtol=1e-5)
+        assert layer(input).is_contiguous()  # models take views of it
+    assert taken == [linears.routes()[name]] * (3 if input.numel() else 0)
+
+
+@pytest.mark.parametrize(("rows", "size", "expected"), [
+    (1, 2**17, "torch"), (1, 2**17 + 1, "torch"), (2, 2**18, "mm"), (3, 2**22, "mm"), (4, 2**22, "onednn"),
+    (32, 2**18, "swapped"), (33, 2**18, "onednn"), (1, 2**22 + 1, "onednn"), (2, 100, "torch"),
+])  # fmt: skip
+def test_rows_and_size_choose_the_route(rows, size, expected):
+    names = {
+        "small": ("torch",) * 5,
+        "medium": ("torch", "mm", "onednn", "swapped", "onednn"),
+        "large": ("onednn",) * 5,
+    }
+    table = Table(names, linears.routes())
+    assert table.route(size, rows) is linears.routes().get(expected)
+    assert str(table).startswith("small: torch; medium: 1 row torch, 2-3 mm, 4-8 onednn")
 
 
 def test_new_weights_are_seen():
     layer, input = nn.Linear(8, 8), torch.randn(2, 8)
-    route = Linears(layer, "onednn")
+    table = table_for(layer, "onednn")
     layer.weight = nn.Parameter(torch.zeros(8, 8))
     layer.bias = nn.Parameter(torch.ones(8))
-    with torch.no_grad(), route:
+    with routed(table):
         assert torch.equal(layer(input), torch.ones(2, 8))
 
 
-def test_what_is_routed(monkeypatch):
+def test_which_models_have_routes():
     model = copy.deepcopy(tiny_model("llama"))
-    count = sum(isinstance(module, nn.Linear) for module in model.modules())
-    assert len(Linears(model, "onednn")) == count
-    assert len(Linears(model, "default")) == 0
-    for faster in (True, False):
-        monkeypatch.setattr(linears, "onednn_is_faster", lambda faster=faster: faster)
-        assert len(Linears(model, "auto")) == (count if faster else 0)
-    model.lm_head.forward = lambda input: nn.Linear.forward(model.lm_head, input)  # somebody's hook
-    assert len(Linears(model, "onednn")) == count - 1
-    assert len(Linears(model.to(torch.bfloat16), "onednn")) == 0
+    assert str(table_for(model, "onednn")) == "1 row onednn, 2-3 onednn, 4-8 swapped, 9-32 swapped, more onednn"
+    assert table_for(model, "default") is None
+    assert table_for(model, "auto") is None  # its matrices are small
+    assert table_for(model.to(torch.bfloat16), "onednn") is None
+
+
+def test_the_fastest_is_taken_where_matrices_are_large_enough(monkeypatch):
+    asked = []
+    names = ("torch", "mm", "onednn", "swapped", "onednn")
+    monkeypatch.setattr(verdicts, "fastest", lambda size: asked.append(size) or names)
+    layer = nn.Linear(512, 512)
+    table = table_for(layer, "auto")
+    assert asked == ["medium"]
+    assert str(table) == f"small: torch; medium: {linears._in_short(names)}; large: torch"
+    monkeypatch.setattr(verdicts, "fastest", lambda size: ("torch",) * 5)
+    assert table_for(layer, "auto") is None
 
 
 class Scaled(nn.Linear):
@@ -75,29 +121,66 @@ def with_quantized_weight():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: Scaled(8, 8), with_quantized_weight, lambda: prune.identity(nn.Linear(8, 8), "weight")]
+    "make", [with_quantized_weight, lambda: prune.identity(nn.Linear(8, 8), "weight"), lambda: nn.Linear(8, 8).double()]
 )
 def test_layers_that_are_not_plain_are_left_alone(make):
-    assert len(Linears(nn.Sequential(make(), nn.Linear(8, 8)), "onednn")) == 1
+    layer = make()
+    with routed(table_of("onednn")) as taken:
+        layer(torch.randn(2, 8, dtype=next(layer.parameters()).dtype))
+        assert not taken
+        nn.Linear(8, 8)(torch.randn(2, 8))
+        assert taken
+
+
+def test_a_layer_that_does_more_does_it():
+    layer, input = Scaled(8, 8), torch.randn(2, 8)
+    with torch.no_grad():
+        expected = layer(input)
+    with routed(table_of("onednn")):
+        torch.testing.assert_close(layer(input), expected)
+
+
+def test_other_types_and_derivatives_take_torchs_own():
+    layer, rows = nn.Linear(8, 8), torch.randn(2, 8)
+    with routed(table_of("onednn")) as taken:
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(rows).dtype == torch.bfloat16
+        with torch.enable_grad():
+            assert layer(rows).requires_grad
+        with pytest.raises(RuntimeError, match="dtype"):
+            layer(rows.double())
+    assert not taken
+
+
+@pytest.mark.parametrize("linears", ["onednn", "auto", "default"])
+def test_a_model_under_autocast_generates(linears):
+    model, inputs = tiny_model("llama"), prompt()
+    generator = engine.Generator(model, config=engine.EngineConfig(linears=linears, on_oom=[]))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model.generate(**inputs, max_new_tokens=5, do_sample=False)
+        out = generator.generate(inputs, max_new_tokens=5)
+    assert torch.equal(out.sequences, expected)
+    assert not out.stats.fallbacks
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_generation(name):
     model, inputs = tiny_model(name), prompt()
     expected = model.generate(**inputs, max_new_tokens=20, do_sample=False)
-    for choice in ("default", "onednn"):
+    for choice, told in (("default", "torch"), ("onednn", str(table_for(model, "onednn")))):
         generator = engine.Generator(model, config=engine.EngineConfig(linears=choice))
-        assert torch.equal(generator.generate(inputs, max_new_tokens=20).sequences, expected)
-    assert not wrapped(model)
+        out = generator.generate(inputs, max_new_tokens=20)
+        assert torch.equal(out.sequences, expected)
+        assert out.stats.linears == told
 
 
-def test_a_failing_forward_leaves_the_model_as_it_was(monkeypatch):
+def test_a_failing_forward_ends_the_routes(monkeypatch):
     model = tiny_model("llama")
     monkeypatch.setattr(model.model.layers[1], "forward", lambda *args, **kwargs: 1 / 0)
     generator = engine.Generator(model, config=engine.EngineConfig(linears="onednn"))
     with pytest.raises(engine.Interrupted, match="ZeroDivisionError"):
         generator.generate(prompt(), max_new_tokens=5)
-    assert wrapped(model) == ["model.layers.1"]  # what the test put there
+    assert active.table is None
 
 
 def test_a_model_that_was_moved_is_left_alone():
@@ -114,7 +197,7 @@ def test_one_row_through_our_own_kernel(outs, width):
     layer, row = nn.Linear(width, outs), torch.randn(1, 1, width)
     with torch.no_grad():
         expected = layer(row)
-        with Linears(layer, "gemv"):
+        with routed(table_for(layer, "gemv")):
             torch.testing.assert_close(layer(row), expected, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(layer(row.view(-1)), expected.view(-1), atol=1e-5, rtol=1e-5)
             strided = torch.randn(width, 2)[:, 0]
@@ -132,7 +215,6 @@ def test_generation_through_our_own_kernel(options):
     generator = engine.Generator(model, config=engine.EngineConfig(linears="gemv"))
     expected = model.generate(**inputs, max_new_tokens=20, do_sample=False, **options)
     assert torch.equal(generator.generate(inputs, max_new_tokens=20, **options).sequences, expected)
-    assert not wrapped(model)
 
 
 def test_a_compiler_that_is_missing(monkeypatch):
@@ -152,8 +234,68 @@ def test_a_compiler_that_is_missing(monkeypatch):
         kernels.compiled.cache_clear()
 
 
-def test_the_measurement_says_something():
-    linears.onednn_is_faster.cache_clear()
-    assert linears.onednn_is_faster() in (True, False)
-    assert linears._median_times(lambda: time.sleep(0.03), lambda: time.sleep(0.01)) > 1.5
-    assert linears._median_times(lambda: time.sleep(0.01), lambda: time.sleep(0.03)) < 0.7
+@pytest.fixture
+def cache_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path / "of" / "a_user"))
+    monkeypatch.setattr(verdicts, "_known", {})
+    return tmp_path / "of" / "a_user"
+
+
+NAMES = ("torch", "mm", "mm", "torch", "torch")
+
+
+def test_a_measurement_is_made_once_per_machine(cache_folder, monkeypatch):
+    measured = []
+    monkeypatch.setattr(verdicts, "_measure", lambda size: measured.append(size) or NAMES)
+    for _ in range(2):
+        assert verdicts.fastest("medium") == verdicts.fastest("large") == NAMES
+    assert measured == ["medium", "large"]
+    (file,) = cache_folder.iterdir()
+    assert json.loads(file.read_text()) == {"medium": list(NAMES), "large": list(NAMES)}
+    verdicts._known.clear()  # as in another process
+    assert verdicts.fastest("large") == NAMES
+    assert measured == ["medium", "large"]
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    try:
+        verdicts.fastest("large")
+    finally:
+        torch.set_num_threads(torch.get_num_threads() - 1)
+    assert measured == ["medium", "large", "large"]
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"medium": ["torch"]}', '{"medium": [1, 2, 3, 4, 5]}', '{"medium": 5}'])
+def test_a_file_that_says_nothing_is_written_anew(content, cache_folder, monkeypatch):
+    monkeypatch.setattr(verdicts, "_measure", lambda size: NAMES)
+    cache_folder.mkdir(parents=True)
+    verdicts.path().write_text(content)
+    assert verdicts.fastest("medium") == NAMES
+    assert json.loads(verdicts.path().read_text()) == {"medium": list(NAMES)}
+
+
+def test_a_folder_that_cannot_be_written(cache_folder, monkeypatch):
+    measured = []
+    monkeypatch.setattr(verdicts, "_measure", lambda size: measured.append(size) or NAMES)
+    cache_folder.parent.write_text("a file where the folder should be")
+    assert verdicts.fastest("medium") == verdicts.fastest("medium") == NAMES
+    assert measured == ["medium"]
+
+
+@pytest.mark.parametrize(("gain", "expected"), [(1.05, "torch"), (1.3, "mm")])
+def test_torchs_own_has_a_margin(gain, expected, monkeypatch):
+    monkeypatch.setattr(verdicts, "times", lambda one, other: gain if other.args[0] is linears._mm else 0.9)
+    assert verdicts._fastest_of(list, torch.ones(1, 8)) == expected
+
+
+def test_the_measurement_says_something(monkeypatch):
+    monkeypatch.setattr(verdicts, "_SHAPES", {"medium": (64, 32, 2)})
+    monkeypatch.setattr(verdicts, "_POOL", 2**14)
+    assert set(verdicts._measure("medium")) <= {"torch", *linears.routes()}
+    assert verdicts.times(lambda: 3.0, lambda: 1.0) == 3.0
+
+
+def test_without_memory_to_measure_in_torchs_own_is_taken(monkeypatch):
+    def none(*arguments):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "full", none)
+    assert verdicts._measure("medium") == ("torch",) * 5

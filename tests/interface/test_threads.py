@@ -1,0 +1,170 @@
+"""Several threads on one model: they take turns, and each gets what it would get alone."""
+
+import threading
+import time
+
+import pytest
+import torch
+from architectures import prompt, tiny_model
+from leaks import hidden_layer
+from threads import CALLS, generators, texts_of_threads
+
+import engine
+from engine import linears
+from engine.run import _Peak
+
+FEW = [call for call in CALLS if call.get("cache") != "auto"][::2]
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one generator", "two generators"])
+def test_texts_are_those_of_one_thread(several):
+    assert texts_of_threads(generators("llama", several), "llama", calls=4, seed=3, cells=FEW) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma2", "jamba"])
+@pytest.mark.parametrize("several", [False, True], ids=["one generator", "two generators"])
+def test_many_texts_are_those_of_one_thread(several, name):
+    cells = [call for call in CALLS if name != "jamba" or call.get("cache") not in ("quantized", "sink")]
+    assert texts_of_threads(generators(name, several), name, calls=40, seed=4, cells=cells) == 80
+
+
+def in_thread(work):
+    """The thread, and what it raised."""
+    errors = []
+
+    def run():
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, errors
+
+
+def test_forwards_do_not_overlap():
+    model, inside, most = tiny_model("llama"), [], []
+
+    def enter(*_):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.001)
+
+    hooks = [
+        model.model.layers[0].register_forward_pre_hook(enter),
+        model.model.layers[-1].register_forward_hook(lambda *_: inside.clear() if len(inside) == 1 else None),
+    ]
+    try:
+        work = [in_thread(lambda: engine.generate(model, prompt(), max_new_tokens=8)) for _ in range(2)]
+        for thread, errors in work:
+            thread.join(30)
+            assert not errors
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert len(most) == 16
+    assert max(most) == 1
+
+
+def test_every_product_takes_its_route(monkeypatch):
+    """Whatever the other thread does meanwhile: else the same call computes differently from run to run."""
+    model, taken = tiny_model("llama"), []
+    config = engine.EngineConfig(linears="onednn")
+    generator = engine.Generator(model, config=config)
+    route = linears.Table.route
+    monkeypatch.setattr(linears.Table, "route", lambda self, *of: taken.append(of) or route(self, *of))
+    work = [in_thread(lambda: generator.generate(prompt(), max_new_tokens=8)) for _ in range(2)]
+    for thread, errors in work:
+        thread.join(30)
+        assert not errors
+    layers = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
+    assert len(taken) == 2 * 8 * layers
+
+
+def test_a_stream_that_waits_keeps_no_one_waiting():
+    generator = engine.Generator(tiny_model("llama"))
+    stream = generator.stream(prompt(), max_new_tokens=6)
+    pieces = [next(stream)]
+    thread, errors = in_thread(lambda: generator.generate(prompt(), max_new_tokens=6))
+    thread.join(30)
+    assert not thread.is_alive()
+    assert not errors
+    pieces += stream
+    assert len(pieces) == 12
+
+
+def test_a_streamer_may_wait_for_another_call():
+    generator = engine.Generator(tiny_model("llama"))
+    expected = generator.generate(prompt(), max_new_tokens=3).tokens
+
+    class Waits:
+        def put(self, value):
+            thread, errors = in_thread(lambda: generator.generate(prompt(), max_new_tokens=3))
+            thread.join(30)
+            assert not thread.is_alive()
+            assert not errors
+
+        def end(self):
+            pass
+
+    assert generator.generate(prompt(), max_new_tokens=3, streamer=Waits()).tokens == expected
+
+
+def test_a_call_inside_of_a_step_is_no_deadlock():
+    """A hook of the model may use the model."""
+    model, made = tiny_model("llama"), []
+
+    def hook(*_):
+        if not made:
+            made.append(None)
+            made[0] = engine.generate(model, prompt(), max_new_tokens=3).tokens
+
+    handle = hidden_layer(model).register_forward_hook(hook)
+    try:
+        whole = engine.generate(model, prompt(), max_new_tokens=3).tokens
+    finally:
+        handle.remove()
+    assert made == [whole]
+
+
+@pytest.mark.parametrize("drawn", [0, 1])
+def test_random_numbers_of_others_do_not_come_twice(drawn, monkeypatch):
+    """What was drawn for a token that is forgotten is taken back, unless others have drawn since."""
+    monkeypatch.setattr("engine.tokens.reads_late", lambda device: True)
+    generator = engine.Generator(tiny_model("llama"))
+    torch.manual_seed(3)
+    stream = generator.stream(prompt(rows=1, pads=0), max_new_tokens=20, do_sample=True)
+    for _ in range(3):
+        next(stream)
+    others = [torch.rand(1) for _ in range(drawn)]
+    state = torch.get_rng_state()
+    out = stream.result()
+    assert torch.equal(torch.get_rng_state(), state) == bool(others)
+    assert len(out.tokens[0]) == 3
+
+
+def test_the_statistics_of_a_device_are_left_alone(monkeypatch):
+    allocated = {"now": 0, "most": 0}
+
+    def allocate(count):
+        allocated["now"] += count
+        allocated["most"] = max(allocated["most"], allocated["now"])
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated["now"])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: allocated["most"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: pytest.fail("they are the user's"))
+    allocate(100)
+    peak = _Peak(torch.device("cuda"))
+    allocate(50)
+    allocate(-50)
+    assert peak.bytes == 150  # higher than ever: the device knows it
+    later = _Peak(torch.device("cuda"))
+    allocate(-80)
+    later.look()
+    allocate(10)
+    later.look()
+    allocate(-20)
+    assert later.bytes == 30
+    assert _Peak(torch.device("cpu")).bytes is None
