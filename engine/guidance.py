@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,6 +29,7 @@ from engine.masks import Columns
 from engine.runner import Runner
 
 ARGUMENTS = ("negative_prompt", "negative_prompt_ids", "negative_prompt_attention_mask")
+T = TypeVar("T")
 _changes: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()  # of what a model goes on with, by pads
 
 
@@ -218,10 +219,17 @@ class GuidedLane:
         for name in ("attentions", "hidden_states"):
             if name in outputs:
                 outputs[name] = tree_map(lambda part: None if part is None else part[:rows], outputs[name])
-        own, other = outputs.logits.float().log_softmax(dim=-1).chunk(2)
+        guided = self._lane.attempt(lambda: self._guided(outputs.logits))
         outputs["unguided_logits"] = outputs.logits[:rows]
-        outputs["logits"] = self._scale * (own - other) + other
+        outputs["logits"] = guided
         return outputs, None if states is None else states[:rows, -columns:]
+
+    def _guided(self, logits: torch.Tensor) -> torch.Tensor:
+        own, other = logits.float().log_softmax(dim=-1).chunk(2)
+        return self._scale * (own - other) + other
+
+    def attempt(self, work: Callable[[], T], repeats: Callable[[], bool] = lambda: True) -> T:
+        return self._lane.attempt(work, repeats)
 
     def _beside(self, tokens: torch.Tensor) -> torch.Tensor:
         """The tokens of both texts: the others have columns of their own as far as the prompt goes."""
