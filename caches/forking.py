@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from caches.choosing import Choice, Choosing, check_times, repeated
 from caches.fork import ForkedStore, ForkedTimeline
 from caches.layer import Layer, Slot
+from caches.out_of_memory import is_out_of_memory
 from caches.spec import INDEX, KV
 from caches.stage import Stage
 from caches.steps import Steps
@@ -151,8 +151,11 @@ class Forking(Choosing):
         """
         if any(forked.would_be_cheaper_apart for forked in self._forks):
             self._choice = Choice(apart=True, unasked=True)
-            with suppress(Exception):
+            try:
                 self.finish()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
 
     def forget_reads(self) -> None:
         """What was read whole before the next step says nothing about the model."""

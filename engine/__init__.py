@@ -123,7 +123,8 @@ def plan(
     model: a `PreTrainedModel`, its configuration, or a local path or hub id of which only the configuration is read.
     prompt_tokens: of a prompt; of an encoder-decoder model, those that its encoder reads. max_new_tokens: for each row.
     cache, cache_config: one backend and its options, as for `generate`; by default all backends are looked at.
-    batch_size: prompts. num_beams, num_return_sequences: what makes several rows of a prompt.
+    batch_size: prompts. num_beams, num_return_sequences: what makes several rows of a prompt. do_sample: whether tokens
+        are drawn, which takes more memory for scores; several texts without beams always are.
     dtype, device: how a model would be loaded that is not: by default as its configuration says, and onto the
         accelerator where there is one.
     free_bytes: on the device; by default what is found to be free there. (On a CPU the least of what the machine, the

@@ -16,12 +16,14 @@ from configs import (
     SlidingWindowCacheConfig,
 )
 from engine.dispatch import prompt_device
+from engine.errors import InputError
 from engine.fresh import Course
 from engine.lane import Lane
 from engine.out_of_memory import Exhausted
 from engine.rehearsal import rehearse
 from engine.result import Fallback
 from engine.sizes import study
+from engine.split import SplitCache
 
 _logger = logging.getLogger("engine")
 
@@ -44,7 +46,12 @@ class Budget:
             return config
         first = replace(course, new_tokens=min(course.new_tokens, 129)) if course.ends_early else course
         device = prompt_device(model).type
-        places = rehearse(study(model.config, model.dtype), config, first, pinned=device != "cpu").most.by_place
+        try:
+            anatomy = study(model.config, model.dtype, type(model))
+        except InputError as error:  # then what is kept is seen as it comes
+            _logger.info("max_cache_bytes is kept while the run goes on: %s", error)
+            return config
+        places = rehearse(anatomy, config, first, pinned=device != "cpu").most.by_place
         needed = sum(size for place, size in places.items() if place != "disk" and (device == "cpu" or place != "host"))
         if needed <= self._most:
             return config
@@ -79,7 +86,7 @@ class Budget:
     def keep(self, lane: Lane, tokens: int) -> None:
         """Before `tokens` more are fed: act if there is no room for them. Raises `Exhausted` where that is no help."""
         cache = lane.cache
-        if self._most is None or not isinstance(cache, (Cache, EncoderDecoder)) or cache.seen == 0:
+        if self._most is None or not isinstance(cache, (Cache, EncoderDecoder, SplitCache)) or cache.seen == 0:
             return
         needed = int(cache.device_bytes * cache.growth(tokens))
         if needed <= self._most:

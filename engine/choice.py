@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    GenerationConfig,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 from transformers.generation import GenerationMode
 
 import strategies
@@ -77,6 +86,23 @@ def choose_strategy(
     if hasattr(chosen, "num_beams"):  # by this processors know which rows belong to one prompt
         config.num_beams = scored(chosen)
     return chosen
+
+
+def score_copies(strategy: Strategy, processors: Sequence[Any] = ()) -> int:
+    """Tensors of [rows, vocabulary] float32 numbers that a step has at most at a time, beside the model's own logits.
+
+    What the strategy says of itself, and what transformers' processors make of the scores where there are any.
+    """
+    own = int(getattr(strategy, "score_copies", _COPIES_UNTOLD))
+    if not processors:
+        return own
+    sorts = any(isinstance(one, _SORTING) for one in processors)
+    # Given, the result of one, and that of the next; sorted ones with their places, which have twice the bytes.
+    return max(own + 2, 8 if sorts else 0)
+
+
+_COPIES_UNTOLD = 4
+_SORTING = (TopPLogitsWarper, TypicalLogitsWarper, MinPLogitsWarper, EtaLogitsWarper, EpsilonLogitsWarper)
 
 
 def scored(strategy: Strategy) -> int:

@@ -68,7 +68,10 @@ class Draft:
         return found
 
     def lane(
-        self, request: DraftRequest, check: Callable[[], None], recover: Callable[[Lane, str], None] | None = None
+        self,
+        request: DraftRequest,
+        check: Callable[[], None],
+        recover: Callable[[Lane, BaseException], None] | None = None,
     ) -> Lane:
         """A lane of its own for one run, with an empty cache. check: see `Runner.feed`; recover: see `Lane`."""
         beginning = request.beginning

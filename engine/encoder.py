@@ -16,16 +16,17 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from caches.out_of_memory import is_out_of_memory
 from engine.checks import check_vocabulary
 from engine.dispatch import prompt_device
 from engine.errors import InputError, OptionError
 from engine.gathered import joined
 from engine.inputs import Prompt, move, read_prompt
-from engine.out_of_memory import Exhausted, empty_allocators, in_words, is_out_of_memory
+from engine.out_of_memory import Exhausted, empty_allocators, without_frames
 from engine.turns import turn_of
 
-Recover = Callable[[str, int, int], int]
-"""When memory is out, why and in how many of so many possible parts the rows were encoded: how many to go on with.
+Recover = Callable[[BaseException, int, int], int]
+"""When memory is out, the error and in how many of so many possible parts rows were encoded: how many to go on with.
 
 Raises `Exhausted` when nothing is left to try.
 """
@@ -86,29 +87,33 @@ def encode(
         if prepare is not None:
             prepare = partial(prepare, model_input_name=name, generation_config=config)
             try:
-                given = _encoded(prepare, source, given, recover)
+                largest = max((weight.nbytes for weight in model.parameters()), default=0)
+                given = _encoded(prepare, source, given, recover, largest)
             except Exhausted as error:
-                raise NothingEncoded(str(error), begin(model_kwargs=given)[0]) from None
+                raise NothingEncoded(str(error), begin(model_kwargs=given)[0]) from error.__cause__
         ids, given = begin(model_kwargs=given)
     mask = given.pop("decoder_attention_mask", None)
     return Prompt(ids, torch.ones_like(ids) if mask is None else mask, given), Source(source, _tokens_read(given))
 
 
 def _encoded(
-    prepare: Callable[..., dict[str, Any]], source: torch.Tensor, given: dict[str, Any], recover: Recover
+    prepare: Callable[..., dict[str, Any]], source: torch.Tensor, given: dict[str, Any], recover: Recover, largest: int
 ) -> dict[str, Any]:
-    """`given` with what the encoder makes of the source: of all rows at once, or of some after the others."""
+    """`given` with what the encoder makes of the source: of all rows at once, or of some after the others.
+
+    largest: bytes of the model's largest matrix.
+    """
     rows, parts = len(source), 1
     while True:
         try:
             return prepare(source, given) if parts == 1 else _encoded_in(parts, prepare, source, given)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not is_out_of_memory(error, largest):
                 raise
-            why = in_words(error)
+            failure = without_frames(error)
         # Outside of `except`: the error holds on to all that was made.
         by_row = all(part.shape[:1] == (rows,) for part in given.values() if isinstance(part, torch.Tensor))
-        parts = recover(why, parts, rows if by_row else 1)
+        parts = recover(failure, parts, rows if by_row else 1)
         empty_allocators()
 
 

@@ -136,10 +136,19 @@ class Feeding:
 
     # Ways to do with less memory.
 
+    @property
+    def largest_matrix_bytes(self) -> int:
+        """Of the model's weights: about as much a library may take at once to rearrange one."""
+        return max((weight.nbytes for weight in self._runner.model.parameters()), default=0)
+
     def release(self) -> None:
-        """Go on without compiled graphs."""
+        """Go on without compiled graphs, and drop scratch memory: a step makes what it needs of it anew."""
         self._graphs = False
         self._runner.drop_graphs()
+        for _, cache in self.parts:
+            if isinstance(cache, (Cache, EncoderDecoder)):
+                for part in cache.parts:
+                    part.stage.release()
 
     def read_in_smaller_pieces(self, waiting: int) -> int | None:
         """Cut the tokens that wait to be fed into smaller pieces: the tokens of one. None where that is no use."""
@@ -175,9 +184,20 @@ class Feeding:
 
     def impose(self, window_length: int) -> None:
         """Go on with the last columns of the cache alone."""
-        if not isinstance(self.cache, Cache):
-            raise StepError(f"a window cannot be imposed on a {self.cache.name} cache of an encoder-decoder model")
-        self.cache = slide(self.cache, window_length)
+        slid: list[Driven] = []
+        for _, cache in self.parts:
+            if not isinstance(cache, Cache):
+                raise StepError(f"a window cannot be imposed on a {cache.name} cache of an encoder-decoder model")
+            slid.append(slide(cache, window_length))
+        self._take_parts(slid)
+
+    def _take_parts(self, caches: list[Driven]) -> None:
+        """What the parts hold is in these caches from here on."""
+        if not isinstance(self.cache, SplitCache):
+            [self.cache] = caches
+            return
+        for number, cache in enumerate(caches):
+            self.cache.replace(number, cache)
 
     def split(self) -> int | None:
         """Compute the rows in smaller parts from here on: how many there are. None where none can be smaller."""

@@ -20,7 +20,8 @@ class Course:
     prompts: rows that are read; branches: rows that each of them becomes. new_tokens: for each row, at most.
     source_tokens: what an encoder has read. chunk_tokens: as many of the prompt are read at once, None for all.
     ends_early: whether a row may end before it has all its tokens. shares: whether rows may share in the cache what
-    they have in common. max_cache_len: a size that the generation parameters ask for, None for none.
+    they have in common. max_cache_len: a size that the generation parameters ask for, None for none. score_copies:
+    float32 numbers there are at most at a time for every row and word of the vocabulary, see `choice.score_copies`.
     """
 
     prompt_tokens: int
@@ -32,6 +33,7 @@ class Course:
     ends_early: bool = False
     shares: bool = True
     max_cache_len: int | None = None
+    score_copies: int = 1
 
     @property
     def rows(self) -> int:

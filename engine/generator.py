@@ -155,7 +155,8 @@ class Generator:
             )
         except NothingEncoded as error:
             nothing = nothing_generated(error.ids, tokenizer is not None, ladder.taken, time.perf_counter() - started)
-            raise OutOfMemory(f"memory was out in the encoder, before the first token ({error})", nothing) from None
+            told = f"memory was out in the encoder, before the first token ({error})"
+            raise OutOfMemory(told, nothing) from error.__cause__
         if draft is not None and draft_request is not None:
             drafts = draft.drafts(request.strategy)
             request = replace(request, drafts=drafts, translation=draft_request.translation)

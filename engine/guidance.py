@@ -28,8 +28,8 @@ from engine.lane import Lane
 from engine.masks import Columns
 from engine.runner import Runner
 
-T = TypeVar("T")
 ARGUMENTS = ("negative_prompt", "negative_prompt_ids", "negative_prompt_attention_mask")
+T = TypeVar("T")
 _changes: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()  # of what a model goes on with, by pads
 
 
@@ -219,13 +219,17 @@ class GuidedLane:
         for name in ("attentions", "hidden_states"):
             if name in outputs:
                 outputs[name] = tree_map(lambda part: None if part is None else part[:rows], outputs[name])
-        own, other = outputs.logits.float().log_softmax(dim=-1).chunk(2)
+        guided = self._lane.attempt(lambda: self._guided(outputs.logits))
         outputs["unguided_logits"] = outputs.logits[:rows]
-        outputs["logits"] = self._scale * (own - other) + other
+        outputs["logits"] = guided
         return outputs, None if states is None else states[:rows, -columns:]
 
-    def with_memory(self, allocate: Callable[[], T]) -> T:
-        return self._lane.with_memory(allocate)
+    def _guided(self, logits: torch.Tensor) -> torch.Tensor:
+        own, other = logits.float().log_softmax(dim=-1).chunk(2)
+        return self._scale * (own - other) + other
+
+    def attempt(self, work: Callable[[], T], repeats: Callable[[], bool] = lambda: True) -> T:
+        return self._lane.attempt(work, repeats)
 
     def _beside(self, tokens: torch.Tensor) -> torch.Tensor:
         """The tokens of both texts: the others have columns of their own as far as the prompt goes."""

@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 
 from caches import CacheError
+from caches.out_of_memory import is_out_of_memory
 from configs import ConfigError
 from engine.lane import Lane
-from engine.out_of_memory import Exhausted, empty_allocators, in_words, is_out_of_memory
+from engine.out_of_memory import Exhausted, empty_allocators, in_words, without_frames
 from engine.result import Fallback
 
 _logger = logging.getLogger("engine")
@@ -22,12 +23,13 @@ class Ladder:
         self._rungs = tuple(rungs)
         self.taken: list[Fallback] = []
 
-    def climb(self, lane: Lane, why: str) -> None:
-        """Take the next rung that may help `lane`, whose last forward or choice of rows failed: `why`, in words.
+    def climb(self, lane: Lane, error: BaseException) -> None:
+        """Take the next rung that may help `lane`, whose last forward, choice of rows or scores failed with `error`.
 
         Raises `Exhausted` when there is none.
         """
         empty_allocators()
+        why = in_words(error)
         refused = []
         for name in self._in_order():
             before = lane.cache.device_bytes
@@ -41,16 +43,17 @@ class Ladder:
             empty_allocators()
             self._note(why, Fallback(name, what, lane.cache.seen, before, lane.cache.device_bytes))
             return
-        raise Exhausted(self._why_exhausted(why, refused))
+        raise Exhausted(self._why_exhausted(why, refused)) from error
 
-    def climb_before(self, why: str, parts: int, most: int) -> int:
+    def climb_before(self, error: BaseException, parts: int, most: int) -> int:
         """Take the next rung that may help an encoder, which reads before there is a cache. See `encoder.Recover`."""
+        why = in_words(error)
         if "release" in self._left:
             self._left.remove("release")
             self._note(why, Fallback("release", "what the allocator kept was dropped", 0, 0, 0))
             return parts
         if "split" not in self._left or parts >= most:
-            raise Exhausted(self._why_exhausted(why, []))
+            raise Exhausted(self._why_exhausted(why, [])) from error
         more = min(2 * parts, most)
         self._note(why, Fallback("split", f"the rows are encoded in {more} parts, one after the other", 0, 0, 0))
         return more
@@ -79,7 +82,7 @@ def _tried(rung: Callable[[Lane], str | None], lane: Lane) -> tuple[str | None, 
         return rung(lane), None
     except (CacheError, ConfigError) as error:
         if lane.cache.seen < seen:
-            raise Exhausted(in_words(error)) from None
+            raise Exhausted(in_words(error)) from without_frames(error)
         return None, in_words(error)
     except Exception as error:
         if not is_out_of_memory(error):
@@ -108,6 +111,8 @@ def _quantize(lane: Lane) -> str | None:
 
 
 def _split(lane: Lane) -> str | None:
+    if lane.waiting <= 0:  # between forwards what lacks memory is of all rows
+        return None
     parts = lane.feeding.split()
     return None if parts is None else f"the rows are computed in {parts} parts, one after the other"
 

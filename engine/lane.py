@@ -11,20 +11,20 @@ import torch
 from transformers.utils import ModelOutput
 
 from caches import CacheError, Driven, ForeignCache, Log
+from caches.out_of_memory import is_of_onednn, is_out_of_memory
 from engine.encoder import source_of
 from engine.errors import EngineError, InputError
 from engine.extras import ENCODED
 from engine.feeding import Feeding
 from engine.gathered import Gathered
 from engine.masks import Columns
-from engine.out_of_memory import Exhausted, in_words, is_of_onednn, is_out_of_memory
+from engine.out_of_memory import without_frames
 from engine.runner import Runner
 from engine.split import SplitCache
 from engine.widening import room_for, widened
 from strategies import each
 
 T = TypeVar("T")
-_TIMES_LOGITS = 10  # in float32: log-probabilities, what processors make of them, and numbers with their places to sort
 
 
 class Lane:
@@ -34,8 +34,8 @@ class Lane:
     extras: further model inputs. flags: output_attentions and the like. chunk_tokens, check: see `Runner.feed`. shares:
     whether rows that come from one row may share in the cache what they have in common; a graph cannot read that.
     beginning: the ids of the columns that are not named, where they are known. takes_back: whether tokens will be taken
-    back for sure. recover: called with this lane and why, in words, when memory is out; the lane then goes on where it
-    stands. make_room: called with this lane and how many tokens are about to be fed.
+    back for sure. recover: called with this lane and the error, which has no frames any more, when memory is out; the
+    lane then goes on where it stands. make_room: called with this lane and how many tokens are about to be fed.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Lane:
         beginning: torch.Tensor | None = None,
         takes_back: bool = False,
         check: Callable[[], None] | None = None,
-        recover: Callable[[Lane, str], None] | None = None,
+        recover: Callable[[Lane, BaseException], None] | None = None,
         make_room: Callable[[Lane, int], None] | None = None,
     ):
         self.feeding = Feeding(
@@ -70,7 +70,7 @@ class Lane:
             chunk_tokens=chunk_tokens,
             check=check,
         )
-        self._recover, self._make_room = recover, make_room
+        self._recover, self._make_room, self._takes_back = recover, make_room, takes_back
         self._shares, self._before, self._unnamed = shares, before, unnamed
         # The tokens fed are written in place: a step copies no history.
         self._most = columns.total - before
@@ -85,7 +85,6 @@ class Lane:
         # Our own caches keep what leaves a window until the step is settled, whatever comes.
         self._keeping = cache if takes_back and isinstance(cache, ForeignCache) else None
         self._goal = 0  # columns that the cache will have seen after what is being fed; 0 while nothing is
-        self._asks_for_room, self._lacks_room_for_scores = True, False
 
     @property
     def cache(self) -> Driven:
@@ -117,7 +116,7 @@ class Lane:
             )
         if fed > self._ids.shape[1]:
             room = room_for(fed, self._most, self._ids.shape[1])
-            self._ids = self.with_memory(lambda: widened(self._ids, room))
+            self._ids = self.attempt(lambda: widened(self._ids, room))
         self._ids[:, begin:fed] = tokens
         emptied = self.cache.handle is not None and self.cache.seen == 0
         prefill, columns = self.fed == 0 or emptied, fed - self.fed
@@ -132,48 +131,63 @@ class Lane:
         try:
             while True:
                 try:
-                    self._lacks_room_for_scores = False
                     self.cache.finish()
                     if self._make_room is not None:
                         self._make_room(self, self.waiting)
-                    return self._computed(fed, prefill, gathered)
+                    return self.feeding.computed(self._ids[:, :fed], prefill, gathered)
                 except BaseException as error:
-                    why = self._why_out_of_memory(error)
-                    if why is None:
+                    changes_route = self._can_change_route(error)
+                    failure = None if changes_route else self._out_of_memory(error)
+                    if failure is None and not changes_route:
                         raise
                 # Outside of `except`: the error holds on to all that the step had made.
                 if self._has_lost_the_cache:
                     self.cache.reset()
                     prefill = True
-                try:
-                    self._climb(why)
-                except Exhausted:
-                    if not self._lacks_room_for_scores:
-                        raise
-                    self._asks_for_room = False  # it may do with less
+                if failure is None:
+                    self.feeding.routes = False
+                else:
+                    self._climb(failure)
         except BaseException:
             self._count_again()
             raise
         finally:
             self._goal = 0
 
-    def _computed(self, fed: int, prefill: bool, gathered: Gathered) -> tuple[ModelOutput, torch.Tensor | None]:
-        outputs, states = self.feeding.computed(self._ids[:, :fed], prefill, gathered)
-        self._check_room_for_scores(outputs.logits, gathered.tokens)
-        return outputs, states
+    def _can_change_route(self, error: BaseException) -> bool:
+        """Whether the step can be tried again with torch's own linear layers.
 
-    def _check_room_for_scores(self, logits: torch.Tensor, tokens: int) -> None:
-        """What the strategy makes of the logits needs memory too, and only a failed forward can be tried again."""
-        if self._recover is None or not self._asks_for_room:
-            return
-        self._lacks_room_for_scores = True
-        try:
-            numbers = _TIMES_LOGITS * len(logits) * tokens * logits.shape[-1]
-            torch.empty(numbers, dtype=torch.float32, device=logits.device)
-        except BaseException:
+        oneDNN rearranges whole matrices in memory of its own, and does not say whether that was the reason.
+        """
+        lost = self._has_lost_the_cache and self._before > 0
+        return self._recover is not None and self.feeding.routes and is_of_onednn(error) and not lost
+
+    def attempt(self, work: Callable[[], T], repeats: Callable[[], bool] = lambda: True) -> T:
+        """`work()`, a computation between two forwards; once more after every rung taken when memory is out in it.
+
+        repeats: whether it can still be done once more after it has failed. Raises `Exhausted`.
+        """
+        while True:
+            try:
+                return work()
+            except BaseException as error:
+                failure = self._out_of_memory(error) if repeats() else None
+                if failure is None:
+                    raise
+            self._climb_between_steps(failure)
+
+    def _climb_between_steps(self, failure: BaseException) -> None:
+        fed, reads_again = self.fed, self._step_open and self._takes_back and self.cache.handle is not None
+        if reads_again:  # a step that may be taken back in part has to be open afterwards
+            self._step_open = False
             self.cache.abort()
-            raise
-        self._lacks_room_for_scores = False
+            self._count_again()
+        elif not self._takes_back:
+            self.settle()
+        self._climb(failure)
+        if reads_again:
+            self._feed(fed, not self._prefilled, Gathered(hidden=False, tokens=1))
+            self.fed, self._step_open = fed, True
 
     def _count_again(self) -> None:
         """A step was aborted; of one that took several forwards the first ones are still there."""
@@ -184,32 +198,20 @@ class Lane:
 
     # When memory is out.
 
-    def _why_out_of_memory(self, error: BaseException) -> str | None:
-        """What the error says, if it is one that can be recovered from."""
-        if self._recover is None or not is_out_of_memory(error) or (self._has_lost_the_cache and self._before > 0):
+    def _out_of_memory(self, error: BaseException) -> BaseException | None:
+        """The error without its frames, if it is one that can be recovered from."""
+        lost = self._has_lost_the_cache and self._before > 0
+        if self._recover is None or lost or not is_out_of_memory(error, self.feeding.largest_matrix_bytes):
             return None
-        self.feeding.routes &= not is_of_onednn(error)  # it rearranges whole matrices, in memory of its own
-        return in_words(error)
-
-    def with_memory(self, allocate: Callable[[], T]) -> T:
-        """What `allocate` makes, between two steps: where memory is out the run does with less and it is asked again."""
-        self.settle()
-        while True:
-            try:
-                return allocate()
-            except BaseException as error:
-                why = self._why_out_of_memory(error)
-                if why is None:
-                    raise
-            self._climb(why)
+        return without_frames(error)
 
     @property
     def _has_lost_the_cache(self) -> bool:
         return isinstance(self.cache, ForeignCache) and self.cache.handle is None
 
-    def _climb(self, why: str) -> None:
+    def _climb(self, failure: BaseException) -> None:
         assert self._recover is not None
-        self._recover(self, why)
+        self._recover(self, failure)
 
     @property
     def waiting(self) -> int:
@@ -313,10 +315,10 @@ class Lane:
             choose()
             return True
         except BaseException as error:
-            why = self._why_out_of_memory(error)
-            if why is None or not self.cache.unfinished:
+            failure = self._out_of_memory(error)
+            if failure is None or not self.cache.unfinished:
                 raise
-        self._climb(why)
+        self._climb(failure)
         return False
 
     def _finish(self) -> None:

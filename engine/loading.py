@@ -19,6 +19,7 @@ from transformers import (
 
 from configs import EngineConfig
 from engine.errors import InputError
+from engine.out_of_memory import first_line
 
 SHIPPED_MODEL = Path(__file__).parent / "shipped"
 """Folder of the small model that comes with the package: a Llama trained on Python's standard library."""
@@ -74,5 +75,4 @@ def _told_in_one_line(model: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(f"no model could be loaded from {str(model)!r}: {reason}") from error
+        raise InputError(f"no model could be loaded from {str(model)!r}: {first_line(error)}") from error

@@ -16,11 +16,11 @@ from engine.free_memory import Free
 from engine.fresh import Course, fresh_cache
 from engine.rehearsal import Kept, rehearse
 from engine.sizes import Anatomy
+from engine.tokens import reads_late
 
 _MARGIN = 1.1  # for what is not counted: fragments, libraries, other processes
 _MOST_TOKENS, _MOST_PROMPTS = 2**20, 2**14  # where searches end
 _HOLES = 2  # a CPU's allocator leaves holes between what stays: as much again, from half to one and a half of it
-_LOGITS = 3  # copies of the last logits in float32: as they come, processed, as scores
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,13 @@ class Planner:
         return {place: size for place, size in need.items() if size}
 
     def logits_bytes(self, course: Course) -> int:
-        """Those after the last token of every row: as the model makes them, and the copies that a choice works with."""
+        """Those after the last token of every row: as the model makes them, and the copies that a choice works with.
+
+        Where tokens are read late there are those of the step before too.
+        """
         anatomy = self._subject.anatomy
-        return course.rows * anatomy.vocabulary * (anatomy.model.dtype.itemsize + _LOGITS * torch.float32.itemsize)
+        copies = course.score_copies + reads_late(self._subject.device)
+        return course.rows * anatomy.vocabulary * (anatomy.model.dtype.itemsize + copies * torch.float32.itemsize)
 
     def _rehearse(self, config: CacheConfig, course: Course) -> Kept:
         anatomy = self._subject.anatomy

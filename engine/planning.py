@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, TopKLogitsWarper
 
 import caches
+import strategies
 from configs import CacheConfig, EngineConfig
+from engine.choice import score_copies
 from engine.dispatch import prompt_device
 from engine.errors import OptionError
 from engine.free_memory import find_free
@@ -73,6 +75,7 @@ def plan(
     batch_size: int = 1,
     num_beams: int = 1,
     num_return_sequences: int = 1,
+    do_sample: bool = False,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     free_bytes: int | None = None,
@@ -103,6 +106,7 @@ def plan(
         branches=num_beams if num_beams > 1 else num_return_sequences,
         chunk_tokens=prefill_chunk_tokens,
         ends_early=subject.has_end,
+        score_copies=_score_copies(num_beams, num_return_sequences, do_sample),
     )
     chosen_from = lossless(subject.device)
     if cache is None:
@@ -170,6 +174,16 @@ def cache_bytes(
     single = min(2, tokens - 1)
     course = Course(tokens - single, single + 1, prompts=rows, source_tokens=source_tokens)
     return rehearse(study(model_config, dtype), config, course, pinned=device_type != "cpu").most.by_place
+
+
+def _score_copies(num_beams: int, num_return_sequences: int, do_sample: bool) -> int:
+    """Those of the strategy that these options ask for. Sampling has processors by default: top_k."""
+    if num_beams > 1:
+        return score_copies(strategies.Beam(num_beams=num_beams, do_sample=do_sample))
+    samples = do_sample or num_return_sequences > 1
+    if samples:
+        return score_copies(strategies.Sampling(), [TopKLogitsWarper(top_k=50)])
+    return score_copies(strategies.Greedy())
 
 
 def _check_numbers(**values: int | None) -> None:

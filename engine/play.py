@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from caches.out_of_memory import is_out_of_memory
 from engine.cancellation import Cancellation, StopAsked
 from engine.errors import BadLogits, Cancelled, CtrlC, Interrupted, OutOfMemory
-from engine.out_of_memory import Exhausted, empty_allocators, in_words, is_out_of_memory
+from engine.out_of_memory import Exhausted, empty_allocators, in_words, without_frames
 from engine.result import Generation, Piece
 from engine.run import Run
 from strategies import Flow, NoChoice
@@ -34,7 +35,7 @@ class Play:
                 self._cancellation.check_keys()
             except (Exception, KeyboardInterrupt) as error:
                 # An error of memory holds on to what filled it, in the frames that it went through.
-                failure = Exhausted(in_words(error)) if is_out_of_memory(error) else error
+                failure = _exhausted(error) if is_out_of_memory(error) else error
             if failure is not None:  # outside of `except`: who gets the rest may take a while
                 if isinstance(failure, Exhausted):
                     empty_allocators()
@@ -116,8 +117,14 @@ class Play:
         if isinstance(failure, StopAsked):
             raise Cancelled(f"generation was cancelled {told}; {kept}", result)
         if isinstance(failure, Exhausted):
-            raise OutOfMemory(f"memory was out {told} ({failure}); {kept}", result)
+            raise OutOfMemory(f"memory was out {told} ({failure}); {kept}", result) from failure.__cause__
         if isinstance(failure, NoChoice):
             raise BadLogits(f"generation stopped {told}: {failure}; {kept}", result)
         why = f"{type(failure).__name__}: {failure}"
         raise Interrupted(f"generation stopped {told} ({why}); {kept}", result) from failure
+
+
+def _exhausted(error: Exception | KeyboardInterrupt) -> Exhausted:
+    failure = Exhausted(in_words(error))
+    failure.__cause__ = without_frames(error)
+    return failure

@@ -54,6 +54,7 @@ class Processing:
         self._origins = torch.arange(self._prompts)  # of which prompt each row is
         self._by_place = next((processor for processor in processors if _knows_rows_by_place(processor)), None)
         self._misplaced = False
+        self.given = tuple(processors)
         self.names = [_name(processor) for processor in processors]
         # It was asked for, so what is NaN or infinite before is none of the engine's business.
         self.repairs = any(isinstance(one, InfNanRemoveLogitsProcessor) for one in processors)

@@ -31,7 +31,7 @@ from engine.checks import (
     check_model,
     check_pieces,
 )
-from engine.choice import choose_strategy, scored
+from engine.choice import choose_strategy, score_copies, scored
 from engine.dispatch import prompt_device
 from engine.encoder import Recover, Source, encode
 from engine.errors import OptionError
@@ -111,6 +111,7 @@ class Request:
             chunk_tokens=self.chunk_tokens,
             ends_early=not self.length_is_known,
             max_cache_len=getattr(self.config, "max_cache_len", None),
+            score_copies=score_copies(self.strategy, self.processing.given),
         )
 
     @property

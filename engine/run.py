@@ -3,26 +3,32 @@ side of it is a `Lane`, the side of those who look on is an `Outlet`."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import count
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map
 from transformers.utils import ModelOutput
 
+from caches import CacheError
+from caches.out_of_memory import is_out_of_memory
 from engine.guidance import GuidedLane
 from engine.health import Health
 from engine.lane import Lane
-from engine.out_of_memory import is_out_of_memory
+from engine.out_of_memory import Exhausted
 from engine.outlet import Outlet
 from engine.request import Request
 from engine.result import Fallback, Generation, Piece, Stats
 from engine.tokens import Tokens
 from strategies import Crop, Emit, Finish, Flow, Forward, Operation, Rows, Show, Text
+
+T = TypeVar("T")
+_logger = logging.getLogger("engine")
 
 # What may be recorded of a call: the parameter that asks for it, and where a forward's outputs have it.
 _RECORDS = {
@@ -99,12 +105,13 @@ class Run:
         columns = request.total - request.untold
         self._tokens = Tokens(prompt, request.mask[:, request.untold :], columns, request.pad_id)
         self._health = Health(request, self._tokens, lane)
-        self._task = replace(request.task, process=self._health.process)
         self._last_column = columns
         self._best: Callable[[], list[Text] | None] | None = None  # what there is of texts that come in the end
         self._records: dict[str, list[Any]] = {
             name: [] for name, (asked, _) in _RECORDS.items() if getattr(request.config, asked, None)
         }
+        records = "scores" in self._records
+        self._task = replace(request.task, process=self._process, attempt=self._attempt, records_scores=records)
         self._sequences_scores: torch.Tensor | None = None
         self._beam_indices: torch.Tensor | None = None
         self._unread: deque[_Mark] = deque()  # one per column that is read late
@@ -138,8 +145,10 @@ class Run:
 
         Where texts come in the end it is the best there are; else rows that are only tried become what they came from.
         """
-        with suppress(Exception):  # what raised once may raise again
+        try:
             self._read_unread()
+        except Exception:  # what raised once may raise again, and the run is told of it already
+            _logger.warning("what the last tokens end was not found out", exc_info=True)
         self.forget_unread()
         best, self._best = self._best, None
         try:
@@ -156,17 +165,22 @@ class Run:
             if index is not None:
                 self._return_to(index)
         self.outlet.end_all()
-        with suppress(Exception):  # the streamer
+        try:
             return self.outlet.release()
+        except Exception:
+            _logger.warning("the streamer did not take the last tokens", exc_info=True)
         return self.outlet.release()
 
     def _return_to(self, rows: list[int]) -> None:
-        """Rows become those of a result, also when the cache cannot follow: then it begins anew."""
+        """Rows become those of a result, also when there is no memory for that in the cache: then it begins anew."""
         index = torch.tensor(rows)
         try:
             move = self._moving(index)
             self._lane.rows(index)
-        except Exception:
+        except Exception as error:
+            if not (isinstance(error, (CacheError, Exhausted)) or is_out_of_memory(error)):
+                raise
+            _logger.warning("the cache is emptied, because its rows could not follow those of the result: %s", error)
             self._lane.forget()  # which makes room
             move = self._moving(index)
         move()
@@ -192,7 +206,6 @@ class Run:
                 pieces = self.read_all()
                 self._health.before_rows(self._running)
                 self._reorder(index.cpu())
-                self._best = None if self._best is None else _followed(self._best, index.tolist())
                 return None, pieces
             case Show(final, best):
                 self._best = best
@@ -210,16 +223,38 @@ class Run:
         assert lane is not None  # a strategy that needs one was given one
         fed = lane.fed if forward.model == "main" else None
         if forward.model == "main":  # while there is a way to go on without the memory that this takes
-            self._lane.with_memory(lambda: self._tokens.reserve(tokens))
+            self._lane.attempt(lambda: self._tokens.reserve(tokens))
         outputs, states = lane.forward(forward.tokens, forward.hidden, forward.every)
         self._peak.look()
-        logits = outputs.logits[:, -tokens:].to(self._device, torch.float32, copy=True)
+        logits = lane.attempt(lambda: outputs.logits[:, -tokens:].to(self._device, torch.float32, copy=True))
         self._health.look(logits, outputs.logits.dtype, fed, self._running)
         if forward.model == "main":
             own = outputs.get("unguided_logits", outputs.logits)
             self._record(outputs, own[:, -tokens:])
         logits = logits if forward.every else logits[:, 0]
         return (logits, states) if forward.hidden else logits
+
+    def _process(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """See `Task`. A processor that has written into the scores cannot be asked again."""
+        before = None if scores.is_inference() else scores._version
+
+        def is_as_it_was() -> bool:
+            return before is not None and scores._version == before
+
+        return self._lane.attempt(lambda: self._health.process(ids, scores), is_as_it_was)
+
+    def _attempt(self, work: Callable[[], T]) -> T:
+        """See `Task`. What is done once more draws the same numbers."""
+        if not self._request.strategy.samples:
+            return self._lane.attempt(work)
+        state, tries = _random_state(self._device), count()
+
+        def drawn() -> T:
+            if next(tries) > 0:
+                _set_random_state(state, self._device)
+            return work()
+
+        return self._lane.attempt(drawn)
 
     def _record(self, outputs: ModelOutput, logits: torch.Tensor) -> None:
         """logits [rows, tokens, vocabulary]: those asked for in this step."""
@@ -337,8 +372,11 @@ class Run:
                 if values and name != "scores":
                     last[name] = tree_map(lambda part: part[chosen], values[-1])
 
+        best = None if self._best is None else _followed(self._best, index.tolist())
+
         def move() -> None:
             choose()
+            self._best = best
             for name, value in last.items():
                 self._records[name][-1] = value
             self._stopping.rows(index)
@@ -360,8 +398,10 @@ class Run:
             self._lane.close(self._tokens.log())
         finally:
             self._ended_s = self._now()
-            with suppress(Exception):  # unless something has stopped the run, the streamer has ended before
+            try:
                 self.outlet.close()
+            except Exception:  # unless something has stopped the run, the streamer has ended before
+                _logger.warning("the streamer could not be ended", exc_info=True)
 
     def give_up(self) -> None:
         """End without a result: what there is of texts and rows may not fit together. The cache is emptied."""

@@ -21,6 +21,7 @@ from engine.checks import most_positions
 from engine.errors import InputError
 from engine.live import Fused, Live
 from engine.loading import auto_class
+from engine.out_of_memory import first_line, in_words
 
 # Of the calls by which models write: which dimension of their tensors counts tokens.
 _WRITES: dict[str, dict[str, int]] = {
@@ -135,7 +136,7 @@ def skeleton(
             return make(config, dtype=dtype or config.dtype or torch.float32, **simple).eval()
     except ValueError as error:
         raise InputError(
-            f"a {type(config).__name__} describes no model that generates text: {str(error).splitlines()[0]}"
+            f"a {type(config).__name__} describes no model that generates text: {first_line(error)}"
         ) from error
 
 
@@ -157,10 +158,9 @@ def study(
         try:
             _studied[key] = _Study(model).anatomy()
         except (RuntimeError, NotImplementedError, TypeError, AttributeError, IndexError) as error:
-            reason = str(error).strip().splitlines() or [""]
             raise InputError(
                 f"what {type(model).__name__} takes cannot be found out without its weights: a forward on torch's meta "
-                f"device ends with {type(error).__name__}: {reason[0]}"
+                f"device ends with {in_words(error)}"
             ) from error
     return _studied[key]
 

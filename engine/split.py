@@ -58,6 +58,13 @@ class SplitCache:
     def device_bytes(self) -> int:
         return sum(part.device_bytes for part in self.parts)
 
+    def growth(self, tokens: int) -> float:
+        """How many times as large it will be when there is room for `tokens` more."""
+        parts = [part for part in self.parts if isinstance(part, (Cache, EncoderDecoder))]
+        sizes = [(part.device_bytes, part.growth(tokens)) for part in parts]
+        before = sum(size for size, _ in sizes)
+        return sum(size * growth for size, growth in sizes) / before if before else 1.0
+
     @property
     def shares(self) -> Iterator[tuple[slice, Driven]]:
         """Which rows are in which part."""

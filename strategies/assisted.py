@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from configs import ConfigError, require_positive
 from strategies.flow import Crop, Flow, Forward, Operation, Task, draw
 from strategies.registry import register
-from strategies.verify import Emitted, Proposal, in_rounds
+from strategies.verify import Emitted, Proposal, in_rounds, score_copies
 
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 
@@ -52,6 +53,11 @@ class Assisted:
     def samples(self) -> bool:
         return self.do_sample
 
+    @property
+    def score_copies(self) -> int:
+        proposed = self.num_assistant_tokens  # each with what the draft drew it from
+        return score_copies(proposed, self.samples) + (2 * proposed if self.samples else 0)
+
     def flow(self, task: Task) -> Flow:
         drafter = _Drafter(self, task) if task.translation is None else _Translating(self, task)
         return in_rounds(task, self.samples, drafter.propose)
@@ -76,17 +82,22 @@ class _Drafter:
         read, probabilities = text.ids, []
         while True:
             logits = yield Forward(tokens, model="draft")
-            q = self.task.process(read, logits).softmax(dim=-1)
-            drawn = draw(q)[:, 0] if self.options.samples else q.argmax(dim=-1)
+            q, drawn = self.task.attempt(partial(self.choose, self.task.process(read, logits)))
             tokens = text.known(read.shape[1] - columns, drawn)[:, None]
             read = torch.cat([read, tokens], dim=1)
-            probabilities.append(q)
+            if self.options.samples:
+                probabilities.append(q)
             proposed = read.shape[1] - columns
             if proposed == k or (proposed >= text.most_fixed and self.doubts(q.gather(1, tokens)[~text.over])):
                 break
             self.fed += 1
         self._end = read.shape[1] + 1
         return Proposal(read[:, columns:], torch.stack(probabilities, dim=1) if self.options.samples else None)
+
+    def choose(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The probabilities of these scores, and the tokens [rows] taken by them."""
+        q = scores.softmax(dim=-1)
+        return q, draw(q)[:, 0] if self.options.samples else q.argmax(dim=-1)
 
     def unread(self, ids: torch.Tensor) -> Generator[Operation, Any, torch.Tensor]:
         """What the draft has to read of the text before it can go on; it forgets what is none of it."""

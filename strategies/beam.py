@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from configs import ConfigError, require_positive
@@ -37,6 +38,10 @@ class Beam:
         return self.do_sample
 
     @property
+    def score_copies(self) -> int:
+        return 6 if self.do_sample else 3
+
+    @property
     def branches(self) -> int:
         return self.num_beams
 
@@ -46,14 +51,16 @@ class Beam:
         beams, recorded = Beams(task, rules, size, first_row=0, stride=size), []
         ids, logits = yield from read_prompt(task, size)
         while True:
-            log_probs = task.process(ids, logits.log_softmax(dim=-1))
-            recorded.append(log_probs)
+            log_probs = task.process(ids, task.attempt(partial(logits.log_softmax, dim=-1)))
+            if task.records_scores:
+                recorded.append(log_probs)
             beams.advance(log_probs.unflatten(0, (-1, size)))
             if beams.over:
                 break
             yield Rows(beams.parents.flatten())
             yield show([beams], self.num_return_sequences, task.ids.shape[1])
             ids = beams.running.ids.flatten(0, 1)
+            del logits, log_probs  # the next step makes others
             logits = yield Forward(ids[:, -1:])
         end = finish([beams.ended], self.num_return_sequences, task.ids.shape[1], tuple(recorded))
         yield Rows(each(len(task.ids), self.num_return_sequences) * size)

@@ -6,7 +6,7 @@ All tensors begin with [prompts, beams]. The rules are those of transformers' be
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 
@@ -86,7 +86,7 @@ class Beams:
     def advance(self, log_probs: torch.Tensor) -> None:
         """Go on with the best tokens. log_probs: [prompts, beams, vocabulary]."""
         vocabulary = log_probs.shape[-1]
-        scores, index = self._choose((log_probs + self.running.scores[..., None]).flatten(1))
+        scores, index = self._task.attempt(partial(self._choose, log_probs))
         begun = self._is_text.any(dim=1) | self.done | ~self.running.are_chosen[:, 0]
         self._lost = (scores.amax(dim=1) == -torch.inf) & ~begun
         beams, tokens = index // vocabulary, index % vocabulary
@@ -101,7 +101,8 @@ class Beams:
         self.running, self.parents = running.take(best), rows.gather(1, best)
         self._look_ahead(ends)
 
-    def _choose(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose(self, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = (log_probs + self.running.scores[..., None]).flatten(1)
         if not self._rules.do_sample:
             best = scores.topk(self._candidates)
             return best.values, best.indices

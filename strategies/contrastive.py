@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,6 +28,7 @@ class Contrastive:
     samples: ClassVar[bool] = False
     reads_hidden: ClassVar[bool] = True
     scored: ClassVar[int] = 1
+    score_copies: ClassVar[int] = 3
     penalty_alpha: float = 0.6
     top_k: int = 4
 
@@ -49,8 +51,9 @@ class Contrastive:
         first_rows = torch.arange(len(ids), device=ids.device) * k
         while True:
             scores = task.process(ids, logits)
-            probabilities, candidates = scores.softmax(dim=-1).topk(k)
+            probabilities, candidates = task.attempt(partial(_likeliest, scores, k))
             yield Rows(each(len(ids), k))
+            del logits  # the next step makes others
             logits, hidden = yield Forward(candidates.reshape(-1, 1), hidden=True)
             states = _directions(hidden).unflatten(0, (-1, k))[:, :, 0]  # [rows, k, width]
             cosines = (states @ context.transpose(1, 2)).masked_fill(~visible[:, None], -1)
@@ -63,6 +66,10 @@ class Contrastive:
             chosen = states.gather(1, best[..., None].expand(-1, -1, states.shape[-1]))
             context = torch.cat([context, chosen], dim=1)
             visible = torch.nn.functional.pad(visible, (0, 1), value=True)
+
+
+def _likeliest(scores: torch.Tensor, k: int) -> Any:
+    return scores.softmax(dim=-1).topk(k)
 
 
 def _directions(states: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -24,6 +25,7 @@ class DiverseBeam:
     """
 
     name: ClassVar[str] = "diverse_beam"
+    score_copies: ClassVar[int] = 5
     samples: ClassVar[bool] = False
     num_beams: int = 4
     num_beam_groups: int = 2
@@ -60,12 +62,14 @@ class DiverseBeam:
         _, logits = yield from read_prompt(task, self.num_beams)
         recorded: list[torch.Tensor] = []
         while True:
-            recorded.append(self._advance(groups, task, logits.log_softmax(dim=-1)))
+            chosen_by = self._advance(groups, task, task.attempt(partial(logits.log_softmax, dim=-1)))
+            recorded += [chosen_by] if task.records_scores else []
             if all(group.over for group in groups):
                 break
             yield Rows(torch.cat([group.parents for group in groups], dim=1).flatten())
             yield show(groups, self.num_return_sequences, task.ids.shape[1])
             tokens = torch.cat([group.running.ids[..., -1] for group in groups], dim=1)
+            del logits, chosen_by  # the next step makes others
             logits = yield Forward(tokens.view(-1, 1))
         ended = [group.ended for group in groups]
         end = finish(ended, self.num_return_sequences, task.ids.shape[1], tuple(recorded))
@@ -78,7 +82,7 @@ class DiverseBeam:
         penalty = torch.zeros_like(log_probs[: len(task.ids)])  # [prompts, vocabulary]
         chosen_by = []
         for group, scores in zip(groups, by_group, strict=True):
-            penalized = (scores - penalty[:, None]).flatten(0, 1)
+            penalized = task.attempt(partial(_penalized, scores, penalty))
             processed = task.process(group.running.ids.flatten(0, 1), penalized).view_as(scores)
             chosen_by.append(processed)
             was_done = group.done
@@ -86,3 +90,7 @@ class DiverseBeam:
             tokens = group.running.ids[..., -1].masked_fill(was_done[:, None], task.pad_id)
             penalty.scatter_add_(1, tokens, torch.full_like(tokens, self.diversity_penalty, dtype=penalty.dtype))
         return torch.stack(chosen_by, dim=1).flatten(0, 2)
+
+
+def _penalized(scores: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
+    return (scores - penalty[:, None]).flatten(0, 1)

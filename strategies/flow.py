@@ -22,12 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from functools import partial
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
 from configs import EngineError
 
+T = TypeVar("T")
 Process = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(ids [rows, columns], scores [rows, vocabulary]) -> scores [rows, vocabulary]: the logits processors of the call."""
 
@@ -59,6 +61,11 @@ class Translation:
     last_column: int
 
 
+def at_once(work: Callable[[], T]) -> T:
+    """The `Task.attempt` that does the work once."""
+    return work()
+
+
 @dataclass(frozen=True)
 class Task:
     """What a flow is to do.
@@ -68,6 +75,9 @@ class Task:
     [any, columns], whether a text ends there, bool [any]; only flows that `Finish` by themselves have to ask.
     last_column: no row gets longer than so many columns. eos_ids: tokens that end a text. pad_id: what a row is filled
     up with. drafts: filled in where tokens are proposed. translation: where the draft has a vocabulary of its own.
+    attempt: for work on scores [rows, vocabulary] that needs memory, as `attempt(lambda: scores.softmax(dim=-1))`. The
+    work must not change anything, because it may be done more than once. `process` does this by itself. records_scores:
+    whether the scores of the steps are wanted in `Finish`.
     """
 
     ids: torch.Tensor
@@ -79,6 +89,8 @@ class Task:
     pad_id: int = 0
     drafts: Drafts = field(default_factory=Drafts)
     translation: Translation | None = None
+    attempt: Callable[[Callable[[], Any]], Any] = at_once
+    records_scores: bool = True
 
 
 @dataclass(frozen=True)
@@ -171,7 +183,8 @@ class Strategy(Protocol):
     Where the rows of the prompt become more, `branches: int` says how many each becomes, and `scored: int` how many of
     them `Task.process` is given at a time, if that is not all; where the first `Forward` asks for hidden states,
     `reads_hidden = True` says so; where tokens are taken back, `verifies = True`; where a draft is fed, `needs_draft =
-    True`.
+    True`. `score_copies: int` says how many tensors of [rows, vocabulary] float32 numbers a step has at most at a time,
+    the logits that it is sent included and what processors make left out; 4 where it says nothing.
     """
 
     name: ClassVar[str]
@@ -214,5 +227,7 @@ def one_token_per_step(task: Task, choose: Callable[[torch.Tensor], torch.Tensor
     ids, logits = yield from read_prompt(task, branches)
     while True:
         scores = task.process(ids, logits)
-        ids = yield Emit(choose(scores)[:, None], (scores,))
+        tokens = task.attempt(partial(choose, scores))
+        ids = yield Emit(tokens[:, None], (scores,))
+        del logits, scores  # the next step makes others
         logits = yield Forward(ids[:, -1:])

@@ -16,6 +16,7 @@ class Greedy:
 
     name: ClassVar[str] = "greedy"
     samples: ClassVar[bool] = False
+    score_copies: ClassVar[int] = 1
 
     def flow(self, task: Task) -> Flow:
         return one_token_per_step(task, lambda scores: scores.argmax(dim=-1))

@@ -11,7 +11,7 @@ import torch
 from configs import require_positive
 from strategies.flow import Flow, Operation, Task
 from strategies.registry import register
-from strategies.verify import Emitted, Proposal, in_rounds
+from strategies.verify import Emitted, Proposal, in_rounds, score_copies
 
 
 @register
@@ -39,6 +39,10 @@ class PromptLookup:
     @property
     def samples(self) -> bool:
         return self.do_sample
+
+    @property
+    def score_copies(self) -> int:
+        return score_copies(self.prompt_lookup_num_tokens, self.samples)
 
     def flow(self, task: Task) -> Flow:
         mask = task.mask[:, task.mask.shape[1] - task.ids.shape[1] :]

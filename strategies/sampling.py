@@ -23,6 +23,7 @@ class Sampling:
 
     name: ClassVar[str] = "sampling"
     samples: ClassVar[bool] = True
+    score_copies: ClassVar[int] = 4
     num_return_sequences: int = 1
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class Emitted:
             is_open = ~over & (column >= self.counts)
             proposed = drafted[:, column] if column < k else None
             q = None if proposal.probabilities is None or column == k else proposal.probabilities[:, column]
-            chosen, agrees = self._choose(scores[-1], proposed, q)
+            chosen, agrees = task.attempt(partial(self._choose, scores[-1], proposed, q))
             tokens.append(self.known(column, chosen).masked_fill(over, task.pad_id))
             certain += goes_on & ~over
             accepted += goes_on & is_open & agrees
@@ -102,6 +103,11 @@ class Emitted:
         self.counts = (self.counts - columns).clamp(min=0).masked_fill(self.over, 0)
 
 
+def score_copies(proposed: int, samples: bool) -> int:
+    """See `Strategy.score_copies`: logits after `proposed` tokens and one more, once as the model returns them."""
+    return 2 * proposed + 1 + (4 if samples else 0)
+
+
 Propose = Callable[[Emitted], Generator[Operation, Any, Proposal]]
 
 
@@ -116,6 +122,7 @@ def in_rounds(task: Task, samples: bool, propose: Propose) -> Flow:
         if wrong:
             yield Crop(wrong)
         text.advance((yield Emit(tokens, scores)), tokens)
+        del logits, scores  # the next forward makes others
         proposal = yield from propose(text)
         logits = yield Forward(torch.cat([text.ids[:, -1:], proposal.tokens], dim=1), every=True)
 

@@ -1,0 +1,74 @@
+"""Runs whose scores take most of the memory, beside `model.generate` under the same limits, in processes of their own.
+
+    python tests/support/scored.py '{"margins_mb": [60, 130], "runs": 3}'
+
+One JSON line: for every limit (bytes beyond what the process has, RLIMIT_DATA) the seconds of both in turns, how one of
+them ended, the rungs taken, and what `engine.plan` says under that limit. Linux only.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+from starved import build, in_a_fork, ours, theirs
+
+import engine
+
+SHAPE = dict(vocab_size=128_000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+             max_position_embeddings=512)  # fmt: skip
+ROWS, TOKENS, NEW = 32, 16, 12
+
+
+def planned(model: Any) -> dict[str, Any]:
+    """Whether the plan says that the run fits into what is free now."""
+    found = engine.plan(model, cache="dynamic", prompt_tokens=TOKENS, max_new_tokens=NEW, batch_size=ROWS)
+    [dynamic] = found.backends
+    return {"fits": dynamic.fits, "need": sum(dynamic.need_bytes.values()), "free": found.free_bytes["device"]}
+
+
+def timed(work: Any, *arguments: Any) -> dict[str, Any]:
+    begun = time.perf_counter()
+    found = work(*arguments)
+    return found | {"seconds": time.perf_counter() - begun}
+
+
+def compare(margin_mb: float, runs: int, model: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """Both under one limit, `runs` times in turns."""
+    options, margin = {"max_new_tokens": NEW}, int(margin_mb * 1e6)
+    found: dict[str, list] = {"ours": [], "theirs": []}
+    for _ in range(runs):
+        found["theirs"].append(in_a_fork(timed, theirs, model, ids, options, margin_bytes=margin))
+        found["ours"].append(in_a_fork(timed, ours, model, ids, options, margin_bytes=margin))
+    last_ours, last_theirs = found["ours"][-1], found["theirs"][-1]
+    seconds = {who: [one.get("seconds") for one in all_of_it] for who, all_of_it in found.items()}
+    ratios = [a / b for a, b in zip(seconds["ours"], seconds["theirs"], strict=True) if a and b]
+    return {
+        "margin_mb": margin_mb,
+        "plan": in_a_fork(planned, model, margin_bytes=margin),
+        "seconds": seconds,
+        "ratio": statistics.median(ratios) if ratios else None,
+        "rungs": last_ours.get("rungs"),
+        "fallbacks": last_ours.get("fallbacks"),
+        "died": {"ours": last_ours.get("died"), "theirs": last_theirs.get("died")},
+        "same": last_ours.get("tokens") == last_theirs.get("tokens"),
+    }
+
+
+def main(margins_mb: list[float], runs: int = 1) -> None:
+    torch.set_num_threads(1)
+    model = build(SHAPE)
+    ids = torch.randint(3, 2000, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
+    for cache in ("dynamic", "offloaded"):  # what is loaded or measured once per process
+        engine.generate(model, ids[:2], cache=cache, max_new_tokens=2)
+    model.generate(ids[:2], max_new_tokens=2, do_sample=False)
+    planned(model)
+    print(json.dumps([compare(margin, runs, model, ids) for margin in margins_mb]))
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))
