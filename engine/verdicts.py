@@ -20,8 +20,8 @@ import torch
 from torch.nn import functional
 
 from caches.machine import cache_folder, processor, write_whole
+from caches.out_of_memory import is_out_of_memory
 from engine.linears import ROW_LIMITS, TORCH, Route, routes
-from engine.out_of_memory import is_out_of_memory
 
 _MEASUREMENT = 1  # which one this is: verdicts of another are not read
 _MARGIN = 1.1  # how much faster than torch's own another route has to be
@@ -109,7 +109,9 @@ def _fastest_of(matrices: Callable[[], list[torch.Tensor]], input: torch.Tensor)
             route(input, matrix, None)
         return time.perf_counter() - begun
 
-    gains = {name: times(partial(seconds, functional.linear), partial(seconds, route)) for name, route in routes().items()}
+    gains = {
+        name: times(partial(seconds, functional.linear), partial(seconds, route)) for name, route in routes().items()
+    }
     best = max(gains, key=gains.__getitem__)
     return best if gains[best] > _MARGIN else TORCH
 
