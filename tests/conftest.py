@@ -5,6 +5,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # On models this small threads only wait for each other, in the commands that tests start too.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import gc
 import io
 import signal
 import sys
@@ -34,6 +35,10 @@ def _damaged(request, monkeypatch):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     mark_surplus(items)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # libraries are a million objects: every collection would look through them
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +80,8 @@ def cli(monkeypatch, capsys):
     from engine.cli import main
 
     def run(arguments, input=""):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(input.encode())))
+        piped = input if isinstance(input, bytes) else input.encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped)))
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main(arguments)

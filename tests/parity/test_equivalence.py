@@ -63,6 +63,7 @@ def test_a_padded_row_equals_the_row_alone(name, cache):
     assert torch.equal(together, alone)
 
 
+@pytest.mark.covering("values", "pairs")
 @pytest.mark.parametrize("cache", suiting("mistral"))
 @pytest.mark.parametrize(
     "options",
