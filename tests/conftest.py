@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from covering import mark_surplus
+from covering import keep_default_cells, mark_surplus
 from damage import DAMAGES
 from exact_codecs import as_they_are, exactly  # noqa: F401 - fixtures
 from transformers import AutoTokenizer
@@ -30,6 +30,12 @@ def pytest_addoption(parser):
 def _damaged(request, monkeypatch):
     if name := request.config.getoption("--damage"):
         DAMAGES[name](monkeypatch)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc):
+    if "not slow" in metafunc.config.option.markexpr:
+        keep_default_cells(metafunc)
 
 
 @pytest.hookimpl(tryfirst=True)
