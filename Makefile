@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST := -m pytest -n auto --dist worksteal
 PROMPT := 'def open(self, path, mode="r"):\n    """Open the file named path'
 
-.PHONY: demo test test-slow test-product torture check test-oldest clean
+.PHONY: demo test test-full nightly torture check test-oldest clean
 
 demo: .venv/installed
 	@for cache in dynamic static; do \
@@ -15,18 +15,19 @@ demo: .venv/installed
 			--temperature 0.7 --top-p 0.9 --seed 2 || exit 1; \
 	done
 
+# Within 5 minutes on two cores.
 test: .venv/installed
 	$(BIN)/python $(PYTEST)
 
-# What takes longer: rare architectures, compiling with a C++ compiler.
-test-slow: .venv/installed
-	$(BIN)/python $(PYTEST) -m "slow and not product"
+# What only the full run has: rare architectures, every pair of parameters, more compiled steps, other processes, the
+# terminal, memory that really runs out, 2,000 random failures.
+test-full: .venv/installed
+	$(BIN)/python $(PYTEST) -m "slow and not product and not cuda"
 
-# Every cell of what is tried pairwise otherwise: some three hours on two cores.
-test-product: .venv/installed
-	$(BIN)/python $(PYTEST) -m product
+# What takes hours: every cell of the products, and memory that runs out at random 20,000 times.
+nightly: .venv/installed torture
+	$(BIN)/python $(PYTEST) -m "product and not cuda"
 
-# Memory runs out at random, 20,000 times; 2,000 of them are among the tests.
 torture: .venv/installed
 	$(BIN)/python tests/support/torture.py 20000
 
@@ -35,9 +36,11 @@ check: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The same tests on the oldest transformers that pyproject.toml allows, but for those that take long and say nothing of it.
+# On the oldest transformers that pyproject.toml allows: what depends on transformers.
+OLDEST := $(addprefix tests/parity/test_,equivalence.py architectures.py encoder_decoder.py interop.py classic.py) \
+	$(addprefix tests/contract/test_,contract.py contract_copies.py rollback.py exotic_layers.py)
 test-oldest: .venv-oldest/installed
-	.venv-oldest/bin/python $(PYTEST) -k "not test_benchmarks and not test_torture and not test_real_out_of_memory"
+	.venv-oldest/bin/python $(PYTEST) $(OLDEST)
 
 # torch first and alone: where a build for CPUs only is at hand, the rest must not replace it.
 .venv/installed: pyproject.toml constraints.txt

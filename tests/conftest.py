@@ -5,6 +5,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # On models this small threads only wait for each other, in the commands that tests start too.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import gc
 import io
 import signal
 import sys
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from covering import mark_surplus
+from covering import keep_default_cells, mark_surplus
 from damage import DAMAGES
 from exact_codecs import as_they_are, exactly  # noqa: F401 - fixtures
 from transformers import AutoTokenizer
@@ -31,9 +32,19 @@ def _damaged(request, monkeypatch):
         DAMAGES[name](monkeypatch)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc):
+    if "not slow" in metafunc.config.option.markexpr:
+        keep_default_cells(metafunc)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     mark_surplus(items)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # libraries are a million objects: every collection would look through them
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +86,8 @@ def cli(monkeypatch, capsys):
     from engine.cli import main
 
     def run(arguments, input=""):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(input.encode())))
+        piped = input if isinstance(input, bytes) else input.encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped)))
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main(arguments)

@@ -7,11 +7,12 @@ from walk import walk
 pytestmark = pytest.mark.covering("pairs")
 
 
+@pytest.mark.parametrize("operations", [30, pytest.param(90, marks=pytest.mark.slow)])
 @each_cell
-def test_any_sequence_of_operations(trial, rows, backend, kind):
+def test_any_sequence_of_operations(trial, rows, backend, kind, operations):
     done = []
     try:
-        for operation in walk(trial, seed=f"{backend} {kind} {rows}"):
+        for operation in walk(trial, f"{backend} {kind} {rows}", operations):
             done.append(operation)
     except BaseException as failure:
         failure.args = (f"{failure}\nafter {done}",)

@@ -136,6 +136,7 @@ def check_equal(out, expected):
     torch.testing.assert_close(torch.stack(out.logits), logits, atol=2e-3, rtol=1e-3)
 
 
+@pytest.mark.covering("values", "pairs")
 @pytest.mark.parametrize("tokens", [4, 23], ids=["short prompt", "prompt longer than the window"])
 @pytest.mark.parametrize("name", MODELS)
 def test_text_and_logits_are_those_of_placing_all_keys_anew(name, tokens):
@@ -225,7 +226,9 @@ def test_it_stays_exact_in_bfloat16_however_long_the_text():
     assert (shown[:, :, :S].float() - must).norm() / must.norm() < 0.004
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "cohere2"])
+@pytest.mark.parametrize(
+    "name", ["gemma3_text", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "cohere2"))]
+)
 def test_a_compiled_step(name):
     model, inputs = model_of(name), prompt(tokens=12, pads=5)
     generator = engine.Generator(model, config=engine.EngineConfig(compile="aot_eager"))

@@ -64,6 +64,7 @@ def without_times(text):
     return [line.rstrip() for line in lines]
 
 
+@pytest.mark.slow
 def test_the_transcript_is_what_a_terminal_shows(monkeypatch):
     monkeypatch.chdir(ROOT)
     [block] = blocks("console")

@@ -44,7 +44,6 @@ def _frozen():
     logging.disable(logging.WARNING)  # else pytest keeps what was told of memory that was out
     yield
     logging.disable(logging.NOTSET)
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("cache", caches.names())
@@ -88,6 +87,7 @@ def in_another_process(*arguments) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_200_calls_leave_nothing():
     found = in_another_process("200")

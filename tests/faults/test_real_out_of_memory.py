@@ -39,9 +39,8 @@ def starved(**case) -> dict:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits what a process has for itself")
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case != "a long text")) for case in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_the_text_is_finished_where_transformers_dies(case):
     found = starved(**CASES[case])
     free, ours = found["free"], found["ours"]
@@ -54,6 +53,7 @@ def test_the_text_is_finished_where_transformers_dies(case):
     assert len(said) > 15  # a text that says the same all the time would prove little
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits what a process has for itself")
 def test_without_a_way_out_there_is_what_was_generated():
     case = CASES["a long text"]

@@ -17,6 +17,8 @@ import engine
 from configs import EngineConfig
 
 NEW = 6
+pytestmark = pytest.mark.covering("values", "pairs")
+
 EACH = [["release"], ["chunk"], ["offload"], ["split"]]
 
 
@@ -129,6 +131,7 @@ def test_an_encoder(of, failures, rungs, monkeypatch):
     assert torch.equal(out.sequences, whole.sequences)
 
 
+@pytest.mark.slow
 def test_compiled_steps(monkeypatch):
     model, inputs = tiny("llama")
     generator = engine.Generator(model, config=EngineConfig(compile="aot_eager"))

@@ -36,6 +36,7 @@ def test_memory(tmp_path):
         assert case["rows"]["dynamic"]["times_peer"] > 0
 
 
+@pytest.mark.slow
 def test_single_caches(tmp_path):
     options = ["--model", "tiny", "--contexts", "70", "--new", "3", "--only", "dynamic; transformers static"]
     [case] = run("memory.py", tmp_path / "memory.json", options)["cases"]
@@ -79,6 +80,7 @@ def test_branching_and_its_plot(tmp_path):
     assert "sha256" in (tmp_path / "branching.svg").read_text()
 
 
+@pytest.mark.slow
 def test_single_scenarios_of_branching(tmp_path):
     options = ["--model", "tiny", "--quick", "--runs", "1", "--no-curve", "--no-peak", "--scenarios"]
     found = run("branching.py", tmp_path / "branching.json", [*options, "16 samples; 16 beams"])
@@ -86,6 +88,7 @@ def test_single_scenarios_of_branching(tmp_path):
     assert found["curve"] == {}
 
 
+@pytest.mark.slow
 def test_assisted(tmp_path):
     found = run("assisted.py", tmp_path / "assisted.json", "--model tiny --lower 1 --quick --runs 1")
     cases = found["cases"]

@@ -414,6 +414,7 @@ def test_a_failure_comes_after_the_rest_was_shown(shipped, name):
             assert torch.equal(torch.stack(streamer.given[1:], dim=1), partial.sequences[:, says.begin :])
 
 
+@pytest.mark.slow
 def test_a_stream_left_behind_ends_with_the_process():
     """Cleaning up in an interpreter that is half gone would crash it."""
     script = "import engine; left = engine.stream(engine.SHIPPED_MODEL, 'import os'); next(left)"

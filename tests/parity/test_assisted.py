@@ -143,7 +143,9 @@ def test_nothing_is_proposed_beyond_the_end(name, new):
         same(engine.generate(model, inputs, prompt_lookup_num_tokens=20, **options), greedy(model, inputs, **options))
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "bamba", "t5"])
+@pytest.mark.parametrize(
+    "name", ["mistral", "t5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "bamba"))]
+)
 def test_rows_end_where_greedy_ones_do(name):
     model, inputs = of_rows(name, 4)
     free, ended = greedy(model, inputs, max_new_tokens=20), set()
@@ -196,7 +198,9 @@ def test_transformers_own_assisted_decoding_says_the_same(name):
         assert torch.equal(engine.generate(model, prompt, **lookup).sequences, model.generate(**prompt, **lookup))
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma2", "bamba", "t5"])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "bamba", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "t5"))]
+)
 def test_transformers_own_caches(name):
     model, inputs = tiny(name)
     expected = greedy(model, inputs, max_new_tokens=24)
@@ -306,6 +310,7 @@ def test_a_prompt_and_proposals_in_pieces(name):
         same(out, greedy(model, inputs))
 
 
+@pytest.mark.slow
 def test_compiled():
     torch._dynamo.reset()
     model, inputs = tiny("llama")

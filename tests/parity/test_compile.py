@@ -21,6 +21,11 @@ AOT_EAGER = engine.EngineConfig(cache="static", compile="aot_eager")
 IMPOSED = configs.SlidingWindowCacheConfig(window_length=6)
 
 
+@pytest.fixture(autouse=True)
+def _short_buffers():
+    """Not here: a graph is for buffers of one length."""
+
+
 @pytest.fixture
 def graphs(monkeypatch):
     """Every graph that is compiled, through the aot_eager backend."""
@@ -53,11 +58,12 @@ MIXED = ["jamba", "falcon_h1", "zamba2", "lfm2", "qwen3_next", "granitemoehybrid
     ("name", "cache"),
     [
         ("llama", "static"),
-        ("bamba", "static"),
-        ("mistral", "sliding_window"),
         ("gemma2", "hybrid"),
         ("mamba", "mamba"),
-        pytest.param("mamba2", "mamba", marks=pytest.mark.slow),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (("bamba", "static"), ("mistral", "sliding_window"), ("mamba2", "mamba"))
+        ),
         *(pytest.param(name, "static", marks=pytest.mark.slow) for name in PLAIN + MIXED),
     ],
 )
@@ -117,7 +123,7 @@ class FailsAfter:
         ("llama", "static", {"max_cache_len": 128, "max_batch_size": 4}),
         pytest.param("mistral", "sliding_window", {}, marks=pytest.mark.slow),
         pytest.param("bamba", "static", {"max_cache_len": 128}, marks=pytest.mark.slow),
-        ("mamba", "mamba", {}),
+        pytest.param("mamba", "mamba", {}, marks=pytest.mark.slow),
     ],
 )
 def test_nothing_between_the_steps_costs_a_graph_or_moves_a_tensor(name, cache, options, graphs):
@@ -154,7 +160,7 @@ def test_nothing_between_the_steps_costs_a_graph_or_moves_a_tensor(name, cache, 
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("name", ["llama", "bamba"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("bamba", marks=pytest.mark.slow)])
 def test_a_second_call_of_the_same_shapes_compiles_nothing(name, graphs):
     generator = engine.Generator(tiny_model(name), config=AOT_EAGER)
     first = generator.generate(prompt(), max_new_tokens=9)
@@ -163,7 +169,7 @@ def test_a_second_call_of_the_same_shapes_compiles_nothing(name, graphs):
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("cache", ["static", IMPOSED], ids=["static", "imposed"])
+@pytest.mark.parametrize("cache", ["static", pytest.param(IMPOSED, marks=pytest.mark.slow)], ids=["static", "imposed"])
 def test_with_and_without_pads_it_is_the_same_graph(cache, graphs):
     model = tiny_model("llama")
     generator = engine.Generator(model, config=AOT_EAGER)
@@ -183,6 +189,7 @@ def test_calls_of_similar_length_share_a_graph(graphs):
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 def test_any_number_of_shapes(graphs):
     config_class, arguments = ARCHITECTURES["llama"]
     model = randomised(config_class, arguments | {"num_hidden_layers": 1})

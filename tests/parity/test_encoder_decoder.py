@@ -266,7 +266,7 @@ def test_refusals():
         engine.generate(tiny_encoder_decoder("whisper"), max_new_tokens=5)
 
 
-@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+@pytest.mark.parametrize("name", ["bart", *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "whisper"))])
 def test_the_compiled_step(name):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -1,27 +1,11 @@
 """The text equals transformers' `generate`, token for token, whatever the cache."""
 
-import functools
-
 import pytest
 import torch
-import transformers
-from architectures import ARCHITECTURES, MORE_ARCHITECTURES, RARE_ARCHITECTURES, pairs, prompt, suiting, tiny_model
+from architectures import ARCHITECTURES, pairs, prompt, suiting, tiny_model
+from parity import CLOSE, NEW, reference, transformers_says
 
 import engine
-
-CLOSE = {"atol": 2e-3, "rtol": 1e-4}
-NEW = 14  # beyond a window's buffer, so that it is compacted on the way
-
-
-def reference(model, inputs, **options):
-    return model.generate(**inputs, **({"max_new_tokens": NEW, "do_sample": False} | options))
-
-
-@functools.cache
-def transformers_says(name, use_cache=True):
-    """Its text and logits, found once for all backends."""
-    options = {"use_cache": use_cache, "output_logits": True, "return_dict_in_generate": True}
-    return reference(tiny_model(name), prompt(), **options)
 
 
 @pytest.mark.covering("pairs")
@@ -39,22 +23,6 @@ def test_greedy(name, cache, chunk):
     assert out.finish_reasons == ["length", "length"]
 
 
-@pytest.mark.covering("values")
-@pytest.mark.parametrize(
-    ("name", "cache"),
-    [*pairs(MORE_ARCHITECTURES), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs(RARE_ARCHITECTURES))],
-)
-def test_greedy_on_more_architectures(name, cache):
-    if name in RARE_ARCHITECTURES and not hasattr(transformers, RARE_ARCHITECTURES[name][0]):
-        pytest.skip("this release of transformers does not know it yet")
-    model, inputs = tiny_model(name), prompt()
-    out = engine.generate(model, inputs, cache=cache, max_new_tokens=NEW, output_logits=True)
-    # Without a cache like without: transformers disagrees with itself on sparse attention.
-    expected = transformers_says(name, use_cache=cache != "none")
-    assert torch.equal(out.sequences, expected.sequences)
-    torch.testing.assert_close(out.logits, expected.logits, **CLOSE)
-
-
 @pytest.mark.parametrize(("name", "cache"), pairs(["llama", "mistral", "llama4_text", "mamba2", "jamba"]))
 def test_a_padded_row_equals_the_row_alone(name, cache):
     model, inputs = tiny_model(name), prompt()
@@ -63,6 +31,7 @@ def test_a_padded_row_equals_the_row_alone(name, cache):
     assert torch.equal(together, alone)
 
 
+@pytest.mark.covering("values", "pairs")
 @pytest.mark.parametrize("cache", suiting("mistral"))
 @pytest.mark.parametrize(
     "options",

@@ -11,6 +11,11 @@ from caches.buffers import Buffers
 NEW = 14  # a window's buffer is compacted on the way
 
 
+@pytest.fixture(autouse=True)
+def _short_buffers():
+    """Not here: a graph is for buffers of one length."""
+
+
 def go_on(step, model, cache, inputs, new):
     """Read the prompt with the engine, then let the exported step write."""
     cache.reset()
@@ -31,11 +36,16 @@ def go_on(step, model, cache, inputs, new):
     [
         ("llama", "static", {"max_cache_len": 64}),
         ("mistral", "sliding_window", {}),
-        ("llama", "sliding_window", {"window_length": 6}),
-        ("gemma2", "hybrid", {"max_cache_len": 64}),
-        ("bamba", "static", {"max_cache_len": 64}),
-        ("lfm2", "static", {"max_cache_len": 64}),
-        ("mamba", "mamba", {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("llama", "sliding_window", {"window_length": 6}),
+                ("gemma2", "hybrid", {"max_cache_len": 64}),
+                ("bamba", "static", {"max_cache_len": 64}),
+                ("lfm2", "static", {"max_cache_len": 64}),
+                ("mamba", "mamba", {}),
+            )
+        ),
     ],
 )
 def test_one_program_for_two_fillings(name, cache, options):
@@ -50,6 +60,7 @@ def test_one_program_for_two_fillings(name, cache, options):
         assert torch.equal(go_on(step, model, live, inputs, NEW), expected)
 
 
+@pytest.mark.slow
 def test_a_saved_program_needs_nothing_from_here(tmp_path):
     model, inputs = tiny_model("llama"), prompt(pads=0)
     cache = caches.build("static", model.config, max_cache_len=64)

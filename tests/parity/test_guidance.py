@@ -332,6 +332,7 @@ def test_prompts_in_pieces(name, strategy):
         check(name, strategy, negative, pads=4, config=engine.EngineConfig(prefill_chunk_tokens=3))
 
 
+@pytest.mark.slow
 def test_compiled():
     torch._dynamo.reset()
     check("llama", "4 beams", "shorter", pads=4, cache="static", config=engine.EngineConfig(compile="aot_eager"))

@@ -60,6 +60,7 @@ def text_of(model, inputs):
     return model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
 
 
+@pytest.mark.covering("values", "pairs")
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_greedy(name, make):
@@ -72,7 +73,9 @@ def test_greedy(name, make):
             assert torch.equal(generator.generate(inputs, cache=cache, max_new_tokens=NEW).sequences, expected)
 
 
-@pytest.mark.parametrize("make", [in_wrapper, by_quanto, by_hqq])
+@pytest.mark.parametrize(
+    "make", [by_quanto, *(pytest.param(make, marks=pytest.mark.slow) for make in (in_wrapper, by_hqq))]
+)
 def test_the_compiled_step(make):
     torch._dynamo.reset()
     model, inputs = made(make), prompt()

@@ -29,6 +29,16 @@ def pairwise(**factors: Sequence[Any]) -> list[dict[str, Any]]:
     return cases
 
 
+def keep_default_cells(metafunc: pytest.Metafunc) -> None:
+    """Make no items of those cells of a test that `mark_surplus` would keep out of the default run: they are many."""
+    kept = [call for call in metafunc._calls if not {mark.name for mark in call.marks} & {"slow", "product", "cuda"}]
+    marker = metafunc.definition.get_closest_marker("covering")
+    if marker and marker.args[0] == "values":
+        chosen = _covering([_duties(_values(metafunc.function.__name__, call.params), "values") for call in kept])
+        kept = [call for number, call in enumerate(kept) if number in chosen]
+    metafunc._calls = kept or metafunc._calls[:1]
+
+
 def mark_surplus(items: Iterable[pytest.Item]) -> None:
     """Of the cells of tests marked `covering`, mark as `slow` or `product` those that the default run can do without.
 
@@ -43,10 +53,15 @@ def mark_surplus(items: Iterable[pytest.Item]) -> None:
             slow = item.get_closest_marker("slow") is not None  # these cover by themselves
             modules[item.path, slow].append((item, marker.args))
     for cells in modules.values():
-        random.Random(0).shuffle(cells)  # else the first values of a parameter would be met most often
-        values = [_values(item) for item, _ in cells]
-        default = _covering([_duties(found, args[0]) for found, (_, args) in zip(values, cells, strict=True)])
-        full = _covering([_duties(found, args[-1]) for found, (_, args) in zip(values, cells, strict=True)], default)
+        tests, default = defaultdict(list), set()
+        values = [_values(item.originalname, item.callspec.params if hasattr(item, "callspec") else {})
+                  for item, _ in cells]  # fmt: skip
+        for number, (item, args) in enumerate(cells):
+            tests[item.originalname if args[0] == "values" else None].append(number)
+        for test, numbers in tests.items():
+            chosen = _covering([_duties(values[number], "values" if test else "pairs") for number in numbers])
+            default |= {numbers[place] for place in chosen}
+        full = _covering([_duties(those, args[-1]) for those, (_, args) in zip(values, cells, strict=True)], default)
         for number, (item, _) in enumerate(cells):
             if number not in full:
                 item.add_marker("product")
@@ -58,16 +73,17 @@ def _covering(duties: list[set], kept: Iterable[int] = ()) -> set[int]:
     """The numbers of few cells that together have every duty: first those that add most, after the ones in `kept`."""
     chosen = {number for number, those in enumerate(duties) if not those} | set(kept)
     done = set().union(*(duties[number] for number in chosen))
-    waiting = [(-len(those), number) for number, those in enumerate(duties) if number not in chosen]
+    order = random.Random(0).sample(range(len(duties)), len(duties))  # else the first values would be met most often
+    waiting = [(-len(duties[number]), place) for place, number in enumerate(order) if number not in chosen]
     heapify(waiting)
     while waiting:
-        promised, number = heappop(waiting)
-        added = len(duties[number] - done)
+        promised, place = heappop(waiting)
+        added = len(duties[order[place]] - done)
         if added == -promised:
-            chosen.add(number)
-            done |= duties[number]
+            chosen.add(order[place])
+            done |= duties[order[place]]
         elif added:  # others have done some of it since
-            heappush(waiting, (-added, number))
+            heappush(waiting, (-added, place))
     return chosen
 
 
@@ -77,11 +93,9 @@ def _duties(values: list[tuple[str, Any]], what: Literal["values", "pairs"]) -> 
     return set(combinations(values, 2) if what == "pairs" else product([test], others))
 
 
-def _values(item: pytest.Item) -> list[tuple[str, Any]]:
-    """The names of a test's parameters, each with its value here."""
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    found = [one for name in sorted(parameters) for one in _flat(name, parameters[name])]
-    return [("test", item.originalname), *found]
+def _values(test: str, parameters: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The test's name and its parameters, each with its value in one cell."""
+    return [("test", test), *(one for name in sorted(parameters) for one in _flat(name, parameters[name]))]
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:

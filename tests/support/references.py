@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from transformers import LogitsProcessorList, PreTrainedModel
 import caches
 
 Text = tuple[int, ...]
+# What was read of a model stays for the tests that read the same.
+_known: WeakKeyDictionary[PreTrainedModel, dict] = WeakKeyDictionary()
 
 
 @dataclass
@@ -31,7 +34,10 @@ class Reader:
     model: PreTrainedModel
     pads: int = 0
     source: dict[str, torch.Tensor] = field(default_factory=dict)
-    known: dict[Text, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        source = tuple((name, value.numpy().tobytes()) for name, value in self.source.items())
+        self.known = _known.setdefault(self.model, {}).setdefault((self.pads, source), {})
 
     def read(self, text: Text) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits after `text`, [vocabulary], and what the head was given for every token of it, [tokens, width]."""

@@ -17,7 +17,7 @@ OPERATIONS = [
 ]
 
 
-def walk(trial, seed, operations=60):
+def walk(trial, seed, operations=30):
     """Random operations, each compared with the oracle; yields what was done."""
     draw = random.Random(seed)
     rows = len(trial.tokens)
