@@ -205,7 +205,7 @@ class Generator:
 
     def _draft_of(self, model: Any) -> Draft | None:
         """The draft that this model is, kept from the last call where it is the same."""
-        if model is not None and (self._draft is None or self._draft.model is not model):
+        if model is not None and (self._draft is None or self._draft.given is not model):
             self._draft = Draft(model, self.config.linears)
         return None if model is None else self._draft
 
