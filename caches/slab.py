@@ -16,7 +16,6 @@ import shutil
 import sys
 import tempfile
 import threading
-
 from contextlib import suppress
 from typing import Any
 

@@ -290,9 +290,11 @@ class Generator:
             choice = self._planned(options, request)
         assert isinstance(choice, (str, CacheConfig))
         name = choice if isinstance(choice, str) else choice.name
-        if name not in caches.names():
-            raise caches.UnknownCache(f"there is no cache named {name!r}; {nearest(name, [*caches.names(), AUTO])}")
-        recipe = caches.recipe(name)
+        try:
+            recipe = caches.recipe(name)
+        except caches.UnknownCache:
+            known = nearest(name, [*caches.names(), AUTO])
+            raise caches.UnknownCache(f"there is no cache named {name!r}; {known}") from None
         values = {} if isinstance(choice, str) else choice.to_dict()
         values |= dict(options or {})
         config = budget.fitted(recipe.options.from_dict(values), request.course, self.model)

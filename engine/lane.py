@@ -192,7 +192,7 @@ class Lane:
         return in_words(error)
 
     def with_memory(self, allocate: Callable[[], T]) -> T:
-        """What `allocate` makes, between two steps: where memory is out the run does with less and it is asked again."""
+        """What `allocate` makes, between two steps. Where memory is out the run does with less and asks again."""
         self.settle()
         while True:
             try:

