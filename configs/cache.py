@@ -150,9 +150,9 @@ def check_residency(residency: str, folder: str | None, known: tuple[str, ...]) 
 class OffloadedCacheConfig(PlacedCacheConfig):
     """A cache of which the device only has the layers at work; it makes room as tokens come.
 
-    residency: where the others are: "host", or "disk", a file that leaves nothing behind in `folder`. Its default is the
-    system's folder for temporary files, or /var/tmp where that is in memory. offload_only_non_sliding: layers that look
-    back at a window stay on the device.
+    residency: where the others are: "host", or "disk", a file in `folder` that leaves nothing behind. folder: the default
+    is that of the system for temporary files, or /var/tmp where that is in memory. offload_only_non_sliding: layers that
+    look back at a window stay on the device.
     """
 
     name: ClassVar[str] = "offloaded"

@@ -67,8 +67,8 @@ def _sized(choice: str | CacheConfig, course: Course) -> CacheConfig:
     if wanted > _MOST_AT_ONCE:
         raise CapacityError(
             f"cache={config.name!r} makes room for all tokens before the first one, and {course.prompt_tokens:,} of "
-            f"the prompt and {course.new_tokens:,} new ones are more than the {_MOST_AT_ONCE:,} per row that it makes room "
-            "for by itself: ask for fewer, give max_cache_len in cache_config, or use cache='dynamic' or 'sink'"
+            f"the prompt and {course.new_tokens:,} new ones are more than the {_MOST_AT_ONCE:,} per row that it makes "
+            "room for by itself: ask for fewer, give max_cache_len in cache_config, or use cache='dynamic' or 'sink'"
         )
     # A compiled step is compiled for a size: calls of similar length share one.
     return config.update(max_cache_len=-(-wanted // _SIZE_STEP) * _SIZE_STEP)[0]
