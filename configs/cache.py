@@ -150,8 +150,8 @@ def check_residency(residency: str, folder: str | None, known: tuple[str, ...]) 
 class OffloadedCacheConfig(PlacedCacheConfig):
     """A cache of which the device only has the layers at work; it makes room as tokens come.
 
-    residency: where the others are: "host", or "disk", a file in `folder` that leaves nothing behind. folder: the default
-    is that of the system for temporary files, or /var/tmp where that is in memory. offload_only_non_sliding: layers that
+    residency: where the others are: "host", or "disk", a file in `folder` that leaves nothing behind. folder: None is
+    that of the system for temporary files, or /var/tmp where that is in memory. offload_only_non_sliding: layers that
     look back at a window stay on the device.
     """
 
