@@ -13,6 +13,8 @@ from caches.driven import Driven
 from caches.errors import UnknownCache, UnsupportedLayer
 from caches.spec import LayerSpec, read_specs
 from configs import CacheConfig, EncoderDecoderCacheConfig, nearest
+from configs.cache import CACHE_PLUGINS
+from configs.plugins import check_name, load_plugins
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,19 @@ class Recipe:
 _recipes: dict[str, Recipe] = {}
 
 
-def register(options: type[CacheConfig], *, any_layers: bool = False) -> Callable[[Callable], Callable]:
-    """Make a function the recipe for `options.name`. Its docstring's first line becomes the summary."""
+def register(
+    options: type[CacheConfig], *, any_layers: bool = False, replace: bool = False
+) -> Callable[[Callable], Callable]:
+    """Make a function the recipe for `options.name`. Its docstring's first line becomes the summary.
+
+    The same definitions may be executed again. Raises `configs.ConfigError` where the name is taken by others, unless
+    `replace` says that these take their place.
+    """
 
     def decorate(build: Callable) -> Callable:
         if options.name in _recipes:
-            raise ValueError(f"a cache named {options.name!r} is registered already")
+            holder = _recipes[options.name]
+            check_name(f"a cache named {options.name!r}", [holder.options, holder.build], [options, build], replace)
         summary = (build.__doc__ or "").strip().splitlines()
         _recipes[options.name] = Recipe(options.name, options, build, summary[0] if summary else "", any_layers)
         return build
@@ -53,11 +62,15 @@ def register(options: type[CacheConfig], *, any_layers: bool = False) -> Callabl
 def recipe(name: str) -> Recipe:
     """The recipe of that name. Raises `UnknownCache` with the nearest names."""
     if name not in _recipes:
+        load_plugins(CACHE_PLUGINS)
+    if name not in _recipes:
         raise UnknownCache(f"there is no cache named {name!r}; {nearest(name, names())}")
     return _recipes[name]
 
 
 def names() -> list[str]:
+    """All there are, those of plug-ins too: entry points of the group "kvengine.caches"."""
+    load_plugins(CACHE_PLUGINS)
     return list(_recipes)
 
 

@@ -7,7 +7,9 @@ from typing import Any, ClassVar, TypeVar
 
 from configs.base import Config, nearest, require_positive
 from configs.errors import ConfigError
+from configs.plugins import check_name, load_plugins
 
+CACHE_PLUGINS = "kvengine.caches"  # the group of entry points
 C = TypeVar("C", bound="CacheConfig")
 
 
@@ -15,7 +17,9 @@ C = TypeVar("C", bound="CacheConfig")
 class CacheConfig(Config):
     """Base of the cache configurations. `name` is the backend's name in the registry and travels with the options.
 
-    `CacheConfig.from_dict` and `from_json_file` build the subclass that has the name, yours too once it is defined.
+    `CacheConfig.from_dict` and `from_json_file` build the subclass that has the name, yours too once it is defined. A
+    name that another class has is a `ConfigError`, unless the class is defined with `replace=True`, as in
+    `class Mine(CacheConfig, replace=True)`; the same class may be defined again.
     """
 
     name: ClassVar[str]
@@ -23,14 +27,19 @@ class CacheConfig(Config):
     """Whether it has to be told, as max_cache_len, how many tokens it will hold."""
     _by_name: ClassVar[dict[str, type[CacheConfig]]] = {}
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
+    def __init_subclass__(cls, replace: bool = False, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        if "name" in vars(cls):
-            CacheConfig._by_name[cls.name] = cls
+        if "name" not in vars(cls):
+            return
+        if cls.name in CacheConfig._by_name:
+            holder = CacheConfig._by_name[cls.name]
+            check_name(f"a cache configuration named {cls.name!r}", [holder], [cls], replace)
+        CacheConfig._by_name[cls.name] = cls
 
     @classmethod
     def names(cls) -> list[str]:
-        """The names that have a configuration."""
+        """The names that have a configuration, those of plug-ins too."""
+        load_plugins(CACHE_PLUGINS)
         return list(CacheConfig._by_name)
 
     @classmethod
@@ -40,6 +49,8 @@ class CacheConfig(Config):
         own = getattr(cls, "name", None)
         name = values.pop("name", own)
         if name != own:
+            if isinstance(name, str) and name not in cls._by_name:
+                load_plugins(CACHE_PLUGINS)
             kind = cls._by_name.get(name) if isinstance(name, str) else None
             if kind is None:
                 raise ConfigError(f"there is no cache configuration named {name!r}; {nearest(str(name), cls.names())}")
@@ -139,8 +150,9 @@ def check_residency(residency: str, folder: str | None, known: tuple[str, ...]) 
 class OffloadedCacheConfig(PlacedCacheConfig):
     """A cache of which the device only has the layers at work; it makes room as tokens come.
 
-    residency: where the others are: "host", or "disk", a file in `folder` (default: the system's for temporary files)
-    that leaves nothing behind. offload_only_non_sliding: layers that look back at a window stay on the device.
+    residency: where the others are: "host", or "disk", a file in `folder` that leaves nothing behind. folder: None is
+    that of the system for temporary files, or /var/tmp where that is in memory. offload_only_non_sliding: layers that
+    look back at a window stay on the device.
     """
 
     name: ClassVar[str] = "offloaded"

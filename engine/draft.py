@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from engine.encoder import Recover, encode_again
 from engine.errors import InputError, OptionError
 from engine.extras import PER_TOKEN
 from engine.lane import Lane
+from engine.loading import unwrapped
 from engine.masks import Columns
 from engine.request import Request
 from engine.runner import Runner
@@ -42,15 +44,20 @@ class DraftRequest:
 
 
 class Draft:
-    """A model that proposes tokens to another. A `Generator` keeps it from call to call."""
+    """A model that proposes tokens to another. A `Generator` keeps it from call to call.
+
+    given: the model as it was given, maybe in a wrapper.
+    """
 
     def __init__(self, model: PreTrainedModel, linears: str):
-        if not isinstance(model, PreTrainedModel):
+        if isinstance(model, (str, Path)):
             raise OptionError(
                 f"assistant_model is a PreTrainedModel, not a {type(model).__name__}: load it first, with "
                 "AutoModelForCausalLM.from_pretrained(...)"
             )
+        self.given = model
         try:
+            model = unwrapped(model)
             check_model(model)
         except InputError as error:
             raise OptionError(f"assistant_model: {error}") from error

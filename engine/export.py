@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from caches import Cache
 from caches.buffers import Buffers, places
 from engine.errors import OptionError
+from engine.loading import unwrapped
 from engine.masks import Columns
 from engine.runner import Runner
 
@@ -29,6 +30,7 @@ def export_step(model: PreTrainedModel, cache: Cache) -> torch.export.ExportedPr
     It returns logits [rows, vocabulary] and writes the keys, values and states into its buffers, `cache.layer_0_keys`
     and so on, which are the tensors of `cache` until the program is saved: with `step_inputs` the cache goes on.
     """
+    model = unwrapped(model)
     Runner(model).check_graph("export_step")
     if not isinstance(cache, Cache):
         raise OptionError(f"a {type(cache).__name__} has no tensors that can be exported: use cache='static'")
@@ -54,7 +56,7 @@ def step_inputs(
     end = cache.seen + 1
     if mask is None:
         mask = torch.ones(len(input_ids), end, dtype=torch.long, device=input_ids.device)
-    return Runner(model).graph_inputs(input_ids, Columns(mask, end), cache, end) | places(cache)
+    return Runner(unwrapped(model)).graph_inputs(input_ids, Columns(mask, end), cache, end) | places(cache)
 
 
 class _Step(torch.nn.Module):

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import caches
-from caches import Driven
+from caches import CapacityError, Driven
 from configs import CacheConfig, EncoderDecoderCacheConfig
 from engine.checks import is_fixed
 
 _SIZE_STEP = 128  # tokens
+_MOST_AT_ONCE = 2**21  # tokens per row that room is made for before they come, unless a size is given
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ def fresh_cache(config: CacheConfig, course: Course, build: Callable[[CacheConfi
     if course.rows > course.prompts and is_fixed(cache):
         cache = build(_with_rows(config, course.rows))
     # A row may end early: then room for all its tokens would be room for nothing.
-    cache.reserve(min(course.held, course.prompt_tokens + 128) if course.ends_early else course.held)
+    as_they_come = course.ends_early or course.held > _MOST_AT_ONCE
+    cache.reserve(min(course.held, course.prompt_tokens + 128) if as_they_come else course.held)
     return cache
 
 
@@ -64,6 +66,12 @@ def _sized(choice: str | CacheConfig, course: Course) -> CacheConfig:
     if not config.needs_size or config.to_dict()["max_cache_len"] is not None:
         return config
     wanted = max(course.held + 1, course.max_cache_len or 0)
+    if wanted > _MOST_AT_ONCE:
+        raise CapacityError(
+            f"cache={config.name!r} makes room for all tokens before the first one, and {course.prompt_tokens:,} of "
+            f"the prompt and {course.new_tokens:,} new ones are more than the {_MOST_AT_ONCE:,} per row that it makes "
+            "room for by itself: ask for fewer, give max_cache_len in cache_config, or use cache='dynamic' or 'sink'"
+        )
     # A compiled step is compiled for a size: calls of similar length share one.
     return config.update(max_cache_len=-(-wanted // _SIZE_STEP) * _SIZE_STEP)[0]
 

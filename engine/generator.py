@@ -218,7 +218,7 @@ class Generator:
         if model is None:
             return None
         draft = self._draft  # another thread may let go of it
-        if draft is None or draft.model is not model:
+        if draft is None or draft.given is not model:
             draft = self._draft = Draft(model, self.config.linears)
         return draft
 
@@ -303,9 +303,11 @@ class Generator:
             choice = self._planned(options, request)
         assert isinstance(choice, (str, CacheConfig))
         name = choice if isinstance(choice, str) else choice.name
-        if name not in caches.names():
-            raise caches.UnknownCache(f"there is no cache named {name!r}; {nearest(name, [*caches.names(), AUTO])}")
-        recipe = caches.recipe(name)
+        try:
+            recipe = caches.recipe(name)
+        except caches.UnknownCache:
+            known = nearest(name, [*caches.names(), AUTO])
+            raise caches.UnknownCache(f"there is no cache named {name!r}; {known}") from None
         values = {} if isinstance(choice, str) else choice.to_dict()
         values |= dict(options or {})
         config = budget.fitted(recipe.options.from_dict(values), request.course, self.model)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,9 +29,12 @@ SHIPPED_MODEL = Path(__file__).parent / "shipped"
 
 
 def load(model: PreTrainedModel | str | Path, tokenizer: Any, config: EngineConfig) -> tuple[PreTrainedModel, Any]:
-    """`model`, out of its PEFT wrapper, and `tokenizer`; loaded when `model` is a local path or a hub id."""
+    """`model`, out of its wrappers, and `tokenizer`; loaded when `model` is a local path or a hub id.
+
+    Raises `InputError` for anything else than these.
+    """
     if not isinstance(model, (str, Path)):
-        return _unwrapped(model), tokenizer
+        return unwrapped(model), tokenizer
     with _told_in_one_line(model):
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(model)
@@ -40,10 +46,47 @@ def load(model: PreTrainedModel | str | Path, tokenizer: Any, config: EngineConf
     return loaded.eval(), tokenizer
 
 
-def _unwrapped(model: Any) -> PreTrainedModel:
-    """The model inside PEFT's wrapper, if it is in one: the adapters are in its layers and stay there."""
-    if isinstance(model, PreTrainedModel) or not hasattr(model, "peft_config"):
-        return model
+def unwrapped(model: Any) -> PreTrainedModel:
+    """The model inside the wrappers of PEFT, `torch.compile`, DataParallel and DistributedDataParallel.
+
+    Raises `InputError` where no `PreTrainedModel` is inside.
+    """
+    inner = model
+    while not isinstance(inner, PreTrainedModel):
+        if isinstance(inner, nn.Module) and "_orig_mod" in inner._modules:
+            inner = inner._modules["_orig_mod"]
+            _say_once(
+                "the model is in torch.compile's wrapper, which is left out: use EngineConfig(compile=...) with "
+                "cache='static' to compile its decode steps"
+            )
+        elif isinstance(inner, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            inner = inner.module
+        elif hasattr(inner, "peft_config"):
+            inner = _out_of_peft(inner)
+        else:
+            raise InputError(_what_is_expected(model))
+    return inner
+
+
+def _what_is_expected(given: Any) -> str:
+    if isinstance(given, type):
+        what, remedy = f"the class {given.__name__}", f": load it with {given.__name__}.from_pretrained(...)"
+    else:
+        what, inner = f"a {type(given).__name__}", getattr(given, "model", None)
+        remedy = ": give its .model" if isinstance(inner, PreTrainedModel) else ""
+    return (
+        "model is a transformers PreTrainedModel (also inside PEFT's, torch.compile's or DistributedDataParallel's "
+        f"wrapper), or a local path or hub id, but {what} was given{remedy}"
+    )
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logging.getLogger("engine").warning(message)
+
+
+def _out_of_peft(model: Any) -> Any:
+    """What is in PEFT's wrapper: the adapters are in its layers and stay there."""
     tuner = model.base_model
     for adapter, config in model.peft_config.items():
         # aLoRA looks for its words in the prompt; methods like Poly do their part in a forward around the model's.

@@ -52,7 +52,7 @@ class Columns:
         return self._positions.shape[-1]
 
     def reserve(self, columns: int) -> None:
-        """Have room for `columns`. When this raises, nothing has changed. Whatever asks for more columns does it too."""
+        """Have room for `columns`, as whatever asks for more makes too. When this raises, nothing has changed."""
         if columns > self.room:
             self._widen(room_for(columns, self.total, self.room))
 

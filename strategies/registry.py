@@ -2,25 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from configs import ConfigError, nearest
+from configs.plugins import check_name, load_plugins
 from strategies.flow import Strategy
 
+_PLUGINS = "kvengine.strategies"  # the group of entry points
 _strategies: dict[str, type[Strategy]] = {}
 S = TypeVar("S", bound=type[Strategy])
 
 
-def register(strategy: S) -> S:
-    """Make a strategy class known under its `name`. It is a dataclass: see `Strategy`."""
+@overload
+def register(strategy: S) -> S: ...
+
+
+@overload
+def register(*, replace: bool = False) -> Callable[[S], S]: ...
+
+
+def register(strategy: S | None = None, *, replace: bool = False) -> S | Callable[[S], S]:
+    """Make a strategy class known under its `name`. It is a dataclass: see `Strategy`.
+
+    The same class may be defined again. Raises `ConfigError` where another has the name, unless
+    `@register(replace=True)` says that this one takes its place.
+    """
+    if strategy is None:
+        return lambda strategy: _registered(strategy, replace)
+    return _registered(strategy, replace)
+
+
+def _registered(strategy: S, replace: bool) -> S:
     if strategy.name in _strategies:
-        raise ValueError(f"a strategy named {strategy.name!r} is registered already")
+        check_name(f"a strategy named {strategy.name!r}", [_strategies[strategy.name]], [strategy], replace)
     _strategies[strategy.name] = strategy
     return strategy
 
 
 def names() -> list[str]:
+    """All there are, those of plug-ins too: entry points of the group "kvengine.strategies"."""
+    load_plugins(_PLUGINS)
     return list(_strategies)
 
 
@@ -35,6 +58,8 @@ def build(name: str, **given: Any) -> Strategy:
 
 
 def _named(name: str) -> type[Strategy]:
+    if name not in _strategies:
+        load_plugins(_PLUGINS)
     if name not in _strategies:
         raise ConfigError(f"there is no strategy named {name!r}; {nearest(name, names())}")
     return _strategies[name]

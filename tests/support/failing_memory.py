@@ -13,7 +13,7 @@ from contract import CELLS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from caches import residency
+from caches.slab import Slab
 
 
 class Counting(TorchDispatchMode):
@@ -60,18 +60,18 @@ def _asked_by_caches() -> bool:
 def memory(fails_at: int | Container[int] = ()) -> Iterator[Counting]:
     """Files count too."""
     counting = Counting([fails_at] if isinstance(fails_at, int) else fails_at)
-    reserve = residency._reserve
+    take = Slab._take
 
-    def reserved(*arguments: int) -> None:
+    def taken(slab: Slab, size: int) -> list:
         counting.ask(lambda: OSError(errno.ENOSPC, "No space left on device"))
-        reserve(*arguments)
+        return take(slab, size)
 
-    residency._reserve = reserved
+    Slab._take = taken
     try:
         with counting:
             yield counting
     finally:
-        residency._reserve = reserve
+        Slab._take = take
 
 
 def each_cell_with(choices: Iterable[str]) -> pytest.MarkDecorator:

@@ -156,4 +156,4 @@ def test_registered_twice_is_an_error():
     with pytest.raises(ValueError, match="'dynamic' is registered already"):
         caches.register(configs.DynamicCacheConfig)(lambda specs, options: None)
     with pytest.raises(ValueError, match="'greedy' is registered already"):
-        strategies.register(strategies.Greedy)
+        strategies.register(type("Other", (strategies.Greedy,), {}))
