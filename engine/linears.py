@@ -11,7 +11,7 @@ unless the calling thread is in a step of ours: then `active.table` says which r
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -72,7 +72,7 @@ class Table:
 
     def route(self, numbers: int, rows: int) -> Route | None:
         """The route of a product of `rows` rows with a matrix of so many numbers; None: torch's own."""
-        return self._routes[bisect_left(SIZE_LIMITS, numbers + 1)][bisect_left(ROW_LIMITS, rows)]
+        return self._routes[bisect_right(SIZE_LIMITS, numbers)][bisect_left(ROW_LIMITS, rows)]
 
     def __str__(self) -> str:
         """In short: the routes by rows, and by size where sizes differ."""
@@ -98,7 +98,7 @@ def table_for(model: nn.Module, choice: str) -> Table | None:
     Raises `ConfigError` where the kernel of "gemv" cannot be compiled.
     """
     weights = [module._parameters.get("weight") for module in model.modules() if isinstance(module, nn.Linear)]
-    sizes = {SIZES[bisect_left(SIZE_LIMITS, weight.numel() + 1)] for weight in weights if _is_plain(weight)}
+    sizes = {SIZES[bisect_right(SIZE_LIMITS, weight.numel())] for weight in weights if _is_plain(weight)}
     if not sizes or choice == "default" or (choice == "onednn" and not has_onednn()):
         return None
     known = routes()

@@ -13,12 +13,12 @@ import engine
 from engine import linears
 from engine.run import _Peak
 
-FEW = [call for call in CALLS if call.get("cache") != "auto"][::2]
+FEW = CALLS[1:2] + CALLS[5:6] + CALLS[8:9] + CALLS[13:14]
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one generator", "two generators"])
 def test_texts_are_those_of_one_thread(several):
-    assert texts_of_threads(generators("llama", several), "llama", calls=4, seed=3, cells=FEW) == 8
+    assert texts_of_threads(generators("llama", several), "llama", calls=3, seed=3, cells=FEW) == 6
 
 
 @pytest.mark.slow
