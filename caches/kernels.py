@@ -32,8 +32,8 @@ _LIBRARY = ("-std=c++20", "-shared", "-fPIC")
 def compiled(source: Path, option: str) -> Any:
     """The functions of a C++ file, from the user's cache folder or compiled into it.
 
-    What is compiled is for one processor, release of torch and of Python, and is named after them. It is moved into place
-    when it is whole: a compilation that is killed leaves nothing that another waits for, and two at once do not meet.
+    The file is for one processor, release of torch and of Python, and is named after them. It is moved into place when
+    it is whole: a compilation that is killed leaves nothing that another waits for, and two at once do not meet.
     Raises `ConfigError` where that is not possible, which names the option that asks for it.
     """
     name = f"kvengine_{source.stem}"
@@ -54,8 +54,8 @@ def compiled(source: Path, option: str) -> Any:
 
 def _cannot_compile(option: str, why: str) -> ConfigError:
     return ConfigError(
-        f"{option} needs a C++ compiler, to compile its kernels once: {why}. Install one (for example the package g++), "
-        "or leave it out"
+        f"{option} needs a C++ compiler, to compile its kernels once: {why}. Install one (for example the package "
+        "g++), or leave it out"
     )
 
 

@@ -25,9 +25,10 @@ from engine.turns import turn_of
 
 
 class Runner:
-    """Runs one model's forwards; threads take turns (`turn_of`). takes_cache: whether the model can be given a cache of keys and values.
+    """Runs one model's forwards; threads take turns (`turn_of`).
 
-    compile: "off", or the `torch.compile` backend for decode steps on fixed caches. linears: see `configs.EngineConfig`.
+    takes_cache: whether the model can be given a cache of keys and values. compile: "off", or the `torch.compile`
+    backend for decode steps on fixed caches. linears: see `configs.EngineConfig`.
     """
 
     def __init__(self, model: PreTrainedModel, compile: str = "off", linears: str = "default"):
@@ -184,8 +185,8 @@ class Runner:
                     # The model wants everything computed again (longrope models do when they switch their scaling).
                     if before > 0:
                         raise InputError(
-                            f"the model wants all {total} tokens computed again, but the {before} in the cache were not "
-                            "given again: give the whole conversation"
+                            f"the model wants all {total} tokens computed again, but the {before} in the cache were "
+                            "not given again: give the whole conversation"
                         )
                     if begin > 0:
                         cache.reset()

@@ -1,7 +1,7 @@
 """Which matrix product is the fastest on this machine: measured once, then read from a file.
 
-Measured in every process, the same script would compute differently from run to run: two routes differ in rounding, and a
-stopwatch near a tie says now this, now that.
+Measured in every process, the same script would compute differently from run to run: two routes differ in rounding,
+and a stopwatch near a tie says now this, now that.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ def _fastest_of(matrices: Callable[[], list[torch.Tensor]], input: torch.Tensor)
             route(input, matrix, None)
         return time.perf_counter() - begun
 
-    gains = {name: times(partial(seconds, functional.linear), partial(seconds, route)) for name, route in routes().items()}
+    gains = {
+        name: times(partial(seconds, functional.linear), partial(seconds, route)) for name, route in routes().items()
+    }
     best = max(gains, key=gains.__getitem__)
     return best if gains[best] > _MARGIN else TORCH
 

@@ -180,7 +180,9 @@ def test_without_a_compiler_it_says_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path))
     kernels.compiled.cache_clear()
     try:
-        with pytest.raises(ConfigError, match=r"fused=True needs a C\+\+ compiler.*no-such-compiler.*, or leave it out"):
+        with pytest.raises(
+            ConfigError, match=r"fused=True needs a C\+\+ compiler.*no-such-compiler.*, or leave it out"
+        ):
             caches.build("quantized", tiny_model("llama").config, fused=True)
     finally:
         kernels.compiled.cache_clear()

@@ -1,4 +1,4 @@
-"""Linear layers through other operators and our own kernel: the same numbers up to rounding, where they can be routed."""
+"""Linear layers through other operators and our own kernel: the same numbers up to rounding."""
 
 import copy
 import json
@@ -257,7 +257,9 @@ def test_a_measurement_is_made_once_per_machine(cache_folder, monkeypatch):
     assert measured == ["medium", "large", "large"]
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"medium": ["torch"]}', '{"medium": [1, 2, 3, 4, 5]}', '{"medium": 5}'])
+@pytest.mark.parametrize(
+    "content", ["", "[1]", '{"medium": ["torch"]}', '{"medium": [1, 2, 3, 4, 5]}', '{"medium": 5}']
+)
 def test_a_file_that_says_nothing_is_written_anew(content, cache_folder, monkeypatch):
     monkeypatch.setattr(verdicts, "_measure", lambda size: NAMES)
     cache_folder.mkdir(parents=True)
