@@ -12,6 +12,7 @@ from transformers.utils import ModelOutput
 from caches import Cache, Driven, EncoderDecoder, StepError, move, slide
 from engine.encoder import index_rows
 from engine.extras import extend_extras
+from engine.frequencies import Frequencies
 from engine.gathered import Gathered, joined
 from engine.masks import Columns
 from engine.runner import Runner
@@ -47,6 +48,7 @@ class Feeding:
         # Which row of the prompt each row goes on from: what belongs to the prompt is the same for all of its rows.
         self._origins = torch.arange(rows)
         self._graphs = True
+        self._frequencies = Frequencies(runner.model, runner.dynamic_ropes)
         self._is_rounded = False  # the cache was encoded because memory was out
 
     def computed(self, ids: torch.Tensor, prefill: bool, gathered: Gathered) -> tuple[ModelOutput, torch.Tensor | None]:
@@ -84,6 +86,7 @@ class Feeding:
             check=self._check,
             graphs=self._graphs,
             routes=self.routes,
+            resume=self._frequencies.resume,
         )
 
     @property
