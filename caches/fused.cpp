@@ -30,6 +30,7 @@ using Piece = std::tuple<at::Tensor, Optional, Optional, int64_t, int64_t>;  // 
 
 constexpr int64_t lanes = 8, shorts = 16, most_width = 512;
 constexpr int64_t few = 32;  // columns that are unpacked at a time
+constexpr int64_t most_summed = 256;  // products of 16 bits with codes of 8 that an integer of 32 bits holds the sum of
 constexpr float none = -std::numeric_limits<float>::infinity();
 
 typedef int32_t Ints __attribute__((vector_size(4 * lanes)));
@@ -315,21 +316,26 @@ void multiply_integers(const Queries& queries, int64_t number, const Unpacked& k
     int32_t of_integers = 0;
     for (int64_t i = begin; i < end; i++) of_query += queries.exact[number * width + i], of_integers += query[i];
     const float unit = queries.unit[number], lost = middle(keys.of.bits) * (of_query - unit * (float)of_integers);
-    int32_t found[few];
-    for (int64_t column = 0; column < keys.count; column += 4) {  // of the last four some may be old
-      const int16_t* key = keys.integers + column * width;
-      Ints a = {}, b = {}, c = {}, d = {};
-      for (int64_t i = begin; i < end; i += shorts) {
-        const Shorts q = load<Shorts>(query + i);
-        a += products(q, load<Shorts>(key + i));
-        b += products(q, load<Shorts>(key + width + i));
-        c += products(q, load<Shorts>(key + 2 * width + i));
-        d += products(q, load<Shorts>(key + 3 * width + i));
+    float found[few] = {};
+    for (int64_t first = begin; first < end; first += most_summed) {
+      const int64_t last = std::min(first + most_summed, end);
+      for (int64_t column = 0; column < keys.count; column += 4) {  // of the last four some may be old
+        const int16_t* key = keys.integers + column * width;
+        Ints a = {}, b = {}, c = {}, d = {};
+        for (int64_t i = first; i < last; i += shorts) {
+          const Shorts q = load<Shorts>(query + i);
+          a += products(q, load<Shorts>(key + i));
+          b += products(q, load<Shorts>(key + width + i));
+          c += products(q, load<Shorts>(key + 2 * width + i));
+          d += products(q, load<Shorts>(key + 3 * width + i));
+        }
+        int32_t sums[4];
+        totals(a, b, c, d, sums);
+        for (int64_t i = 0; i < 4; i++) found[column + i] += (float)sums[i];
       }
-      totals(a, b, c, d, found + column);
     }
     const float *scales = keys.scales + g * few, *offsets = keys.offsets + g * few;
-    for (int64_t i = 0; i < keys.count; i++) out[i] += ((float)found[i] * unit + lost) * scales[i] + of_query * offsets[i];
+    for (int64_t i = 0; i < keys.count; i++) out[i] += (found[i] * unit + lost) * scales[i] + of_query * offsets[i];
   }
 }
 

@@ -25,9 +25,11 @@ class EngineConfig(Config):
         {"name": "static", "max_cache_len": 4096}; None is the model's own setting, or else "dynamic".
     prefill_chunk_tokens: the prompt is read in pieces of at most this many tokens; None reads it at once.
     compile: "off", or the `torch.compile` backend that turns the decode step of a fixed-size cache into one graph.
-    linears: how float32 linear layers on a CPU compute: "default" as torch picks, "onednn", "auto": whichever of the
-        two is faster on this machine, or "gemv": one row at a time in a kernel that is compiled when it is first needed
-        (which takes a C++ compiler and ninja, about 20 seconds, once per machine). They differ by rounding.
+    linears: which matrix product float32 linear layers on a CPU take: "default", torch's own; "onednn"; "auto": for
+        each number of rows and size of the matrix the fastest, if by a tenth faster than torch's own, as measured once
+        per machine (1 s; kept in `$KVENGINE_CACHE`, by default the user's cache folder); or "gemv": single rows in a
+        kernel that is compiled when it is first needed (which takes a C++ compiler, about 20 seconds, once per
+        machine), others as "onednn". They differ by rounding. `Stats.linears` says what was taken.
     on_oom: what is tried, in this order, when memory is out in the middle of a run, before it gives up with
         `engine.OutOfMemory`. "release": drop compiled graphs and idle memory. "chunk": read the prompt in ever smaller
         pieces. "offload": move the live cache to host memory, on a machine that computes there to disk. "quantize":

@@ -14,6 +14,7 @@ from transformers.utils import ModelOutput
 from caches import Cache, Driven, EncoderDecoder, StepError, move, slide
 from engine.encoder import index_rows
 from engine.extras import extend_extras
+from engine.frequencies import Frequencies
 from engine.gathered import Gathered, joined
 from engine.masks import Columns
 from engine.runner import Runner
@@ -49,6 +50,7 @@ class Feeding:
         # Which row of the prompt each row goes on from: what belongs to the prompt is the same for all of its rows.
         self._origins = torch.arange(rows)
         self._graphs = True
+        self._frequencies = Frequencies(runner.model, runner.dynamic_ropes)
         self._is_rounded = False  # the cache was encoded because memory was out
 
     @property
@@ -98,6 +100,7 @@ class Feeding:
             check=self._check,
             graphs=self._graphs,
             routes=self.routes,
+            resume=self._frequencies.resume,
         )
 
     @property

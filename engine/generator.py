@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.generation.streamers import BaseStreamer
@@ -92,12 +93,15 @@ class Generator:
         empty_allocators()
 
     def _start(self, inputs: Any, *, streamer: BaseStreamer | None = None, **arguments: Any) -> Play:
+        grad = torch.is_grad_enabled()
         try:
             return self._prepare(inputs, streamer=streamer, **arguments)
         except BaseException:  # a thread that waits for what the streamer gets would wait for ever
             with suppress(Exception):
                 streamer.end()  # type: ignore[union-attr]
             raise
+        finally:
+            torch._C._set_grad_enabled(grad)  # Ctrl-C may have come where torch.no_grad() ended
 
     def _prepare(
         self,

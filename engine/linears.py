@@ -1,20 +1,20 @@
 """The matrix product of linear layers, float32 on a CPU: torch's own, another operator, or a kernel of ours.
 
-torch sends these products to MKL. On some processors oneDNN is faster, on others not, and it depends on the number of rows
-and on the size of the matrix. All routes take the same plain weights: no second copy, results equal to rounding. For one
-row, `gemv.cpp` reads the weights at the speed of memory; it has to be compiled first.
+torch sends these products to MKL. On some processors oneDNN is faster, on others not, and it depends on the number of
+rows and on the size of the matrix. All routes take the same plain weights: no second copy, results equal to rounding.
+For one row, `gemv.cpp` reads the weights at the speed of memory; it has to be compiled first.
 
-The model is not changed. `torch.nn.Linear.forward` is replaced once per process by a function that does what torch's does,
-unless the calling thread is in a step of ours: then `active.table` says which route a product takes.
+The model is not changed. `torch.nn.Linear.forward` is replaced once per process by a function that does what torch's
+does, unless the calling thread is in a step of ours: then `active.table` says which route a product takes.
 """
 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 import torch
 from torch import nn
@@ -60,11 +60,14 @@ def _with_bias(product: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | 
 
 def routes() -> dict[str, Route]:
     """What this torch has beside its own linear, by name."""
-    return ({"onednn": _onednn, "swapped": _swapped} if has_onednn() else {}) | {"mm": _mm}
+    found: dict[str, Route] = {"mm": _mm}
+    if has_onednn():
+        found |= {"onednn": _onednn, "swapped": _swapped}
+    return found
 
 
 class Table:
-    """Which route each product takes. names: for every size of `SIZES` and bucket of rows one of `routes`, or "torch"."""
+    """Which route each product takes. names: of every size and bucket of rows a name in `routes`, or "torch"."""
 
     def __init__(self, names: dict[str, tuple[str, ...]], routes: dict[str, Route]):
         self._names = names
@@ -72,7 +75,7 @@ class Table:
 
     def route(self, numbers: int, rows: int) -> Route | None:
         """The route of a product of `rows` rows with a matrix of so many numbers; None: torch's own."""
-        return self._routes[bisect_left(SIZE_LIMITS, numbers + 1)][bisect_left(ROW_LIMITS, rows)]
+        return self._routes[bisect_right(SIZE_LIMITS, numbers)][bisect_left(ROW_LIMITS, rows)]
 
     def __str__(self) -> str:
         """In short: the routes by rows, and by size where sizes differ."""
@@ -98,7 +101,7 @@ def table_for(model: nn.Module, choice: str) -> Table | None:
     Raises `ConfigError` where the kernel of "gemv" cannot be compiled.
     """
     weights = [module._parameters.get("weight") for module in model.modules() if isinstance(module, nn.Linear)]
-    sizes = {SIZES[bisect_left(SIZE_LIMITS, weight.numel() + 1)] for weight in weights if _is_plain(weight)}
+    sizes = {SIZES[bisect_right(SIZE_LIMITS, weight.numel())] for weight in weights if _is_plain(weight)}
     if not sizes or choice == "default" or (choice == "onednn" and not has_onednn()):
         return None
     known = routes()
@@ -122,7 +125,7 @@ class _Active(threading.local):
 
 
 active = _Active()
-"""`table`: the routes of this thread's linear layers, None outside of our steps. Set and reset it by `try ... finally`."""
+"""`table`: the routes of this thread's linear layers, None outside of our steps. It is reset in a `finally`."""
 
 _torchs_own = nn.Linear.forward
 
@@ -150,7 +153,7 @@ def _install() -> None:
         nn.Linear.forward = _forward  # type: ignore[method-assign]
 
 
-def _is_plain(weight: torch.Tensor | None) -> bool:
+def _is_plain(weight: torch.Tensor | None) -> TypeGuard[nn.Parameter]:
     # Quantized and distributed weights are tensors of types of their own, also where they say that they are float32.
     return type(weight) is nn.Parameter and weight.is_cpu and weight.dtype is torch.float32
 

@@ -15,7 +15,7 @@ from engine.errors import BadLogits, Cancelled, CtrlC, Interrupted, OutOfMemory
 from engine.out_of_memory import Exhausted, empty_allocators, in_words, without_frames
 from engine.result import Generation, Piece
 from engine.run import Run
-from strategies import Flow, NoChoice
+from strategies import Flow, NoChoice, Operation
 
 
 class Play:
@@ -75,12 +75,16 @@ class Play:
             self._run.outlet.begin()
         answer: Any = None
         while not self._run.done:
-            with self._cancellation.noting_keys(), torch.no_grad():
-                try:
-                    operation = flow.send(answer)
-                except StopIteration:
-                    break
-                answer, pieces = self._run.perform(operation)
+            with self._cancellation.noting_keys():
+                grad = torch.is_grad_enabled()
+                try:  # not torch.no_grad(): where Ctrl-C comes as it ends, it leaves the thread without derivatives
+                    torch._C._set_grad_enabled(False)
+                    operation = _next(flow, answer)
+                    if operation is None:
+                        break
+                    answer, pieces = self._run.perform(operation)
+                finally:
+                    torch._C._set_grad_enabled(grad)
             yield from self._shown(pieces)
         yield from self._shown(self._run.read_all())
 
@@ -128,3 +132,11 @@ def _exhausted(error: Exception | KeyboardInterrupt) -> Exhausted:
     failure = Exhausted(in_words(error))
     failure.__cause__ = without_frames(error)
     return failure
+
+
+def _next(flow: Flow, answer: Any) -> Operation | None:
+    """What the flow says after this answer; None at its end."""
+    try:
+        return flow.send(answer)
+    except StopIteration:
+        return None

@@ -346,10 +346,10 @@ class Run:
         self._unread.clear()
         for name, length in self._read.records.items():
             del self._records[name][length:]
-        if self._read.generator is not None and written is not None:
-            # Unless numbers were drawn since: to others they would come a second time.
-            if torch.equal(_random_state(self._device), written):
-                _set_random_state(self._read.generator, self._device)
+        before = self._read.generator
+        # Not where others have drawn since: the same numbers would come to them a second time.
+        if before is not None and written is not None and torch.equal(_random_state(self._device), written):
+            _set_random_state(before, self._device)
 
     def _seen_by_criteria(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
         scores = self._records.get("scores")

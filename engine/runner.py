@@ -20,6 +20,7 @@ from caches import Cache, Driven, Unknowable, UnsupportedLayer, build, mask_kind
 from engine.dispatch import is_dispatched, prompt_device
 from engine.errors import InputError, OptionError
 from engine.extras import ENCODED, extend_extras
+from engine.frequencies import dynamic_ropes
 from engine.linears import TORCH, active, table_for
 from engine.masks import Columns, contiguous, graph_mask, imposed_mask, of_all_rows, one_token_mask
 from engine.probe import Probe, Reached
@@ -27,14 +28,16 @@ from engine.turns import turn_of
 
 
 class Runner:
-    """Runs one model's forwards; threads take turns (`turn_of`). takes_cache: whether the model can be given a cache of keys and values.
+    """Runs one model's forwards; threads take turns (`turn_of`).
 
-    compile: "off", or the `torch.compile` backend for decode steps on fixed caches. linears: see `configs.EngineConfig`.
+    takes_cache: whether the model can be given a cache of keys and values. compile: "off", or the `torch.compile`
+    backend for decode steps on fixed caches. linears: see `configs.EngineConfig`.
     """
 
     def __init__(self, model: PreTrainedModel, compile: str = "off", linears: str = "default"):
         self.model = model
         self._table, self._turn = table_for(model, linears), turn_of(model)
+        self.dynamic_ropes = dynamic_ropes(model)
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         own = type(model).prepare_inputs_for_generation
         self._prepares_itself = own is not GenerationMixin.prepare_inputs_for_generation
@@ -142,6 +145,7 @@ class Runner:
         check: Callable[[], None] | None = None,
         graphs: bool = True,
         routes: bool = True,
+        resume: Callable[[], None] | None = None,
     ) -> ModelOutput:
         """Feed what the cache has not seen of `ids` [rows, n] and return the outputs of the last forward.
 
@@ -153,7 +157,8 @@ class Runner:
         go with the columns that do. flags: output_attentions, ... chunk_tokens: feed at most this many at a time. look:
         called with the outputs of every forward and the column that it ends before. keep: after how many of the last
         tokens logits are wanted; each forward's outputs end with its share of them. check: called before every forward,
-        and may raise. graphs: whether compiled steps are used. routes: whether linear layers are routed.
+        and may raise. graphs: whether compiled steps are used. routes: whether linear layers are routed. resume:
+        called before every forward, in this model's turn.
         """
         total = before + ids.shape[1]
         most = cache.step_tokens if isinstance(cache, Cache) else None
@@ -163,6 +168,8 @@ class Runner:
             if check is not None:
                 check()
             with self._turn:
+                if resume is not None:
+                    resume()
                 begin = cache.seen
                 if (prefill or begin == 0) and isinstance(cache, Cache):
                     cache.take_pads(columns.pads)
@@ -186,8 +193,8 @@ class Runner:
                     # The model wants everything computed again (longrope models do when they switch their scaling).
                     if before > 0:
                         raise InputError(
-                            f"the model wants all {total} tokens computed again, but the {before} in the cache were not "
-                            "given again: give the whole conversation"
+                            f"the model wants all {total} tokens computed again, but the {before} in the cache were "
+                            "not given again: give the whole conversation"
                         )
                     if begin > 0:
                         cache.reset()

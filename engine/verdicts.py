@@ -1,7 +1,7 @@
 """Which matrix product is the fastest on this machine: measured once, then read from a file.
 
-Measured in every process, the same script would compute differently from run to run: two routes differ in rounding, and a
-stopwatch near a tie says now this, now that.
+Measured in every process, the same script would compute differently from run to run: two routes differ in rounding,
+and a stopwatch near a tie says now this, now that.
 """
 
 from __future__ import annotations

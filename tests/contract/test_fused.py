@@ -157,20 +157,32 @@ def test_other_types_are_refused_with_the_first_step():
     assert stopped.value.partial.cache.seen == 0
 
 
+@needs_kernels
+@pytest.mark.parametrize("group", [256, 512])
+def test_the_largest_codes_and_queries_do_not_overflow(group):
+    """512 channels of 255 times 32767 are more than an integer of 32 bits holds."""
+    codes = torch.full((1, 1, 5, 512), 255, dtype=torch.uint8)
+    scale = torch.full((1, 1, 5, 512 // group), 1e-3)
+    keys = fused.Coded(codes, scale, None, 8, 0, lambda: Exact(codes * 1e-3))
+    queries = torch.full((1, 1, 2, 512), 3.0)
+    queries[:, :, 1] *= -1
+    torch.testing.assert_close(keys.scores(queries), queries @ (codes * 1e-3).mT, rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize("options", [{"backend": "fp8"}, {"backend": "kivi", "nbits": 3}, {"compute_dtype": "float16"}])
 def test_what_has_no_kernel_is_refused(options):
     with pytest.raises(ConfigError, match="fused=True, but there is no kernel for"):
         QuantizedCacheConfig(fused=True, **options)
 
 
-def test_without_a_compiler_it_says_what_is_missing(monkeypatch):
-    def missing(*arguments, **options):
-        raise RuntimeError("Ninja is required to load C++ extensions\nand more")
-
-    monkeypatch.setattr("torch.utils.cpp_extension.load", missing)
+def test_without_a_compiler_it_says_what_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path))
     kernels.compiled.cache_clear()
     try:
-        with pytest.raises(ConfigError, match=r"compiler and ninja.*: Ninja is required .*, or leave it out"):
+        with pytest.raises(
+            ConfigError, match=r"fused=True needs a C\+\+ compiler.*no-such-compiler.*, or leave it out"
+        ):
             caches.build("quantized", tiny_model("llama").config, fused=True)
     finally:
         kernels.compiled.cache_clear()

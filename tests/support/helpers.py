@@ -13,18 +13,17 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch.utils import cpp_extension
 from transformers import StoppingCriteria
 
 import caches
 from strategies import Crop, Emit, Forward, Task
 
-_HAVE_COMPILER = shutil.which("c++") is not None and cpp_extension.is_ninja_available()
+_HAVE_COMPILER = shutil.which("c++") is not None
 
 
 def needs_kernels(test: Callable) -> Callable:
     """Compiling them takes a while, once per machine."""
-    return pytest.mark.slow(pytest.mark.skipif(not _HAVE_COMPILER, reason="no C++ compiler, or no ninja")(test))
+    return pytest.mark.slow(pytest.mark.skipif(not _HAVE_COMPILER, reason="no C++ compiler")(test))
 
 
 def toy_flow(rows: list[list[int]]):

@@ -1,0 +1,137 @@
+"""Where compiled kernels are kept, and what a compilation leaves behind that does not come to its end."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from caches import kernels, machine
+from configs import ConfigError
+
+SOURCE = "int main() {}"
+# Writes what it was given to compile, slowly and in two parts, where -o says.
+FAKE = """#!/bin/sh
+while [ "$1" != -o ]; do case "$1" in *.cpp) from="$1";; esac; shift; done
+printf 'half of ' > "$2"; sleep %s; cat "$from" >> "$2"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "one.cpp").write_text(SOURCE)
+    monkeypatch.setattr(kernels, "_paths", list)
+    return tmp_path
+
+
+@pytest.fixture
+def compiler(folder, monkeypatch):
+    def become(seconds):
+        path = folder / f"compiler-{seconds}"
+        path.write_text(FAKE % seconds)
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("CXX", str(path))
+        return path
+
+    return become
+
+
+def library(folder):
+    return kernels._library(folder / "one.cpp", "one")
+
+
+def test_it_is_compiled_once(folder, compiler, monkeypatch):
+    compiler(0)
+    path = library(folder)
+    assert path.read_text() == f"half of {SOURCE}"
+    assert path.parent == folder / "cache" / "kernels"
+    monkeypatch.setattr(subprocess, "run", lambda *of, **options: pytest.fail("compiled again"))
+    assert library(folder) == path
+
+
+def test_another_processor_source_or_release_has_a_file_of_its_own(folder, compiler, monkeypatch):
+    compiler(0)
+    found = [library(folder)]
+    monkeypatch.setattr(kernels, "processor", lambda: "another one, without AVX-512")
+    found.append(library(folder))
+    monkeypatch.setattr(kernels.torch, "__version__", "2.99")
+    found.append(library(folder))
+    (folder / "one.cpp").write_text(SOURCE + "\n")
+    found.append(library(folder))
+    assert len(set(found)) == 4
+    assert "flags" in machine._FIELDS
+
+
+def test_two_at_once_both_succeed(folder, compiler):
+    compiler(0.2)
+    with ThreadPoolExecutor() as pool:
+        paths = [future.result(timeout=20) for future in [pool.submit(library, folder) for _ in range(2)]]
+    assert paths[0] == paths[1]
+    assert paths[0].read_text() == f"half of {SOURCE}"
+    assert [path.name for path in paths[0].parent.iterdir()] == [paths[0].name]
+
+
+def test_a_killed_compiler_leaves_nothing(folder, compiler):
+    path = compiler(0)
+    whole = path.read_text()
+    path.write_text(whole.replace("sleep 0", "kill -9 $$"))
+    with pytest.raises(subprocess.CalledProcessError):
+        library(folder)
+    assert not list((folder / "cache" / "kernels").iterdir())
+    path.write_text(whole)
+    assert library(folder).read_text() == f"half of {SOURCE}"
+
+
+@pytest.mark.slow
+def test_a_killed_compilation_keeps_no_one_waiting(folder, compiler):
+    """In a process of its own that is killed in the middle of it."""
+    compiler(60)
+    code = (
+        "import sys, caches.kernels as k, pathlib; k._paths = list; "
+        "k._library(pathlib.Path(sys.argv[1]), 'one')"
+    )  # fmt: skip
+    process = subprocess.Popen([sys.executable, "-c", code, str(folder / "one.cpp")], start_new_session=True)
+    halves = folder / "cache" / "kernels"
+    deadline = time.monotonic() + 60
+    while not (halves.exists() and list(halves.glob(".building-*/*.so"))):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not list(halves.glob("*.so"))
+    compiler(0)
+    begun = time.monotonic()
+    assert library(folder).read_text() == f"half of {SOURCE}"
+    assert time.monotonic() - begun < 5
+
+
+def test_a_folder_that_cannot_be_written_is_not_needed(folder, compiler):
+    compiler(0)
+    (folder / "cache").write_text("a file where the folder should be")
+    path = library(folder)
+    assert path.read_text() == f"half of {SOURCE}"
+    assert folder not in path.parents
+    path.unlink()
+
+
+@pytest.mark.parametrize(("name", "says"), [("false", "ended with 1"), ("no-such-compiler-here", "No such file")])
+def test_a_compiler_that_cannot(name, says, folder, monkeypatch):
+    monkeypatch.setenv("CXX", name)
+    with pytest.raises(ConfigError, match=f"fused=True needs a C\\+\\+ compiler.*{says}.*or leave it out"):
+        kernels.compiled.__wrapped__(folder / "one.cpp", "fused=True")
+    assert not list((folder / "cache" / "kernels").iterdir())
+
+
+def test_the_folder_follows_the_system(monkeypatch, tmp_path):
+    monkeypatch.delenv("KVENGINE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert machine.cache_folder() == tmp_path / "kvengine"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert tmp_path in machine.cache_folder().parents
