@@ -20,9 +20,9 @@ _NEVER = -1e9  # the score of what must not be chosen
 class Rules:
     """When a search ends and how the texts that have ended are compared. See `Beam` for the options.
 
-    is_group: one group of diverse beam search. It is done when its worst text beats the best candidate of the step, also
-    one that ends. At the length limit it adds all running beams, unless it is done. Without it, as in beam search, the
-    worst text has to beat the best running beam, and at the length limit only the best candidates are added.
+    is_group: one group of diverse beam search. It is done when its worst text is no worse than the best candidate of
+    the step, which may be one that ends. At the length limit it adds all running beams, unless it is done. Beam search
+    itself compares with the best running beam, and adds only the best candidates.
     """
 
     length_penalty: float = 1.0
