@@ -1,6 +1,7 @@
 """The bookkeeping of beam search: the beams that run, the texts that have ended, and when nothing can get better.
 
-All tensors begin with [prompts, beams]. The rules are those of transformers' beam search.
+All tensors begin with [prompts, beams]. The rules are those of transformers: of release 5 for beam search, of release 4
+for the groups of diverse beam search, which release 5 no longer has.
 """
 
 from __future__ import annotations
@@ -17,11 +18,17 @@ _NEVER = -1e9  # the score of what must not be chosen
 
 @dataclass(frozen=True)
 class Rules:
-    """When a search ends and how the texts that have ended are compared. See `Beam` for the options."""
+    """When a search ends and how the texts that have ended are compared. See `Beam` for the options.
+
+    is_group: one group of diverse beam search. It is done when its worst text is no worse than the best candidate of
+    the step, which may be one that ends. At the length limit it adds all running beams, unless it is done. Beam search
+    itself compares with the best running beam, and adds only the best candidates.
+    """
 
     length_penalty: float = 1.0
     early_stopping: bool | str = False
     do_sample: bool = False
+    is_group: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,13 +100,24 @@ class Beams:
         rows = beams + self._first
         found = Texts(_take(self.running.ids, beams), _take(self.running.rows, beams), scores).then(tokens, rows)
         ends = self._task.ended(found.ids.flatten(0, 1)).view_as(scores)
-        self._keep_ended(found, ends)
-        running = Texts(found.ids, found.rows, scores + ends.float() * _NEVER)
-        # Where the length ends them all, those that no eos ended are the ones that were chosen: other groups look.
-        passed_over = torch.isin(tokens, self._eos).where(ends.all(dim=1, keepdim=True), ends)
-        best = (scores + passed_over.float() * _NEVER).topk(self._size).indices
-        self.running, self.parents = running.take(best), rows.gather(1, best)
-        self._look_ahead(ends)
+        # Where all end, the length does it: those without an end token are the beams that run, also for other groups.
+        cut = ends.all(dim=1, keepdim=True)
+        by_token = torch.isin(tokens, self._eos).where(cut, ends)
+        best = (scores + by_token.float() * _NEVER).topk(self._size).indices
+        self.ended = self.ended.then(self._task.pad_id, -1)
+        stops = by_token if self._rules.is_group else ends
+        self._keep_ended(found, stops)
+        self.running = Texts(found.ids, found.rows, scores + stops.float() * _NEVER).take(best)
+        self.parents = rows.gather(1, best)
+        if self._rules.is_group:
+            self._look_ahead(scores[:, :1])
+            self._keep_ended(self.running, cut.expand(-1, self._size))
+            over = cut
+        else:
+            self._look_ahead(self.running.scores[:, :1])
+            over = ends.all()
+        self._can_improve = self._can_improve & ~over  # or there is nothing to go on with
+        self.done = ~self._can_improve[:, 0] | self._stopped
 
     def _choose(self, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = (log_probs + self.running.scores[..., None]).flatten(1)
@@ -117,22 +135,24 @@ class Beams:
         full = self._is_text.all(dim=1, keepdim=True) & (rules.early_stopping is True)
         for excluded in (full, ~self._can_improve, ~eligible):
             scores = scores + excluded.float() * _NEVER
-        texts = self.ended.then(self._task.pad_id, -1).beside(Texts(found.ids, found.rows, scores))
+        texts = self.ended.beside(Texts(found.ids, found.rows, scores))
         best = texts.scores.topk(self._size).indices
         best = best.where(~self.done[:, None], torch.arange(self._size, device=best.device))  # also where scores tie
         self.ended = texts.take(best)
         self._is_text = torch.cat([self._is_text, eligible], dim=1).gather(1, best)
 
-    def _look_ahead(self, ends: torch.Tensor) -> None:
-        """Find out which prompts may still get better texts."""
+    def _look_ahead(self, best: torch.Tensor) -> None:
+        """Find out which prompts may still get better texts. best: the score to go on from, [prompts, 1]."""
         rules, columns = self._rules, self.running.ids.shape[-1]
         at_best = self._task.last_column if rules.early_stopping == "never" and rules.length_penalty > 0 else columns
-        hoped = self.running.scores[:, :1] / ((at_best - self._prompt) ** rules.length_penalty)
+        hoped = best / ((at_best - self._prompt) ** rules.length_penalty)
         worst = self.ended.scores.min(dim=1, keepdim=True).values.where(self._is_text, _NEVER)
         self._can_improve = self._can_improve & (hoped > worst).any(dim=1, keepdim=True)
-        stopped = self._is_text.all(dim=1) & (rules.early_stopping is True)
-        self._can_improve = self._can_improve & ~ends.all()  # or there is nothing to go on with
-        self.done = ~self._can_improve[:, 0] | stopped
+
+    @property
+    def _stopped(self) -> torch.Tensor:
+        """Which prompts have all their texts where that is enough, [prompts]."""
+        return self._is_text.all(dim=1) & (self._rules.early_stopping is True)
 
     @property
     def over(self) -> bool:

@@ -57,7 +57,7 @@ class DiverseBeam:
 
     def flow(self, task: Task) -> Flow:
         size = self.scored
-        rules = Rules(self.length_penalty, self.early_stopping)
+        rules = Rules(self.length_penalty, self.early_stopping, is_group=True)
         groups = [Beams(task, rules, size, first, self.num_beams) for first in range(0, self.num_beams, size)]
         _, logits = yield from read_prompt(task, self.num_beams)
         recorded: list[torch.Tensor] = []

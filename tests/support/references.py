@@ -98,6 +98,11 @@ class Group:
     ended: list[tuple[float, Text]] = field(default_factory=list)
     done: bool = False
 
+    def keep(self, texts: list[tuple[float, Text]], size: int, divisor: float) -> None:
+        """Of the texts that have ended and these, the best."""
+        found = [(score / divisor, text) for score, text in texts]
+        self.ended = sorted(self.ended + found, reverse=True)[:size]
+
 
 def diverse(
     reader: Reader,
@@ -114,8 +119,13 @@ def diverse(
     eos_ids: Sequence[int] = (),
     pad_id: int = 0,
 ) -> list[tuple[float, list[int]]]:
-    """The best texts' scores and new tokens. With one group it is beam search."""
+    """The best texts' scores and new tokens. With one group it is beam search, by the rules of transformers 5.
+
+    Several groups end by the rules of transformers 4: the worst text is compared with the best candidate of the step,
+    and at the length limit all beams that run are added, unless an end token has just made the group done.
+    """
     size = num_beams // num_beam_groups
+    of_4 = num_beam_groups > 1
     groups = [Group([(0.0, prompt)]) for _ in range(num_beam_groups)]
     for length in range(1, new + 1):  # of the texts that this step makes
         chosen: Counter[int] = Counter()
@@ -135,14 +145,16 @@ def diverse(
 
             group.running = [found for found in candidates if found[1][-1] not in eos_ids][:size]
             chosen.update(text[-1] for _, text in group.running)
-            ends = [found for found in candidates[:size] if length == new or found[1][-1] in eos_ids]
-            group.ended += [(score / length**length_penalty, text) for score, text in ends]
-            group.ended = sorted(group.ended, reverse=True)[:size]
-
+            at_limit = length == new
+            ends = [found for found in candidates[:size] if found[1][-1] in eos_ids or (at_limit and not of_4)]
+            group.keep(ends, size, length**length_penalty)
             if len(group.ended) == size:
                 at_best = new if early_stopping == "never" and length_penalty > 0 else length
-                hoped = group.running[0][0] / at_best**length_penalty
+                best = candidates if of_4 else group.running
+                hoped = best[0][0] / at_best**length_penalty
                 group.done = early_stopping is True or hoped <= group.ended[-1][0]
+            if at_limit and of_4 and not group.done:
+                group.keep(group.running, size, length**length_penalty)
     pooled = sorted((found for group in groups for found in group.ended), reverse=True)
     return [(score, list(text[len(prompt) :])) for score, text in pooled[:num_return_sequences]]
 
