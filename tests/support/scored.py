@@ -12,10 +12,11 @@ import json
 import statistics
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import torch
-from starved import build, in_a_fork, ours, theirs
+from starved import build, in_a_fork, theirs, told
 
 import engine
 
@@ -31,19 +32,28 @@ def planned(model: Any) -> dict[str, Any]:
     return {"fits": dynamic.fits, "need": sum(dynamic.need_bytes.values()), "free": found.free_bytes["device"]}
 
 
+def run(generator: engine.Generator, ids: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:
+    try:
+        out = generator.generate(ids, **options)
+    except engine.OutOfMemory as stopped:
+        return {"died": str(stopped)} | told(stopped.partial)
+    return told(out)
+
+
 def timed(work: Any, *arguments: Any) -> dict[str, Any]:
     begun = time.perf_counter()
     found = work(*arguments)
     return found | {"seconds": time.perf_counter() - begun}
 
 
-def compare(margin_mb: float, runs: int, model: Any, ids: torch.Tensor) -> dict[str, Any]:
+def compare(margin_mb: float, runs: int, model: Any, ids: torch.Tensor, linears: str) -> dict[str, Any]:
     """Both under one limit, `runs` times in turns."""
     options, margin = {"max_new_tokens": NEW}, int(margin_mb * 1e6)
+    ours = partial(run, engine.Generator(model, config=engine.EngineConfig(linears=linears)))
     found: dict[str, list] = {"ours": [], "theirs": []}
     for _ in range(runs):
         found["theirs"].append(in_a_fork(timed, theirs, model, ids, options, margin_bytes=margin))
-        found["ours"].append(in_a_fork(timed, ours, model, ids, options, margin_bytes=margin))
+        found["ours"].append(in_a_fork(timed, ours, ids, options, margin_bytes=margin))
     last_ours, last_theirs = found["ours"][-1], found["theirs"][-1]
     seconds = {who: [one.get("seconds") for one in all_of_it] for who, all_of_it in found.items()}
     ratios = [a / b for a, b in zip(seconds["ours"], seconds["theirs"], strict=True) if a and b]
@@ -59,7 +69,7 @@ def compare(margin_mb: float, runs: int, model: Any, ids: torch.Tensor) -> dict[
     }
 
 
-def main(margins_mb: list[float], runs: int = 1) -> None:
+def main(margins_mb: list[float], runs: int = 1, linears: str = "default") -> None:
     torch.set_num_threads(1)
     model = build(SHAPE)
     ids = torch.randint(3, 2000, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
@@ -67,7 +77,7 @@ def main(margins_mb: list[float], runs: int = 1) -> None:
         engine.generate(model, ids[:2], cache=cache, max_new_tokens=2)
     model.generate(ids[:2], max_new_tokens=2, do_sample=False)
     planned(model)
-    print(json.dumps([compare(margin, runs, model, ids) for margin in margins_mb]))
+    print(json.dumps([compare(margin, runs, model, ids, linears) for margin in margins_mb]))
 
 
 if __name__ == "__main__":
