@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from traceback import print_exception
 from pathlib import Path
+from traceback import print_exception
 from typing import Annotated, Any
 
 import typer

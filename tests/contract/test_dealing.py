@@ -1,4 +1,4 @@
-"""Rows are dealt out to several caches and gathered again, store by store: hardly anything is there twice on the way."""
+"""Rows are dealt out to several caches and gathered again, store by store: hardly anything is there twice."""
 
 from __future__ import annotations
 

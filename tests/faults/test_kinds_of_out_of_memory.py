@@ -116,15 +116,18 @@ def test_the_error_itself_is_the_cause(where):
 
 
 def test_what_is_kept_of_an_error_has_no_frames():
-    try:
+    def fails():
         try:
             raise MemoryError("first")
         except MemoryError as first:
             raise RuntimeError("second") from first
-    except RuntimeError as error:
-        out_of_memory.without_frames(error)
-        assert error.__traceback__ is None
-        assert error.__cause__.__traceback__ is None
+
+    with pytest.raises(RuntimeError) as raised:
+        fails()
+    assert raised.value.__cause__.__traceback__ is not None
+    error = out_of_memory.without_frames(raised.value)
+    assert error.__traceback__ is None
+    assert error.__cause__.__traceback__ is None
 
 
 def test_an_error_without_text_has_a_first_line():
