@@ -59,10 +59,7 @@ def test_what_a_criterion_raises_is_told():
         return torch.zeros(len(ids), dtype=torch.bool)
 
     cache = caches.build("dynamic", tiny_model("llama").config)
-    with (
-        caplog.at_level(logging.WARNING, logger="engine"),
-        pytest.raises(engine.Interrupted, match="criterion") as told,
-    ):
+    with pytest.raises(engine.Interrupted, match="criterion") as told:
         engine.generate(tiny_model("llama"), prompt(), cache=cache, max_new_tokens=NEW, stopping_criteria=[stops])
     made = told.value.partial.sequences.shape[1]
     assert torch.equal(told.value.partial.sequences, expected().sequences[:, :made])
