@@ -7,10 +7,10 @@ are where both caches write alike.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -46,7 +46,16 @@ def move(cache: C, name: str, **options: Any) -> C:
         options = _codec_of(cache, chosen) | options
     new = empty_for(cache, chosen.from_dict(options))
     passages = [passage for parts in zip(cache.parts, new.parts, strict=True) for passage in _passages(*parts)]
-    done: list[_Passage] = []
+    carry_out(cache, passages, "moving")
+    return new
+
+
+def carry_out(cache: Any, passages: Sequence[Passage], what: str) -> None:
+    """All of them, in their order, or none: then `cache`, which had what they take, has it still.
+
+    what: is done with the cache, in words.
+    """
+    done: list[Passage] = []
     failure: BaseException | None = None
     try:
         for passage in passages:
@@ -56,12 +65,12 @@ def move(cache: C, name: str, **options: Any) -> C:
         failure = error
     if failure is None:
         cache.release()
-        return new
+        return
     try:
         traceback.clear_frames(failure.__traceback__)  # they still have what was being moved
         for half_done in passages[len(done) : len(done) + 1]:
-            half_done.new.release()
-        _bring_back(cache, done, failure)
+            half_done.drop()
+        _bring_back(cache, done, failure, what)
         raise failure
     finally:
         del failure  # which has this frame in its traceback
@@ -73,6 +82,25 @@ def _codec_of(cache: C, options: type[Any]) -> dict[str, Any]:
     if not isinstance(own, QuantizedCacheConfig) or not issubclass(options, QuantizedCacheConfig):
         return {}
     return {name: getattr(own, name) for name in (*_OF_A_CODEC, "residual_length")}
+
+
+class Passage(Protocol):
+    """Something on its way from one place to another. old: what had it. gives_up: whether that has it no more."""
+
+    @property
+    def old(self) -> Any: ...
+
+    @property
+    def gives_up(self) -> bool: ...
+
+    def go(self) -> None:
+        """There."""
+
+    def back(self) -> None:
+        """After it went: as it was."""
+
+    def drop(self) -> None:
+        """What of it has arrived, when not all of it could."""
 
 
 @dataclass(eq=False)
@@ -106,6 +134,9 @@ class _Passage:
                 _hand_over(self.new, self.old, self.as_written, None)
         self.new.release()
 
+    def drop(self) -> None:
+        self.new.release()
+
 
 @contextmanager
 def _rows_of(timeline: Timeline, rows: int | None) -> Iterator[None]:
@@ -128,7 +159,7 @@ def _hand_over(giver: Any, taker: Any, as_written: bool, index: torch.Tensor | N
         taker.load(held)
 
 
-def _bring_back(cache: C, done: list[_Passage], failure: BaseException) -> None:
+def _bring_back(cache: Any, done: list[Passage], failure: BaseException, what: str) -> None:
     back = {id(passage.old) for passage in done if passage.gives_up}
     try:
         while done:
@@ -137,7 +168,7 @@ def _bring_back(cache: C, done: list[_Passage], failure: BaseException) -> None:
     except BaseException as error:
         cache.release()
         raise StepError(
-            f"moving a {cache.name} cache failed ({type(failure).__name__}: {failure}), and so did bringing back what "
+            f"{what} a {cache.name} cache failed ({type(failure).__name__}: {failure}), and so did bringing back what "
             f"had been moved ({type(error).__name__}: {error}): it is empty, all tokens have to be read again"
         ) from failure
     for part in cache.parts:
@@ -174,9 +205,9 @@ def _passages(old: Cache, new: Cache) -> list[_Passage]:
     ]
     alike = _alike(leaves)
     for one, other in _clocks(old, new):
-        _adopt(other, one, old.rows_to_come, alike)
+        adopt(other, one, old.rows_to_come, alike)
     old.stage.release()
-    _compact(old, new)
+    compact(old, new)
     new.log = old.log_to_come
     if any(forked.siblings == 1 for forked in new._forks):
         new._choice = Choice(unasked=True)  # trunks and tails are put together before the next step
@@ -211,12 +242,12 @@ def _alike(leaves: list[tuple[Any, Any]]) -> dict[Timeline, bool]:
     return alike
 
 
-def _adopt(new: Timeline, old: Timeline, rows: int, alike: dict[Timeline, bool]) -> None:
+def adopt(new: Timeline, old: Timeline, rows: int, alike: Mapping[Timeline, bool]) -> None:
     if isinstance(old, ForkedTimeline):
         assert isinstance(new, ForkedTimeline)
         prompts, siblings = old.rows_to_come(rows)
-        _adopt(new.trunk, old.trunk, prompts, alike)
-        _adopt(new.tail, old.tail, rows, alike)
+        adopt(new.trunk, old.trunk, prompts, alike)
+        adopt(new.tail, old.tail, rows, alike)
         new.adopt_parts(siblings)
     elif alike.get(new):
         new.adopt_like(old, rows)
@@ -224,7 +255,7 @@ def _adopt(new: Timeline, old: Timeline, rows: int, alike: dict[Timeline, bool])
         new.adopt(old.seen, old.held, rows)
 
 
-def _compact(old: Cache, new: Cache) -> None:
+def compact(old: Cache, new: Cache) -> None:
     """What comes back is put at the front of a buffer, so all has to be there."""
     moved = [timeline for timeline in old._timelines if timeline.start]
     for layer in old.layers:

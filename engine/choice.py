@@ -89,7 +89,7 @@ def choose_strategy(
 
 
 def score_copies(strategy: Strategy, processors: Sequence[Any] = ()) -> int:
-    """Tensors of [rows, vocabulary] float32 numbers that a step has at most at a time, beside the model's own logits.
+    """Tensors of [rows, vocabulary] float32 numbers that there are at most at a time, the model's own logits included.
 
     What the strategy says of itself, and what transformers' processors make of the scores where there are any.
     """
@@ -98,7 +98,7 @@ def score_copies(strategy: Strategy, processors: Sequence[Any] = ()) -> int:
         return own
     sorts = any(isinstance(one, _SORTING) for one in processors)
     # Given, the result of one, and that of the next; sorted ones with their places, which have twice the bytes.
-    return max(own + 2, 8 if sorts else 0)
+    return max(own + 1, 8 if sorts else 4)
 
 
 _COPIES_UNTOLD = 4

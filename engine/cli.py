@@ -8,8 +8,10 @@ command needs them, so that help and completion answer at once.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
+from traceback import print_exception
 from typing import Annotated, Any
 
 import typer
@@ -23,14 +25,21 @@ from engine.progress import Work
 
 app = typer.Typer(no_args_is_help=True, add_completion=True, rich_markup_mode=None)
 _messages = Console(stderr=True, highlight=False)
+_prints_tracebacks = False
 
 Model = Annotated[str | None, typer.Option(help="Local path or hub id; default: the small model of the package.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON: its fields are in the README.")]
 
 
 @app.callback()
-def _engine() -> None:
+def _engine(
+    traceback: Annotated[
+        bool, typer.Option("--traceback", help="Where something fails, print where in the code; also KVENGINE_DEBUG=1.")
+    ] = False,
+) -> None:
     """Generate text with a key-value cache chosen by name."""
+    global _prints_tracebacks
+    _prints_tracebacks = traceback or os.environ.get("KVENGINE_DEBUG", "") not in ("", "0")
 
 
 @app.command()
@@ -335,6 +344,8 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         from caches import CacheError
 
+        if _prints_tracebacks:
+            print_exception(error)
         known = isinstance(error, (EngineError, CacheError))
         message = str(error) if known else f"{type(error).__name__}: {error}"
         _messages.print(f"error: {' '.join(message.split())}", style="red", markup=False, soft_wrap=True)

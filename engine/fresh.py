@@ -34,7 +34,7 @@ class Course:
     ends_early: bool = False
     shares: bool = True
     max_cache_len: int | None = None
-    score_copies: int = 1
+    score_copies: int = 2
 
     @property
     def rows(self) -> int:

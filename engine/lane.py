@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -25,6 +26,7 @@ from engine.widening import room_for, widened
 from strategies import each
 
 T = TypeVar("T")
+_logger = logging.getLogger("engine")
 
 
 class Lane:
@@ -381,8 +383,9 @@ class Lane:
             self.cache = split.joined()
             self.cache.log = split.log
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not (isinstance(error, CacheError) or is_out_of_memory(error)):
                 raise
+            _logger.warning("the result has no cache, because its parts could not be put together: %s", error)
             split.give_up()
 
     def forget(self) -> None:

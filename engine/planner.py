@@ -115,13 +115,12 @@ class Planner:
         return {place: size for place, size in need.items() if size}
 
     def logits_bytes(self, course: Course) -> int:
-        """Those after the last token of every row: as the model makes them, and the copies that a choice works with.
+        """Those after the last token of every row, with the copies that a choice works with, in float32.
 
         Where tokens are read late there are those of the step before too.
         """
-        anatomy = self._subject.anatomy
         copies = course.score_copies + reads_late(self._subject.device)
-        return course.rows * anatomy.vocabulary * (anatomy.model.dtype.itemsize + copies * torch.float32.itemsize)
+        return course.rows * self._subject.anatomy.vocabulary * copies * torch.float32.itemsize
 
     def _rehearse(self, config: CacheConfig, course: Course) -> Kept:
         anatomy = self._subject.anatomy

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
-from caches import Cache, CacheError, Driven, EncoderDecoder, Log, NoCache, StepError, join_rows, select_rows
+from caches import Cache, CacheError, Driven, EncoderDecoder, Log, NoCache, StepError
+from caches.dealing import deal_rows, gather_rows
 
 
 class SplitCache:
@@ -24,6 +25,11 @@ class SplitCache:
         self.log: Log | None = None
         self._to_turn: list[tuple[Driven, Callable[[], None]]] = []  # rows that were to be chosen and are not yet
         self._is_given_up = False
+
+    def replace_by(self, part: Driven, others: Sequence[Driven], sizes: Sequence[int]) -> None:
+        """The rows of `part` are in several others from here on, of so many rows each."""
+        number = next(number for number, one in enumerate(self.parts) if one is part)
+        self.parts[number : number + 1], self.sizes[number : number + 1] = others, sizes
 
     def replace(self, number: int, part: Driven) -> None:
         """The rows of that part are in another cache from here on."""
@@ -142,11 +148,11 @@ class SplitCache:
             self.reset()
 
     def joined(self) -> Driven:
-        """One cache of all rows."""
+        """One cache of all rows; the parts are empty afterwards."""
         first = self.parts[0]
         if isinstance(first, NoCache):
             return first
-        return join_rows(self.parts)  # type: ignore[type-var]
+        return gather_rows(self.parts)  # type: ignore[type-var]
 
     def give_up(self) -> None:
         """There is no cache to continue any more."""
@@ -157,29 +163,34 @@ class SplitCache:
 def halves(cache: Driven, prompts: torch.Tensor) -> SplitCache | None:
     """`cache` in parts half as large, as far as the rows of one prompt stay together. None where nothing can be split.
 
+    Every part is emptied on the way, so no more than about a layer of it is there twice. Where that fails the parts
+    before it stay as small as they are, and the others as large.
+
     prompts: which prompt each row belongs to, never smaller than that of the row before.
     """
     shares = cache.shares if isinstance(cache, SplitCache) else [(slice(0, len(prompts)), cache)]
-    parts: list[tuple[Driven, list[int]]] = []
+    to_split: list[tuple[Driven, list[int]]] = []
     for rows, part in shares:
         of_prompts = prompts[rows].unique_consecutive(return_counts=True)[1]
         half = len(of_prompts) // 2
-        sizes = [int(of_prompts[:half].sum()), int(of_prompts[half:].sum())] if half else [int(of_prompts.sum())]
-        parts.append((part, sizes))
-    if all(len(sizes) == 1 for _, sizes in parts):
+        if half:
+            to_split.append((part, [int(of_prompts[:half].sum()), int(of_prompts[half:].sum())]))
+    if not to_split:
         return None
-    made: list[Driven] = []
-    for part, sizes in parts:
-        own = torch.arange(sum(sizes)).split(sizes)
-        made += [part] if len(sizes) == 1 else [_rows_of(part, index, sum(sizes)) for index in own]
-    return SplitCache(made, [size for _, sizes in parts for size in sizes])
+    split = cache if isinstance(cache, SplitCache) else None
+    for part, sizes in to_split:
+        parts = _dealt(part, sizes)
+        if split is None:
+            return SplitCache(parts, sizes)
+        split.replace_by(part, parts, sizes)
+    return split
 
 
-def _rows_of(cache: Driven, index: torch.Tensor, rows: int) -> Driven:
+def _dealt(cache: Driven, sizes: list[int]) -> list[Driven]:
     if isinstance(cache, NoCache):
-        return NoCache()
+        return [NoCache() for _ in sizes]
     if not isinstance(cache, (Cache, EncoderDecoder)):
         raise StepError(f"the rows of a {cache.name} cannot be split")
     # As many as these rows may become, where there was room for all of what all may become.
-    room = None if cache.max_rows is None else cache.max_rows * len(index) // rows
-    return select_rows(cache, index, room)
+    rooms = [None if cache.max_rows is None else cache.max_rows * size // sum(sizes) for size in sizes]
+    return list(deal_rows(cache, sizes, rooms))

@@ -183,8 +183,8 @@ class Strategy(Protocol):
     Where the rows of the prompt become more, `branches: int` says how many each becomes, and `scored: int` how many of
     them `Task.process` is given at a time, if that is not all; where the first `Forward` asks for hidden states,
     `reads_hidden = True` says so; where tokens are taken back, `verifies = True`; where a draft is fed, `needs_draft =
-    True`. `score_copies: int` says how many tensors of [rows, vocabulary] float32 numbers a step has at most at a time,
-    the logits that it is sent included and what processors make left out; 4 where it says nothing.
+    True`. `score_copies: int` says how many tensors of [rows, vocabulary] float32 numbers there are at most at a time,
+    from the model's own logits to the choice, without what processors make; 4 where it says nothing.
     """
 
     name: ClassVar[str]

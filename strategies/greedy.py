@@ -16,7 +16,7 @@ class Greedy:
 
     name: ClassVar[str] = "greedy"
     samples: ClassVar[bool] = False
-    score_copies: ClassVar[int] = 1
+    score_copies: ClassVar[int] = 2
 
     def flow(self, task: Task) -> Flow:
         return one_token_per_step(task, lambda scores: scores.argmax(dim=-1))

@@ -104,8 +104,8 @@ class Emitted:
 
 
 def score_copies(proposed: int, samples: bool) -> int:
-    """See `Strategy.score_copies`: logits after `proposed` tokens and one more, once as the model returns them."""
-    return 2 * proposed + 1 + (4 if samples else 0)
+    """See `Strategy.score_copies`: there are logits after `proposed` tokens and one more, each of them twice."""
+    return max(2 * (proposed + 1), proposed + (5 if samples else 0))
 
 
 Propose = Callable[[Emitted], Generator[Operation, Any, Proposal]]

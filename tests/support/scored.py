@@ -1,9 +1,10 @@
 """Runs whose scores take most of the memory, beside `model.generate` under the same limits, in processes of their own.
 
-    python tests/support/scored.py '{"margins_mb": [60, 130], "runs": 3}'
+    python tests/support/scored.py '{"times": [0.6, 1, 2], "runs": 3}'
 
-One JSON line: for every limit (bytes beyond what the process has, RLIMIT_DATA) the seconds of both in turns, how one of
-them ended, the rungs taken, and what `engine.plan` says under that limit. Linux only.
+The limits are multiples of the least with which `model.generate` comes to its end, RLIMIT_DATA beyond what the process
+has. One JSON line: for each of them the seconds of both in turns, how they ended, the rungs taken, and what
+`engine.plan` says. Linux only.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import json
 import statistics
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import torch
-from starved import build, in_a_fork, ours, theirs
+from starved import build, in_a_fork, theirs, told
 
 import engine
 
@@ -31,35 +33,53 @@ def planned(model: Any) -> dict[str, Any]:
     return {"fits": dynamic.fits, "need": sum(dynamic.need_bytes.values()), "free": found.free_bytes["device"]}
 
 
+def run(generator: engine.Generator, ids: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:
+    try:
+        out = generator.generate(ids, **options)
+    except engine.OutOfMemory as stopped:
+        return {"died": str(stopped)} | told(stopped.partial)
+    return told(out)
+
+
 def timed(work: Any, *arguments: Any) -> dict[str, Any]:
     begun = time.perf_counter()
     found = work(*arguments)
     return found | {"seconds": time.perf_counter() - begun}
 
 
-def compare(margin_mb: float, runs: int, model: Any, ids: torch.Tensor) -> dict[str, Any]:
+def compare(margin: int, runs: int, model: Any, ids: torch.Tensor, linears: str) -> dict[str, Any]:
     """Both under one limit, `runs` times in turns."""
-    options, margin = {"max_new_tokens": NEW}, int(margin_mb * 1e6)
+    options = {"max_new_tokens": NEW}
+    ours = partial(run, engine.Generator(model, config=engine.EngineConfig(linears=linears)))
     found: dict[str, list] = {"ours": [], "theirs": []}
     for _ in range(runs):
         found["theirs"].append(in_a_fork(timed, theirs, model, ids, options, margin_bytes=margin))
-        found["ours"].append(in_a_fork(timed, ours, model, ids, options, margin_bytes=margin))
+        found["ours"].append(in_a_fork(timed, ours, ids, options, margin_bytes=margin))
     last_ours, last_theirs = found["ours"][-1], found["theirs"][-1]
     seconds = {who: [one.get("seconds") for one in all_of_it] for who, all_of_it in found.items()}
     ratios = [a / b for a, b in zip(seconds["ours"], seconds["theirs"], strict=True) if a and b]
     return {
-        "margin_mb": margin_mb,
+        "margin_mb": margin / 1e6,
         "plan": in_a_fork(planned, model, margin_bytes=margin),
         "seconds": seconds,
         "ratio": statistics.median(ratios) if ratios else None,
         "rungs": last_ours.get("rungs"),
-        "fallbacks": last_ours.get("fallbacks"),
         "died": {"ours": last_ours.get("died"), "theirs": last_theirs.get("died")},
         "same": last_ours.get("tokens") == last_theirs.get("tokens"),
     }
 
 
-def main(margins_mb: list[float], runs: int = 1) -> None:
+def least_of_theirs(model: Any, ids: torch.Tensor) -> int:
+    """The least limit with which `model.generate` comes to its end, to 1 MB."""
+    low, high = 0, 400_000_000
+    while high - low > 1_000_000:
+        middle = (low + high) // 2
+        died = "died" in in_a_fork(theirs, model, ids, {"max_new_tokens": NEW}, margin_bytes=middle)
+        low, high = (middle, high) if died else (low, middle)
+    return high
+
+
+def main(times: list[float], runs: int = 1, linears: str = "default") -> None:
     torch.set_num_threads(1)
     model = build(SHAPE)
     ids = torch.randint(3, 2000, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
@@ -67,7 +87,8 @@ def main(margins_mb: list[float], runs: int = 1) -> None:
         engine.generate(model, ids[:2], cache=cache, max_new_tokens=2)
     model.generate(ids[:2], max_new_tokens=2, do_sample=False)
     planned(model)
-    print(json.dumps([compare(margin, runs, model, ids) for margin in margins_mb]))
+    least = least_of_theirs(model, ids)
+    print(json.dumps([compare(int(time * least), runs, model, ids, linears) for time in times]))
 
 
 if __name__ == "__main__":

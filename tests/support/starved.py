@@ -48,14 +48,14 @@ def ours(model: PreTrainedModel, ids: torch.Tensor, options: dict[str, Any]) -> 
     try:
         out = engine.generate(model, ids, **options)
     except engine.OutOfMemory as stopped:
-        return {"died": str(stopped), "tokens": stopped.partial.tokens, **_told(stopped.partial)}
-    return {"tokens": out.tokens, **_told(out)}
+        return {"died": str(stopped)} | told(stopped.partial)
+    return told(out)
 
 
-def _told(out: engine.Generation) -> dict[str, Any]:
+def told(out: engine.Generation) -> dict[str, Any]:
     taken = out.stats.fallbacks
     rungs, seen = [one.rung for one in taken], [one.tokens for one in taken]
-    return {"rungs": rungs, "seen": seen, "fallbacks": [str(one) for one in taken]}
+    return {"tokens": out.tokens, "rungs": rungs, "seen": seen, "fallbacks": [str(one) for one in taken]}
 
 
 def theirs(model: PreTrainedModel, ids: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:

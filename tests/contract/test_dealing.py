@@ -1,0 +1,128 @@
+"""Rows are dealt out to several caches and gathered again, store by store: hardly anything is there twice."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from contract import CELLS
+from failing_memory import memory, moments
+from test_unfinished_rows import OUT, asked
+from trial import Trial, with_room
+
+import caches
+from caches.dealing import deal_rows, gather_rows
+from engine.live import Live
+
+INDEXES = [[0, 1], [2, 3]]
+
+
+def four_rows(backend: str, kind: str, forks: bool) -> Trial:
+    """Two prompts that became two rows each: forked rows go on sharing what they have in common."""
+    trial = with_room(backend, kind, 4)
+    trial.step(9)
+    trial.fork(2) if forks else trial.rows([0, 0, 1, 1])
+    trial.step(3)
+    trial.step(1)
+    return trial
+
+
+def dealt(trial: Trial) -> list[Trial]:
+    rooms = [trial.cache.max_rows and 2] * 2
+    parts = deal_rows(trial.cache, [2, 2], rooms)
+    return [trial.holding(part, index) for part, index in zip(parts, INDEXES, strict=True)]
+
+
+def gathered(trial: Trial, parts: list[Trial]) -> Trial:
+    return trial.holding(gather_rows([part.cache for part in parts]))
+
+
+def log_of(cache: caches.Driven, ids: torch.Tensor) -> None:
+    cache.log = caches.Log(ids, torch.ones_like(ids))
+
+
+def cases() -> list:
+    """Every cell once, forked in turns; two of three belong to the whole product."""
+    found = []
+    for number, cell in enumerate(CELLS):
+        marks = [pytest.mark.product] * (number % 3 > 0)
+        found.append(pytest.param(*cell, number % 2 == 0, marks=marks, id="-".join([*cell, str(number % 2 == 0)])))
+    return found
+
+
+@pytest.mark.parametrize(("backend", "kind", "forks"), cases())
+def test_everything_is_there_afterwards(backend, kind, forks):
+    trial = four_rows(backend, kind, forks)
+    log_of(trial.cache, torch.arange(8).view(4, 2))
+    shared = any(part.shares for part in trial.cache.parts)
+    parts = dealt(trial)
+    assert (trial.cache.seen, trial.cache.batch_size, trial.cache.bytes) == (0, -1, 0)
+    for part in parts:
+        part.check()
+        assert any(one.shares for one in part.cache.parts) == shared
+    assert parts[1].cache.log.ids.tolist() == [[4, 5], [6, 7]]
+    copies = [copy.deepcopy(part) for part in parts]
+    for part in copies:
+        part.step(4)
+        part.check()
+    whole = gathered(trial, parts)
+    whole.check()
+    assert all(part.cache.bytes == 0 for part in parts)
+    assert whole.cache.log.ids.tolist() == torch.arange(8).view(4, 2).tolist()
+    whole.step(4)
+    whole.step(1)
+    whole.check()
+
+
+def test_an_empty_cache_is_dealt_out_too():
+    parts = deal_rows(with_room("dynamic", "full", 4).cache, [2, 2], [None, None])
+    assert [part.batch_size for part in parts] == [-1, -1]
+    assert gather_rows(parts).batch_size == -1
+
+
+@pytest.mark.parametrize(("backend", "kind"), CELLS[::9])
+def test_what_fails_on_the_way_changes_nothing(backend, kind):
+    trial = four_rows(backend, kind, forks=True)
+    for moment in moments(asked(trial, dealt), 4):
+        other = copy.deepcopy(trial)
+        with memory(moment), pytest.raises(OUT):
+            dealt(other)
+        other.check()
+        other.step(2)
+        other.check()
+
+
+@pytest.mark.parametrize("backend", ["dynamic", "static", "quantized", "offloaded"])
+def test_hardly_more_than_a_layer_is_there_twice(backend):
+    trial = with_room(backend, "full", 4)
+    with Live(torch.nn.Module()) as live:
+        trial.step(200)
+        trial.rows([0, 0, 1, 1])
+        before, layers = trial.cache.bytes, len(trial.cache.layers)
+        live.most = start = live._now
+        parts = dealt(trial)
+        dealing, live.most = live.most - start, live._now
+        gathered(trial, parts)
+        gathering = live.most - start
+    # Room for columns to come may be other than it was.
+    assert dealing <= 1.5 * before / layers
+    assert gathering <= 2.5 * before / layers
+
+
+def test_rows_of_an_open_step_are_not_dealt_out():
+    trial = four_rows("dynamic", "full", forks=False)
+    trial.cache.begin(1)
+    with pytest.raises(caches.StepError, match="open"):
+        dealt(trial)
+    trial.cache.abort()
+    trial.check()
+
+
+def test_parts_that_hold_other_tokens_are_not_gathered():
+    parts = dealt(four_rows("dynamic", "full", forks=False))
+    parts[0].step(1)
+    with pytest.raises(caches.StepError, match="same layers and tokens"):
+        gather_rows([part.cache for part in parts])
+    for part in parts:
+        part.check()

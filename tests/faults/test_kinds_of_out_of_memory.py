@@ -1,0 +1,163 @@
+"""Which errors are taken for memory that is out, and which are told as they are."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import weakref
+
+import pytest
+import torch
+from architectures import tiny_model
+from test_ladder import OutAt, expected, prompt, run, same
+
+import engine
+from caches.out_of_memory import is_out_of_memory
+from configs import EngineConfig
+from engine import out_of_memory
+
+YES = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    MemoryError(),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to"),
+    RuntimeError("MPS backend out of memory (MPS allocated: 1.00 GB"),
+    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("std::bad_alloc"),
+    RuntimeError("unable to mmap 4096 bytes from file </tmp/a>: Cannot allocate memory (12)"),
+]
+NO = [
+    RuntimeError("my plug-in has not enough memory slots"),
+    RuntimeError("the request ran out of memory entries"),
+    RuntimeError("could not create a primitive"),
+    RuntimeError("could not create a primitive descriptor for the matmul primitive. Run workload with"),
+    ValueError("DefaultCPUAllocator: can't allocate memory"),
+    OSError(errno.ENOSPC, "No space left on device"),
+    OSError(errno.EMFILE, "Too many open files"),
+    KeyboardInterrupt(),
+]
+
+
+@pytest.mark.parametrize("error", YES, ids=str)
+def test_memory_is_out(error):
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("error", NO, ids=str)
+def test_memory_is_not_the_reason(error):
+    assert not is_out_of_memory(error)
+
+
+def test_the_cpu_allocator_says_so_in_the_form_that_is_known():
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(raised.value)
+
+
+def test_where_the_message_does_not_tell_an_allocation_is_tried():
+    error = RuntimeError("could not create a primitive")
+    assert not is_out_of_memory(error, size=1000)
+    assert is_out_of_memory(error, size=2**60)
+
+
+def of_onednn():
+    return RuntimeError("could not create a primitive")
+
+
+def test_what_onednn_cannot_do_is_tried_without_it(monkeypatch):
+    """And takes no rung."""
+    assert same(run([2], EngineConfig().on_oom, of_onednn), expected()) == []
+
+
+def test_what_torch_cannot_do_either_is_told_as_it_is():
+    with pytest.raises(engine.Interrupted, match="could not create a primitive") as raised:
+        run([2, 3], EngineConfig().on_oom, of_onednn)
+    assert not isinstance(raised.value, engine.OutOfMemory)
+    assert raised.value.partial.stats.fallbacks == ()
+
+
+def test_an_error_of_a_plug_in_is_told_as_it_is():
+    with pytest.raises(engine.Interrupted, match="memory slots") as raised:
+        run([2], EngineConfig().on_oom, lambda: RuntimeError("not enough memory slots"))
+    assert not isinstance(raised.value, engine.OutOfMemory)
+
+
+class Told(MemoryError):
+    """One that can be referred to weakly."""
+
+
+@pytest.mark.parametrize("where", ["forward", "processor"])
+def test_the_error_itself_is_the_cause(where):
+    """Without what its frames hold on to."""
+    pinned = []
+
+    def error():
+        held = torch.zeros(10)
+        pinned.append(weakref.ref(held))
+        return Told("no memory in here")
+
+    def fails(ids, scores):
+        held = torch.zeros(10)
+        pinned.append(weakref.ref(held))
+        raise Told("no memory in here")
+
+    model = tiny_model("llama")
+    options = {"logits_processor": [fails]} if where == "processor" else {}
+    with OutAt(model, [1] if where == "forward" else [], error), pytest.raises(engine.OutOfMemory) as raised:
+        engine.generate(model, prompt(), max_new_tokens=4, on_oom=[], **options)
+    cause = raised.value.__cause__
+    assert isinstance(cause, Told)
+    assert (str(cause), cause.__traceback__, cause.__context__) == ("no memory in here", None, None)
+    gc.collect()
+    assert all(reference() is None for reference in pinned)
+
+
+def test_what_is_kept_of_an_error_has_no_frames():
+    def fails():
+        try:
+            raise MemoryError("first")
+        except MemoryError as first:
+            raise RuntimeError("second") from first
+
+    with pytest.raises(RuntimeError) as raised:
+        fails()
+    assert raised.value.__cause__.__traceback__ is not None
+    error = out_of_memory.without_frames(raised.value)
+    assert error.__traceback__ is None
+    assert error.__cause__.__traceback__ is None
+
+
+def test_an_error_without_text_has_a_first_line():
+    assert out_of_memory.first_line(ValueError()) == "ValueError"
+    assert out_of_memory.in_words(ValueError()) == "ValueError"
+    assert out_of_memory.in_words(ValueError("a\nb")) == "ValueError: a"
+
+
+def test_a_library_that_raises_without_text_while_loading(monkeypatch):
+    def wordless(*given, **options):
+        raise ValueError
+
+    monkeypatch.setattr("engine.loading.AutoConfig.from_pretrained", wordless)
+    with pytest.raises(engine.InputError, match="no model could be loaded from 'somewhere': ValueError"):
+        engine.plan("somewhere", prompt_tokens=4, max_new_tokens=4)
+
+
+def test_a_library_that_raises_without_text_while_studied(monkeypatch):
+    def wordless(*given, **options):
+        raise ValueError
+
+    model = tiny_model("llama")
+    monkeypatch.setattr(type(model), "_from_config", wordless)
+    with pytest.raises(engine.InputError, match="describes no model that generates text: ValueError"):
+        engine.plan(model, prompt_tokens=4, max_new_tokens=5)
+
+
+def test_windows_has_no_library_without_a_name(monkeypatch):
+    def refuses(name):
+        raise TypeError("bad argument type for built-in operation")
+
+    monkeypatch.setattr(out_of_memory.ctypes, "CDLL", refuses)
+    out_of_memory.empty_allocators()
