@@ -20,11 +20,11 @@ from caches.classic import (
     StaticCache,
     from_legacy_cache,
 )
+from caches.comparison import first_layer
 from caches.conversion import convert, join_rows, select_rows
 from caches.driven import Driven, Log
 from caches.encoder_decoder import EncoderDecoder
 from caches.errors import CacheError, CapacityError, StepError, Unknowable, UnknownCache, UnsupportedLayer
-from caches.comparison import first_layer
 from caches.foreign import ForeignCache
 from caches.moving import move
 from caches.no_cache import NoCache

@@ -54,8 +54,7 @@ class ForeignCache:
             return None
         held = list(self._tensors())
         same = len(held) == len(before) and all(
-            was() is tensor and tensor._version == version
-            for tensor, (was, version) in zip(held, before, strict=True)
+            was() is tensor and tensor._version == version for tensor, (was, version) in zip(held, before, strict=True)
         )
         return log if same else None
 

@@ -222,7 +222,9 @@ class Runner:
         where the first layer hands over none.
         """
         probe = Probe(begin, self.model.config.is_encoder_decoder, cross)
-        inputs = self._inputs(ids, columns, probe, 0, begin, end, begin == 0, *extend_extras(self.model, extras, columns.total))
+        inputs = self._inputs(
+            ids, columns, probe, 0, begin, end, begin == 0, *extend_extras(self.model, extras, columns.total)
+        )
         if embeds is not None and begin < embeds.shape[1]:
             inputs["inputs_embeds"] = self._embedded(embeds, ids, begin, end)
             inputs.pop("input_ids", None)
@@ -231,7 +233,7 @@ class Runner:
             self.model(**inputs, return_dict=True)
         if probe.found is None or not (cross or probe.found[0].shape[-2] == end - begin):
             raise Unknowable(
-                f"the first layer of {type(self.model).__name__} does not begin with the keys of its {end - begin} tokens"
+                f"the first layer of {type(self.model).__name__} does not begin with the keys of its tokens"
             )
         return probe.found
 

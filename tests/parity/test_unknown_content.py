@@ -176,7 +176,11 @@ def test_embeddings_are_compared():
 @pytest.mark.parametrize("whose", ["ours", "theirs"])
 def test_an_encoders_source_is_compared(name, whose):
     model, inputs = tiny_encoder_decoder(name), source(name)
-    own = caches.build("dynamic", model.config) if whose == "ours" else EncoderDecoderCache(DynamicCache(), DynamicCache())
+    own = (
+        caches.build("dynamic", model.config)
+        if whose == "ours"
+        else EncoderDecoderCache(DynamicCache(), DynamicCache())
+    )
     begun = torch.tensor([[START, 5, 6, 7], [START, 8, 9, 10]])
     with torch.no_grad():
         model(**inputs, decoder_input_ids=begun, past_key_values=own)
