@@ -100,7 +100,7 @@ def _columns(layer: Layer, name: str) -> HeldColumns:
 def _of_transformers(cache: ForeignCache, part: Any) -> tuple[HeldColumns, HeldColumns]:
     layer = part.layers[0] if part.layers else None
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    if not isinstance(keys, torch.Tensor) or not isinstance(values, torch.Tensor):
+    if layer is None or not isinstance(keys, torch.Tensor) or not isinstance(values, torch.Tensor):
         raise Unknowable("its first layer keeps no keys")
     seen = int(layer.get_seq_length())
     if isinstance(layer, StaticLayer) and seen <= keys.shape[2]:

@@ -248,7 +248,7 @@ class Runner:
             self.model(**inputs, return_dict=True)
         if probe.found is None or not (cross or probe.found[0].shape[-2] == end - begin):
             raise Unknowable(
-                f"the first layer of {type(self.model).__name__} does not begin with the keys of its {end - begin} tokens"
+                f"the first layer of {type(self.model).__name__} does not begin with the keys of its tokens"
             )
         return probe.found
 

@@ -93,7 +93,9 @@ def test_a_conversation_goes_on_from_its_embeddings(cache):
         "inputs_embeds": torch.cat([inputs["inputs_embeds"], new], dim=1),
         "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(2, NEW + 2, dtype=torch.long)], dim=1),
     }
-    second = engine.generate(model, whole, cache=first.cache, max_new_tokens=NEW)
+    with pytest.raises(engine.InputError, match="cannot be checked: its first layer holds the last 7 of"):
+        engine.generate(model, whole, cache=first.cache, max_new_tokens=NEW)
+    second = engine.generate(model, whole, cache=first.cache, trust_cache=True, max_new_tokens=NEW)
     assert torch.equal(second.sequences, model.generate(**whole, max_new_tokens=NEW, do_sample=False))
     assert second.stats.prompt_tokens == 2 * 3
 

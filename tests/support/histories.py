@@ -140,10 +140,6 @@ def places(mask: torch.Tensor) -> torch.Tensor:
     return (mask.cumsum(dim=1) - 1).clamp(min=0)
 
 
-class Refused(Exception):
-    """The call was refused."""
-
-
 class History:
     """One live cache of one model, and what it holds in truth. counts: what was done, and how it ended."""
 
@@ -345,35 +341,36 @@ class History:
 
     def _turn_of(self, ids: torch.Tensor, mask: torch.Tensor, source: int = 0) -> None:
         own = self.content.begins(ids, mask) and source == 0
-        try:
-            out = self._text(ids, mask, source, trust=False)
-        except Refused as refusal:
-            how = self._explained(str(refusal), self.content.differs(ids, mask), source)
+        out = self._text(ids, mask, source, trust=False)
+        if isinstance(out, str):
+            how = self._explained(out, self.content.differs(ids, mask), source)
             self.counts[f"refused: {how}"] += 1
             self.done.append(f"refused: {how}")
             if not own or how.startswith("no room"):
                 return
-            assert how == "cannot be checked", f"refused although it is right: {refusal}"
-            assert self.name not in PREFIX_IS_KNOWN, f"refused although it could be checked: {refusal}"
+            assert how == "cannot be checked", f"refused although it is right: {out}"
+            assert self.name not in PREFIX_IS_KNOWN, f"refused although it could be checked: {out}"
             out = self._text(ids, mask, source, trust=True)  # the caller knows that it is right
+            assert not isinstance(out, str), f"refused although it was trusted: {out}"
         self.counts["right" if own else "another conversation, right"] += 1
         self._check(out, ids, mask, source)
         self.last = out.sequences
         whole = torch.cat([mask, mask.new_ones(len(mask), NEW - 1)], dim=1)
         self.content = self.content.first(0).then(self.last[:, :-1].clone(), whole, places(whole), 0)
 
-    def _text(self, ids: torch.Tensor, mask: torch.Tensor, source: int, trust: bool) -> engine.Generation:
+    def _text(self, ids: torch.Tensor, mask: torch.Tensor, source: int, trust: bool) -> engine.Generation | str:
+        """What comes of the call: a generation, or why it is refused."""
         given: dict[str, Any] = {"attention_mask": mask} if not self.is_pair else {"decoder_input_ids": ids}
         inputs = self.sources[source] if self.is_pair else ids
         given |= {"trust_cache": True} if trust else {}
         try:
             return generator(self.name).generate(inputs, cache=self.cache, max_new_tokens=NEW, **given)
         except (engine.InputError, caches.CacheError) as error:
-            raise Refused(str(error)) from error
+            return str(error)
         except engine.Interrupted as error:  # what a cache says at its first step
             if not isinstance(error.__cause__, caches.CacheError):
                 raise
-            raise Refused(str(error)) from error
+            return str(error)
 
     def _explained(self, refusal: str, first: set[int], source: int) -> str:
         """Which refusal it is; it has to be true."""

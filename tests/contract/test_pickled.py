@@ -1,0 +1,96 @@
+"""Caches and results of every backend, written down and read back by pickle and by torch."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from architectures import prompt, tiny_model
+from encoder_decoders import source, tiny_encoder_decoder
+from transformers import DynamicCache
+
+import caches
+import engine
+from configs import ConfigError
+
+NEW = 5
+MODELS = ["llama", "gemma2", "lfm2", "mamba", "minimax_m3_vl_text"]  # of every kind of layer
+
+
+def saved(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def options_of(backend, residency):
+    """Small ones, so that blocks are encoded and windows forget."""
+    known = caches.recipe(backend).options.option_names()
+    wanted = {"window_length": 12 if "residual_length" in known else 8, "residual_length": 2, "q_group_size": 8,
+              "max_cache_len": 40, "residency": residency}  # fmt: skip
+    return {name: value for name, value in wanted.items() if name in known}
+
+
+def cases():
+    for backend in caches.names():
+        options = caches.recipe(backend).options.option_names()
+        for residency in ("host", "disk") if "residency" in options else ("host",):
+            yield pytest.param(backend, residency, id=f"{backend}-{residency}")
+
+
+@pytest.mark.parametrize(("backend", "residency"), list(cases()))
+def test_a_run_goes_on_from_what_was_written_down(backend, residency):
+    runs, most = 0, {"dynamic": len(MODELS), "offloaded": 2}.get(backend, 1)
+    for name in MODELS if residency == "host" else MODELS[:1]:
+        if runs == most:
+            break
+        model, inputs = tiny_model(name), prompt(tokens=14)
+        options = {"cache": backend, "cache_config": options_of(backend, residency), "max_new_tokens": NEW}
+        try:
+            first = engine.generate(model, inputs, **options)
+        except (caches.UnsupportedLayer, ConfigError):
+            continue
+        copies = [pickle.loads(pickle.dumps(first)), saved(first)] if runs == 0 else [pickle.loads(pickle.dumps(first))]
+        go_on = {"max_new_tokens": NEW} if first.cache is not None else options
+        cache = {} if first.cache is None else {"cache": copy.deepcopy(first.cache)}
+        expected = engine.generate(model, first.sequences, **go_on, **cache).sequences
+        for one in copies:
+            assert torch.equal(one.sequences, first.sequences)
+            cache = {} if one.cache is None else {"cache": one.cache}
+            second = engine.generate(model, one.sequences, **go_on, **cache)
+            assert torch.equal(second.sequences, expected)
+            assert one.cache is None or second.stats.prompt_tokens == 2
+        runs += 1
+    assert runs or backend == "encoder_decoder"
+
+
+@pytest.mark.parametrize("backend", ["dynamic", "static", "offloaded"])
+def test_of_an_encoder_too(backend):
+    model, inputs = tiny_encoder_decoder("bart"), source("bart")
+    first = engine.generate(model, inputs, cache=backend, max_new_tokens=NEW, max_cache_len=40)
+    second = pickle.loads(pickle.dumps(first))
+    options = {"decoder_input_ids": second.sequences, "max_new_tokens": NEW}
+    expected = engine.generate(model, inputs, **options).sequences
+    assert torch.equal(engine.generate(model, inputs, **options, cache=second.cache).sequences, expected)
+
+
+def test_a_cache_of_transformers_is_compared_when_it_comes_back():
+    model, inputs = tiny_model("llama"), prompt(pads=0)
+    first = engine.generate(model, inputs, cache=DynamicCache(config=model.config), max_new_tokens=NEW)
+    back = pickle.loads(pickle.dumps(first))
+    wrong, mask = back.sequences.clone(), torch.ones_like(back.sequences)
+    wrong[1, 3] += 1
+    with pytest.raises(engine.InputError, match="differ from token 3 on"):
+        engine.generate(model, wrong, attention_mask=mask, cache=back.cache, max_new_tokens=NEW)
+    second = engine.generate(model, back.sequences, attention_mask=mask, cache=back.cache, max_new_tokens=NEW)
+    assert second.stats.prompt_tokens == 2
+
+
+def test_rows_that_share_a_prefix():
+    model, inputs = tiny_model("llama"), prompt(rows=1, pads=0)
+    out = engine.generate(model, inputs, do_sample=True, num_return_sequences=3, max_new_tokens=NEW)
+    back = pickle.loads(pickle.dumps(out))
+    expected = engine.generate(model, out.sequences, max_new_tokens=NEW).sequences
+    assert torch.equal(engine.generate(model, back.sequences, cache=back.cache, max_new_tokens=NEW).sequences, expected)

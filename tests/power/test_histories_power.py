@@ -1,0 +1,45 @@
+"""Random histories notice each of these breakages of what keeps a wrong cache from being used."""
+
+import pytest
+import torch
+from histories import THEIRS, pairs, play
+
+import caches
+from caches import comparison, foreign
+from engine import generator, session, tokens
+
+BREAKAGES = {
+    "unknown content passes": (generator, "check_content", lambda *arguments: None),
+    "known content passes": (generator, "check_continues", lambda cache, request, reader: True),
+    "nothing differs": (
+        comparison.HeldColumns,
+        "differ",
+        lambda self, expected, begin: torch.zeros(len(expected), expected.shape[2], dtype=torch.bool),
+    ),
+    "what others do to a cache of transformers is not noticed": (
+        caches.ForeignCache,
+        "log",
+        property(lambda self: foreign._logs.get(self._cache, (None,))[0], caches.ForeignCache.log.fset),
+    ),
+    "the log is the result's memory": (
+        tokens.Tokens,
+        "log",
+        lambda self: caches.Log(self.ids, self._mask[:, : self.written]),
+    ),
+    "the log keeps its rows": (caches.Log, "rows", lambda self, index: self),
+    "a source is another's": (session, "_check_source", lambda *arguments: None),
+}
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES)
+def test_a_breakage_is_noticed(breakage, monkeypatch):
+    monkeypatch.setattr(*BREAKAGES[breakage])
+    theirs = "transformers" in breakage
+    for seed in range(500):
+        if theirs and pairs()[seed % len(pairs())][1] not in THEIRS:
+            continue
+        try:
+            play(seed)
+        except AssertionError:
+            return
+    pytest.fail("500 histories were all right")
