@@ -166,7 +166,7 @@ class Copies(Live):
         ("prompt_lookup", {"prompt_lookup_num_tokens": 3}, {"prefix_allowed_tokens_fn": lambda batch, ids: [5]}),
         ("prompt_lookup", {"prompt_lookup_num_tokens": 3, "do_sample": True}, {"top_k": 0}),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_no_step_needs_more_than_its_strategy_says(name, options, processed, monkeypatch):
     """The plan counts them."""
