@@ -7,10 +7,12 @@ from parity import CLOSE, NEW, reference, transformers_says
 
 import engine
 
+STATES = ["mamba", "mamba2", "bamba", "lfm2", "falcon_h1", "qwen3_next"]
+
 
 @pytest.mark.covering("pairs")
 @pytest.mark.parametrize("chunk", [None, 3], ids=["whole", "chunked"])
-@pytest.mark.parametrize(("name", "cache"), pairs([*ARCHITECTURES, "mamba", "bamba", "lfm2", "falcon_h1"]))
+@pytest.mark.parametrize(("name", "cache"), pairs([*ARCHITECTURES, *STATES]))
 def test_greedy(name, cache, chunk):
     if cache == "none" and chunk is not None:
         pytest.skip("without a cache a prompt cannot be read in pieces")

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from caches.quantized import QuantizedStore
+from caches.sinks import Sinks
+from caches.staging import Staging
 from caches.state import State
-from caches.store import GrowingStore
+from caches.store import FixedStore, GrowingStore
 from caches.timeline import Timeline
 from engine.masks import Columns
 
@@ -103,6 +106,81 @@ def read_the_encoder_of_another_row(patch: Patch) -> None:
     patch.setattr(GrowingStore, "committed", of_another_row)
 
 
+def keep_what_was_dropped(patch: Patch) -> None:
+    original = Timeline.settle
+    patch.setattr(Timeline, "settle", lambda self, drop=0: original(self, 0))
+
+
+def take_back_one_too_few(patch: Patch) -> None:
+    original = Timeline.forget
+    patch.setattr(Timeline, "forget", lambda self, tokens: original(self, max(0, tokens - 1)))
+
+
+def take_back_what_was_overwritten(patch: Patch) -> None:
+    patch.setattr(Timeline, "can_forget", lambda self, tokens: self.seen >= tokens)
+
+
+def leave_rows_where_they_are(patch: Patch) -> None:
+    patch.setattr(FixedStore, "rows", lambda self, index: None)
+
+
+def fork_rows_in_turn(patch: Patch) -> None:
+    patch.setattr("caches.forking.repeated", lambda rows, times: torch.arange(max(0, rows)).repeat(times))
+
+
+def forget_no_staged_columns(patch: Patch) -> None:
+    patch.setattr(Staging, "forget", lambda self, reader: None)
+
+
+def encode_one_column_early(patch: Patch) -> None:
+    original = QuantizedStore._encode
+    patch.setattr(
+        QuantizedStore,
+        "_encode",
+        lambda self, columns, column, block: original(self, columns, max(0, column - 1), block),
+    )
+
+
+def turn_sinks_too_far(patch: Patch) -> None:
+    original = Sinks.delta
+    patch.setattr(Sinks, "delta", lambda self, *arguments: original(self, *arguments) + 1)
+
+
+def hand_over_one_token_more(patch: Patch) -> None:
+    original = Timeline.adopt
+
+    def adopt(self: Timeline, seen: int, held: int | None, rows: int) -> None:
+        original(self, seen, held, rows)
+        self.seen += 1
+
+    patch.setattr(Timeline, "adopt", adopt)
+
+
+def accept_every_proposal(patch: Patch) -> None:
+    def compared(chosen: torch.Tensor, proposed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if proposed is None:
+            return chosen, torch.zeros_like(chosen, dtype=torch.bool)
+        return proposed, torch.ones_like(chosen, dtype=torch.bool)
+
+    patch.setattr("strategies.verify._compared", compared)
+
+
+def keep_the_worst_beams(patch: Patch) -> None:
+    def choose(self: Any, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        best = scores.topk(self._candidates + 1)
+        return best.values[:, 1:], best.indices[:, 1:]
+
+    patch.setattr("strategies.beams.Beams._choose", choose)
+
+
+def show_half_stop_strings(patch: Patch) -> None:
+    patch.setattr("engine.text.RowText._stop_prefix", lambda self, text: 0)
+
+
+def leave_streams_where_they_are(patch: Patch) -> None:
+    patch.setattr("engine.outlet.Outlet._reorder", lambda self, index: None)
+
+
 DAMAGES: dict[str, Callable[[Patch], None]] = {
     damage.__name__: damage
     for damage in (
@@ -119,5 +197,18 @@ DAMAGES: dict[str, Callable[[Patch], None]] = {
         forget_states,
         read_pads_into_states,
         read_the_encoder_of_another_row,
+        keep_what_was_dropped,
+        take_back_one_too_few,
+        take_back_what_was_overwritten,
+        leave_rows_where_they_are,
+        fork_rows_in_turn,
+        forget_no_staged_columns,
+        encode_one_column_early,
+        turn_sinks_too_far,
+        hand_over_one_token_more,
+        accept_every_proposal,
+        keep_the_worst_beams,
+        show_half_stop_strings,
+        leave_streams_where_they_are,
     )
 }
