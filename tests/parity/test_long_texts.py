@@ -156,6 +156,12 @@ def test_room_is_made_without_a_trace(call, monkeypatch):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("call", ["rows that end", "samples", "beams"])
+def test_nor_where_tokens_are_read_late(call, monkeypatch):
+    monkeypatch.setattr(tokens, "reads_late", lambda device: True)
+    test_room_is_made_without_a_trace(call, monkeypatch)
+
+
 def test_positions_of_the_caller(monkeypatch):
     inputs = prompt(pads=3)
     inputs["position_ids"] = (inputs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0) + 5
