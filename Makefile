@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST := -m pytest -n auto --dist worksteal
 PROMPT := 'def open(self, path, mode="r"):\n    """Open the file named path'
 
-.PHONY: demo test test-slow test-product torture check test-oldest clean
+.PHONY: demo test test-slow test-product torture histories check test-oldest clean
 
 demo: .venv/installed
 	@for cache in dynamic static; do \
@@ -29,6 +29,10 @@ test-product: .venv/installed
 # Memory runs out at random, 20,000 times; 2,000 of them are among the tests.
 torture: .venv/installed
 	$(BIN)/python tests/support/torture.py 20000
+
+# Random histories of live caches; 500 of them are among the tests.
+histories: .venv/installed
+	$(BIN)/python tests/support/histories.py 10000
 
 check: .venv/installed
 	$(BIN)/ruff check .
