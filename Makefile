@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST := -m pytest -n auto --dist worksteal
 PROMPT := 'def open(self, path, mode="r"):\n    """Open the file named path'
 
-.PHONY: demo test test-full nightly torture check test-oldest clean
+.PHONY: demo test test-full nightly torture histories interrupts check test-oldest clean
 
 demo: .venv/installed
 	@for cache in dynamic static; do \
@@ -24,12 +24,16 @@ test: .venv/installed
 test-full: .venv/installed
 	$(BIN)/python $(PYTEST) -m "slow and not product and not cuda"
 
-# What takes hours: every cell of the products, and memory that runs out at random 20,000 times.
-nightly: .venv/installed torture
+# What takes hours: every cell of the products, memory that runs out at random, histories of caches, Ctrl-C at any moment.
+nightly: .venv/installed torture histories interrupts
 	$(BIN)/python $(PYTEST) -m "product and not cuda"
 
 torture: .venv/installed
 	$(BIN)/python tests/support/torture.py 20000
+
+# Random histories of live caches; 500 of them are among the tests.
+histories: .venv/installed
+	$(BIN)/python tests/support/histories.py 10000
 
 check: .venv/installed
 	$(BIN)/ruff check .

@@ -39,7 +39,6 @@ class Cache(Forking):
         self._calls: set[tuple[int, str]] = set()
         self._reached: set[tuple[int, str]] = set()
         self._required = {use for index, spec in enumerate(specs) for use in _uses(index, spec)}
-        self._given_up: set[tuple[int, str]] = set()  # what the last step that was given up had reached
 
     # Foreign loops.
 
@@ -85,33 +84,27 @@ class Cache(Forking):
             if self._timelines[0].pending == 0:
                 self._begin_columns(1)
             self.settle()
-            self._given_up.clear()
 
     def _give_up(self) -> None:
-        """A forward died half-way, as far as that can be known: as if it had never been.
-
-        Raises `StepError` where nothing was ever committed and two forwards end alike: the model has fewer layers.
-        """
+        """A forward failed half-way, as far as that can be known: the step has never been."""
         layers, needed = ({index for index, _ in uses} for uses in (self._reached, self._required | self._reached))
-        told = (
-            f"a forward reached {len(layers)} of the {len(needed)} layers of this {self.name} cache (up to layer "
-            f"{max(layers, default=-1)}) before the next one began"
+        _logger.warning(
+            "a forward reached %d of the %d layers of this %s cache (up to layer %d) before the next one began: it "
+            "counts as failed, and its %d tokens were not kept. If the model has only these layers, build the cache "
+            "with a configuration that says so (num_hidden_layers)",
+            *(len(layers), len(needed), self.name, max(layers, default=-1), self._timelines[0].pending),
         )
-        if super().seen == 0 and self._reached and self._reached == self._given_up:
-            raise StepError(
-                f"{told}, twice in succession: nothing can be kept of such steps. If the model has only these layers, "
-                "build the cache with a configuration that says so (num_hidden_layers). If both forwards failed, "
-                "reset() the cache and go on"
-            )
-        _logger.warning("%s: it counts as failed, and its %d tokens were not kept", told, self._timelines[0].pending)
-        self._given_up = set(self._reached)
         self.abort()
 
     def _require_layers_of(self, model: Any) -> None:
-        """Wait for the layers that a model has, where it has fewer than its configuration says."""
-        found = {getattr(module, "layer_idx", None) for module in ([] if model is None else model.modules())}
-        uses = {use for index, spec in enumerate(self.specs) for use in _uses(index, spec)}
-        self._required = {use for use in uses if use[0] in found} or uses
+        """Wait for the layers that a model uses, where those are fewer than the cache has. None: for all."""
+        self._required = {use for index, spec in enumerate(self.specs) for use in _uses(index, spec)}
+        if model is not None:
+            found = {getattr(module, "layer_idx", None) for module in model.modules()}
+            config = model.config.get_text_config(decoder=True)
+            count = getattr(config, "num_decoder_layers", None) or getattr(config, "num_hidden_layers", None)
+            used = {use for use in self._required if use[0] in found and (count is None or use[0] < count)}
+            self._required = used or self._required
 
     def has_reached(self, layer_idx: int) -> bool:
         """Whether a foreign loop's open step has reached this layer."""

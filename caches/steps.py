@@ -287,6 +287,8 @@ class Steps(Face):
             layer.release()
         self.stage.release()
         self.reset()
+        for timeline in self._timelines:
+            timeline.release()
 
     def _empty(self) -> None:
         for timeline in self._timelines:

@@ -49,7 +49,7 @@ class Timeline:
         all_room: bool = False,
     ):
         self.retention, self.max_rows, self._fixed = retention, max_rows, all_room
-        self._told_rows = max_rows
+        self._told_rows, self._made_rows = max_rows, 0  # what the caller said, and what fixed tensors were made for
         self.seen = self.start = self.end = self.pending = self.room = 0
         self.rows: int | None = None
         self.overflow = False
@@ -82,8 +82,8 @@ class Timeline:
         """Inside the forward: a step has so many rows. Raises `StepError` when the steps before had others."""
         if self.rows is None and (self.max_rows is None or rows <= self.max_rows):
             self.rows = rows
-            if self._fixed and self.max_rows is None:  # tensors are made now and stay until a reset
-                self.max_rows = rows
+            if self._fixed and self.max_rows is None:  # tensors are made now and stay, until a reset needs larger ones
+                self.max_rows = self._made_rows = max(rows, self._made_rows)
         if self.rows is None:
             raise CapacityError(
                 f"the cache has room for {self.max_rows} rows, but the step has {rows}: build one with max_batch_size"
@@ -197,6 +197,11 @@ class Timeline:
         self.close()
         self.seen = self.start = self.end = self.rewritten = 0
         self.rows, self.max_rows = None, self._told_rows
+
+    def release(self) -> None:
+        """A reset after which no tensors are left."""
+        self.reset()
+        self._made_rows = 0
 
     def adopt(self, seen: int, held: int | None, rows: int) -> None:
         """Start anew with `held` columns after `seen` tokens, at the front of the buffers; None: there are no columns.

@@ -75,6 +75,8 @@ def generate(
     cache: a registered name ("dynamic", "static", "none"), "auto" for the fastest that loses nothing and fits (see
         `plan`), a `CacheConfig`, or a live cache object that holds the beginning of the prompt. Default "dynamic", or
         "none" for a model that keeps no keys and values.
+    trust_cache: with a live cache, whether its content is taken for the beginning of the prompt where that cannot be
+        checked. Default False: such a cache is refused. What is known to differ is refused in any case.
     cache_config: the backend's options, a dict or a `CacheConfig`; without `cache` they change the cache of a
         `Generator`'s `EngineConfig`. `past_key_values`, `cache_implementation` (of the names above) and
         `use_cache=False` as in transformers.

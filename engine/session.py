@@ -57,7 +57,7 @@ def check_continues(cache: Driven, request: Request, reader: PreTrainedModel) ->
             f"row {ended[0]} of the cache ended early and was filled up with pads, which take places in the model's "
             "sliding window or went into its state: go on with that row alone, from its own tokens"
         )
-    if log is None or log.ids.shape[1] < seen or prompt.unnamed > 0 or log.live_reader not in (None, reader):
+    if log is None or log.ids.shape[1] < seen or prompt.unnamed > 0:
         return False
     source = source_of(prompt.extras)
     if source is not None and log.source is not None and not torch.equal(source, log.source.to(source.device)):
@@ -72,7 +72,7 @@ def check_continues(cache: Driven, request: Request, reader: PreTrainedModel) ->
             f"attention_mask says something else about the {seen} tokens in the cache than when they were read or "
             "generated (rows that ended early were filled up with pads): leave it out, and it is remembered"
         )
-    if source is not None and log.source is None:
+    if log.live_reader not in (None, reader) or (source is not None and log.source is None):
         return False
     positions = prompt.extras.get("position_ids")
     if positions is None and log.positions is None:
@@ -147,8 +147,23 @@ def _check_columns(
         both = (different[0] | different[1]) & mask[:, begin:end]
         if bool(both.any()):
             raise InputError(_differs(both, begin, seen, ids[:, begin:], None, tokenizer))
+    if request.source is None:
+        _check_places_tell(mask[:, :seen])
     if not bool(mask[:, :seen].all()):
         _check_pads_show(runner, held[0], request, ids, extras, seen)
+
+
+def _check_places_tell(mask: torch.Tensor) -> None:
+    """Raise `Unknowable` where other tokens may have been pads when the same positions were read.
+
+    A pad is read at the position of the token before it, or at the first one. mask: of the columns in the cache.
+    """
+    holes = (mask[:, :-1] & ~mask[:, 1:]).any(dim=1).nonzero().flatten().tolist()
+    if holes:
+        raise Unknowable(f"row {holes[0]} has pads after its first token, which may have been read in other places")
+    alone = (mask.sum(dim=1) == 1).nonzero().flatten().tolist()
+    if alone:
+        raise Unknowable(f"a single token of row {alone[0]} is there, which may have been read as a pad")
 
 
 def _check_pads_show(

@@ -64,7 +64,7 @@ def test_an_empty_cache_takes_any_number_of_rows(backend, why, monkeypatch):
         expected = engine.generate(model, prompt(rows=rows), max_new_tokens=8).sequences
         out = engine.generate(model, prompt(rows=rows), cache=cache, max_new_tokens=8)
         assert torch.equal(out.sequences, expected)
-        assert cache.max_rows == (None if cache.max_rows is None else rows)
+        assert cache.max_rows is None or cache.max_rows >= rows
         cache.reset()
 
 

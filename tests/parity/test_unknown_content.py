@@ -138,6 +138,12 @@ def test_what_another_model_has_read_is_refused():
     first = engine.generate(model, inputs, max_new_tokens=NEW)
     with pytest.raises(engine.InputError, match="another model has filled it"):
         engine.generate(other, first.sequences, cache=first.cache, max_new_tokens=NEW)
+    wrong = first.sequences.clone()
+    wrong[1, 5] += 1
+    with pytest.raises(engine.InputError, match="differ from token 5 on"):
+        engine.generate(other, wrong, cache=first.cache, trust_cache=True, max_new_tokens=NEW)
+    trusted = engine.generate(other, first.sequences, cache=copy.deepcopy(first.cache), trust_cache=True)
+    assert trusted.stats.prompt_tokens == 2
     other.model.layers[0].self_attn.v_proj.weight.data.mul_(2)
     with pytest.raises(engine.InputError, match="differ from token 0 on"):
         engine.generate(other, longer(inputs), cache=filled(model, inputs, FILLED["ours"](model.config)))

@@ -310,8 +310,7 @@ def test_a_live_cache_that_does_not_fit_the_prompt():
     twin = copy.deepcopy(cache)
     with pytest.raises(engine.InputError, match="do not begin this prompt"):
         engine.generate(model, other, cache=twin, max_new_tokens=5)
-    fixed = engine.generate(model, IDS, cache="static", max_new_tokens=5).cache
-    fixed.reset()
+    fixed = caches.build("static", model.config, max_cache_len=40, max_batch_size=2)
     with pytest.raises(engine.InputError, match="room for 2 rows, but the prompt has 4"):
         engine.generate(model, other.repeat(2, 1), cache=fixed, max_new_tokens=5)
     cache.reset()
