@@ -31,7 +31,7 @@ def pairwise(**factors: Sequence[Any]) -> list[dict[str, Any]]:
 
 def keep_default_cells(metafunc: pytest.Metafunc) -> None:
     """Make no items of those cells of a test that `mark_surplus` would keep out of the default run: they are many."""
-    kept = [call for call in metafunc._calls if not {mark.name for mark in call.marks} & {"slow", "product", "cuda"}]
+    kept = [call for call in metafunc._calls if not {mark.name for mark in call.marks} & {"slow", "product"}]
     marker = metafunc.definition.get_closest_marker("covering")
     if marker and marker.args[0] == "values":
         chosen = _covering([_duties(_values(metafunc.function.__name__, call.params), "values") for call in kept])
