@@ -35,6 +35,10 @@ torture: .venv/installed
 histories: .venv/installed
 	$(BIN)/python tests/support/histories.py 10000
 
+# Ctrl-C twice, at random moments of 1,000 calls; a few are among the tests.
+interrupts: .venv/installed
+	$(BIN)/python tests/support/interrupts.py 1000
+
 check: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

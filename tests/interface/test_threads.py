@@ -8,7 +8,7 @@ import pytest
 import torch
 from architectures import _TINY, prompt, tiny_model
 from leaks import hidden_layer
-from threads import CALLS, generators, texts_of_threads
+from threads import CALLS, cells_of, generators, texts_of_threads
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import engine
@@ -27,8 +27,7 @@ def test_texts_are_those_of_one_thread(several):
 @pytest.mark.parametrize("name", ["llama", "gemma2", "jamba"])
 @pytest.mark.parametrize("several", [False, True], ids=["one generator", "two generators"])
 def test_many_texts_are_those_of_one_thread(several, name):
-    cells = [call for call in CALLS if name != "jamba" or call.get("cache") not in ("quantized", "sink")]
-    assert texts_of_threads(generators(name, several), name, calls=40, seed=4, cells=cells) == 80
+    assert texts_of_threads(generators(name, several), name, calls=40, seed=4, cells=cells_of(name)) == 80
 
 
 def in_thread(work):
