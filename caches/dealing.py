@@ -81,15 +81,16 @@ class _Share:
     def deal(self) -> None:
         held = self.whole.written()
         if held:
+            rows = sum(map(len, self.indexes))
             for part, index in zip(self.parts, self.indexes, strict=True):
-                part.load_written(chosen_rows(held, index))
+                part.load_written(_chosen(held, index, rows))
         del held
         self.whole.release()
 
     def gather(self) -> None:
         held = [part.written() for part in self.parts]
         if any(held):
-            self.whole.load_written(_joined(held))
+            self.whole.load_written(_joined(held, [len(index) for index in self.indexes]))
         del held
         for part in self.parts:
             part.release()
@@ -138,12 +139,22 @@ class _Gathered:
         self.share.whole.release()
 
 
-def _joined(held: list[Any]) -> Any:
+def _chosen(held: Any, index: torch.Tensor, rows: int) -> Any:
+    """These of the `rows` that tensors have, which may be without columns."""
+    if isinstance(held, dict):
+        return {name: _chosen(part, index, rows) for name, part in held.items()}
+    return held.index_select(0, index.to(held.device)) if _has(held, rows) else held
+
+
+def _joined(held: list[Any], sizes: list[int]) -> Any:
     first = held[0]
     if isinstance(first, dict):
-        return {name: _joined([one[name] for one in held]) for name in first}
-    has_rows = isinstance(first, torch.Tensor) and first.ndim > 0 and first.numel() > 0
-    return torch.cat(held) if has_rows else first
+        return {name: _joined([one[name] for one in held], sizes) for name in first}
+    return torch.cat(held) if _has(first, sizes[0]) else first
+
+
+def _has(value: Any, rows: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == rows
 
 
 def _shares(whole: C, parts: Sequence[C], sizes: Sequence[int], like: C | None = None) -> list[_Share]:
@@ -212,4 +223,4 @@ def _tell_pads(whole: Cache, parts: Sequence[Cache], indexes: list[torch.Tensor]
             part.take_pads(chosen_rows(whole.pads.told, index))
     else:
         told = [part.pads.told for part in parts if isinstance(part, SinkCache)]
-        whole.take_pads(_joined(told))
+        whole.take_pads(_joined(told, [len(index) for index in indexes]))

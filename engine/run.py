@@ -111,8 +111,6 @@ class Run:
         self._records: dict[str, list[Any]] = {
             name: [] for name, (asked, _) in _RECORDS.items() if getattr(request.config, asked, None)
         }
-        records = "scores" in self._records
-        self._task = replace(request.task, process=self._process, attempt=self._attempt, records_scores=records)
         self._sequences_scores: torch.Tensor | None = None
         self._beam_indices: torch.Tensor | None = None
         self._unread: deque[_Mark] = deque()  # one per column that is read late
@@ -129,7 +127,10 @@ class Run:
     def begin(self) -> Flow:
         """The strategy's flow, whose operations are to be performed."""
         self.away_s += time.perf_counter() - self._ready_s
-        return self._request.strategy.flow(self._task)
+        records = "scores" in self._records
+        # Not kept: it knows this run.
+        task = replace(self._request.task, process=self._process, attempt=self._attempt, records_scores=records)
+        return self._request.strategy.flow(task)
 
     @property
     def done(self) -> bool:
@@ -392,7 +393,9 @@ class Run:
         if self._ended_s is not None:
             return
         self.forget_unread()
-        if self._task.drafts.verifications and "logits" in self._records:  # the text may end before what was verified
+        if (
+            self._request.drafts.verifications and "logits" in self._records
+        ):  # the text may end before what was verified
             del self._records["logits"][self._tokens.written - self._tokens.prompt :]
         self._draft = None
         try:
@@ -449,7 +452,7 @@ class Run:
         prefill_s = None if self._first_token_s is None else self._first_token_s - self._started
         decode_s = None if self._first_token_s is None else self._ended_s - self._first_token_s
         decoded = self._new_tokens - len(self._tokens.ids)  # the first token of each row comes from the prefill
-        drafts = self._task.drafts
+        drafts = self._request.drafts
         return Stats(
             cache=self._lane.cache.name,
             prompt_tokens=self._prompt_tokens,

@@ -75,6 +75,20 @@ def test_everything_is_there_afterwards(backend, kind, forks):
     whole.check()
 
 
+def test_rows_that_were_forked_and_have_no_columns_since():
+    """Their tails have memory, of a step that was aborted."""
+    trial = with_room("dynamic", "full", 4)
+    trial.step(5)
+    trial.fork(2)
+    trial.cache.begin(1)
+    trial.forward(trial.fresh(1))
+    trial.cache.abort()
+    parts = dealt(trial)
+    for part in parts:
+        part.step(2)
+        part.check()
+
+
 def test_an_empty_cache_is_dealt_out_too():
     parts = deal_rows(with_room("dynamic", "full", 4).cache, [2, 2], [None, None])
     assert [part.batch_size for part in parts] == [-1, -1]

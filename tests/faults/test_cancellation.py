@@ -454,7 +454,7 @@ def test_a_cache_that_cannot_follow_is_read_again(monkeypatch):
     model, inputs = tiny("llama")
 
     def fails(self, index):
-        raise RuntimeError("no memory for that either")
+        raise MemoryError("no memory for that either")
 
     def press(ids, scores):
         if ids.shape[1] == 16:

@@ -12,7 +12,6 @@ from references import draft_of, tiny
 from test_backend_table import needed
 from test_ladder import prompt
 from test_strategies import OPTIONS
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
 import engine.request
@@ -199,26 +198,6 @@ def test_beams_keep_no_scores_that_are_not_asked_for():
             engine.generate(model, ids, num_beams=2, max_new_tokens=new, do_sample=False)
         most.append(live.most_copies(2 * ROWS))
     assert most[1] <= most[0] + 0.5
-
-
-class Largest(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor):
-            self.numbers = max(self.numbers, made.untyped_storage().nbytes() // made.element_size())
-        return made
-
-
-def test_nothing_is_asked_for_that_is_not_used():
-    """No trial of several copies."""
-    model = wide_model()
-    with Largest() as largest:
-        engine.generate(model, torch.tensor([[5, 6, 7]] * ROWS), max_new_tokens=3)
-    assert largest.numbers == ROWS * VOCABULARY
 
 
 def test_the_plan_counts_what_the_run_counts():
