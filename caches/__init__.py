@@ -9,6 +9,7 @@ from caches.classic import (
     EncoderDecoderCache,
     HQQQuantizedCache,
     HybridCache,
+    HybridChunkedCache,
     HybridMambaAttentionDynamicCache,
     MambaCache,
     OffloadedCache,
@@ -32,7 +33,7 @@ from caches.slide import slide
 from caches.spec import LayerSpec, mask_kinds, read_specs
 from caches.store import FixedStore, GrowingStore, Store
 from caches.timeline import Timeline
-from configs import QuantizedCacheConfig
+from configs import CacheConfig, QuantizedCacheConfig
 
 
 def driven(cache: Driven | _TransformersCache) -> Driven:
@@ -42,6 +43,7 @@ def driven(cache: Driven | _TransformersCache) -> Driven:
 
 __all__ = [
     "Cache",
+    "CacheConfig",
     "CacheError",
     "CapacityError",
     "Driven",
@@ -53,6 +55,7 @@ __all__ = [
     "GrowingStore",
     "HQQQuantizedCache",
     "HybridCache",
+    "HybridChunkedCache",
     "HybridMambaAttentionDynamicCache",
     "LayerSpec",
     "Log",

@@ -78,7 +78,7 @@ _LAYER_TYPES: dict[str, tuple[tuple[str, ...], str | None]] = {
 }
 
 
-_INDEX_WITH_POSITIONS = {"qwen4_exp_text"}  # models that keep a history of positions on the layer of the index
+_INDEX_WITH_POSITIONS = {"qwen4_exp_text"}  # they keep the positions of all tokens beside the index
 
 
 def read_specs(config: Any) -> tuple[LayerSpec, ...]:
@@ -135,7 +135,7 @@ def _layers_without_own_kv(config: Any, layers: int) -> list[bool]:
 def _read_spec(config: Any, index: int, layer_type: str) -> LayerSpec:
     streams, size_field = _LAYER_TYPES.get(layer_type, ((UNKNOWN,), None))
     if INDEX in streams and config.model_type in _INDEX_WITH_POSITIONS:
-        streams = (UNKNOWN,)
+        streams = (EXOTIC,)
     if EXOTIC in streams:
         new_layer = lambda: DynamicCache(config=config).layers[index]  # noqa: E731
         return LayerSpec(layer_type, frozenset(streams), Reach("own"), new_layer)
