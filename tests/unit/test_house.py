@@ -113,12 +113,12 @@ PUBLIC = {
     },
     caches: {
         "Cache", "CacheConfig", "CacheError", "CapacityError", "Driven", "DynamicCache", "EncoderDecoder",
-        "EncoderDecoderCache", "FixedStore", "ForeignCache", "GrowingStore", "HQQQuantizedCache", "HybridCache", "HybridChunkedCache",
-        "HybridMambaAttentionDynamicCache", "LayerSpec", "Log", "MambaCache", "NoCache", "OffloadedCache",
-        "OffloadedStaticCache", "QuantizedCache", "QuantizedCacheConfig", "QuantoQuantizedCache", "Recipe", "SinkCache",
-        "SlidingWindowCache", "StaticCache", "StepError", "Store", "Timeline", "UnknownCache", "UnsupportedLayer",
-        "build", "convert", "driven", "from_legacy_cache", "join_rows", "mask_kinds", "move", "names", "read_specs",
-        "recipe", "register", "select_rows", "slide",
+        "EncoderDecoderCache", "FixedStore", "ForeignCache", "GrowingStore", "HQQQuantizedCache", "HybridCache",
+        "HybridChunkedCache", "HybridMambaAttentionDynamicCache", "LayerSpec", "Log", "MambaCache", "NoCache",
+        "OffloadedCache", "OffloadedStaticCache", "QuantizedCache", "QuantizedCacheConfig", "QuantoQuantizedCache",
+        "Recipe", "SinkCache", "SlidingWindowCache", "StaticCache", "StepError", "Store", "Timeline", "UnknownCache",
+        "UnsupportedLayer", "build", "convert", "driven", "from_legacy_cache", "join_rows", "mask_kinds", "move",
+        "names", "read_specs", "recipe", "register", "select_rows", "slide",
     },
     configs: {
         "CODECS", "CacheConfig", "CodecFacts", "Config", "ConfigError", "DynamicCacheConfig",
