@@ -1,5 +1,9 @@
 """Key-value caches, chosen by name. They work in our engine, in transformers' `generate` and in plain `model(...)`."""
 
+from kvengine import check_siblings
+
+check_siblings(__file__, "configs")
+
 from transformers.cache_utils import Cache as _TransformersCache
 
 import caches.backends  # noqa: F401 - registers the recipes
