@@ -1,5 +1,9 @@
 """Key-value caches, chosen by name. They work in our engine, in transformers' `generate` and in plain `model(...)`."""
 
+from kvengine import check_siblings
+
+check_siblings(__file__, "configs")
+
 from transformers.cache_utils import Cache as _TransformersCache
 
 import caches.backends  # noqa: F401 - registers the recipes
@@ -9,6 +13,7 @@ from caches.classic import (
     EncoderDecoderCache,
     HQQQuantizedCache,
     HybridCache,
+    HybridChunkedCache,
     HybridMambaAttentionDynamicCache,
     MambaCache,
     OffloadedCache,
@@ -33,7 +38,7 @@ from caches.slide import slide
 from caches.spec import LayerSpec, mask_kinds, read_specs
 from caches.store import FixedStore, GrowingStore, Store
 from caches.timeline import Timeline
-from configs import QuantizedCacheConfig
+from configs import CacheConfig, QuantizedCacheConfig
 
 
 def driven(cache: Driven | _TransformersCache) -> Driven:
@@ -43,6 +48,7 @@ def driven(cache: Driven | _TransformersCache) -> Driven:
 
 __all__ = [
     "Cache",
+    "CacheConfig",
     "CacheError",
     "CapacityError",
     "Driven",
@@ -54,6 +60,7 @@ __all__ = [
     "GrowingStore",
     "HQQQuantizedCache",
     "HybridCache",
+    "HybridChunkedCache",
     "HybridMambaAttentionDynamicCache",
     "LayerSpec",
     "Log",

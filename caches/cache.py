@@ -130,7 +130,7 @@ class Cache(Forking):
                 "have to be numbered from 0 (`layer_idx`), and the cache built with its configuration"
             )
         spec = self.specs[layer_idx]
-        if stream not in spec.streams and not (stream == KV and EXOTIC in spec.streams):
+        if stream not in spec.streams and not (stream in (KV, INDEX) and EXOTIC in spec.streams):
             raise UnsupportedLayer(
                 f"layer {layer_idx} ({spec.layer_type}) keeps no {_IN_WORDS[stream]}: build the cache with the "
                 "configuration of the model that uses it"
@@ -249,6 +249,14 @@ class Cache(Forking):
         state = self._state(layer_idx, f"recurrent {state_idx}").set((RECURRENT, state_idx), recurrent_states)
         self._reach(layer_idx, STATE)
         return state
+
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        """MiniMax's name for recurrent state 0 of its lightning attention, [rows, heads, head_dim, head_dim]."""
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
+        """MiniMax's name for setting recurrent state 0, [rows, heads, head_dim, head_dim]."""
+        self.update_recurrent_state(linear_cache, layer_idx)
 
     def _state(self, layer_idx: int, call: str, tokens: int | None = None) -> State:
         return self._touch(layer_idx, STATE, call, tokens).state

@@ -122,6 +122,10 @@ class HybridCache:
         return _build("hybrid", config, options)
 
 
+class HybridChunkedCache(HybridCache):
+    """`HybridCache`, by the name it had for models of which some layers look back to the start of a chunk only."""
+
+
 class SlidingWindowCache:
     """Only the last tokens: the model's own window, or one imposed with `window_length`."""
 

@@ -117,6 +117,11 @@ class ForeignCache:
 
     def check_fits(self, model_config: Any) -> None:
         """Whether it is for models with an encoder; transformers' layers do not say what they were built for."""
+        if model_config.model_type == "minimax":
+            raise UnsupportedLayer(
+                f"MiniMax keeps the states of its lightning attention in the cache object, not in its layers, so a "
+                f"{self.name} cannot follow rows or take back a step here: use cache='dynamic'"
+            )
         if (self._own is self._cache) == bool(model_config.is_encoder_decoder):
             wanted = "an EncoderDecoderCache" if self._own is self._cache else "a cache that is not for two parts"
             raise UnsupportedLayer(f"the model needs {wanted}, but this is a {self.name}")

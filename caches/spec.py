@@ -79,7 +79,7 @@ _LAYER_TYPES: dict[str, tuple[tuple[str, ...], str | None]] = {
 }
 
 
-_INDEX_WITH_POSITIONS = {"qwen4_exp_text"}  # models that keep a history of positions on the layer of the index
+_INDEX_WITH_POSITIONS = {"qwen4_exp_text"}  # they keep the positions of all tokens beside the index
 
 
 def read_specs(config: Any) -> tuple[LayerSpec, ...]:
@@ -136,7 +136,7 @@ def _layers_without_own_kv(config: Any, layers: int) -> list[bool]:
 def _read_spec(config: Any, index: int, layer_type: str) -> LayerSpec:
     streams, size_field = _LAYER_TYPES.get(layer_type, ((UNKNOWN,), None))
     if INDEX in streams and config.model_type in _INDEX_WITH_POSITIONS:
-        streams = (UNKNOWN,)
+        streams = (EXOTIC,)
     if EXOTIC in streams:
         return LayerSpec(layer_type, frozenset(streams), Reach("own"), partial(_own_layer, config, index))
     reach = Reach()

@@ -98,7 +98,8 @@ def chosen_rows(written: Any, index: torch.Tensor) -> Any:
     """What was written down, tensors and dicts of them, of these rows."""
     if isinstance(written, dict):
         return {name: chosen_rows(part, index) for name, part in written.items()}
-    has_rows = isinstance(written, torch.Tensor) and written.ndim > 0 and written.numel() > 0
+    # `torch.tensor([])` stands for nothing yet. What has rows but no columns, [rows, 0, width], follows its rows.
+    has_rows = isinstance(written, torch.Tensor) and (written.ndim > 1 or (written.ndim == 1 and written.numel() > 0))
     return written.index_select(0, index.to(written.device)) if has_rows else written
 
 

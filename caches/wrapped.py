@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from caches.errors import StepError
 from caches.residency import Buffer
 from caches.spec import LayerSpec
 from caches.store import chosen_rows
@@ -38,6 +39,28 @@ class WrappedLayer:
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._layer.update(keys, values)
+
+    def append_index(self, keys: torch.Tensor) -> torch.Tensor:
+        positions, tokens = self.indexer_position_ids, self.timeline.seen + keys.shape[1]
+        if positions is not None and positions.shape[-1] != tokens:
+            raise StepError(
+                f"the model has left positions of {positions.shape[-1]} tokens here, but there are {tokens}: a forward "
+                "died half-way, and its positions were not taken back. Reset the cache"
+            )
+        return self._layer.update_indexer(keys)
+
+    @property
+    def indexer_position_ids(self) -> torch.Tensor | None:
+        """Positions of all tokens [kinds, rows, tokens], which qwen4_exp keeps on its first indexed layer.
+
+        None before the first step. They are held with the rows first, like everything that follows rows.
+        """
+        held = vars(self._layer).get("indexer_position_ids")
+        return None if held is None else held.transpose(0, 1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: torch.Tensor) -> None:
+        self._layer.indexer_position_ids = positions.transpose(0, 1)
 
     def prepare(self) -> None:
         """Nothing is copied."""

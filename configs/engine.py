@@ -39,6 +39,8 @@ class EngineConfig(Config):
     over_budget: what is done before it takes more. "offload": as on_oom does. "slide": only the last tokens that have
         room stay, which changes the text. "error": `engine.OutOfMemory` with what was generated so far.
     dtype, device_map: how a model given as a path is loaded (`from_pretrained`'s words).
+    trust_remote_code: whether Python code that a model's repository brings may run while the model is loaded. Without
+        it such a repository is an `InputError`: nothing is asked on standard input.
     """
 
     cache: str | CacheConfig | None = None
@@ -50,6 +52,7 @@ class EngineConfig(Config):
     over_budget: str = "offload"
     dtype: str = "auto"
     device_map: str = "auto"
+    trust_remote_code: bool = False
 
     def validate(self) -> None:
         positive = {"prefill_chunk_tokens": self.prefill_chunk_tokens, "max_cache_bytes": self.max_cache_bytes}

@@ -6,6 +6,10 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvengine import check_siblings
+
+check_siblings(__file__, "configs", "caches", "strategies")
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 

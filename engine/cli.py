@@ -76,6 +76,9 @@ def generate(
         str | None, typer.Option(help="Data type of the weights: float32, bfloat16, ...; default: auto.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="Where the model goes: cpu, cuda:1, ...; default: auto.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Let Python code that the model's repository brings run.")
+    ] = False,
     prefill_chunk_tokens: Annotated[
         int | None, typer.Option(help="Read the prompt in pieces of this many tokens, to save memory.")
     ] = None,
@@ -174,7 +177,8 @@ def generate(
     if system is not None and not chat:
         raise OptionError("--system belongs to a chat: add --chat")
     given = {"prefill_chunk_tokens": prefill_chunk_tokens, "compile": compile, "linears": linears, "dtype": dtype,
-             "device_map": device, "on_oom": on_oom or None}  # fmt: skip
+             "device_map": device, "on_oom": on_oom or None,
+             "trust_remote_code": trust_remote_code or None}  # fmt: skip
     settings = _engine_config(config, {name: value for name, value in given.items() if value is not None})
     inputs = [_messages_of(text, system) for text in prompts] if chat else prompts
 

@@ -35,14 +35,15 @@ def load(model: PreTrainedModel | str | Path, tokenizer: Any, config: EngineConf
     """
     if not isinstance(model, (str, Path)):
         return unwrapped(model), tokenizer
+    trust = {"trust_remote_code": config.trust_remote_code}  # unsaid, transformers asks on standard input
     with _told_in_one_line(model):
         if tokenizer is None:
-            tokenizer = AutoTokenizer.from_pretrained(model)
+            tokenizer = AutoTokenizer.from_pretrained(model, **trust)
         try:
-            kind = auto_class(AutoConfig.from_pretrained(model))
+            kind = auto_class(AutoConfig.from_pretrained(model, **trust))
         except ValueError:  # a folder with an adapter names its model elsewhere
             kind = AutoModelForCausalLM
-        loaded = kind.from_pretrained(model, dtype=config.dtype, device_map=config.device_map)
+        loaded = kind.from_pretrained(model, dtype=config.dtype, device_map=config.device_map, **trust)
     return loaded.eval(), tokenizer
 
 
@@ -108,9 +109,9 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def load_config(model: str | Path) -> PreTrainedConfig:
-    """The configuration alone of the model at a local path or a hub id."""
+    """The configuration alone of the model at a local path or a hub id. Code that comes with it never runs."""
     with _told_in_one_line(model):
-        return AutoConfig.from_pretrained(model)
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
 
 
 @contextmanager
@@ -118,4 +119,9 @@ def _told_in_one_line(model: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise InputError(
+                f"{str(model)!r} brings Python code of its own, and running it was not allowed: read that code, then "
+                "load the model with Generator(..., config=EngineConfig(trust_remote_code=True))"
+            ) from error
         raise InputError(f"no model could be loaded from {str(model)!r}: {first_line(error)}") from error

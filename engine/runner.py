@@ -17,6 +17,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from transformers.utils import ModelOutput
 
 from caches import Cache, Driven, Unknowable, UnsupportedLayer, build, mask_kinds, read_specs
+from engine.cache_argument import cache_argument
 from engine.dispatch import is_dispatched, prompt_device
 from engine.errors import InputError, OptionError
 from engine.extras import ENCODED, extend_extras
@@ -41,9 +42,8 @@ class Runner:
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         own = type(model).prepare_inputs_for_generation
         self._prepares_itself = own is not GenerationMixin.prepare_inputs_for_generation
-        # Models that keep nothing but states have a name of their own for it.
-        self._cache_argument = "cache_params" if "cache_params" in self._takes else "past_key_values"
-        self.takes_cache = self._cache_argument in self._takes and model._supports_default_dynamic_cache()
+        self._cache_argument = cache_argument(model)
+        self.takes_cache = self._cache_argument.can_be_ours
         self._backend, self._compiled = compile, None
         if compile != "off":
             self.check_graph(f"compile={compile!r}")
@@ -189,7 +189,7 @@ class Runner:
                     inputs.pop("input_ids", None)
                 graph = graphs and self._compiled is not None and cache.why_not_compiled is None
                 graph = graph and end - begin == 1 and not prefill
-                if cache.handle is not None and inputs.get(self._cache_argument) is None:
+                if cache.handle is not None and inputs.get(self._cache_argument.name) is None:
                     # The model wants everything computed again (longrope models do when they switch their scaling).
                     if before > 0:
                         raise InputError(
@@ -204,7 +204,7 @@ class Runner:
                             )
                         chunk_tokens = None
                         continue
-                    inputs[self._cache_argument] = cache.handle
+                    inputs[self._cache_argument.name] = cache.handle
                 if end - begin > 1 and isinstance(cache, Cache) and cache.imposes_windows:
                     inputs["attention_mask"] = imposed_mask(self.model, cache, self._mask_kinds, columns, begin, end)
                 cache.begin(end - begin, graph)
@@ -243,7 +243,7 @@ class Runner:
         if embeds is not None and begin < embeds.shape[1]:
             inputs["inputs_embeds"] = self._embedded(embeds, ids, begin, end)
             inputs.pop("input_ids", None)
-        inputs[self._cache_argument] = probe.handle
+        inputs[self._cache_argument.name] = probe.handle
         with torch.no_grad(), suppress(Reached):
             self.model(**inputs, return_dict=True)
         if probe.found is None or not (cross or probe.found[0].shape[-2] == end - begin):
@@ -253,7 +253,7 @@ class Runner:
         return probe.found
 
     def _check_kept(self, outputs: ModelOutput, cache: Driven) -> None:
-        kept = outputs.get(self._cache_argument)
+        kept = outputs.get(self._cache_argument.name)
         if kept is not None and cache.handle is not None and kept is not cache.handle:
             raise UnsupportedLayer(
                 f"{type(self.model).__name__} did not use the {cache.name} cache but made a {type(kept).__name__} of "
@@ -296,7 +296,7 @@ class Runner:
 
     def step_logits(self, inputs: dict[str, Any], cache: Driven) -> torch.Tensor:
         """Logits [rows, vocabulary] of the open step, from `graph_inputs`: what is exported."""
-        inputs = inputs | {self._cache_argument: cache.handle, "use_cache": True, "logits_to_keep": 1}
+        inputs = inputs | self._cache_argument.inputs(cache.handle) | {"logits_to_keep": 1}
         return self.model(**self._taken(inputs), return_dict=True).logits[:, -1]
 
     def _inputs(
@@ -315,8 +315,7 @@ class Runner:
         is_pair = self.model.config.is_encoder_decoder
         inputs: dict[str, Any] = {
             "decoder_attention_mask" if is_pair else "attention_mask": self._mask(columns, begin, end),
-            self._cache_argument: cache.handle,
-            "use_cache": cache.handle is not None,
+            **self._cache_argument.inputs(cache.handle),
             "logits_to_keep": 1,
         }
         if self._prepares_itself or extras or is_pair:

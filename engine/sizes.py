@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import caches
 from caches import Driven, LayerSpec, read_specs
+from engine.cache_argument import cache_argument
 from engine.checks import most_positions
 from engine.errors import InputError
 from engine.live import Fused, Live
@@ -176,7 +177,7 @@ class _Study:
         self._more, self._behind = min(_MORE, positions), min(_BEHIND, positions - _LAST)
         self._few = self._more // 4
         self._takes = inspect.signature(model.forward).parameters
-        self._cache_argument = "cache_params" if "cache_params" in self._takes else "past_key_values"
+        self._cache_argument = cache_argument(model)
         if model.main_input_name != "input_ids":
             raise InputError(
                 f"{type(model).__name__} reads {model.main_input_name}: what it keeps of them is not known here"
@@ -184,7 +185,7 @@ class _Study:
 
     def anatomy(self) -> Anatomy:
         model, config = self.model, self.config
-        takes_cache = self._cache_argument in self._takes and self.model._supports_default_dynamic_cache()
+        takes_cache = self._cache_argument.can_be_ours
         bare = Anatomy(
             model=model,
             vocabulary=config.get_text_config(decoder=True).vocab_size,
@@ -220,7 +221,7 @@ class _Study:
 
     def forward(self, cache: Driven | None, rows: int, tokens: int) -> None:
         """A step of so many tokens; with an encoder its source has as many and the decoder reads one."""
-        inputs: dict[str, Any] = {} if cache is None else {self._cache_argument: cache.handle, "use_cache": True}
+        inputs: dict[str, Any] = {} if cache is None else self._cache_argument.inputs(cache.handle)
         if "logits_to_keep" in self._takes:
             inputs["logits_to_keep"] = 1
         ids = torch.zeros(rows, tokens, dtype=torch.long, device="meta")

@@ -1,5 +1,9 @@
 """Decoding strategies as flows of operations. They know neither models nor caches."""
 
+from kvengine import check_siblings
+
+check_siblings(__file__, "configs")
+
 from strategies.assisted import Assisted
 from strategies.beam import Beam
 from strategies.contrastive import Contrastive

@@ -16,6 +16,7 @@ CLASSIC = {  # name: (a model it is for, one it is not for, arguments)
     "DynamicCache": ("llama", None, {}),
     "StaticCache": ("llama", None, {"batch_size": 2, "max_cache_len": 40, "device": "cpu", "dtype": torch.float32}),
     "HybridCache": ("gemma2", "llama", {"max_batch_size": 2, "max_cache_len": 40, "device": torch.device("cpu")}),
+    "HybridChunkedCache": ("llama4_text", "llama", {"max_batch_size": 2, "max_cache_len": 40, "dtype": torch.float32}),
     "SlidingWindowCache": ("mistral", "gemma2", {"batch_size": 2, "max_cache_len": 40, "dtype": torch.float32}),
     "OffloadedCache": ("gemma2", None, {"batch_size": 2}),
     "OffloadedStaticCache": (
