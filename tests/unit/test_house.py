@@ -117,8 +117,8 @@ PUBLIC = {
         "HybridChunkedCache", "HybridMambaAttentionDynamicCache", "LayerSpec", "Log", "MambaCache", "NoCache",
         "OffloadedCache", "OffloadedStaticCache", "QuantizedCache", "QuantizedCacheConfig", "QuantoQuantizedCache",
         "Recipe", "SinkCache", "SlidingWindowCache", "StaticCache", "StepError", "Store", "Timeline", "Unknowable",
-        "UnknownCache", "UnsupportedLayer", "build", "convert", "driven", "first_layer", "from_legacy_cache", "join_rows",
-        "mask_kinds", "move", "names", "read_specs", "recipe", "register", "select_rows", "slide",
+        "UnknownCache", "UnsupportedLayer", "build", "convert", "driven", "first_layer", "from_legacy_cache",
+        "join_rows", "mask_kinds", "move", "names", "read_specs", "recipe", "register", "select_rows", "slide",
     },
     configs: {
         "CODECS", "CacheConfig", "CodecFacts", "Config", "ConfigError", "DynamicCacheConfig",
