@@ -4,8 +4,9 @@ ended, and what was generated is not lost."""
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,7 +16,9 @@ from engine.errors import BadLogits, Cancelled, CtrlC, Interrupted, OutOfMemory
 from engine.out_of_memory import Exhausted, empty_allocators, in_words, without_frames
 from engine.result import Generation, Piece
 from engine.run import Run
-from strategies import Flow, NoChoice, Operation
+from strategies import Flow, NoChoice
+
+_Result = TypeVar("_Result")
 
 
 class Play:
@@ -45,11 +48,11 @@ class Play:
             raise
         except BaseException:  # the consumer has left: what it was not shown has not happened
             run.forget_unread()
-            run.break_off()
+            _without_grad(run.break_off)
             raise
         finally:
             flow.close()
-            run.close()
+            _without_grad(run.close)
             self._cancellation.pass_on()
         if failure is not None:
             try:
@@ -76,17 +79,20 @@ class Play:
         answer: Any = None
         while not self._run.done:
             with self._cancellation.noting_keys():
-                grad = torch.is_grad_enabled()
-                try:  # not torch.no_grad(): where Ctrl-C comes as it ends, it leaves the thread without derivatives
-                    torch._C._set_grad_enabled(False)
-                    operation = _next(flow, answer)
-                    if operation is None:
-                        break
-                    answer, pieces = self._run.perform(operation)
-                finally:
-                    torch._C._set_grad_enabled(grad)
+                step = _without_grad(partial(self._step, flow, answer))
+                if step is None:
+                    break
+                answer, pieces = step
             yield from self._shown(pieces)
         yield from self._shown(self._run.read_all())
+
+    def _step(self, flow: Flow, answer: Any) -> tuple[Any, list[Piece]] | None:
+        """One operation of the flow; None at its end."""
+        try:
+            operation = flow.send(answer)
+        except StopIteration:
+            return None
+        return self._run.perform(operation)
 
     def _shown(self, pieces: list[Piece]) -> Generator[Piece, None, None]:
         for piece in pieces:
@@ -98,7 +104,7 @@ class Play:
 
     def _broken_off(self, failure: Exception | KeyboardInterrupt) -> list[Piece]:
         try:
-            return self._run.break_off()
+            return _without_grad(self._run.break_off)
         except Exception:
             if not isinstance(failure, KeyboardInterrupt) or isinstance(failure, CtrlC):
                 raise
@@ -134,9 +140,11 @@ def _exhausted(error: Exception | KeyboardInterrupt) -> Exhausted:
     return failure
 
 
-def _next(flow: Flow, answer: Any) -> Operation | None:
-    """What the flow says after this answer; None at its end."""
+def _without_grad(work: Callable[[], _Result]) -> _Result:
+    """As within `torch.no_grad()`, which leaves the thread without derivatives where Ctrl-C comes as it ends."""
+    grad = torch.is_grad_enabled()
     try:
-        return flow.send(answer)
-    except StopIteration:
-        return None
+        torch._C._set_grad_enabled(False)
+        return work()
+    finally:
+        torch._C._set_grad_enabled(grad)
