@@ -164,17 +164,17 @@ def _shares(whole: C, parts: Sequence[C], sizes: Sequence[int], like: C | None =
     """
     found = []
     for number, one in enumerate(whole.parts):
-        model, others = one if like is None else like.parts[number], [part.parts[number] for part in parts]
-        model.check_whole()
-        if model.is_open:
-            raise StepError(f"a step of the {model.name} cache is open: settle() or abort() it first")
-        if model.batch_size != -1:
-            found += _shares_of(one, others, sizes, model)
+        pattern, others = one if like is None else like.parts[number], [part.parts[number] for part in parts]
+        pattern.check_whole()
+        if pattern.is_open:
+            raise StepError(f"a step of the {pattern.name} cache is open: settle() or abort() it first")
+        if pattern.batch_size != -1:
+            found += _shares_of(one, others, sizes, pattern)
     return found
 
 
-def _shares_of(whole: Cache, parts: Sequence[Cache], sizes: Sequence[int], model: Cache) -> list[_Share]:
-    is_dealt = model is whole
+def _shares_of(whole: Cache, parts: Sequence[Cache], sizes: Sequence[int], pattern: Cache) -> list[_Share]:
+    is_dealt = pattern is whole
     if any(forked.siblings > 1 and any(size % forked.siblings for size in sizes) for forked in whole._forks):
         whole.unfork()
     givers, takers = ([whole], list(parts)) if is_dealt else (list(parts), [whole])
@@ -185,8 +185,8 @@ def _shares_of(whole: Cache, parts: Sequence[Cache], sizes: Sequence[int], model
     indexes = list(torch.arange(sum(sizes)).split(list(sizes)))
     _tell_pads(whole, parts, indexes, is_dealt)
     for taker, count in zip(takers, rows, strict=True):
-        taker.split_like(model)
-        for new, old in zip(taker._timelines, model._timelines, strict=True):
+        taker.split_like(pattern)
+        for new, old in zip(taker._timelines, pattern._timelines, strict=True):
             adopt(new, old, count, _Everything())
     logs = [giver.log for giver in givers if giver.log is not None]
     if is_dealt:
@@ -194,10 +194,10 @@ def _shares_of(whole: Cache, parts: Sequence[Cache], sizes: Sequence[int], model
             part.log = None if whole.log is None else whole.log.rows(index)
     else:
         whole.log = Log.joined(logs) if len(logs) == len(parts) else None
-    siblings = {forked.trunk: forked.siblings for forked in model._forks}
+    siblings = {forked.trunk: forked.siblings for forked in pattern._forks}
     pairs = zip(_leaves(whole), *map(_leaves, parts), strict=True)
     found = []
-    for (leaf, *others), old in zip(pairs, _leaves(model), strict=True):
+    for (leaf, *others), old in zip(pairs, _leaves(pattern), strict=True):
         times = siblings.get(old.timeline, 1)
         own = torch.arange(sum(sizes) // times).split([size // times for size in sizes])
         found.append(_Share(leaf, others, list(own)))
