@@ -420,6 +420,10 @@ def test_nothing_is_left_on_the_disk(tmp_path):
     del trial
     gc.collect()
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_nothing_is_left_on_the_disk_of_a_process_that_was_killed(tmp_path):
     command = [sys.executable, "-c", LIVES_UNTIL_KILLED, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"

@@ -323,6 +323,7 @@ def test_a_step_never_decodes_a_layer_whole(monkeypatch, backend, options, pads)
     assert not wholes
 
 
+@pytest.mark.slow
 def test_a_window_of_blocks_takes_constant_memory():
     model = tiny_model("llama")
     options = {"window_length": 40, "residual_length": 8, "num_sink_tokens": 2}

@@ -4,6 +4,7 @@ import pytest
 from torture import BATCH, starve, torture_all
 
 FEW = 40
+FEWER = 20  # every tensor is counted in these, which takes long
 
 
 def check_failures(seeds):
@@ -22,7 +23,7 @@ def test_random_failures_change_no_token():
 
 
 def test_a_tensor_without_memory_changes_no_token():
-    check_starved(range(FEW))
+    check_starved(range(FEWER))
 
 
 @pytest.mark.slow
@@ -32,6 +33,6 @@ def test_more_failures(batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", range(1, 7))
+@pytest.mark.parametrize("batch", range(6))
 def test_more_tensors(batch):
     check_starved(range(batch * FEW, (batch + 1) * FEW))
