@@ -37,6 +37,10 @@ class Log:
         """The model that read the tokens, while it is alive."""
         return None if self.reader is None else self.reader()
 
+    def copied(self) -> Log:
+        """The same in memory of its own."""
+        return replace(self, ids=self.ids.clone(), mask=self.mask.clone())
+
     def rows(self, index: torch.Tensor) -> Log:
         positions = None if self.positions is None else self.positions[:, index]
         source = None if self.source is None else self.source[index]

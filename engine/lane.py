@@ -367,7 +367,7 @@ class Lane:
             self.cache.log = None
             return
         log = replace(
-            log,
+            log.copied(),  # the ids are the result's, which its owner may write into
             positions=self.feeding.columns.own_positions(self._before + known),
             source=source_of(self.feeding.extras),
             reader=self.feeding.reader,

@@ -115,8 +115,7 @@ class Tokens:
         return [[token for token, real in zip(*row, strict=True) if real] for row in zip(new, mask, strict=True)]
 
     def log(self) -> Log:
-        # Copies: the ids are also the result's, which its owner may write into.
-        return Log(self.ids.clone(), self._mask[:, : self.written].clone())
+        return Log(self.ids, self._mask[:, : self.written])
 
 
 def arrived(sent: Sent) -> list[Any]:

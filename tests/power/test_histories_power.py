@@ -6,7 +6,7 @@ from histories import THEIRS, pairs, play
 
 import caches
 from caches import comparison, foreign
-from engine import generator, session, tokens
+from engine import generator, session
 
 BREAKAGES = {
     "unknown content passes": (generator, "check_content", lambda *arguments: None),
@@ -21,11 +21,7 @@ BREAKAGES = {
         "log",
         property(lambda self: foreign._logs.get(self._cache, (None,))[0], caches.ForeignCache.log.fset),
     ),
-    "the log is the result's memory": (
-        tokens.Tokens,
-        "log",
-        lambda self: caches.Log(self.ids, self._mask[:, : self.written]),
-    ),
+    "the log is the result's memory": (caches.Log, "copied", lambda self: self),
     "the log keeps its rows": (caches.Log, "rows", lambda self, index: self),
     "a source is another's": (session, "_check_source", lambda *arguments: None),
 }
