@@ -43,7 +43,7 @@ def _onednn(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 def _swapped(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """oneDNN rearranges its second operand first: here that is the input, not the weight."""
-    rows = input.reshape(-1, input.shape[-1])
+    rows = input.reshape(-1, input.shape[-1]).contiguous()  # of a strided one oneDNN makes something 500 times slower
     return _with_bias(torch.ops.mkldnn._linear_pointwise(weight, rows, None, "none", [], "").T, input, bias)
 
 

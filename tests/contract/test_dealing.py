@@ -8,8 +8,8 @@ import pytest
 import torch
 from contract import CELLS
 from failing_memory import memory, moments
-from test_unfinished_rows import OUT, asked
 from trial import Trial, with_room
+from unfinished import OUT, asked
 
 import caches
 from caches.dealing import deal_rows, gather_rows

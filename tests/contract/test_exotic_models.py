@@ -4,8 +4,8 @@ import pytest
 import torch
 import transformers
 from architectures import _EXPERTS, prompt, randomised
+from exotic import made
 from packaging.version import Version
-from test_exotic_layers import made
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 import caches

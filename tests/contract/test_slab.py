@@ -15,28 +15,13 @@ import pytest
 import torch
 from architectures import prompt, tiny_model
 from encoder_decoders import source, tiny_encoder_decoder
+from on_disk import ON_DISK, built, descriptors
 from places import ROOT
 
 import caches
 import engine
 from caches.slab import _PAGE, Slab
 from engine.split import SplitCache, halves
-
-ON_DISK = {
-    "offloaded": {},
-    "offloaded_static": {"max_cache_len": 64},
-    "quantized": {"residual_length": 4, "backend": "kivi", "q_group_size": 4},
-    "offloaded_quantized": {"residual_length": 4},
-    "quantized_sink": {"residual_length": 4, "window_length": 80},
-}
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def built(backend, config, folder=None):
-    return caches.build(backend, config, residency="disk", folder=folder, **ON_DISK[backend])
 
 
 def fed(cache, layers: int, tokens: int = 6, rows: int = 2) -> None:
@@ -249,7 +234,7 @@ import os, resource, sys, torch, transformers
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 import caches, engine
 from engine.split import halves
-from test_slab import ON_DISK, built, descriptors
+from on_disk import ON_DISK, built, descriptors
 config = transformers.LlamaConfig(vocab_size=101, hidden_size=16, intermediate_size=16, num_hidden_layers=80,
     num_attention_heads=2, num_key_value_heads=2, head_dim=8, eos_token_id=None, pad_token_id=0)
 model = transformers.LlamaForCausalLM(config).eval()

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 from architectures import tiny_model
-from test_ladder import expected, prompt
+from rungs import expected, prompt
 
 import caches
 import engine

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from architectures import tiny_model
-from test_ladder import OutAt, expected, prompt, run, same
+from rungs import OutAt, expected, prompt, run, same
 
 import engine
 from caches.out_of_memory import is_out_of_memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from architectures import tiny_model
-from test_ladder import OutAt, prompt
+from rungs import OutAt, prompt
 
 import caches
 import engine

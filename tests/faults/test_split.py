@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from architectures import tiny_model
-from test_ladder import OutAt
+from rungs import OutAt
 
 import caches
 import engine

@@ -189,8 +189,8 @@ def test_without_room_the_run_does_with_less(module, first, monkeypatch):
 
     monkeypatch.setattr(module, "widened", fails)
     with quick_collections():
-        out = engine.generate(model, inputs, max_new_tokens=20, on_oom=["release", "split"])
-    assert [fallback.rung for fallback in out.stats.fallbacks] == ["release", "split"]
+        out = engine.generate(model, inputs, max_new_tokens=20, on_oom=["release", "offload"])
+    assert [fallback.rung for fallback in out.stats.fallbacks] == ["release", "offload"]
     assert torch.equal(out.sequences, expected.sequences)
     calls[0] = 0
     with quick_collections(), pytest.raises(engine.OutOfMemory, match="can't allocate memory") as raised:

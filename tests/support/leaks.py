@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from helpers import needed
+from places import ROOMS
 from references import draft_of, tiny
 from strategy_cases import LOSSY, MODELS, OPTIONS
 
@@ -24,7 +25,6 @@ import caches
 import engine
 import strategies
 
-ROOMS = ("caches", "configs", "engine", "strategies")
 NEW = 5
 ROUNDS = 4  # in which the same calls are made again
 

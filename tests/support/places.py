@@ -5,3 +5,4 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"
 README = ROOT / "README.md"
+ROOMS = ("configs", "caches", "strategies", "engine")

@@ -3,14 +3,13 @@
 import ast
 
 import pytest
-from places import ROOT
+from places import ROOMS, ROOT
 
 import caches
 import configs
 import engine
 import strategies
 
-ROOMS = ("configs", "caches", "strategies", "engine")
 MAY_IMPORT = {
     "configs": set(),
     "caches": {"configs"},
@@ -98,6 +97,12 @@ def imports_codec(node):
 )
 def test_one_file_knows(wanted, where):
     assert files_with(wanted) == where
+
+
+def test_test_modules_import_no_other():
+    """What several use stands in tests/support."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not [name for name in imports(path) if name.startswith("test_")], path
 
 
 def test_strategies_know_no_models():

@@ -291,7 +291,7 @@ def test_the_measurement_says_something(monkeypatch):
 
 def test_without_memory_to_measure_in_torchs_own_is_taken(monkeypatch):
     def none(*arguments):
-        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr(torch, "full", none)
     assert verdicts._measure("medium") == ("torch",) * 5

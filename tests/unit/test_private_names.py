@@ -7,8 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from places import ROOT
-from test_house import ROOMS
+from places import ROOMS, ROOT
 
 
 @cache
