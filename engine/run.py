@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput
 
 from caches import CacheError
 from caches.out_of_memory import is_out_of_memory
+from engine.device_state import Peak, random_state, set_random_state
 from engine.guidance import GuidedLane
 from engine.health import Health
 from engine.lane import Lane
@@ -47,31 +48,6 @@ class _Mark:
 
     records: dict[str, int]
     generator: torch.Tensor | None
-
-
-class _Peak:
-    """The most memory that was allocated on a device while a run was under way, by all that runs there.
-
-    The device's own statistics are read and left alone: they are the user's, and those of other runs.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device = device if device.type == "cuda" else None
-        self._before = self._most = 0
-        if self._device is not None:
-            self._before = torch.cuda.max_memory_allocated(self._device)
-
-    def look(self) -> None:
-        if self._device is not None:
-            self._most = max(self._most, torch.cuda.memory_allocated(self._device))
-
-    @property
-    def bytes(self) -> int | None:
-        if self._device is None:
-            return None
-        self.look()
-        most = torch.cuda.max_memory_allocated(self._device)
-        return most if most > self._before else self._most
 
 
 class Run:
@@ -122,7 +98,7 @@ class Run:
         self._first_token_s: float | None = None
         self._ended_s: float | None = None
         self.given_up = False  # there is no result
-        self._peak = _Peak(self._device)
+        self._peak = Peak(self._device)
 
     def begin(self) -> Flow:
         """The strategy's flow, whose operations are to be performed."""
@@ -249,11 +225,11 @@ class Run:
         """See `Task`. What is done once more draws the same numbers."""
         if not self._request.strategy.samples:
             return self._lane.attempt(work)
-        state, tries = _random_state(self._device), count()
+        state, tries = random_state(self._device), count()
 
         def drawn() -> T:
             if next(tries) > 0:
-                _set_random_state(state, self._device)
+                set_random_state(state, self._device)
             return work()
 
         return self._lane.attempt(drawn)
@@ -308,7 +284,7 @@ class Run:
         self._stopping.reasons = self.outlet.reasons
 
     def _mark(self) -> _Mark:
-        generator = _random_state(self._device) if self._request.strategy.samples else None
+        generator = random_state(self._device) if self._request.strategy.samples else None
         return _Mark({name: len(values) for name, values in self._records.items()}, generator)
 
     def read_all(self) -> list[Piece]:
@@ -349,8 +325,8 @@ class Run:
             del self._records[name][length:]
         before = self._read.generator
         # Not where others have drawn since: the same numbers would come to them a second time.
-        if before is not None and written is not None and torch.equal(_random_state(self._device), written):
-            _set_random_state(before, self._device)
+        if before is not None and written is not None and torch.equal(random_state(self._device), written):
+            set_random_state(before, self._device)
 
     def _seen_by_criteria(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
         scores = self._records.get("scores")
@@ -481,14 +457,3 @@ def _followed(best: Callable[[], list[Text] | None], index: list[int]) -> Callab
         return [replace(text, row=index.index(text.row)) for text in found]
 
     return texts
-
-
-def _random_state(device: torch.device) -> torch.Tensor:
-    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-
-
-def _set_random_state(state: torch.Tensor, device: torch.device) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)

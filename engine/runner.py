@@ -244,7 +244,7 @@ class Runner:
             inputs["inputs_embeds"] = self._embedded(embeds, ids, begin, end)
             inputs.pop("input_ids", None)
         inputs[self._cache_argument.name] = probe.handle
-        with torch.no_grad(), suppress(Reached):
+        with self._turn, torch.no_grad(), suppress(Reached):
             self.model(**inputs, return_dict=True)
         if probe.found is None or not (cross or probe.found[0].shape[-2] == end - begin):
             raise Unknowable(

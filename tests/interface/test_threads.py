@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import engine
 from engine import linears
-from engine.run import _Peak
+from engine.device_state import Peak
 
 FEW = CALLS[1:2] + CALLS[5:6] + CALLS[8:9] + CALLS[13:14]
 
@@ -157,18 +157,18 @@ def test_the_statistics_of_a_device_are_left_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: allocated["most"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: pytest.fail("they are the user's"))
     allocate(100)
-    peak = _Peak(torch.device("cuda"))
+    peak = Peak(torch.device("cuda"))
     allocate(50)
     allocate(-50)
     assert peak.bytes == 150  # higher than ever: the device knows it
-    later = _Peak(torch.device("cuda"))
+    later = Peak(torch.device("cuda"))
     allocate(-80)
     later.look()
     allocate(10)
     later.look()
     allocate(-20)
     assert later.bytes == 30
-    assert _Peak(torch.device("cpu")).bytes is None
+    assert Peak(torch.device("cpu")).bytes is None
 
 
 def test_interleaved_runs_keep_the_frequencies_of_their_own_texts():

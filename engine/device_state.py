@@ -1,0 +1,41 @@
+"""What a device keeps for all that runs on it: its random numbers, and the most memory that was allocated."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Peak:
+    """The most memory that was allocated on a device while a run was under way, by all that runs there.
+
+    The device's own statistics are read and left alone: they are the user's, and those of other runs.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device if device.type == "cuda" else None
+        self._before = self._most = 0
+        if self._device is not None:
+            self._before = torch.cuda.max_memory_allocated(self._device)
+
+    def look(self) -> None:
+        if self._device is not None:
+            self._most = max(self._most, torch.cuda.memory_allocated(self._device))
+
+    @property
+    def bytes(self) -> int | None:
+        if self._device is None:
+            return None
+        self.look()
+        most = torch.cuda.max_memory_allocated(self._device)
+        return most if most > self._before else self._most
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def set_random_state(state: torch.Tensor, device: torch.device) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
