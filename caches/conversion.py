@@ -15,6 +15,8 @@ from caches.driven import Log
 from caches.encoder_decoder import EncoderDecoder
 from caches.errors import StepError, UnsupportedLayer
 from caches.registry import recipe
+from caches.state import State
+from caches.store import chosen_rows, joined_rows
 from configs import CacheConfig, EncoderDecoderCacheConfig
 
 C = TypeVar("C", Cache, EncoderDecoder)
@@ -56,17 +58,18 @@ def empty_for(cache: C, config: CacheConfig) -> C:
     return empty
 
 
-def select_rows(cache: C, index: torch.Tensor, max_rows: int | None = None) -> C:
+def select_rows(cache: C, index: torch.Tensor) -> C:
     """A cache of the same backend with copies of the rows `index` (LongTensor). It shares no columns any more.
 
-    max_rows: it will have room for; None is any number, or those of `index` where room is made once.
+    Where room is made once it is for these rows.
     """
     if isinstance(cache, EncoderDecoder):
-        return EncoderDecoder(*(select_rows(part, index, max_rows) for part in cache.parts))
+        return EncoderDecoder(*(select_rows(part, index) for part in cache.parts))
     return _copied(
-        cache.empty_like(max_rows),
+        cache.empty_like(),
         [cache],
-        lambda tensors: tensors[0].index_select(0, index.to(tensors[0].device)),
+        len(index),
+        lambda written: chosen_rows(written[0], index),
         lambda logs: logs[0].rows(index),
     )
 
@@ -86,33 +89,31 @@ def join_rows(parts: Sequence[C]) -> C:
                 f"{part!r} cannot be joined with {parts[0]!r}: tokens were taken back in one of them and its blocks "
                 "are others. Join them before, or convert them to cache='dynamic'"
             )
-    return _copied(parts[0].empty_like(), parts, torch.cat, Log.joined)
+    for same in zip(*(states_of(part) for part in parts), strict=True):
+        State.agree(same)
+    return _copied(parts[0].empty_like(), parts, sum(part.batch_size for part in parts), joined_rows, Log.joined)
+
+
+def states_of(cache: Cache) -> list[State]:
+    """The states of its layers, in order."""
+    return [leaf for layer in cache.layers for leaf in layer.leaves() if isinstance(leaf, State)]
 
 
 def _copied(
     empty: Cache,
     sources: Sequence[Cache],
-    of_tensors: Callable[[list[torch.Tensor]], torch.Tensor],
+    rows: int,
+    of_written: Callable[[list[Any]], Any],
     of_logs: Callable[[list[Log]], Log],
 ) -> Cache:
-    """`empty`, of the same recipe, with what `of_tensors` makes of the tensors at the same place in the sources."""
+    """`empty`, of the same recipe, with what `of_written` makes of what the sources have written down of a layer."""
     for source in sources:
         source.unfork()
     if sources[0].batch_size == -1:
         return empty
-
-    def combined(values: list[Any]) -> Any:
-        first = values[0]
-        if isinstance(first, dict):
-            return {name: combined([value[name] for value in values]) for name in first}
-        if isinstance(first, torch.Tensor) and first.ndim > 0 and first.numel() > 0:
-            return of_tensors(values)
-        return first
-
-    rows = len(of_tensors([torch.empty(source.batch_size) for source in sources]))
     layers = zip(*(source.layers for source in sources), strict=True)
     # A layer at a time: they may come from a place with more room than where they are put together.
-    empty.load_written(sources[0], rows, (combined([layer.written() for layer in same]) for same in layers))
+    empty.load_written(sources[0], rows, (of_written([layer.written() for layer in same]) for same in layers))
     logs = [source.log for source in sources if source.log is not None]
     empty.log = of_logs(logs) if len(logs) == len(sources) else None
     return empty

@@ -13,13 +13,15 @@ from typing import Any, TypeVar
 import torch
 
 from caches.cache import Cache
+from caches.conversion import states_of
 from caches.driven import Log
 from caches.encoder_decoder import EncoderDecoder
 from caches.errors import StepError
 from caches.fork import ForkedTimeline
 from caches.moving import adopt, carry_out, compact
 from caches.sinks import SinkCache
-from caches.store import chosen_rows
+from caches.state import State
+from caches.store import chosen_rows, joined_rows
 
 C = TypeVar("C", Cache, EncoderDecoder)
 
@@ -31,7 +33,7 @@ def deal_rows(cache: C, sizes: Sequence[int], rooms: Sequence[int | None]) -> li
     rows cannot be dealt out. Whatever fails later, `cache` gets back what it had: see `caches.move`.
     """
     parts = [_empty_like(cache, room) for room in rooms]
-    carry_out(cache, [_Dealt(share) for share in _shares(cache, parts, sizes)], "dealing out the rows of")
+    carry_out([cache], [_Dealt(share) for share in _shares(cache, parts, sizes)], "dealing out the rows of")
     return parts
 
 
@@ -40,6 +42,8 @@ def gather_rows(parts: Sequence[C]) -> C:
 
     Raises `StepError` where they do not hold the same layers after equally many tokens, before anything has changed.
     """
+    for part in (part for cache in parts for part in cache.parts):
+        _check_between_steps(part)
     for same in zip(*(cache.parts for cache in parts), strict=True):
         if not _share_alike(same):
             for part in same:
@@ -49,11 +53,19 @@ def gather_rows(parts: Sequence[C]) -> C:
             raise StepError(
                 f"{', '.join(map(repr, same))} cannot be put together: they need the same layers and tokens"
             )
-    whole, sizes = _empty_like(parts[0], None), [max(0, part.batch_size) for part in parts]
-    carry_out(parts[0], [_Gathered(share) for share in _shares(whole, parts, sizes, like=parts[0])], "putting together")
-    for part in parts:
-        part.release()
+        for states in zip(*(states_of(part) for part in same), strict=True):
+            State.agree(states)
+    whole = _empty_like(parts[0], None)
+    # The decoder's part may be empty still, where the encoder's has rows.
+    sizes = [max(0, *(part.batch_size for part in cache.parts)) for cache in parts]
+    carry_out(parts, [_Gathered(share) for share in _shares(whole, parts, sizes, like=parts[0])], "putting together")
     return whole
+
+
+def _check_between_steps(part: Cache) -> None:
+    part.check_whole()
+    if part.is_open:
+        raise StepError(f"a step of the {part.name} cache is open: settle() or abort() it first")
 
 
 def _empty_like(cache: C, room: int | None) -> C:
@@ -81,16 +93,15 @@ class _Share:
     def deal(self) -> None:
         held = self.whole.written()
         if held:
-            rows = sum(map(len, self.indexes))
             for part, index in zip(self.parts, self.indexes, strict=True):
-                part.load_written(_chosen(held, index, rows))
+                part.load_written(chosen_rows(held, index))
         del held
         self.whole.release()
 
     def gather(self) -> None:
         held = [part.written() for part in self.parts]
-        if any(held):
-            self.whole.load_written(_joined(held, [len(index) for index in self.indexes]))
+        if all(held):  # a store that had no part in any step holds nothing, as one without columns does
+            self.whole.load_written(joined_rows(held))
         del held
         for part in self.parts:
             part.release()
@@ -139,24 +150,6 @@ class _Gathered:
         self.share.whole.release()
 
 
-def _chosen(held: Any, index: torch.Tensor, rows: int) -> Any:
-    """These of the `rows` that tensors have, which may be without columns."""
-    if isinstance(held, dict):
-        return {name: _chosen(part, index, rows) for name, part in held.items()}
-    return held.index_select(0, index.to(held.device)) if _has(held, rows) else held
-
-
-def _joined(held: list[Any], sizes: list[int]) -> Any:
-    first = held[0]
-    if isinstance(first, dict):
-        return {name: _joined([one[name] for one in held], sizes) for name in first}
-    return torch.cat(held) if _has(first, sizes[0]) else first
-
-
-def _has(value: Any, rows: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == rows
-
-
 def _shares(whole: C, parts: Sequence[C], sizes: Sequence[int], like: C | None = None) -> list[_Share]:
     """What there is to deal out of `whole`, or to gather in it, where the clocks of both have been told.
 
@@ -165,9 +158,7 @@ def _shares(whole: C, parts: Sequence[C], sizes: Sequence[int], like: C | None =
     found = []
     for number, one in enumerate(whole.parts):
         pattern, others = one if like is None else like.parts[number], [part.parts[number] for part in parts]
-        pattern.check_whole()
-        if pattern.is_open:
-            raise StepError(f"a step of the {pattern.name} cache is open: settle() or abort() it first")
+        _check_between_steps(pattern)
         if pattern.batch_size != -1:
             found += _shares_of(one, others, sizes, pattern)
     return found
@@ -223,4 +214,4 @@ def _tell_pads(whole: Cache, parts: Sequence[Cache], indexes: list[torch.Tensor]
             part.take_pads(chosen_rows(whole.pads.told, index))
     else:
         told = [part.pads.told for part in parts if isinstance(part, SinkCache)]
-        whole.take_pads(_joined(told, [len(index) for index in indexes]))
+        whole.take_pads(joined_rows(told))

@@ -46,14 +46,14 @@ def move(cache: C, name: str, **options: Any) -> C:
         options = _codec_of(cache, chosen) | options
     new = empty_for(cache, chosen.from_dict(options))
     passages = [passage for parts in zip(cache.parts, new.parts, strict=True) for passage in _passages(*parts)]
-    carry_out(cache, passages, "moving")
+    carry_out([cache], passages, "moving")
     return new
 
 
-def carry_out(cache: Any, passages: Sequence[Passage], what: str) -> None:
-    """All of them, in their order, or none: then `cache`, which had what they take, has it still.
+def carry_out(givers: Sequence[Any], passages: Sequence[Passage], what: str) -> None:
+    """All of them, in their order, or none: then the caches that had what they take have it still.
 
-    what: is done with the cache, in words.
+    what: is done with the caches, in words. Afterwards they are empty.
     """
     done: list[Passage] = []
     failure: BaseException | None = None
@@ -64,13 +64,13 @@ def carry_out(cache: Any, passages: Sequence[Passage], what: str) -> None:
     except BaseException as error:
         failure = error
     if failure is None:
-        cache.release()
+        _release(givers)
         return
     try:
         traceback.clear_frames(failure.__traceback__)  # they still have what was being moved
         for half_done in passages[len(done) : len(done) + 1]:
             half_done.drop()
-        _bring_back(cache, done, failure, what)
+        _bring_back(givers, done, failure, what)
         raise failure
     finally:
         del failure  # which has this frame in its traceback
@@ -159,19 +159,24 @@ def _hand_over(giver: Any, taker: Any, as_written: bool, index: torch.Tensor | N
         taker.load(held)
 
 
-def _bring_back(cache: Any, done: list[Passage], failure: BaseException, what: str) -> None:
+def _release(caches: Sequence[Any]) -> None:
+    for cache in caches:
+        cache.release()
+
+
+def _bring_back(givers: Sequence[Any], done: list[Passage], failure: BaseException, what: str) -> None:
     back = {id(passage.old) for passage in done if passage.gives_up}
     try:
         while done:
             done[-1].back()
             done.pop()
     except BaseException as error:
-        cache.release()
+        _release(givers)
         raise StepError(
-            f"{what} a {cache.name} cache failed ({type(failure).__name__}: {failure}), and so did bringing back what "
-            f"had been moved ({type(error).__name__}: {error}): it is empty, all tokens have to be read again"
+            f"{what} a {givers[0].name} cache failed ({type(failure).__name__}: {failure}), and so did bringing back "
+            f"what had been moved ({type(error).__name__}: {error}): it is empty, all tokens have to be read again"
         ) from failure
-    for part in cache.parts:
+    for part in (part for cache in givers for part in cache.parts):
         left = part.still_to_choose()
         left[:] = [(one, index) for one, index in left if id(one) not in back]
 

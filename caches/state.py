@@ -5,7 +5,7 @@ Models read them and write them in place, so what a failed or rejected step has 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -180,6 +180,17 @@ class State:
         self._before, self._read = dict(written["before"]), dict(written["read"])
         self._known_before = written["known before"]
         self._dropped, self._last_step = written["dropped"], written["last step"]
+
+    @staticmethod
+    def agree(states: Sequence[State]) -> None:
+        """Before their rows are put together: where the last steps differ, none of them can be taken back any more."""
+        last = [(one._last_step, one._dropped, one._known_before, *map(frozenset, (one._before, one._read)))
+                for one in states]  # fmt: skip
+        if len(set(last)) > 1:
+            for one in states:
+                one._forget_last()
+                one._known_before = one._known
+                one._before.clear()
 
     def numbered(self, kind: str) -> dict[int, torch.Tensor]:
         """The states of one kind by their number."""

@@ -7,7 +7,7 @@ step copies the history.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -98,9 +98,20 @@ def chosen_rows(written: Any, index: torch.Tensor) -> Any:
     """What was written down, tensors and dicts of them, of these rows."""
     if isinstance(written, dict):
         return {name: chosen_rows(part, index) for name, part in written.items()}
+    return written.index_select(0, index.to(written.device)) if _has_rows(written) else written
+
+
+def joined_rows(written: Sequence[Any]) -> Any:
+    """What was written down of several caches, which hold the same tokens, as that of one: the rows of all of them."""
+    first = written[0]
+    if isinstance(first, dict):
+        return {name: joined_rows([one[name] for one in written]) for name in first}
+    return torch.cat(list(written)) if _has_rows(first) else first
+
+
+def _has_rows(value: Any) -> bool:
     # `torch.tensor([])` stands for nothing yet. What has rows but no columns, [rows, 0, width], follows its rows.
-    has_rows = isinstance(written, torch.Tensor) and (written.ndim > 1 or (written.ndim == 1 and written.numel() > 0))
-    return written.index_select(0, index.to(written.device)) if has_rows else written
+    return isinstance(value, torch.Tensor) and (value.ndim > 1 or (value.ndim == 1 and value.numel() > 0))
 
 
 class GrowingStore:

@@ -7,11 +7,13 @@ import copy
 import pytest
 import torch
 from contract import CELLS
+from encoder_decoders import tiny_encoder_decoder
 from failing_memory import memory, moments
 from trial import Trial, with_room
 from unfinished import OUT, asked
 
 import caches
+from caches import dealing
 from caches.dealing import deal_rows, gather_rows
 from engine.live import Live
 
@@ -140,3 +142,80 @@ def test_parts_that_hold_other_tokens_are_not_gathered():
         gather_rows([part.cache for part in parts])
     for part in parts:
         part.check()
+
+
+# Parts that ran on by themselves before they come together.
+
+
+def test_states_whose_last_steps_differ_are_gathered_and_joined():
+    """They cannot be taken back any more: not all rows could."""
+    for put_together in (gathered, lambda trial, parts: trial.holding(caches.join_rows([one.cache for one in parts]))):
+        trial = four_rows("dynamic", "convolutions, windows", forks=False)
+        parts = dealt(trial)
+        for part, steps in zip(parts, ([2, 2], [4]), strict=True):
+            for tokens in steps:
+                part.step(tokens)
+        trial.tokens = parts[0].tokens + parts[1].tokens
+        whole = put_together(trial, parts)
+        whole.check()
+        whole.step(3)
+        whole.cache.crop(-3)
+        whole.tokens = [tokens[:-3] for tokens in whole.tokens]
+        whole.check()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_aborted_step_of_one_part_leaves_no_trace(first):
+    """Its suffixes have memory, the others' have none yet."""
+    trial = with_room("offloaded", "full", 4)
+    trial.step(5)
+    trial.fork(2)
+    parts = dealt(trial)
+    parts[first].cache.begin(1)
+    parts[first].forward(parts[first].fresh(1))
+    parts[first].cache.abort()
+    whole = gathered(trial, parts)
+    whole.check()
+    whole.step(2)
+    whole.check()
+
+
+def test_an_encoders_part_is_gathered_where_the_decoders_is_empty():
+    model = tiny_encoder_decoder("bart")
+    cache = caches.build("dynamic", model.config)
+    encoder, decoder = cache.parts[1], cache.parts[0]
+    columns = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 4, 6, 8)
+    encoder.load_columns([(columns, columns)] * len(encoder.layers))
+    assert decoder.batch_size == -1
+    whole = gather_rows(deal_rows(cache, [1, 3], [None, None]))
+    assert whole.parts[1].batch_size == 4
+    assert torch.equal(whole.parts[1].layers[0].keys, columns)
+
+
+def test_an_open_step_of_any_part_is_refused_before_anything_changes():
+    parts = dealt(four_rows("dynamic", "full", forks=False))
+    parts[1].cache.begin(1)
+    with pytest.raises(caches.StepError, match="open"):
+        gather_rows([part.cache for part in parts])
+    parts[1].cache.abort()
+    for part in parts:
+        part.check()
+
+
+def test_what_can_neither_be_gathered_nor_brought_back_is_empty_everywhere(monkeypatch):
+    parts = dealt(four_rows("dynamic", "full", forks=False))
+    gather, gone = dealing._Share.gather, iter(range(100))
+
+    def fails_late(share):
+        if next(gone) == 3:
+            raise MemoryError
+        gather(share)
+
+    def fails(share):
+        raise MemoryError
+
+    monkeypatch.setattr(dealing._Share, "gather", fails_late)
+    monkeypatch.setattr(dealing._Share, "deal", fails)
+    with pytest.raises(caches.StepError, match="so did bringing back"):
+        gather_rows([part.cache for part in parts])
+    assert [(part.cache.seen, part.cache.batch_size, part.cache.bytes) for part in parts] == [(0, -1, 0)] * 2
