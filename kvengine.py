@@ -13,13 +13,20 @@ def check_siblings(package_file: str, *names: str) -> None:
 
     package_file: its `__file__`.
     """
-    folder = Path(package_file).resolve().parent.parent
+    package = Path(package_file).absolute().parent  # which may be a link, or be made of links to files
+    folder = package.parent
     for name in names:
-        spec = getattr(sys.modules.get(name), "__spec__", None) or find_spec(name)
-        if spec is None:
+        module = sys.modules.get(name)
+        spec = find_spec(name) if module is None else getattr(module, "__spec__", None)
+        if module is None and spec is None:
             continue  # not there at all: the import that follows says so
+        if spec is None:
+            raise ImportError(
+                f"{module} in sys.modules, which was not imported, hides the package {name!r} of kvengine in "
+                f"{folder / name}: give it another name there"
+            )
         found = [Path(place).resolve() for place in spec.submodule_search_locations or [spec.origin or name]]
-        if folder / name not in found:
+        if not {(folder / name).resolve(), package.resolve().parent / name} & set(found):
             raise ImportError(
                 f"{found[0]} hides the package {name!r} of kvengine in {folder / name}: Python finds it first, as it "
                 "does with folders in the working directory. Run from another folder, rename that one, or keep the "

@@ -45,16 +45,18 @@ def disk_folder(folder: str | None = None) -> str:
 def memory_type(folder: str) -> str | None:
     """The type of the file system of `folder` if its files are in memory ("tmpfs"), else None, also where unknown."""
     try:
-        lines = _MOUNTS.read_text().splitlines()
+        lines = os.fsdecode(_MOUNTS.read_bytes()).split("\n")  # as paths are decoded: their bytes may be any
     except OSError:  # not on Linux
         return None
     path, nearest, found = os.path.realpath(folder), "", None
     for line in lines:
-        mount, _, system = line.partition(" - ")
-        point = _unescaped(mount.split(" ")[4])
+        mount, _, system = (part.split(" ") for part in line.partition(" - "))
+        if len(mount) < 5 or len(system) < 2:
+            continue
+        point = _unescaped(mount[4])
         is_inside = path == point or path.startswith(point.rstrip("/") + "/")
         if is_inside and len(point) >= len(nearest):  # of several mounts at one place the last one counts
-            nearest, (kind, source) = point, system.split(" ")[:2]
+            nearest, (kind, source) = point, system[:2]
             found = kind if kind in _MEMORY else f"{kind} in compressed memory" if "zram" in source else None
     return found
 

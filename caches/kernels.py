@@ -7,6 +7,7 @@ import functools
 import importlib.machinery
 import importlib.util
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -32,18 +33,34 @@ _LIBRARY = ("-std=c++20", "-shared", "-fPIC")
 def compiled(source: Path, option: str) -> Any:
     """The functions of a C++ file, from the user's cache folder or compiled into it.
 
-    The file is for one processor, release of torch and of Python, and is named after them. It is moved into place when
-    it is whole: a compilation that is killed leaves nothing that another waits for, and two at once do not meet.
-    Raises `ConfigError` where that is not possible, which names the option that asks for it.
+    The file is for one processor and one release of torch, of Python and of the C library, and is named after them. It
+    is moved into place when it is whole: a compilation that is killed leaves nothing that another waits for, and two at
+    once do not meet. One that cannot be loaded is compiled once more. Raises `ConfigError` where that is not possible,
+    which names the option that asks for it.
     """
     name = f"kvengine_{source.stem}"
-    try:
-        path = _library(source, name)
-    except OSError as error:
-        raise _cannot_compile(option, str(error)) from error
-    except subprocess.CalledProcessError as error:
-        said = [line for line in error.stderr.splitlines() if "error" in line] or [f"it ended with {error.returncode}"]
-        raise _cannot_compile(option, f"{error.cmd[0]}: {said[0]}") from error
+    for _ in range(2):
+        try:
+            path = _library(source, name)
+        except OSError as error:
+            raise _cannot_compile(option, str(error)) from error
+        except subprocess.CalledProcessError as error:
+            said = [line for line in error.stderr.splitlines() if "error" in line]
+            why = said[0] if said else f"it ended with {error.returncode}"
+            raise _cannot_compile(option, f"{error.cmd[0]}: {why}") from error
+        try:
+            return _loaded(name, path)
+        except (ImportError, OSError) as error:
+            refused = error
+            with suppress(OSError):
+                path.unlink()
+    raise ConfigError(
+        f"{option} has compiled kernels that cannot be loaded: {refused}. Choose the compiler that belongs to this "
+        "Python and its torch with the variable CXX, or leave it out"
+    ) from refused
+
+
+def _loaded(name: str, path: Path) -> Any:
     loader = importlib.machinery.ExtensionFileLoader(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
@@ -63,7 +80,8 @@ def _library(source: Path, name: str) -> Path:
     """The path of the compiled file. Raises `OSError` and `subprocess.CalledProcessError`."""
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     options = [*_FLAGS, *_threads(), *_LIBRARY, abi, f"-DTORCH_EXTENSION_NAME={name}"]
-    known = [source.read_text(), *options, *_compiler(), processor(), torch.__version__, sys.version]
+    releases = [torch.__version__, sys.version, *platform.libc_ver()]
+    known = [source.read_text(), *options, *_compiler(), processor(), *releases]
     key = sha256("\0".join(known).encode()).hexdigest()[:16]
     folder = _writable_folder()
     path = folder / f"{name}_{key}.so"

@@ -13,8 +13,8 @@ _FORMS = re.compile(
     r"|MPS backend out of memory"
     r"|(CUDA|HIP|XPU)( driver)? error: out of memory"
     r"|CUDA error: (CU|HIP)BLAS_STATUS_ALLOC_FAILED"
-    r"|cuDNN error: CUDNN_STATUS_ALLOC_FAILED"
-    r"|std::bad_alloc$"
+    r"|cuDNN error: CUDNN_STATUS_(ALLOC|INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION)_FAILED"
+    r"|(std::bad_alloc|bad allocation)$"
     r"|unable to mmap \d+ bytes .*: Cannot allocate memory \(12\)$"
 )
 # oneDNN says the same when it has no memory and when it cannot do what it was asked for.

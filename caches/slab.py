@@ -32,7 +32,8 @@ class Slab:
     """A file without a name, so nothing stays on the disk whatever happens to the process.
 
     It is open while a tensor has a part of it. Its bytes are reserved before they are used: a full disk is a
-    `CapacityError` when room is made, and not a signal later. A copy is an empty slab in the same folder.
+    `CapacityError` when room is made, and not a signal later. A copy is an empty slab for the same `folder`. A fork of
+    the process opens a file of its own when it makes room; the windows it inherits are those of the parent.
 
     folder: see `disk_folder`.
     """
@@ -40,40 +41,51 @@ class Slab:
     def __init__(self, folder: str | None = None):
         if not hasattr(mmap, "MAP_SHARED"):
             raise CapacityError("residency='disk' maps files as POSIX systems do: use residency='host' here")
-        self.folder = disk_folder(folder)
+        self._given, self.folder = folder, disk_folder(folder)
         self._file: Any = None
         self._size = 0  # of the file
         self._users = 0  # ranges in use, and `_take` under way
         self._free: list[tuple[int, int]] = []  # in order, none touches the next
         # A range may come back at any moment, in `_take` or in another thread: wherever Python collects its tensor.
         self._returned: list[tuple[int, int]] = []
-        self._lock = threading.RLock()
-        self._process = os.getpid()
+        self._process = os.getpid()  # whose file it is
+        self._locks: dict[int, Any] = {}  # by process: a fork may inherit one that is held
 
     def window(self, size: int, before: Window | None = None) -> Window:
         """Memory of at least `size` bytes which begins with the ranges of `before`.
 
-        Raises `CapacityError` where the disk is full or no file can be opened, `MemoryError` where it cannot be mapped.
+        Or with a copy of them, in a fork of the process that has them. Raises `CapacityError` where the disk is full or
+        no file can be opened, `MemoryError` where it cannot be mapped.
         """
-        kept = [] if before is None else before.ranges
+        kept = [] if before is None or before.ranges[0].is_inherited() else before.ranges
         missing = -(-max(1, size) // _PAGE) * _PAGE - sum(part.end - part.begin for part in kept)
         try:
             ranges = [*kept, *self._take(missing)]
         except OSError as error:
             raise CapacityError(self._why_not(missing, error)) from error
         try:
-            return _mapped(self._file.fileno(), ranges)
+            window = _mapped(self._file.fileno(), ranges)
         except OSError as error:
             ranges.clear()  # the error keeps this frame
             raise MemoryError(
                 f"{size:,} bytes of a file in {self.folder} cannot be mapped: {error.strerror} (of addresses, or of "
                 "the mappings that vm.max_map_count allows)"
             ) from error
+        if before is not None and not kept:
+            window[: len(before)] = before
+        return window
+
+    @property
+    def _lock(self) -> Any:
+        return self._locks.setdefault(os.getpid(), threading.RLock())
 
     def _take(self, size: int) -> list[_Range]:
         """Free pages first, then new ones at the end of the file."""
         taken: list[_Range] = []
         with self._lock:
+            if self._process != os.getpid():
+                self._process, self._users = os.getpid(), 0
+                self.close()  # the parent's descriptor stays open
             self._users += 1  # or the file might be closed meanwhile
             try:
                 if self._file is None:
@@ -115,8 +127,6 @@ class Slab:
 
     def give_back(self, begin: int, end: int) -> None:
         """These bytes are no longer used."""
-        if os.getpid() != self._process:  # a fork of the process: the file belongs to the one that made it
-            return
         with self._lock:
             if self._file is None:  # collected together, the slab first
                 return
@@ -143,7 +153,7 @@ class Slab:
             self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.folder,)
+        return type(self), (self._given,)
 
     def _why_not(self, size: int, error: OSError) -> str:
         if error.errno in (errno.EMFILE, errno.ENFILE):
@@ -160,11 +170,16 @@ class _Range:
     """Bytes [begin, end) of a slab, until nothing refers to them."""
 
     def __init__(self, slab: Slab, begin: int, end: int):
-        self.begin, self.end, self._slab = begin, end, slab
+        self.begin, self.end, self._slab, self._process = begin, end, slab, os.getpid()
         slab.enter()
 
+    def is_inherited(self) -> bool:
+        """Whether it belongs to the file of the process that this one was forked from."""
+        return self._process != os.getpid()
+
     def __del__(self) -> None:
-        self._slab.give_back(self.begin, self.end)
+        if not self.is_inherited():
+            self._slab.give_back(self.begin, self.end)
 
 
 class Window(mmap.mmap):

@@ -26,6 +26,8 @@ def check_name(what: str, holder: Sequence[Any], new: Sequence[Any], replace: bo
 
 
 def _place(definition: Any) -> str:
+    if not hasattr(definition, "__qualname__"):  # such as a functools.partial
+        return repr(definition)
     return f"{definition.__module__}.{definition.__qualname__}"
 
 

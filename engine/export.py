@@ -13,6 +13,7 @@ from engine.errors import OptionError
 from engine.loading import unwrapped
 from engine.masks import Columns
 from engine.runner import Runner
+from engine.turns import turn_of
 
 
 def export_step(model: PreTrainedModel, cache: Cache) -> torch.export.ExportedProgram:
@@ -34,16 +35,17 @@ def export_step(model: PreTrainedModel, cache: Cache) -> torch.export.ExportedPr
     Runner(model).check_graph("export_step")
     if not isinstance(cache, Cache):
         raise OptionError(f"a {type(cache).__name__} has no tensors that can be exported: use cache='static'")
-    cache.check_fits(model.config)
-    step = _Step(model, cache)
-    cache.begin(1, graph=True)
-    try:
-        device = next(step.cache.buffers()).device
-        inputs = step_inputs(model, cache, torch.zeros(cache.batch_size, 1, dtype=torch.long, device=device))
-        with torch.no_grad():
-            return torch.export.export(step, (), inputs, strict=False)
-    finally:
-        cache.abort()
+    with turn_of(model):  # whose parameters have no numbers while it is traced
+        cache.check_fits(model.config)
+        step = _Step(model, cache)
+        cache.begin(1, graph=True)
+        try:
+            device = next(step.cache.buffers()).device
+            inputs = step_inputs(model, cache, torch.zeros(cache.batch_size, 1, dtype=torch.long, device=device))
+            with torch.no_grad():
+                return torch.export.export(step, (), inputs, strict=False)
+        finally:
+            cache.abort()
 
 
 def step_inputs(

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from caches import Driven
 from engine.errors import InputError
 from engine.inputs import Prompt
+from engine.turns import turn_of
 
 ENCODED = "mm_encoder_outputs"  # transformers' name for what the encoders of a model made of its media
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -40,10 +41,10 @@ def complete_extras(
     extras = dict(prompt.extras)
     if seen > 0 and not _has_new_media(model, prompt, mask, seen):
         extras = {name: value for name, value in extras.items() if name in PER_TOKEN or name.endswith("_mask")}
-    if "position_ids" not in extras and _reckons_positions(model):
-        extras["position_ids"] = _own_positions(model, replace(prompt, extras=extras), mask, cache)
-    if hasattr(model, "_maybe_prepare_encoder_kwargs_for_generation"):  # missing in transformers 5.17
-        with torch.no_grad():
+    with turn_of(model), torch.no_grad():
+        if "position_ids" not in extras and _reckons_positions(model):
+            extras["position_ids"] = _own_positions(model, replace(prompt, extras=extras), mask, cache)
+        if hasattr(model, "_maybe_prepare_encoder_kwargs_for_generation"):  # missing in transformers 5.17
             extras = model._maybe_prepare_encoder_kwargs_for_generation(prompt.ids, extras, "input_ids", config)
     return replace(prompt, mask=None, extras=extras), mask
 
@@ -103,7 +104,7 @@ def _own_positions(
 def extend_extras(
     model: PreTrainedModel, extras: dict[str, Any], columns: int
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """`extras` with those that grow with every token extended to `columns` of them; second, along which dimension.
+    """`extras` with those that grow with every token extended to `columns` at least; second, along which dimension.
 
     What a new token has there is asked of the model, by letting it add one.
     """
@@ -116,7 +117,8 @@ def extend_extras(
             continue
         axis = next(axis for axis in range(value.ndim) if longer.shape[axis] != value.shape[axis])
         new = longer.narrow(axis, longer.shape[axis] - 1, 1)
-        extended[name] = torch.cat([value, new.repeat_interleave(columns - value.shape[axis], dim=axis)], dim=axis)
+        missing = max(0, columns - value.shape[axis])
+        extended[name] = torch.cat([value, new.repeat_interleave(missing, dim=axis)], dim=axis)
         axes[name] = axis
     return extended, axes
 

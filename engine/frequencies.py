@@ -24,7 +24,10 @@ class Frequencies:
         self._values: list[dict[str, Any]] | None = None  # while another run computes
 
     def resume(self) -> None:
-        """Before a forward of this run, within the model's turn: the model has what it had after the last one."""
+        """Before a forward of this run, within the model's turn: the model has what it had after the last one.
+
+        Before the first one it has what it had when it was new.
+        """
         if not self._ropes:
             return
         found = _last.get(self._model)
@@ -34,7 +37,7 @@ class Frequencies:
         if last is not None:
             last._values = [_read(rope) for rope in self._ropes]
         _last.pop(self._model, None)  # until all are written
-        for rope, values in zip(self._ropes, self._values or [], strict=False):
+        for rope, values in zip(self._ropes, self._values or map(_original, self._ropes), strict=True):
             for name, value in values.items():
                 (rope._buffers if name in rope._buffers else rope.__dict__)[name] = value
         _last[self._model] = ref(self)
@@ -44,3 +47,14 @@ def _read(rope: nn.Module) -> dict[str, Any]:
     """Of models with several kinds of layers each kind has its own, named after it."""
     kept = rope.__dict__ | rope._buffers
     return {name: value for name, value in kept.items() if name.endswith(_NAMES) and "original" not in name}
+
+
+def _original(rope: nn.Module) -> dict[str, Any]:
+    """What it had before it read any text."""
+    found = {}
+    for name, value in _read(rope).items():
+        if name.endswith("inv_freq"):
+            found[name] = getattr(rope, f"{name.removesuffix('inv_freq')}original_inv_freq", value).to(value.device)
+        elif name.endswith("max_seq_len_cached"):
+            found[name] = getattr(rope, "original_max_seq_len", value)
+    return found

@@ -4,8 +4,8 @@ torch sends these products to MKL. On some processors oneDNN is faster, on other
 rows and on the size of the matrix. All routes take the same plain weights: no second copy, results equal to rounding.
 For one row, `gemv.cpp` reads the weights at the speed of memory; it has to be compiled first.
 
-The model is not changed. `torch.nn.Linear.forward` is replaced once per process by a function that does what torch's
-does, unless the calling thread is in a step of ours: then `active.table` says which route a product takes.
+The model is not changed. `torch.nn.Linear.forward` is replaced once per process by a function that does what the one
+before does, unless the calling thread is in a step of ours: then `active.table` says which route a product takes.
 """
 
 from __future__ import annotations
@@ -127,30 +127,42 @@ class _Active(threading.local):
 active = _Active()
 """`table`: the routes of this thread's linear layers, None outside of our steps. It is reset in a `finally`."""
 
-_torchs_own = nn.Linear.forward
+_Forward: TypeAlias = Callable[[nn.Linear, torch.Tensor], torch.Tensor]
 
 
-def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    if torch.jit.is_scripting():
-        return functional.linear(input, self.weight, self.bias)
-    else:  # noqa: RET505 - which TorchScript does not read
-        return _routed(self, input)
+def _replacing(own: _Forward) -> _Forward:
+    """What stands in place of `own`: torch's, or what another library has put there."""
+
+    def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+        if torch.jit.is_scripting():
+            return functional.linear(input, self.weight, self.bias)
+        else:  # noqa: RET505 - which TorchScript does not read
+            return _routed(own, self, input)
+
+    # Pickles find it by these names, and then torch's own where this package is not.
+    forward.__module__, forward.__qualname__ = nn.Linear.__module__, "Linear.forward"
+    return forward
 
 
-def _routed(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+def _routed(own: _Forward, layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling() or active.table is None:
-        return _torchs_own(self, input)
-    weight = self._parameters.get("weight")
+        return own(layer, input)
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     if not _is_plain(weight) or not _can_be_routed(input):
-        return _torchs_own(self, input)
+        return own(layer, input)
+    if not (_is_plain(bias) or (bias is None and "bias" in layer._parameters)):  # it is computed
+        return own(layer, input)
     numbers = weight.numel()
     route = active.table.route(numbers, input.numel() * weight.shape[0] // numbers) if numbers else None
-    return _torchs_own(self, input) if route is None else route(input, weight, self._parameters["bias"])
+    return own(layer, input) if route is None else route(input, weight, bias)
 
 
 def _install() -> None:
-    if nn.Linear.forward is _torchs_own:
-        nn.Linear.forward = _forward  # type: ignore[method-assign]
+    """Also over what another library has put there since, which may call an earlier one of ours."""
+    own = nn.Linear.forward
+    ours = _replacing(own)
+    if getattr(own, "__code__", None) is not ours.__code__:
+        nn.Linear.forward = ours  # type: ignore[method-assign, assignment]
 
 
 def _is_plain(weight: torch.Tensor | None) -> TypeGuard[nn.Parameter]:

@@ -152,18 +152,19 @@ def study(
     Raises `InputError` where a forward without numbers cannot be.
     """
     key = (kind, config._attn_implementation, dtype, config.to_json_string(use_diff=False))
-    if key not in _studied:
+    found = _studied.get(key)
+    if found is None:
         if len(_studied) >= 32:
             _studied.clear()
         model = skeleton(config, dtype, kind)
         try:
-            _studied[key] = _Study(model).anatomy()
+            found = _studied[key] = _Study(model).anatomy()
         except (RuntimeError, NotImplementedError, TypeError, AttributeError, IndexError) as error:
             raise InputError(
                 f"what {type(model).__name__} takes cannot be found out without its weights: a forward on torch's meta "
                 f"device ends with {in_words(error)}"
             ) from error
-    return _studied[key]
+    return found
 
 
 class _Study:

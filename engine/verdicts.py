@@ -36,7 +36,8 @@ _known: dict[tuple[str, str], tuple[str, ...]] = {}
 def fastest(size: str) -> tuple[str, ...]:
     """The name of the fastest route, or "torch", for matrices of this size and each bucket of rows.
 
-    Measured when nothing is known of this processor, number of threads and release of torch: about 1 s.
+    Measured when nothing is known of this processor, number of threads and release of torch: about 1 s. Without memory
+    for that it is torch's own, until there is some.
     """
     key = _machine()
     with _lock:
@@ -44,6 +45,8 @@ def fastest(size: str) -> tuple[str, ...]:
             found = _read(size)
             if found is None:
                 found = _measure(size)
+                if found is None:
+                    return (TORCH,) * len(_ROWS)
                 _write(size, found)
             _known[key, size] = found
         return _known[key, size]
@@ -70,7 +73,9 @@ def _stored() -> dict[str, list[str]]:
 def _read(size: str) -> tuple[str, ...] | None:
     names = _stored().get(size)
     known = {TORCH, *routes()}
-    if not isinstance(names, list) or len(names) != len(_ROWS) or not all(name in known for name in names):
+    if not isinstance(names, list) or len(names) != len(_ROWS):
+        return None
+    if not all(isinstance(name, str) and name in known for name in names):
         return None
     return tuple(names)
 
@@ -83,19 +88,22 @@ def _write(size: str, names: tuple[str, ...]) -> None:
         return  # the verdict holds for this process alone
 
 
-def _measure(size: str) -> tuple[str, ...]:
+@torch.autocast("cpu", enabled=False)
+def _measure(size: str) -> tuple[str, ...] | None:
+    """None when memory is out."""
     assert len(_ROWS) == len(ROW_LIMITS) + 1
     try:
         # Written, since all pages of torch.zeros are one page that a cache holds.
-        pool = torch.full((_POOL,), 0.01)
+        pool = torch.full((_POOL,), 0.01, dtype=torch.float32, device="cpu")
         outs, width, count = _SHAPES[size]
+        inputs = [torch.ones(rows, width, dtype=torch.float32, device="cpu") for rows in _ROWS]
         matrices = [part.view(outs, width) for part in pool.split(outs * width) if len(part) == outs * width]
         turns = cycle(matrices)
-        return tuple(_fastest_of(lambda: list(islice(turns, count)), torch.ones(rows, width)) for rows in _ROWS)
+        return tuple(_fastest_of(lambda: list(islice(turns, count)), input) for input in inputs)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        return (TORCH,) * len(_ROWS)
+        return None
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ import copy
 import errno
 import gc
 import os
+import pickle
 import random
 import resource
 import subprocess
@@ -218,13 +219,68 @@ def test_a_fork_of_the_process_leaves_the_file_alone(tmp_path):
     slab = Slab(str(tmp_path))
     window = slab.window(_PAGE)
     window[:4] = b"kept"
-    child = os.fork()
-    if child == 0:
-        del window
-        os._exit(0 if slab._file is not None else 1)
-    assert os.waitpid(child, 0)[1] == 0
+    with forked() as is_child:
+        if is_child:
+            del window
+            assert slab._file is not None
     assert window[:4] == b"kept"
     assert os.pread(slab._file.fileno(), 4, 0) == b"kept"
+
+
+@contextmanager
+def forked():
+    """Runs the block twice, the first time in a fork of the process, which it ends."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            yield True
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    yield False
+
+
+def test_a_fork_of_the_process_has_a_file_of_its_own(tmp_path):
+    slab = Slab(str(tmp_path))
+    window, gone = slab.window(_PAGE), slab.window(_PAGE)
+    window[:4] = b"kept"
+    del gone
+    slab._lock.acquire()  # as another thread may at that moment
+    with forked() as is_child:
+        if is_child:
+            own = slab.window(3 * _PAGE)
+            own[:] = b"x" * len(own)
+            grown = slab.window(2 * _PAGE, window)
+            assert grown[:4] == b"kept"
+            grown[:4] = b"lost"
+            assert slab._size == 5 * _PAGE
+            del window
+            assert not slab._returned
+            del own, grown
+            assert slab._file is None
+    slab._lock.release()
+    assert window[:4] == b"kept"
+    assert slab._size == os.fstat(slab._file.fileno()).st_size == 2 * _PAGE
+    assert not any(slab.window(3 * _PAGE)[:])
+
+
+def test_a_slab_from_before_a_fork_gives_back_too(tmp_path):
+    slab = Slab(str(tmp_path))
+    with forked() as is_child:
+        if is_child:
+            window = slab.window(_PAGE)
+            del window
+            assert slab._file is None
+
+
+@pytest.mark.parametrize(("given", "then"), [(None, "there"), ("mine", "mine")])
+def test_a_pickled_slab_asks_for_its_folder_where_it_is_loaded(given, then, monkeypatch):
+    monkeypatch.setattr("caches.slab.disk_folder", lambda folder: folder or "here")
+    written = pickle.dumps(Slab(given))
+    monkeypatch.setattr("caches.slab.disk_folder", lambda folder: folder or "there")
+    assert pickle.loads(written).folder == then
 
 
 # A deep model.

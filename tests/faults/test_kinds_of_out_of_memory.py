@@ -26,12 +26,17 @@ YES = [
     RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
     RuntimeError("std::bad_alloc"),
+    RuntimeError("bad allocation"),
     RuntimeError("unable to mmap 4096 bytes from file </tmp/a>: Cannot allocate memory (12)"),
 ]
 NO = [
     RuntimeError("my plug-in has not enough memory slots"),
     RuntimeError("the request ran out of memory entries"),
+    RuntimeError("bad allocation of slots"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
     RuntimeError("could not create a primitive"),
     RuntimeError("could not create a primitive descriptor for the matmul primitive. Run workload with"),
     ValueError("DefaultCPUAllocator: can't allocate memory"),

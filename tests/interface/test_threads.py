@@ -176,13 +176,15 @@ def test_interleaved_runs_keep_the_frequencies_of_their_own_texts():
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     sizes = {"max_position_embeddings": 16, "rope_parameters": rope, "num_hidden_layers": 2}
     model = randomized(LlamaForCausalLM(LlamaConfig(**_TINY | sizes)))
-    prompts = [torch.arange(2, 14)[None], torch.arange(3, 43)[None]]
-    alone = [engine.generate(copy.deepcopy(model), ids, max_new_tokens=12).tokens for ids in prompts]
+    prompts = [torch.arange(2, 2 + tokens)[None] for tokens in (12, 40, 20)]
+    options = {"max_new_tokens": 12, "do_sample": False}
+    alone = [copy.deepcopy(model).generate(ids, **options)[:, ids.shape[1] :].tolist() for ids in prompts]
     streams = [engine.stream(model, ids, max_new_tokens=12) for ids in prompts]
     for _ in range(12):
         for stream in streams:
             next(stream)
     assert [stream.result().tokens for stream in streams] == alone
+    assert [engine.generate(model, ids, max_new_tokens=12).tokens for ids in prompts] == alone  # one after the other
 
 
 def randomized(model):

@@ -82,6 +82,17 @@ def test_what_lies_nearest_counts(mounts, tmp_path, monkeypatch):
     assert memory_type(str(tmp_path)) is None
 
 
+def test_mount_points_of_any_bytes(mounts, tmp_path):
+    mounts((tmp_path, "tmpfs"))
+    said = (tmp_path / "mountinfo").read_bytes()
+    odd = [b"/caf\xe9", "/a\u2028b".encode(), b"/a\x85b\rc", b""]
+    lines = [b"7 1 0:7 / %s rw - ext4 /dev/sda rw\n" % point for point in odd]
+    (tmp_path / "mountinfo").write_bytes(b"".join(lines) + b"no mount\n" + said + lines[0])
+    assert memory_type(str(tmp_path)) == "tmpfs"
+    (tmp_path / "mountinfo").write_bytes(said + lines[0].replace(b"ext4", b"ramfs"))
+    assert memory_type(os.fsdecode(b"/caf\xe9/below")) == "ramfs"
+
+
 @pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no shared memory is mounted")
 def test_what_this_machine_says():
     assert memory_type("/dev/shm") == "tmpfs"

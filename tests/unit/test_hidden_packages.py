@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 from places import ROOT
@@ -34,6 +35,40 @@ def test_a_hidden_package(name, loaded, tmp_path, monkeypatch):
 def test_nothing_is_hidden():
     check_siblings(engine.__file__, "configs", "caches", "strategies")
     check_siblings(caches.__file__, "configs", "no_such_package")
+
+
+def test_an_install_of_links_to_files(tmp_path, monkeypatch):
+    for name in ("engine", "configs"):
+        (tmp_path / "stored" / name).mkdir(parents=True)
+        file = hide(tmp_path, name) / "__init__.py"
+        file.rename(tmp_path / "stored" / name / "one")
+        file.symlink_to(tmp_path / "stored" / name / "one")
+    monkeypatch.delitem(sys.modules, "configs")
+    monkeypatch.syspath_prepend(tmp_path)
+    check_siblings(str(tmp_path / "engine" / "__init__.py"), "configs")
+
+
+def test_an_install_of_links_to_folders(tmp_path, monkeypatch):
+    for name in ("engine", "configs"):
+        (tmp_path / f"stored-{name}").mkdir()
+        (tmp_path / name).symlink_to(hide(tmp_path / f"stored-{name}", name))
+    monkeypatch.delitem(sys.modules, "configs")
+    monkeypatch.syspath_prepend(tmp_path)
+    check_siblings(str(tmp_path / "engine" / "__init__.py"), "configs")
+
+
+def test_a_link_to_one_of_the_packages(tmp_path):
+    (tmp_path / "engine").symlink_to(ROOT / "engine")
+    check_siblings(str(tmp_path / "engine" / "__init__.py"), "configs")
+
+
+def test_a_module_that_was_made_by_hand(monkeypatch):
+    monkeypatch.setitem(sys.modules, "configs", types.ModuleType("configs"))
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(
+        ImportError, match=rf"<module 'configs'> in sys.modules.* hides the package.*{ROOT / 'configs'}"
+    ):
+        check_siblings(engine.__file__, "configs")
 
 
 @pytest.mark.slow

@@ -63,7 +63,9 @@ def test_another_processor_source_or_release_has_a_file_of_its_own(folder, compi
     found.append(library(folder))
     (folder / "one.cpp").write_text(SOURCE + "\n")
     found.append(library(folder))
-    assert len(set(found)) == 4
+    monkeypatch.setattr(kernels.platform, "libc_ver", lambda: ("glibc", "2.99"))
+    found.append(library(folder))
+    assert len(set(found)) == 5
     assert "flags" in machine._FIELDS
 
 
@@ -125,6 +127,29 @@ def test_a_compiler_that_cannot(name, says, folder, monkeypatch):
     monkeypatch.setenv("CXX", name)
     with pytest.raises(ConfigError, match=f"fused=True needs a C\\+\\+ compiler.*{says}.*or leave it out"):
         kernels.compiled.__wrapped__(folder / "one.cpp", "fused=True")
+    assert not list((folder / "cache" / "kernels").iterdir())
+
+
+def test_a_damaged_library_is_compiled_once_more(folder, compiler, monkeypatch):
+    compiler(0)
+    damaged = kernels._library(folder / "one.cpp", "kvengine_one")
+    damaged.write_text("")
+
+    def load(name, path):
+        if not path.read_text():
+            raise ImportError("file too short")
+        return path
+
+    monkeypatch.setattr(kernels, "_loaded", load)
+    assert kernels.compiled.__wrapped__(folder / "one.cpp", "fused=True").read_text() == f"half of {SOURCE}"
+
+
+def test_a_library_that_cannot_be_loaded(folder, compiler):
+    compiler(0)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"fused=True .* cannot be loaded: .*or leave it out") as raised:
+            kernels.compiled.__wrapped__(folder / "one.cpp", "fused=True")
+        assert isinstance(raised.value.__cause__, ImportError)
     assert not list((folder / "cache" / "kernels").iterdir())
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 from contextlib import contextmanager
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from architectures import prompt, tiny_model
 from helpers import needs_kernels
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 
 import configs
 import engine
@@ -103,6 +104,49 @@ def test_the_fastest_is_taken_where_matrices_are_large_enough(monkeypatch):
     assert str(table) == f"small: torch; medium: {linears._in_short(names)}; large: torch"
     monkeypatch.setattr(verdicts, "fastest", lambda size: ("torch",) * 5)
     assert table_for(layer, "auto") is None
+
+
+def test_a_bias_that_is_computed_is_left_alone():
+    layer, input = nn.Linear(8, 8), torch.randn(2, 8)
+    parametrize.register_parametrization(layer, "bias", nn.Tanh())
+    with torch.no_grad():
+        expected = layer(input)
+    with routed(table_of("onednn")) as taken:
+        assert torch.equal(layer(input), expected)
+        assert not taken
+        assert torch.isfinite(nn.Linear(8, 8, bias=False)(input)).all()
+        assert taken
+
+
+def test_what_another_library_has_put_there_is_called(monkeypatch):
+    called, layer, input = [], nn.Linear(8, 8), torch.randn(2, 8)
+    table_of("onednn")
+    before = nn.Linear.forward
+
+    def theirs(self, input):
+        called.append(self)
+        return before(self, input)
+
+    monkeypatch.setattr(nn.Linear, "forward", theirs)
+    with routed(table_of("torch")) as taken:
+        expected = layer(input)
+    assert called == [layer]
+    assert taken == [None, None]  # asked by ours over theirs, and by ours below
+    called.clear()
+    with routed(table_of("onednn")) as taken:
+        torch.testing.assert_close(layer(input), expected)
+    assert len(taken) == 1
+    assert not called
+    ours = nn.Linear.forward
+    table_of("onednn")
+    assert nn.Linear.forward is ours
+
+
+def test_methods_can_be_pickled():
+    layer, input = nn.Linear(8, 8), torch.randn(2, 8)
+    table_of("onednn")
+    assert pickle.loads(pickle.dumps(nn.Linear.forward)) is nn.Linear.forward
+    assert torch.equal(pickle.loads(pickle.dumps(layer.forward))(input), layer(input))
 
 
 class Scaled(nn.Linear):
@@ -258,7 +302,15 @@ def test_a_measurement_is_made_once_per_machine(cache_folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[1]", '{"medium": ["torch"]}', '{"medium": [1, 2, 3, 4, 5]}', '{"medium": 5}']
+    "content",
+    [
+        "",
+        "[1]",
+        '{"medium": ["torch"]}',
+        '{"medium": [1, 2, 3, 4, 5]}',
+        '{"medium": 5}',
+        '{"medium": [[], {}, 3, 4, 5]}',
+    ],
 )
 def test_a_file_that_says_nothing_is_written_anew(content, cache_folder, monkeypatch):
     monkeypatch.setattr(verdicts, "_measure", lambda size: NAMES)
@@ -289,9 +341,34 @@ def test_the_measurement_says_something(monkeypatch):
     assert verdicts.times(lambda: 3.0, lambda: 1.0) == 3.0
 
 
-def test_without_memory_to_measure_in_torchs_own_is_taken(monkeypatch):
-    def none(*arguments):
+@pytest.fixture
+def _small(monkeypatch):
+    monkeypatch.setattr(verdicts, "_SHAPES", {"medium": (64, 32, 2)})
+    monkeypatch.setattr(verdicts, "_POOL", 2**14)
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_it_measures_what_is_routed_whatever_the_defaults_are(dtype, monkeypatch):
+    given, mm = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda one, other: given.append((one, other, mm(one, other))) or given[-1][2])
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
+            verdicts._measure("medium")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {(tensor.dtype, tensor.device.type) for product in given for tensor in product} == {(torch.float32, "cpu")}
+
+
+@pytest.mark.usefixtures("_small")
+def test_without_memory_to_measure_in_torchs_own_is_taken_for_now(cache_folder, monkeypatch):
+    def none(*arguments, **options):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(torch, "full", none)
-    assert verdicts._measure("medium") == ("torch",) * 5
+    with monkeypatch.context() as full:
+        full.setattr(torch, "full", none)
+        assert verdicts.fastest("medium") == ("torch",) * 5
+    assert not cache_folder.exists()
+    monkeypatch.setattr(verdicts, "_fastest_of", lambda matrices, input: "mm")
+    assert verdicts.fastest("medium") == ("mm",) * 5

@@ -1,5 +1,6 @@
 """Caches and strategies of others: defined again, under a name that is taken, brought along by a package."""
 
+import functools
 import json
 import logging
 import sys
@@ -89,6 +90,18 @@ def test_another_recipe_for_the_same_options():
         caches.register(options)(len)
     caches.register(options, replace=True)(test_a_cell_that_runs_again)
     assert caches.recipe("mine").build is test_a_cell_that_runs_again
+
+
+def test_a_recipe_without_a_name_of_its_own():
+    cell(CACHE)
+    found = caches.recipe("mine")
+    partial = functools.partial(found.build)
+    with pytest.raises(configs.ConfigError, match=r"by __main__.MineConfig and __main__.mine: "):
+        caches.register(found.options)(partial)
+    caches.register(found.options, replace=True)(partial)
+    caches.register(found.options)(partial)
+    with pytest.raises(configs.ConfigError, match=r"by __main__.MineConfig and functools.partial"):
+        caches.register(found.options)(found.build)
 
 
 def test_what_failed_is_not_registered():
