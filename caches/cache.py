@@ -64,9 +64,13 @@ class Cache(Forking):
     def settle(self, drop: int = 0) -> None:
         required = self._required
         if self._driven and super().seen == 0:  # the whole forward ran: layers it did not reach never take part
-            required = {(index, stream) for index, stream in required if self.layers[index].is_initialized}
+            required = self._required_and_held
         super().settle(drop)
         self._required = required
+
+    @property
+    def _required_and_held(self) -> set[tuple[int, str]]:
+        return {(index, stream) for index, stream in self._required if self.layers[index].is_initialized}
 
     def _close(self) -> None:
         super()._close()
@@ -141,7 +145,11 @@ class Cache(Forking):
             is_new = not self.is_open
             if is_new:
                 self.check_whole()
-                if super().seen == 0 and not self.finds_layers and not torch.compiler.is_compiling():
+                is_compiling = torch.compiler.is_compiling()
+                if super().seen > 0 and not is_compiling:
+                    # Maybe steps of another cache, which have shown what layers take part.
+                    self._required = self._required_and_held
+                elif not self.finds_layers and not is_compiling:
                     self._require_layers_of(model_at_work())
             if tokens is not None and self._timelines[0].pending == 0:
                 self._check_windows(tokens)

@@ -16,7 +16,9 @@ from caches.driven import Driven
 from caches.encoder_decoder import EncoderDecoder
 from caches.errors import Unknowable
 from caches.foreign import ForeignCache
+from caches.fork import ForkedTimeline
 from caches.layer import Layer
+from caches.timeline import Timeline
 from caches.views import plain
 
 # How far numbers in full precision may be apart, relative to their norm: products of other shapes round otherwise.
@@ -29,12 +31,13 @@ _TIMES_ROUNDING = 2.0  # how far codes may be apart, in roundings of their codec
 class HeldColumns:
     """One tensor of a layer, [rows, heads, columns, width].
 
-    codec: what wrote the columns before `exact` in fewer bits; None where all are in full.
+    codec: what wrote the columns before `exact`, and those of `later`, in fewer bits; None where all are in full.
     """
 
     held: torch.Tensor
     codec: Any = None
     exact: int = 0
+    later: range = range(0)
 
     def differ(self, expected: torch.Tensor, begin: int) -> torch.Tensor:
         """Where the columns from `begin` on are not `expected` [rows, heads, n, width]: bool [rows, n].
@@ -54,7 +57,9 @@ class HeldColumns:
         allowed = _TOLERANCES.get(narrow, _TOLERANCE) * _norms(expected)
         if self.codec is not None:
             rounding = _TIMES_ROUNDING * _norms(_rounded(self.codec, expected.to(self.held.dtype)).to(wide) - expected)
-            allowed += rounding * (torch.arange(begin, end, device=rounding.device) < self.exact)
+            columns = torch.arange(begin, end, device=rounding.device)
+            is_later = (columns >= self.later.start) & (columns < self.later.stop)
+            allowed += rounding * ((columns < self.exact) | is_later)
         return ~(_norms(held - expected) <= allowed)  # also where one of them is no number
 
 
@@ -90,11 +95,20 @@ def _columns(layer: Layer, name: str) -> HeldColumns:
     if not store.encodes:
         return HeldColumns(plain(held))
     codec = getattr(getattr(store, "trunk", store), "codec", None)
-    if codec is None:
+    bits = getattr(codec, "bits", None)
+    if bits is None:
         raise Unknowable(f"nothing tells how the {type(store).__name__} of its first layer rounds")
-    if codec.bits < 2:  # tried: of tokens that were changed about every sixth went unnoticed, with 2 bits none
+    if bits < 2:  # tried: of tokens that were changed about every sixth went unnoticed, with 2 bits none
         raise Unknowable("codes of 1 bit do not tell tokens apart")
-    return HeldColumns(plain(held), codec, getattr(layer.timeline, "encoded", held.shape[2]))
+    timeline = layer.timeline
+    if not isinstance(timeline, ForkedTimeline):
+        return HeldColumns(plain(held), codec, _encoded(timeline))
+    begin = timeline.trunk.held
+    return HeldColumns(plain(held), codec, _encoded(timeline.trunk), range(begin, begin + _encoded(timeline.tail)))
+
+
+def _encoded(timeline: Timeline) -> int:
+    return getattr(timeline, "encoded", timeline.held)
 
 
 def _of_transformers(cache: ForeignCache, part: Any) -> tuple[HeldColumns, HeldColumns]:

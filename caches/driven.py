@@ -55,12 +55,13 @@ class Log:
         """The rows of all `logs`, which have equally many columns."""
         positions = [log.positions for log in logs if log.positions is not None]
         sources = [log.source for log in logs if log.source is not None]
+        reader = logs[0].live_reader
         return Log(
             torch.cat([log.ids for log in logs]),
             torch.cat([log.mask for log in logs]),
             torch.cat(positions, dim=1) if len(positions) == len(logs) else None,
             torch.cat(sources) if len(sources) == len(logs) else None,
-            logs[0].reader if len({log.reader for log in logs}) == 1 else None,
+            logs[0].reader if all(log.live_reader is reader for log in logs) else None,
         )
 
     def then(self, later: Log) -> Log:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from caches.choosing import Choice, Choosing, check_times, repeated
+from caches.errors import CapacityError
 from caches.fork import ForkedStore, ForkedTimeline
 from caches.layer import Layer, Slot
 from caches.out_of_memory import is_out_of_memory
@@ -154,7 +155,7 @@ class Forking(Choosing):
             try:
                 self.finish()
             except Exception as error:
-                if not is_out_of_memory(error):
+                if not (isinstance(error, CapacityError) or is_out_of_memory(error)):
                     raise
 
     def forget_reads(self) -> None:

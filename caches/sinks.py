@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +24,8 @@ from caches.spec import EXOTIC, PLAIN, LayerSpec
 from caches.steps import Steps
 from caches.store import FixedStore, Store
 from caches.timeline import Timeline
+
+K = TypeVar("K", bound="SinkCache")
 
 
 class Pads:
@@ -242,6 +244,11 @@ class SinkCache(Cache):
         layer = SinkLayer(spec, timeline, self.stage, partial(_with_sinks, self.pads, self._new_store), self.fixed)
         layer.pads = self.pads
         return layer
+
+    def empty_like(self: K, max_rows: int | None = None) -> K:
+        empty = super().empty_like(max_rows)
+        empty._check = self._check
+        return empty
 
     def take_layers(self, specs: Sequence[LayerSpec]) -> None:
         if self._check is not None:

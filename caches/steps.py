@@ -235,7 +235,7 @@ class Steps(Face):
         """An empty cache of the same recipe and layers; a fixed one with room for the rows that it is given first."""
         empty = type(self)(
             self.name,
-            self.specs,
+            None if self.finds_layers and not self.layers else self.specs,
             self._new_store,
             fixed=self.fixed,
             fetched=self._fetched,
@@ -243,6 +243,7 @@ class Steps(Face):
             max_tokens=self._max_tokens,
             retention=self._retention,
             new_timeline=self._new_timeline,
+            place=self._place,
         )
         empty.options = self.options
         return empty

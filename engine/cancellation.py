@@ -12,7 +12,7 @@ from engine.errors import CtrlC, OptionError
 
 
 class StopAsked(Exception):
-    """Somebody has set the event."""
+    """The event is set."""
 
 
 class Cancellation:
@@ -41,7 +41,7 @@ class Cancellation:
     def noting_keys(self) -> Iterator[None]:
         """Only note the first Ctrl-C, so that the step is finished; the second one raises wherever it comes.
 
-        Somebody else's handler stays in charge. Signals reach the main thread only.
+        A handler of the user's own stays in charge. Signals reach the main thread only.
         """
         in_main = threading.current_thread() is threading.main_thread()
         if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

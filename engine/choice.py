@@ -62,7 +62,7 @@ def choose_strategy(
             for name in values
             if options.get(name) is not None or getattr(generation_config, name, None) is not None
         }
-        # What nobody has said is left to the strategy; what is not neutral the model itself says.
+        # What the call does not say is left to the strategy; what is not neutral the model itself says.
         given = {
             name: value
             for name, value in values.items()
@@ -73,7 +73,7 @@ def choose_strategy(
                 f"penalty_alpha={config.penalty_alpha} asks for contrastive search, which also needs top_k, how many "
                 "candidates to compare: give top_k=4, or strategy='contrastive'"
             )
-        if assistant is not None:  # what nobody has said of it, its own configuration says
+        if assistant is not None:  # what the call does not say of it, its own configuration says
             own = {name: getattr(assistant.generation_config, name, None) for name in set(values) - said}
             given |= {name: value for name, value in own.items() if "assistant" in name and value is not None}
         chosen = strategies.build(strategy or implied, **given)

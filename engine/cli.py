@@ -209,11 +209,12 @@ def generate(
                     print(show.piece_as_json(piece) if as_json else piece.text, end="\n" if as_json else "", flush=True)
         finally:  # also what there is when something fails, or Ctrl-C was pressed
             work.hide()
-            result = pieces.result()
-            if as_json:
-                print(show.as_json(result))
-            else:
-                print("" if stream else show.as_text(result))
+            if not pieces.given_up:
+                result = pieces.result()
+                if as_json:
+                    print(show.as_json(result))
+                else:
+                    print("" if stream else show.as_text(result))
     if stats:
         _messages.print(show.stats_table(result.stats))
 

@@ -87,8 +87,7 @@ def encode(
         if prepare is not None:
             prepare = partial(prepare, model_input_name=name, generation_config=config)
             try:
-                largest = max((weight.nbytes for weight in model.parameters()), default=0)
-                given = _encoded(prepare, source, given, recover, largest)
+                given = _encoded(prepare, source, given, recover, largest_matrix_bytes(model))
             except Exhausted as error:
                 raise NothingEncoded(str(error), begin(model_kwargs=given)[0]) from error.__cause__
         ids, given = begin(model_kwargs=given)
@@ -125,6 +124,11 @@ def _encoded_in(
         of_rows = {name: index_rows(value, index, rows) for name, value in given.items()}
         found.append(prepare(source[index], of_rows)["encoder_outputs"])
     return given | {"encoder_outputs": joined(found)}
+
+
+def largest_matrix_bytes(model: PreTrainedModel) -> int:
+    """Of its weights."""
+    return max((weight.nbytes for weight in model.parameters()), default=0)
 
 
 def encode_again(

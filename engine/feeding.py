@@ -12,10 +12,11 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from transformers.utils import ModelOutput
 
 from caches import Cache, Driven, EncoderDecoder, StepError, move, slide
-from engine.encoder import index_rows
+from engine.encoder import index_rows, largest_matrix_bytes
 from engine.extras import extend_extras
 from engine.frequencies import Frequencies
 from engine.gathered import Gathered, joined
+from engine.linears import TORCH
 from engine.masks import Columns
 from engine.runner import Runner
 from engine.split import SplitCache, halves
@@ -26,7 +27,7 @@ _SMALLEST_PIECE = 8  # tokens of a prompt
 class Feeding:
     """cache: what the columns are kept in, another one after some of the ways to do with less memory.
 
-    For the rest see `Lane`. routes: whether linears may go through oneDNN.
+    For the rest see `Lane`. routes: whether linear layers are routed: not where the runner has no table of routes.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Feeding:
         chunk_tokens: int | None,
         check: Callable[[], None] | None,
     ):
-        self.cache, self.columns, self.routes = cache, columns, True
+        self.cache, self.columns, self.routes = cache, columns, runner.linears != TORCH
         self._runner, self._before, self._embeds, self._check = runner, before, embeds, check
         self.extras, self._axes = extend_extras(runner.model, extras, columns.room)
         self._flags, self._chunk_tokens, self._asked_chunk_tokens = flags, chunk_tokens, chunk_tokens
@@ -57,6 +58,11 @@ class Feeding:
     def reader(self) -> weakref.ref[PreTrainedModel]:
         """The model that is fed."""
         return weakref.ref(self._runner.model)
+
+    @property
+    def linears(self) -> str:
+        """See `Stats`."""
+        return self._runner.linears if self.routes else TORCH
 
     def computed(self, ids: torch.Tensor, prefill: bool, gathered: Gathered) -> tuple[ModelOutput, torch.Tensor | None]:
         """Feed what the cache has not seen of `ids` [rows, tokens]: the last outputs, and the states of all."""
@@ -142,7 +148,7 @@ class Feeding:
     @property
     def largest_matrix_bytes(self) -> int:
         """Of the model's weights: about as much a library may take at once to rearrange one."""
-        return max((weight.nbytes for weight in self._runner.model.parameters()), default=0)
+        return largest_matrix_bytes(self._runner.model)
 
     def release(self) -> None:
         """Go on without compiled graphs, and drop scratch memory: a step makes what it needs of it anew."""

@@ -18,7 +18,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Free:
-    """Bytes that are free; None where nobody knows. On a CPU the host's memory is the device's."""
+    """Bytes that are free; None where that is unknown. On a CPU the host's memory is the device's."""
 
     device: int | None
     host: int | None
@@ -81,7 +81,7 @@ def _of_groups() -> Iterator[int]:
         for group in (folder, *folder.parents):
             limit, used = _number(group / limit_name), _number(group / used_name)
             if limit is not None and used is not None:
-                # Pages of files that nobody uses are given back when others are wanted.
+                # Pages of files that are not in use are given back when others are wanted.
                 yield max(0, limit - used + _numbers(group / "memory.stat", " ").get(idle_name, 0))
             if group == root:
                 break

@@ -213,7 +213,6 @@ class Generator:
             if draft is None or draft_request is None
             else draft.lane(draft_request, stop.check, draft_ladder.climb),
             fallbacks=ladder.taken,
-            linears=self._runner.linears,
         )
         return Play(run, stop)
 
@@ -388,7 +387,12 @@ class Stream:
     def __next__(self) -> Piece:
         return next(self._pieces)
 
+    @property
+    def given_up(self) -> bool:
+        """Whether Ctrl-C came once more while what there was became a result: there is none."""
+        return self._play.given_up
+
     def result(self) -> Generation:
-        """End the stream, if it has not ended, and return the generation."""
+        """End the stream, if it has not ended: the generation. Raises `EngineError` where it is `given_up`."""
         self._pieces.close()
         return self._play.result()

@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from caches import Driven, Log, NoCache
+from caches.out_of_memory import is_out_of_memory
 from engine.checks import check_vocabulary
 from engine.dispatch import prompt_device
 from engine.errors import InputError, OptionError
@@ -38,8 +39,8 @@ class Guidance:
     """scale: the guided scores are scale * (own - other) + other, of the log-probabilities of both texts.
 
     prompt, mask: what the model reads, [2 * rows, columns]: the prompts, then what the other texts begin with, all
-    left-padded to the same columns. lead: columns that the prompts alone would not have. pads: whether there are any
-    that nobody gave.
+    left-padded to the same columns. lead: columns that the prompts alone would not have. pads: whether any of either
+    text were added here.
     """
 
     scale: float
@@ -205,6 +206,10 @@ class GuidedLane:
         return self._lane.cache
 
     @property
+    def linears(self) -> str:
+        return self._lane.linears
+
+    @property
     def fed(self) -> int:
         return max(0, self._lane.fed - self._lead)
 
@@ -258,15 +263,23 @@ class GuidedLane:
 
     def close(self, log: Log) -> None:
         """End with a cache of the prompts' rows. With columns that are not the prompts' own it has to be empty."""
-        if self._lane.fed == 0:
+        lane, fed = self._lane, self._lane.fed
+        if fed > 0 and self._lead == 0:
+            lane.close(Log(torch.cat([log.ids, self._in_place_of(log.ids, 0)]), log.mask.repeat(2, 1)))
+        else:
+            if fed > 0:
+                self.cache.abort()
+            lane.end()
+        if fed == 0:
             return
-        own = torch.arange(len(log.ids))
-        if self._lead > 0:
-            self.cache.abort()
+        own, known = torch.arange(len(log.ids)), self.cache.log
+        try:
             self.cache.rows(own)
-            self.cache.reset()
-            return
-        self._lane.close(Log(torch.cat([log.ids, self._in_place_of(log.ids, 0)]), log.mask.repeat(2, 1)))
-        known = self.cache.log
-        self.cache.rows(own)
-        self.cache.log = None if known is None else known.rows(own)
+            if self._lead > 0:
+                self.cache.reset()
+            else:
+                self.cache.log = None if known is None else known.rows(own)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            lane.forget()  # better no cache than no text

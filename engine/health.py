@@ -1,7 +1,7 @@
 """Whether tokens can be chosen by the scores of a run: of its model, of its draft, and as the processors left them.
 
 To `argmax` a NaN is more than any number, and where all scores are -inf token 0 is the best: a text would go on with
-nonsense and nobody be told. Looking costs one reduction, and the host sees what came of it when it sees the tokens.
+nonsense without a word. Looking costs one reduction, and the host sees what came of it when it sees the tokens.
 """
 
 from __future__ import annotations

@@ -87,6 +87,7 @@ class Lane:
         # Our own caches keep what leaves a window until the step is settled, whatever comes.
         self._keeping = cache if takes_back and isinstance(cache, ForeignCache) else None
         self._goal = 0  # columns that the cache will have seen after what is being fed; 0 while nothing is
+        self._choosing = False  # rows: what the cache holds may be of other rows than the ids
 
     @property
     def cache(self) -> Driven:
@@ -95,6 +96,11 @@ class Lane:
     @cache.setter
     def cache(self, cache: Driven) -> None:
         self.feeding.cache = cache
+
+    @property
+    def linears(self) -> str:
+        """See `Stats`."""
+        return self.feeding.linears
 
     def forward(
         self, tokens: torch.Tensor, hidden: bool = False, every: bool = False
@@ -106,7 +112,7 @@ class Lane:
         """
         self.settle()
         if self.fed == 0 and (self.cache.log is not self._log_before or self.cache.seen != self._seen_before):
-            raise InputError("the cache has changed between the call and its first token: somebody else used it")
+            raise InputError("the cache has changed between the call and its first token: another run or loop used it")
         if self._keeping is not None:
             self._keeping.keep_past(True)
         begin = self.fed or self._unnamed
@@ -147,6 +153,7 @@ class Lane:
                     self.cache.reset()
                     prefill = True
                 if failure is None:
+                    _logger.warning("oneDNN failed: the run goes on with torch's own linear layers")
                     self.feeding.routes = False
                 else:
                     self._climb(failure)
@@ -286,6 +293,9 @@ class Lane:
 
     def rows(self, index: torch.Tensor) -> None:
         """Row i becomes row `index[i]`, an index on the CPU, in everything that is kept per row."""
+        if self._choosing:  # interrupted in the last choice: the run ends, and nothing more is fed
+            self.forget()
+            return
         self.settle()
         if self.cache.handle is None and ENCODED in self.feeding.extras:
             raise EngineError("rows of a prompt with images cannot change places without a cache: use cache='dynamic'")
@@ -294,13 +304,19 @@ class Lane:
         ids, choose = self._ids[on_device], self.feeding.choosing(index)
         log = log.rows(on_device) if choose is not None and log is not None else log
         times = len(index) // rows
-        if self._shares and times > 1 and torch.equal(index, each(rows, times)):
-            self._turn(lambda: self.cache.fork(times))
-        else:
-            self._turn(lambda: self.cache.rows(index))
+        self._choosing = True
+        try:
+            if self._shares and times > 1 and torch.equal(index, each(rows, times)):
+                self._turn(lambda: self.cache.fork(times))
+            else:
+                self._turn(lambda: self.cache.rows(index))
+        except Exception:  # the cache is as it was, or empty; not so where Ctrl-C comes
+            self._choosing = False
+            raise
         self._ids, self._log_before = ids, log
         if choose is not None:
             choose()
+        self._choosing = False
 
     def _turn(self, choose: Callable[[], None]) -> None:
         """Let the cache choose rows; when memory is out in the middle of it, go on from there."""
@@ -332,19 +348,23 @@ class Lane:
         log: the run's tokens.
         """
         try:
-            if self.fed > 0:
+            if self.fed > 0 or self._choosing:
                 self._leave(log)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             self.forget()  # better no cache than no text
+        self.end()
+
+    def end(self) -> None:
+        """Have one cache again, which keeps no more of the past than it shows."""
         if isinstance(self.cache, SplitCache):
             self._join(self.cache)
         if self._keeping is not None:
             self._keeping.keep_past(False)
 
     def _leave(self, log: Log) -> None:
-        if len(self._ids) != len(log.ids):  # interrupted after the cache had chosen rows, before the texts had
+        if self._choosing or len(self._ids) != len(log.ids):  # interrupted before the texts had chosen rows too
             self.forget()
             return
         known = self._unnamed + log.ids.shape[1]

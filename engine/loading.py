@@ -36,7 +36,11 @@ def load(model: PreTrainedModel | str | Path, tokenizer: Any, config: EngineConf
     if not isinstance(model, (str, Path)):
         return unwrapped(model), tokenizer
     trust = {"trust_remote_code": config.trust_remote_code}  # unsaid, transformers asks on standard input
-    with _told_in_one_line(model):
+    remedy = (
+        "and running it was not allowed: read that code, then load the model with Generator(..., "
+        "config=EngineConfig(trust_remote_code=True)), on the command line with --trust-remote-code"
+    )
+    with _told_in_one_line(model, remedy):
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(model, **trust)
         try:
@@ -110,18 +114,20 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 def load_config(model: str | Path) -> PreTrainedConfig:
     """The configuration alone of the model at a local path or a hub id. Code that comes with it never runs."""
-    with _told_in_one_line(model):
+    remedy = (
+        "that never runs where only the configuration is read: this takes models of transformers' own by name, and "
+        "engine.plan also one that was loaded with Generator(..., config=EngineConfig(trust_remote_code=True))"
+    )
+    with _told_in_one_line(model, remedy):
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
 
 
 @contextmanager
-def _told_in_one_line(model: str | Path) -> Iterator[None]:
+def _told_in_one_line(model: str | Path, remedy: str) -> Iterator[None]:
+    """remedy: where the repository brings code that may not run."""
     try:
         yield
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
-            raise InputError(
-                f"{str(model)!r} brings Python code of its own, and running it was not allowed: read that code, then "
-                "load the model with Generator(..., config=EngineConfig(trust_remote_code=True))"
-            ) from error
+            raise InputError(f"{str(model)!r} brings Python code of its own, {remedy}") from error
         raise InputError(f"no model could be loaded from {str(model)!r}: {first_line(error)}") from error

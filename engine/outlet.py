@@ -1,4 +1,4 @@
-"""What leaves a run while it goes on: pieces of its rows for whoever iterates, and what a streamer is told."""
+"""What leaves a run while it goes on: pieces of its rows for an iterator, and what a streamer is told."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from strategies import Text
 
 @dataclass
 class _Row:
-    """prompt: [columns]. text: None where nobody wants any. shown: how many of the `tokens` were in a piece. delta: the
+    """prompt: [columns]. text: None where none is wanted. shown: how many of the `tokens` were in a piece. delta: the
     text that was in none.
     """
 
@@ -46,9 +46,9 @@ class _Row:
 
 
 class Outlet:
-    """prompts: [rows, columns]. tokenizer: None when nobody wants text. listener: the streamer, if there is one.
+    """prompts: [rows, columns]. tokenizer: None when no text is wanted. listener: the streamer, if there is one.
 
-    watched: whether anybody looks before the end.
+    watched: whether anything is shown before the end.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Outlet:
             row.flush()
 
     def flushed(self) -> list[str] | None:
-        """The whole text of every row, after the last of its tokens; None where nobody wants any."""
+        """The whole text of every row, after the last of its tokens; None where none is wanted."""
         self.end_all()
         texts = self.texts
         return None if texts is None else [text.text for text in texts]
@@ -181,7 +181,7 @@ class Outlet:
 
 
 def outlet_for(request: Request, tokenizer: Any, streamer: Any, streams: bool) -> Outlet:
-    """streams: whether somebody takes the pieces as they come."""
+    """streams: whether pieces are taken as they come."""
     prompts = request.prompt.ids
     listener = listener_for(
         streamer,

@@ -20,6 +20,7 @@ def plan(
     batch_size: Annotated[int, typer.Option(help="Prompts at a time.", min=1)] = 1,
     num_beams: Annotated[int, typer.Option(help="Beams of a search.", min=1)] = 1,
     num_return_sequences: Annotated[int, typer.Option("--samples", help="Texts per prompt.", min=1)] = 1,
+    do_sample: Annotated[bool, typer.Option("--sample", help="Draw tokens, also in a search.")] = False,
     cache: Annotated[
         str | None, typer.Option(help="Only this backend; default: all of them.", autocompletion=CacheConfig.names)
     ] = None,
@@ -58,6 +59,7 @@ def plan(
             batch_size=batch_size,
             num_beams=num_beams,
             num_return_sequences=num_return_sequences,
+            do_sample=do_sample,
             dtype=dtype,
             device=device,
             free_bytes=None if free_gib is None else int(free_gib * 2**30),

@@ -42,7 +42,7 @@ class BackendPlan:
     cache: its name; options: those of its own. cache_bytes: what it keeps when that is most, by place: "device",
     "host", "disk", and "staging", which is on the device; kind_bytes: the same by kind of layer, staging left out.
     working_bytes: what a forward works with beside the cache and the logits. need_bytes: of the whole run by place; on
-    a CPU the host is the device. fits: whether that is free, with a tenth to spare; None where nobody knows.
+    a CPU the host is the device. fits: whether that is free, with a tenth to spare; None where that is unknown.
     longest_context: tokens of a row, new ones included, that would still fit; largest_batch: prompts of this length
     that would, both to about 1 %. refused: why it is not for this model or this run.
     """
@@ -205,7 +205,7 @@ def choose(found: Sequence[BackendPlan], free: Free) -> tuple[BackendPlan | None
     first, taken = possible[0], next((one for one in possible if one.fits is not False), None)
     before = "" if taken is first else f"{first.title} would need {_in_words(first, free)}, which does not fit; "
     if taken is not None:
-        doubt = "may fit, nobody knows how much is free" if taken.fits is None else "fits"
+        doubt = "may fit, how much is free is unknown" if taken.fits is None else "fits"
         return taken, f"{before}{taken.title} loses nothing and {doubt}: it needs {_in_words(taken, free)}"
     least = min(possible, key=lambda one: one.need_bytes["device"])
     return least, f"no cache that loses nothing fits; {least.title} needs least: {_in_words(least, free)}"

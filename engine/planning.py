@@ -29,7 +29,7 @@ class Plan:
     """What a run will take: see `engine.plan`. Printed, it is a table.
 
     rows: what the prompts of the batch become. weight_bytes: of parameters and buffers, those that are tied once; they
-    count as needed unless they are loaded. free_bytes: by place, None where nobody knows. backends: those that were
+    count as needed unless they are loaded. free_bytes: by place, None where that is unknown. backends: those that were
     asked about. choice: the title of the one to take, None where all are refused; why: in a sentence.
     """
 
@@ -178,11 +178,11 @@ def cache_bytes(
 
 def _score_copies(num_beams: int, num_return_sequences: int, do_sample: bool) -> int:
     """Those of the strategy that these options ask for. Sampling has processors by default: top_k."""
+    warpers = [TopKLogitsWarper(top_k=50)]
     if num_beams > 1:
-        return score_copies(strategies.Beam(num_beams=num_beams, do_sample=do_sample))
-    samples = do_sample or num_return_sequences > 1
-    if samples:
-        return score_copies(strategies.Sampling(), [TopKLogitsWarper(top_k=50)])
+        return score_copies(strategies.Beam(num_beams=num_beams, do_sample=do_sample), warpers if do_sample else [])
+    if do_sample or num_return_sequences > 1:
+        return score_copies(strategies.Sampling(), warpers)
     return score_copies(strategies.Greedy())
 
 

@@ -61,12 +61,16 @@ class Play:
                 failure = None  # its traceback knows this frame: both would wait for a garbage collection
 
     def to_end(self) -> Generation:
-        """Nobody else has the main thread meanwhile, so that Ctrl-C is always the run's."""
+        """The main thread does nothing else meanwhile, so that Ctrl-C is always the run's."""
         with self._cancellation.noting_keys():
             for _ in self.pieces():
                 pass
         self._cancellation.pass_on()
         return self._run.result()
+
+    @property
+    def given_up(self) -> bool:
+        return self._run.given_up
 
     def result(self) -> Generation:
         """What was generated. Ends the run."""

@@ -28,7 +28,8 @@ class Follower(Protocol):
 
     It is called with ids [rows, columns] and answers from what it knows of these columns, never from a count of its
     calls: strategies may ask about a text twice, or about several columns more than the last time. The first call of a
-    run has the prompts. One object follows one run at a time.
+    run has the prompts. One object follows one run at a time. When memory was out, any processor may be asked again
+    about the same token.
     """
 
     def rows(self, index: torch.Tensor) -> None:

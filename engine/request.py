@@ -252,7 +252,7 @@ def _complete_config(
 ) -> tuple[GenerationConfig, dict[str, Any], set[str]]:
     """All parameters: those given, the model's own, the defaults. The rest of `options`: inputs of the model.
 
-    Third, which of max_length and min_length somebody chose: transformers counts those from the prompt's beginning.
+    Third, which of max_length and min_length were chosen: transformers counts those from the prompt's beginning.
     """
     max_new_tokens = options.get("max_new_tokens", generation_config and generation_config.max_new_tokens)
     if max_new_tokens is not None and (not isinstance(max_new_tokens, int) or max_new_tokens < 1):

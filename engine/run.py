@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +18,7 @@ from transformers.utils import ModelOutput
 from caches import CacheError
 from caches.out_of_memory import is_out_of_memory
 from engine.device_state import Peak, random_state, set_random_state
+from engine.errors import EngineError
 from engine.guidance import GuidedLane
 from engine.health import Health
 from engine.lane import Lane
@@ -53,10 +53,10 @@ class _Mark:
 class Run:
     """One generation under way.
 
-    tokenizer: None when nobody wants text. legacy: whether the result gives its cache as tuples. started: when the call
+    tokenizer: None when no text is wanted. legacy: whether the result gives its cache as tuples. started: when the call
     began, of `time.perf_counter`. away_s: how much of the time since then its consumer took, which is none of ours.
     draft: the lane of the model that proposes tokens, for strategies that need one. fallbacks: how the lanes went on
-    when memory was out, which they add to. linears: see `Stats`.
+    when memory was out, which they add to.
     """
 
     def __init__(
@@ -70,11 +70,10 @@ class Run:
         started: float,
         draft: Lane | None = None,
         fallbacks: Sequence[Fallback] = (),
-        linears: str = "torch",
     ):
         self._draft, self._logits_of_step = draft, 1
         self._request, self._lane, self.outlet, self._tokenizer = request, lane, outlet, tokenizer
-        self._legacy, self._fallbacks, self._linears = legacy, fallbacks, linears
+        self._legacy, self._fallbacks = legacy, fallbacks
         prompt = request.prompt.ids
         self._device = prompt.device
         self._prompt_tokens = int(request.mask[:, lane.cache.seen :].sum()) + request.source_tokens
@@ -219,20 +218,32 @@ class Run:
         def is_as_it_was() -> bool:
             return before is not None and scores._version == before
 
-        return self._lane.attempt(lambda: self._health.process(ids, scores), is_as_it_was)
+        return self._lane.attempt(self._rewinding(lambda: self._health.process(ids, scores)), is_as_it_was)
 
     def _attempt(self, work: Callable[[], T]) -> T:
-        """See `Task`. What is done once more draws the same numbers."""
-        if not self._request.strategy.samples:
-            return self._lane.attempt(work)
-        state, tries = random_state(self._device), count()
+        """See `Task`."""
+        return self._lane.attempt(self._rewinding(work))
+
+    def _rewinding(self, work: Callable[[], T]) -> Callable[[], T]:
+        """`work` that draws the same numbers when it is done once more; not where others have drawn since."""
+        if not (self._request.strategy.samples or self._request.processing.names):
+            return work
+        before: torch.Tensor | None = None
+        after: torch.Tensor | None = None
 
         def drawn() -> T:
-            if next(tries) > 0:
-                set_random_state(state, self._device)
-            return work()
+            nonlocal before, after
+            now = random_state(self._device)
+            if before is not None and after is not None and torch.equal(now, after):
+                set_random_state(before, self._device)
+            else:
+                before = now
+            try:
+                return work()
+            finally:
+                after = random_state(self._device)
 
-        return self._lane.attempt(drawn)
+        return drawn
 
     def _record(self, outputs: ModelOutput, logits: torch.Tensor) -> None:
         """logits [rows, tokens, vocabulary]: those asked for in this step."""
@@ -337,7 +348,7 @@ class Run:
         move = self._moving(index)
         self._lane.rows(index)
         move()
-        # What fails from here on ends the run, and nobody needs these for what there is.
+        # What fails from here on ends the run, and what there is does without these.
         if self._draft is not None:
             self._draft.rows(index)
         self._request.processing.rows(index)
@@ -393,7 +404,12 @@ class Run:
                 self.outlet.close()
 
     def result(self) -> Generation:
-        """What was generated. Ends the run."""
+        """What was generated. Ends the run. Raises `EngineError` after `give_up`."""
+        if self.given_up:
+            raise EngineError(
+                "the run has no result: it was interrupted once more while what it had was brought into shape, so its "
+                "texts and its rows may not fit together"
+            )
         self.close()
         sequences = self._tokens.ids
         records = {name: tuple(values) for name, values in self._records.items()}
@@ -443,7 +459,7 @@ class Run:
             accepted_tokens=drafts.accepted if drafts.verifications else None,
             verifications=drafts.verifications or None,
             fallbacks=tuple(self._fallbacks),
-            linears=self._linears,
+            linears=self._lane.linears,
         )
 
 

@@ -21,7 +21,7 @@ from engine.cache_argument import cache_argument
 from engine.dispatch import is_dispatched, prompt_device
 from engine.errors import InputError, OptionError
 from engine.extras import ENCODED, extend_extras
-from engine.frequencies import dynamic_ropes
+from engine.frequencies import Frequencies, dynamic_ropes
 from engine.linears import TORCH, active, table_for
 from engine.masks import Columns, contiguous, graph_mask, imposed_mask, of_all_rows, one_token_mask
 from engine.probe import Probe, Reached
@@ -102,7 +102,11 @@ class Runner:
     @property
     def reads_on(self) -> bool:
         """Whether several tokens can go on from a cache in one step, and be taken back from it as one."""
-        return not self._has_states or self._reads_on
+        if not self._has_states:
+            return True
+        # Not within `_reads_on`: on Python 3.11 it has a lock for all models, which `feed` takes in a model's turn.
+        with self._turn, torch.no_grad():
+            return self._reads_on
 
     @cached_property
     def _reads_on(self) -> bool:
@@ -237,15 +241,16 @@ class Runner:
         where the first layer hands over none.
         """
         probe = Probe(begin, self.model.config.is_encoder_decoder, cross)
-        inputs = self._inputs(
-            ids, columns, probe, 0, begin, end, begin == 0, *extend_extras(self.model, extras, columns.total)
-        )
-        if embeds is not None and begin < embeds.shape[1]:
-            inputs["inputs_embeds"] = self._embedded(embeds, ids, begin, end)
-            inputs.pop("input_ids", None)
-        inputs[self._cache_argument.name] = probe.handle
-        with self._turn, torch.no_grad(), suppress(Reached):
-            self.model(**inputs, return_dict=True)
+        with self._turn, torch.no_grad():
+            Frequencies(self.model, self.dynamic_ropes).resume()  # those of a text of its own
+            extras, axes = extend_extras(self.model, extras, end)
+            inputs = self._inputs(ids, columns, probe, 0, begin, end, begin == 0, extras, axes)
+            if embeds is not None and begin < embeds.shape[1]:
+                inputs["inputs_embeds"] = self._embedded(embeds, ids, begin, end)
+                inputs.pop("input_ids", None)
+            inputs[self._cache_argument.name] = probe.handle
+            with suppress(Reached):
+                self.model(**inputs, return_dict=True)
         if probe.found is None or not (cross or probe.found[0].shape[-2] == end - begin):
             raise Unknowable(
                 f"the first layer of {type(self.model).__name__} does not begin with the keys of its tokens"

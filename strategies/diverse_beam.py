@@ -25,7 +25,7 @@ class DiverseBeam:
     """
 
     name: ClassVar[str] = "diverse_beam"
-    score_copies: ClassVar[int] = 5
+    score_copies: ClassVar[int] = 4
     samples: ClassVar[bool] = False
     num_beams: int = 4
     num_beam_groups: int = 2
@@ -63,7 +63,7 @@ class DiverseBeam:
         recorded: list[torch.Tensor] = []
         while True:
             chosen_by = self._advance(groups, task, task.attempt(partial(logits.log_softmax, dim=-1)))
-            recorded += [chosen_by] if task.records_scores else []
+            recorded += [task.attempt(partial(_of_all_rows, chosen_by))] if task.records_scores else []
             if all(group.over for group in groups):
                 break
             yield Rows(torch.cat([group.parents for group in groups], dim=1).flatten())
@@ -76,20 +76,24 @@ class DiverseBeam:
         yield Rows(each(len(task.ids), self.num_return_sequences) * self.num_beams)
         yield end
 
-    def _advance(self, groups: list[Beams], task: Task, log_probs: torch.Tensor) -> torch.Tensor:
-        """One step of all groups in their order; the scores they chose by, [rows, vocabulary]."""
+    def _advance(self, groups: list[Beams], task: Task, log_probs: torch.Tensor) -> list[torch.Tensor]:
+        """One step of all groups in their order; where scores are recorded, those that each chose by."""
         by_group = log_probs.unflatten(0, (len(task.ids), len(groups), -1)).unbind(dim=1)
         penalty = torch.zeros_like(log_probs[: len(task.ids)])  # [prompts, vocabulary]
-        chosen_by = []
+        chosen_by: list[torch.Tensor] = []  # [prompts, beams of the group, vocabulary]
         for group, scores in zip(groups, by_group, strict=True):
             penalized = task.attempt(partial(_penalized, scores, penalty))
             processed = task.process(group.running.ids.flatten(0, 1), penalized).view_as(scores)
-            chosen_by.append(processed)
+            chosen_by += [processed] if task.records_scores else []
             was_done = group.done
             group.advance(processed)
             tokens = group.running.ids[..., -1].masked_fill(was_done[:, None], task.pad_id)
             penalty.scatter_add_(1, tokens, torch.full_like(tokens, self.diversity_penalty, dtype=penalty.dtype))
-        return torch.stack(chosen_by, dim=1).flatten(0, 2)
+        return chosen_by
+
+
+def _of_all_rows(groups: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(groups, dim=1).flatten(0, 2)
 
 
 def _penalized(scores: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:

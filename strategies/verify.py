@@ -104,8 +104,12 @@ class Emitted:
 
 
 def score_copies(proposed: int, samples: bool) -> int:
-    """See `Strategy.score_copies`: there are logits after `proposed` tokens and one more, each of them twice."""
-    return max(2 * (proposed + 1), proposed + (5 if samples else 0))
+    """See `Strategy.score_copies`: there are logits after `proposed` tokens and one more, each of them twice.
+
+    All are there when the last token is chosen. A draw takes four more, and processors two on their way to the last
+    scores; one more than this is counted where there are processors.
+    """
+    return 2 * (proposed + 1) + (3 if samples else 1)
 
 
 Propose = Callable[[Emitted], Generator[Operation, Any, Proposal]]

@@ -143,6 +143,11 @@ def wide_model():
     return randomised("LlamaConfig", dict(vocab_size=VOCABULARY, max_position_embeddings=64) | small)
 
 
+def again(batch, ids):
+    """5, 6, 7 over and over: all that is proposed is accepted."""
+    return [5 + (int(ids[-1]) - 4) % 3]
+
+
 class Copies(Live):
     """How many tensors of [rows, vocabulary] float32 numbers are there at most."""
 
@@ -162,8 +167,13 @@ class Copies(Live):
         ("beam", {"num_beams": 2, "do_sample": True}, {"top_k": 0}),
         ("diverse_beam", {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5}, {}),
         ("contrastive", {"top_k": 2}, {}),
-        ("prompt_lookup", {"prompt_lookup_num_tokens": 3}, {"prefix_allowed_tokens_fn": lambda batch, ids: [5]}),
+        ("prompt_lookup", {"prompt_lookup_num_tokens": 3}, {"prefix_allowed_tokens_fn": again}),
         ("prompt_lookup", {"prompt_lookup_num_tokens": 3, "do_sample": True}, {"top_k": 0}),
+        (
+            "prompt_lookup",
+            {"prompt_lookup_num_tokens": 3, "do_sample": True},
+            {"top_k": 0, "prefix_allowed_tokens_fn": again},
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
@@ -184,9 +194,33 @@ def test_no_step_needs_more_than_its_strategy_says(name, options, processed, mon
     found = live.most_copies(rows)
     assert found <= counted[0] + 0.5
     # Not many more are counted than there are. Of those that draws make inside of torch nothing is seen here, and what
-    # is drawn is never found in the text before.
-    least = 2 if name == "prompt_lookup" and chosen.samples else counted[0] - (2 if chosen.samples else 1)
+    # is drawn freely is never found in the text before.
+    is_free = name == "prompt_lookup" and chosen.samples and "prefix_allowed_tokens_fn" not in processed
+    least = 2 if is_free else counted[0] - (2 if chosen.samples else 1)
     assert found >= least - 0.5
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_groups_of_beams_are_put_together_only_where_scores_are_asked_for(records, monkeypatch):
+    together, attempted = [], []
+    whole, stack = Lane.attempt, torch.stack
+
+    def attempt(lane, work, *repeats):
+        attempted.append(work)
+        try:
+            return whole(lane, work, *repeats)
+        finally:
+            attempted.pop()
+
+    def stacked(tensors, dim=0):
+        together.extend([bool(attempted)] if tensors[0].shape[-1] == VOCABULARY else [])
+        return stack(tensors, dim)
+
+    monkeypatch.setattr(Lane, "attempt", attempt)
+    monkeypatch.setattr(torch, "stack", stacked)
+    options = {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5, "output_scores": records}
+    engine.generate(wide_model(), torch.tensor([[5, 6, 7]]), max_new_tokens=3, **options)
+    assert together == [True] * (3 if records else 0)
 
 
 def test_beams_keep_no_scores_that_are_not_asked_for():
@@ -208,4 +242,4 @@ def test_the_plan_counts_what_the_run_counts():
         engine.plan(model, **asked, **more).logits_bytes / word
         for more in ({}, {"do_sample": True}, {"num_beams": 2}, {"num_beams": 2, "do_sample": True})
     ]
-    assert copies == [2, 5, 2 * 3, 2 * 6]
+    assert copies == [2, 5, 2 * 3, 2 * 7]

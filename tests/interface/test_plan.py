@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, OpenAIG
 
 import caches
 import engine
+import engine.request
 from engine import planning
 from engine.free_memory import Free, find_free
 from engine.fresh import Course
@@ -355,15 +356,25 @@ def test_auto_gives_the_same_text_and_is_no_backend():
     assert "auto" not in caches.names()
 
 
-def test_nobody_knows_what_is_free():
+def test_what_is_free_may_be_unknown():
     found = BackendPlan("dynamic", need_bytes={"device": 5})
     assert choose([found], Free(None, None, None))[1] == (
-        "dynamic loses nothing and may fit, nobody knows how much is free: it needs 5 bytes on the device"
+        "dynamic loses nothing and may fit, how much is free is unknown: it needs 5 bytes on the device"
     )
     assert choose([BackendPlan("dynamic", refused="no")], Free(1, 1, 1))[0] is None
 
 
 # What a forward works with.
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_copies_of_scores_are_those_of_the_run(num_beams, do_sample, monkeypatch):
+    model, found = tiny_model("llama"), []
+    count = engine.request.score_copies
+    monkeypatch.setattr("engine.request.score_copies", lambda *given: found.append(count(*given)) or found[-1])
+    engine.generate(model, torch.full((1, 4), 5), num_beams=num_beams, do_sample=do_sample, max_new_tokens=1)
+    assert set(found) == {planning._score_copies(num_beams, 1, do_sample)}
 
 
 def test_scores_are_counted_where_attention_makes_them():
@@ -397,6 +408,11 @@ def test_the_command(cli, tmp_path):
     )  # fmt: skip
     assert data["backends"] == json.loads(json.dumps(found.to_dict()))["backends"]
     assert data["free_bytes"]["device"] == 2**30
+    drawn = json.loads(cli([*arguments, "--cache", "dynamic", "--num-beams", "3", "--sample"]).stdout)
+    found = engine.plan(
+        CONFIG, cache="dynamic", prompt_tokens=100, max_new_tokens=64, batch_size=3, num_beams=3, do_sample=True
+    )
+    assert drawn["logits_bytes"] == found.logits_bytes
     assert "quantized" in cli(["plan", "--prompt-tokens", "100", "--cache", "quantized"]).stdout
     done = cli(["plan", str(tmp_path / "nowhere"), "--cache", "dynamic"])
     assert (done.exit_code, done.stdout) == (2, "")

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 import caches
 import engine
+from caches.dealing import deal_rows, gather_rows
 
 NAMES = ["llama", "gemma2", "qwen3", "bamba"]
 
@@ -74,3 +75,28 @@ def test_a_forward_that_failed_can_be_made_again(name, seen, monkeypatch, caplog
         torch.testing.assert_close(logits, model(ids).logits[:, -1], atol=1e-4, rtol=1e-4)
     assert "reached 2 of the 4 layers" in caplog.text
     assert cache.get_seq_length() == 13
+
+
+COPIES = {
+    "converted": lambda cache: caches.convert(cache, "quantized", residual_length=64),
+    "moved": lambda cache: caches.move(cache, "offloaded"),
+    "selected": lambda cache: caches.select_rows(cache, torch.tensor([0, 1])),
+    "joined": lambda cache: caches.join_rows([caches.select_rows(cache, torch.tensor([row])) for row in (0, 1)]),
+    "gathered": lambda cache: gather_rows(deal_rows(cache, [1, 1], [None, None])),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("name", ["llama", "bamba"])
+def test_a_copy_waits_for_no_more_layers(name, copied, caplog):
+    model, ids = shortened(name), prompt(pads=0)["input_ids"]
+    cache = caches.build("dynamic", model.config)
+    with torch.no_grad():
+        model(ids[:, :7], past_key_values=cache)
+        cache.crop(0)  # the step of the model is settled
+        both = [copy.deepcopy(cache), COPIES[copied](cache)]
+        for column in range(7, 13):
+            logits = [model(ids[:, column : column + 1], past_key_values=one).logits for one in both]
+        torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+    assert [one.seen for one in both] == [13, 13]
+    assert not caplog.records

@@ -469,12 +469,12 @@ def test_beams_that_fail_leave_what_they_have(monkeypatch):
     assert torch.equal(failed.value.partial.sequences[:, :13], inputs["input_ids"])
 
 
-def test_a_cache_that_somebody_else_has_used_meanwhile_is_left_alone():
+def test_a_cache_that_another_run_has_used_meanwhile_is_left_alone():
     model, inputs = tiny("llama")
     live = caches.build("dynamic", model.config)
     stream = engine.stream(model, inputs, cache=live, guidance_scale=SCALE)
     engine.generate(model, inputs, cache=live, max_new_tokens=3)
-    with pytest.raises(engine.Interrupted, match="somebody else used it"):
+    with pytest.raises(engine.Interrupted, match="another run or loop used it"):
         next(stream)
     assert live.seen == 15
 

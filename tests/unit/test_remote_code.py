@@ -45,7 +45,9 @@ def test_it_is_refused(repository, tokenizer):
 
 
 def test_its_configuration_is_refused(repository):
-    with pytest.raises(engine.InputError, match="brings Python code of its own"):
+    with pytest.raises(
+        engine.InputError, match=r"never runs where only the configuration is read.*one that was loaded"
+    ):
         engine.plan(repository, prompt_tokens=4, max_new_tokens=4)
 
 
@@ -61,3 +63,7 @@ def test_the_command(repository, cli):
     done = cli(["generate", "def", "--model", str(repository)], input="y\n")
     assert done.exit_code == 2
     assert "brings Python code of its own" in done.stderr
+    assert "--trust-remote-code" in done.stderr
+    done = cli(["plan", str(repository)])
+    assert done.exit_code == 2
+    assert "--trust-remote-code" not in done.stderr

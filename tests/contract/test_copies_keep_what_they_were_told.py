@@ -1,0 +1,108 @@
+"""What a cache was told besides tokens: copies of it know that too, and nothing is made up where nothing was told."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from architectures import prompt, tiny_model
+from exact_codecs import Exactly
+
+import caches
+from caches import backends
+from caches.comparison import first_layer
+from caches.driven import Log
+from caches.forking import Forking
+from configs import SinkCacheConfig
+
+
+def filled(backend, tokens=40, **options):
+    model = tiny_model("llama")
+    cache = caches.build(backend, model.config, **options)
+    with torch.no_grad():
+        model(prompt(tokens=tokens, pads=0)["input_ids"], past_key_values=cache)
+    return cache
+
+
+def test_where_layers_compute():
+    cache = filled("dynamic", dtype="float32")
+    copy = caches.select_rows(cache, torch.tensor([0]))
+    other = torch.ones(1, 2, 1, 8, dtype=torch.float64)
+    with pytest.raises(caches.StepError, match="was built for float32"):
+        copy.update(other, other, 0)
+
+
+def test_which_layers_a_window_with_sinks_can_be_for():
+    cache = caches.recipe("sink").build(None, SinkCacheConfig(window_length=64))
+    with pytest.raises(caches.UnsupportedLayer, match="would never show its first tokens"):
+        cache.empty_like().check_fits(tiny_model("mistral").config)
+
+
+class Reader:
+    """Of which two are equal, as no models are, and which cannot be hashed."""
+
+    def __eq__(self, other):
+        return True
+
+
+def test_the_reader_of_joined_logs():
+    one, other = Reader(), Reader()
+    ids = torch.ones(1, 3, dtype=torch.long)
+
+    def joined(*readers):
+        return Log.joined([Log(ids, ids, reader=reader) for reader in readers])
+
+    assert joined(weakref.ref(one), weakref.ref(one)).live_reader is one
+    assert joined(weakref.ref(one), weakref.ref(other)).live_reader is None
+    gone = weakref.ref(Reader())
+    assert joined(gone, weakref.ref(one)).live_reader is None
+    assert joined(weakref.ref(one), gone, None).live_reader is None
+
+
+def test_a_full_disk_does_not_undo_a_step_that_is_settled(monkeypatch):
+    cache = filled("dynamic")
+    cache.fork(2)
+    monkeypatch.setattr("caches.fork.ForkedTimeline.would_be_cheaper_apart", True)
+
+    def starved(self):
+        raise caches.CapacityError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Forking, "start_unfork", starved)
+        patch.setattr("caches.residency.DeviceBuffer._allocate", starved)
+        patch.setattr("caches.store.GrowingStore.rows", lambda store, index: starved(store))
+        cache.unfork_if_read_whole()
+    assert not cache.unfinished
+    cache.crop(0)
+    assert not cache.shares
+    assert (cache.seen, cache.batch_size) == (40, 4)
+
+
+def test_a_codec_that_does_not_say_its_bits_is_not_compared(monkeypatch):
+    monkeypatch.setattr(backends, "new_codec", lambda options, name: Exactly())
+    cache = filled("quantized", residual_length=4)
+    with pytest.raises(caches.Unknowable, match=r"nothing tells how the .* rounds"):
+        first_layer(cache)
+
+
+def test_only_encoded_columns_may_differ_by_a_rounding():
+    """Of forked rows: those of the trunk, some in full, and then those of each row itself."""
+    cache = filled("quantized", residual_length=8, q_group_size=8, nbits=2)
+    trunk = first_layer(cache)[0][0].exact
+    cache.fork(2)
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model(prompt(rows=4, tokens=30, pads=0)["input_ids"], past_key_values=cache)
+    keys = first_layer(cache)[0][0]
+    tail = cache.layers[0].timeline.tail.encoded
+    assert 0 < trunk < 40
+    assert 0 < tail < 30
+    assert (keys.exact, keys.later) == (trunk, range(40, 40 + tail))
+    noise = torch.randn(keys.held.shape, generator=torch.Generator().manual_seed(1))
+    others = keys.held + 0.01 * noise * keys.held.std()  # more than products round, less than codes of two bits
+    may_differ = (~keys.differ(others, 0)).all(dim=0)
+    assert not may_differ[trunk:40].any()
+    assert not may_differ[40 + tail :].any()
+    assert may_differ[:trunk].any()
+    assert may_differ[40 : 40 + tail].any()
