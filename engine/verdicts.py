@@ -7,7 +7,6 @@ and a stopwatch near a tie says now this, now that.
 from __future__ import annotations
 
 import json
-import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -23,9 +22,9 @@ from caches.machine import cache_folder, processor, write_whole
 from caches.out_of_memory import is_out_of_memory
 from engine.linears import ROW_LIMITS, TORCH, Route, routes
 
-_MEASUREMENT = 1  # which one this is: verdicts of another are not read
+_MEASUREMENT = 2  # which one this is: verdicts of another are not read
 _MARGIN = 1.1  # how much faster than torch's own another route has to be
-_TURNS = 5
+_TURNS = 11
 _ROWS = (1, 2, 6, 16, 64)  # one for each bucket
 _SHAPES = {"medium": (2048, 768, 3), "large": (4096, 2048, 1)}  # outs, width, and how many are timed at once
 _POOL = 2**24  # numbers of all matrices, 64 MB: more than the processor's caches hold
@@ -36,7 +35,7 @@ _known: dict[tuple[str, str], tuple[str, ...]] = {}
 def fastest(size: str) -> tuple[str, ...]:
     """The name of the fastest route, or "torch", for matrices of this size and each bucket of rows.
 
-    Measured when nothing is known of this processor, number of threads and release of torch: about 1 s. Without memory
+    Measured when nothing is known of this processor, number of threads and release of torch: about 2 s. Without memory
     for that it is torch's own, until there is some.
     """
     key = _machine()
@@ -125,6 +124,10 @@ def _fastest_of(matrices: Callable[[], list[torch.Tensor]], input: torch.Tensor)
 
 
 def times(one: Callable[[], float], other: Callable[[], float]) -> float:
-    """How many times as long `one` takes, from what both say: the median of turns, since a busy machine slows both."""
+    """How many times as long `one` takes, from what both say, in turns.
+
+    The least counts: a verdict is kept for good, and what else the machine does only ever adds.
+    """
     one(), other()  # what is prepared once
-    return statistics.median(one() / other() for _ in range(_TURNS))
+    turns = [(one(), other()) for _ in range(_TURNS)]
+    return min(first for first, _ in turns) / min(second for _, second in turns)
