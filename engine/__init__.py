@@ -10,8 +10,10 @@ from kvengine import check_siblings
 
 check_siblings(__file__, "configs", "caches", "strategies")
 
+from engine.call import parameters, takes
+
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from configs import EngineConfig
     from engine.errors import (
@@ -26,12 +28,13 @@ if TYPE_CHECKING:
         OutOfMemory,
     )
     from engine.export import export_step, step_inputs
-    from engine.generator import Generator, Stream
+    from engine.generator import Generator
     from engine.loading import SHIPPED_MODEL
     from engine.planner import BackendPlan
-    from engine.planning import Plan
+    from engine.planning import Plan, plan
     from engine.processors import Follower
     from engine.result import Fallback, Generation, Piece, Stats
+    from engine.streaming import Stream
 
 # Imported on first use: torch and transformers take seconds, and `engine --help` needs neither.
 _HOME = {
@@ -54,8 +57,9 @@ _HOME = {
     "Piece": "engine.result",
     "Plan": "engine.planning",
     "Stats": "engine.result",
-    "Stream": "engine.generator",
+    "Stream": "engine.streaming",
     "export_step": "engine.export",
+    "plan": "engine.planning",
     "step_inputs": "engine.export",
 }
 
@@ -66,51 +70,120 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_HOME[name]), name)
 
 
-def generate(
-    model: PreTrainedModel | str | Path, inputs: Any = None, *, tokenizer: Any = None, **arguments: Any
-) -> Generation:
+@takes(parameters)
+def generate(model: PreTrainedModel | str | Path, inputs: Any = None, **arguments: Any) -> Generation:
     """Generate text with a cache chosen by name.
 
-    model: a `PreTrainedModel`, in PEFT's wrapper or not, or a local path or hub id.
-    inputs: a text, a list of texts, chat messages, a LongTensor [rows, tokens] or a mapping with `input_ids` or
-        `inputs_embeds`, `attention_mask` and whatever else the model takes (pixels, ...). Model inputs may also be
-        keywords, as in `model.generate`.
-    tokenizer: needed for text prompts, text results and stop strings, unless `model` is a path.
-    cache: a registered name ("dynamic", "static", "none"), "auto" for the fastest that loses nothing and fits (see
-        `plan`), a `CacheConfig`, or a live cache object that holds the beginning of the prompt. Default "dynamic", or
-        "none" for a model that keeps no keys and values.
-    trust_cache: with a live cache, whether its content is taken for the beginning of the prompt where that cannot be
-        checked. Default False: such a cache is refused. What is known to differ is refused in any case.
-    cache_config: the backend's options, a dict or a `CacheConfig`; without `cache` they change the cache of a
-        `Generator`'s `EngineConfig`. `past_key_values`, `cache_implementation` (of the names above) and
-        `use_cache=False` as in transformers.
-    strategy: a strategy's name or object; by default it follows from the generation parameters as in transformers.
-    generation_config, and transformers' generation parameters by keyword: max_new_tokens (default 20), do_sample,
-        temperature, top_k, top_p, min_p, repetition_penalty, eos_token_id, stop_strings, max_time, output_scores, ...
-    guidance_scale: more than 1 steers away from the text without its prompt, or from the text after `negative_prompt`
-        (one for all rows or a list; as ids `negative_prompt_ids`), with any strategy.
-    assistant_model: a small model that proposes tokens, of which the model verifies several at once, with
-        assistant_tokenizer if it has a vocabulary of its own. prompt_lookup_num_tokens: propose from the text itself.
-    logits_processor, stopping_criteria: lists of transformers' own. A processor of yours that keeps something per row
-        is a `Follower`.
-    streamer: one of transformers' text streamers, which gets the first row while it comes, then the others line by
-        line; or an object with `put`, which gets columns of ids, and `end`. It is ended whatever happens.
-    cancellation: a `threading.Event` or alike; once it is set, no further step is made.
-    on_oom: what is tried when memory is out, in place of `EngineConfig.on_oom`; `stats.fallbacks` says what was. With a
-        live cache the one to continue is then `Generation.cache`, and no longer the one that was given.
+    A parameter that transformers' `generate` has means the same here. One that would do nothing is refused, if it was
+    said in the call; a whole `generation_config` may hold anything.
 
-    Raises `InputError`, `OptionError`, `ConfigError` or a `caches.CacheError` before any work; `Interrupted`, which
-    carries what was generated, when something fails later; of its kind `BadLogits`, `Cancelled` and `OutOfMemory`; and
-    `CtrlC`, a KeyboardInterrupt that carries the same.
+    Parameters
+    ----------
+    model : PreTrainedModel, str or Path
+        A model, in PEFT's wrapper or not, or a local path or hub id, which also brings the tokenizer.
+    inputs : str, list, Tensor or Mapping, optional
+        A text, a list of texts, chat messages, ids (LongTensor [rows, tokens] or lists), or a mapping with `input_ids`
+        or `inputs_embeds`, `attention_mask` and whatever else the model takes (pixels, ...). Default: the
+        `bos_token_id`, as in transformers.
+    tokenizer : PreTrainedTokenizerBase, optional
+        Needed for text prompts, text results and stop strings, unless the model was given as a path.
+    cache : str, CacheConfig or a live cache, default "dynamic"
+        A registered name ("dynamic", "static", "none", ...: `engine caches` lists them), "auto" for the fastest that
+        loses nothing and fits (see `plan`), a `CacheConfig`, or a cache object that holds the beginning of the prompt.
+        The default is "none" for a model that keeps no keys and values.
+    cache_config : dict or CacheConfig, optional
+        Options of that backend; without `cache` they change the cache of a `Generator`'s `EngineConfig`.
+    trust_cache : bool, default False
+        With a live cache: whether its content is taken for the beginning of the prompt where that cannot be checked.
+        What is known to differ is refused in any case.
+    past_key_values, cache_implementation, use_cache, return_legacy_cache
+        As in transformers: a live cache, a name of `cache`, `False` for "none", and tuples in place of a cache.
+    on_oom : list of str, optional
+        What is tried when memory is out, in place of `EngineConfig.on_oom`; `stats.fallbacks` says what was. With a
+        live cache the one to continue is then `Generation.cache`, and no longer the one that was given.
+    strategy : str or Strategy, optional
+        A strategy's name or object; by default it follows from the parameters below, as in transformers.
+    generation_config : GenerationConfig, optional
+        transformers' parameters as a whole. Those of the call win.
+    seed : int, optional
+        Draw from random numbers that begin with this seed. Default: torch's, as they stand.
+    do_sample : bool, default False
+        Draw tokens instead of taking the most probable.
+    temperature, top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff : float or int, optional
+        What tokens are drawn from. temperature: over 0. top_k: so many. top_p, typical_p: up to this total, 0 to 1.
+        min_p: at least so probable, relative to the most probable one, 0 to 1.
+    num_return_sequences : int, default 1
+        Texts per prompt: drawn, or the best of a search.
+    num_beams, length_penalty, early_stopping
+        Beam search: how many beams (1 is none); over 0 favours long texts; whether it ends with the first
+        `num_beams` whole texts.
+    num_beam_groups, diversity_penalty
+        Diverse beam search: in so many groups, each kept from the others' tokens so strongly.
+    penalty_alpha : float, optional
+        Contrastive search, with `top_k`: how strongly to avoid what was said, 0 to 1.
+    assistant_model : PreTrainedModel, optional
+        A small model that proposes tokens, of which the model verifies several at once.
+    assistant_tokenizer : PreTrainedTokenizerBase, optional
+        That of the assistant, if it has a vocabulary of its own.
+    num_assistant_tokens : int, default 20
+        Tokens that the assistant proposes at a time.
+    prompt_lookup_num_tokens, max_matching_ngram_size : int, optional
+        Propose so many tokens from the text itself, where so many last tokens have been there before.
+    repetition_penalty, no_repeat_ngram_size, bad_words_ids, sequence_bias, suppress_tokens, begin_suppress_tokens, \
+forced_bos_token_id, forced_eos_token_id, exponential_decay_length_penalty, renormalize_logits
+        As in transformers: what is done to scores before a token is chosen.
+    guidance_scale, negative_prompt, negative_prompt_ids, negative_prompt_attention_mask
+        More than 1 steers away from the text without its prompt, or from the text after a negative prompt (one for all
+        rows or a list), with any strategy.
+    logits_processor : LogitsProcessor or a list of them, optional
+        Of transformers or of your own: called with ids [rows, tokens] and scores [rows, vocabulary], returns scores. A
+        processor that keeps something per row is a `Follower`.
+    prefix_allowed_tokens_fn : callable, optional
+        Called with the prompt's index and a row's ids; returns the ids that may come next.
+    max_new_tokens : int, default 20
+        Tokens per row at most.
+    min_new_tokens, max_length, min_length : int, optional
+        Tokens per row at least; the same two with those of the prompt.
+    max_time : float, optional
+        Seconds after which the run ends.
+    stop_strings : str or list of str, optional
+        A row ends where one of them appears. Needs a tokenizer.
+    eos_token_id, pad_token_id : int or list of int, optional
+        The ids that end a row, and the id that fills up rows that have ended. Default: the model's.
+    stopping_criteria : StoppingCriteria or a list of them, optional
+        Of transformers or of your own: called with ids and scores, returns which rows have ended.
+    cancellation : threading.Event or alike, optional
+        Once it is set, no further step is made.
+    streamer : BaseStreamer, optional
+        One of transformers' text streamers, which gets the first row while it comes, then the others line by line; or
+        an object with `put`, which gets columns of ids, and `end`. It is ended whatever happens.
+    output_scores, output_logits, output_attentions, output_hidden_states : bool, default False
+        What the `Generation` is to hold besides the tokens.
+    **model_inputs
+        Further inputs of the model (`attention_mask`, `pixel_values`, ...), and the rarer parameters of a
+        `GenerationConfig`.
+
+    Returns
+    -------
+    Generation
+        The tokens, their text, why each row ended, measurements and the live cache.
+
+    Raises
+    ------
+    InputError, OptionError, ConfigError, caches.CacheError
+        Before any work.
+    Interrupted
+        Something failed later; it carries what was generated. Of its kind: `BadLogits`, `Cancelled`, `OutOfMemory`.
+    CtrlC
+        A KeyboardInterrupt that carries the same.
     """
     from engine.generator import Generator
 
-    return Generator(model, tokenizer).generate(inputs, **arguments)
+    return Generator(model, arguments.get("tokenizer")).generate(inputs, **arguments)
 
 
-def stream(
-    model: PreTrainedModel | str | Path, inputs: Any = None, *, tokenizer: Any = None, **arguments: Any
-) -> Stream:
+@takes(parameters, as_told_by=generate)
+def stream(model: PreTrainedModel | str | Path, inputs: Any = None, **arguments: Any) -> Stream:
     """As `generate`, but yields a `Piece` (row, token ids, text) per row and step while they come.
 
     Of a search it is what can no longer change: what all beams of a prompt have in common. The iterator's `result()`
@@ -118,33 +191,7 @@ def stream(
     """
     from engine.generator import Generator
 
-    return Generator(model, tokenizer).stream(inputs, **arguments)
-
-
-def plan(
-    model: PreTrainedModel | PreTrainedConfig | str | Path, *, prompt_tokens: int, max_new_tokens: int, **arguments: Any
-) -> Plan:
-    """What a run will take, and whether that fits. Nothing is generated and no weights are loaded.
-
-    model: a `PreTrainedModel`, its configuration, or a local path or hub id of which only the configuration is read.
-    prompt_tokens: of a prompt; of an encoder-decoder model, those that its encoder reads. max_new_tokens: for each row.
-    cache, cache_config: one backend and its options, as for `generate`; by default all backends are looked at.
-    batch_size: prompts. num_beams, num_return_sequences: what makes several rows of a prompt. do_sample: whether tokens
-        are drawn, which takes more memory for scores; several texts without beams always are.
-    dtype, device: how a model would be loaded that is not: by default as its configuration says, and onto the
-        accelerator where there is one.
-    free_bytes: on the device; by default what is found to be free there. (On a CPU the least of what the machine, the
-        control group and the limits of the process leave.)
-    prefill_chunk_tokens: how many tokens of the prompt are read at once; by default all.
-
-    The bytes of a cache are found by rehearsing the run: the real cache goes through its steps with tensors that have
-    no numbers. Those that a forward works with are counted in a few forwards of the same kind.
-
-    Raises `InputError`, `OptionError`, `ConfigError` or `caches.UnknownCache` before any work.
-    """
-    from engine.planning import plan as made
-
-    return made(model, prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens, **arguments)
+    return Generator(model, arguments.get("tokenizer")).stream(inputs, **arguments)
 
 
 def __dir__() -> list[str]:

@@ -154,7 +154,7 @@ def generate(
         del samples["temperature"]
         _refuse_all(samples | ({} if is_search else {"samples": num_return_sequences}), "--temperature 0 is greedy")
     draws = any(value is not None for value in samples.values()) or num_return_sequences is not None
-    options = (
+    options: dict[str, Any] = (
         samples
         | branches
         | {

@@ -81,7 +81,41 @@ def plan(
     free_bytes: int | None = None,
     prefill_chunk_tokens: int | None = None,
 ) -> Plan:
-    """See `engine.plan`."""
+    """What a run will take, and whether that fits. Nothing is generated and no weights are loaded.
+
+    The bytes of a cache are found by rehearsing the run: the real cache goes through its steps with tensors that have
+    no numbers. Those that a forward works with are counted in a few forwards of the same kind.
+
+    Parameters
+    ----------
+    model : PreTrainedModel, PreTrainedConfig, str or Path
+        A model, its configuration, or a local path or hub id of which only the configuration is read.
+    prompt_tokens : int
+        Tokens of a prompt; of an encoder-decoder model, those that its encoder reads.
+    max_new_tokens : int
+        New tokens of each row.
+    cache, cache_config : str or CacheConfig, and dict or CacheConfig, optional
+        One backend and its options, as for `generate`. Default: all backends are looked at.
+    batch_size : int, default 1
+        Prompts.
+    num_beams, num_return_sequences : int, default 1
+        What makes several rows of a prompt.
+    do_sample : bool, default False
+        Whether tokens are drawn, which takes more memory for scores; several texts without beams always are.
+    dtype, device : str, torch.dtype, torch.device, optional
+        How a model would be loaded that is not. Default: as its configuration says, and onto the accelerator where
+        there is one.
+    free_bytes : int, optional
+        On the device. Default: what is found to be free there. (On a CPU the least of what the machine, the control
+        group and the limits of the process leave.)
+    prefill_chunk_tokens : int, optional
+        How many tokens of the prompt are read at once. Default: all.
+
+    Raises
+    ------
+    InputError, OptionError, ConfigError, caches.UnknownCache
+        Before any work.
+    """
     _check_numbers(
         prompt_tokens=prompt_tokens,
         max_new_tokens=max_new_tokens,

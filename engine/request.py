@@ -21,6 +21,7 @@ from transformers import (
 
 from caches import Driven
 from configs import nearest
+from engine.call import Call, parameters
 from engine.checks import (
     check_applies,
     check_embeds,
@@ -153,45 +154,41 @@ class Request:
 
 def read_request(
     model: PreTrainedModel,
+    call: Call,
     tokenizer: Any,
-    inputs: Any,
-    *,
     cache: Driven | None,
-    strategy: str | Strategy | None,
-    generation_config: GenerationConfig | None,
-    logits_processor: LogitsProcessorList | Sequence | None,
-    stopping_criteria: StoppingCriteriaList | Sequence | None,
-    chunk_tokens: int | None,
-    options: dict[str, Any],
+    *,
     assistant: PreTrainedModel | None,
+    chunk_tokens: int | None,
     recover: Recover,
 ) -> Request:
     """Check everything that can be checked without running the model. Raises `InputError` and `OptionError`.
 
-    options: generation parameters and model inputs by keyword, mixed, as `model.generate` takes them. assistant: the
-    draft, for strategies that need one. recover: see `encode`.
+    cache: the live one that the call continues. assistant: the draft, for strategies that need one. chunk_tokens: what
+    the engine's configuration says. recover: see `encode`.
     """
     check_model(model)
     # Left at None, transformers' arguments mean nothing.
     spare = set(inspect.signature(GenerationMixin.generate).parameters) | set(
         inspect.signature(model.forward).parameters
     )
-    options = {name: value for name, value in options.items() if value is not None or name not in spare}
+    options = {name: value for name, value in call.options.items() if value is not None or name not in spare}
+    generation_config = call.generation_config
     if options.get("synced_gpus") is False:
         del options["synced_gpus"]
     constraint = options.pop("prefix_allowed_tokens_fn", None)
     negative = {name: options.pop(name, None) for name in ARGUMENTS}
     config, model_inputs, lengths_given = _complete_config(model, generation_config, options)
-    chosen = choose_strategy(config, strategy, options, generation_config, assistant)
+    chosen = choose_strategy(config, call.strategy, options, generation_config, assistant)
     check_applies(chosen, generation_config, options)
     check_guidance(model, config.guidance_scale, negative)
 
     device, source = prompt_device(model), None
     if model.config.is_encoder_decoder:
-        _refuse_unknown(model, model_inputs | (dict(inputs) if isinstance(inputs, Mapping) else {}))
-        prompt, source = encode(model, inputs, model_inputs, tokenizer, config, device, recover)
+        _refuse_unknown(model, model_inputs | (dict(call.inputs) if isinstance(call.inputs, Mapping) else {}))
+        prompt, source = encode(model, call.inputs, model_inputs, tokenizer, config, device, recover)
     else:
-        prompt = read_prompt(inputs, model_inputs, tokenizer, config.bos_token_id)
+        prompt = read_prompt(call.inputs, model_inputs, tokenizer, config.bos_token_id)
         _refuse_unknown(model, prompt.extras)
         prompt = prompt.to(device)
         model._prepare_special_tokens(config, prompt.mask is not None, device=device, batch_size=len(prompt.ids))
@@ -234,14 +231,14 @@ def read_request(
         total=total,
         config=config,
         strategy=chosen,
-        processing=_processing(model, prompt, mask, source, config, scored(chosen), logits_processor, constraint),
+        processing=_processing(model, prompt, mask, source, config, scored(chosen), call.logits_processor, constraint),
         source=source,
         guidance=guidance,
-        criteria=StoppingCriteriaList(stopping_criteria or []),
+        criteria=StoppingCriteriaList(call.stopping_criteria or []),
         eos_ids=frozenset() if eos is None else frozenset(eos.tolist()),
         pad_id=0 if pad is None else int(pad),
         stop_strings=_stop_strings(config, tokenizer),
-        ended=_ended(model, config, stopping_criteria, tokenizer),
+        ended=_ended(model, config, call.stopping_criteria, tokenizer),
         chunk_tokens=chunk_tokens,
         use_cache=options.get("use_cache", generation_config and generation_config.use_cache),
     )
@@ -360,27 +357,10 @@ def _refuse_unknown(model: PreTrainedModel, extras: dict[str, Any]) -> None:
         if name in _SET_BY_THE_ENGINE:
             raise OptionError(f"{name!r} is set by the engine in every step and cannot be an input: leave it out")
         if name not in takes:
-            known = sorted(takes | set(GenerationConfig().to_dict()) | _CALL_ARGUMENTS)
+            known = sorted(takes | set(GenerationConfig().to_dict()) | set(inspect.signature(parameters).parameters))
             raise OptionError(f"{type(model).__name__} and generate() know no input {name!r}; {nearest(name, known)}")
 
 
-_CALL_ARGUMENTS = {
-    "assistant_model",
-    "assistant_tokenizer",
-    "cache",
-    "cancellation",
-    "cache_config",
-    "return_legacy_cache",
-    "strategy",
-    "streamer",
-    "logits_processor",
-    "on_oom",
-    "stopping_criteria",
-    "tokenizer",
-    "trust_cache",
-    "prefix_allowed_tokens_fn",
-    *ARGUMENTS,
-}
 _SET_BY_THE_ENGINE = {
     "args", "kwargs", "model_kwargs", "labels", "logits_to_keep", "next_sequence_length", "is_first_iteration",
     "past_key_values", "use_cache", "cache_position", "return_dict", "output_attentions", "output_hidden_states",

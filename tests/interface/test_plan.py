@@ -20,6 +20,7 @@ import caches
 import engine
 import engine.request
 from engine import planning
+from engine.chosen_cache import new_cache
 from engine.free_memory import Free, find_free
 from engine.fresh import Course
 from engine.planner import BackendPlan, Planner, choose
@@ -55,13 +56,13 @@ def options_of(cache):
 
 
 class Watched(engine.Generator):
-    """Notes the most bytes that the cache of its last run had at the end of a forward."""
-
-    def _new_cache(self, *arguments):
-        self.live, self.most = super()._new_cache(*arguments), 0
-        return self.live
+    """Notes the most bytes that the cache of its run had at the end of a forward."""
 
     def most_bytes(self, prompt_tokens, batch_size, cache, options=None, new=NEW, **parameters):
+        def watched(*arguments):
+            self.live, self.most = new_cache(*arguments), 0
+            return self.live
+
         class Look(LogitsProcessor):
             def __call__(_, ids, scores):
                 self.most = max(self.most, self.live.bytes)
@@ -69,7 +70,9 @@ class Watched(engine.Generator):
 
         ids = torch.randint(3, 100, (batch_size, prompt_tokens))
         parameters |= {"cache": cache, "cache_config": options or None, "max_new_tokens": new}
-        out = self.generate(ids, logits_processor=[Look()], **parameters)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("engine.generator.new_cache", watched)
+            out = self.generate(ids, logits_processor=[Look()], **parameters)
         return max(self.most, out.stats.cache_bytes)
 
 

@@ -7,7 +7,7 @@ import torch
 from architectures import prompt, randomised
 
 import engine
-from engine.generator import _warn_once
+from engine.chosen_cache import _warn_once
 
 NEW = 15
 _XLM = dict(

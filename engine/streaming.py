@@ -1,0 +1,42 @@
+"""`Stream`: a run that is watched while it goes on."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator as PieceGenerator
+from collections.abc import Iterator
+from contextlib import suppress
+
+from engine.play import Play
+from engine.result import Generation, Piece
+
+
+def _leave(pieces: PieceGenerator[Piece, None, None]) -> None:
+    with suppress(ValueError):  # another thread is at work in it
+        pieces.close()
+
+
+class Stream:
+    """An iterator of pieces. Leaving it early is fine: `result()` then gives what was generated so far."""
+
+    def __init__(self, play: Play):
+        self._play = play
+        self._pieces = play.pieces()
+        # When it is collected, and before the process ends: what a run cleans up needs an interpreter that is whole.
+        weakref.finalize(self, _leave, self._pieces)
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    @property
+    def given_up(self) -> bool:
+        """Whether Ctrl-C came once more while what there was became a result: there is none."""
+        return self._play.given_up
+
+    def result(self) -> Generation:
+        """End the stream, if it has not ended: the generation. Raises `EngineError` where it is `given_up`."""
+        self._pieces.close()
+        return self._play.result()
