@@ -39,7 +39,7 @@ CODECS = {
 class QuantizedCacheConfig(PlacedCacheConfig):
     """Keys and values in few bits, the most recent ones in full.
 
-    backend: the codec that writes the bits, see `CODECS`.
+    backend: the codec that writes the bits.
     nbits: bits of a number; None is 4, of fp8 8.
     axis_key, axis_value: what a group is, as the library counts axes: of quanto 0 and of hqq 1, the defaults, it is
         neighbouring channels of one token, of quanto -1 and of hqq 0 one channel of q_group_size tokens. fp8 and kivi
@@ -58,7 +58,7 @@ class QuantizedCacheConfig(PlacedCacheConfig):
     name: ClassVar[str] = "quantized"
     choices: ClassVar[dict[str, tuple[Any, ...]]] = {
         "backend": tuple(CODECS),
-        "nbits": (1, 2, 3, 4, 8),
+        "nbits": tuple(sorted({bits for facts in CODECS.values() for bits in facts.bits})),
         "axis_key": (0, 1, -1),
         "axis_value": (0, 1, -1),
         "compute_dtype": ("float16", "bfloat16", "float32", "float64"),

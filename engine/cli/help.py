@@ -28,6 +28,6 @@ class Command(TyperCommand):
 
 def _plain(names: str, text: str) -> tuple[str, str]:
     """Without types of Python, and without the range of a number, which the text tells in words."""
-    text, bracket, facts = text.rstrip("]").partition("  [")
+    text, _, facts = text.rstrip("]").partition("  [")
     told = [fact for fact in facts.split("; ") if fact and not re.search(r"\bx\b", fact)]
     return re.sub(r" <.*>$", "", names), text + (f"  [{'; '.join(told)}]" if told else "")

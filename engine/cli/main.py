@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from platform import python_version
 from traceback import print_exception
@@ -27,7 +28,7 @@ from engine.errors import EngineError, Interrupted
 NAME = "engine"
 _settings = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda name: name.replace("_", "-")}
 app = typer.Typer(rich_markup_mode=None, context_settings=_settings)
-_SHORT = {
+_SHORT: dict[Callable[..., None], str] = {
     generate: "Continue a prompt.",
     caches: "List the cache backends and their options.",
     plan: "Say what a run takes before it runs.",
