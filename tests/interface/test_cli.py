@@ -297,9 +297,10 @@ def test_a_reader_that_leaves(words, monkeypatch):
 
     reading, writing = os.pipe()
     os.close(reading)
-    with open(writing, "w") as closed, pytest.raises(SystemExit) as ended:
+    with open(writing, "w") as closed:
         monkeypatch.setattr(sys, "stdout", closed)
-        main(["generate", PROMPT, "-n", "40", *words])
+        with pytest.raises(SystemExit) as ended:
+            main(["generate", PROMPT, "-n", "40", *words])
     assert ended.value.code == 141
 
 
