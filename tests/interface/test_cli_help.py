@@ -131,8 +131,9 @@ def test_several_prompts_are_a_batch(cli, shipped):
 
 def test_old_names_are_aliases(cli):
     names = {
-        "--num-return-sequences": "--samples", "--prompt-lookup-num-tokens": "--prompt-lookup", "--stop-strings": "--stop",
-        "--assistant-model": "--draft", "--num-assistant-tokens": "--draft-tokens", "--device-map": "--device",
+        "--num-return-sequences": "--samples", "--prompt-lookup-num-tokens": "--prompt-lookup",
+        "--stop-strings": "--stop", "--assistant-model": "--draft", "--num-assistant-tokens": "--draft-tokens",
+        "--device-map": "--device",
     }  # fmt: skip
     shown = cli(["generate", "-h"]).stdout
     for name, alias in names.items():

@@ -82,7 +82,7 @@ def test_a_file_is_no_model(tmp_path):
 
 @pytest.mark.parametrize("name", ["", "my model", "a--b"])
 def test_what_is_neither_a_path_nor_a_name(name, hub):
-    with pytest.raises(engine.InputError, match="is empty|is neither a folder here nor a name"):
+    with pytest.raises(engine.InputError, match=r"is empty|is neither a folder here nor a name"):
         locate(name)
 
 
@@ -142,7 +142,7 @@ def test_a_hub_that_answers_is_asked(hub, monkeypatch):
 
 def test_an_adapter_says_which_model_is_missing(hub, tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
-    with pytest.raises(engine.InputError, match="the adapter in .* 'some/base' is no folder here"):
+    with pytest.raises(engine.InputError, match=r"the adapter in .* 'some/base' is no folder here"):
         locate(tmp_path)
     keep_in_cache("some/base")
     assert locate(tmp_path) == str(tmp_path)
