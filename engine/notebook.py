@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from engine.planning import Plan
     from engine.result import Generation
 
-_SHORT = 60  # characters of a text in a line
+_SHORT = 50  # characters of a text in a line
 _LONG, _MOST_ROWS = 500, 20  # characters of a text in a table, and its rows
 _NO_TEXT = "none: no tokenizer was given (tokenizer=..., or the model as a path)"
 _RECORDS = ("scores", "logits", "attentions", "cross_attentions", "hidden_states", "encoder_attentions",
@@ -21,7 +21,7 @@ _RECORDS = ("scores", "logits", "attentions", "cross_attentions", "hidden_states
 
 def generation_in_short(out: Generation) -> str:
     """Two or three lines, however many rows, tokens and records there are."""
-    text = f"text={_NO_TEXT}" if out.text is None else f"text[0]={_cut(repr(out.text[0]), _SHORT)}"
+    text = f"text={_NO_TEXT}" if out.text is None else f"text[0]={_cut(out.text[0], _SHORT)!r}"
     records = [name for name in _RECORDS if getattr(out, name) is not None]
     separator = ",\n  "
     lines = [_summary(out), text] + ([f"with {', '.join(records)}"] if records else [])

@@ -35,7 +35,7 @@ def test_it_stays_short_whatever_is_in_it(spoken):
         **records,
     )
     text = repr(out)
-    assert len(text) < 450
+    assert len(text) < 400
     assert text.count("\n") <= 2
     assert "tensor" not in text
     assert "4000 eos, 2000 unfinished, 1000 stop_string" in text
