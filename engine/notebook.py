@@ -31,7 +31,7 @@ def generation_in_short(out: Generation) -> str:
 def generation_as_html(out: Generation) -> str:
     """A line for each of the first rows, and what was measured."""
     rows = []
-    texts = out.text or [None] * len(out.tokens)
+    texts: Sequence[str | None] = out.text or [None] * len(out.tokens)
     for row, (text, tokens, reason) in enumerate(zip(texts, out.tokens, out.finish_reasons, strict=True)):
         if row == _MOST_ROWS:
             break
@@ -91,8 +91,6 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]], below: Sequenc
     """HTML in which nothing of what is shown is read as HTML."""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     style = ' style="text-align: left; white-space: pre-wrap"'
-    body = "".join(
-        "<tr>" + "".join(f"<td{style}>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
-    )
+    body = "".join("<tr>" + "".join(f"<td{style}>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
     told = "".join(f"<p>{escape(line)}</p>" for line in below)
     return f"<div><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{told}</div>"

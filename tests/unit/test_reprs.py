@@ -60,7 +60,7 @@ def test_html_of_a_result_is_escaped(spoken):
     assert "<script>" not in html
     assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; more" in html
     assert html.count("<tr>") == html.count("</tr>") == 3
-    assert f"<td style=\"text-align: left; white-space: pre-wrap\">{len(spoken.tokens[1])}</td>" in html
+    assert f'<td style="text-align: left; white-space: pre-wrap">{len(spoken.tokens[1])}</td>' in html
     assert spoken.finish_reasons[0] in html
 
 
