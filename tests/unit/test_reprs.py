@@ -40,10 +40,13 @@ def test_it_stays_short_whatever_is_in_it(spoken):
     assert "tensor" not in text
     assert "4000 eos, 2000 unfinished, 1000 stop_string" in text
     assert "with scores, logits, attentions" in text
+    one = replace(spoken, text=["x"], tokens=[[5]], finish_reasons=[None])
+    assert repr(one).startswith("Generation(1 row, ")
+    assert "ended: 1 unfinished" in repr(one)
     assert len(repr(replace(spoken, text=["line\n" * 1000]))) < 300
     html = out._repr_html_()
     assert html.count("<tr>") == 21
-    assert "9980 more rows" in html
+    assert "and 9980 rows more" in html
     assert len(html) < 20_000
 
 
