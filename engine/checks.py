@@ -159,8 +159,8 @@ def check_mask(prompt: Prompt, mask: torch.Tensor, cache_seen: int) -> int:
         )
     if ends_in_pads:
         raise InputError(
-            "the prompts are padded on the right, so the model would continue after pads: "
-            "pad on the left (tokenizer.padding_side = 'left')"
+            f"row {ends_in_pads[0]} is padded on the right, so the model would continue after pads: pad on the left "
+            "(tokenizer.padding_side = 'left'), or give attention_mask where the pad id stands for a token"
         )
     if cache_seen >= before + tokens:
         raise InputError(

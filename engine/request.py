@@ -61,7 +61,7 @@ class Request:
     strategy: Strategy
     processing: Processing
     criteria: StoppingCriteriaList
-    eos_ids: frozenset[int]
+    eos_ids: tuple[int, ...]
     pad_id: int
     stop_strings: tuple[str, ...]
     ended: Callable[[torch.Tensor], torch.Tensor]
@@ -235,7 +235,7 @@ def read_request(
         source=source,
         guidance=guidance,
         criteria=StoppingCriteriaList(call.stopping_criteria or []),
-        eos_ids=frozenset() if eos is None else frozenset(eos.tolist()),
+        eos_ids=() if eos is None else tuple(eos.tolist()),
         pad_id=0 if pad is None else int(pad),
         stop_strings=_stop_strings(config, tokenizer),
         ended=_ended(model, config, call.stopping_criteria, tokenizer),
@@ -281,7 +281,7 @@ def _complete_config(
 
 def _inferred_mask(model: PreTrainedModel, ids: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
     """The mask of a prompt that came without one, as transformers reads it off the pad ids."""
-    if ids.shape[0] == 1 or ids.numel() == 0:  # a row alone has nothing to be padded to
+    if ids.numel() == 0:
         return torch.ones_like(ids)
     return model._prepare_attention_mask_for_generation(ids, config, {})
 

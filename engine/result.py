@@ -72,7 +72,7 @@ class Generation:
     text: the new text of every row, without special tokens and without the stop string that ended it; None when the
         call had no tokenizer.
     finish_reasons: per row "eos", "stop_string", "criteria", "time", "length", or None when the run ended
-        before the row did.
+        before the row did, or where a search has found fewer texts than were asked for: that row has no tokens.
     cache: the live cache, holding everything but the last token (nothing where guidance took a negative prompt longer
         than the prompts, whose columns are not theirs); None for cache="none", where an encoder had no memory, and
         for one of transformers' own that a failed step has spoilt. (transformers' fixed and sliding layers cannot take
