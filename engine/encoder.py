@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,7 +62,7 @@ def encode(
 
     inputs: the source in any form, as the model's main input (text, ids, features). extras: further inputs, among them
     `encoder_outputs` in place of a source and `decoder_input_ids`. recover: what to do when memory is out. Raises
-    `InputError` and `NothingEncoded`.
+    `InputError`, `OptionError` and `NothingEncoded`.
     """
     given = _read_source(model, inputs, extras, tokenizer, config.pad_token_id)
     if "attention_mask" in given:
@@ -72,18 +72,17 @@ def encode(
     with turn_of(model), torch.no_grad():
         try:
             source, name, given = model._prepare_model_inputs(None, config.bos_token_id, given)
+            rows = source.shape[0]
+            model._prepare_special_tokens(config, "attention_mask" in given, device=device, batch_size=rows)
         except ValueError as error:
             raise InputError(str(error)) from error
-        mask = given.get("attention_mask")
-        if "encoder_outputs" not in given and name in ("input_ids", "inputs_embeds") and mask is not None:
-            _check_mask(mask, source, name)
-        model._prepare_special_tokens(config, "attention_mask" in given, device=device, batch_size=source.shape[0])
+        _check_columns(given, source, name)
         prepare = getattr(model, "_maybe_prepare_encoder_kwargs_for_generation", None)
         if prepare is None and "encoder_outputs" not in given:  # transformers 5.17
             prepare = model._prepare_encoder_decoder_kwargs_for_generation
         begin = partial(
             model._prepare_decoder_input_ids_for_generation,
-            batch_size=source.shape[0],
+            batch_size=rows,
             model_input_name=name,
             decoder_start_token_id=config._decoder_start_token_tensor,
             device=device,
@@ -118,11 +117,18 @@ def _check_source(model: PreTrainedModel, given: dict[str, Any]) -> None:
         )
 
 
-def _check_mask(mask: torch.Tensor, source: torch.Tensor, name: str) -> None:
-    if mask.shape != source.shape[:2]:
+def _check_columns(given: dict[str, Any], source: torch.Tensor, name: str) -> None:
+    """Whether the mask and what the decoder begins with are for this source, which is called `name`."""
+    mask, begun = given.get("attention_mask"), given.get("decoder_input_ids")
+    reads_tokens = name in ("input_ids", "inputs_embeds") and "encoder_outputs" not in given
+    if reads_tokens and mask is not None and mask.shape != source.shape[:2]:
         raise InputError(
             f"attention_mask has shape {list(mask.shape)}, but {name} have {list(source.shape[:2])}: it needs one "
             "entry per token that the encoder reads"
+        )
+    if begun is not None and len(begun) != len(source):
+        raise InputError(
+            f"decoder_input_ids have {len(begun)} rows, but the encoder reads {len(source)}: give as many of both"
         )
 
 

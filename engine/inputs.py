@@ -90,9 +90,10 @@ def _is_message(value: Any) -> bool:
 
 
 def _are_ids(value: Any) -> bool:
-    """Whether it is a number, a tensor, an array, or a list that holds one of these."""
+    """Whether it is a number, a tensor, an array, or a list that begins with one of these."""
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return any(map(_are_ids, value))
+        filled = [part for part in value if not (isinstance(part, (list, tuple)) and len(part) == 0)]
+        return len(filled) > 0 and _are_ids(filled[0])
     return isinstance(value, Integral) or hasattr(value, "tolist")
 
 
@@ -180,7 +181,7 @@ def _padded(rows: list[list[Any]], pad: int, pad_left: bool) -> tuple[torch.Tens
 
 
 def _tokenize(inputs: Any, tokenizer: Any, pad_left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    if not isinstance(inputs, (str, Sequence)):
+    if not isinstance(inputs, (str, Sequence)) or isinstance(inputs, bytes):
         raise InputError(
             f"a prompt is a text, texts, chat messages, a tensor or a mapping, not a {type(inputs).__name__}"
         )
@@ -198,7 +199,9 @@ def _tokenize(inputs: Any, tokenizer: Any, pad_left: bool) -> tuple[torch.Tensor
 def _token_ids(prompt: Any, tokenizer: Any) -> list[int]:
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
-    if isinstance(prompt, Sequence) and len(prompt) > 0 and all(_is_message(message) for message in prompt):
+    if isinstance(prompt, Sequence) and len(prompt) == 0:
+        return []
+    if isinstance(prompt, Sequence) and all(_is_message(message) for message in prompt):
         if not getattr(tokenizer, "chat_template", None):
             raise InputError("chat messages need a tokenizer with a chat_template, and this one has none")
         return tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -12,17 +13,16 @@ if TYPE_CHECKING:
     from engine.planning import Plan
     from engine.result import Generation
 
-_SHORT = 60  # characters of a text in a line
+_SHORT = 50  # characters of a text in a line
 _LONG, _MOST_ROWS = 500, 20  # characters of a text in a table, and its rows
 _NO_TEXT = "none: no tokenizer was given (tokenizer=..., or the model as a path)"
-_RECORDS = ("scores", "logits", "attentions", "cross_attentions", "hidden_states", "encoder_attentions",
-            "encoder_hidden_states", "sequences_scores", "beam_indices")  # fmt: skip
 
 
 def generation_in_short(out: Generation) -> str:
     """Two or three lines, however many rows, tokens and records there are."""
-    text = f"text={_NO_TEXT}" if out.text is None else f"text[0]={_cut(repr(out.text[0]), _SHORT)}"
-    records = [name for name in _RECORDS if getattr(out, name) is not None]
+    text = f"text={_NO_TEXT}" if out.text is None else f"text[0]={_cut(out.text[0], _SHORT)!r}"
+    optional = [field.name for field in fields(out) if field.default is None]
+    records = [name for name in optional if getattr(out, name) is not None]
     separator = ",\n  "
     lines = [_summary(out), text] + ([f"with {', '.join(records)}"] if records else [])
     return f"Generation({separator.join(lines)})"
@@ -30,16 +30,14 @@ def generation_in_short(out: Generation) -> str:
 
 def generation_as_html(out: Generation) -> str:
     """A line for each of the first rows, and what was measured."""
+    texts: Sequence[str | None] = out.text or [None] * len(out.tokens)
     rows = []
-    texts = out.text or [None] * len(out.tokens)
-    for row, (text, tokens, reason) in enumerate(zip(texts, out.tokens, out.finish_reasons, strict=True)):
-        if row == _MOST_ROWS:
-            break
-        shown = _cut(str(tokens), _LONG) if text is None else _cut(text, _LONG)
-        rows.append([row, shown, len(tokens), reason or "unfinished"])
+    for row, text in enumerate(texts[:_MOST_ROWS]):
+        tokens, reason = out.tokens[row], out.finish_reasons[row] or "unfinished"
+        rows.append([row, _cut(str(tokens) if text is None else text, _LONG), len(tokens), reason])
     below = [_summary(out), *map(str, out.stats.fallbacks)]
     if len(out.tokens) > len(rows):
-        below.insert(0, f"{len(out.tokens) - len(rows)} more rows")
+        below.insert(0, f"and {_count(len(out.tokens) - len(rows), 'row')} more")
     if out.text is None:
         below.append(f"text: {_NO_TEXT}")
     return _table(["row", "text" if out.text is not None else "token ids", "tokens", "ended by"], rows, below)
@@ -79,8 +77,13 @@ def _summary(out: Generation) -> str:
     stats, ended = out.stats, Counter(reason or "unfinished" for reason in out.finish_reasons)
     reasons = ", ".join(f"{count} {reason}" for reason, count in ended.most_common())
     speed = stats.decode_tokens_per_s
-    parts = [f"{len(out.tokens)} rows", f"{stats.new_tokens} new tokens", f"ended: {reasons}", f"cache={stats.cache!r}"]
+    parts = [_count(len(out.tokens), "row"), _count(stats.new_tokens, "new token"), f"ended: {reasons}"]
+    parts.append(f"cache={stats.cache!r}")
     return ", ".join(parts if speed is None else [*parts, f"{speed:.1f} tokens/s"])
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _cut(text: str, most: int) -> str:
@@ -91,8 +94,6 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]], below: Sequenc
     """HTML in which nothing of what is shown is read as HTML."""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     style = ' style="text-align: left; white-space: pre-wrap"'
-    body = "".join(
-        "<tr>" + "".join(f"<td{style}>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
-    )
+    body = "".join("<tr>" + "".join(f"<td{style}>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
     told = "".join(f"<p>{escape(line)}</p>" for line in below)
     return f"<div><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{told}</div>"
