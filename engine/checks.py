@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from engine.errors import InputError, OptionError
 from engine.extras import PER_TOKEN
 from engine.inputs import Prompt
 from strategies import Strategy
+
+if TYPE_CHECKING:
+    from engine.request import Request
 
 # Models whose own `generate` comes down to the usual one for everything but what it refuses.
 _GENERATE_ALIKE = {"granite_speech", "janus", "whisper"}
@@ -50,6 +53,7 @@ _ALWAYS_APPLY = {
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 _REMEDIES = {
     "compile_config": "give EngineConfig(compile=...) to a Generator instead",
+    "decoder_start_token_id": "it is for models with an encoder; give the prompt's first token in the prompt",
     "num_beams": "they are for beam search; leave the strategy out",
     "penalty_alpha": "contrastive search also needs top_k=2 or more, and no do_sample",
     "num_return_sequences": "it gives the same text every time; use do_sample=True, or num_beams",
@@ -70,35 +74,98 @@ _REMEDIES = {
 }
 
 
-def check_applies(strategy: Strategy, generation_config: GenerationConfig | None, options: dict[str, Any]) -> None:
-    """Refuse what the caller asked for and nothing would carry out. Defaults and the model's own settings may stand."""
-    asked = {} if generation_config is None else generation_config.to_dict()
-    asked |= {name: value for name, value in options.items() if hasattr(generation_config or GenerationConfig(), name)}
+# Left out, these would change the text, so a whole configuration may not ask for them either.
+_CHANGE_THE_TEXT = {"token_healing", "assistant_ensemble_weight"}
+
+
+def check_applies(
+    model: PreTrainedModel, strategy: Strategy, generation_config: GenerationConfig | None, options: dict[str, Any]
+) -> None:
+    """Refuse what the call itself asks for and nothing would carry out.
+
+    A whole configuration also serves other calls, and may hold anything that leaves the text as it is.
+    """
     neutral = GenerationConfig._get_default_generation_params()
-    known = GenerationConfig().to_dict()  # checkpoints carry further names of their own
+    known = GenerationConfig().to_dict()
     own: dict[str, Any] = {}
     if is_dataclass(strategy):
         own = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
+    asked = {name: getattr(generation_config, name, None) for name in _CHANGE_THE_TEXT - set(options)}
+    asked |= {name: value for name, value in options.items() if name in known and not name.startswith("_")}
+    applies = _ALWAYS_APPLY | _SAMPLING | ({"decoder_start_token_id"} if model.config.is_encoder_decoder else set())
     for name, value in asked.items():
-        is_neutral = value is False or value == neutral.get(name)
-        if name in own and value not in (None, own[name]) and (name in options or not is_neutral):
+        if name in own and value not in (None, own[name]):
             raise OptionError(
                 f"{name}={value!r} contradicts the strategy that was given, {strategy}: say it only there"
             )
-        if value is None or is_neutral or name.startswith("_") or name not in known:
-            continue
-        if name in own:
+        if value is None or value is False or value == neutral.get(name) or name in own:
             continue
         if name in ("temperature", "top_k") and value == 0 and not strategy.samples:
             continue  # another way to say greedy
-        # In a whole configuration they may stand by: it also serves calls that sample.
-        if name in _SAMPLING and name in options and not strategy.samples:
+        if name in _SAMPLING and not strategy.samples:
             raise OptionError(
-                f"{name}={value!r} applies to sampling, but {strategy.name} draws nothing: do_sample=True?"
+                f"{name}={value!r} applies to sampling, but {strategy.name} draws nothing: give do_sample=True too, "
+                f"or leave {name} out"
             )
-        if name not in _ALWAYS_APPLY | _SAMPLING:
+        if name not in applies:
             remedy = f"{strategy.name} has no use for it" + (f": {_REMEDIES[name]}" if name in _REMEDIES else "")
             raise OptionError(f"{name}={value!r} cannot apply: {remedy}")
+
+
+# Which ids a model has to know: in any case, or only if the call itself says them, because nothing comes of others.
+_KNOWN_IDS = ("bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "decoder_start_token_id")
+_KNOWN_IF_SAID = ("pad_token_id", "bos_token_id", "suppress_tokens", "begin_suppress_tokens")
+
+
+def check_said_ids(model: PreTrainedModel, config: GenerationConfig, options: dict[str, Any]) -> None:
+    """Whether the ids among the parameters are in the vocabulary. An end id may be any: with -1 no text ends."""
+    vocabulary = vocabulary_of(model)
+    for name in (*_KNOWN_IDS, *_KNOWN_IF_SAID):
+        if vocabulary is None or (name in _KNOWN_IF_SAID and name not in options):
+            continue
+        wrong = [token for token in _flat(getattr(config, name, None)) if not 0 <= token < vocabulary]
+        if wrong and (name != "decoder_start_token_id" or model.config.is_encoder_decoder):
+            raise OptionError(_outside(name, wrong[0], vocabulary))
+    if config.exponential_decay_length_penalty is not None:
+        ends = _flat(config.eos_token_id)
+        wrong = [token for token in ends if token < 0 or (vocabulary is not None and token >= vocabulary)]
+        if not ends or wrong:
+            raise OptionError(
+                "exponential_decay_length_penalty makes the end more likely, which takes an eos_token_id that the "
+                f"model knows, but it is {config.eos_token_id}: give one, or leave the penalty out"
+            )
+
+
+def _flat(ids: Any) -> list[int]:
+    if isinstance(ids, torch.Tensor):
+        return _flat(ids.tolist())
+    if isinstance(ids, dict):
+        return _flat(list(ids))
+    if isinstance(ids, (list, tuple)):
+        return [token for part in ids for token in _flat(part)]
+    return [] if ids is None or isinstance(ids, float) else [ids]
+
+
+def _outside(name: str, token: int, vocabulary: int) -> str:
+    return f"{name}: token id {token} is outside the model's vocabulary of {vocabulary} tokens (0 to {vocabulary - 1})"
+
+
+def vocabulary_of(model: PreTrainedModel) -> int | None:
+    """How many tokens the model has scores for; None where that is not known."""
+    head = model.get_output_embeddings()
+    return getattr(head, "out_features", None) or getattr(
+        model.config.get_text_config(decoder=True), "vocab_size", None
+    )
+
+
+def check_pads(model: PreTrainedModel, request: Request) -> None:
+    """Whether what fills up rows that have ended can be fed."""
+    vocabulary, rows = vocabulary_of(model), len(request.prompt.ids)
+    texts = rows * int(getattr(request.strategy, "num_return_sequences", 1))
+    if vocabulary is None or texts == 1 or request.length_is_known or 0 <= request.pad_id < vocabulary:
+        return
+    told = _outside("pad_token_id", request.pad_id, vocabulary)
+    raise OptionError(f"{told}, and fills up rows of {texts} that end before the others: give pad_token_id")
 
 
 def check_embeds(model: PreTrainedModel, prompt: Prompt) -> None:

@@ -79,12 +79,12 @@ def choose_strategy(
         chosen = strategies.build(strategy or implied, **given)
     else:
         chosen = strategy
-    do_sample = options.get("do_sample", generation_config and generation_config.do_sample)
+    do_sample = options.get("do_sample")  # a whole configuration gives way to a strategy that the call names
     if do_sample is not None and do_sample != chosen.samples:
         raise OptionError(f"strategy={chosen.name!r} contradicts do_sample={do_sample}: leave one of them out")
     config.do_sample = chosen.samples
-    if hasattr(chosen, "num_beams"):  # by this processors know which rows belong to one prompt
-        config.num_beams = scored(chosen)
+    # By this processors know which rows belong to one prompt.
+    config.num_beams = scored(chosen) if hasattr(chosen, "num_beams") else 1
     return chosen
 
 

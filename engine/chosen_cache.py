@@ -31,8 +31,10 @@ class CacheChoice:
     options: dict[str, Any] | CacheConfig | None
 
 
-def read_cache_choice(model: PreTrainedModel, call: Call) -> CacheChoice:
-    """The one cache that the call names, in whichever of its arguments. Raises `OptionError` where several do."""
+def read_cache_choice(model: PreTrainedModel, call: Call, config: EngineConfig) -> CacheChoice:
+    """The one cache that the call names, in whichever of its arguments. Raises `OptionError` where several do, and
+    what its configuration raises.
+    """
     past = call.past_key_values
     if isinstance(past, tuple):
         past = caches.from_legacy_cache(past, model.config)
@@ -40,7 +42,14 @@ def read_cache_choice(model: PreTrainedModel, call: Call) -> CacheChoice:
     options = _said(model, call, "cache_config", call.cache_config)
     chosen = _one_of(cache=call.cache, past_key_values=past, cache_implementation=named)
     if chosen is None or isinstance(chosen, (str, CacheConfig)):
+        if call.trust_cache:
+            raise OptionError("trust_cache=True is about a live cache, and none was given: leave it out")
+        wanted = chosen or config.cache or "dynamic"
+        if wanted != AUTO:
+            _configured(wanted, options)
         return CacheChoice(None, chosen, options)
+    if call.options.get("use_cache", getattr(call.generation_config, "use_cache", None)) is False:
+        raise OptionError("use_cache=False contradicts the live cache that was given: leave one of them out")
     if options is not None:
         raise OptionError("cache_config builds a new cache, but a live one was given: leave one of them out")
     if not isinstance(chosen, (TransformersCache, Driven)):
@@ -94,6 +103,12 @@ def new_cache(
         options = request.config.cache_config if options is None else options
     if chosen == AUTO:
         chosen = _planned(model, options, request, compiled=config.compile != "off")
+    fitted = budget.fitted(_configured(chosen, options), request.course, model)
+    return fresh_cache(fitted, request.course, functools.partial(_built, model.config))
+
+
+def _configured(chosen: str | CacheConfig, options: dict[str, Any] | CacheConfig | None) -> CacheConfig:
+    """The configuration of the cache that was chosen. Raises `UnknownCache` and `ConfigError`."""
     name = chosen if isinstance(chosen, str) else chosen.name
     try:
         recipe = caches.recipe(name)
@@ -101,9 +116,7 @@ def new_cache(
         known = nearest(name, [*caches.names(), AUTO])
         raise caches.UnknownCache(f"there is no cache named {name!r}; {known}") from None
     values = {} if isinstance(chosen, str) else chosen.to_dict()
-    values |= dict(options or {})
-    fitted = budget.fitted(recipe.options.from_dict(values), request.course, model)
-    return fresh_cache(fitted, request.course, functools.partial(_built, model.config))
+    return recipe.options.from_dict(values | dict(options or {}))
 
 
 def _planned(

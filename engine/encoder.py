@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -48,7 +48,7 @@ class Source:
     tokens: int
 
 
-def encode(
+def read_source(
     model: PreTrainedModel,
     inputs: Any,
     extras: dict[str, Any],
@@ -56,12 +56,13 @@ def encode(
     config: GenerationConfig,
     device: torch.device,
     recover: Recover,
-) -> tuple[Prompt, Source]:
-    """The decoder's prompt, whose extras hold what the encoder made of the source; and that source.
+) -> tuple[Prompt, Source, Callable[[], tuple[Prompt, Source]]]:
+    """The decoder's prompt, the source, and what encodes it: then both once more, the prompt with what the encoder made
+    of the source in its extras, the source with its tokens counted. Nothing is computed before.
 
     inputs: the source in any form, as the model's main input (text, ids, features). extras: further inputs, among them
     `encoder_outputs` in place of a source and `decoder_input_ids`. recover: what to do when memory is out. Raises
-    `InputError` and `NothingEncoded`.
+    `InputError` and `OptionError`; encoding raises `NothingEncoded`.
     """
     given = move(_read_source(model, inputs, extras, tokenizer), device)
     if not {_source_name(model), "encoder_outputs", "inputs_embeds"} & set(given):
@@ -77,22 +78,35 @@ def encode(
         prepare = getattr(model, "_maybe_prepare_encoder_kwargs_for_generation", None)
         if prepare is None and "encoder_outputs" not in given:  # transformers 5.17
             prepare = model._prepare_encoder_decoder_kwargs_for_generation
-        begin = partial(
-            model._prepare_decoder_input_ids_for_generation,
+        _check_starts(config._decoder_start_token_tensor, source.shape[0])
+        ids, given = model._prepare_decoder_input_ids_for_generation(
             batch_size=source.shape[0],
             model_input_name=name,
+            model_kwargs=given,
             decoder_start_token_id=config._decoder_start_token_tensor,
             device=device,
         )
         if prepare is not None:
             prepare = partial(prepare, model_input_name=name, generation_config=config)
-            try:
-                given = _encoded(prepare, source, given, recover, largest_matrix_bytes(model))
-            except Exhausted as error:
-                raise NothingEncoded(str(error), begin(model_kwargs=given)[0]) from error.__cause__
-        ids, given = begin(model_kwargs=given)
     mask = given.pop("decoder_attention_mask", None)
-    return Prompt(ids, torch.ones_like(ids) if mask is None else mask, given), Source(source, _tokens_read(given))
+    prompt = Prompt(ids, torch.ones_like(ids) if mask is None else mask, given)
+
+    def encode() -> tuple[Prompt, Source]:
+        with turn_of(model), torch.no_grad():
+            try:
+                whole = _encoded(prepare, source, given, recover, largest_matrix_bytes(model)) if prepare else given
+            except Exhausted as error:
+                raise NothingEncoded(str(error), ids) from error.__cause__
+        return replace(prompt, extras=whole), Source(source, _tokens_read(whole))
+
+    return prompt, Source(source, 0), encode
+
+
+def _check_starts(starts: torch.Tensor, rows: int) -> None:
+    if starts.ndim == 1 and len(starts) != rows:
+        raise OptionError(
+            f"decoder_start_token_id has {len(starts)} ids for {rows} rows: give one for each, or one for all"
+        )
 
 
 def _encoded(
@@ -148,8 +162,8 @@ def encode_again(
     extras = {key: value for key, value in prompt.extras.items() if key != "encoder_outputs"}
     device, takes = prompt_device(model), inspect.signature(model.forward).parameters
     given = {name: source.inputs} | {key: value for key, value in extras.items() if key in takes}
-    draft_prompt, _ = encode(model, None, move(given, device), None, copy.deepcopy(config), device, recover)
-    return draft_prompt.extras
+    *_, encode = read_source(model, None, move(given, device), None, copy.deepcopy(config), device, recover)
+    return encode()[0].extras
 
 
 def _source_name(model: PreTrainedModel) -> str:
