@@ -193,11 +193,13 @@ def check_ids(model: PreTrainedModel, prompt: Prompt) -> None:
     rows, tokens = prompt.ids.shape
     if rows == 0 or prompt.columns == 0:
         raise InputError(f"the prompt is empty ({rows} rows of {tokens} tokens): the model needs a token to begin with")
-    check_vocabulary(model.get_decoder() if model.config.is_encoder_decoder else model, prompt.ids)
+    is_pair = model.config.is_encoder_decoder
+    where = "decoder_input_ids: " if is_pair else ""
+    check_vocabulary(model.get_decoder() if is_pair else model, prompt.ids, where)
 
 
-def check_vocabulary(reader: Any, ids: torch.Tensor) -> None:
-    """Whether `reader`, a model or its encoder, knows all of these ids."""
+def check_vocabulary(reader: Any, ids: torch.Tensor, where: str = "") -> None:
+    """Whether `reader`, a model or its encoder, knows all of these ids. where: goes before the message."""
     vocabulary = len(getattr(input_embeddings(reader), "weight", ()))
     if vocabulary == 0 or ids.numel() == 0:  # embeddings of a kind of its own
         return
@@ -205,7 +207,7 @@ def check_vocabulary(reader: Any, ids: torch.Tensor) -> None:
     if low < 0 or high >= vocabulary:
         wrong = low if low < 0 else high
         raise InputError(
-            f"token id {wrong} is outside the model's vocabulary of {vocabulary} tokens (0 to {vocabulary - 1})"
+            f"{where}token id {wrong} is outside the model's vocabulary of {vocabulary} tokens (0 to {vocabulary - 1})"
         )
 
 
@@ -237,14 +239,38 @@ def check_mask(prompt: Prompt, mask: torch.Tensor, cache_seen: int) -> int:
     return before
 
 
-def check_extras(prompt: Prompt, mask: torch.Tensor) -> None:
+def check_extras(model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor) -> None:
+    """Whether what has an entry per token is a tensor of the right shape, with numbers that the model can look up."""
     for name in PER_TOKEN:
         value = prompt.extras.get(name)
-        if value is not None and value.shape[-1] != mask.shape[1]:
+        if value is None:
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise InputError(f"{name} is a tensor [rows, tokens], not a {type(value).__name__}")
+        if value.ndim == 0 or value.shape[-1] != mask.shape[1]:
             raise InputError(
                 f"{name} has shape {list(value.shape)}, but the mask covers {mask.shape[1]} tokens: "
                 "its last dimension needs one entry per token"
             )
+        if value.ndim > 1 and value.shape[-2] not in (1, len(mask)):
+            raise InputError(f"{name} has shape {list(value.shape)}, but there are {len(mask)} rows")
+        most = _table_of(model, name)
+        if most is not None and (value.is_floating_point() or not 0 <= int(value.min()) <= int(value.max()) < most):
+            low, high = value.min().item(), value.max().item()
+            raise InputError(
+                f"{name} has {value.dtype} from {low} to {high}, but the model looks them up in a table of {most}"
+            )
+
+
+def _table_of(model: PreTrainedModel, name: str) -> int | None:
+    """How many entries of this kind the model has embeddings for; None where it has no table of them."""
+    if name == "position_ids":
+        tables = [part for path, part in model.named_modules() if path.endswith(("wpe", "position_embeddings"))]
+        tables = [part for part in tables if isinstance(part, nn.Embedding)]
+        return tables[0].num_embeddings if tables else None
+    if name == "token_type_ids" and "token_type_ids" in inspect.signature(model.forward).parameters:
+        return getattr(model.config, "type_vocab_size", None) or vocabulary_of(model)
+    return None
 
 
 def check_length(prompt_columns: int, total: int) -> None:
@@ -262,7 +288,7 @@ def most_positions(model: PreTrainedModel) -> int | None:
     return None if positions <= 0 or rope_type == "dynamic" else positions
 
 
-def check_positions(model: PreTrainedModel, cache: Driven, prompt_columns: int, total: int) -> None:
+def check_positions(model: PreTrainedModel, cache: Driven | None, prompt_columns: int, total: int) -> None:
     positions = most_positions(model)
     if positions is None:
         return

@@ -78,7 +78,7 @@ def read_source(
         prepare = getattr(model, "_maybe_prepare_encoder_kwargs_for_generation", None)
         if prepare is None and "encoder_outputs" not in given:  # transformers 5.17
             prepare = model._prepare_encoder_decoder_kwargs_for_generation
-        _check_starts(config._decoder_start_token_tensor, source.shape[0])
+        _check_decoder(config._decoder_start_token_tensor, given, source.shape[0])
         ids, given = model._prepare_decoder_input_ids_for_generation(
             batch_size=source.shape[0],
             model_input_name=name,
@@ -102,11 +102,15 @@ def read_source(
     return prompt, Source(source, 0), encode
 
 
-def _check_starts(starts: torch.Tensor, rows: int) -> None:
+def _check_decoder(starts: torch.Tensor, given: dict[str, Any], rows: int) -> None:
+    """Whether what the decoder begins with is as many rows as the source."""
     if starts.ndim == 1 and len(starts) != rows:
         raise OptionError(
             f"decoder_start_token_id has {len(starts)} ids for {rows} rows: give one for each, or one for all"
         )
+    ids = given.get("decoder_input_ids")
+    if ids is not None and len(ids) not in (1, rows):
+        raise InputError(f"decoder_input_ids have {len(ids)} rows, but the encoder reads {rows}")
 
 
 def _encoded(

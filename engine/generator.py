@@ -136,7 +136,6 @@ class Generator:
         if live is None:
             live = new_cache(self.model, choice, request, self.config, budget, self._runner.takes_cache)
         else:
-            live.check_fits(self.model.config)
             if request.guidance is None:  # else it is empty
                 known = check_continues(live, request, self.model)
         self._check_together(live, request)

@@ -13,8 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, WatermarkingConfig
+from transformers.cache_utils import Cache as TransformersCache
 
+from caches import Driven
 from configs import CacheConfig, nearest
 from engine.call import Call
 from engine.errors import OptionError
@@ -146,11 +149,12 @@ def _decay(value: Any) -> tuple[int, float]:
 def _watermark(value: Any) -> Any:
     if isinstance(value, dict):
         try:
-            return WatermarkingConfig.from_dict(value)
+            value = WatermarkingConfig.from_dict(value)
         except (TypeError, ValueError) as error:
             raise _Wrong(str(error)) from error
     if not all(callable(getattr(value, name, None)) for name in ("validate", "construct_processor")):
         raise _Wrong
+    _number(getattr(value, "bias", 0.0))
     return value
 
 
@@ -193,6 +197,19 @@ def _cache_options(value: Any) -> Any:
     if not isinstance(value, (Mapping, CacheConfig)) or not all(isinstance(name, str) for name in dict(value)):
         raise _Wrong
     return value
+
+
+def _past(value: Any) -> Any:
+    if isinstance(value, (TransformersCache, Driven)):
+        return value
+    if not isinstance(value, (tuple, list)) or not value or not all(map(_is_layer, value)):
+        raise _Wrong
+    return tuple(value)
+
+
+def _is_layer(value: Any) -> bool:
+    is_one = isinstance(value, (tuple, list)) and len(value) in (2, 4)
+    return is_one and all(isinstance(part, torch.Tensor) for part in value)
 
 
 def _config(value: Any) -> GenerationConfig:
@@ -264,6 +281,7 @@ _OTHERS: dict[str, Kind] = {
     "assistant_tokenizer": _TOKENIZER,
     "generation_config": Kind("a GenerationConfig, or a dict of its fields", _config),
     "strategy": Kind("a strategy's name, or an object with name, samples and flow()", _strategy),
+    "past_key_values": Kind("a cache, or a tuple of 2 or 4 tensors for each layer", _past),
     "seed": whole(-(2**63), 2**64 - 1),
     **dict.fromkeys(("trust_cache", "return_legacy_cache", "synced_gpus", "trust_remote_code"), _FLAG),
     **dict.fromkeys(("logits_processor", "stopping_criteria"), _CALLABLES),
@@ -275,7 +293,7 @@ KINDS = _FIELDS | _OTHERS
 
 
 def read(said: str, value: Any, name: str | None = None) -> Any:
-    """The value of the parameter `name` as it is kept; None stays None. said: its name in errors. Raises `OptionError`."""
+    """The value of the parameter `name` as it is kept; None stays None. said: its name in the `OptionError`."""
     kind = KINDS.get(name or said)
     if kind is None or value is None:
         return value

@@ -31,6 +31,7 @@ from engine.checks import (
     check_model,
     check_pads,
     check_pieces,
+    check_positions,
     check_said_ids,
 )
 from engine.choice import choose_strategy, score_copies, scored
@@ -184,7 +185,7 @@ def read_request(
     constraint = options.pop("prefix_allowed_tokens_fn", None)
     negative = {name: options.pop(name, None) for name in ARGUMENTS}
     config, model_inputs, lengths_given = _complete_config(model, generation_config, options)
-    chosen = choose_strategy(config, call.strategy, options, generation_config, assistant)
+    chosen = choose_strategy(config, call, options, assistant)
     check_applies(model, chosen, generation_config, options)
     check_said_ids(model, config, options)
     check_guidance(model, config.guidance_scale, negative)
@@ -208,7 +209,7 @@ def read_request(
         mask = torch.cat([known, _inferred_mask(model, prompt.ids[:, known.shape[1] :], config)], dim=1)
     mask = (mask != 0).long()
     before = check_mask(prompt, mask, 0 if cache is None else cache.seen)
-    check_extras(prompt, mask)
+    check_extras(model, prompt, mask)
     chunk_tokens = config.prefill_chunk_size or chunk_tokens
     if source is None:
         check_pieces(prompt, chunk_tokens)
@@ -226,6 +227,8 @@ def read_request(
     )
     total = before + prompt.unnamed + config.max_length
     check_length(mask.shape[1], total)
+    if source is not None:  # others need positions for what their cache lets them look at
+        check_positions(model, None, mask.shape[1], total)
 
     eos, pad = config._eos_token_tensor, config._pad_token_tensor
     if pad is None and tokenizer is not None and tokenizer.pad_token_id is not None:
@@ -340,8 +343,8 @@ def _stop_strings(config: GenerationConfig, tokenizer: Any) -> tuple[str, ...]:
     stops = (stops,) if isinstance(stops, str) else tuple(stops)
     if stops and tokenizer is None:
         raise OptionError("stop_strings are looked for in the text: pass tokenizer=..., or give the model as a path")
-    if "" in stops:
-        raise OptionError("an empty stop string would end every text before it begins")
+    if "" in stops or config.stop_strings == "":
+        raise OptionError("stop_strings: an empty stop string would end every text before it begins")
     return stops
 
 

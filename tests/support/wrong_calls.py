@@ -68,6 +68,7 @@ _NO_IDS = ("'x'", "5", "[1.5]", "[['a']]", "object()", "[101]", "[3, -2]", "['a'
 _NO_ID = ("'x'", "2.5", "object()", "101", "-7", "[]", "[[1]]", "{}")
 _NO_CALLABLES = ("5", "'x'", "[None]", "[5]", "object()", "transformers.LogitsProcessor", "{}")
 
+# fmt: off
 WRONG = [
     *each("max_new_tokens", *_NO_WHOLE, "0"),
     *each("max_length", *_NO_WHOLE, "0"),
@@ -104,9 +105,11 @@ WRONG = [
     *each("generation_config", "{'top_p': 7}", "{'eos_token_id': 'x'}", "transformers.GenerationConfig", "object()"),
     *each("generation_config", "{'cache_implementation': 'none at all'}", "{'num_return_sequences': 3}"),
     *each("seed", "'x'", "1.5", "[1]", "2**64", "-2**63 - 1", "float('nan')", "True"),
-    *each("cache_config", "5", "'x'", "{5: 5}", "[]", "object()", "{'nonsense': 3}"),
+    *each("cache_config", "5", "'x'", "{5: 5}", "[]", "object()"),
+    together("nonsense", cache_config="{'nonsense': 3}"),
     *each("cache", "5", "'statik'", "object()", "[]", "{'name': 'static'}", "caches.StaticCache", "''"),
-    *each("cache_implementation", "5", "'statik'", "object()", "['static']"),
+    *each("cache_implementation", "5", "object()", "['static']"),
+    together("statik", cache_implementation="'statik'"),
     *each("past_key_values", "5", "object()", "()", "((1, 2),)", "(5,)", "'x'"),
     *each("on_oom", "5", "'offload'", "['explode']", "[5]", "['split', 'split']", "{}"),
     *each("tokenizer", "5", "'gpt2'", "object()", "[]"),
@@ -128,18 +131,19 @@ WRONG = [
         "'hello'", "['hello', 'you']", "5.5", "object()", "[]", "[[]]", "[['a']]", "numpy.ones((2, 3))",
         "{'input_ids': 'x'}", "{'input_ids': torch.rand(2, 3)}", "{'input_ids': object()}", "b'bytes'",
         "[[1, 2], ['a', 'b']]", "torch.ones(2, 3).long() * 2**40", "[{'role': 'user', 'content': 'x'}]",
-    )],  # fmt: skip
+    )],
     *each("attention_mask", "'x'", "object()", "torch.ones(2, 5)", "torch.ones(3, 13)", "torch.ones(2, 13, 13)",
-          "[[1, 1]]", "5"),  # fmt: skip
+          "[[1, 1]]", "5"),
     *each("inputs_embeds", "'x'", "5", "torch.rand(2, 13)", "torch.rand(2, 13, 7)", "object()", "ids"),
-    *each("position_ids", "'x'", "torch.zeros(2, 3)", "torch.rand(2, 13)", "object()", "torch.zeros(3, 13).long()",
-          "5", "torch.full((2, 13), -5)", models=("llama", "gpt2")),  # fmt: skip
-    *each("position_ids", "torch.full((2, 13), 400)", models=("gpt2",)),
+    *each("position_ids", "'x'", "torch.zeros(2, 3)", "object()", "torch.zeros(3, 13).long()", "5",
+          models=("llama", "gpt2")),
+    *each("position_ids", "torch.full((2, 13), 400)", "torch.rand(2, 13)", "torch.full((2, 13), -5)",
+          models=("gpt2",)),
     *each("token_type_ids", "'x'", "torch.zeros(2, 3).long()", "torch.rand(2, 13)", "torch.full((2, 13), 101)",
-          "torch.full((2, 13), -1)", "object()", models=("gpt2",)),  # fmt: skip
+          "torch.full((2, 13), -1)", "object()", models=("gpt2",)),
     *each("token_type_ids pixel_values input_features", "torch.zeros(2, 13).long()", models=("llama", "mamba", "t5")),
     *each("decoder_input_ids", "'x'", "torch.rand(2, 3)", "torch.ones(3, 2).long()", "[[2, 101]]", "object()", "5",
-          "torch.full((2, 2), -1)", "torch.ones(2, 2, 2).long()", models=WITH_ENCODER),  # fmt: skip
+          "torch.full((2, 2), -1)", "torch.ones(2, 2, 2).long()", models=WITH_ENCODER),
     *each("decoder_attention_mask", "'x'", "torch.ones(2, 9)", "object()", "5", models=WITH_ENCODER),
     *each("decoder_inputs_embeds", "torch.rand(2, 2, 32)", "'x'", models=WITH_ENCODER),
     *each("encoder_outputs", "'x'", "5", "()", "object()", "(5,)", "torch.rand(2, 13, 32)", models=WITH_ENCODER),
@@ -161,16 +165,21 @@ WRONG = [
     together("max_length", max_length="3", max_new_tokens="None", models=WITHOUT_ENCODER),
     together("positions", max_new_tokens="4000", models=("llama", "gpt2", "bart")),
     together("suppress", suppress_tokens="[5]", forced_eos_token_id="5"),
-    together("negative_prompt_ids", guidance_scale="2.0", negative_prompt="'no'", negative_prompt_ids="[[5]]"),
+    together("negative_prompt_ids", guidance_scale="2.0", negative_prompt="'no'", negative_prompt_ids="[[5]]",
+             models=WITHOUT_ENCODER),
     together("negative_prompt_ids", guidance_scale="2.0", negative_prompt_ids="[[500]]", models=WITHOUT_ENCODER),
     together("guidance_scale", guidance_scale="2.0", models=WITH_ENCODER),
     together("assistant", prompt_lookup_num_tokens="3", assistant_model="model"),
+    together("assistant_model", strategy="'assisted'"),
+    together("assistant_model", assistant_model="model", num_beams="3"),
+    together("assistant_tokenizer", assistant_tokenizer="transformers.PreTrainedTokenizerFast"),
     together("stop_strings", stop_strings="['a']", tokenizer="None"),
     together("cache_config", cache="'auto'", cache_config="{'max_cache_len': 9}"),
     together("max_cache_len", cache="'static'", cache_config="{'max_cache_len': 'x'}"),
     together("max_cache_len", cache="'static'", cache_config="{'max_cache_len': 0}"),
     together("max_cache_len", cache="'static'", cache_config="{'max_cache_len': 5}", models=("llama", "gpt2")),
-]  # fmt: skip
+]
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -189,16 +198,18 @@ class Call:
     @property
     def script(self) -> str:
         live = ["live = live_cache(model, ids)[0]"] if self.said.get("cache") == LIVE else []
-        return "\n".join([
-            'import sys; sys.path.insert(0, "tests/support")',
-            "import numpy, torch, transformers",
-            "import caches, engine, strategies",
-            "from wrong_calls import live_cache, model_and_ids",
-            "",
-            f"model, ids = model_and_ids({self.model!r})",
-            *live,
-            f"print({self})",
-        ])  # fmt: skip
+        return "\n".join(
+            [
+                'import sys; sys.path.insert(0, "tests/support")',
+                "import numpy, torch, transformers",
+                "import caches, engine, strategies",
+                "from wrong_calls import live_cache, model_and_ids",
+                "",
+                f"model, ids = model_and_ids({self.model!r})",
+                *live,
+                f"print({self})",
+            ]
+        )
 
 
 @cache
@@ -239,7 +250,12 @@ def fault_of(call: Call) -> str | None:
         names["live"] = live_cache(model, ids)[0]
         before = pickle.dumps(names["live"])
     forwards: list[str] = []
-    parts = {model, model.base_model, model.get_decoder(), *([model.get_encoder()] if call.model in WITH_ENCODER else [])}
+    parts = {
+        model,
+        model.base_model,
+        model.get_decoder(),
+        *([model.get_encoder()] if call.model in WITH_ENCODER else []),
+    }
     hooks = [part.register_forward_pre_hook(lambda part, given: forwards.append(type(part).__name__)) for part in parts]
     try:
         eval(str(call), names)
