@@ -213,8 +213,6 @@ WRONG_INPUTS = {
     "positions of another shape": ({"inputs": IDS, "position_ids": torch.zeros(2, 3)}, "position_ids has shape"),
 }
 
-SAMPLING = transformers.GenerationConfig(do_sample=True)
-DRAFTS = transformers.GenerationConfig(num_assistant_tokens=7)
 STATIC = transformers.GenerationConfig(cache_implementation="static")
 WRONG_OPTIONS = {
     "no new tokens": ({"max_new_tokens": 0}, "max_new_tokens=0"),
@@ -240,14 +238,13 @@ WRONG_OPTIONS = {
     "in a mapping: what the engine sets": ({"inputs": {"input_ids": IDS, "use_cache": True}}, "set by the engine"),
     "what the engine sets": ({"logits_to_keep": 3}, "set by the engine"),
     "for beams only": ({"length_penalty": 2.0}, "length_penalty=2.0 cannot apply: greedy has no use for it"),
-    "for drafts only": ({"generation_config": DRAFTS}, "num_assistant_tokens=7 cannot apply"),
+    "for drafts only": ({"num_assistant_tokens": 7}, "num_assistant_tokens=7 cannot apply"),
     "for sampling only": ({"temperature": 0.7}, "temperature=0.7 applies to sampling, but greedy draws nothing"),
     "not a whole number": ({"max_new_tokens": "3"}, "max_new_tokens='3'"),
     "real values of other arguments": ({"assistant_model": 3}, "assistant_model"),
     "temperature below zero": ({"do_sample": True, "temperature": -1.0}, "temperature"),
     "beams by a greedy strategy": ({"strategy": "greedy", "num_beams": 4}, "beam search"),
     "lookup by a greedy strategy": ({"strategy": "greedy", "prompt_lookup_num_tokens": 3}, "greedy has no use for it"),
-    "a config that samples": ({"strategy": "greedy", "generation_config": SAMPLING}, "do_sample=True"),
     "a config with a cache": ({"cache": "dynamic", "generation_config": STATIC}, "both choose"),
     "a cache option": ({"cache": "dynamic", "cache_config": {"max_cache_len": 5}}, "DynamicCacheConfig has no option"),
     "a misspelt cache option": ({"cache": "static", "cache_config": {"max_cache_length": 5}}, "max_cache_len"),
