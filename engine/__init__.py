@@ -179,9 +179,7 @@ forced_bos_token_id, forced_eos_token_id, exponential_decay_length_penalty, reno
     CtrlC
         A KeyboardInterrupt that carries the same.
     """
-    from engine.generator import Generator
-
-    return Generator(model, arguments.get("tokenizer")).generate(inputs, **arguments)
+    return _generator(model, arguments).generate(inputs, **arguments)
 
 
 @takes(parameters, as_told_by=generate)
@@ -191,9 +189,16 @@ def stream(model: PreTrainedModel | str | Path, inputs: Any = None, **arguments:
     Of a search it is what can no longer change: what all beams of a prompt have in common. The iterator's `result()`
     returns the `Generation`, also when it is left early.
     """
-    from engine.generator import Generator
+    return _generator(model, arguments).stream(inputs, **arguments)
 
-    return Generator(model, arguments.get("tokenizer")).stream(inputs, **arguments)
+
+def _generator(model: PreTrainedModel | str | Path, arguments: dict[str, Any]) -> Generator:
+    from configs import EngineConfig
+    from engine.generator import Generator
+    from engine.parameters import read
+
+    trust = read("trust_remote_code", arguments.get("trust_remote_code"))
+    return Generator(model, arguments.get("tokenizer"), EngineConfig(trust_remote_code=bool(trust)))
 
 
 def __dir__() -> list[str]:

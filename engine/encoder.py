@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -49,7 +49,7 @@ class Source:
     tokens: int
 
 
-def encode(
+def read_source(
     model: PreTrainedModel,
     inputs: Any,
     extras: dict[str, Any],
@@ -57,12 +57,13 @@ def encode(
     config: GenerationConfig,
     device: torch.device,
     recover: Recover,
-) -> tuple[Prompt, Source]:
-    """The decoder's prompt, whose extras hold what the encoder made of the source; and that source.
+) -> tuple[Prompt, Source, Callable[[], tuple[Prompt, Source]]]:
+    """The decoder's prompt, the source, and what encodes it: then both once more, the prompt with what the encoder made
+    of the source in its extras, the source with its tokens counted. Nothing is computed before.
 
     inputs: the source in any form, as the model's main input (text, ids, features). extras: further inputs, among them
     `encoder_outputs` in place of a source and `decoder_input_ids`. recover: what to do when memory is out. Raises
-    `InputError`, `OptionError` and `NothingEncoded`.
+    `InputError` and `OptionError`; encoding raises `NothingEncoded`.
     """
     given = _read_source(model, inputs, extras, tokenizer, config.pad_token_id)
     if "attention_mask" in given:
@@ -80,22 +81,39 @@ def encode(
         prepare = getattr(model, "_maybe_prepare_encoder_kwargs_for_generation", None)
         if prepare is None and "encoder_outputs" not in given:  # transformers 5.17
             prepare = model._prepare_encoder_decoder_kwargs_for_generation
-        begin = partial(
-            model._prepare_decoder_input_ids_for_generation,
+        _check_decoder(config._decoder_start_token_tensor, given, rows)
+        ids, given = model._prepare_decoder_input_ids_for_generation(
             batch_size=rows,
             model_input_name=name,
+            model_kwargs=given,
             decoder_start_token_id=config._decoder_start_token_tensor,
             device=device,
         )
         if prepare is not None:
             prepare = partial(prepare, model_input_name=name, generation_config=config)
-            try:
-                given = _encoded(prepare, source, given, recover, largest_matrix_bytes(model))
-            except Exhausted as error:
-                raise NothingEncoded(str(error), begin(model_kwargs=given)[0]) from error.__cause__
-        ids, given = begin(model_kwargs=given)
     mask = given.pop("decoder_attention_mask", None)
-    return Prompt(ids, torch.ones_like(ids) if mask is None else mask, given), Source(source, _tokens_read(given))
+    prompt = Prompt(ids, torch.ones_like(ids) if mask is None else mask, given)
+
+    def encode() -> tuple[Prompt, Source]:
+        with turn_of(model), torch.no_grad():
+            try:
+                whole = _encoded(prepare, source, given, recover, largest_matrix_bytes(model)) if prepare else given
+            except Exhausted as error:
+                raise NothingEncoded(str(error), ids) from error.__cause__
+        return replace(prompt, extras=whole), Source(source, _tokens_read(whole))
+
+    return prompt, Source(source, 0), encode
+
+
+def _check_decoder(starts: torch.Tensor, given: dict[str, Any], rows: int) -> None:
+    """Whether what the decoder begins with is as many rows as the source."""
+    if starts.ndim == 1 and len(starts) != rows:
+        raise OptionError(
+            f"decoder_start_token_id has {len(starts)} ids for {rows} rows: give one for each, or one for all"
+        )
+    ids = given.get("decoder_input_ids")
+    if ids is not None and len(ids) not in (1, rows):
+        raise InputError(f"decoder_input_ids have {len(ids)} rows, but the encoder reads {rows}")
 
 
 def _check_source(model: PreTrainedModel, given: dict[str, Any]) -> None:
@@ -185,8 +203,8 @@ def encode_again(
     extras = {key: value for key, value in prompt.extras.items() if key != "encoder_outputs"}
     device, takes = prompt_device(model), inspect.signature(model.forward).parameters
     given = {name: source.inputs} | {key: value for key, value in extras.items() if key in takes}
-    draft_prompt, _ = encode(model, None, move(given, device), None, copy.deepcopy(config), device, recover)
-    return draft_prompt.extras
+    *_, encode = read_source(model, None, move(given, device), None, copy.deepcopy(config), device, recover)
+    return encode()[0].extras
 
 
 def _source_name(model: PreTrainedModel) -> str:

@@ -20,6 +20,7 @@ from engine.free_memory import find_free
 from engine.fresh import Course
 from engine.loading import load, load_config
 from engine.notebook import plan_as_html, plan_in_short
+from engine.placement import read_device, read_dtype
 from engine.planner import BackendPlan, Planner, Subject, choose, lossless
 from engine.rehearsal import rehearse
 from engine.sizes import study, weight_bytes
@@ -269,9 +270,7 @@ def read_subject(
     device: torch.device | str | None,
 ) -> Subject:
     model = load_config(model) if isinstance(model, (str, Path)) else model
-    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype is not None and not isinstance(wanted, torch.dtype):
-        raise OptionError(f"dtype={dtype!r} is no data type of torch: float32, bfloat16, ...")
+    wanted = None if dtype is None else read_dtype(dtype)
     planned = _device(device)
     if isinstance(model, PreTrainedConfig):
         anatomy = study(model, wanted)
@@ -293,10 +292,7 @@ def _device(device: torch.device | str | None) -> torch.device:
     """The one that was named, or the one that a model would be loaded onto."""
     if device is None:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    try:
-        return torch.device(device)
-    except RuntimeError as error:
-        raise OptionError(f"device={device!r} is no device of torch: cpu, cuda:1, ...") from error
+    return read_device(device)
 
 
 def _has_end(config: PreTrainedConfig) -> bool:
