@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from engine.processors import Follower
     from engine.result import Fallback, Generation, Piece, Stats
     from engine.streaming import Stream
+    from engine.version import __version__
 
 # Imported on first use: torch and transformers take seconds, and `engine --help` needs neither.
 _HOME = {
@@ -58,6 +59,7 @@ _HOME = {
     "Plan": "engine.planning",
     "Stats": "engine.result",
     "Stream": "engine.streaming",
+    "__version__": "engine.version",
     "export_step": "engine.export",
     "plan": "engine.planning",
     "step_inputs": "engine.export",
@@ -224,6 +226,7 @@ __all__ = [
     "Plan",
     "Stats",
     "Stream",
+    "__version__",
     "export_step",
     "generate",
     "plan",

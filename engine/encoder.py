@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from caches.out_of_memory import is_out_of_memory
 from engine.checks import check_vocabulary
-from engine.dispatch import prompt_device
+from engine.dispatch import input_embeddings, prompt_device
 from engine.errors import InputError, OptionError
 from engine.gathered import joined
-from engine.inputs import Prompt, move, read_prompt
+from engine.inputs import Prompt, as_embeds, as_ids, as_mask, merged, move, read_prompt
 from engine.out_of_memory import Exhausted, empty_allocators, without_frames
 from engine.turns import turn_of
 
@@ -64,23 +65,25 @@ def read_source(
     `encoder_outputs` in place of a source and `decoder_input_ids`. recover: what to do when memory is out. Raises
     `InputError` and `OptionError`; encoding raises `NothingEncoded`.
     """
-    given = move(_read_source(model, inputs, extras, tokenizer), device)
-    if not {_source_name(model), "encoder_outputs", "inputs_embeds"} & set(given):
-        raise InputError(f"the encoder of {type(model).__name__} has nothing to read: give {_source_name(model)}")
-    if "input_ids" in given:
-        check_vocabulary(model.get_encoder(), given["input_ids"])
+    given = _read_source(model, inputs, extras, tokenizer, config.pad_token_id)
+    if "attention_mask" in given:
+        given["attention_mask"] = as_mask(given["attention_mask"])
+    given = move(given, device)
+    _check_source(model, given)
     with turn_of(model), torch.no_grad():
         try:
             source, name, given = model._prepare_model_inputs(None, config.bos_token_id, given)
+            rows = source.shape[0]
+            model._prepare_special_tokens(config, "attention_mask" in given, device=device, batch_size=rows)
         except ValueError as error:
             raise InputError(str(error)) from error
-        model._prepare_special_tokens(config, "attention_mask" in given, device=device, batch_size=source.shape[0])
+        _check_columns(given, source, name)
+        _check_starts(config._decoder_start_token_tensor, rows)
         prepare = getattr(model, "_maybe_prepare_encoder_kwargs_for_generation", None)
         if prepare is None and "encoder_outputs" not in given:  # transformers 5.17
             prepare = model._prepare_encoder_decoder_kwargs_for_generation
-        _check_decoder(config._decoder_start_token_tensor, given, source.shape[0])
         ids, given = model._prepare_decoder_input_ids_for_generation(
-            batch_size=source.shape[0],
+            batch_size=rows,
             model_input_name=name,
             model_kwargs=given,
             decoder_start_token_id=config._decoder_start_token_tensor,
@@ -102,15 +105,47 @@ def read_source(
     return prompt, Source(source, 0), encode
 
 
-def _check_decoder(starts: torch.Tensor, given: dict[str, Any], rows: int) -> None:
-    """Whether what the decoder begins with is as many rows as the source."""
+def _check_source(model: PreTrainedModel, given: dict[str, Any]) -> None:
+    """Whether the encoder can read what was given by name. Without anything to read ids begin with `bos_token_id`."""
+    name, encoder = _source_name(model), model.get_encoder()
+    if name != "input_ids" and not {name, "encoder_outputs", "inputs_embeds"} & set(given):
+        raise InputError(f"the encoder of {type(model).__name__} has nothing to read: give {name}")
+    if "input_ids" in given:
+        if given["input_ids"].numel() == 0:
+            raise InputError(f"the prompt is empty ({list(given['input_ids'].shape)}): the encoder needs a token to read")
+        check_vocabulary(encoder, given["input_ids"])
+    if "inputs_embeds" not in given:
+        return
+    if "inputs_embeds" not in inspect.signature(encoder.forward).parameters:
+        raise OptionError(f"the encoder of {type(model).__name__} takes no inputs_embeds: give {name}")
+    width, found = getattr(input_embeddings(encoder), "weight", torch.empty(0)).shape[-1], given["inputs_embeds"].shape
+    if width not in (0, found[-1]):
+        raise InputError(
+            f"inputs_embeds have shape {list(found)}, but the encoder of {type(model).__name__} reads [rows, columns, "
+            f"{width}]"
+        )
+
+
+def _check_columns(given: dict[str, Any], source: torch.Tensor, name: str) -> None:
+    """Whether the mask and what the decoder begins with are for this source, which is called `name`."""
+    mask, begun = given.get("attention_mask"), given.get("decoder_input_ids")
+    reads_tokens = name in ("input_ids", "inputs_embeds") and "encoder_outputs" not in given
+    if reads_tokens and mask is not None and mask.shape != source.shape[:2]:
+        raise InputError(
+            f"attention_mask has shape {list(mask.shape)}, but {name} have {list(source.shape[:2])}: it needs one "
+            "entry per token that the encoder reads"
+        )
+    if begun is not None and len(begun) != len(source):
+        raise InputError(
+            f"decoder_input_ids have {len(begun)} rows, but the encoder reads {len(source)}: give as many of both"
+        )
+
+
+def _check_starts(starts: torch.Tensor, rows: int) -> None:
     if starts.ndim == 1 and len(starts) != rows:
         raise OptionError(
             f"decoder_start_token_id has {len(starts)} ids for {rows} rows: give one for each, or one for all"
         )
-    ids = given.get("decoder_input_ids")
-    if ids is not None and len(ids) not in (1, rows):
-        raise InputError(f"decoder_input_ids have {len(ids)} rows, but the encoder reads {rows}")
 
 
 def _encoded(
@@ -175,26 +210,58 @@ def _source_name(model: PreTrainedModel) -> str:
     return getattr(getattr(model, "encoder", None), "main_input_name", model.main_input_name)
 
 
-def _read_source(model: PreTrainedModel, inputs: Any, extras: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+def _read_source(
+    model: PreTrainedModel, inputs: Any, extras: dict[str, Any], tokenizer: Any, pad_id: Any
+) -> dict[str, Any]:
+    """All that was given, by name: prompts in any form as what the encoder reads, and the inputs beside them."""
     name = _source_name(model)
-    if inputs is None and ("encoder_outputs" in extras or name != "input_ids"):
-        return dict(extras)
+    inputs, given = merged(inputs, extras)
+    if inputs is not None and name in given:
+        raise InputError(f"{name} given twice: in the inputs and as a keyword")
+    given = _complete_given(given)
     if name != "input_ids":
-        twice = sorted(set(inputs) & set(extras)) if isinstance(inputs, Mapping) else [name] if name in extras else []
-        if twice:
-            raise InputError(f"{', '.join(twice)} given twice: in the inputs and as a keyword")
-        return {**extras, **(inputs if isinstance(inputs, Mapping) else {name: inputs})}
-    if inputs is None and "inputs_embeds" in extras:
-        return dict(extras)
-    prompt = read_prompt(inputs, extras, tokenizer, bos_id=None, pad_left=False)
-    given = prompt.extras | {"input_ids": prompt.ids, "attention_mask": prompt.mask}
+        return given if inputs is None else given | {name: inputs}
+    if inputs is None and "input_ids" not in given:
+        return given
+    prompt = read_prompt(inputs, given, tokenizer, bos_id=None, pad_left=False, pad_id=pad_id)
+    given = prompt.extras | {"input_ids": prompt.ids, "attention_mask": prompt.mask, "inputs_embeds": prompt.embeds}
     return {key: value for key, value in given.items() if value is not None}
+
+
+def _complete_given(given: dict[str, Any]) -> dict[str, Any]:
+    """What was given by name, lists as tensors and tuples as outputs; None is nothing. Raises `InputError`."""
+    given = {name: value for name, value in given.items() if value is not None}
+    if "inputs_embeds" in given:
+        given["inputs_embeds"] = as_embeds(given["inputs_embeds"])
+    if "decoder_input_ids" in given:
+        given["decoder_input_ids"] = as_ids(given["decoder_input_ids"], "decoder_input_ids")
+    if "decoder_attention_mask" in given:
+        given["decoder_attention_mask"] = as_mask(given["decoder_attention_mask"], "decoder_attention_mask")
+    outputs = given.get("encoder_outputs")
+    if isinstance(outputs, (tuple, list)) and outputs:
+        given["encoder_outputs"] = outputs = BaseModelOutput(*outputs[:3])
+    if outputs is not None and not isinstance(getattr(outputs, "last_hidden_state", None), torch.Tensor):
+        raise InputError(
+            f"encoder_outputs are what the encoder returns: an output with last_hidden_state [rows, columns, width], "
+            f"or a tuple that begins with it, not a {type(outputs).__name__} without"
+        )
+    return given
 
 
 def _tokens_read(given: dict[str, Any]) -> int:
     states = given["encoder_outputs"][0]
     mask = given.get("attention_mask")
     return int((mask != 0).sum()) if mask is not None else states.shape[0] * states.shape[1]
+
+
+def encoder_records(extras: dict[str, Any], flags: dict[str, bool]) -> dict[str, Any]:
+    """What the encoder returned besides its states, of what was asked for, as transformers' `generate` gives it back.
+
+    flags: `output_attentions`, `output_hidden_states`. Rows are those of the prompts, however many texts each has.
+    """
+    outputs = extras.get("encoder_outputs") or {}
+    names = [name for name in ("attentions", "hidden_states") if flags.get(f"output_{name}")]
+    return {f"encoder_{name}": outputs.get(name) for name in names}
 
 
 def source_of(extras: dict[str, Any]) -> torch.Tensor | None:

@@ -20,6 +20,7 @@ from engine.call import Call, parameters, read_call, takes
 from engine.cancellation import Cancellation
 from engine.checks import check_places, check_positions, check_room_for_rows
 from engine.chosen_cache import new_cache, read_cache_choice
+from engine.dispatch import prompt_device
 from engine.draft import Draft, check_takes_back, read_draft_request, verifies
 from engine.encoder import NothingEncoded
 from engine.errors import OptionError, OutOfMemory
@@ -65,7 +66,17 @@ class Generator:
 
         Parameters: those of `engine.generate`, without its model.
         """
-        return Stream(self._start(read_call(inputs, **arguments), streams=True))
+        return Stream(self._start(read_call(inputs, **arguments), streams=True), self._title)
+
+    def __repr__(self) -> str:
+        changed = ", ".join(f"{name}={getattr(self.config, name)!r}" for name in self.config.to_dict(use_diff=True))
+        tokenizer = "no tokenizer" if self.tokenizer is None else type(self.tokenizer).__name__
+        return f"Generator({self._title}, {tokenizer}, EngineConfig({changed}))"
+
+    @property
+    def _title(self) -> str:
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return f"{type(self.model).__name__}, {dtype} on {prompt_device(self.model)}"
 
     @property
     def pools(self) -> dict[str, int]:

@@ -39,12 +39,27 @@ class Subject:
 class BackendPlan:
     """What a run takes with one backend.
 
-    cache: its name; options: those of its own. cache_bytes: what it keeps when that is most, by place: "device",
-    "host", "disk", and "staging", which is on the device; kind_bytes: the same by kind of layer, staging left out.
-    working_bytes: what a forward works with beside the cache and the logits. need_bytes: of the whole run by place; on
-    a CPU the host is the device. fits: whether that is free, with a tenth to spare; None where that is unknown.
-    longest_context: tokens of a row, new ones included, that would still fit; largest_batch: prompts of this length
-    that would, both to about 1 %. refused: why it is not for this model or this run.
+    Attributes
+    ----------
+    cache : str
+        The backend's name.
+    options : dict
+        Those of its options that are not the defaults.
+    cache_bytes : dict of str to int
+        What it keeps when that is most, by place: "device", "host", "disk", and "staging", which is on the device.
+    kind_bytes : dict of str to int
+        The same by kind of layer, staging left out.
+    working_bytes : int
+        What a forward works with beside the cache and the logits.
+    need_bytes : dict of str to int
+        Of the whole run by place; on a CPU the host is the device.
+    fits : bool or None
+        Whether that is free, with a tenth to spare; None where that is unknown.
+    longest_context, largest_batch : int or None
+        Tokens of a row, new ones included, that would still fit, and prompts of this length that would, both to about
+        1 %.
+    refused : str or None
+        Why it is not for this model or this run; None where it is.
     """
 
     cache: str

@@ -195,7 +195,7 @@ def read_request(
         _refuse_unknown(model, model_inputs | (dict(call.inputs) if isinstance(call.inputs, Mapping) else {}))
         prompt, source, encode = read_source(model, call.inputs, model_inputs, tokenizer, config, device, recover)
     else:
-        prompt = read_prompt(call.inputs, model_inputs, tokenizer, config.bos_token_id)
+        prompt = read_prompt(call.inputs, model_inputs, tokenizer, config.bos_token_id, pad_id=config.pad_token_id)
         _refuse_unknown(model, prompt.extras)
         prompt = prompt.to(device)
         model._prepare_special_tokens(config, prompt.mask is not None, device=device, batch_size=len(prompt.ids))

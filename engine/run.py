@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput
 from caches import CacheError
 from caches.out_of_memory import is_out_of_memory
 from engine.device_state import Peak, random_state, set_random_state
+from engine.encoder import encoder_records
 from engine.errors import EngineError
 from engine.guidance import GuidedLane
 from engine.health import Health
@@ -111,6 +112,10 @@ class Run:
     def done(self) -> bool:
         """Whether all rows have ended."""
         return self._stopping.done
+
+    @property
+    def cache_name(self) -> str:
+        return self._lane.cache.name
 
     @property
     def _running(self) -> list[bool]:
@@ -428,6 +433,7 @@ class Run:
             sequences_scores=self._sequences_scores,
             beam_indices=self._beam_indices,
             **records,
+            **encoder_records(self._request.prompt.extras, self._request.output_flags),
         )
 
     def _text(self) -> list[str] | None:
@@ -448,7 +454,7 @@ class Run:
         decoded = self._new_tokens - len(self._tokens.ids)  # the first token of each row comes from the prefill
         drafts = self._request.drafts
         return Stats(
-            cache=self._lane.cache.name,
+            cache=self.cache_name,
             prompt_tokens=self._prompt_tokens,
             new_tokens=self._new_tokens,
             ttft_s=prefill_s,

@@ -27,6 +27,9 @@ def test_all_forms_of_one_prompt(shipped):
         ids,
         dict(ids),
         {"input_ids": ids["input_ids"]},
+        ids["input_ids"].numpy(),
+        [ids["input_ids"][0]],
+        list(ids["input_ids"][0].numpy()),
     ]
     for form in forms:
         assert torch.equal(shipped.generate(form, **OPTIONS).sequences, expected)
@@ -43,6 +46,32 @@ def test_ragged_texts_equal_each_text_alone(shipped):
     pads = (together.sequences[:, :1] == shipped.tokenizer.pad_token_id).sum()
     assert pads == 2  # the longest row has none
     assert together.stats.prompt_tokens == sum(len(shipped.tokenizer(text)["input_ids"]) for text in texts)
+
+
+def test_ragged_ids_are_padded_as_texts_are(shipped):
+    texts = [TEXT, "class Path:\n    def joinpath(self, *others):\n", "x"]
+    expected = shipped.generate(texts, **OPTIONS)
+    encoded = shipped.tokenizer(texts)  # lists of different lengths, and their masks
+    rows = encoded["input_ids"]
+    for form in (rows, [torch.tensor(row) for row in rows], tuple(map(tuple, rows)), {"input_ids": rows}, encoded):
+        out = shipped.generate(form, **OPTIONS)
+        assert torch.equal(out.sequences, expected.sequences)
+        assert out.stats.prompt_tokens == sum(map(len, rows))
+    # Without a tokenizer the pads are the model's, and are not read either.
+    pad, shipped.model.generation_config.pad_token_id = shipped.model.generation_config.pad_token_id, 7
+    try:
+        out = engine.generate(shipped.model, rows, **OPTIONS)
+    finally:
+        shipped.model.generation_config.pad_token_id = pad
+    assert out.tokens == expected.tokens
+    assert (out.sequences[:, 0] == 7).tolist() == [True, False, True]
+
+
+def test_lists_of_equal_length_are_not_padded():
+    model, rows = tiny_model("llama"), [[5, 6, 7], [8, 9, 10]]
+    expected = model.generate(torch.tensor(rows), max_new_tokens=5, do_sample=False)
+    for form in (rows, [torch.tensor(row) for row in rows]):
+        assert torch.equal(engine.generate(model, form, max_new_tokens=5).sequences, expected)
 
 
 def test_chat_messages(shipped):
@@ -170,7 +199,17 @@ WRONG_INPUTS = {
     "text without a tokenizer": ({"inputs": "hello"}, "tokenizer"),
     "prompt twice": ({"inputs": IDS, "input_ids": IDS}, "twice"),
     "a number with a point": ({"inputs": 5.5}, "not a float"),
-    "ragged ids": ({"inputs": [[1, 2], [3]]}, "rectang"),
+    "ragged ids of which some are none": ({"inputs": [[1, 2], [3.5]]}, "integers, but row 1 holds 3.5"),
+    "ragged ids and nothing": ({"inputs": [[1, 2], []]}, "prompt 1 is empty"),
+    "truth values": ({"inputs": [[True, False]]}, "integers"),
+    "ids and a text": ({"inputs": [[1, 2], "three"]}, "rectang"),
+    "ragged ids and a mask for others": (
+        {"inputs": [[1, 2], [3]], "attention_mask": torch.ones(2, 2)},
+        r"no entry for each id of 2 lists of \[1, 2\] ids",
+    ),
+    "a ragged mask": ({"inputs": IDS, "attention_mask": [[1], [1, 1]]}, "attention_mask is a rectang"),
+    "bytes": ({"inputs": b"import os"}, "not a bytes"),
+    "embeddings that are none": ({"inputs_embeds": [[1.0]]}, "floating-point tensor .*, not list"),
     "positions of another shape": ({"inputs": IDS, "position_ids": torch.zeros(2, 3)}, "position_ids has shape"),
 }
 
