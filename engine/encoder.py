@@ -112,7 +112,9 @@ def _check_source(model: PreTrainedModel, given: dict[str, Any]) -> None:
         raise InputError(f"the encoder of {type(model).__name__} has nothing to read: give {name}")
     if "input_ids" in given:
         if given["input_ids"].numel() == 0:
-            raise InputError(f"the prompt is empty ({list(given['input_ids'].shape)}): the encoder needs a token to read")
+            raise InputError(
+                f"the prompt is empty ({list(given['input_ids'].shape)}): the encoder needs a token to read"
+            )
         check_vocabulary(encoder, given["input_ids"])
     if "inputs_embeds" not in given:
         return

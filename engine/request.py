@@ -65,7 +65,7 @@ class Request:
     strategy: Strategy
     processing: Processing
     criteria: StoppingCriteriaList
-    eos_ids: frozenset[int]
+    eos_ids: tuple[int, ...]
     pad_id: int
     stop_strings: tuple[str, ...]
     ended: Callable[[torch.Tensor], torch.Tensor]
@@ -208,7 +208,8 @@ def read_request(
         known = known_mask(cache, prompt.ids)
         mask = torch.cat([known, _inferred_mask(model, prompt.ids[:, known.shape[1] :], config)], dim=1)
     mask = (mask != 0).long()
-    before = check_mask(prompt, mask, 0 if cache is None else cache.seen)
+    name = "attention_mask" if source is None else "decoder_attention_mask"
+    before = check_mask(prompt, mask, 0 if cache is None else cache.seen, name)
     check_extras(model, prompt, mask)
     chunk_tokens = config.prefill_chunk_size or chunk_tokens
     if source is None:
@@ -244,7 +245,7 @@ def read_request(
         source=source,
         guidance=guidance,
         criteria=StoppingCriteriaList(call.stopping_criteria or []),
-        eos_ids=frozenset() if eos is None else frozenset(eos.tolist()),
+        eos_ids=() if eos is None else tuple(eos.tolist()),
         pad_id=0 if pad is None else int(pad),
         stop_strings=_stop_strings(config, tokenizer),
         ended=_ended(model, config, call.stopping_criteria, tokenizer),
@@ -287,7 +288,7 @@ def _complete_config(
 
 def _inferred_mask(model: PreTrainedModel, ids: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
     """The mask of a prompt that came without one, as transformers reads it off the pad ids."""
-    if ids.shape[0] == 1 or ids.numel() == 0:  # a row alone has nothing to be padded to
+    if ids.numel() == 0:
         return torch.ones_like(ids)
     return model._prepare_attention_mask_for_generation(ids, config, {})
 

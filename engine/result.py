@@ -105,7 +105,8 @@ class Generation:
         The new text of every row, without special tokens and without the stop string that ended it; None when the
         call had no tokenizer.
     finish_reasons : list of str or None
-        Per row "eos", "stop_string", "criteria", "time", "length", or None when the run ended before the row did.
+        Per row "eos", "stop_string", "criteria", "time", "length", or None when the run ended before the row did,
+        or where a search has found fewer texts than were asked for: that row has no tokens.
     stats : Stats
         What was measured.
     cache : Cache or None

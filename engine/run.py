@@ -281,7 +281,8 @@ class Run:
     def _finish(self, end: Finish) -> list[Piece]:
         """Take over the tokens of all rows, which the strategy has ended by itself."""
         rows = zip(end.tokens.tolist(), end.lengths, strict=True)
-        texts = [Text(tokens[:length], True, row) for row, (tokens, length) in enumerate(rows)]
+        # A search may find fewer texts than are wanted: what is left is empty, and nothing has ended it.
+        texts = [Text(tokens[:length], length > 0, row) for row, (tokens, length) in enumerate(rows)]
         self._best = lambda: texts
         self._take(texts)
         if "scores" in self._records:

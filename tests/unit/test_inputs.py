@@ -400,11 +400,41 @@ def test_images_cannot_be_read_in_pieces():
         check_pieces(with_image, 4)
 
 
-def test_pads_are_read_off_the_ids_of_a_batch_but_not_of_a_row_alone():
-    model, inputs = tiny_model("llama"), prompt()
-    without_mask = engine.generate(model, inputs["input_ids"], max_new_tokens=9)
-    assert torch.equal(without_mask.sequences, model.generate(inputs["input_ids"], max_new_tokens=9, do_sample=False))
-    alone = torch.tensor([[5, 0, 7, 0]])  # id 0 may well be a word here
-    ones = torch.ones_like(alone)
-    expected = model.generate(alone, attention_mask=ones, max_new_tokens=9, do_sample=False)
-    assert torch.equal(engine.generate(model, alone, max_new_tokens=9).sequences, expected)
+@pytest.mark.parametrize("rows", [[0, 1], [0], [1]])
+def test_pads_are_read_off_the_ids_as_transformers_does(rows):
+    model, ids = tiny_model("llama"), prompt()["input_ids"][rows]
+    without_mask = engine.generate(model, ids, max_new_tokens=9)
+    assert torch.equal(without_mask.sequences, model.generate(ids, max_new_tokens=9, do_sample=False))
+    ones = torch.ones_like(ids)
+    read = engine.generate(model, ids, attention_mask=ones, max_new_tokens=9)
+    assert torch.equal(read.sequences, without_mask.sequences) == (0 not in rows)
+
+
+def test_a_pad_id_in_the_middle_of_a_row_is_a_pad_and_at_its_end_it_is_refused():
+    model, ids = tiny_model("llama"), torch.tensor([[5, 0, 7, 0]])
+    middle = engine.generate(model, ids[:, :3], max_new_tokens=9)
+    assert torch.equal(middle.sequences, model.generate(ids[:, :3], max_new_tokens=9, do_sample=False))
+    with pytest.raises(engine.InputError, match=r"row 0 is padded on the right.* or give attention_mask"):
+        engine.generate(model, ids, max_new_tokens=9)
+    ones = torch.ones_like(ids)
+    expected = model.generate(ids, attention_mask=ones, max_new_tokens=9, do_sample=False)
+    assert torch.equal(engine.generate(model, ids, attention_mask=ones, max_new_tokens=9).sequences, expected)
+
+
+def test_the_next_turn_of_a_row_remembers_which_pad_ids_were_tokens():
+    model, ids = tiny_model("llama"), torch.tensor([[5, 0, 7, 8]])
+    first = engine.generate(model, ids, attention_mask=torch.ones_like(ids), max_new_tokens=3)
+    whole = torch.cat([first.sequences, torch.tensor([[0, 9]])], dim=1)  # what is new has a pad
+    second = engine.generate(model, whole, cache=first.cache, max_new_tokens=9)
+    assert second.stats.prompt_tokens == 2
+    mask = torch.ones_like(whole)
+    mask[0, -2] = 0
+    expected = model.generate(whole, attention_mask=mask, max_new_tokens=9, do_sample=False)
+    assert torch.equal(second.sequences, expected)
+
+
+def test_a_model_with_one_id_for_pads_and_beginnings_needs_no_prompt():
+    given = {"bos_token_id": 3, "pad_token_id": 3, "max_new_tokens": 5}
+    out = engine.generate(tiny_model("llama"), **given)
+    expected = engine.generate(tiny_model("llama"), torch.tensor([[3]]), attention_mask=torch.tensor([[1]]), **given)
+    assert torch.equal(out.sequences, expected.sequences)
