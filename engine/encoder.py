@@ -71,9 +71,9 @@ def encode(
     with turn_of(model), torch.no_grad():
         try:
             source, name, given = model._prepare_model_inputs(None, config.bos_token_id, given)
+            model._prepare_special_tokens(config, "attention_mask" in given, device=device, batch_size=source.shape[0])
         except ValueError as error:
             raise InputError(str(error)) from error
-        model._prepare_special_tokens(config, "attention_mask" in given, device=device, batch_size=source.shape[0])
         prepare = getattr(model, "_maybe_prepare_encoder_kwargs_for_generation", None)
         if prepare is None and "encoder_outputs" not in given:  # transformers 5.17
             prepare = model._prepare_encoder_decoder_kwargs_for_generation

@@ -378,7 +378,7 @@ def test_a_pad_id_in_the_middle_of_a_row_is_a_pad_and_at_its_end_it_is_refused()
     model, ids = tiny_model("llama"), torch.tensor([[5, 0, 7, 0]])
     middle = engine.generate(model, ids[:, :3], max_new_tokens=9)
     assert torch.equal(middle.sequences, model.generate(ids[:, :3], max_new_tokens=9, do_sample=False))
-    with pytest.raises(engine.InputError, match="row 0 is padded on the right.* or give attention_mask"):
+    with pytest.raises(engine.InputError, match=r"row 0 is padded on the right.* or give attention_mask"):
         engine.generate(model, ids, max_new_tokens=9)
     ones = torch.ones_like(ids)
     expected = model.generate(ids, attention_mask=ones, max_new_tokens=9, do_sample=False)
