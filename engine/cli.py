@@ -168,6 +168,7 @@ def generate(
             "prompt_lookup_num_tokens": prompt_lookup,
             "num_assistant_tokens": draft_tokens,
             "do_sample": draws if strategy is None and not is_search else None,
+            "seed": seed,
         }
     )
     options = {name: value for name, value in options.items() if value is not None} | assignments(set_option, "--set")
@@ -184,7 +185,6 @@ def generate(
 
     with Work() as work:
         work.doing("starting torch and transformers")
-        import torch
         from transformers.utils import logging
 
         from engine.generator import Generator
@@ -193,8 +193,6 @@ def generate(
         work.doing("loading the model")
         logging.disable_progress_bar()
         logging.set_verbosity_error()  # what it warns of is refused here, or said in our own words
-        if seed is not None:
-            torch.manual_seed(seed)
         generator = Generator(model or SHIPPED_MODEL, config=settings)
         if draft is not None:
             options |= _draft(draft, generator)

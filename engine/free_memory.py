@@ -41,6 +41,8 @@ def find_free(device: torch.device, folder: str | None = None) -> Free:
 def _device_bytes(device: torch.device) -> int | None:
     """What the device has left, and what torch holds of it without using it."""
     module = torch.get_device_module(device)
+    if not module.is_available():  # a run on another machine is planned
+        return None
     if hasattr(module, "mem_get_info"):
         free, _ = module.mem_get_info(device)
         unused = module.memory_reserved(device) - module.memory_allocated(device)

@@ -100,7 +100,7 @@ def read_guidance(
     ids, other_mask = prompt.ids[:, -1:], mask[:, -1:]
     if given["negative_prompt"] is not None or given["negative_prompt_ids"] is not None:
         ids, other_mask = _read_negative(given, tokenizer, infer_mask, mask.device)
-        check_vocabulary(model, ids)
+        check_vocabulary(model, ids, "negative_prompt_ids: ")
         if len(ids) not in (1, rows):
             raise InputError(
                 f"there are {len(ids)} negative prompts for {rows} prompts: give one for each, or one for all"

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -22,7 +23,9 @@ from transformers import (
 
 from configs import EngineConfig
 from engine.errors import InputError
+from engine.locate import locate
 from engine.out_of_memory import first_line
+from engine.placement import check_placed
 
 SHIPPED_MODEL = Path(__file__).parent / "shipped"
 """Folder of the small model that comes with the package: a Llama trained on Python's standard library."""
@@ -31,23 +34,26 @@ SHIPPED_MODEL = Path(__file__).parent / "shipped"
 def load(model: PreTrainedModel | str | Path, tokenizer: Any, config: EngineConfig) -> tuple[PreTrainedModel, Any]:
     """`model`, out of its wrappers, and `tokenizer`; loaded when `model` is a local path or a hub id.
 
-    Raises `InputError` for anything else than these.
+    Raises `InputError` for anything else than these, `OptionError` for a data type or a device that is not there.
     """
     if not isinstance(model, (str, Path)):
         return unwrapped(model), tokenizer
-    trust = {"trust_remote_code": config.trust_remote_code}  # unsaid, transformers asks on standard input
+    check_placed(config.dtype, config.device_map)
+    model, is_local = locate(model)
+    # Unsaid, transformers asks on standard input whether it may trust.
+    how = {"trust_remote_code": config.trust_remote_code, "local_files_only": is_local}
     remedy = (
         "and running it was not allowed: read that code, then load the model with Generator(..., "
         "config=EngineConfig(trust_remote_code=True)), on the command line with --trust-remote-code"
     )
     with _told_in_one_line(model, remedy):
         if tokenizer is None:
-            tokenizer = AutoTokenizer.from_pretrained(model, **trust)
+            tokenizer = AutoTokenizer.from_pretrained(model, **how)
         try:
-            kind = auto_class(AutoConfig.from_pretrained(model, **trust))
+            kind = auto_class(AutoConfig.from_pretrained(model, **how))
         except ValueError:  # a folder with an adapter names its model elsewhere
             kind = AutoModelForCausalLM
-        loaded = kind.from_pretrained(model, dtype=config.dtype, device_map=config.device_map, **trust)
+        loaded = kind.from_pretrained(model, dtype=config.dtype, device_map=config.device_map, **how)
     return loaded.eval(), tokenizer
 
 
@@ -118,8 +124,9 @@ def load_config(model: str | Path) -> PreTrainedConfig:
         "that never runs where only the configuration is read: this takes models of transformers' own by name, and "
         "engine.plan also one that was loaded with Generator(..., config=EngineConfig(trust_remote_code=True))"
     )
+    model, is_local = locate(model)
     with _told_in_one_line(model, remedy):
-        return AutoConfig.from_pretrained(model, trust_remote_code=False)
+        return AutoConfig.from_pretrained(model, trust_remote_code=False, local_files_only=is_local)
 
 
 @contextmanager
@@ -127,7 +134,7 @@ def _told_in_one_line(model: str | Path, remedy: str) -> Iterator[None]:
     """remedy: where the repository brings code that may not run."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         if "trust_remote_code" in str(error):
             raise InputError(f"{str(model)!r} brings Python code of its own, {remedy}") from error
         raise InputError(f"no model could be loaded from {str(model)!r}: {first_line(error)}") from error

@@ -39,12 +39,29 @@ class Subject:
 class BackendPlan:
     """What a run takes with one backend.
 
-    cache: its name; options: those of its own. cache_bytes: what it keeps when that is most, by place: "device",
-    "host", "disk", and "staging", which is on the device; kind_bytes: the same by kind of layer, staging left out.
-    working_bytes: what a forward works with beside the cache and the logits. need_bytes: of the whole run by place; on
-    a CPU the host is the device. fits: whether that is free, with a tenth to spare; None where that is unknown.
-    longest_context: tokens of a row, new ones included, that would still fit; largest_batch: prompts of this length
-    that would, both to about 1 %. refused: why it is not for this model or this run.
+    Attributes
+    ----------
+    cache : str
+        The backend's name.
+    options : dict
+        Those of its options that are not the defaults.
+    cache_bytes : dict of str to int
+        What it keeps when that is most, by place: "device", "host", "disk", and "staging", which is on the device.
+    kind_bytes : dict of str to int
+        The same by kind of layer, staging left out.
+    working_bytes : int
+        What a forward works with beside the cache and the logits.
+    need_bytes : dict of str to int
+        Of the whole run by place; on a CPU the host is the device.
+    fits : bool or None
+        Whether that is free, with a tenth to spare; None where that is unknown.
+    longest_context : int or None
+        Tokens of a row that would still fit, those of the prompt and the new ones, to about 1 %. The last new one is
+        never read, so that they may be one more than the model has positions.
+    largest_batch : int or None
+        Prompts of this length that would still fit, to about 1 %.
+    refused : str or None
+        Why it is not for this model or this run; None where it is.
     """
 
     cache: str
@@ -129,18 +146,29 @@ class Planner:
                 f"{anatomy.name} takes no cache of keys and values (it keeps none, or a state of its own kind): use "
                 "cache='none'"
             )
+        self._check_positions(config, course)
         try:
-            kept = rehearse(anatomy, config, course, pinned=not self._on_cpu)
+            return rehearse(anatomy, config, course, pinned=not self._on_cpu)
         except (caches.CacheError, ConfigError):
             # In terms of the model's own layers, of which the rehearsal has a few.
             fresh_cache(config, course, partial(caches.build, config.name, self._subject.config))
             raise
-        if anatomy.positions is not None and kept.positions > anatomy.positions:
+
+    def _check_positions(self, config: CacheConfig, course: Course) -> None:
+        """Raise `CapacityError` where the text is longer than the model can count: rehearsing it would take long."""
+        most = self._subject.anatomy.positions
+        if most is None or course.held <= most:
+            return
+        # A short course builds any cache at once; a window of its own needs fewer positions.
+        build = partial(caches.build, config.name, self._subject.config)
+        cache = fresh_cache(config, replace(course, prompt_tokens=1, new_tokens=1), build)
+        needed = cache.positions_needed(course.held) if isinstance(cache, caches.Cache) else course.held
+        if needed > most:
             raise caches.CapacityError(
-                f"{course.prompt_tokens} prompt tokens and {course.new_tokens} new ones need {kept.positions} "
-                f"positions, but the model has {anatomy.positions}"
+                f"{course.prompt_tokens:,} prompt tokens and {course.new_tokens:,} new ones need {needed:,} positions, "
+                f"but the model has {most:,}: its longest context is {most + 1:,} tokens, prompt and new ones together "
+                "(the last one is never read)"
             )
-        return kept
 
     def _working(self, kept: Kept, course: Course) -> int:
         return self._working_at_once(kept, course) * (_HOLES if self._on_cpu else 1)
@@ -170,8 +198,9 @@ class Planner:
             return replace(course, prompt_tokens=tokens)
 
         is_limited = not course.source_tokens and kept.positions == course.held
-        most = _MOST_TOKENS if positions is None or not is_limited else positions - course.new_tokens + 1
         begin, new = (course.source_tokens, 0) if course.source_tokens else (course.prompt_tokens, course.new_tokens)
+        far = max(_MOST_TOKENS, begin)
+        most = far if positions is None or not is_limited else positions - course.new_tokens + 1
         longest = _largest(lambda tokens: self.backend(config, read(tokens)).fits is True, begin, most)
         return longest + new if longest else 0
 
@@ -188,7 +217,7 @@ def _largest(fits: Callable[[int], bool], begin: int, most: int) -> int:
     """About the largest number, not above `most`, that fits, where all below one that fits do. 0: not even 1 does."""
     if fits(most):
         return most
-    low, high = 0, begin
+    low, high = 0, min(begin, most)
     while high < most and fits(high):
         low, high = high, min(2 * high, most)
     while high - low > max(1, low // 100):
@@ -201,7 +230,9 @@ def choose(found: Sequence[BackendPlan], free: Free) -> tuple[BackendPlan | None
     """The first that fits, or the one that needs least; and why, in a sentence."""
     possible = [one for one in found if one.refused is None]
     if not possible:
-        return None, "every cache that loses nothing is refused for this model"
+        reasons = {one.refused for one in found}
+        why = f": {reasons.pop()}" if len(reasons) == 1 else " for this model or this run"
+        return None, f"every cache that loses nothing is refused{why}"
     first, taken = possible[0], next((one for one in possible if one.fits is not False), None)
     before = "" if taken is first else f"{first.title} would need {_in_words(first, free)}, which does not fit; "
     if taken is not None:

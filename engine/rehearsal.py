@@ -20,6 +20,7 @@ from engine.sizes import Anatomy, Call
 from strategies import each
 
 _FEW_QUERIES = 64  # with more of them attention wants its columns together
+_MOST_TOKENS = 2**24  # of a row; rehearsing them takes about a minute
 _KINDS = {"all": "full attention", "window": "sliding window", "chunk": "chunks", "own": "transformers' own"}
 
 
@@ -72,6 +73,7 @@ def rehearse(anatomy: Anatomy, config: CacheConfig, course: Course, pinned: bool
     """
     run = _Rehearsal(anatomy, config, course, pinned)
     if run.cache.handle is not None:
+        run.check_length()
         run.read_prompt()
         run.branch()
         run.decode()
@@ -102,6 +104,14 @@ class _Rehearsal:
         return Kept(tuple(self._moments), self._together, self._chunk, positions)
 
     # The run.
+
+    def check_length(self) -> None:
+        tokens = self._course.held + self._course.source_tokens
+        if tokens > _MOST_TOKENS and not self._windows()[1]:
+            raise caches.CapacityError(
+                f"{tokens:,} tokens of a row are more than a plan is made for, which are {_MOST_TOKENS:,} unless the "
+                "cache only keeps windows: plan with fewer, what is kept grows with them"
+            )
 
     def read_prompt(self) -> None:
         tokens, calls = self._course.prompt_tokens, self._anatomy.first

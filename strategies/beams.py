@@ -125,7 +125,7 @@ class Beams:
         if not self._rules.do_sample:
             best = scores.topk(self._candidates)
             return best.values, best.indices
-        index = draw(scores.softmax(dim=-1), self._candidates)
+        index = draw(scores.softmax(dim=-1), self._task.generator, self._candidates)
         return scores.gather(1, index), index
 
     def _keep_ended(self, found: Texts, ends: torch.Tensor) -> None:

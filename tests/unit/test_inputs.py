@@ -27,6 +27,9 @@ def test_all_forms_of_one_prompt(shipped):
         ids,
         dict(ids),
         {"input_ids": ids["input_ids"]},
+        ids["input_ids"].numpy(),
+        [ids["input_ids"][0]],
+        list(ids["input_ids"][0].numpy()),
     ]
     for form in forms:
         assert torch.equal(shipped.generate(form, **OPTIONS).sequences, expected)
@@ -43,6 +46,32 @@ def test_ragged_texts_equal_each_text_alone(shipped):
     pads = (together.sequences[:, :1] == shipped.tokenizer.pad_token_id).sum()
     assert pads == 2  # the longest row has none
     assert together.stats.prompt_tokens == sum(len(shipped.tokenizer(text)["input_ids"]) for text in texts)
+
+
+def test_ragged_ids_are_padded_as_texts_are(shipped):
+    texts = [TEXT, "class Path:\n    def joinpath(self, *others):\n", "x"]
+    expected = shipped.generate(texts, **OPTIONS)
+    encoded = shipped.tokenizer(texts)  # lists of different lengths, and their masks
+    rows = encoded["input_ids"]
+    for form in (rows, [torch.tensor(row) for row in rows], tuple(map(tuple, rows)), {"input_ids": rows}, encoded):
+        out = shipped.generate(form, **OPTIONS)
+        assert torch.equal(out.sequences, expected.sequences)
+        assert out.stats.prompt_tokens == sum(map(len, rows))
+    # Without a tokenizer the pads are the model's, and are not read either.
+    pad, shipped.model.generation_config.pad_token_id = shipped.model.generation_config.pad_token_id, 7
+    try:
+        out = engine.generate(shipped.model, rows, **OPTIONS)
+    finally:
+        shipped.model.generation_config.pad_token_id = pad
+    assert out.tokens == expected.tokens
+    assert (out.sequences[:, 0] == 7).tolist() == [True, False, True]
+
+
+def test_lists_of_equal_length_are_not_padded():
+    model, rows = tiny_model("llama"), [[5, 6, 7], [8, 9, 10]]
+    expected = model.generate(torch.tensor(rows), max_new_tokens=5, do_sample=False)
+    for form in (rows, [torch.tensor(row) for row in rows]):
+        assert torch.equal(engine.generate(model, form, max_new_tokens=5).sequences, expected)
 
 
 def test_chat_messages(shipped):
@@ -170,12 +199,20 @@ WRONG_INPUTS = {
     "text without a tokenizer": ({"inputs": "hello"}, "tokenizer"),
     "prompt twice": ({"inputs": IDS, "input_ids": IDS}, "twice"),
     "a number with a point": ({"inputs": 5.5}, "not a float"),
-    "ragged ids": ({"inputs": [[1, 2], [3]]}, "rectang"),
+    "ragged ids of which some are none": ({"inputs": [[1, 2], [3.5]]}, "integers, but row 1 holds 3.5"),
+    "ragged ids and nothing": ({"inputs": [[1, 2], []]}, "prompt 1 is empty"),
+    "truth values": ({"inputs": [[True, False]]}, "integers"),
+    "ids and a text": ({"inputs": [[1, 2], "three"]}, "rectang"),
+    "ragged ids and a mask for others": (
+        {"inputs": [[1, 2], [3]], "attention_mask": torch.ones(2, 2)},
+        r"no entry for each id of 2 lists of \[1, 2\] ids",
+    ),
+    "a ragged mask": ({"inputs": IDS, "attention_mask": [[1], [1, 1]]}, "attention_mask is a rectang"),
+    "bytes": ({"inputs": b"import os"}, "not a bytes"),
+    "embeddings that are none": ({"inputs_embeds": [[1.0]]}, "floating-point tensor .*, not list"),
     "positions of another shape": ({"inputs": IDS, "position_ids": torch.zeros(2, 3)}, "position_ids has shape"),
 }
 
-SAMPLING = transformers.GenerationConfig(do_sample=True)
-DRAFTS = transformers.GenerationConfig(num_assistant_tokens=7)
 STATIC = transformers.GenerationConfig(cache_implementation="static")
 WRONG_OPTIONS = {
     "no new tokens": ({"max_new_tokens": 0}, "max_new_tokens=0"),
@@ -201,14 +238,13 @@ WRONG_OPTIONS = {
     "in a mapping: what the engine sets": ({"inputs": {"input_ids": IDS, "use_cache": True}}, "set by the engine"),
     "what the engine sets": ({"logits_to_keep": 3}, "set by the engine"),
     "for beams only": ({"length_penalty": 2.0}, "length_penalty=2.0 cannot apply: greedy has no use for it"),
-    "for drafts only": ({"generation_config": DRAFTS}, "num_assistant_tokens=7 cannot apply"),
+    "for drafts only": ({"num_assistant_tokens": 7}, "num_assistant_tokens=7 cannot apply"),
     "for sampling only": ({"temperature": 0.7}, "temperature=0.7 applies to sampling, but greedy draws nothing"),
     "not a whole number": ({"max_new_tokens": "3"}, "max_new_tokens='3'"),
     "real values of other arguments": ({"assistant_model": 3}, "assistant_model"),
     "temperature below zero": ({"do_sample": True, "temperature": -1.0}, "temperature"),
     "beams by a greedy strategy": ({"strategy": "greedy", "num_beams": 4}, "beam search"),
     "lookup by a greedy strategy": ({"strategy": "greedy", "prompt_lookup_num_tokens": 3}, "greedy has no use for it"),
-    "a config that samples": ({"strategy": "greedy", "generation_config": SAMPLING}, "do_sample=True"),
     "a config with a cache": ({"cache": "dynamic", "generation_config": STATIC}, "both choose"),
     "a cache option": ({"cache": "dynamic", "cache_config": {"max_cache_len": 5}}, "DynamicCacheConfig has no option"),
     "a misspelt cache option": ({"cache": "static", "cache_config": {"max_cache_length": 5}}, "max_cache_len"),

@@ -1,0 +1,117 @@
+"""Where a model that was named is: a folder, the hub's local cache, or the hub, which may be out of reach."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from engine.errors import InputError
+
+_PATIENCE_S = 2.0  # for one attempt to reach the hub: its client tries for most of a minute
+_CONFIG, _ADAPTER = "config.json", "adapter_config.json"
+
+
+def locate(model: str | Path) -> tuple[str, bool]:
+    """What `from_pretrained` is to be given for a local path or a hub id, and whether only local files can be had.
+
+    Raises `InputError` for a path that leads to no model, and for a hub id that is not in the hub's local cache while
+    the hub cannot be reached. `~` is the home folder.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return str(path), _is_local(path)
+    if path.is_file():
+        raise InputError(f"{str(model)!r} is a file: {_of_a_file(path)}")
+    if isinstance(model, Path) or _looks_like_a_path(model):
+        raise InputError(f"there is no folder {str(model)!r}: give the path of a folder with a model, or a hub id")
+    return model, _is_out_of_reach(model)
+
+
+def _looks_like_a_path(text: str) -> bool:
+    separators = text.count("/") + text.count(os.sep) * (os.sep != "/")
+    return text.startswith((".", "~", "/", os.sep)) or separators > 1 or text.endswith("/")
+
+
+def _is_local(folder: Path) -> bool:
+    """Whether all that the model in the folder needs is on this machine, or has to be: an adapter names its model."""
+    if (folder / _CONFIG).is_file():
+        return False
+    if not (folder / _ADAPTER).is_file():
+        raise InputError(f"the folder {str(folder)!r} has no {_CONFIG}: {_of_a_folder(folder)}")
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        base = json.loads((folder / _ADAPTER).read_bytes())["base_model_name_or_path"]
+        try:
+            return locate(base)[1]
+        except InputError as error:
+            raise InputError(f"the adapter in {str(folder)!r} belongs to another model, and {error}") from error
+    return False
+
+
+def _of_a_folder(folder: Path) -> str:
+    """What to give in its place."""
+    inside = [*folder.glob(f"*/{_CONFIG}"), *folder.glob(f"snapshots/*/{_CONFIG}")]
+    if inside:
+        return f"there is one in {str(inside[0].parent)!r}, give that folder"
+    files = sorted(folder.glob("*.gguf"))
+    return _of_a_file(files[0]) if files else "give the folder that `save_pretrained` wrote, or that was downloaded"
+
+
+def _of_a_file(file: Path) -> str:
+    if file.suffix == ".gguf":
+        return (
+            "load a GGUF file with transformers, AutoModelForCausalLM.from_pretrained(folder, gguf_file="
+            f"{file.name!r}), and give that model to engine.Generator in Python, with its tokenizer"
+        )
+    return f"give the folder that holds the weights together with {_CONFIG} and the tokenizer"
+
+
+def _is_out_of_reach(name: str) -> bool:
+    """Whether the hub is, for a model that is in its local cache; for one that is not that is an `InputError`."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise InputError(f"{name!r} is neither a folder here nor a name that a hub can have: {error}") from error
+    cached = any(isinstance(try_to_load_from_cache(name, file), str) for file in (_CONFIG, _ADAPTER))
+    if not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT):
+        return False
+    if cached:
+        return True
+    if constants.HF_HUB_OFFLINE:
+        why, remedy = "HF_HUB_OFFLINE=1 forbids to fetch it", "unset HF_HUB_OFFLINE"
+    else:
+        why = f"{urlsplit(constants.ENDPOINT).netloc} cannot be reached"
+        remedy = "try again with a network (HF_ENDPOINT names another hub)"
+    raise InputError(
+        f"{name!r} is no folder here, it is not in the hub's local cache ({constants.HF_HUB_CACHE}; HF_HOME moves it), "
+        f"and {why}: give the path of a folder with a model, or {remedy}"
+    )
+
+
+def _answers(endpoint: str) -> bool:
+    """Whether a connection can be made. Behind a proxy it is taken for granted: what it lets through is not known."""
+    address = urlsplit(endpoint)
+    host = address.hostname or ""
+    proxies = getproxies()
+    if (address.scheme in proxies or "all" in proxies) and not proxy_bypass(host):
+        return True
+    port = address.port or (80 if address.scheme == "http" else 443)
+    reached = []
+
+    def knock() -> None:
+        with suppress(OSError), socket.create_connection((host, port), _PATIENCE_S):
+            reached.append(True)
+
+    attempt = Thread(target=knock, daemon=True)  # looking up a name knows no limit of time
+    attempt.start()
+    attempt.join(_PATIENCE_S)
+    return bool(reached)

@@ -1,0 +1,44 @@
+"""The data type and the device that a model is to have, by name."""
+
+from __future__ import annotations
+
+import torch
+
+from configs import nearest
+from engine.errors import OptionError
+
+_SPREADS = ("auto", "balanced", "balanced_low_0", "sequential")  # accelerate's ways to use all devices
+_USUAL = ["float32", "bfloat16", "float16", "float64"]
+
+
+def read_dtype(name: torch.dtype | str) -> torch.dtype:
+    """torch's data type of that name. Raises `OptionError` where weights cannot have it."""
+    dtype = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else name
+    if not isinstance(dtype, torch.dtype):
+        raise OptionError(f"dtype={name!r} is no data type of torch; {nearest(str(name), _USUAL)}")
+    if not dtype.is_floating_point:
+        raise OptionError(f"dtype={name!r} holds no fractions, which weights are; {nearest('', _USUAL)}")
+    return dtype
+
+
+def read_device(name: torch.device | str) -> torch.device:
+    """The device of that name, which need not be here. Raises `OptionError`."""
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise OptionError(f"device={name!r} is no device of torch: cpu, cuda, cuda:1, mps, ...") from error
+
+
+def check_placed(dtype: str, device_map: str) -> None:
+    """Raise `OptionError` unless a model can be loaded with this data type onto these devices."""
+    if dtype != "auto":
+        read_dtype(dtype)
+    if device_map in _SPREADS:
+        return
+    device, found = read_device(device_map), ["cpu"]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        found += [f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count())]
+    wanted = device.type if device.index is None or device.type == "cpu" else str(device)
+    if device.type != "meta" and wanted not in found and f"{wanted}:0" not in found:
+        raise OptionError(f"there is no device {device_map!r} here: torch finds {', '.join(found)}")
