@@ -66,7 +66,11 @@ class Call:
         has_a_choice = "use_cache" in everything or "cache_implementation" in everything
         if has_a_choice:
             return ""
-        return f"past_key_values={self.backend}(config=the.config)" if self.backend in THEIRS else f"cache={self.backend!r}"
+        return (
+            f"past_key_values={self.backend}(config=the.config)"
+            if self.backend in THEIRS
+            else f"cache={self.backend!r}"
+        )
 
     @property
     def drafts(self) -> bool:
