@@ -211,15 +211,17 @@ def check_vocabulary(reader: Any, ids: torch.Tensor, where: str = "") -> None:
         )
 
 
-def check_mask(prompt: Prompt, mask: torch.Tensor, cache_seen: int) -> int:
-    """How many columns `mask` covers before the prompt's first: those in the cache, when only new tokens were given."""
+def check_mask(prompt: Prompt, mask: torch.Tensor, cache_seen: int, name: str = "attention_mask") -> int:
+    """How many columns `mask` covers before the prompt's first: those in the cache, when only new tokens were given.
+
+    name: the mask's, in errors.
+    """
     rows, tokens = len(prompt.ids), prompt.columns
     before = cache_seen if cache_seen > 0 and list(mask.shape) == [rows, cache_seen + tokens] else 0
     if before == 0 and list(mask.shape) != [rows, tokens]:
         what = "token ids" if prompt.embeds is None else "embeddings"
         raise InputError(
-            f"attention_mask has shape {list(mask.shape)}, but the {what} have {[rows, tokens]}: "
-            "it needs one entry per token"
+            f"{name} has shape {list(mask.shape)}, but the {what} have {[rows, tokens]}: it needs one entry per token"
         )
     ends_in_pads = (mask[:, -1] == 0).nonzero().flatten().tolist()
     if ends_in_pads and cache_seen > 0:

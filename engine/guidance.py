@@ -171,7 +171,12 @@ def check_pads(runner: Runner, guidance: Guidance) -> None:
         return
     model = runner.model
     if model not in _changes:
-        alone, padded = (_logits_behind(runner, pads) for pads in (0, 3))
+        try:
+            alone, padded = (_logits_behind(runner, pads) for pads in (0, 3))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return  # it fails whatever it reads: the run will say so
         change = float((padded - alone).norm() / alone.norm())
         if math.isnan(change):  # they are no numbers: the run will say so
             return

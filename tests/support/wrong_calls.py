@@ -22,6 +22,7 @@ from encoder_decoders import source, tiny_encoder_decoder
 
 import caches
 import engine
+import strategies
 
 MODELS = ("llama", "gpt2", "mamba", "t5", "bart")
 WITH_ENCODER = ("t5", "bart")
@@ -39,6 +40,7 @@ CONTEXTS: list[dict[str, str]] = [
 ]
 BACKENDS = ('"dynamic"', '"static"', '"none"', '"auto"', '"offloaded"')  # of which the model has no say
 LIVE = "live"  # a cache that holds an earlier turn
+ABOUT_CACHES = {"cache", "cache_config", "cache_implementation", "past_key_values", "trust_cache", "use_cache"}
 
 
 @dataclass(frozen=True)
@@ -196,17 +198,20 @@ class Call:
         return f"engine.{self.face}(model, {said})"
 
     @property
+    def goes_on(self) -> bool:
+        return self.said.get("cache") == LIVE
+
+    @property
     def script(self) -> str:
-        live = ["live = live_cache(model, ids)[0]"] if self.said.get("cache") == LIVE else []
         return "\n".join(
             [
                 'import sys; sys.path.insert(0, "tests/support")',
                 "import numpy, torch, transformers",
                 "import caches, engine, strategies",
-                "from wrong_calls import live_cache, model_and_ids",
+                "from wrong_calls import model_and_ids, turn",
                 "",
                 f"model, ids = model_and_ids({self.model!r})",
-                *live,
+                *(["live, ids, sequences = turn(model, ids)"] if self.goes_on else []),
                 f"print({self})",
             ]
         )
@@ -220,42 +225,46 @@ def model_and_ids(name: str) -> tuple[Any, torch.Tensor]:
     return tiny_model(name), prompt(pads=0)["input_ids"]
 
 
-def live_cache(model: Any, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """A cache that holds an earlier turn, and the ids of that turn."""
+def turn(model: Any, ids: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """A cache that holds an earlier turn, the ids to go on with, and the decoder's of them."""
     out = engine.generate(model, ids, max_new_tokens=3)
-    return out.cache, out.sequences
+    return out.cache, ids if model.config.is_encoder_decoder else out.sequences, out.sequences
+
+
+def right_call(model: str, face: str, context: dict[str, str], cache: str | None) -> Call:
+    """One with nothing wrong."""
+    said = {"inputs": "ids", "max_new_tokens": "5"} | context | ({} if cache is None else {"cache": cache})
+    if cache == LIVE and model in WITH_ENCODER:
+        said["decoder_input_ids"] = "sequences"
+    return Call(model, face, said, ())
 
 
 def wrong_call(numbers: random.Random) -> Call:
     wrong = numbers.choice(WRONG)
-    model = numbers.choice(wrong.models)
-    said = {"inputs": "ids", "max_new_tokens": "5"} | numbers.choice(CONTEXTS)
-    if numbers.random() < 0.5 and not {"cache", "past_key_values", "cache_implementation"} & set(wrong.said):
-        # The wrong thing may be about a new cache.
-        is_free = "max_cache_len" not in str(wrong) and not {"trust_cache", "cache_config"} & set(wrong.said)
-        said["cache"] = LIVE if is_free and numbers.random() < 0.4 else numbers.choice(BACKENDS)
+    model, face = numbers.choice(wrong.models), numbers.choice(("generate", "stream"))
+    # Where several things are wrong together, any other may be the first that is noticed.
+    context, backend = numbers.choice(CONTEXTS), numbers.choice([None, None, LIVE, *BACKENDS])
+    context = context if len(wrong.said) == 1 else {}
+    if ABOUT_CACHES & set(wrong.said) or (backend == LIVE and "penalty_alpha" in context):
+        backend = None
+    said = right_call(model, face, context, backend).said
     if "inputs_embeds" in wrong.said:
         del said["inputs"]
-    face = numbers.choice(("generate", "stream"))
-    return Call(model, face, {name: value for name, value in (said | wrong.said).items() if value}, wrong.named)
+    return Call(model, face, said | wrong.said, wrong.named)
 
 
 def fault_of(call: Call) -> str | None:
     """What is wrong about how this call is refused; None where nothing is."""
     model, ids = model_and_ids(call.model)
-    names: dict[str, Any] = {"model": model, "ids": ids, "engine": engine, "caches": caches, "torch": torch}
-    names |= {"numpy": numpy, "transformers": transformers, "strategies": __import__("strategies")}
+    names = {"model": model, "ids": ids, "engine": engine, "caches": caches, "strategies": strategies}
+    names |= {"numpy": numpy, "torch": torch, "transformers": transformers}
     before = None
-    if call.said.get("cache") == LIVE:
-        names["live"] = live_cache(model, ids)[0]
+    if call.goes_on:
+        names["live"], names["ids"], names["sequences"] = turn(model, ids)
         before = pickle.dumps(names["live"])
     forwards: list[str] = []
-    parts = {
-        model,
-        model.base_model,
-        model.get_decoder(),
-        *([model.get_encoder()] if call.model in WITH_ENCODER else []),
-    }
+    parts = {model, model.base_model, model.get_decoder()}
+    parts |= {model.get_encoder()} if call.model in WITH_ENCODER else set()
     hooks = [part.register_forward_pre_hook(lambda part, given: forwards.append(type(part).__name__)) for part in parts]
     try:
         eval(str(call), names)
