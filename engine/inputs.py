@@ -65,7 +65,7 @@ def read_prompt(
         if bos_id is None:
             raise InputError("there is no prompt, and the model has no bos_token_id to begin with")
         ids = torch.tensor([[bos_id]])
-        mask = torch.ones_like(ids)  # no pad, also where a model has one id for both
+        extras.setdefault("attention_mask", torch.ones_like(ids))  # no pad, also where a model has one id for both
     if inputs is not None:
         ids = inputs
         if not _are_ids(inputs):
