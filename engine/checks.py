@@ -113,8 +113,9 @@ def check_applies(
 
 
 # Which ids a model has to know: in any case, or only if the call itself says them, because nothing comes of others.
+# Pads are looked at where rows are filled up with them; the id of the beginning where it begins a prompt.
 _KNOWN_IDS = ("bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "decoder_start_token_id")
-_KNOWN_IF_SAID = ("pad_token_id", "bos_token_id", "suppress_tokens", "begin_suppress_tokens")
+_KNOWN_IF_SAID = ("suppress_tokens", "begin_suppress_tokens")
 
 
 def check_said_ids(model: PreTrainedModel, config: GenerationConfig, options: dict[str, Any]) -> None:

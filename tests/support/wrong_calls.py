@@ -80,18 +80,22 @@ WRONG = [
     *each("encoder_no_repeat_ngram_size", *_NO_WHOLE),
     *each("repetition_penalty encoder_repetition_penalty", *_NO_NUMBERS, "0", "-2.0", "True"),
     *each("top_p min_p typical_p epsilon_cutoff eta_cutoff top_h", *_NO_SHARE),
-    *each("temperature", *_NO_NUMBERS, "-0.5", "True"),
+    *each("temperature", *(value for value in _NO_NUMBERS if "inf" not in value), "-0.5", "True"),
     *each("length_penalty diversity_penalty penalty_alpha guidance_scale", *_NO_NUMBERS),
     *each("assistant_confidence_threshold", *_NO_NUMBERS, "2"),
-    *each("max_time", "'x'", "[1]", "object()", "float('nan')", "-1", "True"),
+    *each("max_time", "'x'", "[1]", "object()", "float('nan')", "True"),
     *each("do_sample use_cache output_scores output_logits return_legacy_cache trust_cache", *_NO_FLAGS),
     *each("output_attentions output_hidden_states renormalize_logits remove_invalid_values", *_NO_FLAGS),
     *each("return_dict_in_generate trust_remote_code synced_gpus disable_compile", *_NO_FLAGS),
     *each("early_stopping", "'soon'", "2", "[True]", "object()", "1"),
     *each("stop_strings", "5", "[5]", "object()", "['']", "''", "['a']"),  # there is no tokenizer
     *each("eos_token_id", "'x'", "2.5", "object()", "[]", "[['a']]", "{}"),
-    *each("pad_token_id", "'x'", "2.5", "object()", "101", "-7", "[0]", "numpy.int64(400)"),
-    *each("bos_token_id", "'x'", "2.5", "object()", "101", "-7"),
+    *each("pad_token_id", "'x'", "2.5", "object()", "[0]"),
+    *each("bos_token_id", "'x'", "2.5", "object()"),
+    together("pad_token_id", pad_token_id="101", eos_token_id="7"),
+    together("pad_token_id", pad_token_id="-7", eos_token_id="[7, 8]"),
+    together("pad_token_id", pad_token_id="numpy.int64(400)", max_time="9"),
+    together("token id 101", inputs="None", bos_token_id="101", models=WITHOUT_ENCODER),
     *each("forced_bos_token_id forced_eos_token_id", *_NO_ID, "torch.tensor(101)"),
     *each("decoder_start_token_id", *_NO_ID, "[2, 2, 2]", models=WITH_ENCODER),
     *each("decoder_start_token_id", "2", "101", models=WITHOUT_ENCODER),
@@ -245,7 +249,8 @@ def wrong_call(numbers: random.Random) -> Call:
     # Where several things are wrong together, any other may be the first that is noticed.
     context, backend = numbers.choice(CONTEXTS), numbers.choice([None, None, LIVE, *BACKENDS])
     context = context if len(wrong.said) == 1 else {}
-    if ABOUT_CACHES & set(wrong.said) or (backend == LIVE and "penalty_alpha" in context):
+    begins_anew = "penalty_alpha" in context or "guidance_scale" in wrong.said
+    if ABOUT_CACHES & set(wrong.said) or (backend == LIVE and begins_anew):
         backend = None
     said = right_call(model, face, context, backend).said
     if "inputs_embeds" in wrong.said:
