@@ -37,7 +37,7 @@ from engine.request import Request, read_request
 from engine.result import Generation, nothing_generated
 from engine.run import Run
 from engine.runner import Runner
-from engine.session import check_content, check_continues
+from engine.session import check_content, check_continues, check_pads_ahead
 from engine.streaming import Stream
 from engine.turning import check_turning
 
@@ -149,6 +149,7 @@ class Generator:
         else:
             if request.guidance is None:  # else it is empty
                 known = check_continues(live, request, self.model)
+                check_pads_ahead(self._runner, live, request.mask)
         self._check_together(live, request)
         read, mask = request.read
         extras = dict(read.extras)

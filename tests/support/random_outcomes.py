@@ -94,18 +94,16 @@ def run(call: Call, ours: bool) -> Any:
     names = _namespace(call)
     the, own = names["the"], copy.deepcopy(names["the"].generation_config)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                for statement in call.setup:
-                    exec(statement, names)
-                given = {name: eval(source, names) for name, source in call.given.items()}
-            except ValueError:  # transformers makes no such configuration
-                return NoCall()
-            torch.manual_seed(7)
-            if ours:
-                return engine.generate(the, **given, **eval(f"dict({call.own})", names))
-            return transformers.GenerationMixin.generate(the, **given)
+        try:
+            for statement in call.setup:
+                exec(statement, names)
+            given = {name: eval(source, names) for name, source in call.given.items()}
+        except ValueError:  # transformers makes no such configuration
+            return NoCall()
+        torch.manual_seed(7)
+        if ours:
+            return engine.generate(the, **given, **eval(f"dict({call.own})", names))
+        return transformers.GenerationMixin.generate(the, **given)
     except Exception as error:
         return error
     finally:
@@ -128,11 +126,6 @@ def _with_mask(call: Call) -> Call:
     return replace(call, given=call.given | {"attention_mask": mask})
 
 
-def _with_negative_mask(call: Call) -> Call:
-    mask = f"({call.given['negative_prompt_ids']} != {_pad(call)}).long()"
-    return replace(call, given=call.given | {"negative_prompt_attention_mask": mask})
-
-
 def _without_drafts(call: Call) -> Call:
     return without(call, "assistant_model", "prompt_lookup_num_tokens", "num_assistant_tokens")
 
@@ -147,10 +140,11 @@ def plainer(call: Call) -> tuple[str, Call | None] | None:
         return "guidance in a beam search", None
     if guided and call.name == "mamba":
         return "guidance of a model with states alone", None
+    if guided and str(_pad(call)) in re.findall(r"\d+", given.get("negative_prompt_ids", "")):
+        return "pads in a negative prompt", None
     cases, other = [], call
     for name, holds, change in (
         ("drafts that change the text", call.drafts, _without_drafts),
-        ("pads in a negative prompt", guided and "negative_prompt_ids" in given, _with_negative_mask),
         ("embeddings beside ids without a mask", {"inputs_embeds", "input_ids"} <= set(given)
          and "attention_mask" not in given, _with_mask),
         ("prompts of a decoder in pieces", call.name in PAIRS and "prefill_chunk_size" in said,
@@ -163,6 +157,15 @@ def plainer(call: Call) -> tuple[str, Call | None] | None:
 
 def outcome(call: Call) -> tuple[str, str]:
     """The kind, and what there is to say about it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kind, what = _told(call)
+    cases = kind.removeprefix("equal: ").split(", ") if kind.startswith("equal: ") else []
+    missing = [case for case in cases if on_the_page("Other texts", case) is None]
+    return ("not on the page", f"{missing}: {what}") if missing else (kind, what)
+
+
+def _told(call: Call) -> tuple[str, str]:
     kind, what = _outcome(call, run(call, ours=False))
     if kind != "different" or (case := plainer(call)) is None:
         return kind, what
@@ -209,7 +212,7 @@ def _by_the_page(table: str, kind: str, message: str, call: Call) -> tuple[str, 
 def compared(call: Call, ours: engine.Generation, theirs: Any) -> tuple[str, str]:
     draws = "do_sample=True" in " ".join([*call.setup, *(f"{name}={text}" for name, text in call.given.items())])
     if call.drafts and draws:
-        return "drawn with a draft: other numbers of the same distribution", ""
+        return "equal: drawn with a draft", ""
     sequences = theirs if isinstance(theirs, torch.Tensor) else theirs.sequences
     known = _sequences(call, ours, sequences)
     if known is None:
@@ -252,7 +255,7 @@ def _records(call: Call, ours: engine.Generation, theirs: Any) -> str:
     if searches and theirs.get("sequences_scores") is not None:
         for name in ("sequences_scores", "beam_indices"):
             mine, other = getattr(ours, name), theirs[name]
-            if mine.shape != other.shape or not torch.allclose(mine.double(), other.double(), **CLOSE):
+            if mine.shape != other.shape or not torch.allclose(mine.double(), other.double(), **CLOSE, equal_nan=True):
                 return f"{name} {mine.tolist()} where transformers has {other.tolist()}"
     for name in ("scores", "logits"):
         mine, other = getattr(ours, name), theirs.get(name)
@@ -264,7 +267,7 @@ def _records(call: Call, ours: engine.Generation, theirs: Any) -> str:
             return f"{name} of {len(mine)} steps where transformers has {len(other)}"
         for step, (one, two) in enumerate(zip(mine, other, strict=True)):
             rows = [row for row in range(len(one)) if searches or step < len(ours.tokens[row])]
-            if one.shape != two.shape or not torch.allclose(one[rows].double(), two[rows].double(), **CLOSE):
+            if one.shape != two.shape or not torch.allclose(one[rows].double(), two[rows].double(), **CLOSE, equal_nan=True):
                 return f"{name} of step {step} differ by {(one[rows] - two[rows]).abs().nan_to_num(0, 0, 0).max()}"
     return _states(call, ours, theirs)
 
