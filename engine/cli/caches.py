@@ -30,14 +30,14 @@ def caches(
 ) -> None:
     """List the cache backends: what each is for, its options, and what it takes for a model (no weights are loaded)."""
     with Work() as work:
-        start_libraries(work)
+        start_libraries(work, model)
         import caches
         from engine.loading import SHIPPED_MODEL, load_config
         from engine.sizes import study
 
         work.doing("reading the model's configuration")
         recipes = [caches.recipe(one) for one in ([name] if name else caches.names())]
-        config = load_config(model or SHIPPED_MODEL)
+        config = load_config(SHIPPED_MODEL if model is None else model)
         found = []
         for recipe in recipes:
             work.doing(f"measuring {recipe.name}")

@@ -75,12 +75,12 @@ def _run(said: dict[str, Any]) -> None:
     cache_config = given.assignments(said["cache_option"], "--cache-option") or None
     inputs = [given.messages(text, said["system"]) for text in texts] if said["chat"] else texts
     with Work() as work:
-        start_libraries(work)
+        start_libraries(work, said["model"], said["assistant_model"])
         from engine.generator import Generator
         from engine.loading import SHIPPED_MODEL
 
         work.doing("loading the model")
-        generator = Generator(said["model"] or SHIPPED_MODEL, config=settings)
+        generator = Generator(SHIPPED_MODEL if said["model"] is None else said["model"], config=settings)
         if said["assistant_model"] is not None:
             parameters |= _assistant(said["assistant_model"], generator)
         work.doing("reading the prompt")

@@ -78,7 +78,15 @@ def prompts(texts: list[str], files: list[Path]) -> list[str]:
         raise OptionError("- is standard input, which can be read once, but it was given several times")
     if files:
         return [_standard_input() if str(file) == "-" else _read(str(file), file.read_bytes) for file in files]
-    return [_standard_input() if text == "-" else checked(text, "PROMPT") for text in texts or ["-"]]
+    if not texts:
+        text = "" if sys.stdin is None or sys.stdin.isatty() else _standard_input()
+        if not text:
+            raise OptionError(
+                'there is no PROMPT: give one, as in engine generate "def main():", or name a --file, or pipe it into '
+                "standard input"
+            )
+        return [text]
+    return [_standard_input() if text == "-" else checked(text, "PROMPT") for text in texts]
 
 
 def checked(text: str, where: str) -> str:
@@ -87,7 +95,7 @@ def checked(text: str, where: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         shown = text.encode(errors="surrogateescape").decode(errors="backslashreplace")
-        raise OptionError(f"{where} is no text in UTF-8: {shown!r} at character {error.start}") from error
+        raise OptionError(f"{where} is no text in UTF-8: '{shown}' at character {error.start}") from error
     return text
 
 
@@ -98,11 +106,6 @@ def messages(text: str, system: str | None) -> list[dict[str, str]]:
 
 
 def _standard_input() -> str:
-    if sys.stdin is None or sys.stdin.isatty():
-        raise OptionError(
-            'there is no PROMPT: give one, as in engine generate "def main():", or name a --file, or pipe it into '
-            "standard input"
-        )
     return _read("standard input", sys.stdin.buffer.read)
 
 

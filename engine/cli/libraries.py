@@ -5,7 +5,14 @@ from __future__ import annotations
 from engine.cli.progress import Work
 
 
-def start_libraries(work: Work) -> None:
+def start_libraries(work: Work, *models: str | None) -> None:
+    """models: paths and hub ids, which are looked for first: a wrong one is told at once."""
+    from engine.locate import locate
+
+    work.doing("looking for the model")
+    for model in models:
+        if model is not None:
+            locate(model)
     work.doing("starting torch and transformers")
     import huggingface_hub.utils
     import transformers.utils

@@ -109,7 +109,7 @@ def _ended_by(error: Exception, prints_traceback: bool) -> int:
 def _told(error: Any) -> tuple[int, str]:
     if hasattr(error, "format_message"):  # of the parser of the command line
         context = getattr(error, "ctx", None)
-        where = "" if context is None else f" (`{context.command_path} -h` lists the options)"
+        where = "" if context is None else f" (see `{context.command_path} -h`)"
         return error.exit_code, f"{error.format_message().rstrip('.')}{where}"
     errors = sys.modules.get("caches.errors")  # where it was not imported, no cache has raised
     if isinstance(error, EngineError) or (errors is not None and isinstance(error, errors.CacheError)):

@@ -24,7 +24,7 @@ def complain(message: str) -> None:
 
 def remark(message: str) -> None:
     """Say something to a person: nothing where standard error is no terminal."""
-    if sys.stderr.isatty():
+    if _is_watched():
         _note(message, "dim")
 
 
@@ -54,3 +54,7 @@ def _note(message: str, style: str) -> None:
     with console.capture() as noted:
         console.print(message, style=style, markup=False, soft_wrap=True)
     write(sys.stderr, noted.get())
+
+
+def _is_watched() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()

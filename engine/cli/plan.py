@@ -67,10 +67,10 @@ def plan(
     options: dict[str, Any] | None = assignments(cache_option, "--cache-option") or None
     free_bytes = None if free_gib is None else int(free_gib * 2**30)
     with Work() as work:
-        start_libraries(work)
+        start_libraries(work, model)
         import engine
 
         work.doing("rehearsing the run with every cache" if cache is None else f"rehearsing the run with {cache}")
-        asked["model"] = model or engine.SHIPPED_MODEL
+        asked["model"] = engine.SHIPPED_MODEL if model is None else model
         found = engine.plan(**asked, cache_config=options, free_bytes=free_bytes)
     output.say(json.dumps(found.to_dict()) if as_json else str(found))
