@@ -312,6 +312,11 @@ def _check_sinks(name: str, window: int, specs: Sequence[LayerSpec]) -> None:
     """Refuse layers of which the first tokens cannot be shown along with a window."""
     _refuse_all_but(name, specs, {KV, STATE})
     reaches = [spec.reach.size for spec in specs if spec.keeps_kv]
+    if not reaches:
+        raise UnsupportedLayer(
+            f"cache={name!r} with window_length={window} shows a row's first keys and values, and no layer of this "
+            "model keeps any: use cache='mamba' or cache='dynamic'"
+        )
     if all(size is not None and size <= window for size in reaches):
         raise UnsupportedLayer(
             f"cache={name!r} with window_length={window} would never show its first tokens: no layer looks back "
@@ -327,8 +332,8 @@ def _check_sinks(name: str, window: int, specs: Sequence[LayerSpec]) -> None:
             )
         if spec.rotary is None and (spec.reach.size is None or spec.reach.size > window):
             raise UnsupportedLayer(
-                f"cache={name!r} has to turn the keys of layer {index} ({spec.layer_type}), and nobody knows how: "
-                "build it with the model's configuration, or use cache='sliding_window' with a window_length"
+                f"cache={name!r} has to turn the keys of layer {index} ({spec.layer_type}), and their rotation is not "
+                "known: build it with the model's configuration, or use cache='sliding_window' with a window_length"
             )
 
 

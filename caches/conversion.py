@@ -42,8 +42,8 @@ def empty_for(cache: C, config: CacheConfig) -> C:
     """An empty cache of the backend that `config` is for, with the layers of `cache`."""
     if not isinstance(cache, (Cache, EncoderDecoder)):
         raise UnsupportedLayer(
-            f"a {type(cache).__name__} is no cache of ours, so nobody knows what is in it: only those of "
-            "caches.build can become others"
+            f"a {type(cache).__name__} is none of caches.build, so its content cannot be read: only those can "
+            "become others"
         )
     name = config.name
     if isinstance(cache, EncoderDecoder) and not isinstance(config, EncoderDecoderCacheConfig):

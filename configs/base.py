@@ -7,7 +7,7 @@ import difflib
 import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -19,12 +19,16 @@ _IN_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "tru
              tuple: "a list"}  # fmt: skip
 
 
-def nearest(word: str, known: list[str]) -> str:
-    """A hint for error messages: the known words closest to `word`, or all of them when none is close."""
-    close = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
+def nearest(word: str, known: Iterable[str], most: int = 24) -> str:
+    """A hint for error messages: up to three known words close to `word`.
+
+    When none is close it is all of them, or nothing at all where there are more than `most`.
+    """
+    known = sorted(known)
+    close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
     if close:
         return "did you mean " + " or ".join(repr(w) for w in close) + "?"
-    return "known: " + ", ".join(sorted(known))
+    return "known: " + ", ".join(known) if len(known) <= most else ""
 
 
 @dataclasses.dataclass(frozen=True)

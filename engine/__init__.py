@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from engine.processors import Follower
     from engine.result import Fallback, Generation, Piece, Stats
     from engine.streaming import Stream
+    from engine.version import __version__
 
 # Imported on first use: torch and transformers take seconds, and `engine --help` needs neither.
 _HOME = {
@@ -58,6 +59,7 @@ _HOME = {
     "Plan": "engine.planning",
     "Stats": "engine.result",
     "Stream": "engine.streaming",
+    "__version__": "engine.version",
     "export_step": "engine.export",
     "plan": "engine.planning",
     "step_inputs": "engine.export",
@@ -177,9 +179,7 @@ forced_bos_token_id, forced_eos_token_id, exponential_decay_length_penalty, reno
     CtrlC
         A KeyboardInterrupt that carries the same.
     """
-    from engine.generator import Generator
-
-    return Generator(model, arguments.get("tokenizer")).generate(inputs, **arguments)
+    return _generator(model, arguments).generate(inputs, **arguments)
 
 
 @takes(parameters, as_told_by=generate)
@@ -189,9 +189,16 @@ def stream(model: PreTrainedModel | str | Path, inputs: Any = None, **arguments:
     Of a search it is what can no longer change: what all beams of a prompt have in common. The iterator's `result()`
     returns the `Generation`, also when it is left early.
     """
-    from engine.generator import Generator
+    return _generator(model, arguments).stream(inputs, **arguments)
 
-    return Generator(model, arguments.get("tokenizer")).stream(inputs, **arguments)
+
+def _generator(model: PreTrainedModel | str | Path, arguments: dict[str, Any]) -> Generator:
+    from configs import EngineConfig
+    from engine.generator import Generator
+    from engine.parameters import read
+
+    trust = read("trust_remote_code", arguments.get("trust_remote_code"))
+    return Generator(model, arguments.get("tokenizer"), EngineConfig(trust_remote_code=bool(trust)))
 
 
 def __dir__() -> list[str]:
@@ -219,6 +226,7 @@ __all__ = [
     "Plan",
     "Stats",
     "Stream",
+    "__version__",
     "export_step",
     "generate",
     "plan",

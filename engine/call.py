@@ -149,8 +149,8 @@ class Call:
     seed: int | None = None
     assistant_model: PreTrainedModel | None = None
     assistant_tokenizer: Any = None
-    logits_processor: Sequence[Any] | None = None
-    stopping_criteria: Sequence[Any] | None = None
+    logits_processor: list[Any] | None = None
+    stopping_criteria: list[Any] | None = None
     cancellation: Any = None
     streamer: BaseStreamer | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -160,6 +160,6 @@ _OWN = {one.name for one in fields(Call)} - {"options"}
 
 
 def read_call(inputs: Any = None, **arguments: Any) -> Call:
-    """The arguments as given, in their places."""
+    """The arguments as given, in their places; `engine.parameters.read_parameters` checks their types."""
     own = {name: arguments.pop(name) for name in _OWN & set(arguments)}
     return Call(inputs=inputs, **own, options=arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from engine.errors import InputError, OptionError
 from engine.extras import PER_TOKEN
 from engine.inputs import Prompt
 from strategies import Strategy
+
+if TYPE_CHECKING:
+    from engine.request import Request
 
 # Models whose own `generate` comes down to the usual one for everything but what it refuses.
 _GENERATE_ALIKE = {"granite_speech", "janus", "whisper"}
@@ -50,6 +53,7 @@ _ALWAYS_APPLY = {
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 _REMEDIES = {
     "compile_config": "give EngineConfig(compile=...) to a Generator instead",
+    "decoder_start_token_id": "it is for models with an encoder; give the prompt's first token in the prompt",
     "num_beams": "they are for beam search; leave the strategy out",
     "penalty_alpha": "contrastive search also needs top_k=2 or more, and no do_sample",
     "num_return_sequences": "it gives the same text every time; use do_sample=True, or num_beams",
@@ -70,35 +74,99 @@ _REMEDIES = {
 }
 
 
-def check_applies(strategy: Strategy, generation_config: GenerationConfig | None, options: dict[str, Any]) -> None:
-    """Refuse what the caller asked for and nothing would carry out. Defaults and the model's own settings may stand."""
-    asked = {} if generation_config is None else generation_config.to_dict()
-    asked |= {name: value for name, value in options.items() if hasattr(generation_config or GenerationConfig(), name)}
+# Left out, these would change the text, so a whole configuration may not ask for them either.
+_CHANGE_THE_TEXT = {"token_healing", "assistant_ensemble_weight"}
+
+
+def check_applies(
+    model: PreTrainedModel, strategy: Strategy, generation_config: GenerationConfig | None, options: dict[str, Any]
+) -> None:
+    """Refuse what the call itself asks for and nothing would carry out.
+
+    A whole configuration also serves other calls, and may hold anything that leaves the text as it is.
+    """
     neutral = GenerationConfig._get_default_generation_params()
-    known = GenerationConfig().to_dict()  # checkpoints carry further names of their own
+    known = GenerationConfig().to_dict()
     own: dict[str, Any] = {}
     if is_dataclass(strategy):
         own = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
+    asked = {name: getattr(generation_config, name, None) for name in _CHANGE_THE_TEXT - set(options)}
+    asked |= {name: value for name, value in options.items() if name in known and not name.startswith("_")}
+    applies = _ALWAYS_APPLY | _SAMPLING | ({"decoder_start_token_id"} if model.config.is_encoder_decoder else set())
     for name, value in asked.items():
-        is_neutral = value is False or value == neutral.get(name)
-        if name in own and value not in (None, own[name]) and (name in options or not is_neutral):
+        if name in own and value not in (None, own[name]):
             raise OptionError(
                 f"{name}={value!r} contradicts the strategy that was given, {strategy}: say it only there"
             )
-        if value is None or is_neutral or name.startswith("_") or name not in known:
-            continue
-        if name in own:
+        if value is None or value is False or value == neutral.get(name) or name in own:
             continue
         if name in ("temperature", "top_k") and value == 0 and not strategy.samples:
             continue  # another way to say greedy
-        # In a whole configuration they may stand by: it also serves calls that sample.
-        if name in _SAMPLING and name in options and not strategy.samples:
+        if name in _SAMPLING and not strategy.samples:
             raise OptionError(
-                f"{name}={value!r} applies to sampling, but {strategy.name} draws nothing: do_sample=True?"
+                f"{name}={value!r} applies to sampling, but {strategy.name} draws nothing: give do_sample=True too, "
+                f"or leave {name} out"
             )
-        if name not in _ALWAYS_APPLY | _SAMPLING:
+        if name not in applies:
             remedy = f"{strategy.name} has no use for it" + (f": {_REMEDIES[name]}" if name in _REMEDIES else "")
             raise OptionError(f"{name}={value!r} cannot apply: {remedy}")
+
+
+# Which ids a model has to know: in any case, or only if the call itself says them, because nothing comes of others.
+# Pads are looked at where rows are filled up with them; the id of the beginning where it begins a prompt.
+_KNOWN_IDS = ("bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "decoder_start_token_id")
+_KNOWN_IF_SAID = ("suppress_tokens", "begin_suppress_tokens")
+
+
+def check_said_ids(model: PreTrainedModel, config: GenerationConfig, options: dict[str, Any]) -> None:
+    """Whether the ids among the parameters are in the vocabulary. An end id may be any: with -1 no text ends."""
+    vocabulary = vocabulary_of(model)
+    for name in (*_KNOWN_IDS, *_KNOWN_IF_SAID):
+        if vocabulary is None or (name in _KNOWN_IF_SAID and name not in options):
+            continue
+        wrong = [token for token in _flat(getattr(config, name, None)) if not 0 <= token < vocabulary]
+        if wrong and (name != "decoder_start_token_id" or model.config.is_encoder_decoder):
+            raise OptionError(_outside(name, wrong[0], vocabulary))
+    if config.exponential_decay_length_penalty is not None:
+        ends = _flat(config.eos_token_id)
+        wrong = [token for token in ends if token < 0 or (vocabulary is not None and token >= vocabulary)]
+        if not ends or wrong:
+            raise OptionError(
+                "exponential_decay_length_penalty makes the end more likely, which takes an eos_token_id that the "
+                f"model knows, but it is {config.eos_token_id}: give one, or leave the penalty out"
+            )
+
+
+def _flat(ids: Any) -> list[int]:
+    if isinstance(ids, torch.Tensor):
+        return _flat(ids.tolist())
+    if isinstance(ids, dict):
+        return _flat(list(ids))
+    if isinstance(ids, (list, tuple)):
+        return [token for part in ids for token in _flat(part)]
+    return [] if ids is None or isinstance(ids, float) else [ids]
+
+
+def _outside(name: str, token: int, vocabulary: int) -> str:
+    return f"{name}: token id {token} is outside the model's vocabulary of {vocabulary} tokens (0 to {vocabulary - 1})"
+
+
+def vocabulary_of(model: PreTrainedModel) -> int | None:
+    """How many tokens the model has scores for; None where that is not known."""
+    head = model.get_output_embeddings()
+    return getattr(head, "out_features", None) or getattr(
+        model.config.get_text_config(decoder=True), "vocab_size", None
+    )
+
+
+def check_pads(model: PreTrainedModel, request: Request) -> None:
+    """Whether what fills up rows that have ended can be fed."""
+    vocabulary, rows = vocabulary_of(model), len(request.prompt.ids)
+    texts = rows * int(getattr(request.strategy, "num_return_sequences", 1))
+    if vocabulary is None or texts == 1 or request.length_is_known or 0 <= request.pad_id < vocabulary:
+        return
+    told = _outside("pad_token_id", request.pad_id, vocabulary)
+    raise OptionError(f"{told}, and fills up rows of {texts} that end before the others: give pad_token_id")
 
 
 def check_embeds(model: PreTrainedModel, prompt: Prompt) -> None:
@@ -126,11 +194,13 @@ def check_ids(model: PreTrainedModel, prompt: Prompt) -> None:
     rows, tokens = prompt.ids.shape
     if rows == 0 or prompt.columns == 0:
         raise InputError(f"the prompt is empty ({rows} rows of {tokens} tokens): the model needs a token to begin with")
-    check_vocabulary(model.get_decoder() if model.config.is_encoder_decoder else model, prompt.ids)
+    is_pair = model.config.is_encoder_decoder
+    where = "decoder_input_ids: " if is_pair else ""
+    check_vocabulary(model.get_decoder() if is_pair else model, prompt.ids, where)
 
 
-def check_vocabulary(reader: Any, ids: torch.Tensor) -> None:
-    """Whether `reader`, a model or its encoder, knows all of these ids."""
+def check_vocabulary(reader: Any, ids: torch.Tensor, where: str = "") -> None:
+    """Whether `reader`, a model or its encoder, knows all of these ids. where: goes before the message."""
     vocabulary = len(getattr(input_embeddings(reader), "weight", ()))
     if vocabulary == 0 or ids.numel() == 0:  # embeddings of a kind of its own
         return
@@ -138,19 +208,21 @@ def check_vocabulary(reader: Any, ids: torch.Tensor) -> None:
     if low < 0 or high >= vocabulary:
         wrong = low if low < 0 else high
         raise InputError(
-            f"token id {wrong} is outside the model's vocabulary of {vocabulary} tokens (0 to {vocabulary - 1})"
+            f"{where}token id {wrong} is outside the model's vocabulary of {vocabulary} tokens (0 to {vocabulary - 1})"
         )
 
 
-def check_mask(prompt: Prompt, mask: torch.Tensor, cache_seen: int) -> int:
-    """How many columns `mask` covers before the prompt's first: those in the cache, when only new tokens were given."""
+def check_mask(prompt: Prompt, mask: torch.Tensor, cache_seen: int, name: str = "attention_mask") -> int:
+    """How many columns `mask` covers before the prompt's first: those in the cache, when only new tokens were given.
+
+    name: the mask's, in errors.
+    """
     rows, tokens = len(prompt.ids), prompt.columns
     before = cache_seen if cache_seen > 0 and list(mask.shape) == [rows, cache_seen + tokens] else 0
     if before == 0 and list(mask.shape) != [rows, tokens]:
         what = "token ids" if prompt.embeds is None else "embeddings"
         raise InputError(
-            f"attention_mask has shape {list(mask.shape)}, but the {what} have {[rows, tokens]}: "
-            "it needs one entry per token"
+            f"{name} has shape {list(mask.shape)}, but the {what} have {[rows, tokens]}: it needs one entry per token"
         )
     ends_in_pads = (mask[:, -1] == 0).nonzero().flatten().tolist()
     if ends_in_pads and cache_seen > 0:
@@ -159,8 +231,8 @@ def check_mask(prompt: Prompt, mask: torch.Tensor, cache_seen: int) -> int:
         )
     if ends_in_pads:
         raise InputError(
-            "the prompts are padded on the right, so the model would continue after pads: "
-            "pad on the left (tokenizer.padding_side = 'left')"
+            f"row {ends_in_pads[0]} is padded on the right, so the model would continue after pads: pad on the left "
+            "(tokenizer.padding_side = 'left'), or give attention_mask where the pad id stands for a token"
         )
     if cache_seen >= before + tokens:
         raise InputError(
@@ -170,14 +242,38 @@ def check_mask(prompt: Prompt, mask: torch.Tensor, cache_seen: int) -> int:
     return before
 
 
-def check_extras(prompt: Prompt, mask: torch.Tensor) -> None:
+def check_extras(model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor) -> None:
+    """Whether what has an entry per token is a tensor of the right shape, with numbers that the model can look up."""
     for name in PER_TOKEN:
         value = prompt.extras.get(name)
-        if value is not None and value.shape[-1] != mask.shape[1]:
+        if value is None:
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise InputError(f"{name} is a tensor [rows, tokens], not a {type(value).__name__}")
+        if value.ndim == 0 or value.shape[-1] != mask.shape[1]:
             raise InputError(
                 f"{name} has shape {list(value.shape)}, but the mask covers {mask.shape[1]} tokens: "
                 "its last dimension needs one entry per token"
             )
+        if value.ndim > 1 and value.shape[-2] not in (1, len(mask)):
+            raise InputError(f"{name} has shape {list(value.shape)}, but there are {len(mask)} rows")
+        most = _table_of(model, name)
+        if most is not None and (value.is_floating_point() or not 0 <= int(value.min()) <= int(value.max()) < most):
+            low, high = value.min().item(), value.max().item()
+            raise InputError(
+                f"{name} has {value.dtype} from {low} to {high}, but the model looks them up in a table of {most}"
+            )
+
+
+def _table_of(model: PreTrainedModel, name: str) -> int | None:
+    """How many entries of this kind the model has embeddings for; None where it has no table of them."""
+    if name == "position_ids":
+        tables = [part for path, part in model.named_modules() if path.endswith(("wpe", "position_embeddings"))]
+        tables = [part for part in tables if isinstance(part, nn.Embedding)]
+        return tables[0].num_embeddings if tables else None
+    if name == "token_type_ids" and "token_type_ids" in inspect.signature(model.forward).parameters:
+        return getattr(model.config, "type_vocab_size", None) or vocabulary_of(model)
+    return None
 
 
 def check_length(prompt_columns: int, total: int) -> None:
@@ -195,7 +291,7 @@ def most_positions(model: PreTrainedModel) -> int | None:
     return None if positions <= 0 or rope_type == "dynamic" else positions
 
 
-def check_positions(model: PreTrainedModel, cache: Driven, prompt_columns: int, total: int) -> None:
+def check_positions(model: PreTrainedModel, cache: Driven | None, prompt_columns: int, total: int) -> None:
     positions = most_positions(model)
     if positions is None:
         return

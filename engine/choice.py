@@ -17,6 +17,7 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 import strategies
+from engine.call import Call
 from engine.errors import OptionError
 from strategies import Strategy
 
@@ -29,16 +30,17 @@ _STRATEGY_OF_MODE = {
     GenerationMode.CONTRASTIVE_SEARCH: "contrastive",
     GenerationMode.ASSISTED_GENERATION: "assisted",
 }
+_NOT_AVAILABLE = ("constraints", "force_words_ids", "dola_layers")
 
 
 def choose_strategy(
-    config: GenerationConfig,
-    strategy: str | Strategy | None,
-    options: dict[str, Any],
-    generation_config: GenerationConfig | None,
-    assistant: PreTrainedModel | None,
+    config: GenerationConfig, call: Call, options: dict[str, Any], assistant: PreTrainedModel | None
 ) -> Strategy:
-    """The named strategy, or the one that the parameters mean in transformers. They may not contradict each other."""
+    """The named strategy, or the one that the parameters mean in transformers. They may not contradict each other.
+
+    config: the parameters as a whole. options: those that the call itself has.
+    """
+    strategy, generation_config = call.strategy, call.generation_config
     if assistant is not None and config.prompt_lookup_num_tokens is not None:
         raise OptionError(
             f"assistant_model and prompt_lookup_num_tokens={config.prompt_lookup_num_tokens} both propose tokens: "
@@ -49,14 +51,18 @@ def choose_strategy(
         implied = "prompt_lookup"
     elif assistant is not None and implied in ("greedy", "sampling"):
         implied = "assisted"
+    elif assistant is None and implied == "assisted":  # by the model's own layers, which makes no other text
+        implied = "sampling" if config.do_sample else "greedy"
     if implied is None:
+        asking = [name for name in _NOT_AVAILABLE if getattr(config, name, None) is not None]
         raise OptionError(
-            f"these options ask for {mode.value.replace('_', ' ')}, which is not available; "
-            f"strategies: {', '.join(strategies.names())}"
+            f"{' and '.join(asking) or 'these options'} ask for {mode.value.replace('_', ' ')}, which is not "
+            f"available; strategies: {', '.join(strategies.names())}"
         )
     if strategy is None or isinstance(strategy, str):
         neutral = GenerationConfig._get_default_generation_params()
-        values = {name: getattr(config, name, None) for name in strategies.options(strategy or implied)}
+        named = implied if strategy is None else strategy
+        values = {name: getattr(config, name, None) for name in strategies.options(named)}
         said = {
             name
             for name in values
@@ -76,16 +82,29 @@ def choose_strategy(
         if assistant is not None:  # what the call does not say of it, its own configuration says
             own = {name: getattr(assistant.generation_config, name, None) for name in set(values) - said}
             given |= {name: value for name, value in own.items() if "assistant" in name and value is not None}
-        chosen = strategies.build(strategy or implied, **given)
+        chosen = strategies.build(named, **given)
     else:
         chosen = strategy
-    do_sample = options.get("do_sample", generation_config and generation_config.do_sample)
+    do_sample = options.get("do_sample")  # a whole configuration gives way to a strategy that the call names
     if do_sample is not None and do_sample != chosen.samples:
         raise OptionError(f"strategy={chosen.name!r} contradicts do_sample={do_sample}: leave one of them out")
+    _check_draft(chosen, assistant, call.assistant_tokenizer)
     config.do_sample = chosen.samples
-    if hasattr(chosen, "num_beams"):  # by this processors know which rows belong to one prompt
-        config.num_beams = scored(chosen)
+    # By this processors know which rows belong to one prompt.
+    config.num_beams = scored(chosen) if hasattr(chosen, "num_beams") else 1
     return chosen
+
+
+def _check_draft(strategy: Strategy, assistant: PreTrainedModel | None, tokenizer: Any) -> None:
+    needs_draft = getattr(strategy, "needs_draft", False)
+    if assistant is None and (needs_draft or tokenizer is not None):
+        what = f"strategy={strategy.name!r}" if needs_draft else "assistant_tokenizer"
+        raise OptionError(f"{what} is for a draft that proposes tokens: give one as assistant_model")
+    if assistant is not None and not needs_draft:
+        raise OptionError(
+            f"assistant_model proposes tokens to greedy search and sampling, and {strategy.name} is neither: leave one "
+            "of them out"
+        )
 
 
 def score_copies(strategy: Strategy, processors: Sequence[Any] = ()) -> int:

@@ -30,12 +30,22 @@ class Peak:
         return most if most > self._before else self._most
 
 
-def random_state(device: torch.device) -> torch.Tensor:
+def random_state(device: torch.device, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Where the random numbers stand: those of `generator`, or else those that all draw from that run on the device."""
+    if generator is not None:
+        return generator.get_state()
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
-def set_random_state(state: torch.Tensor, device: torch.device) -> None:
-    if device.type == "cpu":
+def set_random_state(state: torch.Tensor, device: torch.device, generator: torch.Generator | None = None) -> None:
+    if generator is not None:
+        generator.set_state(state)
+    elif device.type == "cpu":
         torch.set_rng_state(state)
     else:
         torch.get_device_module(device).set_rng_state(state, device)
+
+
+def seeded(seed: int | None, device: torch.device) -> torch.Generator | None:
+    """A generator whose numbers are those after `torch.manual_seed(seed)`; None where there is no seed."""
+    return None if seed is None else torch.Generator(device).manual_seed(seed)

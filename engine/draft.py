@@ -121,17 +121,8 @@ def read_draft_request(
 
     Raises `OptionError`.
     """
-    needs_draft, name = getattr(request.strategy, "needs_draft", False), request.strategy.name
     if draft is None:
-        if needs_draft or draft_tokenizer is not None:
-            what = f"strategy={name!r}" if needs_draft else "assistant_tokenizer"
-            raise OptionError(f"{what} is for a draft that proposes tokens: give one as assistant_model")
         return None
-    if not needs_draft:
-        raise OptionError(
-            f"assistant_model proposes tokens to greedy search and sampling, and {name} is neither: leave one of them "
-            "out"
-        )
     _check_fits(draft.model, model, request)
     beginning, device = _beginning(request, cache), prompt_device(draft.model)
     if _translates(draft.model, model, tokenizer, draft_tokenizer):

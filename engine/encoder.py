@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from caches.out_of_memory import is_out_of_memory
 from engine.checks import check_vocabulary
-from engine.dispatch import prompt_device
+from engine.dispatch import input_embeddings, prompt_device
 from engine.errors import InputError, OptionError
 from engine.gathered import joined
-from engine.inputs import Prompt, move, read_prompt
+from engine.inputs import Prompt, as_embeds, as_ids, as_mask, merged, move, read_prompt
 from engine.out_of_memory import Exhausted, empty_allocators, without_frames
 from engine.turns import turn_of
 
@@ -48,7 +49,7 @@ class Source:
     tokens: int
 
 
-def encode(
+def read_source(
     model: PreTrainedModel,
     inputs: Any,
     extras: dict[str, Any],
@@ -56,43 +57,97 @@ def encode(
     config: GenerationConfig,
     device: torch.device,
     recover: Recover,
-) -> tuple[Prompt, Source]:
-    """The decoder's prompt, whose extras hold what the encoder made of the source; and that source.
+) -> tuple[Prompt, Source, Callable[[], tuple[Prompt, Source]]]:
+    """The decoder's prompt, the source, and what encodes it: then both once more, the prompt with what the encoder made
+    of the source in its extras, the source with its tokens counted. Nothing is computed before.
 
     inputs: the source in any form, as the model's main input (text, ids, features). extras: further inputs, among them
     `encoder_outputs` in place of a source and `decoder_input_ids`. recover: what to do when memory is out. Raises
-    `InputError` and `NothingEncoded`.
+    `InputError` and `OptionError`; encoding raises `NothingEncoded`.
     """
-    given = move(_read_source(model, inputs, extras, tokenizer), device)
-    if not {_source_name(model), "encoder_outputs", "inputs_embeds"} & set(given):
-        raise InputError(f"the encoder of {type(model).__name__} has nothing to read: give {_source_name(model)}")
-    if "input_ids" in given:
-        check_vocabulary(model.get_encoder(), given["input_ids"])
+    given = _read_source(model, inputs, extras, tokenizer, config.pad_token_id)
+    if "attention_mask" in given:
+        given["attention_mask"] = as_mask(given["attention_mask"])
+    given = move(given, device)
+    _check_source(model, given)
     with turn_of(model), torch.no_grad():
         try:
             source, name, given = model._prepare_model_inputs(None, config.bos_token_id, given)
+            rows = source.shape[0]
+            model._prepare_special_tokens(config, "attention_mask" in given, device=device, batch_size=rows)
         except ValueError as error:
             raise InputError(str(error)) from error
-        model._prepare_special_tokens(config, "attention_mask" in given, device=device, batch_size=source.shape[0])
+        _check_columns(given, source, name)
+        _check_starts(config._decoder_start_token_tensor, rows)
         prepare = getattr(model, "_maybe_prepare_encoder_kwargs_for_generation", None)
         if prepare is None and "encoder_outputs" not in given:  # transformers 5.17
             prepare = model._prepare_encoder_decoder_kwargs_for_generation
-        begin = partial(
-            model._prepare_decoder_input_ids_for_generation,
-            batch_size=source.shape[0],
+        ids, given = model._prepare_decoder_input_ids_for_generation(
+            batch_size=rows,
             model_input_name=name,
+            model_kwargs=given,
             decoder_start_token_id=config._decoder_start_token_tensor,
             device=device,
         )
         if prepare is not None:
             prepare = partial(prepare, model_input_name=name, generation_config=config)
-            try:
-                given = _encoded(prepare, source, given, recover, largest_matrix_bytes(model))
-            except Exhausted as error:
-                raise NothingEncoded(str(error), begin(model_kwargs=given)[0]) from error.__cause__
-        ids, given = begin(model_kwargs=given)
     mask = given.pop("decoder_attention_mask", None)
-    return Prompt(ids, torch.ones_like(ids) if mask is None else mask, given), Source(source, _tokens_read(given))
+    prompt = Prompt(ids, torch.ones_like(ids) if mask is None else mask, given)
+
+    def encode() -> tuple[Prompt, Source]:
+        with turn_of(model), torch.no_grad():
+            try:
+                whole = _encoded(prepare, source, given, recover, largest_matrix_bytes(model)) if prepare else given
+            except Exhausted as error:
+                raise NothingEncoded(str(error), ids) from error.__cause__
+        return replace(prompt, extras=whole), Source(source, _tokens_read(whole))
+
+    return prompt, Source(source, 0), encode
+
+
+def _check_source(model: PreTrainedModel, given: dict[str, Any]) -> None:
+    """Whether the encoder can read what was given by name. Without anything to read ids begin with `bos_token_id`."""
+    name, encoder = _source_name(model), model.get_encoder()
+    if name != "input_ids" and not {name, "encoder_outputs", "inputs_embeds"} & set(given):
+        raise InputError(f"the encoder of {type(model).__name__} has nothing to read: give {name}")
+    if "input_ids" in given:
+        if given["input_ids"].numel() == 0:
+            raise InputError(
+                f"the prompt is empty ({list(given['input_ids'].shape)}): the encoder needs a token to read"
+            )
+        check_vocabulary(encoder, given["input_ids"])
+    if "inputs_embeds" not in given:
+        return
+    if "inputs_embeds" not in inspect.signature(encoder.forward).parameters:
+        raise OptionError(f"the encoder of {type(model).__name__} takes no inputs_embeds: give {name}")
+    width, found = getattr(input_embeddings(encoder), "weight", torch.empty(0)).shape[-1], given["inputs_embeds"].shape
+    if width not in (0, found[-1]):
+        raise InputError(
+            f"inputs_embeds have shape {list(found)}, but the encoder of {type(model).__name__} reads [rows, columns, "
+            f"{width}]"
+        )
+
+
+def _check_columns(given: dict[str, Any], source: torch.Tensor, name: str) -> None:
+    """Whether the mask and what the decoder begins with are for this source, which is called `name`."""
+    mask, begun = given.get("attention_mask"), given.get("decoder_input_ids")
+    reads_tokens = name in ("input_ids", "inputs_embeds") and "encoder_outputs" not in given
+    if reads_tokens and mask is not None and mask.shape != source.shape[:2]:
+        raise InputError(
+            f"attention_mask has shape {list(mask.shape)}, but {name} have {list(source.shape[:2])}: it needs one "
+            "entry per token that the encoder reads"
+        )
+    if begun is not None and len(begun) != len(source):
+        raise InputError(
+            f"decoder_input_ids have {len(begun)} rows, but the encoder reads {len(source)}: give as many of both"
+        )
+
+
+def _check_starts(starts: torch.Tensor, rows: int) -> None:
+    if starts.ndim == 1 and len(starts) != rows:
+        raise OptionError(
+            f"decoder_start_token_id has {len(starts)} ids for {rows} rows: give one for each, or one for all"
+        )
 
 
 def _encoded(
@@ -148,8 +203,8 @@ def encode_again(
     extras = {key: value for key, value in prompt.extras.items() if key != "encoder_outputs"}
     device, takes = prompt_device(model), inspect.signature(model.forward).parameters
     given = {name: source.inputs} | {key: value for key, value in extras.items() if key in takes}
-    draft_prompt, _ = encode(model, None, move(given, device), None, copy.deepcopy(config), device, recover)
-    return draft_prompt.extras
+    *_, encode = read_source(model, None, move(given, device), None, copy.deepcopy(config), device, recover)
+    return encode()[0].extras
 
 
 def _source_name(model: PreTrainedModel) -> str:
@@ -157,26 +212,58 @@ def _source_name(model: PreTrainedModel) -> str:
     return getattr(getattr(model, "encoder", None), "main_input_name", model.main_input_name)
 
 
-def _read_source(model: PreTrainedModel, inputs: Any, extras: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+def _read_source(
+    model: PreTrainedModel, inputs: Any, extras: dict[str, Any], tokenizer: Any, pad_id: Any
+) -> dict[str, Any]:
+    """All that was given, by name: prompts in any form as what the encoder reads, and the inputs beside them."""
     name = _source_name(model)
-    if inputs is None and ("encoder_outputs" in extras or name != "input_ids"):
-        return dict(extras)
+    inputs, given = merged(inputs, extras)
+    if inputs is not None and name in given:
+        raise InputError(f"{name} given twice: in the inputs and as a keyword")
+    given = _complete_given(given)
     if name != "input_ids":
-        twice = sorted(set(inputs) & set(extras)) if isinstance(inputs, Mapping) else [name] if name in extras else []
-        if twice:
-            raise InputError(f"{', '.join(twice)} given twice: in the inputs and as a keyword")
-        return {**extras, **(inputs if isinstance(inputs, Mapping) else {name: inputs})}
-    if inputs is None and "inputs_embeds" in extras:
-        return dict(extras)
-    prompt = read_prompt(inputs, extras, tokenizer, bos_id=None, pad_left=False)
-    given = prompt.extras | {"input_ids": prompt.ids, "attention_mask": prompt.mask}
+        return given if inputs is None else given | {name: inputs}
+    if inputs is None and "input_ids" not in given:
+        return given
+    prompt = read_prompt(inputs, given, tokenizer, bos_id=None, pad_left=False, pad_id=pad_id)
+    given = prompt.extras | {"input_ids": prompt.ids, "attention_mask": prompt.mask, "inputs_embeds": prompt.embeds}
     return {key: value for key, value in given.items() if value is not None}
+
+
+def _complete_given(given: dict[str, Any]) -> dict[str, Any]:
+    """What was given by name, lists as tensors and tuples as outputs; None is nothing. Raises `InputError`."""
+    given = {name: value for name, value in given.items() if value is not None}
+    if "inputs_embeds" in given:
+        given["inputs_embeds"] = as_embeds(given["inputs_embeds"])
+    if "decoder_input_ids" in given:
+        given["decoder_input_ids"] = as_ids(given["decoder_input_ids"], "decoder_input_ids")
+    if "decoder_attention_mask" in given:
+        given["decoder_attention_mask"] = as_mask(given["decoder_attention_mask"], "decoder_attention_mask")
+    outputs = given.get("encoder_outputs")
+    if isinstance(outputs, (tuple, list)) and outputs:
+        given["encoder_outputs"] = outputs = BaseModelOutput(*outputs[:3])
+    if outputs is not None and not isinstance(getattr(outputs, "last_hidden_state", None), torch.Tensor):
+        raise InputError(
+            f"encoder_outputs are what the encoder returns: an output with last_hidden_state [rows, columns, width], "
+            f"or a tuple that begins with it, not a {type(outputs).__name__} without"
+        )
+    return given
 
 
 def _tokens_read(given: dict[str, Any]) -> int:
     states = given["encoder_outputs"][0]
     mask = given.get("attention_mask")
     return int((mask != 0).sum()) if mask is not None else states.shape[0] * states.shape[1]
+
+
+def encoder_records(extras: dict[str, Any], flags: dict[str, bool]) -> dict[str, Any]:
+    """What the encoder returned besides its states, of what was asked for, as transformers' `generate` gives it back.
+
+    flags: `output_attentions`, `output_hidden_states`. Rows are those of the prompts, however many texts each has.
+    """
+    outputs = extras.get("encoder_outputs") or {}
+    names = [name for name in ("attentions", "hidden_states") if flags.get(f"output_{name}")]
+    return {f"encoder_{name}": outputs.get(name) for name in names}
 
 
 def source_of(extras: dict[str, Any]) -> torch.Tensor | None:

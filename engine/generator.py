@@ -20,6 +20,7 @@ from engine.call import Call, parameters, read_call, takes
 from engine.cancellation import Cancellation
 from engine.checks import check_places, check_positions, check_room_for_rows
 from engine.chosen_cache import new_cache, read_cache_choice
+from engine.dispatch import prompt_device
 from engine.draft import Draft, check_takes_back, read_draft_request, verifies
 from engine.encoder import NothingEncoded
 from engine.errors import OptionError, OutOfMemory
@@ -30,12 +31,13 @@ from engine.loading import load
 from engine.masks import Columns, check_takes_masks
 from engine.out_of_memory import empty_allocators
 from engine.outlet import outlet_for
+from engine.parameters import read, read_parameters
 from engine.play import Play
 from engine.request import Request, read_request
 from engine.result import Generation, nothing_generated
 from engine.run import Run
 from engine.runner import Runner
-from engine.session import check_content, check_continues
+from engine.session import check_content, check_continues, check_pads_ahead
 from engine.streaming import Stream
 from engine.turning import check_turning
 
@@ -49,7 +51,7 @@ class Generator:
 
     def __init__(self, model: PreTrainedModel | str | Path, tokenizer: Any = None, config: EngineConfig | None = None):
         self.config = config or EngineConfig()
-        self.model, self.tokenizer = load(model, tokenizer, self.config)
+        self.model, self.tokenizer = load(model, read("tokenizer", tokenizer), self.config)
         self._runner = Runner(self.model, self.config.compile, self.config.linears)
         self._draft: Draft | None = None
 
@@ -64,7 +66,17 @@ class Generator:
 
         Parameters: those of `engine.generate`, without its model.
         """
-        return Stream(self._start(read_call(inputs, **arguments), streams=True))
+        return Stream(self._start(read_call(inputs, **arguments), streams=True), self._title)
+
+    def __repr__(self) -> str:
+        changed = ", ".join(f"{name}={getattr(self.config, name)!r}" for name in self.config.to_dict(use_diff=True))
+        tokenizer = "no tokenizer" if self.tokenizer is None else type(self.tokenizer).__name__
+        return f"Generator({self._title}, {tokenizer}, EngineConfig({changed}))"
+
+    @property
+    def _title(self) -> str:
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return f"{type(self.model).__name__}, {dtype} on {prompt_device(self.model)}"
 
     @property
     def pools(self) -> dict[str, int]:
@@ -101,6 +113,7 @@ class Generator:
 
     def _prepare(self, call: Call, streams: bool) -> Play:
         started = time.perf_counter()
+        call = read_parameters(call)
         stop = Cancellation(call.cancellation)
         rungs = self.config.on_oom if call.on_oom is None else checked_rungs(call.on_oom)
         ladder, draft_ladder = Ladder(rungs), Ladder(rungs)
@@ -108,7 +121,7 @@ class Generator:
         budget = Budget(self.config.max_cache_bytes, self.config.over_budget, ladder.taken)
         tokenizer = call.tokenizer if call.tokenizer is not None else self.tokenizer
         draft = self._draft_of(call.assistant_model)
-        choice = read_cache_choice(self.model, call)
+        choice = read_cache_choice(self.model, call, self.config)
         live = choice.live
         try:
             request = read_request(
@@ -132,15 +145,11 @@ class Generator:
             request = replace(request, drafts=drafts, translation=draft_request.translation)
         known = True
         if live is None:
-            if call.trust_cache:
-                raise OptionError("trust_cache=True is about a live cache, and none was given: leave it out")
             live = new_cache(self.model, choice, request, self.config, budget, self._runner.takes_cache)
         else:
-            if request.use_cache is False:
-                raise OptionError("use_cache=False contradicts the live cache that was given: leave one of them out")
-            live.check_fits(self.model.config)
             if request.guidance is None:  # else it is empty
                 known = check_continues(live, request, self.model)
+                check_pads_ahead(self._runner, live, request.mask)
         self._check_together(live, request)
         read, mask = request.read
         extras = dict(read.extras)

@@ -100,7 +100,7 @@ def read_guidance(
     ids, other_mask = prompt.ids[:, -1:], mask[:, -1:]
     if given["negative_prompt"] is not None or given["negative_prompt_ids"] is not None:
         ids, other_mask = _read_negative(given, tokenizer, infer_mask, mask.device)
-        check_vocabulary(model, ids)
+        check_vocabulary(model, ids, "negative_prompt_ids: ")
         if len(ids) not in (1, rows):
             raise InputError(
                 f"there are {len(ids)} negative prompts for {rows} prompts: give one for each, or one for all"
@@ -171,7 +171,12 @@ def check_pads(runner: Runner, guidance: Guidance) -> None:
         return
     model = runner.model
     if model not in _changes:
-        alone, padded = (_logits_behind(runner, pads) for pads in (0, 3))
+        try:
+            alone, padded = (_logits_behind(runner, pads) for pads in (0, 3))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return  # it fails whatever it reads: the run will say so
         change = float((padded - alone).norm() / alone.norm())
         if math.isnan(change):  # they are no numbers: the run will say so
             return

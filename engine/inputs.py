@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -44,40 +45,49 @@ def move(extras: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def read_prompt(
-    inputs: Any, extras: dict[str, Any], tokenizer: Any, bos_id: int | None, pad_left: bool = True
+    inputs: Any, extras: dict[str, Any], tokenizer: Any, bos_id: int | None, pad_left: bool = True, pad_id: Any = None
 ) -> Prompt:
     """Text, texts, chat messages, ids, or a mapping with `input_ids` or `inputs_embeds`, as a `Prompt`.
 
     extras: model inputs given as keywords; they may hold `input_ids`, `inputs_embeds` and `attention_mask` themselves.
-    bos_id: the prompt when there is none. pad_left: where the pads of a ragged batch go. Raises `InputError`.
+    bos_id: the prompt when there is none. pad_left: where the pads of a ragged batch go. pad_id: what pads ragged ids
+    where there is no tokenizer; default 0. Raises `InputError`.
     """
-    extras = dict(extras)
-    if isinstance(inputs, Mapping) and not _is_message(inputs):
-        twice = sorted(set(inputs) & set(extras))
-        if twice:
-            raise InputError(f"{', '.join(twice)} given twice: in the inputs and as a keyword")
-        extras.update(inputs)
-        inputs = None
-    ids, mask = extras.pop("input_ids", None), extras.pop("attention_mask", None)
+    inputs, extras = merged(inputs, extras)
+    extras = {name: value for name, value in extras.items() if value is not None or name not in _OPTIONAL}
+    ids = extras.pop("input_ids", None)
     if inputs is not None and ids is not None:
         raise InputError("the prompt was given twice: as inputs and as input_ids")
-    embeds = extras.pop("inputs_embeds", None)
+    embeds = as_embeds(extras.pop("inputs_embeds", None))
     if embeds is not None and inputs is None and ids is None:
         ids = torch.empty(len(embeds), 0, dtype=torch.long)
     elif inputs is None and ids is None:
         if bos_id is None:
             raise InputError("there is no prompt, and the model has no bos_token_id to begin with")
         ids = torch.tensor([[bos_id]])
+        extras.setdefault("attention_mask", torch.ones_like(ids))  # no pad, also where a model has one id for both
     if inputs is not None:
-        if not isinstance(inputs, torch.Tensor) and not _are_ids(inputs):
-            if mask is not None:
-                raise InputError("attention_mask was given with a text prompt; the tokenizer makes that mask")
-            inputs, mask = _tokenize(inputs, tokenizer, pad_left)
         ids = inputs
-    if mask is not None:
-        mask = torch.as_tensor(mask)
-        mask = mask[None] if mask.ndim == 1 else mask
-    return Prompt(_as_ids(ids), mask, extras, embeds)
+        if not _are_ids(inputs):
+            if "attention_mask" in extras:
+                raise InputError("attention_mask was given with a text prompt; the tokenizer makes that mask")
+            ids, extras["attention_mask"] = _tokenize(inputs, tokenizer, pad_left)
+    ids, extras = _rectangular(ids, extras, _pad_id(tokenizer, pad_id), pad_left)
+    mask = extras.pop("attention_mask", None)
+    return Prompt(as_ids(ids), None if mask is None else as_mask(mask), extras, embeds)
+
+
+_OPTIONAL = ("input_ids", "inputs_embeds", "attention_mask")
+
+
+def merged(inputs: Any, extras: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The inputs that are no mapping, and those by name: given as keywords or in a mapping. Raises `InputError`."""
+    if not isinstance(inputs, Mapping) or _is_message(inputs):
+        return inputs, dict(extras)
+    twice = sorted(set(inputs) & set(extras))
+    if twice:
+        raise InputError(f"{', '.join(twice)} given twice: in the inputs and as a keyword")
+    return None, {**extras, **inputs}
 
 
 def _is_message(value: Any) -> bool:
@@ -85,26 +95,105 @@ def _is_message(value: Any) -> bool:
 
 
 def _are_ids(value: Any) -> bool:
-    """Whether it is a list of numbers, or a list of such lists."""
-    while isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0:
-        value = value[0]
-    return isinstance(value, int)
+    """Whether it is a number, a tensor, an array, or a list that begins with one of these."""
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        filled = [part for part in value if not (isinstance(part, (list, tuple)) and len(part) == 0)]
+        return len(filled) > 0 and _are_ids(filled[0])
+    return isinstance(value, Integral) or hasattr(value, "tolist")
 
 
-def _as_ids(ids: Any) -> torch.Tensor:
+def as_ids(ids: Any, what: str = "token ids") -> torch.Tensor:
+    """LongTensor [rows, tokens] of ids in any form. what: they are called in errors. Raises `InputError`."""
     try:
         ids = torch.as_tensor(ids)
-    except (ValueError, TypeError) as error:
-        raise InputError(f"token ids are a rectangular array of integers, but: {error}") from error
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise InputError(f"{what} are a rectangular array of integers, but: {error}") from error
     if ids.ndim == 1:
         ids = ids[None]
-    if ids.ndim != 2 or ids.is_floating_point():
-        raise InputError(f"token ids are integers [rows, tokens], but these are {ids.dtype} {list(ids.shape)}")
+    if ids.ndim != 2 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise InputError(f"{what} are integers [rows, tokens], but these are {ids.dtype} {list(ids.shape)}")
     return ids.long()
 
 
+def as_embeds(embeds: Any) -> torch.Tensor | None:
+    """Embeddings [rows, columns, hidden_size], or None. Raises `InputError`."""
+    if embeds is None or (isinstance(embeds, torch.Tensor) and embeds.ndim == 3 and embeds.is_floating_point()):
+        return embeds
+    kind = f"{embeds.dtype} {list(embeds.shape)}" if isinstance(embeds, torch.Tensor) else type(embeds).__name__
+    raise InputError(f"inputs_embeds are a floating-point tensor [rows, columns, hidden size], not {kind}")
+
+
+def as_mask(mask: Any, what: str = "attention_mask") -> torch.Tensor:
+    """A tensor [rows, tokens] of a mask in any form. what: its name in errors. Raises `InputError`."""
+    try:
+        mask = torch.as_tensor(mask)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise InputError(f"{what} is a rectangular array of zeros and ones, but: {error}") from error
+    return mask[None] if mask.ndim == 1 else mask
+
+
+def _pad_id(tokenizer: Any, pad_id: Any) -> int:
+    """What fills up a ragged batch: the tokenizer's, or else `pad_id`, or else 0."""
+    if tokenizer is None:
+        return pad_id if isinstance(pad_id, int) else 0
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+
+
+def _rectangular(ids: Any, beside: dict[str, Any], pad: int, pad_left: bool) -> tuple[Any, dict[str, Any]]:
+    """Lists of ids, padded where some are longer than others, and what goes with them: masks and token types."""
+    rows = _rows(ids)
+    if rows is None:
+        return ids, beside
+    beside, lengths = dict(beside), list(map(len, rows))
+    is_ragged = len(set(lengths)) > 1
+    for name in [name for name in beside if name == "attention_mask" or name.endswith("token_type_ids")]:
+        given = _rows(beside[name])
+        if beside[name] is None:
+            continue
+        if given is not None and list(map(len, given)) == lengths:
+            beside[name] = _padded(given, 0, pad_left)[0]
+        elif is_ragged:
+            raise InputError(
+                f"{name} has no entry for each id of {len(rows)} lists of {sorted(set(lengths))} ids: leave it out, or "
+                "give it as lists of the same lengths"
+            )
+    if not is_ragged:
+        return rows, beside
+    for row, tokens in enumerate(rows):
+        wrong = [token for token in tokens if not isinstance(token, Integral) or isinstance(token, bool)]
+        if wrong:
+            raise InputError(f"token ids are integers, but row {row} holds {wrong[0]!r:.40}")
+    padded, mask = _padded(rows, pad, pad_left)
+    return padded, {"attention_mask": mask} | beside
+
+
+def _rows(value: Any) -> list[list[Any]] | None:
+    """The rows of a list of lists, tensors or arrays; None for anything else."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return None
+    rows = [row.tolist() if hasattr(row, "tolist") else row for row in value]
+    if not all(isinstance(row, Sequence) and not isinstance(row, str) for row in rows):
+        return None
+    return [list(row) for row in rows]
+
+
+def _padded(rows: list[list[Any]], pad: int, pad_left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows as long as the longest, [rows, columns], and which of them are no pads."""
+    for row, tokens in enumerate(rows):
+        if not tokens:
+            raise InputError(f"prompt {row} is empty: the model needs at least one token to begin with")
+    longest = max(map(len, rows))
+
+    def filled(row: list[Any], value: int) -> list[Any]:
+        gap = [value] * (longest - len(row))
+        return gap + row if pad_left else row + gap
+
+    mask = [filled([1] * len(row), 0) for row in rows]
+    return torch.tensor([filled(row, pad) for row in rows]), torch.tensor(mask)
+
+
 def _tokenize(inputs: Any, tokenizer: Any, pad_left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    if not isinstance(inputs, (str, Sequence)):
+    if not isinstance(inputs, (str, Sequence)) or isinstance(inputs, bytes):
         raise InputError(
             f"a prompt is a text, texts, chat messages, a tensor or a mapping, not a {type(inputs).__name__}"
         )
@@ -116,24 +205,15 @@ def _tokenize(inputs: Any, tokenizer: Any, pad_left: bool) -> tuple[torch.Tensor
         inputs = [inputs]
     if len(inputs) == 0:
         raise InputError("the list of prompts is empty")
-    rows = [_token_ids(row, tokenizer) for row in inputs]
-    for row, ids in enumerate(rows):
-        if not ids:
-            raise InputError(f"prompt {row} is empty: the model needs at least one token to begin with")
-    longest = max(map(len, rows))
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
-    gaps = [longest - len(row) for row in rows]
-    before = [gap if pad_left else 0 for gap in gaps]
-    after = [0 if pad_left else gap for gap in gaps]
-    padded = [[pad] * b + row + [pad] * a for b, row, a in zip(before, rows, after, strict=True)]
-    mask = [[0] * b + [1] * len(row) + [0] * a for b, row, a in zip(before, rows, after, strict=True)]
-    return torch.tensor(padded), torch.tensor(mask)
+    return _padded([_token_ids(row, tokenizer) for row in inputs], _pad_id(tokenizer, None), pad_left)
 
 
 def _token_ids(prompt: Any, tokenizer: Any) -> list[int]:
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
-    if isinstance(prompt, Sequence) and len(prompt) > 0 and all(_is_message(message) for message in prompt):
+    if isinstance(prompt, Sequence) and len(prompt) == 0:
+        return []
+    if isinstance(prompt, Sequence) and all(_is_message(message) for message in prompt):
         if not getattr(tokenizer, "chat_template", None):
             raise InputError("chat messages need a tokenizer with a chat_template, and this one has none")
         return tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]

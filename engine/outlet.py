@@ -12,7 +12,7 @@ from engine.errors import EngineError
 from engine.request import Request
 from engine.result import Piece
 from engine.streamers import Listener, listener_for
-from engine.text import RowText
+from engine.text import RowText, ends_of
 from strategies import Text
 
 
@@ -60,7 +60,8 @@ class Outlet:
         watched: bool,
     ):
         self.watched = watched or listener is not None
-        texts = [None if tokenizer is None else RowText(tokenizer, stop_strings) for _ in prompts]
+        ends = ends_of(prompts, stop_strings)
+        texts = [None if tokenizer is None else RowText(tokenizer, stop_strings, prompt=end) for end in ends]
         self._rows = [_Row(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
         self._holds = False
         self._moved: list[int] | None = None  # where each row was when tokens came last

@@ -39,13 +39,29 @@ class Subject:
 class BackendPlan:
     """What a run takes with one backend.
 
-    cache: its name; options: those of its own. cache_bytes: what it keeps when that is most, by place: "device",
-    "host", "disk", and "staging", which is on the device; kind_bytes: the same by kind of layer, staging left out.
-    working_bytes: what a forward works with beside the cache and the logits. need_bytes: of the whole run by place; on
-    a CPU the host is the device. fits: whether that is free, with a tenth to spare; None where that is unknown.
-    longest_context: tokens of a row that would still fit, those of the prompt and the new ones (the last of which is
-    never read, so that they may be one more than the model has positions); largest_batch: prompts of this length
-    that would, both to about 1 %. refused: why it is not for this model or this run.
+    Attributes
+    ----------
+    cache : str
+        The backend's name.
+    options : dict
+        Those of its options that are not the defaults.
+    cache_bytes : dict of str to int
+        What it keeps when that is most, by place: "device", "host", "disk", and "staging", which is on the device.
+    kind_bytes : dict of str to int
+        The same by kind of layer, staging left out.
+    working_bytes : int
+        What a forward works with beside the cache and the logits.
+    need_bytes : dict of str to int
+        Of the whole run by place; on a CPU the host is the device.
+    fits : bool or None
+        Whether that is free, with a tenth to spare; None where that is unknown.
+    longest_context : int or None
+        Tokens of a row that would still fit, those of the prompt and the new ones, to about 1 %. The last new one is
+        never read, so that they may be one more than the model has positions.
+    largest_batch : int or None
+        Prompts of this length that would still fit, to about 1 %.
+    refused : str or None
+        Why it is not for this model or this run; None where it is.
     """
 
     cache: str

@@ -19,6 +19,7 @@ from engine.errors import OptionError
 from engine.free_memory import find_free
 from engine.fresh import Course
 from engine.loading import load, load_config
+from engine.notebook import plan_as_html, plan_in_short
 from engine.placement import read_device, read_dtype
 from engine.planner import BackendPlan, Planner, Subject, choose, lossless
 from engine.rehearsal import rehearse
@@ -29,9 +30,28 @@ from engine.sizes import study, weight_bytes
 class Plan:
     """What a run will take: see `engine.plan`. Printed, it is a table.
 
-    rows: what the prompts of the batch become. weight_bytes: of parameters and buffers, those that are tied once; they
-    count as needed unless they are loaded. free_bytes: by place, None where that is unknown. backends: those that were
-    asked about. choice: the title of the one to take, None where all are refused; why: in a sentence.
+    Attributes
+    ----------
+    model, dtype, device : str
+        The model's class, its data type and where it computes.
+    prompt_tokens, max_new_tokens, batch_size : int
+        What was asked about.
+    rows : int
+        What the prompts of the batch become.
+    weight_bytes : int
+        Of parameters and buffers, those that are tied once; they count as needed unless they are loaded.
+    weights_are_loaded : bool
+        Whether the model was given, not its configuration or its name.
+    logits_bytes : int
+        Of the logits after the last tokens, with what the strategy makes of them.
+    free_bytes : dict of str to int or None
+        By place ("device", "host", "disk"), None where that is unknown.
+    backends : tuple of BackendPlan
+        Those that were asked about.
+    choice : str or None
+        The title of the one to take, None where all are refused.
+    why : str
+        Why, in a sentence.
     """
 
     model: str
@@ -64,6 +84,12 @@ class Plan:
         from engine.show import plan_as_text
 
         return plan_as_text(self)
+
+    def __repr__(self) -> str:
+        return plan_in_short(self)
+
+    def _repr_html_(self) -> str:
+        return plan_as_html(self)
 
 
 def plan(

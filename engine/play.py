@@ -72,6 +72,10 @@ class Play:
     def given_up(self) -> bool:
         return self._run.given_up
 
+    @property
+    def cache_name(self) -> str:
+        return self._run.cache_name
+
     def result(self) -> Generation:
         """What was generated. Ends the run."""
         return self._run.result()

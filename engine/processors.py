@@ -68,7 +68,9 @@ class Processing:
             )
         if self._followers:
             self._follow(ids)
-        return self._processors(ids, scores)
+        for name, processor in zip(self.names, self._processors, strict=True):
+            scores = _checked(name, LogitsProcessorList([processor])(ids, scores), scores)
+        return scores
 
     def culprit(self, ids: torch.Tensor, scores: torch.Tensor, is_bad: Callable[[torch.Tensor], bool]) -> str:
         """The name of the processor that makes bad scores of these, found by asking again; else those of all."""
@@ -108,6 +110,18 @@ class Processing:
             for follower in self._followers:
                 follower.crop(agreed)
         self._followed = ids.clone()
+
+
+def _checked(name: str, made: Any, given: torch.Tensor) -> torch.Tensor:
+    """What a processor made of the scores `given` [rows, vocabulary]."""
+    if not isinstance(made, torch.Tensor):
+        raise OptionError(f"{name} returned {type(made).__name__} where the scores {list(given.shape)} belong")
+    if made.shape != given.shape:
+        raise OptionError(
+            f"{name} made scores of shape {list(made.shape)} from scores of shape {list(given.shape)}, so rows or "
+            "tokens would get those of others: a logits processor returns [rows, vocabulary], as it is given"
+        )
+    return made
 
 
 def _name(processor: Any) -> str:

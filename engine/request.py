@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from transformers import (
 )
 
 from caches import Driven
-from configs import nearest
 from engine.call import Call, parameters
 from engine.checks import (
     check_applies,
@@ -30,16 +29,21 @@ from engine.checks import (
     check_length,
     check_mask,
     check_model,
+    check_pads,
     check_pieces,
+    check_positions,
+    check_said_ids,
 )
 from engine.choice import choose_strategy, score_copies, scored
+from engine.device_state import seeded
 from engine.dispatch import prompt_device
-from engine.encoder import Recover, Source, encode
+from engine.encoder import Recover, Source, read_source
 from engine.errors import OptionError
 from engine.extras import complete_extras
 from engine.fresh import Course
 from engine.guidance import ARGUMENTS, Guidance, check_guidance, read_guidance
 from engine.inputs import Prompt, read_prompt
+from engine.parameters import hint
 from engine.processors import Processing
 from engine.session import known_mask
 from engine.stopping import Stopping
@@ -50,7 +54,7 @@ from strategies import Drafts, Strategy, Task, Translation
 class Request:
     """total: columns when the run ends at the latest. before: columns the cache holds before those of `prompt`.
 
-    source: what an encoder has read for this call. drafts, translation: see `Task`.
+    source: what an encoder has read for this call. drafts, translation, generator: see `Task`.
     """
 
     prompt: Prompt
@@ -61,7 +65,7 @@ class Request:
     strategy: Strategy
     processing: Processing
     criteria: StoppingCriteriaList
-    eos_ids: frozenset[int]
+    eos_ids: tuple[int, ...]
     pad_id: int
     stop_strings: tuple[str, ...]
     ended: Callable[[torch.Tensor], torch.Tensor]
@@ -71,6 +75,7 @@ class Request:
     drafts: Drafts = field(default_factory=Drafts)
     translation: Translation | None = None
     guidance: Guidance | None = None
+    generator: torch.Generator | None = None
 
     @property
     def output_flags(self) -> dict[str, bool]:
@@ -138,6 +143,7 @@ class Request:
             pad_id=self.pad_id,
             drafts=self.drafts,
             translation=self.translation,
+            generator=self.generator,
         )
 
     @property
@@ -179,16 +185,17 @@ def read_request(
     constraint = options.pop("prefix_allowed_tokens_fn", None)
     negative = {name: options.pop(name, None) for name in ARGUMENTS}
     config, model_inputs, lengths_given = _complete_config(model, generation_config, options)
-    chosen = choose_strategy(config, call.strategy, options, generation_config, assistant)
-    check_applies(chosen, generation_config, options)
+    chosen = choose_strategy(config, call, options, assistant)
+    check_applies(model, chosen, generation_config, options)
+    check_said_ids(model, config, options)
     check_guidance(model, config.guidance_scale, negative)
 
-    device, source = prompt_device(model), None
+    device, source, encode = prompt_device(model), None, None
     if model.config.is_encoder_decoder:
         _refuse_unknown(model, model_inputs | (dict(call.inputs) if isinstance(call.inputs, Mapping) else {}))
-        prompt, source = encode(model, call.inputs, model_inputs, tokenizer, config, device, recover)
+        prompt, source, encode = read_source(model, call.inputs, model_inputs, tokenizer, config, device, recover)
     else:
-        prompt = read_prompt(call.inputs, model_inputs, tokenizer, config.bos_token_id)
+        prompt = read_prompt(call.inputs, model_inputs, tokenizer, config.bos_token_id, pad_id=config.pad_token_id)
         _refuse_unknown(model, prompt.extras)
         prompt = prompt.to(device)
         model._prepare_special_tokens(config, prompt.mask is not None, device=device, batch_size=len(prompt.ids))
@@ -201,8 +208,9 @@ def read_request(
         known = known_mask(cache, prompt.ids)
         mask = torch.cat([known, _inferred_mask(model, prompt.ids[:, known.shape[1] :], config)], dim=1)
     mask = (mask != 0).long()
-    before = check_mask(prompt, mask, 0 if cache is None else cache.seen)
-    check_extras(prompt, mask)
+    name = "attention_mask" if source is None else "decoder_attention_mask"
+    before = check_mask(prompt, mask, 0 if cache is None else cache.seen, name)
+    check_extras(model, prompt, mask)
     chunk_tokens = config.prefill_chunk_size or chunk_tokens
     if source is None:
         check_pieces(prompt, chunk_tokens)
@@ -220,11 +228,13 @@ def read_request(
     )
     total = before + prompt.unnamed + config.max_length
     check_length(mask.shape[1], total)
+    if source is not None:  # others need positions for what their cache lets them look at
+        check_positions(model, None, mask.shape[1], total)
 
     eos, pad = config._eos_token_tensor, config._pad_token_tensor
     if pad is None and tokenizer is not None and tokenizer.pad_token_id is not None:
         pad = torch.tensor(tokenizer.pad_token_id)
-    return Request(
+    request = Request(
         prompt=prompt,
         mask=mask,
         before=before,
@@ -235,13 +245,19 @@ def read_request(
         source=source,
         guidance=guidance,
         criteria=StoppingCriteriaList(call.stopping_criteria or []),
-        eos_ids=frozenset() if eos is None else frozenset(eos.tolist()),
+        eos_ids=() if eos is None else tuple(eos.tolist()),
         pad_id=0 if pad is None else int(pad),
         stop_strings=_stop_strings(config, tokenizer),
         ended=_ended(model, config, call.stopping_criteria, tokenizer),
         chunk_tokens=chunk_tokens,
         use_cache=options.get("use_cache", generation_config and generation_config.use_cache),
+        generator=seeded(call.seed, device),
     )
+    check_pads(model, request)
+    if encode is not None:  # the first work, after all that can be checked
+        encoded, source = encode()
+        request = replace(request, prompt=encoded, source=source)
+    return request
 
 
 def _complete_config(
@@ -251,15 +267,6 @@ def _complete_config(
 
     Third, which of max_length and min_length were chosen: transformers counts those from the prompt's beginning.
     """
-    max_new_tokens = options.get("max_new_tokens", generation_config and generation_config.max_new_tokens)
-    if max_new_tokens is not None and (not isinstance(max_new_tokens, int) or max_new_tokens < 1):
-        raise OptionError(
-            f"max_new_tokens={max_new_tokens!r}, but a generation has a whole number of new tokens, 1 or more"
-        )
-    for name in _WHOLE_NUMBERS:
-        value = options.get(name, getattr(generation_config, name, None))
-        if value is not None and not isinstance(value, int):
-            raise OptionError(f"{name}={value!r}, but it is a whole number")
     configs = [config for config in (generation_config, model.generation_config) if config is not None]
     given = {
         name
@@ -270,8 +277,8 @@ def _complete_config(
     returned = options.pop("num_return_sequences", None)
     try:
         config, model_inputs = model._prepare_generation_config(generation_config, **options)
-    except ValueError as error:  # transformers' own checks of its parameters
-        raise OptionError(str(error)) from error
+    except (ValueError, TypeError, AttributeError) as error:  # transformers' own checks, of the model's settings too
+        raise OptionError(f"these generation parameters cannot be: {error}") from error
     if returned is not None:
         options["num_return_sequences"] = config.num_return_sequences = returned
     for flag in ("output_attentions", "output_hidden_states"):  # kept in the config too
@@ -281,7 +288,7 @@ def _complete_config(
 
 def _inferred_mask(model: PreTrainedModel, ids: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
     """The mask of a prompt that came without one, as transformers reads it off the pad ids."""
-    if ids.shape[0] == 1 or ids.numel() == 0:  # a row alone has nothing to be padded to
+    if ids.numel() == 0:
         return torch.ones_like(ids)
     return model._prepare_attention_mask_for_generation(ids, config, {})
 
@@ -313,8 +320,8 @@ def _processing(
             model_kwargs={"attention_mask" if source is None else "decoder_attention_mask": mask},
             prefix_allowed_tokens_fn=constraint,
         )
-    except ValueError as error:  # an impossible temperature, top_p, ...
-        raise OptionError(str(error)) from error
+    except (ValueError, TypeError) as error:  # an impossible temperature, ..., maybe of the model's own settings
+        raise OptionError(f"these generation parameters cannot be: {error}") from error
     return Processing(processors, prompt.ids)
 
 
@@ -337,19 +344,13 @@ def _stop_strings(config: GenerationConfig, tokenizer: Any) -> tuple[str, ...]:
     stops = (stops,) if isinstance(stops, str) else tuple(stops)
     if stops and tokenizer is None:
         raise OptionError("stop_strings are looked for in the text: pass tokenizer=..., or give the model as a path")
-    if "" in stops:
-        raise OptionError("an empty stop string would end every text before it begins")
+    if "" in stops or config.stop_strings == "":
+        raise OptionError("stop_strings: an empty stop string would end every text before it begins")
     return stops
 
 
-_WHOLE_NUMBERS = (
-    "num_beams", "num_beam_groups", "num_return_sequences", "top_k", "num_assistant_tokens", "prompt_lookup_num_tokens",
-    "max_matching_ngram_size",
-)  # fmt: skip
-
-
 def _refuse_unknown(model: PreTrainedModel, extras: dict[str, Any]) -> None:
-    """Refuse model inputs that the model does not take, among them every misspelt option."""
+    """Refuse model inputs that the model does not take, among them every misspelt parameter."""
     takes = set(inspect.signature(model.forward).parameters)
     takes |= set(inspect.signature(model.prepare_inputs_for_generation).parameters)
     takes -= _SET_BY_THE_ENGINE
@@ -357,11 +358,14 @@ def _refuse_unknown(model: PreTrainedModel, extras: dict[str, Any]) -> None:
         if name in _SET_BY_THE_ENGINE:
             raise OptionError(f"{name!r} is set by the engine in every step and cannot be an input: leave it out")
         if name not in takes:
-            known = sorted(takes | set(GenerationConfig().to_dict()) | set(inspect.signature(parameters).parameters))
-            raise OptionError(f"{type(model).__name__} and generate() know no input {name!r}; {nearest(name, known)}")
+            known = takes | set(GenerationConfig().to_dict()) | set(inspect.signature(parameters).parameters)
+            meant = hint(name, known - _NO_PARAMETERS)
+            raise OptionError(f"{type(model).__name__} and generate() know no input {name!r}; {meant}")
 
 
 _SET_BY_THE_ENGINE = {
     "args", "kwargs", "model_kwargs", "labels", "logits_to_keep", "next_sequence_length", "is_first_iteration",
     "past_key_values", "use_cache", "cache_position", "return_dict", "output_attentions", "output_hidden_states",
+    "decoder_inputs_embeds", "cache_params",
 }  # fmt: skip
+_NO_PARAMETERS = {"model_inputs", "transformers_version"}

@@ -9,13 +9,23 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
+from engine.notebook import generation_as_html, generation_in_short
+
 
 @dataclass(frozen=True)
 class Fallback:
-    """How a run went on after memory was out. rung: see `configs.EngineConfig.on_oom`. what: was done, in words.
+    """How a run went on after memory was out.
 
-    tokens: of each row in the cache when it was taken. bytes_before, bytes_after: of the cache on the device that
-    computes.
+    Attributes
+    ----------
+    rung : str
+        Which of the ways was taken: see `configs.EngineConfig.on_oom`.
+    what : str
+        What was done, in words.
+    tokens : int
+        Tokens of each row in the cache when it was taken.
+    bytes_before, bytes_after : int
+        Bytes of the cache on the device that computes.
     """
 
     rung: str
@@ -35,15 +45,33 @@ class Fallback:
 class Stats:
     """Measured over one call. Rates count the tokens of all rows; a rate is None when nothing was timed for it.
 
-    cache: the name of the backend that was used, or the class of a cache of transformers' own.
-    prompt_tokens: tokens read, pads and tokens already in the cache not counted. new_tokens: tokens emitted, pads of
-    ended rows not counted. ttft_s: seconds from the call to the first token. cache_bytes: size of the cache at the end.
-    peak_bytes: most device memory allocated during the call, by all that runs there; None where the device does not
-    report it (CPU). Where it stayed below what the process had allocated before, it is the most after any step.
-    drafted_tokens: proposed to the model, by a draft or from the text; accepted_tokens: those of them that were found
-    right; verifications: forwards of the model that looked at some. None where nothing was proposed.
-    fallbacks: how the run went on whenever memory was out. linears: which matrix products the model's linear layers of
-    float32 on a CPU took, by rows and by size of the matrix: "torch", "onednn", ... (see `EngineConfig.linears`).
+    Attributes
+    ----------
+    cache : str
+        The name of the backend that was used, or the class of a cache of transformers' own.
+    prompt_tokens : int
+        Tokens read, pads and tokens already in the cache not counted.
+    new_tokens : int
+        Tokens emitted, pads of ended rows not counted.
+    ttft_s : float or None
+        Seconds from the call to the first token.
+    prefill_tokens_per_s, decode_tokens_per_s : float or None
+        Tokens read per second until the first token, and new ones per second from then on.
+    total_s : float
+        Seconds of the whole call.
+    cache_bytes : int
+        Size of the cache at the end.
+    peak_bytes : int or None
+        Most device memory allocated during the call, by all that runs there; None where the device does not report it
+        (CPU). Where it stayed below what the process had allocated before, it is the most after any step.
+    drafted_tokens, accepted_tokens, verifications : int or None
+        Tokens that a draft or the text proposed to the model, those of them that were found right, and forwards of the
+        model that looked at some. None where nothing was proposed.
+    fallbacks : tuple of Fallback
+        How the run went on whenever memory was out.
+    linears : str
+        Which matrix products the model's linear layers of float32 on a CPU took, by rows and by size of the matrix:
+        "torch", "onednn", ... (see `EngineConfig.linears`).
     """
 
     cache: str
@@ -66,23 +94,41 @@ class Stats:
 class Generation:
     """The result of one call, with the fields of transformers' `return_dict_in_generate`.
 
-    sequences: LongTensor [rows, prompt + new], laid out as by transformers' `generate`: prompts with their left pads,
-        rows that ended early filled up with the pad id.
-    tokens: the new token ids of every row, without the pads after its end.
-    text: the new text of every row, without special tokens and without the stop string that ended it; None when the
+    Attributes
+    ----------
+    sequences : LongTensor [rows, prompt + new]
+        Laid out as by transformers' `generate`: prompts with their left pads, rows that ended early filled up with the
+        pad id.
+    tokens : list of list of int
+        The new token ids of every row, without the pads after its end.
+    text : list of str or None
+        The new text of every row, without special tokens and without the stop string that ended it; None when the
         call had no tokenizer.
-    finish_reasons: per row "eos", "stop_string", "criteria", "time", "length", or None when the run ended
-        before the row did.
-    cache: the live cache, holding everything but the last token (nothing where guidance took a negative prompt longer
+    finish_reasons : list of str or None
+        Per row "eos", "stop_string", "criteria", "time", "length", or None when the run ended before the row did,
+        or where a search has found fewer texts than were asked for: that row has no tokens.
+    stats : Stats
+        What was measured.
+    cache : Cache or None
+        The live cache, holding everything but the last token (nothing where guidance took a negative prompt longer
         than the prompts, whose columns are not theirs); None for cache="none", where an encoder had no memory, and
         for one of transformers' own that a failed step has spoilt. (transformers' fixed and sliding layers cannot take
         a token back: after a failure between a forward and the choice of its token they hold that last token too.)
-    scores, logits: per new token [rows, vocabulary], float32, after / before the logits processors; None unless
-        `output_scores` / `output_logits`.
-    attentions, hidden_states, cross_attentions: what the model (its decoder) returned in each of its forwards; None
-        unless asked for, the last one without an encoder too.
-    sequences_scores: of beam search, what its texts were compared by, float32 [rows]. beam_indices: in which row of
-        the step each new token was chosen, -1 after the end, LongTensor [rows, new]. None for other strategies.
+    scores, logits : tuple of Tensor [rows, vocabulary], or None
+        Per new token, float32, after / before the logits processors; None unless `output_scores` / `output_logits`.
+    attentions, hidden_states, cross_attentions : tuple or None
+        What the model (its decoder) returned in each of its forwards; None unless asked for with `output_attentions` /
+        `output_hidden_states`, the last one without an encoder too.
+    encoder_attentions, encoder_hidden_states : tuple or None
+        What the encoder returned, one tensor per layer, [prompts, heads, columns, columns] and [prompts, columns,
+        width]: a row per prompt, however many texts it has. None unless asked for, without an encoder, and where
+        `encoder_outputs` that were given hold none.
+    sequences_scores : Tensor [rows] or None
+        Of beam search, what its texts were compared by, float32. None for other strategies.
+    beam_indices : LongTensor [rows, new] or None
+        Of beam search, in which row of the step each new token was chosen, -1 after the end.
+    legacy : bool
+        Whether `past_key_values` are tuples: the call said `return_legacy_cache=True`.
     """
 
     sequences: torch.Tensor
@@ -96,6 +142,8 @@ class Generation:
     attentions: tuple[Any, ...] | None = None
     cross_attentions: tuple[Any, ...] | None = None
     hidden_states: tuple[Any, ...] | None = None
+    encoder_attentions: tuple[torch.Tensor, ...] | None = None
+    encoder_hidden_states: tuple[torch.Tensor, ...] | None = None
     sequences_scores: torch.Tensor | None = None
     beam_indices: torch.Tensor | None = None
     legacy: bool = False
@@ -107,6 +155,12 @@ class Generation:
         Raises `caches.UnsupportedLayer` where tuples cannot say everything that is in it.
         """
         return self.cache.to_legacy_cache() if self.legacy and self.cache is not None else self.cache
+
+    def __repr__(self) -> str:
+        return generation_in_short(self)
+
+    def _repr_html_(self) -> str:
+        return generation_as_html(self)
 
 
 def nothing_generated(
@@ -139,8 +193,17 @@ def nothing_generated(
 class Piece:
     """One row's share of a stream. What was in a piece is final.
 
-    tokens: the new token ids. text: the new text, held back while it may still change (half a character, the beginning
-    of a stop string); None without a tokenizer. finish_reason: set on the row's last piece.
+    Attributes
+    ----------
+    row : int
+        Its number in the result.
+    tokens : tuple of int
+        The new token ids.
+    text : str or None
+        The new text, held back while it may still change (half a character, the beginning of a stop string); None
+        without a tokenizer.
+    finish_reason : str or None
+        As in `Generation`; set on the row's last piece.
     """
 
     row: int

@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput
 from caches import CacheError
 from caches.out_of_memory import is_out_of_memory
 from engine.device_state import Peak, random_state, set_random_state
+from engine.encoder import encoder_records
 from engine.errors import EngineError
 from engine.guidance import GuidedLane
 from engine.health import Health
@@ -75,7 +76,7 @@ class Run:
         self._request, self._lane, self.outlet, self._tokenizer = request, lane, outlet, tokenizer
         self._legacy, self._fallbacks = legacy, fallbacks
         prompt = request.prompt.ids
-        self._device = prompt.device
+        self._device, self._generator = prompt.device, request.generator
         self._prompt_tokens = int(request.mask[:, lane.cache.seen :].sum()) + request.source_tokens
         self._stopping = request.stopping()
         columns = request.total - request.untold
@@ -111,6 +112,10 @@ class Run:
     def done(self) -> bool:
         """Whether all rows have ended."""
         return self._stopping.done
+
+    @property
+    def cache_name(self) -> str:
+        return self._lane.cache.name
 
     @property
     def _running(self) -> list[bool]:
@@ -218,13 +223,14 @@ class Run:
         def is_as_it_was() -> bool:
             return before is not None and scores._version == before
 
-        return self._lane.attempt(self._rewinding(lambda: self._health.process(ids, scores)), is_as_it_was)
+        # What processors draw is torch's own, whatever the call's seed.
+        return self._lane.attempt(self._rewinding(lambda: self._health.process(ids, scores), None), is_as_it_was)
 
     def _attempt(self, work: Callable[[], T]) -> T:
         """See `Task`."""
-        return self._lane.attempt(self._rewinding(work))
+        return self._lane.attempt(self._rewinding(work, self._generator))
 
-    def _rewinding(self, work: Callable[[], T]) -> Callable[[], T]:
+    def _rewinding(self, work: Callable[[], T], generator: torch.Generator | None) -> Callable[[], T]:
         """`work` that draws the same numbers when it is done once more; not where others have drawn since."""
         if not (self._request.strategy.samples or self._request.processing.names):
             return work
@@ -233,15 +239,15 @@ class Run:
 
         def drawn() -> T:
             nonlocal before, after
-            now = random_state(self._device)
+            now = random_state(self._device, generator)
             if before is not None and after is not None and torch.equal(now, after):
-                set_random_state(before, self._device)
+                set_random_state(before, self._device, generator)
             else:
                 before = now
             try:
                 return work()
             finally:
-                after = random_state(self._device)
+                after = random_state(self._device, generator)
 
         return drawn
 
@@ -275,7 +281,8 @@ class Run:
     def _finish(self, end: Finish) -> list[Piece]:
         """Take over the tokens of all rows, which the strategy has ended by itself."""
         rows = zip(end.tokens.tolist(), end.lengths, strict=True)
-        texts = [Text(tokens[:length], True, row) for row, (tokens, length) in enumerate(rows)]
+        # A search may find fewer texts than are wanted: what is left is empty, and nothing has ended it.
+        texts = [Text(tokens[:length], length > 0, row) for row, (tokens, length) in enumerate(rows)]
         self._best = lambda: texts
         self._take(texts)
         if "scores" in self._records:
@@ -295,7 +302,7 @@ class Run:
         self._stopping.reasons = self.outlet.reasons
 
     def _mark(self) -> _Mark:
-        generator = random_state(self._device) if self._request.strategy.samples else None
+        generator = random_state(self._device, self._generator) if self._request.strategy.samples else None
         return _Mark({name: len(values) for name, values in self._records.items()}, generator)
 
     def read_all(self) -> list[Piece]:
@@ -336,8 +343,9 @@ class Run:
             del self._records[name][length:]
         before = self._read.generator
         # Not where others have drawn since: the same numbers would come to them a second time.
-        if before is not None and written is not None and torch.equal(random_state(self._device), written):
-            set_random_state(before, self._device)
+        now = random_state(self._device, self._generator)
+        if before is not None and written is not None and torch.equal(now, written):
+            set_random_state(before, self._device, self._generator)
 
     def _seen_by_criteria(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
         scores = self._records.get("scores")
@@ -426,6 +434,7 @@ class Run:
             sequences_scores=self._sequences_scores,
             beam_indices=self._beam_indices,
             **records,
+            **encoder_records(self._request.prompt.extras, self._request.output_flags),
         )
 
     def _text(self) -> list[str] | None:
@@ -446,7 +455,7 @@ class Run:
         decoded = self._new_tokens - len(self._tokens.ids)  # the first token of each row comes from the prefill
         drafts = self._request.drafts
         return Stats(
-            cache=self._lane.cache.name,
+            cache=self.cache_name,
             prompt_tokens=self._prompt_tokens,
             new_tokens=self._new_tokens,
             ttft_s=prefill_s,

@@ -218,6 +218,16 @@ def _differs(
     )
 
 
+def check_pads_ahead(runner: Runner, cache: Driven, mask: torch.Tensor) -> None:
+    """Refuse pads behind what the cache holds where the model would read them into its states, one token at a time."""
+    pads = (mask[:, cache.seen :] == 0).any(dim=1).nonzero().flatten().tolist()
+    if cache.seen > 0 and pads and not runner.reads_on:
+        raise InputError(
+            f"row {pads[0]} has a pad behind the {cache.seen} tokens in the cache, and {type(runner.model).__name__} "
+            "reads what comes after them one by one, pads too: go on with that row alone, from its own tokens"
+        )
+
+
 def _remembers_pads(cache: Driven) -> bool:
     """Whether pads after a row's end leave something behind that no mask can hide."""
     kinds = (getattr(cache.handle, name, ()) for name in ("is_sliding", "is_linear"))

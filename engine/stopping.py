@@ -20,13 +20,13 @@ class Stopping:
         self,
         rows: int,
         last_column: int,
-        eos_ids: frozenset[int],
+        eos_ids: Sequence[int],
         criteria: StoppingCriteriaList,
         time_criteria: StoppingCriteriaList,
     ):
         self.reasons: list[str | None] = [None] * rows
         self._last_column = last_column
-        self._eos_ids = eos_ids
+        self._eos_ids = frozenset(eos_ids)
         self._criteria = (("criteria", criteria), ("time", time_criteria))
 
     @property

@@ -10,7 +10,7 @@ from transformers import TextStreamer
 
 from engine.errors import OptionError
 from engine.result import Piece
-from engine.text import RowText
+from engine.text import RowText, ends_of
 
 
 class Listener(Protocol):
@@ -45,7 +45,7 @@ def listener_for(
         rows = prompts.tolist()
         if len(rows) > 1:  # alone, a row shows its pads, as in transformers
             rows = [ids[real].tolist() for ids, real in zip(prompts, mask != 0, strict=True)]
-        return _Texts(streamer, rows, stop_strings)
+        return _Texts(streamer, rows, stop_strings, ends_of(prompts, stop_strings))
     return _Columns(streamer, prompts.repeat_interleave(returned, dim=0), len(prompts), pad_id)
 
 
@@ -94,12 +94,14 @@ class _Texts:
     """Gives a text streamer the first row's text while it comes, then that of the others, each on a line of its own.
 
     It decodes as the streamer says, but not in its `put`, which takes one row only and shows halves of stop strings.
-    prompts: the ids of each row.
+    prompts: the ids of each row that show. ends: the last of all its ids, see `RowText`.
     """
 
-    def __init__(self, streamer: TextStreamer, prompts: list[list[int]], stop_strings: Sequence[str]):
+    def __init__(
+        self, streamer: TextStreamer, prompts: list[list[int]], stop_strings: Sequence[str], ends: list[list[int]]
+    ):
         self._streamer, self._prompts = streamer, prompts
-        self._texts = [RowText(streamer.tokenizer, stop_strings, streamer.decode_kwargs) for _ in prompts]
+        self._texts = [RowText(streamer.tokenizer, stop_strings, streamer.decode_kwargs, end) for end in ends]
         self._begun = [""] * len(prompts)  # the text of each row's prompt
         self._waiting = [""] * len(prompts)
         self._ended = [False] * len(prompts)

@@ -19,8 +19,9 @@ def _leave(pieces: PieceGenerator[Piece, None, None]) -> None:
 class Stream:
     """An iterator of pieces. Leaving it early is fine: `result()` then gives what was generated so far."""
 
-    def __init__(self, play: Play):
-        self._play = play
+    def __init__(self, play: Play, model: str):
+        """model: what generates, in words."""
+        self._play, self._model, self._new_tokens = play, model, 0
         self._pieces = play.pieces()
         # When it is collected, and before the process ends: what a run cleans up needs an interpreter that is whole.
         weakref.finalize(self, _leave, self._pieces)
@@ -29,7 +30,12 @@ class Stream:
         return self
 
     def __next__(self) -> Piece:
-        return next(self._pieces)
+        piece = next(self._pieces)
+        self._new_tokens += len(piece.tokens)
+        return piece
+
+    def __repr__(self) -> str:
+        return f"Stream({self._model}, cache={self._play.cache_name!r}, {self._new_tokens} new tokens shown)"
 
     @property
     def given_up(self) -> bool:

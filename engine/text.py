@@ -6,6 +6,8 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 _PLAIN = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 
 
@@ -13,23 +15,28 @@ class RowText:
     """The text of one row. Feed it tokens with `push`, take what is safe to show, `flush` at the end.
 
     stop_strings: the first one to appear ends the text just before it; `stopped` becomes True. decoding: arguments of
-    the tokenizer's `decode`; by default special tokens are left out, and spaces are as they are.
+    the tokenizer's `decode`; by default special tokens are left out, and spaces are as they are. prompt: ids before the
+    first token. A stop string may begin in them, and may contain special tokens, as in transformers.
     """
 
-    def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = (), decoding: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop_strings: Sequence[str] = (),
+        decoding: dict[str, Any] | None = None,
+        prompt: Sequence[int] = (),
+    ):
         self._tokenizer = tokenizer
         self._decoding = _PLAIN if decoding is None else decoding
         self._stops = tuple(stop_strings)
-        # Special tokens never show, so a stop string that is one has to be recognised by its id.
-        self._stop_ids = {
-            token
-            for token, text in zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
-            if any(stop in text for stop in self._stops)
-        }
+        self._special: dict[int, str] = {}  # tokens that do not show, though a stop string may have them
+        if self._stops and self._decoding.get("skip_special_tokens"):
+            self._special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
         self._tokens: list[int] = []
         self._context = 0  # decoding starts here: tokens before cannot change the text any more
         self._decoded = 0  # tokens whose text was taken
-        self._held = ""  # text that may be the beginning of a stop string
+        # Characters that may be the beginning of a stop string, and whether each shows.
+        self._held: list[tuple[str, bool]] = [(character, False) for character in self._end_of(prompt)]
         self._raw = ""  # all text taken from the tokenizer
         self.text = ""  # all text released
         self.stopped = False
@@ -48,11 +55,9 @@ class RowText:
         """Add a token; returns the text that is final now."""
         if self.stopped:
             return ""
-        if token in self._stop_ids:
-            rest = self.flush()
-            self.stopped = True
-            return rest
         self._tokens.append(token)
+        if token in self._special:
+            return self._take(self._special[token], shows=False)
         before = self._decode(self._tokens[self._context : self._decoded])
         now = self._decode(self._tokens[self._context :])
         # A text that ends in a replacement character is half a character, or will turn out to be no text at all.
@@ -69,7 +74,7 @@ class RowText:
         rest = self._take(whole[len(self._raw) :]) if whole.startswith(self._raw) else ""
         if self.stopped:
             return rest
-        held, self._held = self._held, ""
+        held, self._held = _shown(self._held), []
         self.text += held
         return rest + held
 
@@ -82,16 +87,28 @@ class RowText:
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, **self._decoding)
 
-    def _take(self, delta: str) -> str:
-        self._raw += delta
-        pending = self._held + delta
-        found = [position for stop in self._stops if (position := pending.find(stop)) >= 0]
+    def _end_of(self, prompt: Sequence[int]) -> str:
+        """What a stop string may have of the prompt's text: all but its last character."""
+        longest = max((len(stop) for stop in self._stops), default=0) - 1
+        if longest < 1:
+            return ""
+        tokens = list(prompt[-longest - 4 :])  # one per character, and those of half a character before
+        text = self._tokenizer.decode(tokens, **(_PLAIN | {"skip_special_tokens": False})).rstrip("\ufffd")
+        return text[-longest:]
+
+    def _take(self, delta: str, shows: bool = True) -> str:
+        self._raw += delta if shows else ""
+        pending = [*self._held, *((character, shows) for character in delta)]
+        text, held = "".join(character for character, _ in pending), len(self._held)
+        # What ends before `delta` was said by the prompt.
+        begins = [text.find(stop, max(0, held - len(stop) + 1)) for stop in self._stops]
+        found = [begin for begin in begins if begin >= 0]
         if found:
-            self.stopped, self._held = True, ""
-            released = pending[: min(found)]
+            self.stopped, self._held = True, []
+            released = _shown(pending[: min(found)])
         else:
-            safe = len(pending) - self._stop_prefix(pending)
-            released, self._held = pending[:safe], pending[safe:]
+            safe = len(pending) - self._stop_prefix(text)
+            released, self._held = _shown(pending[:safe]), pending[safe:]
         self.text += released
         return released
 
@@ -102,3 +119,13 @@ class RowText:
             if any(stop.startswith(text[-length:]) for stop in self._stops):
                 return length
         return 0
+
+
+def _shown(characters: Sequence[tuple[str, bool]]) -> str:
+    return "".join(character for character, shows in characters if shows)
+
+
+def ends_of(prompts: torch.Tensor, stop_strings: Sequence[str]) -> list[list[int]]:
+    """Of every row of prompts [rows, columns] the last ids, pads too: as many as a stop string may begin in."""
+    columns = max((len(stop) for stop in stop_strings), default=0) + 4
+    return prompts[:, -columns:].tolist() if stop_strings else [[] for _ in prompts]

@@ -97,7 +97,7 @@ class _Drafter:
     def choose(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The probabilities of these scores, and the tokens [rows] taken by them."""
         q = scores.softmax(dim=-1)
-        return q, draw(q)[:, 0] if self.options.samples else q.argmax(dim=-1)
+        return q, draw(q, self.task.generator)[:, 0] if self.options.samples else q.argmax(dim=-1)
 
     def unread(self, ids: torch.Tensor) -> Generator[Operation, Any, torch.Tensor]:
         """What the draft has to read of the text before it can go on; it forgets what is none of it."""

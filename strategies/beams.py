@@ -56,7 +56,8 @@ class Texts:
         return self.scores > _NEVER / 2
 
     def best(self, texts: int) -> Texts:
-        return self.take(self.scores.topk(texts).indices)
+        """The best `texts` of every prompt; of equal ones the first, as in transformers."""
+        return self.take(self.scores.sort(dim=1, descending=True, stable=True).indices[:, :texts])
 
     def then(self, ids: torch.Tensor | int, rows: torch.Tensor | int) -> Texts:
         """With one more column."""
@@ -75,7 +76,7 @@ class Beams:
         self._task, self._rules, self._size, self._prompt = task, rules, size, ids.shape[1]
         self._first = (torch.arange(len(ids), device=ids.device) * stride + first_row)[:, None]
         self._eos = torch.tensor(sorted(task.eos_ids), dtype=torch.long, device=ids.device)
-        self._candidates = max(2, 1 + len(task.eos_ids)) * size
+        self._candidates = max(2, 1 + len(task.eos_ids)) * size  # ids given twice count twice, as in transformers
         scores = torch.full((len(ids), size), _NEVER, device=ids.device)
         ids = ids[:, None].expand(-1, size, -1)
         self.ended = Texts(ids, ids[..., :0], scores)
@@ -124,7 +125,7 @@ class Beams:
         if not self._rules.do_sample:
             best = scores.topk(self._candidates)
             return best.values, best.indices
-        index = draw(scores.softmax(dim=-1), self._candidates)
+        index = draw(scores.softmax(dim=-1), self._task.generator, self._candidates)
         return scores.gather(1, index), index
 
     def _keep_ended(self, found: Texts, ends: torch.Tensor) -> None:

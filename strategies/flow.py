@@ -73,11 +73,13 @@ class Task:
     ids: the prompt [rows, columns]. mask: 0 where it has a pad, [rows, columns], with columns more in front where the
     prompt begins with embeddings that have no id. process: to be applied to the scores of every step. ended: for ids
     [any, columns], whether a text ends there, bool [any]; only flows that `Finish` by themselves have to ask.
-    last_column: no row gets longer than so many columns. eos_ids: tokens that end a text. pad_id: what a row is filled
-    up with. drafts: filled in where tokens are proposed. translation: where the draft has a vocabulary of its own.
+    last_column: no row gets longer than so many columns. eos_ids: tokens that end a text, as given. pad_id: what a row
+    is filled up with. drafts: filled in where tokens are proposed. translation: where the draft has other ids.
     attempt: for work on scores [rows, vocabulary] that needs memory, as `attempt(lambda: scores.softmax(dim=-1))`. The
     work must not change anything, because it may be done more than once. `process` does this by itself. records_scores:
-    whether the scores of the steps are wanted in `Finish`.
+    whether the scores of the steps are wanted in `Finish`. generator: what random numbers are drawn from, on the device
+    of the scores, so that a call's `seed` means something; None is torch's own. All drawing takes it, as in
+    `torch.multinomial(probabilities, 1, generator=task.generator)`.
     """
 
     ids: torch.Tensor
@@ -85,12 +87,13 @@ class Task:
     process: Process
     ended: Callable[[torch.Tensor], torch.Tensor]
     last_column: int
-    eos_ids: frozenset[int] = frozenset()
+    eos_ids: tuple[int, ...] = ()
     pad_id: int = 0
     drafts: Drafts = field(default_factory=Drafts)
     translation: Translation | None = None
     attempt: Callable[[Callable[[], Any]], Any] = at_once
     records_scores: bool = True
+    generator: torch.Generator | None = None
 
 
 @dataclass(frozen=True)
@@ -197,12 +200,12 @@ class Strategy(Protocol):
         """Decode after the prompt."""
 
 
-def draw(probabilities: torch.Tensor, tokens: int = 1) -> torch.Tensor:
-    """Of every row [rows, vocabulary] so many different tokens, [rows, tokens].
+def draw(probabilities: torch.Tensor, generator: torch.Generator | None, tokens: int = 1) -> torch.Tensor:
+    """Of every row [rows, vocabulary] so many different tokens, [rows, tokens]. generator: that of the task.
 
     Rows of NaN get any: the engine tells of them, and torch would only raise, or on a GPU stop the whole process.
     """
-    return torch.multinomial(probabilities.nan_to_num(1.0), tokens)
+    return torch.multinomial(probabilities.nan_to_num(1.0), tokens, generator=generator)
 
 
 def each(rows: int, times: int) -> torch.Tensor:

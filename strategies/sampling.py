@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from strategies.registry import register
 @register
 @dataclass(frozen=True)
 class Sampling:
-    """Draws once per step over all rows from torch's global generator, so a seed means what it means in transformers.
+    """Draws once per step over all rows, from the task's generator: a seed means what it means in transformers.
 
     num_return_sequences: texts per prompt, which is read once for all of them. Temperature, top-k, top-p and the like
     are transformers' logits processors and set as in its `GenerationConfig`.
@@ -34,8 +35,8 @@ class Sampling:
         return self.num_return_sequences
 
     def flow(self, task: Task) -> Flow:
-        return one_token_per_step(task, _draw, self.branches)
+        return one_token_per_step(task, partial(_draw, task.generator), self.branches)
 
 
-def _draw(scores: torch.Tensor) -> torch.Tensor:
-    return draw(scores.softmax(dim=-1))[:, 0]
+def _draw(generator: torch.Generator | None, scores: torch.Tensor) -> torch.Tensor:
+    return draw(scores.softmax(dim=-1), generator)[:, 0]

@@ -37,7 +37,7 @@ class Emitted:
         self.fixed = task.ids[:, :0]
         self.counts = torch.zeros(rows, dtype=torch.long, device=task.ids.device)
         self._eos = torch.tensor(sorted(task.eos_ids), dtype=torch.long, device=task.ids.device)
-        self._choose = _draw if samples else _take_best
+        self._choose = partial(_draw, task.generator) if samples else _take_best
 
     @property
     def room(self) -> int:
@@ -139,7 +139,7 @@ def _take_best(
 
 
 def _draw(
-    scores: torch.Tensor, proposed: torch.Tensor | None, q: torch.Tensor | None
+    generator: torch.Generator | None, scores: torch.Tensor, proposed: torch.Tensor | None, q: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same for sampling: whatever was proposed, tokens come from the distribution of the scores.
 
@@ -148,12 +148,12 @@ def _draw(
     """
     p = scores.softmax(dim=-1)
     if q is None or proposed is None:
-        return _compared(draw(p)[:, 0], proposed)
+        return _compared(draw(p, generator)[:, 0], proposed)
     ratio = (p.gather(1, proposed[:, None]) / q.gather(1, proposed[:, None]))[:, 0]
-    accepted = torch.rand_like(ratio) < ratio
+    accepted = torch.rand(ratio.shape, generator=generator, dtype=ratio.dtype, device=ratio.device) < ratio
     rest = (p - q).clamp(min=0)
     rest = rest.where(rest.sum(dim=-1, keepdim=True) > 0, p)  # equal but for rounding: nothing is left to draw from
-    return proposed.where(accepted, draw(rest)[:, 0]), accepted
+    return proposed.where(accepted, draw(rest, generator)[:, 0]), accepted
 
 
 def _compared(chosen: torch.Tensor, proposed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

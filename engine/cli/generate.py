@@ -76,14 +76,10 @@ def _run(said: dict[str, Any]) -> None:
     inputs = [given.messages(text, said["system"]) for text in texts] if said["chat"] else texts
     with Work() as work:
         start_libraries(work, said["model"], said["assistant_model"])
-        import torch
-
         from engine.generator import Generator
         from engine.loading import SHIPPED_MODEL
 
         work.doing("loading the model")
-        if said["seed"] is not None:
-            torch.manual_seed(said["seed"])
         generator = Generator(SHIPPED_MODEL if said["model"] is None else said["model"], config=settings)
         if said["assistant_model"] is not None:
             parameters |= _assistant(said["assistant_model"], generator)

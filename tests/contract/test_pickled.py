@@ -1,4 +1,4 @@
-"""Caches and results of every backend, written down and read back by pickle and by torch."""
+"""Caches and results of every backend, copied, written down and read back by pickle and by torch."""
 
 import copy
 import io
@@ -52,7 +52,7 @@ def test_a_run_goes_on_from_what_was_written_down(backend, residency):
             first = engine.generate(model, inputs, **options)
         except (caches.UnsupportedLayer, ConfigError):
             continue
-        copies = [pickle.loads(pickle.dumps(first)), saved(first)] if runs == 0 else [pickle.loads(pickle.dumps(first))]
+        copies = [pickle.loads(pickle.dumps(first)), copy.deepcopy(first)] + ([saved(first)] if runs == 0 else [])
         go_on = {"max_new_tokens": NEW} if first.cache is not None else options
         cache = {} if first.cache is None else {"cache": copy.deepcopy(first.cache)}
         expected = engine.generate(model, first.sequences, **go_on, **cache).sequences
@@ -66,14 +66,25 @@ def test_a_run_goes_on_from_what_was_written_down(backend, residency):
     assert runs or backend == "encoder_decoder"
 
 
-@pytest.mark.parametrize("backend", ["dynamic", "static", "offloaded"])
-def test_of_an_encoder_too(backend):
+PAIRS = {
+    "dynamic": {"cache": "dynamic"},
+    "static": {"cache": "static", "max_cache_len": 40},
+    "offloaded": {"cache": "offloaded"},
+    "a pair": {"cache": "encoder_decoder", "cache_config": {"self_cache": "dynamic", "cross_cache": "static"}},
+}
+
+
+@pytest.mark.parametrize("choice", PAIRS.values(), ids=PAIRS)
+def test_of_an_encoder_too(choice):
     model, inputs = tiny_encoder_decoder("bart"), source("bart")
-    first = engine.generate(model, inputs, cache=backend, max_new_tokens=NEW, max_cache_len=40)
-    second = pickle.loads(pickle.dumps(first))
-    options = {"decoder_input_ids": second.sequences, "max_new_tokens": NEW}
+    first = engine.generate(model, inputs, **choice, max_new_tokens=NEW, output_hidden_states=True, num_beams=2)
+    options = {"decoder_input_ids": first.sequences, "max_new_tokens": NEW}
     expected = engine.generate(model, inputs, **options).sequences
-    assert torch.equal(engine.generate(model, inputs, **options, cache=second.cache).sequences, expected)
+    for one in (pickle.loads(pickle.dumps(first)), copy.deepcopy(first), saved(first)):
+        for field in ("hidden_states", "encoder_hidden_states", "sequences_scores", "beam_indices"):
+            torch.testing.assert_close(getattr(one, field), getattr(first, field), rtol=0, atol=0)
+        assert (one.stats, one.tokens, repr(one)) == (first.stats, first.tokens, repr(first))
+        assert torch.equal(engine.generate(model, inputs, **options, cache=one.cache).sequences, expected)
 
 
 def test_a_cache_of_transformers_is_compared_when_it_comes_back():

@@ -320,3 +320,9 @@ def test_gaps_in_a_text_are_refused():
     inputs["attention_mask"][1, 5] = 0
     with pytest.raises(engine.InputError, match="pads after the first token of row 1"):
         generate(model, inputs)
+
+
+def test_a_model_without_keys_and_values_told_later():
+    """A `SinkCache` that is built without a configuration learns of its layers with the first call."""
+    with pytest.raises(caches.UnsupportedLayer, match="no layer of this model keeps any"):
+        engine.generate(tiny_model("mamba2"), torch.tensor([[3, 4, 5]]), cache=caches.SinkCache(W, S))

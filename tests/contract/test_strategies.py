@@ -129,10 +129,16 @@ WRONG = {
     "no beams": ({"num_beams": 0}, "num_beams=0, but it has to be at least 1"),
     "half a beam": ({"num_beams": 2.5}, "num_beams=2.5, but it is a whole number"),
     "one beam, by name": ({"strategy": "beam", "num_beams": 1}, "num_beams=1 is greedy search"),
-    "early stopping": ({"num_beams": 4, "early_stopping": "sometimes"}, "'?never'?, but is sometimes"),
+    "early stopping": (
+        {"num_beams": 4, "early_stopping": "sometimes"},
+        "='sometimes', but it is True, False or 'never'",
+    ),
     "early stopping, a number": ({"num_beams": 4, "early_stopping": 1}, "early_stopping=1, but it is True, False or"),
     "early stopping, greedy": ({"early_stopping": True}, "it ends a search with num_beams=2 or more"),
-    "a penalty in words": ({"num_beams": 4, "length_penalty": "long"}, "length_penalty='long', but it is a number"),
+    "a penalty in words": (
+        {"num_beams": 4, "length_penalty": "long"},
+        "penalty='long', but it is a finite number",
+    ),
     "a penalty, greedy": ({"length_penalty": 2.0}, "it compares the texts of beams; give num_beams=2 or more"),
     "warm beams": ({"num_beams": 4, "temperature": 0.5}, "applies to sampling, but beam draws nothing"),
     "beams by greedy": ({"strategy": "greedy", "num_beams": 4}, "num_beams=4 cannot apply: greedy has no use for it"),

@@ -24,14 +24,27 @@ def blocks(language):
 
 
 def test_python_blocks(capsys, monkeypatch):
-    """In order, each with the names of those before it. What they register is gone afterwards."""
+    """In order, each with the names of those before it: what prints shows something. What they register is undone."""
     monkeypatch.setattr(registry, "_recipes", dict(registry._recipes))
     monkeypatch.setattr(configs.CacheConfig, "_by_name", dict(configs.CacheConfig._by_name))
     names: dict = {}
     assert len(blocks("python")) >= 6
     for block in blocks("python"):
         exec(compile(block, "README.md", "exec"), names)
-    assert capsys.readouterr().out
+        assert bool(capsys.readouterr().out.strip()) == ("print(" in block), block
+
+
+def test_every_stream_that_is_printed_has_text(shipped):
+    """Of one that is printed in pieces: its end alone would be some output too."""
+    calls = re.findall(r"for piece in gen\.(stream\(.*\)):\n    print\(", README)
+    assert len(calls) >= 2
+    for call in calls:
+        assert "".join(piece.text for piece in eval(f"shipped.{call}")).strip(), call
+
+
+def test_no_example_needs_the_checkout():
+    for block in blocks("python") + blocks("sh") + blocks("console"):
+        assert "engine/shipped" not in block
 
 
 def test_shell_blocks(cli, monkeypatch):

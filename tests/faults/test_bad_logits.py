@@ -308,3 +308,35 @@ def test_a_search_that_nothing_is_left_to(late, groups):
     match = "after 3 new tokens per row: all scores of all beams of prompt 0 are -inf"
     part = stopped(model, inputs, match, logits_processor=[dead_end], num_beams=4, **groups)
     check_goes_on(model, inputs, part)
+
+
+class Misshapen:
+    """A processor that returns something else than scores of the shape it was given, from the second token on."""
+
+    def __init__(self, what, begin):
+        self.what, self.begin = what, begin
+
+    def __call__(self, ids, scores):
+        return self.what(scores) if ids.shape[1] > self.begin else scores
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": True}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}], ids=str
+)
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        (lambda scores: scores[:1], r"Misshapen made scores of shape \[1, 101\] from scores of shape \[\d, 101\]"),
+        (lambda scores: scores[:, :50], r"Misshapen made scores of shape \[\d, 50\]"),
+        (lambda scores: scores[..., None], r"Misshapen made scores of shape \[\d, 101, 1\]"),
+        (lambda scores: None, r"Misshapen returned NoneType where the scores \[\d, 101\] belong"),
+        (lambda scores: scores.tolist(), "Misshapen returned list"),
+    ],
+)
+def test_a_processor_that_returns_another_shape_is_named(options, what, told):
+    model, inputs = tiny("llama")
+    begin = inputs["input_ids"].shape[1]
+    with pytest.raises(engine.Interrupted, match=told) as stopped:
+        engine.generate(model, inputs, max_new_tokens=6, logits_processor=[Misshapen(what, begin)], **options)
+    assert isinstance(stopped.value.__cause__, engine.OptionError)
+    assert [len(tokens) for tokens in stopped.value.partial.tokens] == [1, 1]

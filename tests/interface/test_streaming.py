@@ -201,3 +201,36 @@ def test_stats_add_up(shipped):
     assert stats.peak_bytes is None  # a CPU does not report it
     one = shipped.generate(PROMPTS[0], max_new_tokens=1).stats
     assert one.decode_tokens_per_s is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"do_sample": True, "top_k": 2},
+        {"num_beams": 3, "num_return_sequences": 3},
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"prompt_lookup_num_tokens": 3},
+    ],
+    ids=str,
+)
+def test_a_stop_string_across_the_end_of_the_prompt(shipped, options):
+    """The rule is that of transformers, in every strategy; no part of it shows, in no stream."""
+    given = options | {"stop_strings": ["os\nimport", "os\nfrom", "os\ndef", "os\nclass"], "max_new_tokens": 6}
+    out = shipped.generate("import os\n", **given)
+    [first, *_] = zip(out.tokens, out.text, out.finish_reasons, strict=True)
+    assert first == (out.tokens[0][:1], "", "stop_string")
+    if "num_beam_groups" not in options and "penalty_alpha" not in options:
+        inputs = shipped.tokenizer("import os\n", return_tensors="pt")
+        torch.manual_seed(0)
+        theirs = shipped.model.generate(
+            **inputs, **given | {"do_sample": "top_k" in given}, tokenizer=shipped.tokenizer
+        )
+        torch.manual_seed(0)
+        assert torch.equal(shipped.generate("import os\n", **given).sequences, theirs)
+    pieces = list(shipped.stream("import os\n", **given))
+    assert [(piece.text, piece.finish_reason) for piece in pieces if piece.row == 0][-1] == ("", "stop_string")
+    shown = TextIteratorStreamer(shipped.tokenizer, skip_prompt=True)
+    shipped.generate("import os\n", **given, streamer=shown)
+    assert "".join(shown).split("\n")[0] == ""

@@ -5,6 +5,7 @@ import gc
 import json
 import weakref
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -555,7 +556,7 @@ WRONG = {
     "both": (DRAFT | {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 both propose tokens: leave one"),
     "lookup by name": (DRAFT | {"strategy": "prompt_lookup"}, "and prompt_lookup is neither"),
     "no draft": ({"strategy": "assisted"}, "strategy='assisted' is for a draft .*: give one as assistant_model"),
-    "only its tokenizer": ({"assistant_tokenizer": lambda: object()}, "assistant_tokenizer is for a draft"),
+    "only its tokenizer": ({"assistant_tokenizer": lambda: SimpleNamespace(decode=str)}, "_tokenizer is for a"),
     "its length alone": ({"num_assistant_tokens": 3}, "greedy has no use for it: it is for assistant_model"),
     "words alone": ({"max_matching_ngram_size": 3}, "greedy has no use for it: it is for prompt_lookup_num_tokens"),
     "lookup and beams": ({"prompt_lookup_num_tokens": 3, "num_beams": 2}, "beam has no use for it: it proposes tokens"),

@@ -43,7 +43,8 @@ def test_a_row_that_ended_early_goes_on_where_it_ended(cache):
     ended = ended[: ended.index(eos, 9) + 1]
     rows = [torch.tensor(ended + more[0].tolist()), torch.cat([first.sequences[1], more[1]])]
     for row, ids in enumerate(rows):
-        expected = engine.generate(model, ids, max_new_tokens=9).sequences[0, -9:]
+        alone = {"attention_mask": torch.ones_like(ids)}  # a pad id that it said is a token
+        expected = engine.generate(model, ids, **alone, max_new_tokens=9).sequences[0, -9:]
         assert torch.equal(second.sequences[row, -9:], expected)
 
 
@@ -139,3 +140,21 @@ def test_what_a_processor_raises_leaves_a_cache_to_continue_from(failure):
     part = stream.result()
     assert torch.equal(part.sequences, whole[:, :16])
     assert torch.equal(engine.generate(model, part.sequences, cache=part.cache, max_new_tokens=9).sequences, whole)
+
+
+@pytest.mark.parametrize("name", ["mamba", "jamba", "mamba2", "lfm2", "mistral"])
+def test_a_row_that_ended_with_the_last_token(name):
+    """Its pad comes with the next turn. It is left out, or refused where the model would read it into its state."""
+    model, inputs = tiny_model(name), prompt(pads=0)
+    first = engine.generate(model, inputs, max_new_tokens=2)
+    ids = torch.cat([first.sequences, torch.tensor([[0, 9], [8, 9]])], dim=1)
+    mask = torch.ones_like(ids)
+    mask[0, -2] = 0
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
+    try:
+        out = engine.generate(model, ids, attention_mask=mask, cache=first.cache, max_new_tokens=5)
+    except engine.InputError as refusal:
+        assert "row 0 has a pad behind the 14 tokens in the cache" in str(refusal)
+        assert name in ("mamba", "jamba")
+    else:
+        assert torch.equal(out.sequences, expected)

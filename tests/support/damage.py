@@ -14,7 +14,9 @@ from caches.staging import Staging
 from caches.state import State
 from caches.store import FixedStore, GrowingStore
 from caches.timeline import Timeline
+from engine import request
 from engine.masks import Columns
+from strategies import sampling
 
 Patch = pytest.MonkeyPatch
 
@@ -181,6 +183,38 @@ def leave_streams_where_they_are(patch: Patch) -> None:
     patch.setattr("engine.outlet.Outlet._reorder", lambda self, index: None)
 
 
+def look_for_stop_strings_in_new_text_alone(patch: Patch) -> None:
+    patch.setattr("engine.text.RowText._end_of", lambda self, prompt: "")
+
+
+def read_pads_of_one_row_as_tokens(patch: Patch) -> None:
+    original = request._inferred_mask
+
+    def inferred(model: Any, ids: torch.Tensor, config: Any) -> torch.Tensor:
+        return torch.ones_like(ids) if len(ids) == 1 else original(model, ids, config)
+
+    patch.setattr(request, "_inferred_mask", inferred)
+
+
+def count_end_ids_once(patch: Patch) -> None:
+    patch.setattr("strategies.beams.len", lambda of: len(set(of)) if isinstance(of, tuple) else len(of), raising=False)
+
+
+def draw_once_more(patch: Patch) -> None:
+    original = sampling._draw
+
+    def drawn(scores: torch.Tensor) -> torch.Tensor:
+        torch.rand(1)
+        return original(scores)
+
+    patch.setattr(sampling, "_draw", drawn)
+
+
+def forget_processors_of_the_call(patch: Patch) -> None:
+    original = request._processing
+    patch.setattr(request, "_processing", lambda *given: original(*given[:-2], None, given[-1]))
+
+
 DAMAGES: dict[str, Callable[[Patch], None]] = {
     damage.__name__: damage
     for damage in (
@@ -210,5 +244,10 @@ DAMAGES: dict[str, Callable[[Patch], None]] = {
         keep_the_worst_beams,
         show_half_stop_strings,
         leave_streams_where_they_are,
+        look_for_stop_strings_in_new_text_alone,
+        read_pads_of_one_row_as_tokens,
+        count_end_ids_once,
+        draw_once_more,
+        forget_processors_of_the_call,
     )
 }

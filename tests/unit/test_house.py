@@ -114,7 +114,8 @@ PUBLIC = {
     engine: {
         "SHIPPED_MODEL", "BackendPlan", "BadLogits", "Cancelled", "ConfigError", "CtrlC", "EngineConfig",
         "EngineError", "Fallback", "Follower", "Generation", "Generator", "InputError", "Interrupted", "OptionError",
-        "OutOfMemory", "Piece", "Plan", "Stats", "Stream", "export_step", "generate", "plan", "step_inputs", "stream",
+        "OutOfMemory", "Piece", "Plan", "Stats", "Stream", "__version__", "export_step", "generate", "plan",
+        "step_inputs", "stream",
     },
     caches: {
         "Cache", "CacheConfig", "CacheError", "CapacityError", "Driven", "DynamicCache", "EncoderDecoder",

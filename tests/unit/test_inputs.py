@@ -27,6 +27,9 @@ def test_all_forms_of_one_prompt(shipped):
         ids,
         dict(ids),
         {"input_ids": ids["input_ids"]},
+        ids["input_ids"].numpy(),
+        [ids["input_ids"][0]],
+        list(ids["input_ids"][0].numpy()),
     ]
     for form in forms:
         assert torch.equal(shipped.generate(form, **OPTIONS).sequences, expected)
@@ -43,6 +46,46 @@ def test_ragged_texts_equal_each_text_alone(shipped):
     pads = (together.sequences[:, :1] == shipped.tokenizer.pad_token_id).sum()
     assert pads == 2  # the longest row has none
     assert together.stats.prompt_tokens == sum(len(shipped.tokenizer(text)["input_ids"]) for text in texts)
+
+
+def test_ragged_ids_are_padded_as_texts_are(shipped):
+    texts = [TEXT, "class Path:\n    def joinpath(self, *others):\n", "x"]
+    expected = shipped.generate(texts, **OPTIONS)
+    encoded = shipped.tokenizer(texts)  # lists of different lengths, and their masks
+    rows = encoded["input_ids"]
+    for form in (rows, [torch.tensor(row) for row in rows], tuple(map(tuple, rows)), {"input_ids": rows}, encoded):
+        out = shipped.generate(form, **OPTIONS)
+        assert torch.equal(out.sequences, expected.sequences)
+        assert out.stats.prompt_tokens == sum(map(len, rows))
+    # Without a tokenizer the pads are the model's, and are not read either.
+    pad, shipped.model.generation_config.pad_token_id = shipped.model.generation_config.pad_token_id, 7
+    try:
+        out = engine.generate(shipped.model, rows, **OPTIONS)
+    finally:
+        shipped.model.generation_config.pad_token_id = pad
+    assert out.tokens == expected.tokens
+    assert (out.sequences[:, 0] == 7).tolist() == [True, False, True]
+
+
+def test_token_types_go_with_their_ids():
+    """As a tokenizer gives them that was not asked for tensors."""
+    model, rows, kinds = tiny_model("gpt2"), [[5, 6, 7], [8, 9]], [[3, 4, 5], [6, 7]]
+    padded = {
+        "input_ids": torch.tensor([[5, 6, 7], [0, 8, 9]]),
+        "attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1]]),
+        "token_type_ids": torch.tensor([[3, 4, 5], [0, 6, 7]]),
+    }
+    expected = engine.generate(model, padded, **OPTIONS).sequences
+    found = engine.generate(model, {"input_ids": rows, "token_type_ids": kinds}, pad_token_id=0, **OPTIONS).sequences
+    assert torch.equal(found, expected)
+    assert not torch.equal(engine.generate(model, rows, pad_token_id=0, **OPTIONS).sequences, expected)
+
+
+def test_lists_of_equal_length_are_not_padded():
+    model, rows = tiny_model("llama"), [[5, 6, 7], [8, 9, 10]]
+    expected = model.generate(torch.tensor(rows), max_new_tokens=5, do_sample=False)
+    for form in (rows, [torch.tensor(row) for row in rows]):
+        assert torch.equal(engine.generate(model, form, max_new_tokens=5).sequences, expected)
 
 
 def test_chat_messages(shipped):
@@ -170,12 +213,20 @@ WRONG_INPUTS = {
     "text without a tokenizer": ({"inputs": "hello"}, "tokenizer"),
     "prompt twice": ({"inputs": IDS, "input_ids": IDS}, "twice"),
     "a number with a point": ({"inputs": 5.5}, "not a float"),
-    "ragged ids": ({"inputs": [[1, 2], [3]]}, "rectang"),
+    "ragged ids of which some are none": ({"inputs": [[1, 2], [3.5]]}, "integers, but row 1 holds 3.5"),
+    "ragged ids and nothing": ({"inputs": [[1, 2], []]}, "prompt 1 is empty"),
+    "truth values": ({"inputs": [[True, False]]}, "integers"),
+    "ids and a text": ({"inputs": [[1, 2], "three"]}, "rectang"),
+    "ragged ids and a mask for others": (
+        {"inputs": [[1, 2], [3]], "attention_mask": torch.ones(2, 2)},
+        r"no entry for each id of 2 lists of \[1, 2\] ids",
+    ),
+    "a ragged mask": ({"inputs": IDS, "attention_mask": [[1], [1, 1]]}, "attention_mask is a rectang"),
+    "bytes": ({"inputs": b"import os"}, "not a bytes"),
+    "embeddings that are none": ({"inputs_embeds": [[1.0]]}, "floating-point tensor .*, not list"),
     "positions of another shape": ({"inputs": IDS, "position_ids": torch.zeros(2, 3)}, "position_ids has shape"),
 }
 
-SAMPLING = transformers.GenerationConfig(do_sample=True)
-DRAFTS = transformers.GenerationConfig(num_assistant_tokens=7)
 STATIC = transformers.GenerationConfig(cache_implementation="static")
 WRONG_OPTIONS = {
     "no new tokens": ({"max_new_tokens": 0}, "max_new_tokens=0"),
@@ -201,14 +252,13 @@ WRONG_OPTIONS = {
     "in a mapping: what the engine sets": ({"inputs": {"input_ids": IDS, "use_cache": True}}, "set by the engine"),
     "what the engine sets": ({"logits_to_keep": 3}, "set by the engine"),
     "for beams only": ({"length_penalty": 2.0}, "length_penalty=2.0 cannot apply: greedy has no use for it"),
-    "for drafts only": ({"generation_config": DRAFTS}, "num_assistant_tokens=7 cannot apply"),
+    "for drafts only": ({"num_assistant_tokens": 7}, "num_assistant_tokens=7 cannot apply"),
     "for sampling only": ({"temperature": 0.7}, "temperature=0.7 applies to sampling, but greedy draws nothing"),
     "not a whole number": ({"max_new_tokens": "3"}, "max_new_tokens='3'"),
     "real values of other arguments": ({"assistant_model": 3}, "assistant_model"),
     "temperature below zero": ({"do_sample": True, "temperature": -1.0}, "temperature"),
     "beams by a greedy strategy": ({"strategy": "greedy", "num_beams": 4}, "beam search"),
     "lookup by a greedy strategy": ({"strategy": "greedy", "prompt_lookup_num_tokens": 3}, "greedy has no use for it"),
-    "a config that samples": ({"strategy": "greedy", "generation_config": SAMPLING}, "do_sample=True"),
     "a config with a cache": ({"cache": "dynamic", "generation_config": STATIC}, "both choose"),
     "a cache option": ({"cache": "dynamic", "cache_config": {"max_cache_len": 5}}, "DynamicCacheConfig has no option"),
     "a misspelt cache option": ({"cache": "static", "cache_config": {"max_cache_length": 5}}, "max_cache_len"),
@@ -364,11 +414,41 @@ def test_images_cannot_be_read_in_pieces():
         check_pieces(with_image, 4)
 
 
-def test_pads_are_read_off_the_ids_of_a_batch_but_not_of_a_row_alone():
-    model, inputs = tiny_model("llama"), prompt()
-    without_mask = engine.generate(model, inputs["input_ids"], max_new_tokens=9)
-    assert torch.equal(without_mask.sequences, model.generate(inputs["input_ids"], max_new_tokens=9, do_sample=False))
-    alone = torch.tensor([[5, 0, 7, 0]])  # id 0 may well be a word here
-    ones = torch.ones_like(alone)
-    expected = model.generate(alone, attention_mask=ones, max_new_tokens=9, do_sample=False)
-    assert torch.equal(engine.generate(model, alone, max_new_tokens=9).sequences, expected)
+@pytest.mark.parametrize("rows", [[0, 1], [0], [1]])
+def test_pads_are_read_off_the_ids_as_transformers_does(rows):
+    model, ids = tiny_model("llama"), prompt()["input_ids"][rows]
+    without_mask = engine.generate(model, ids, max_new_tokens=9)
+    assert torch.equal(without_mask.sequences, model.generate(ids, max_new_tokens=9, do_sample=False))
+    ones = torch.ones_like(ids)
+    read = engine.generate(model, ids, attention_mask=ones, max_new_tokens=9)
+    assert torch.equal(read.sequences, without_mask.sequences) == (0 not in rows)
+
+
+def test_a_pad_id_in_the_middle_of_a_row_is_a_pad_and_at_its_end_it_is_refused():
+    model, ids = tiny_model("llama"), torch.tensor([[5, 0, 7, 0]])
+    middle = engine.generate(model, ids[:, :3], max_new_tokens=9)
+    assert torch.equal(middle.sequences, model.generate(ids[:, :3], max_new_tokens=9, do_sample=False))
+    with pytest.raises(engine.InputError, match=r"row 0 is padded on the right.* or give attention_mask"):
+        engine.generate(model, ids, max_new_tokens=9)
+    ones = torch.ones_like(ids)
+    expected = model.generate(ids, attention_mask=ones, max_new_tokens=9, do_sample=False)
+    assert torch.equal(engine.generate(model, ids, attention_mask=ones, max_new_tokens=9).sequences, expected)
+
+
+def test_the_next_turn_of_a_row_remembers_which_pad_ids_were_tokens():
+    model, ids = tiny_model("llama"), torch.tensor([[5, 0, 7, 8]])
+    first = engine.generate(model, ids, attention_mask=torch.ones_like(ids), max_new_tokens=3)
+    whole = torch.cat([first.sequences, torch.tensor([[0, 9]])], dim=1)  # what is new has a pad
+    second = engine.generate(model, whole, cache=first.cache, max_new_tokens=9)
+    assert second.stats.prompt_tokens == 2
+    mask = torch.ones_like(whole)
+    mask[0, -2] = 0
+    expected = model.generate(whole, attention_mask=mask, max_new_tokens=9, do_sample=False)
+    assert torch.equal(second.sequences, expected)
+
+
+def test_a_model_with_one_id_for_pads_and_beginnings_needs_no_prompt():
+    given = {"bos_token_id": 3, "pad_token_id": 3, "max_new_tokens": 5}
+    out = engine.generate(tiny_model("llama"), **given)
+    expected = engine.generate(tiny_model("llama"), torch.tensor([[3]]), attention_mask=torch.tensor([[1]]), **given)
+    assert torch.equal(out.sequences, expected.sequences)

@@ -75,3 +75,29 @@ def test_after_a_stop_string_nothing_comes(tokenizer):
     row = RowText(tokenizer, ["STOP"])
     shown = "".join(map(row.push, tokenizer("a STOP b")["input_ids"]))
     assert shown + row.flush() == row.text == "a "
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [("return x", ""), ("urn x + 1", ""), (" x", ""), ("+ 1", " x "), ("turn", None), ("\n    return", None)],
+)
+def test_a_stop_string_may_begin_in_the_prompt(stop, expected, tokenizer):
+    """And has to end after it."""
+    tokens = tokenizer(TEXTS[0])["input_ids"]
+    begin = next(n for n in range(len(tokens)) if tokenizer.decode(tokens[:n]).endswith("return"))
+    row = RowText(tokenizer, [stop], prompt=tokens[:begin])
+    shown = "".join(map(row.push, tokens[begin:])) + row.flush()
+    assert row.stopped is (expected is not None)
+    assert shown == row.text == (" x + 1\n" if expected is None else expected)
+
+
+def test_a_stop_string_may_have_a_special_token_inside(tokenizer):
+    hello, end, world = tokenizer("hello")["input_ids"], tokenizer.eos_token, tokenizer(" world")["input_ids"]
+    for stop, shown, stopped in (
+        (f"lo{end} wo", "hel", True),
+        (f"{end} w", "hello", True),
+        ("hello world", "hello world", False),
+    ):
+        row = RowText(tokenizer, [stop])
+        text = "".join(map(row.push, [*hello, tokenizer.eos_token_id, *world])) + row.flush()
+        assert (text, row.stopped) == (shown, stopped)

@@ -1,0 +1,99 @@
+"""How results show themselves where they are looked at by hand: in a few words, or as tables of a notebook."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.planner import BackendPlan
+    from engine.planning import Plan
+    from engine.result import Generation
+
+_SHORT = 50  # characters of a text in a line
+_LONG, _MOST_ROWS = 500, 20  # characters of a text in a table, and its rows
+_NO_TEXT = "none: no tokenizer was given (tokenizer=..., or the model as a path)"
+
+
+def generation_in_short(out: Generation) -> str:
+    """Two or three lines, however many rows, tokens and records there are."""
+    text = f"text={_NO_TEXT}" if out.text is None else f"text[0]={_cut(out.text[0], _SHORT)!r}"
+    optional = [field.name for field in fields(out) if field.default is None]
+    records = [name for name in optional if getattr(out, name) is not None]
+    separator = ",\n  "
+    lines = [_summary(out), text] + ([f"with {', '.join(records)}"] if records else [])
+    return f"Generation({separator.join(lines)})"
+
+
+def generation_as_html(out: Generation) -> str:
+    """A line for each of the first rows, and what was measured."""
+    texts: Sequence[str | None] = out.text or [None] * len(out.tokens)
+    rows = []
+    for row, text in enumerate(texts[:_MOST_ROWS]):
+        tokens, reason = out.tokens[row], out.finish_reasons[row] or "unfinished"
+        rows.append([row, _cut(str(tokens) if text is None else text, _LONG), len(tokens), reason])
+    below = [_summary(out), *map(str, out.stats.fallbacks)]
+    if len(out.tokens) > len(rows):
+        below.insert(0, f"and {_count(len(out.tokens) - len(rows), 'row')} more")
+    if out.text is None:
+        below.append(f"text: {_NO_TEXT}")
+    return _table(["row", "text" if out.text is not None else "token ids", "tokens", "ended by"], rows, below)
+
+
+def plan_in_short(plan: Plan) -> str:
+    """A line; `print(plan)` shows the table."""
+    fitting = sum(backend.fits is True for backend in plan.backends)
+    return (
+        f"Plan({plan.model}, {plan.dtype} on {plan.device}, {plan.batch_size} x ({plan.prompt_tokens} + "
+        f"{plan.max_new_tokens}) tokens, choice={plan.choice!r}, {fitting} of {len(plan.backends)} caches fit: "
+        "print() shows them)"
+    )
+
+
+def plan_as_html(plan: Plan) -> str:
+    """A line for each cache, with the reason where it is refused, and the choice."""
+    rows = [_backend_cells(backend) for backend in plan.backends]
+    run = f"{plan.batch_size} x {plan.prompt_tokens:,} tokens, {plan.max_new_tokens:,} new ones, in {plan.rows} rows"
+    below = [
+        f"{plan.model}, {plan.dtype} on {plan.device}; {run}",
+        f"choice: {plan.choice or 'none of them'}; {plan.why}",
+    ]
+    return _table(["cache", "needs", "fits", "longest context", "largest batch", "refused"], rows, below)
+
+
+def _backend_cells(backend: BackendPlan) -> list[Any]:
+    if backend.refused is not None:
+        return [backend.title, "", "", "", "", backend.refused]
+    needs = ", ".join(f"{size / 1e6:,.1f} MB ({place})" for place, size in backend.need_bytes.items())
+    searched = [f"{n:,}" if n is not None else "?" for n in (backend.longest_context, backend.largest_batch)]
+    return [backend.title, needs, {True: "yes", False: "no", None: "?"}[backend.fits], *searched, ""]
+
+
+def _summary(out: Generation) -> str:
+    """Rows, tokens, why they ended, the cache and the speed."""
+    stats, ended = out.stats, Counter(reason or "unfinished" for reason in out.finish_reasons)
+    reasons = ", ".join(f"{count} {reason}" for reason, count in ended.most_common())
+    speed = stats.decode_tokens_per_s
+    parts = [_count(len(out.tokens), "row"), _count(stats.new_tokens, "new token"), f"ended: {reasons}"]
+    parts.append(f"cache={stats.cache!r}")
+    return ", ".join(parts if speed is None else [*parts, f"{speed:.1f} tokens/s"])
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]], below: Sequence[str]) -> str:
+    """HTML in which nothing of what is shown is read as HTML."""
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    style = ' style="text-align: left; white-space: pre-wrap"'
+    body = "".join("<tr>" + "".join(f"<td{style}>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    told = "".join(f"<p>{escape(line)}</p>" for line in below)
+    return f"<div><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{told}</div>"

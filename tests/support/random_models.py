@@ -1,0 +1,105 @@
+"""What random calls are made of besides numbers: tiny models, a tokenizer for them, processors and criteria."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import torch
+from architectures import _EXPERTS, _TINY, VOCABULARY, randomised
+from encoder_decoders import tiny_encoder_decoder
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, StoppingCriteria
+
+WINDOW = 8
+_TWO = _TINY | dict(num_hidden_layers=2)
+_MIXED = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
+_CHUNKED = dict(intermediate_size_mlp=64, num_local_experts=2, attention_chunk_size=WINDOW, use_qk_norm=True,
+                layer_types=["chunked_attention", "full_attention"], no_rope_layers=[1, 0])  # fmt: skip
+_GPT2 = dict(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=None,
+             tie_word_embeddings=False)  # fmt: skip
+MODELS = {
+    "llama": ("LlamaConfig", _TWO),
+    "mistral": ("MistralConfig", _TWO | dict(sliding_window=WINDOW)),
+    "gemma2": ("Gemma2Config", _TWO | _MIXED | dict(query_pre_attn_scalar=8)),
+    "qwen3": ("Qwen3Config", _TWO | _MIXED | dict(use_sliding_window=True)),
+    "llama4_text": ("Llama4TextConfig", _TWO | _CHUNKED),
+    "gpt2": ("GPT2Config", _GPT2),
+    "mixtral": ("MixtralConfig", _EXPERTS | dict(num_hidden_layers=2, sliding_window=None)),
+    "mamba": ("MambaConfig", _TWO | dict(state_size=8, time_step_rank=4)),
+    "lfm2": ("Lfm2Config", _TWO | dict(layer_types=["conv", "full_attention"], block_multiple_of=16)),
+    "t5": None,
+    "bart": None,
+}
+
+
+@cache
+def model(name: str, dtype: torch.dtype = torch.float32, draft: bool = False) -> PreTrainedModel:
+    """The model of this name, or one that often says the same."""
+    built = tiny_encoder_decoder(name) if MODELS[name] is None else randomised(*MODELS[name])
+    built = copy.deepcopy(built).to(dtype)
+    if draft:
+        numbers = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for parameter in built.parameters():
+                if parameter.ndim >= 2:
+                    noise = torch.randn(parameter.shape, generator=numbers, dtype=torch.float64)
+                    parameter += 0.05 * parameter.std() * noise.to(dtype)
+    return built
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Every id but the first three is one to three of the letters a to f."""
+    letters = "abcdef"
+    pieces = [*letters, *(a + b for a in letters for b in letters), *(a + b + a for a in letters for b in letters)]
+    pieces += ["abc" + a for a in letters] + ["fed" + a for a in letters] + [" " + a for a in letters] + [" ", "\n"]
+    names = ["<pad>", "<s>", "</s>", *dict.fromkeys(pieces)][:VOCABULARY]
+    assert len(names) == VOCABULARY, len(names)
+    words = Tokenizer(BPE({piece: place for place, piece in enumerate(names)}, []))
+    words.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+class NoStutter:
+    """No token twice in a row."""
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.scatter(1, ids[:, -1:], float("-inf"))
+
+
+class Favours:
+    """Tokens of this remainder are likelier, in a way that depends on how long the text is."""
+
+    def __init__(self, remainder: int):
+        self.remainder = remainder
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        liked = torch.arange(scores.shape[-1]) % 5 == (self.remainder + ids.shape[1]) % 5
+        return scores + 2.0 * liked
+
+
+class EndsAt(StoppingCriteria):
+    """Ends all texts at this length."""
+
+    def __init__(self, columns: int):
+        self.columns = columns
+
+    def __call__(self, ids: torch.Tensor, scores: object, **more: object) -> torch.Tensor:
+        return torch.full((len(ids),), ids.shape[1] >= self.columns, dtype=torch.bool)
+
+
+class EndsBehind(StoppingCriteria):
+    """Ends a text behind any token that divides by this number."""
+
+    def __init__(self, divisor: int):
+        self.divisor = divisor
+
+    def __call__(self, ids: torch.Tensor, scores: object, **more: object) -> torch.Tensor:
+        return ids[:, -1] % self.divisor == 0
+
+
+def every_other(prompt: int, ids: torch.Tensor) -> list[int]:
+    """For `prefix_allowed_tokens_fn`."""
+    return list(range(3 + prompt % 2, VOCABULARY, 2))

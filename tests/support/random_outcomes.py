@@ -1,0 +1,362 @@
+"""How a random call comes out on both sides, and whether docs/differences.md tells of what differs."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import logging
+import re
+import warnings
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import random_models
+import torch
+import transformers
+from places import ROOT
+from random_calls import PAIRS, Call
+
+import caches
+import engine
+
+PAGE = ROOT / "docs" / "differences.md"
+CLOSE = {"atol": 2e-3, "rtol": 1e-4}
+NEW = 3  # tokens of a second turn
+REFUSALS = (engine.EngineError, caches.CacheError)
+logging.getLogger("transformers").setLevel(logging.CRITICAL)
+logging.getLogger("engine").setLevel(logging.CRITICAL)
+
+# The page.
+
+
+@dataclass(frozen=True)
+class Told:
+    """One row of a table on the page. beginning: of a message, with `...` for what varies; or the name of a case."""
+
+    table: str
+    beginning: str
+
+    def matches(self, message: str) -> bool:
+        parts = [re.escape(part) for part in self.beginning.split("...")]
+        return re.match(".*?".join(parts), message, flags=re.DOTALL) is not None
+
+
+@cache
+def told() -> list[Told]:
+    """What the tables say. A table's first column has the messages in backticks."""
+    rows, table = [], ""
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("## "):
+            table = line[3:]
+        elif line.startswith("| `"):
+            first = line.split(" | ")[0]
+            rows += [Told(table, found) for found in re.findall(r"`([^`]+)`", first)]
+    return rows
+
+
+def on_the_page(table: str, message: str) -> str | None:
+    """The longest beginning of this message that the table has."""
+    found = [row.beginning for row in told() if row.table == table and row.matches(message)]
+    return max(found, key=len, default=None)
+
+
+@cache
+def literals() -> str:
+    """All texts in the code, each on a line of its own; what is filled in while it runs is left out."""
+    found = []
+    for folder in ("engine", "caches", "strategies", "configs"):
+        for path in (ROOT / folder).glob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(node.value)
+    return "\n".join(found)
+
+
+# Both sides.
+
+
+class NoCall(Exception):
+    """There are no such arguments."""
+
+
+def _namespace(call: Call) -> dict[str, Any]:
+    names = {name: getattr(random_models, name) for name in dir(random_models) if not name.startswith("_")}
+    for name in ("GenerationConfig", "LogitsProcessorList", "StoppingCriteriaList", "WatermarkingConfig",
+                 "DynamicCache"):  # fmt: skip
+        names[name] = getattr(transformers, name)
+    the = random_models.model(call.name, getattr(torch, call.dtype.removeprefix("torch.")))
+    return names | {"torch": torch, "copy": copy, "engine": engine, "the": the}
+
+
+def run(call: Call, ours: bool) -> Any:
+    """What it gives, or what it raises."""
+    names = _namespace(call)
+    the, own = names["the"], copy.deepcopy(names["the"].generation_config)
+    try:
+        try:
+            for statement in call.setup:
+                exec(statement, names)
+            given = {name: eval(source, names) for name, source in call.given.items()}
+        except ValueError:  # transformers makes no such configuration
+            return NoCall()
+        torch.manual_seed(7)
+        if ours:
+            return engine.generate(the, **given, **eval(f"dict({call.own})", names))
+        return transformers.GenerationMixin.generate(the, **given)
+    except Exception as error:
+        return error
+    finally:
+        the.generation_config = own
+
+
+# Cases of the page in which transformers itself, asked in a plainer way, says what the engine says.
+
+
+def without(call: Call, *names: str) -> Call:
+    """The call without these parameters, wherever they stand."""
+    pattern = re.compile(rf"\b({'|'.join(names)})=[^,()\[\]]+(, )?")
+    given = {name: pattern.sub("", source) for name, source in call.given.items() if name not in names}
+    return replace(call, given=given, setup=[pattern.sub("", statement) for statement in call.setup])
+
+
+def _with_mask(call: Call) -> Call:
+    embeds = eval(call.given["inputs_embeds"], _namespace(call))
+    mask = f"torch.ones({list(embeds.shape[:2])}, dtype=torch.long)"
+    return replace(call, given=call.given | {"attention_mask": mask})
+
+
+def _without_drafts(call: Call) -> Call:
+    return without(call, "assistant_model", "prompt_lookup_num_tokens", "num_assistant_tokens")
+
+
+def plainer(call: Call) -> tuple[str, Call | None] | None:
+    """The cases, and the plainer call; no call where there is none that could be compared."""
+    given, said = call.given, call.script()
+    guided = re.search(r"guidance_scale=(?!1\b(?!\.))", said) is not None
+    if not {"input_ids", "inputs", "inputs_embeds"} & set(given) and "pad_token_id=1" in said:
+        return "no prompt where one id begins and pads", None
+    if guided and "num_beams" in said:
+        return "guidance in a beam search", None
+    if guided and call.name == "mamba":
+        return "guidance of a model with states alone", None
+    if guided and str(_pad(call)) in re.findall(r"\d+", given.get("negative_prompt_ids", "")):
+        return "pads in a negative prompt", None
+    cases, other = [], call
+    for name, holds, change in (
+        ("drafts that change the text", call.drafts, _without_drafts),
+        ("embeddings beside ids without a mask", {"inputs_embeds", "input_ids"} <= set(given)
+         and "attention_mask" not in given, _with_mask),
+        ("prompts of a decoder in pieces", call.name in PAIRS and "prefill_chunk_size" in said,
+         lambda one: without(one, "prefill_chunk_size")),
+    ):  # fmt: skip
+        if holds:
+            cases, other = [*cases, name], change(other)
+    return (", ".join(cases), other) if cases else None
+
+
+def outcome(call: Call) -> tuple[str, str]:
+    """The kind, and what there is to say about it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kind, what = _told(call)
+    cases = kind.removeprefix("equal: ").split(", ") if kind.startswith("equal: ") else []
+    missing = [case for case in cases if on_the_page("Other texts", case) is None]
+    return ("not on the page", f"{missing}: {what}") if missing else (kind, what)
+
+
+def _told(call: Call) -> tuple[str, str]:
+    kind, what = _outcome(call, run(call, ours=False))
+    if kind != "different" or (case := plainer(call)) is None:
+        return kind, what
+    name, other = case
+    if other is None:
+        return f"equal: {name}", what
+    kind, more = _outcome(call, run(other, ours=False))
+    return (f"equal: {name}", what) if kind.startswith("equal") else ("different", f"{what}; {name}: {kind} {more}")
+
+
+def _outcome(call: Call, theirs: Any) -> tuple[str, str]:
+    ours = run(call, ours=True)
+    if isinstance(ours, NoCall):
+        return "no such configuration", ""
+    if isinstance(ours, Exception) and not isinstance(ours, REFUSALS):
+        return "different", f"the engine raises a bare {type(ours).__name__}: {ours}"
+    if isinstance(ours, Exception) and isinstance(theirs, Exception):
+        return "both refuse", ""
+    if isinstance(ours, Exception):
+        return _by_the_page("Refused here", "refused here", str(ours), call)
+    if isinstance(theirs, Exception):
+        return _by_the_page("Refused there", "runs here only", f"{type(theirs).__name__}: {theirs}", call)
+    kind, what = compared(call, ours, theirs)
+    if kind == "different" and call.dtype == "torch.float32":
+        exact = replace(call, dtype="torch.float64", given={
+            name: source.replace("torch.float32", "torch.float64") for name, source in call.given.items()
+        })  # fmt: skip
+        again = [run(exact, ours=mine) for mine in (True, False)]
+        if not any(isinstance(one, Exception) for one in again):
+            kind, more = compared(exact, *again)
+            kind = "equal in float64" if kind.startswith("equal") else kind
+            what = f"{what} (in float64: {more})"
+    return kind, what
+
+
+def _by_the_page(table: str, kind: str, message: str, call: Call) -> tuple[str, str]:
+    found = on_the_page(table, message)
+    return (f"{kind}: {found}", message) if found is not None else ("not on the page", f"{kind}: {message}")
+
+
+# What both give.
+
+
+def compared(call: Call, ours: engine.Generation, theirs: Any) -> tuple[str, str]:
+    draws = "do_sample=True" in " ".join([*call.setup, *(f"{name}={text}" for name, text in call.given.items())])
+    if call.drafts and draws:
+        return "equal: drawn with a draft", ""
+    sequences = theirs if isinstance(theirs, torch.Tensor) else theirs.sequences
+    known = _sequences(call, ours, sequences)
+    if known is None:
+        return "different", f"sequences {ours.sequences.tolist()} where transformers has {sequences.tolist()}"
+    if not isinstance(theirs, torch.Tensor):
+        wrong = _records(call, ours, theirs)
+        if wrong:
+            return "different", wrong
+    if call.turn is not None:
+        found = _second_turn(call, ours, theirs)
+        if found is not None:
+            return found
+    return f"equal: {known}" if known else "equal", ""
+
+
+def _sequences(call: Call, ours: engine.Generation, theirs: torch.Tensor) -> str | None:
+    """The case of the page by which they are the same, "" where there is no difference; None where they are not."""
+    if ours.sequences.shape != theirs.shape:
+        return None
+    if torch.equal(ours.sequences, theirs):
+        return ""
+    lengths = torch.tensor([len(tokens) for tokens in ours.tokens])
+    columns = torch.arange(theirs.shape[1]) - (theirs.shape[1] - _new_columns(ours))
+    behind = columns[None] >= lengths[:, None]
+    if not torch.equal(ours.sequences.masked_fill(behind, 0), theirs.masked_fill(behind, 0)):
+        return None
+    if ours.sequences_scores is not None:
+        return "filled up with another id" if len(theirs[behind].unique()) == 1 else None
+    reasons = {ours.finish_reasons[row] for row in behind.any(dim=1).nonzero().flatten().tolist()}
+    return "rows that have ended are written on" if reasons <= {"criteria", "stop_string"} else None
+
+
+def _new_columns(ours: engine.Generation) -> int:
+    return max(map(len, ours.tokens), default=0)
+
+
+def _records(call: Call, ours: engine.Generation, theirs: Any) -> str:
+    """The first record that differs."""
+    searches = ours.sequences_scores is not None
+    if searches and theirs.get("sequences_scores") is not None:
+        for name in ("sequences_scores", "beam_indices"):
+            mine, other = getattr(ours, name), theirs[name]
+            if mine.shape != other.shape or not torch.allclose(mine.double(), other.double(), **CLOSE, equal_nan=True):
+                return f"{name} {mine.tolist()} where transformers has {other.tolist()}"
+    for name in ("scores", "logits"):
+        mine, other = getattr(ours, name), theirs.get(name)
+        if (mine is None) != (other is None):
+            return f"{name} are recorded on one side alone"
+        if mine is None:
+            continue
+        if len(mine) != len(other):
+            return f"{name} of {len(mine)} steps where transformers has {len(other)}"
+        for step, (one, two) in enumerate(zip(mine, other, strict=True)):
+            rows = [row for row in range(len(one)) if searches or step < len(ours.tokens[row])]
+            if one.shape != two.shape or not torch.allclose(
+                one[rows].double(), two[rows].double(), **CLOSE, equal_nan=True
+            ):
+                return f"{name} of step {step} differ by {(one[rows] - two[rows]).abs().nan_to_num(0, 0, 0).max()}"
+    return _states(call, ours, theirs)
+
+
+def _states(call: Call, ours: engine.Generation, theirs: Any) -> str:
+    other = theirs.get("decoder_hidden_states" if call.name in PAIRS else "hidden_states")
+    if call.drafts or (ours.hidden_states is None and other is None):
+        return ""
+    if ours.hidden_states is None or other is None:
+        return "hidden_states are recorded on one side alone"
+    if len(ours.hidden_states) != len(other):
+        return f"hidden_states of {len(ours.hidden_states)} forwards where transformers has {len(other)}"
+    for step, (mine, those) in enumerate(zip(ours.hidden_states, other, strict=True)):
+        for one, two in zip(mine, those, strict=True):
+            rows = [row for row in range(len(two)) if ours.sequences_scores is None and step < len(ours.tokens[row])]
+            if one.shape[0] == two.shape[0] and not torch.allclose(one[rows, -1], two[rows, -1], **CLOSE):
+                return f"hidden_states of forward {step} differ"
+    return ""
+
+
+# A second turn on the caches of both.
+
+
+def _pad(call: Call) -> int | None:
+    """The pad id that the call or the model says."""
+    pads = re.findall(r"\bpad_token_id=(\d+)", call.script())
+    return int(pads[0]) if pads else None if call.setup else 0
+
+
+def _second_turn(call: Call, ours: engine.Generation, theirs: Any) -> tuple[str, str] | None:
+    if ours.cache is None or "inputs_embeds" in call.given or _new_columns(ours) == 0:
+        return None
+    names = _namespace(call)
+    the, new = names["the"], eval(str(call.turn), names)
+    prompts = len(new)
+    new = new.repeat_interleave(max(1, len(ours.sequences) // prompts), dim=0)
+    if len(new) != len(ours.sequences) or any(not tokens for tokens in ours.tokens):
+        return None
+    whole = torch.cat([ours.sequences, new], dim=1)
+    mask = torch.ones_like(whole)
+    begun = whole.shape[1] - new.shape[1] - _new_columns(ours)
+    for row, tokens in enumerate(ours.tokens):
+        mask[row, begun + len(tokens) : begun + _new_columns(ours)] = 0
+    given: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+    if call.name in PAIRS:
+        if not bool(mask.all()) or len(whole) != prompts or "attention_mask" not in call.given:
+            return None  # what pads inside the decoder's text are is not said
+        source = {name: eval(call.given[name], names) for name in _SOURCES if name in call.given}
+        given |= source | {"decoder_input_ids": whole}
+    else:
+        first = _first_mask(call, names, whole[:, :begun])
+        mask[:, :begun] = first.repeat_interleave(len(whole) // len(first), dim=0)
+        given |= {"inputs": whole}
+    try:
+        mine = engine.generate(the, cache=ours.cache, **given).sequences
+    except REFUSALS as error:
+        kind, what = _by_the_page("Refused here", "second turn refused", str(error), call)
+        return (kind, what) if kind == "not on the page" else None
+    if call.name not in PAIRS:
+        given |= {"attention_mask": mask}
+    live = None if isinstance(theirs, torch.Tensor) else theirs.get("past_key_values")
+    if live is not None and call.name not in PAIRS and call.mode in ("greedy", "sample") and len(whole) == prompts:
+        given |= {"past_key_values": live}
+    try:
+        on_live = transformers.GenerationMixin.generate(the, **given)
+    except Exception:  # it has no room, or the model takes none
+        on_live = None
+    if on_live is not None and torch.equal(mine, on_live):
+        return None
+    given.pop("past_key_values", None)
+    fresh = transformers.GenerationMixin.generate(the, **given)
+    if not torch.equal(mine, fresh):
+        return "different", f"second turn {mine.tolist()} where transformers has {fresh.tolist()}"
+    return None if on_live is None else ("equal: a second turn on its own cache", "")
+
+
+_SOURCES = ("inputs", "input_ids", "inputs_embeds", "encoder_outputs", "attention_mask")
+
+
+def _first_mask(call: Call, names: dict[str, Any], prompt: torch.Tensor) -> torch.Tensor:
+    if "attention_mask" in call.given:
+        return eval(call.given["attention_mask"], names)
+    if not {"input_ids", "inputs"} & set(call.given):
+        return torch.ones_like(prompt)
+    pad = _pad(call)
+    ends = re.findall(r"\beos_token_id=(\[[^]]*\]|\d+)", call.script())
+    eos = eval(ends[0]) if ends else []
+    if pad is None or pad in (eos if isinstance(eos, list) else [eos]):
+        return torch.ones_like(prompt)
+    return (prompt != pad).long()

@@ -1,0 +1,97 @@
+"""How results, plans, generators and streams show themselves."""
+
+import re
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from architectures import prompt, tiny_model
+
+import engine
+
+
+@pytest.fixture(scope="module")
+def spoken(shipped):
+    return shipped.generate(["def read_lines(path", "x"], cache="static", max_new_tokens=20)
+
+
+def test_a_result_in_short(spoken):
+    text = repr(spoken)
+    assert text.startswith(f"Generation(2 rows, {spoken.stats.new_tokens} new tokens, ended: ")
+    for part in ("cache='static'", " tokens/s", f"text[0]={spoken.text[0]!r:.20}"):
+        assert part in text
+    assert "tensor" not in text
+    assert "with" not in text
+
+
+def test_it_stays_short_whatever_is_in_it(spoken):
+    many = 10_000
+    records = {field.name: (torch.zeros(2, 3),) for field in fields(spoken) if field.default is None}
+    out = replace(
+        spoken,
+        text=["line\n" * 1000] * many,
+        tokens=[[5] * 100] * many,
+        finish_reasons=["eos", "stop_string", "criteria", "time", "length", None, None, "eos", "eos", "eos"] * 1000,
+        **records,
+    )
+    text = repr(out)
+    assert len(text) < 400
+    assert text.count("\n") <= 2
+    assert "tensor" not in text
+    assert "4000 eos, 2000 unfinished, 1000 stop_string" in text
+    assert "with scores, logits, attentions" in text
+    one = replace(spoken, text=["x"], tokens=[[5]], finish_reasons=[None])
+    assert repr(one).startswith("Generation(1 row, ")
+    assert "ended: 1 unfinished" in repr(one)
+    assert len(repr(replace(spoken, text=["line\n" * 1000]))) < 300
+    html = out._repr_html_()
+    assert html.count("<tr>") == 21
+    assert "and 9980 rows more" in html
+    assert len(html) < 20_000
+
+
+def test_without_a_tokenizer_it_says_how_to_get_text():
+    out = engine.generate(tiny_model("llama"), prompt(), max_new_tokens=3)
+    assert out.text is None
+    for shown in (repr(out), out._repr_html_()):
+        assert "no tokenizer was given (tokenizer=..." in shown
+    assert str(out.tokens[0]) in out._repr_html_()
+
+
+def test_html_of_a_result_is_escaped(spoken):
+    html = replace(spoken, text=["<script>alert(1)</script> & more", "b"])._repr_html_()
+    assert "<script>" not in html
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; more" in html
+    assert html.count("<tr>") == html.count("</tr>") == 3
+    assert f'<td style="text-align: left; white-space: pre-wrap">{len(spoken.tokens[1])}</td>' in html
+    assert spoken.finish_reasons[0] in html
+
+
+def test_a_plan_in_short_and_as_a_table():
+    plan = engine.plan(tiny_model("llama"), prompt_tokens=10, max_new_tokens=4)
+    assert len(repr(plan)) < 300
+    assert "\n" not in repr(plan)
+    assert "choice='dynamic'" in repr(plan)
+    assert str(plan).count("\n") > 8
+    assert plan.why in str(plan)
+    assert str(plan) != repr(plan)
+    html = plan._repr_html_()
+    assert html.count("<tr>") == len(plan.backends) + 1
+    for part in ("offloaded, residency=disk", plan["dynamic"].longest_context, plan.why, "has no encoder"):
+        assert str(part) in html
+    assert "<b>" not in replace(plan, model="<b>")._repr_html_()
+
+
+def test_generators_and_streams_say_what_they_are(shipped):
+    assert re.match(r"Generator\(LlamaForCausalLM, float32 on cpu, \w+, EngineConfig\(\)\)$", repr(shipped))
+    model = tiny_model("llama")
+    generator = engine.Generator(model, config=engine.EngineConfig(cache="static"))
+    assert repr(generator) == "Generator(LlamaForCausalLM, float32 on cpu, no tokenizer, EngineConfig(cache='static'))"
+    stream = generator.stream(prompt(), max_new_tokens=3)
+    assert repr(stream) == "Stream(LlamaForCausalLM, float32 on cpu, cache='static', 0 new tokens shown)"
+    shown = len(next(stream).tokens)
+    assert f"{shown} new tokens shown" in repr(stream)
+    list(stream)
+    assert "6 new tokens shown" in repr(stream)
+    stream.result()
+    assert "cache='static', 6 new tokens shown" in repr(stream)
