@@ -263,7 +263,7 @@ def test_wrong_usage(cli, arguments):
         (["x", "--temperature", "0", "--top-k", "2"], "error: --temperature 0 is greedy"),
         (["x", "--model", "no/such/folder"], "error: no model could be loaded from 'no/such/folder'"),
         (["x", "--model", "/"], "error: no model could be loaded from '/'"),
-        (["x", "--top-p", "-1"], "error: `top_p`"),
+        (["x", "--top-p", "-1"], "error: top_p=-1.0, but it is a number from 0 to 1"),
     ],
 )
 def test_errors_are_one_line_and_an_exit_code(cli, arguments, message):
