@@ -65,7 +65,11 @@ class Call:
         has_a_choice = "use_cache" in everything or "cache_implementation" in everything
         if has_a_choice:
             return ""
-        return f"past_key_values={self.backend}(config=the.config)" if self.backend in THEIRS else f"cache={self.backend!r}"
+        return (
+            f"past_key_values={self.backend}(config=the.config)"
+            if self.backend in THEIRS
+            else f"cache={self.backend!r}"
+        )
 
     @property
     def drafts(self) -> bool:
@@ -99,7 +103,7 @@ class _Drawn:
     def __init__(self, seed: int):
         self.random = random.Random(seed)
         name, backend = cells()[seed % len(cells())]
-        weights = {"greedy": 30, "sample": 22, "beams": 20, "beam sampling": 10, "draft": 6, "lookup": 6,
+        weights = {"greedy": 30, "sample": 21, "beams": 19, "beam sampling": 12, "draft": 6, "lookup": 6,
                    "drawn lookup": 1, "groups": 1, "contrastive": 1}  # fmt: skip
         [mode] = self.random.choices(list(weights), list(weights.values()))
         dtype = "torch.float64" if self.maybe(0.15) else "torch.float32"
@@ -255,7 +259,7 @@ class _Drawn:
         first = self.random.randint(3, 9)
         one = self.random.randrange(3, VOCABULARY)
         options = [None, one, [one], list(range(first, VOCABULARY, 6)), [one, one], [first, *range(first, 90, 11)]]
-        [self.ends] = self.random.choices(options, [40, 8, 8, 30, 5, 9])
+        [self.ends] = self.random.choices(options, [36, 6, 6, 28, 12, 12])
         if self.ends is not None:
             self.given["eos_token_id"] = repr(self.ends)
         if self.maybe(0.3):

@@ -267,7 +267,9 @@ def _records(call: Call, ours: engine.Generation, theirs: Any) -> str:
             return f"{name} of {len(mine)} steps where transformers has {len(other)}"
         for step, (one, two) in enumerate(zip(mine, other, strict=True)):
             rows = [row for row in range(len(one)) if searches or step < len(ours.tokens[row])]
-            if one.shape != two.shape or not torch.allclose(one[rows].double(), two[rows].double(), **CLOSE, equal_nan=True):
+            if one.shape != two.shape or not torch.allclose(
+                one[rows].double(), two[rows].double(), **CLOSE, equal_nan=True
+            ):
                 return f"{name} of step {step} differ by {(one[rows] - two[rows]).abs().nan_to_num(0, 0, 0).max()}"
     return _states(call, ours, theirs)
 
