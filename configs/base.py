@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import NoneType, UnionType
@@ -13,6 +15,8 @@ from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type
 from configs.errors import ConfigError
 
 C = TypeVar("C", bound="Config")
+_IN_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", list: "a list",
+             tuple: "a list"}  # fmt: skip
 
 
 def nearest(word: str, known: Iterable[str], most: int = 24) -> str:
@@ -37,6 +41,8 @@ class Config:
 
     absent: ClassVar[dict[str, str]] = {}
     """Options of others that this one does not have, and why."""
+    choices: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Of options that are one of a few values, those."""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -60,6 +66,28 @@ class Config:
     @classmethod
     def option_names(cls) -> list[str]:
         return [field.name for field in dataclasses.fields(cls)]
+
+    @classmethod
+    def meanings(cls) -> dict[str, str]:
+        """What every option means, as the docstrings of the class and its bases say.
+
+        There an entry is a line `name: text` or `name, name: text`, four spaces in, and further lines below it.
+        """
+        found = dict.fromkeys(cls.option_names(), "")
+        for kind in reversed(cls.__mro__):
+            for names, text in _entries(vars(kind).get("__doc__") or ""):
+                found |= {name: text for name in names.split(", ") if name in found}
+        return found
+
+    @classmethod
+    def values(cls) -> dict[str, list[str]]:
+        """What every option may be beside None, in words."""
+        hints, found = get_type_hints(cls), {}
+        for name in cls.option_names():
+            kinds = [get_origin(kind) or kind for kind in _kinds(hints[name]) if kind is not NoneType]
+            words = [str(value) for value in cls.choices.get(name, ())]
+            found[name] = list(dict.fromkeys(words or (_IN_WORDS.get(kind, "an object") for kind in kinds)))
+        return found
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
@@ -147,3 +175,16 @@ def require_positive(owner: str, **values: int | None) -> None:
     for name, value in values.items():
         if value is not None and value < 1:
             raise ConfigError(f"{owner}: {name}={value}, but it has to be at least 1")
+
+
+def _entries(docstring: str) -> Iterator[tuple[str, str]]:
+    """Names and texts of the entries of a docstring, see `Config.meanings`."""
+    names, lines = "", list[str]()
+    for line in [*inspect.cleandoc(docstring).splitlines(), ""]:
+        begins = re.match(r"([a-z_]+(?:, [a-z_]+)*): (.+)", line)
+        if begins is None and names and line.startswith("    "):
+            lines.append(line.strip())
+            continue
+        if names:
+            yield names, " ".join(lines)
+        names, lines = (begins[1], [begins[2]]) if begins else ("", [])

@@ -71,8 +71,10 @@ class PlacedCacheConfig(CacheConfig):
     """Base of the caches that keep tensors.
 
     max_batch_size: rows there is room for; None for any number, of a fixed cache those of the first step.
-    device, dtype, layer_device_map (by layer number): where and what the model's keys are expected to be. Tensors are
-        made where each layer computes; a step that comes from elsewhere is refused.
+    device: where the model's keys are expected to be. Tensors are made where each layer computes; a step that comes
+        from elsewhere is refused.
+    dtype: the data type that the model's keys are expected to have, such as "bfloat16".
+    layer_device_map: where those of some layers are expected to be, by layer number.
     """
 
     max_batch_size: int | None = None
@@ -150,19 +152,20 @@ def check_residency(residency: str, folder: str | None, known: tuple[str, ...]) 
 class OffloadedCacheConfig(PlacedCacheConfig):
     """A cache of which the device only has the layers at work; it makes room as tokens come.
 
-    residency: where the others are: "host", or "disk", a file in `folder` that leaves nothing behind. folder: None is
-    that of the system for temporary files, or /var/tmp where that is in memory. offload_only_non_sliding: layers that
-    look back at a window stay on the device.
+    residency: where the others are: in host memory, or on disk, in a file in `folder` that leaves nothing behind.
+    folder: for files on disk; None is the system's folder for temporary files, or /var/tmp where that is in memory.
+    offload_only_non_sliding: whether layers that look back at a window stay on the device.
     """
 
     name: ClassVar[str] = "offloaded"
+    choices: ClassVar[dict[str, tuple[Any, ...]]] = {"residency": ("host", "disk")}
     residency: str = "host"
     folder: str | None = None
     offload_only_non_sliding: bool = False
 
     def validate(self) -> None:
         super().validate()
-        check_residency(self.residency, self.folder, ("host", "disk"))
+        check_residency(self.residency, self.folder, self.choices["residency"])
 
 
 @dataclass(frozen=True)
@@ -222,8 +225,9 @@ class MambaCacheConfig(PlacedCacheConfig):
 class EncoderDecoderCacheConfig(CacheConfig):
     """The two caches of an encoder-decoder model, each a backend's name or its configuration.
 
-    self_cache: for the decoder's own tokens. cross_cache: for the encoder's, which are written once; None is "static"
-    beside a cache whose tensors never move, else "dynamic".
+    self_cache: for the decoder's own tokens.
+    cross_cache: for the encoder's, which are written once; None is "static" beside a cache whose tensors never move,
+        else "dynamic".
     """
 
     name: ClassVar[str] = "encoder_decoder"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from configs.base import nearest, require_positive
 from configs.cache import PlacedCacheConfig, SinkCacheConfig, check_residency
@@ -39,20 +39,31 @@ CODECS = {
 class QuantizedCacheConfig(PlacedCacheConfig):
     """Keys and values in few bits, the most recent ones in full.
 
-    backend: one of `CODECS`. nbits: of a number; None is 4, of fp8 8.
+    backend: the codec that writes the bits.
+    nbits: bits of a number; None is 4, of fp8 8.
     axis_key, axis_value: what a group is, as the library counts axes: of quanto 0 and of hqq 1, the defaults, it is
         neighbouring channels of one token, of quanto -1 and of hqq 0 one channel of q_group_size tokens. fp8 and kivi
         have none to choose.
-    q_group_size: numbers that share a scale: 64, of kivi 32; where it does not divide the head's width, the largest
-        number below that does. residual_length: the most recent tokens that stay in full.
-    compute_dtype: of scales and of the arithmetic of decoding; None is the model's.
+    q_group_size: numbers that share a scale; None is 64, of kivi 32. Where it does not divide the head's width, the
+        largest number below that does.
+    residual_length: the most recent tokens that stay in full.
+    compute_dtype: the data type of scales and of the arithmetic of decoding; None is the model's.
     fused: whether attention multiplies with the codes as they are, in kernels that are compiled when they are first
         needed, by a C++ compiler: the fastest where it can be, for float32 on a CPU, and not of 3 bits or fp8. What
         they are multiplied with is rounded to 16 bits, thousands of times finer than the codes are.
-    residency: where the codes are: "device", "host", or "disk", a file in `folder` (see `OffloadedCacheConfig`).
+    residency: where the codes are: on the device, in host memory, or on disk, in a file in `folder`.
+    folder: for files on disk; None is the system's folder for temporary files, or /var/tmp where that is in memory.
     """
 
     name: ClassVar[str] = "quantized"
+    choices: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "backend": tuple(CODECS),
+        "nbits": tuple(sorted({bits for facts in CODECS.values() for bits in facts.bits})),
+        "axis_key": (0, 1, -1),
+        "axis_value": (0, 1, -1),
+        "compute_dtype": ("float16", "bfloat16", "float32", "float64"),
+        "residency": ("device", "host", "disk"),
+    }
     absent: ClassVar[dict[str, str]] = {
         "max_cache_len": "blocks are made as tokens come, so it has no fixed size and needs none"
     }
@@ -92,8 +103,8 @@ class QuantizedCacheConfig(PlacedCacheConfig):
                 )
         if self.residual_length < 0:
             raise ConfigError(f"residual_length={self.residual_length}, but it counts tokens: 0 or more")
-        check_residency(self.residency, self.folder, ("device", "host", "disk"))
-        if self.compute_dtype not in (None, "float16", "bfloat16", "float32", "float64"):
+        check_residency(self.residency, self.folder, self.choices["residency"])
+        if self.compute_dtype not in (None, *self.choices["compute_dtype"]):
             raise ConfigError(f"compute_dtype={self.compute_dtype!r} is no floating-point type to decode in")
         if self.fused and (self.backend == "fp8" or self.bits == 3 or self.compute_dtype not in (None, "float32")):
             raise ConfigError(

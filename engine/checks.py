@@ -113,8 +113,9 @@ def check_applies(
 
 
 # Which ids a model has to know: in any case, or only if the call itself says them, because nothing comes of others.
+# Pads are looked at where rows are filled up with them; the id of the beginning where it begins a prompt.
 _KNOWN_IDS = ("bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "decoder_start_token_id")
-_KNOWN_IF_SAID = ("pad_token_id", "bos_token_id", "suppress_tokens", "begin_suppress_tokens")
+_KNOWN_IF_SAID = ("suppress_tokens", "begin_suppress_tokens")
 
 
 def check_said_ids(model: PreTrainedModel, config: GenerationConfig, options: dict[str, Any]) -> None:
@@ -211,15 +212,17 @@ def check_vocabulary(reader: Any, ids: torch.Tensor, where: str = "") -> None:
         )
 
 
-def check_mask(prompt: Prompt, mask: torch.Tensor, cache_seen: int) -> int:
-    """How many columns `mask` covers before the prompt's first: those in the cache, when only new tokens were given."""
+def check_mask(prompt: Prompt, mask: torch.Tensor, cache_seen: int, name: str = "attention_mask") -> int:
+    """How many columns `mask` covers before the prompt's first: those in the cache, when only new tokens were given.
+
+    name: the mask's, in errors.
+    """
     rows, tokens = len(prompt.ids), prompt.columns
     before = cache_seen if cache_seen > 0 and list(mask.shape) == [rows, cache_seen + tokens] else 0
     if before == 0 and list(mask.shape) != [rows, tokens]:
         what = "token ids" if prompt.embeds is None else "embeddings"
         raise InputError(
-            f"attention_mask has shape {list(mask.shape)}, but the {what} have {[rows, tokens]}: "
-            "it needs one entry per token"
+            f"{name} has shape {list(mask.shape)}, but the {what} have {[rows, tokens]}: it needs one entry per token"
         )
     ends_in_pads = (mask[:, -1] == 0).nonzero().flatten().tolist()
     if ends_in_pads and cache_seen > 0:

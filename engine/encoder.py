@@ -78,10 +78,10 @@ def read_source(
         except ValueError as error:
             raise InputError(str(error)) from error
         _check_columns(given, source, name)
+        _check_starts(config._decoder_start_token_tensor, rows)
         prepare = getattr(model, "_maybe_prepare_encoder_kwargs_for_generation", None)
         if prepare is None and "encoder_outputs" not in given:  # transformers 5.17
             prepare = model._prepare_encoder_decoder_kwargs_for_generation
-        _check_decoder(config._decoder_start_token_tensor, given, rows)
         ids, given = model._prepare_decoder_input_ids_for_generation(
             batch_size=rows,
             model_input_name=name,
@@ -105,23 +105,16 @@ def read_source(
     return prompt, Source(source, 0), encode
 
 
-def _check_decoder(starts: torch.Tensor, given: dict[str, Any], rows: int) -> None:
-    """Whether what the decoder begins with is as many rows as the source."""
-    if starts.ndim == 1 and len(starts) != rows:
-        raise OptionError(
-            f"decoder_start_token_id has {len(starts)} ids for {rows} rows: give one for each, or one for all"
-        )
-    ids = given.get("decoder_input_ids")
-    if ids is not None and len(ids) not in (1, rows):
-        raise InputError(f"decoder_input_ids have {len(ids)} rows, but the encoder reads {rows}")
-
-
 def _check_source(model: PreTrainedModel, given: dict[str, Any]) -> None:
     """Whether the encoder can read what was given by name. Without anything to read ids begin with `bos_token_id`."""
     name, encoder = _source_name(model), model.get_encoder()
     if name != "input_ids" and not {name, "encoder_outputs", "inputs_embeds"} & set(given):
         raise InputError(f"the encoder of {type(model).__name__} has nothing to read: give {name}")
     if "input_ids" in given:
+        if given["input_ids"].numel() == 0:
+            raise InputError(
+                f"the prompt is empty ({list(given['input_ids'].shape)}): the encoder needs a token to read"
+            )
         check_vocabulary(encoder, given["input_ids"])
     if "inputs_embeds" not in given:
         return
@@ -147,6 +140,13 @@ def _check_columns(given: dict[str, Any], source: torch.Tensor, name: str) -> No
     if begun is not None and len(begun) != len(source):
         raise InputError(
             f"decoder_input_ids have {len(begun)} rows, but the encoder reads {len(source)}: give as many of both"
+        )
+
+
+def _check_starts(starts: torch.Tensor, rows: int) -> None:
+    if starts.ndim == 1 and len(starts) != rows:
+        raise OptionError(
+            f"decoder_start_token_id has {len(starts)} ids for {rows} rows: give one for each, or one for all"
         )
 
 

@@ -54,7 +54,8 @@ def read_prompt(
     where there is no tokenizer; default 0. Raises `InputError`.
     """
     inputs, extras = merged(inputs, extras)
-    ids, mask = extras.pop("input_ids", None), extras.pop("attention_mask", None)
+    extras = {name: value for name, value in extras.items() if value is not None or name not in _OPTIONAL}
+    ids = extras.pop("input_ids", None)
     if inputs is not None and ids is not None:
         raise InputError("the prompt was given twice: as inputs and as input_ids")
     embeds = as_embeds(extras.pop("inputs_embeds", None))
@@ -64,15 +65,19 @@ def read_prompt(
         if bos_id is None:
             raise InputError("there is no prompt, and the model has no bos_token_id to begin with")
         ids = torch.tensor([[bos_id]])
-        mask = torch.ones_like(ids)  # no pad, also where a model has one id for both
+        extras.setdefault("attention_mask", torch.ones_like(ids))  # no pad, also where a model has one id for both
     if inputs is not None:
-        if not _are_ids(inputs):
-            if mask is not None:
-                raise InputError("attention_mask was given with a text prompt; the tokenizer makes that mask")
-            inputs, mask = _tokenize(inputs, tokenizer, pad_left)
         ids = inputs
-    ids, mask = _rectangular(ids, mask, _pad_id(tokenizer, pad_id), pad_left)
+        if not _are_ids(inputs):
+            if "attention_mask" in extras:
+                raise InputError("attention_mask was given with a text prompt; the tokenizer makes that mask")
+            ids, extras["attention_mask"] = _tokenize(inputs, tokenizer, pad_left)
+    ids, extras = _rectangular(ids, extras, _pad_id(tokenizer, pad_id), pad_left)
+    mask = extras.pop("attention_mask", None)
     return Prompt(as_ids(ids), None if mask is None else as_mask(mask), extras, embeds)
+
+
+_OPTIONAL = ("input_ids", "inputs_embeds", "attention_mask")
 
 
 def merged(inputs: Any, extras: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -134,25 +139,32 @@ def _pad_id(tokenizer: Any, pad_id: Any) -> int:
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
 
 
-def _rectangular(ids: Any, mask: Any, pad: int, pad_left: bool) -> tuple[Any, Any]:
-    """Lists of ids, padded where some are longer than others, and their mask. What is rectangular stays as it is."""
+def _rectangular(ids: Any, beside: dict[str, Any], pad: int, pad_left: bool) -> tuple[Any, dict[str, Any]]:
+    """Lists of ids, padded where some are longer than others, and what goes with them: masks and token types."""
     rows = _rows(ids)
-    if rows is None or len(set(map(len, rows))) < 2:
-        return ids if rows is None else rows, mask
+    if rows is None:
+        return ids, beside
+    beside, lengths = dict(beside), list(map(len, rows))
+    is_ragged = len(set(lengths)) > 1
+    for name in [name for name in beside if name == "attention_mask" or name.endswith("token_type_ids")]:
+        given = _rows(beside[name])
+        if beside[name] is None:
+            continue
+        if given is not None and list(map(len, given)) == lengths:
+            beside[name] = _padded(given, 0, pad_left)[0]
+        elif is_ragged:
+            raise InputError(
+                f"{name} has no entry for each id of {len(rows)} lists of {sorted(set(lengths))} ids: leave it out, or "
+                "give it as lists of the same lengths"
+            )
+    if not is_ragged:
+        return rows, beside
     for row, tokens in enumerate(rows):
         wrong = [token for token in tokens if not isinstance(token, Integral) or isinstance(token, bool)]
         if wrong:
             raise InputError(f"token ids are integers, but row {row} holds {wrong[0]!r:.40}")
-    padded, made = _padded(rows, pad, pad_left)
-    if mask is None:
-        return padded, made
-    given = _rows(mask)
-    if given is None or list(map(len, given)) != list(map(len, rows)):
-        raise InputError(
-            f"attention_mask has no entry for each id of {len(rows)} lists of {sorted(set(map(len, rows)))} ids: leave "
-            "it out, or give it as lists of the same lengths"
-        )
-    return padded, _padded(given, 0, pad_left)[0]
+    padded, mask = _padded(rows, pad, pad_left)
+    return padded, {"attention_mask": mask} | beside
 
 
 def _rows(value: Any) -> list[list[Any]] | None:

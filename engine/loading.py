@@ -25,7 +25,7 @@ from configs import EngineConfig
 from engine.errors import InputError
 from engine.locate import locate
 from engine.out_of_memory import first_line
-from engine.placement import check_placed
+from engine.placement import check_here, read_dtype
 
 SHIPPED_MODEL = Path(__file__).parent / "shipped"
 """Folder of the small model that comes with the package: a Llama trained on Python's standard library."""
@@ -38,22 +38,22 @@ def load(model: PreTrainedModel | str | Path, tokenizer: Any, config: EngineConf
     """
     if not isinstance(model, (str, Path)):
         return unwrapped(model), tokenizer
-    check_placed(config.dtype, config.device_map)
-    model, is_local = locate(model)
-    # Unsaid, transformers asks on standard input whether it may trust.
-    how = {"trust_remote_code": config.trust_remote_code, "local_files_only": is_local}
+    dtype = config.dtype if config.dtype == "auto" else read_dtype(config.dtype)
+    check_here(config.device_map)
+    model = locate(model)
+    trust = {"trust_remote_code": config.trust_remote_code}  # unsaid, transformers asks on standard input
     remedy = (
         "and running it was not allowed: read that code, then load the model with Generator(..., "
         "config=EngineConfig(trust_remote_code=True)), on the command line with --trust-remote-code"
     )
     with _told_in_one_line(model, remedy):
         if tokenizer is None:
-            tokenizer = AutoTokenizer.from_pretrained(model, **how)
+            tokenizer = AutoTokenizer.from_pretrained(model, **trust)
         try:
-            kind = auto_class(AutoConfig.from_pretrained(model, **how))
+            kind = auto_class(AutoConfig.from_pretrained(model, **trust))
         except ValueError:  # a folder with an adapter names its model elsewhere
             kind = AutoModelForCausalLM
-        loaded = kind.from_pretrained(model, dtype=config.dtype, device_map=config.device_map, **how)
+        loaded = kind.from_pretrained(model, dtype=dtype, device_map=config.device_map, **trust)
     return loaded.eval(), tokenizer
 
 
@@ -124,9 +124,9 @@ def load_config(model: str | Path) -> PreTrainedConfig:
         "that never runs where only the configuration is read: this takes models of transformers' own by name, and "
         "engine.plan also one that was loaded with Generator(..., config=EngineConfig(trust_remote_code=True))"
     )
-    model, is_local = locate(model)
+    model = locate(model)
     with _told_in_one_line(model, remedy):
-        return AutoConfig.from_pretrained(model, trust_remote_code=False, local_files_only=is_local)
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
 
 
 @contextmanager

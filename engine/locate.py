@@ -21,20 +21,24 @@ _PATIENCE_S = 2.0  # for one attempt to reach the hub: its client tries for most
 _CONFIG, _ADAPTER = "config.json", "adapter_config.json"
 
 
-def locate(model: str | Path) -> tuple[str, bool]:
-    """What `from_pretrained` is to be given for a local path or a hub id, and whether only local files can be had.
+def locate(model: str | Path) -> str:
+    """What `from_pretrained` is to be given for a local path or a hub id: while the hub cannot be reached, the folder
+    of its local cache, so that no part of the loading waits for it.
 
-    Raises `InputError` for a path that leads to no model, and for a hub id that is not in the hub's local cache while
-    the hub cannot be reached. `~` is the home folder.
+    Raises `InputError` for a path that leads to no model, and for a hub id that is not in that cache while the hub
+    cannot be reached. `~` is the home folder.
     """
+    if not str(model):
+        raise InputError("the model's path is empty: give the path of a folder with a model, or a hub id")
     path = Path(model).expanduser()
     if path.is_dir():
-        return str(path), _is_local(path)
+        _check_folder(path)
+        return str(path)
     if path.is_file():
         raise InputError(f"{str(model)!r} is a file: {_of_a_file(path)}")
     if isinstance(model, Path) or _looks_like_a_path(model):
         raise InputError(f"there is no folder {str(model)!r}: give the path of a folder with a model, or a hub id")
-    return model, _is_out_of_reach(model)
+    return _in_reach(model)
 
 
 def _looks_like_a_path(text: str) -> bool:
@@ -42,19 +46,19 @@ def _looks_like_a_path(text: str) -> bool:
     return text.startswith((".", "~", "/", os.sep)) or separators > 1 or text.endswith("/")
 
 
-def _is_local(folder: Path) -> bool:
-    """Whether all that the model in the folder needs is on this machine, or has to be: an adapter names its model."""
+def _check_folder(folder: Path) -> None:
     if (folder / _CONFIG).is_file():
-        return False
+        return
     if not (folder / _ADAPTER).is_file():
         raise InputError(f"the folder {str(folder)!r} has no {_CONFIG}: {_of_a_folder(folder)}")
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    try:
         base = json.loads((folder / _ADAPTER).read_bytes())["base_model_name_or_path"]
-        try:
-            return locate(base)[1]
-        except InputError as error:
-            raise InputError(f"the adapter in {str(folder)!r} belongs to another model, and {error}") from error
-    return False
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # loading it says what is wrong
+    try:
+        locate(base)
+    except InputError as error:
+        raise InputError(f"the adapter in {str(folder)!r} belongs to another model, and {error}") from error
 
 
 def _of_a_folder(folder: Path) -> str:
@@ -75,17 +79,18 @@ def _of_a_file(file: Path) -> str:
     return f"give the folder that holds the weights together with {_CONFIG} and the tokenizer"
 
 
-def _is_out_of_reach(name: str) -> bool:
-    """Whether the hub is, for a model that is in its local cache; for one that is not that is an `InputError`."""
+def _in_reach(name: str) -> str:
+    """The hub id, or the folder of it in the hub's local cache."""
     try:
         validate_repo_id(name)
     except HFValidationError as error:
         raise InputError(f"{name!r} is neither a folder here nor a name that a hub can have: {error}") from error
-    cached = any(isinstance(try_to_load_from_cache(name, file), str) for file in (_CONFIG, _ADAPTER))
     if not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT):
-        return False
-    if cached:
-        return True
+        return name
+    for file in (_CONFIG, _ADAPTER):
+        cached = try_to_load_from_cache(name, file)
+        if isinstance(cached, str):
+            return str(Path(cached).parent)
     if constants.HF_HUB_OFFLINE:
         why, remedy = "HF_HUB_OFFLINE=1 forbids to fetch it", "unset HF_HUB_OFFLINE"
     else:
@@ -108,7 +113,7 @@ def _answers(endpoint: str) -> bool:
     reached = []
 
     def knock() -> None:
-        with suppress(OSError), socket.create_connection((host, port), _PATIENCE_S):
+        with suppress(OSError, UnicodeError), socket.create_connection((host, port), _PATIENCE_S):
             reached.append(True)
 
     attempt = Thread(target=knock, daemon=True)  # looking up a name knows no limit of time

@@ -240,7 +240,7 @@ _FINITE = number("a finite number")
 _OVER_0 = number("a finite number over 0", math.nextafter(0, 1))
 _SHARE = number("a number from 0 to 1", 0, 1)
 _IDS = Kind("a list of token ids", _ids)
-_SOME_IDS = Kind("a token id, or a list of one or more", _some_ids)
+_SOME_IDS = Kind("a token id, a list of one or more, or None for none", _some_ids)
 _CALLABLES = Kind("something callable, or a list of such", _callables)
 _TOKENIZER = having("decode", words="a tokenizer of transformers")
 
@@ -260,8 +260,8 @@ _FIELDS: dict[str, Kind] = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), _OVER_0),
     **dict.fromkeys(("top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"), _SHARE),
     "assistant_confidence_threshold": _FINITE,
-    "temperature": number("a finite number, 0 or more", 0),
-    "max_time": number("a number of seconds, 0 or more", 0, math.inf),
+    "temperature": number("a number, 0 or more", 0, math.inf),
+    "max_time": number("a number of seconds", -math.inf, math.inf),
     "early_stopping": Kind("True, False or 'never'", _early_stopping),
     "stop_strings": Kind("a text or a list of texts", _texts),
     "bad_words_ids": Kind("a list of lists of one or more token ids", _words),

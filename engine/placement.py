@@ -29,10 +29,8 @@ def read_device(name: torch.device | str) -> torch.device:
         raise OptionError(f"device={name!r} is no device of torch: cpu, cuda, cuda:1, mps, ...") from error
 
 
-def check_placed(dtype: str, device_map: str) -> None:
-    """Raise `OptionError` unless a model can be loaded with this data type onto these devices."""
-    if dtype != "auto":
-        read_dtype(dtype)
+def check_here(device_map: str) -> None:
+    """Raise `OptionError` unless a model can be loaded onto these devices."""
     if device_map in _SPREADS:
         return
     device, found = read_device(device_map), ["cpu"]

@@ -231,8 +231,9 @@ def choose(found: Sequence[BackendPlan], free: Free) -> tuple[BackendPlan | None
     possible = [one for one in found if one.refused is None]
     if not possible:
         reasons = {one.refused for one in found}
+        which = "it" if len(found) == 1 else "every cache that loses nothing"
         why = f": {reasons.pop()}" if len(reasons) == 1 else " for this model or this run"
-        return None, f"every cache that loses nothing is refused{why}"
+        return None, f"{which} is refused{why}"
     first, taken = possible[0], next((one for one in possible if one.fits is not False), None)
     before = "" if taken is first else f"{first.title} would need {_in_words(first, free)}, which does not fit; "
     if taken is not None:

@@ -209,7 +209,8 @@ def read_request(
         known = known_mask(cache, prompt.ids)
         mask = torch.cat([known, _inferred_mask(model, prompt.ids[:, known.shape[1] :], config)], dim=1)
     mask = (mask != 0).long()
-    before = check_mask(prompt, mask, 0 if cache is None else cache.seen)
+    name = "attention_mask" if source is None else "decoder_attention_mask"
+    before = check_mask(prompt, mask, 0 if cache is None else cache.seen, name)
     check_extras(model, prompt, mask)
     chunk_tokens = config.prefill_chunk_size or chunk_tokens
     if source is None:

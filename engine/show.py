@@ -1,125 +1,98 @@
-"""How the command line shows what it found: texts, JSON and tables."""
+"""How a plan is shown: what the run takes, a line or a block per backend, and the choice."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-from io import StringIO
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Column, Table
-
-from configs import PlacedCacheConfig
+from engine.layout import Column, aligned, blocks, fits, terminal_width, wrapped
 
 if TYPE_CHECKING:
+    from engine.planner import BackendPlan
     from engine.planning import Plan
-    from engine.result import Generation, Piece, Stats
+
+_WIDE = 160  # where no terminal says how wide it is
+_COLUMNS = [
+    Column("cache"), Column("kept by\nlayers"), Column("staging"), Column("to work\nwith"), Column("needs\nin all"),
+    Column("fits"), Column("longest\ncontext"), Column("largest\nbatch"),
+]  # fmt: skip
+_MOST_WANTED = (0, 4, 5, 6, 7)  # of the columns
 
 
-def as_text(result: Generation) -> str:
-    """The text, or all of them with their rows' numbers in front."""
-    assert result.text is not None  # a model given as a path comes with its tokenizer
-    if len(result.text) == 1:
-        return result.text[0]
-    return "\n".join(f"[{row}] {text}" for row, text in enumerate(result.text))
+def plan_as_text(plan: Plan, width: int | None = None) -> str:
+    """width: in characters; default: that of the terminal."""
+    width = terminal_width(_WIDE) if width is None else width
+    paragraphs = [aligned([Column(), Column(wraps=True)], _facts(plan), width)]
+    possible = [backend for backend in plan.backends if backend.refused is None]
+    if possible:
+        paragraphs.append(_backends(possible, width))
+    closing = [*_refusals(plan), f"Choice: {plan.choice or 'none of them'}; {plan.why}"]
+    return "\n\n".join([*paragraphs, "\n".join(wrapped(line, width) for line in closing)])
 
 
-def as_json(result: Generation) -> str:
-    """One object: `rows`, each with `text`, `tokens` and `finish_reason`, and `stats`, with the fields of `Stats`."""
-    assert result.text is not None
-    parts = zip(result.text, result.tokens, result.finish_reasons, strict=True)
-    rows = [{"text": text, "tokens": tokens, "finish_reason": reason} for text, tokens, reason in parts]
-    return json.dumps({"rows": rows, "stats": asdict(result.stats)})
-
-
-def piece_as_json(piece: Piece) -> str:
-    """One object with the fields of `Piece`: `row`, `tokens`, `text`, `finish_reason`."""
-    return json.dumps(asdict(piece))
-
-
-def stats_table(stats: Stats) -> Table:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("cache", stats.cache)
-    table.add_row("tokens", f"{stats.prompt_tokens} read, {stats.new_tokens} new")
-    if stats.ttft_s is not None:
-        table.add_row("time to first token", f"{1000 * stats.ttft_s:.1f} ms")
-    if stats.decode_tokens_per_s is not None:
-        table.add_row("speed", f"{stats.decode_tokens_per_s:.1f} tokens/s")
-    if stats.drafted_tokens:
-        table.add_row("proposed", f"{stats.drafted_tokens} tokens, {stats.accepted_tokens} accepted")
-    table.add_row("cache size", f"{stats.cache_bytes:,} bytes")
-    for fallback in stats.fallbacks:
-        table.add_row("out of memory", str(fallback))
-    return table
-
-
-def caches_table(report: dict[str, Any]) -> Table:
-    """The report of `engine caches`, a line per backend that is for the model, with the options of its own."""
-    others = ("what it is", "options", "per token", f"{report['tokens']:,} tokens")
-    table = Table(Column("cache", no_wrap=True), *others, box=None, pad_edge=False)
-    common = PlacedCacheConfig.option_names()
-    for cache in report["caches"]:
-        if "refused" in cache:
-            continue
-        options = ", ".join(name for name in cache["options"] if name not in common)
-        sizes = f"{cache['bytes_per_token']:,.0f} bytes", f"{cache['bytes'] / 1e6:,.1f} MB"
-        table.add_row(cache["name"], cache["summary"], options or "-", *sizes)
-    return table
-
-
-def caches_refused(report: dict[str, Any]) -> str:
-    """The backends that are for other models; of a single one, why."""
-    refused = [cache for cache in report["caches"] if "refused" in cache]
-    if len(report["caches"]) == 1:
-        return "".join(f"{cache['name']}: {cache['refused']}" for cache in refused)
-    names = ", ".join(cache["name"] for cache in refused)
-    return f"For other models: {names} (`engine caches NAME` says why)" if refused else ""
-
-
-def plan_as_text(plan: Plan) -> str:
-    """What `engine plan` shows: what the run takes, a line per backend, and the choice."""
-    shown = StringIO()
-    out = Console(file=shown, width=160, highlight=False)
-    out.print(_parts_table(plan))
-    out.print()
-    out.print(_backends_table(plan))
-    refused = [backend for backend in plan.backends if backend.refused is not None]
-    if len(plan.backends) == 1:
-        lines = [f"{backend.title}: {backend.refused}" for backend in refused]
-    else:
-        names = ", ".join(backend.title for backend in refused)
-        lines = [f"Not for this run: {names} (each says why as `refused`)"] if refused else []
-    return shown.getvalue() + "\n".join(["", *lines, f"Choice: {plan.choice or 'none of them'}; {plan.why}"])
-
-
-def _parts_table(plan: Plan) -> Table:
+def _facts(plan: Plan) -> list[tuple[str, str]]:
     """What is the same whatever the cache."""
-    table = Table(show_header=False, box=None, pad_edge=False)
     rows = f", in {plan.rows} rows" if plan.rows != plan.batch_size else ""
-    table.add_row("model", f"{plan.model}, {plan.dtype} on {plan.device}")
-    table.add_row("run", f"{plan.batch_size} x {plan.prompt_tokens:,} tokens, {plan.max_new_tokens:,} new ones{rows}")
-    table.add_row("weights", _megabytes(plan.weight_bytes) + (", loaded" if plan.weights_are_loaded else ""))
-    table.add_row("last logits", _megabytes(plan.logits_bytes))
     known = {place: size for place, size in plan.free_bytes.items() if size is not None}
-    table.add_row("free", ", ".join(f"{_megabytes(size)} ({place})" for place, size in known.items()) or "not known")
-    return table
+    kinds = _kinds(plan.backends)
+    return [
+        ("model", f"{plan.model}, {plan.dtype} on {plan.device}"),
+        ("run", f"{plan.batch_size} x {plan.prompt_tokens:,} tokens, {plan.max_new_tokens:,} new ones{rows}"),
+        ("weights", _megabytes(plan.weight_bytes) + (", loaded" if plan.weights_are_loaded else "")),
+        ("last logits", _megabytes(plan.logits_bytes)),
+        ("free", ", ".join(f"{_megabytes(size)} ({place})" for place, size in known.items()) or "not known"),
+        *([("layers keep", kinds[0])] if len(kinds) == 1 else []),
+    ]
 
 
-def _backends_table(plan: Plan) -> Table:
-    columns = ("cache", "kept by layers", "staging", "to work with", "needs in all", "fits", "longest context",
-               "largest batch")  # fmt: skip
-    table = Table(*columns, box=None, pad_edge=False)
+def _backends(possible: list[BackendPlan], width: int) -> str:
+    """All columns, or the most wanted ones, or a block for each, as the width allows."""
+    kinds = _kinds(possible)
+    rows = [_row(backend, names_kinds=len(kinds) > 1) for backend in possible]
+    if fits(_COLUMNS, rows, width):
+        return aligned(_COLUMNS, rows, width)
+    columns, fewer = [_COLUMNS[number] for number in _MOST_WANTED], [[row[n] for n in _MOST_WANTED] for row in rows]
+    if len(possible) == 1 or not fits(columns, fewer, width):
+        return blocks(_COLUMNS, rows, width)
+    left_out = "What each keeps and works with: on a wider terminal, or for one cache alone."
+    return f"{aligned(columns, fewer, width)}\n\n{wrapped(left_out, width)}"
+
+
+def _row(backend: BackendPlan, names_kinds: bool) -> list[str]:
+    kinds = [f"{_megabytes(size)}{f' ({kind})' if names_kinds else ''}" for kind, size in backend.kind_bytes.items()]
+    needs = [_megabytes(size) + (f" ({place})" if place != "device" else "")
+             for place, size in backend.need_bytes.items() if size]  # fmt: skip
+    searched = [f"{n:,}" if n is not None else "?" for n in (backend.longest_context, backend.largest_batch)]
+    return [
+        backend.title.replace(", ", "\n  "),
+        "\n".join(kinds),
+        _megabytes(backend.cache_bytes.get("staging", 0)),
+        _megabytes(backend.working_bytes),
+        "\n".join(needs),
+        {True: "yes", False: "no", None: "?"}[backend.fits],
+        *searched,
+    ]
+
+
+def _refusals(plan: Plan) -> list[str]:
+    """Reasons that several share are told, unless the choice tells them; of a single backend it is told in any case."""
+    by_reason = defaultdict(list)
     for backend in plan.backends:
-        if backend.refused is None:
-            kinds = [f"{_megabytes(size)} ({kind})" for kind, size in backend.kind_bytes.items()]
-            needs = [f"{_megabytes(size)} ({place})" for place, size in backend.need_bytes.items() if size]
-            fits = {True: "yes", False: "no", None: "?"}[backend.fits]
-            searched = [f"{n:,}" if n is not None else "?" for n in (backend.longest_context, backend.largest_batch)]
-            staging = _megabytes(backend.cache_bytes.get("staging", 0))
-            table.add_row(backend.title, "\n".join(kinds), staging, _megabytes(backend.working_bytes),
-                          "\n".join(needs), fits, *searched)  # fmt: skip
-    return table
+        if backend.refused is not None:
+            by_reason[backend.refused].append(backend.title.replace(", ", " with ", 1))
+    lines, alone = [], []
+    for reason, names in by_reason.items():
+        if reason in plan.why:
+            lines.append(f"Not for this run: {', '.join(names)} (why: see the choice).")
+        elif len(names) > 1 or len(plan.backends) == 1:
+            lines.append(f"Not for this run: {', '.join(names)}: {reason.rstrip('.')}.")
+        else:
+            alone += names
+    return lines + ([f"Not for this model: {', '.join(alone)} (a plan of one alone says why)."] if alone else [])
+
+
+def _kinds(backends: list[BackendPlan] | tuple[BackendPlan, ...]) -> list[str]:
+    return list(dict.fromkeys(kind for backend in backends for kind in backend.kind_bytes))
 
 
 def _megabytes(size: int) -> str:

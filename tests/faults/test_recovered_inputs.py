@@ -115,6 +115,7 @@ def test_an_encoder(of, failures, rungs, monkeypatch):
     model, inputs = tiny_encoder_decoder(name), source(name)
     assistant = copy.deepcopy(model) if of == "draft" else None
     generate = partial(engine.generate, model, inputs, assistant_model=assistant, max_new_tokens=NEW)
+    generate = partial(generate, output_hidden_states=of != "draft")
     whole = generate()
     calls = failing_encoder(monkeypatch, assistant or model, failures)
     if rungs is None:
@@ -129,6 +130,8 @@ def test_an_encoder(of, failures, rungs, monkeypatch):
     assert [taken.rung for taken in out.stats.fallbacks] == rungs
     assert len(calls) == failures + len(rungs)
     assert torch.equal(out.sequences, whole.sequences)
+    if of != "draft":  # the parts of all rows, together
+        torch.testing.assert_close(out.encoder_hidden_states, whole.encoder_hidden_states)
 
 
 @pytest.mark.slow

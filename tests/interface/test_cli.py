@@ -261,9 +261,19 @@ def test_wrong_usage(cli, arguments):
         (["x", "--max-new-tokens", "9999"], "error: 1 prompt tokens and 9999 new ones need"),
         ([""], "error: prompt 0 is empty"),
         (["x", "--temperature", "0", "--top-k", "2"], "error: --temperature 0 is greedy"),
-        (["x", "--model", "no/such/folder"], "error: no model could be loaded from 'no/such/folder'"),
-        (["x", "--model", "/"], "error: no model could be loaded from '/'"),
-        (["x", "--top-p", "-1"], "error: `top_p`"),
+        (["x", "--model", "no/such/folder"], "error: there is no folder 'no/such/folder'"),
+        (["x", "--model", "/"], "error: the folder '/' has no config.json"),
+        (["x", "--model", "some/model"], "error: 'some/model' is no folder here"),
+        (["x", "--top-p", "1.5"], "error: Invalid value for '--top-p'"),
+        (["x", "--temperature", "-1"], "error: Invalid value for '--temperature'"),
+        (["x", "--dtype", "float99"], "error: dtype='float99' is no data type of torch; did you mean 'float"),
+        (["x", "--device", "xpu:9"], "error: there is no device 'xpu:9' here: torch finds cpu"),
+        (["x", "--sampls", "2"], "error: No such option: --sampls"),
+        (["caf\udce9"], "error: PROMPT is no text in UTF-8: 'caf\\xe9' at character 3"),
+        (["x", "--stop", "\udce9"], "error: --stop-strings is no text in UTF-8"),
+        (["x", "--chat", "--system", "\udce9"], "error: --system is no text in UTF-8"),
+        (["-", "-"], "error: - is standard input, which can be read once"),
+        ([], "error: there is no PROMPT: give one, as in engine generate"),
     ],
 )
 def test_errors_are_one_line_and_an_exit_code(cli, arguments, message):
@@ -274,7 +284,38 @@ def test_errors_are_one_line_and_an_exit_code(cli, arguments, message):
     assert done.stderr.count("\n") == 1
 
 
-def test_what_nobody_foresaw_is_one_line_too(cli, monkeypatch):
+def test_a_command_that_there_is_not(cli):
+    done = cli(["generte"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: No such command 'generte'.*generate.*\(see `engine -h`\)\n", done.stderr)
+
+
+@pytest.mark.parametrize("words", [["--stream"], ["--stream", "--json"], ["--json"], [], ["-h"]], ids=str)
+def test_a_reader_that_leaves(words, monkeypatch):
+    """As `| head` does: no message, and the exit code of a program that a shell ends for it."""
+    from engine.cli import main
+
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        with pytest.raises(SystemExit) as ended:
+            main(["generate", PROMPT, "-n", "40", *words])
+    assert ended.value.code == 141
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["--stream", "--json", "--stats", "-h"])
+def test_head_in_a_shell(options):
+    engine = f"{sys.executable} -m engine generate 'import os' -n 200 {options}"
+    script = f"{engine} | (exec <&-; sleep 1) ; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode in (0, 141)
+    assert "Traceback" not in done.stderr
+    assert "rror" not in done.stderr
+
+
+def test_what_was_not_foreseen_is_one_line_too(cli, monkeypatch):
     def breaks(*arguments, **options):
         raise ArithmeticError("no\nsuch luck")
 
@@ -311,8 +352,11 @@ def test_caches_lists_all_of_them_with_their_sizes(cli, shipped):
         assert cache["summary"] == caches.recipe(cache["name"]).summary
     table = cli(["caches", "--tokens", "1024"]).stdout
     assert all(name in table for name in caches.names())
-    assert "1,024 tokens" in table
-    assert "dynamic" not in cli(["caches", "static"]).stdout.split("what it is")[1]
+    assert re.search(r"bytes per +1,024 ", table)
+    alone = cli(["caches", "static", "--tokens", "1024"]).stdout
+    assert "6,144 bytes per token, 6.3 MB for 1,024 tokens." in alone
+    assert "max_cache_len" in alone
+    assert "quantized" not in alone
 
 
 FEW = ["llama", "gemma2", "deepseek_v3", "mamba2", "bamba"]
@@ -347,10 +391,10 @@ def test_caches_says_what_is_refused(cli, tmp_path):
     assert "has no encoder" in refused["encoder_decoder"]
     assert refused["none"] == refused["dynamic"] == refused["mamba"] == ""
     shown = cli(["caches", "--model", str(tmp_path), "--tokens", "64"]).stdout
-    others = shown.partition("For other models: ")[2].partition(" (")[0]
+    others = shown.partition("option that has to be given: ")[2].partition(".")[0]
     assert set(others.replace(",", " ").split()) == {name for name, why in refused.items() if why}
     shown = cli(["caches", "hybrid", "--model", str(tmp_path)]).stdout
-    assert "hybrid: cache='hybrid' is for models of which" in " ".join(shown.split())
+    assert "For this model there is no size: cache='hybrid' is for models of which" in " ".join(shown.split())
 
 
 def test_help_and_completion_do_not_wait_for_torch():

@@ -220,7 +220,7 @@ def test_a_refused_backend_says_why():
             engine.generate(tiny_model("llama"), torch.ones(1, 3, dtype=torch.long), cache=name)
         assert found[name].refused == str(refused.value)
     far = engine.plan(CONFIG, cache="dynamic", prompt_tokens=4000, max_new_tokens=200)["dynamic"]
-    assert "need 4199 positions, but the model has 4096" in far.refused
+    assert "need 4,199 positions, but the model has 4,096" in far.refused
     window = {"window_length": 64}
     assert engine.plan(CONFIG, cache="sink", cache_config=window, prompt_tokens=4000, max_new_tokens=200)["sink"].fits
     small = {"max_cache_len": 64}
@@ -260,7 +260,7 @@ def test_impossible_plans_are_refused(arguments, message, monkeypatch):
 
 
 def test_a_folder_without_a_configuration_is_refused(tmp_path):
-    with pytest.raises(engine.InputError, match="no model could be loaded from"):
+    with pytest.raises(engine.InputError, match=r"has no config\.json"):
         engine.plan(tmp_path, prompt_tokens=10, max_new_tokens=10)
     with pytest.raises(engine.OptionError, match=r"this one is: in torch\.float32 on cpu"):
         engine.plan(tiny_model("llama"), prompt_tokens=10, max_new_tokens=10, dtype="bfloat16")
@@ -406,19 +406,19 @@ def test_the_command(cli, tmp_path):
     arguments = ["plan", str(tmp_path), "--prompt-tokens", "100", "--batch-size", "3", "--json", "--free-gib", "1"]
     data = json.loads(cli([*arguments, "--cache", "quantized", "--cache-option", "nbits=2"]).stdout)
     found = engine.plan(
-        CONFIG, cache="quantized", cache_config={"nbits": 2}, prompt_tokens=100, max_new_tokens=64, batch_size=3,
+        CONFIG, cache="quantized", cache_config={"nbits": 2}, prompt_tokens=100, max_new_tokens=20, batch_size=3,
         free_bytes=2**30,
     )  # fmt: skip
     assert data["backends"] == json.loads(json.dumps(found.to_dict()))["backends"]
     assert data["free_bytes"]["device"] == 2**30
     drawn = json.loads(cli([*arguments, "--cache", "dynamic", "--num-beams", "3", "--sample"]).stdout)
     found = engine.plan(
-        CONFIG, cache="dynamic", prompt_tokens=100, max_new_tokens=64, batch_size=3, num_beams=3, do_sample=True
+        CONFIG, cache="dynamic", prompt_tokens=100, max_new_tokens=20, batch_size=3, num_beams=3, do_sample=True
     )
     assert drawn["logits_bytes"] == found.logits_bytes
     assert "quantized" in cli(["plan", "--prompt-tokens", "100", "--cache", "quantized"]).stdout
     done = cli(["plan", str(tmp_path / "nowhere"), "--cache", "dynamic"])
     assert (done.exit_code, done.stdout) == (2, "")
-    assert "no model could be loaded" in done.stderr
+    assert "there is no folder" in done.stderr
     done = cli(["generate", "x", "--cache", "auto", "--max-new-tokens", "3", "--json"])
     assert json.loads(done.stdout)["stats"]["cache"] == "dynamic"

@@ -124,10 +124,13 @@ def test_when_nothing_of_the_encoder_comes_back():
     assert len(states.encoder_hidden_states) == 3
     plain = ours(model, inputs)
     assert plain.encoder_attentions is plain.encoder_hidden_states is None
-    given = {"encoder_outputs": model.get_encoder()(**inputs), "attention_mask": inputs["attention_mask"]}
-    asked = {"output_hidden_states": True, "return_dict_in_generate": True}
-    assert theirs(model, given, **asked).encoder_hidden_states is None
-    assert ours(model, given, **asked).encoder_hidden_states is None
+    mask, asked = {"attention_mask": inputs["attention_mask"]}, {"return_dict_in_generate": True}
+    for had in (False, True):  # what was given holds it, or not
+        given = {"encoder_outputs": model.get_encoder()(**inputs, output_hidden_states=had)} | mask
+        for wanted in (False, True):
+            asked["output_hidden_states"] = wanted
+            for out in (theirs(model, given, **asked), ours(model, given, **asked)):
+                assert (out.encoder_hidden_states is not None) == (had and wanted)
 
 
 def test_wrong_sources():

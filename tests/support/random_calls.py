@@ -15,9 +15,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
 
+from random_models import MODELS, VOCABULARY, WINDOW, model
+
 import caches
 from configs import ConfigError
-from random_models import MODELS, VOCABULARY, WINDOW, model
 
 PAIRS = ("t5", "bart")
 THEIRS = ["DynamicCache"]  # an object of transformers' own

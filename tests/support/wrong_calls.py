@@ -22,6 +22,7 @@ from encoder_decoders import source, tiny_encoder_decoder
 
 import caches
 import engine
+import strategies
 
 MODELS = ("llama", "gpt2", "mamba", "t5", "bart")
 WITH_ENCODER = ("t5", "bart")
@@ -39,6 +40,7 @@ CONTEXTS: list[dict[str, str]] = [
 ]
 BACKENDS = ('"dynamic"', '"static"', '"none"', '"auto"', '"offloaded"')  # of which the model has no say
 LIVE = "live"  # a cache that holds an earlier turn
+ABOUT_CACHES = {"cache", "cache_config", "cache_implementation", "past_key_values", "trust_cache", "use_cache"}
 
 
 @dataclass(frozen=True)
@@ -78,18 +80,22 @@ WRONG = [
     *each("encoder_no_repeat_ngram_size", *_NO_WHOLE),
     *each("repetition_penalty encoder_repetition_penalty", *_NO_NUMBERS, "0", "-2.0", "True"),
     *each("top_p min_p typical_p epsilon_cutoff eta_cutoff top_h", *_NO_SHARE),
-    *each("temperature", *_NO_NUMBERS, "-0.5", "True"),
+    *each("temperature", *(value for value in _NO_NUMBERS if "inf" not in value), "-0.5", "True"),
     *each("length_penalty diversity_penalty penalty_alpha guidance_scale", *_NO_NUMBERS),
     *each("assistant_confidence_threshold", *_NO_NUMBERS, "2"),
-    *each("max_time", "'x'", "[1]", "object()", "float('nan')", "-1", "True"),
+    *each("max_time", "'x'", "[1]", "object()", "float('nan')", "True"),
     *each("do_sample use_cache output_scores output_logits return_legacy_cache trust_cache", *_NO_FLAGS),
     *each("output_attentions output_hidden_states renormalize_logits remove_invalid_values", *_NO_FLAGS),
     *each("return_dict_in_generate trust_remote_code synced_gpus disable_compile", *_NO_FLAGS),
     *each("early_stopping", "'soon'", "2", "[True]", "object()", "1"),
     *each("stop_strings", "5", "[5]", "object()", "['']", "''", "['a']"),  # there is no tokenizer
     *each("eos_token_id", "'x'", "2.5", "object()", "[]", "[['a']]", "{}"),
-    *each("pad_token_id", "'x'", "2.5", "object()", "101", "-7", "[0]", "numpy.int64(400)"),
-    *each("bos_token_id", "'x'", "2.5", "object()", "101", "-7"),
+    *each("pad_token_id", "'x'", "2.5", "object()", "[0]"),
+    *each("bos_token_id", "'x'", "2.5", "object()"),
+    together("pad_token_id", pad_token_id="101", eos_token_id="7"),
+    together("pad_token_id", pad_token_id="-7", eos_token_id="[7, 8]"),
+    together("pad_token_id", pad_token_id="numpy.int64(400)", max_time="9"),
+    together("token id 101", inputs="None", bos_token_id="101", models=WITHOUT_ENCODER),
     *each("forced_bos_token_id forced_eos_token_id", *_NO_ID, "torch.tensor(101)"),
     *each("decoder_start_token_id", *_NO_ID, "[2, 2, 2]", models=WITH_ENCODER),
     *each("decoder_start_token_id", "2", "101", models=WITHOUT_ENCODER),
@@ -196,17 +202,20 @@ class Call:
         return f"engine.{self.face}(model, {said})"
 
     @property
+    def goes_on(self) -> bool:
+        return self.said.get("cache") == LIVE
+
+    @property
     def script(self) -> str:
-        live = ["live = live_cache(model, ids)[0]"] if self.said.get("cache") == LIVE else []
         return "\n".join(
             [
                 'import sys; sys.path.insert(0, "tests/support")',
                 "import numpy, torch, transformers",
                 "import caches, engine, strategies",
-                "from wrong_calls import live_cache, model_and_ids",
+                "from wrong_calls import model_and_ids, turn",
                 "",
                 f"model, ids = model_and_ids({self.model!r})",
-                *live,
+                *(["live, ids, sequences = turn(model, ids)"] if self.goes_on else []),
                 f"print({self})",
             ]
         )
@@ -220,42 +229,47 @@ def model_and_ids(name: str) -> tuple[Any, torch.Tensor]:
     return tiny_model(name), prompt(pads=0)["input_ids"]
 
 
-def live_cache(model: Any, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """A cache that holds an earlier turn, and the ids of that turn."""
+def turn(model: Any, ids: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """A cache that holds an earlier turn, the ids to go on with, and the decoder's of them."""
     out = engine.generate(model, ids, max_new_tokens=3)
-    return out.cache, out.sequences
+    return out.cache, ids if model.config.is_encoder_decoder else out.sequences, out.sequences
+
+
+def right_call(model: str, face: str, context: dict[str, str], cache: str | None) -> Call:
+    """One with nothing wrong."""
+    said = {"inputs": "ids", "max_new_tokens": "5"} | context | ({} if cache is None else {"cache": cache})
+    if cache == LIVE and model in WITH_ENCODER:
+        said["decoder_input_ids"] = "sequences"
+    return Call(model, face, said, ())
 
 
 def wrong_call(numbers: random.Random) -> Call:
     wrong = numbers.choice(WRONG)
-    model = numbers.choice(wrong.models)
-    said = {"inputs": "ids", "max_new_tokens": "5"} | numbers.choice(CONTEXTS)
-    if numbers.random() < 0.5 and not {"cache", "past_key_values", "cache_implementation"} & set(wrong.said):
-        # The wrong thing may be about a new cache.
-        is_free = "max_cache_len" not in str(wrong) and not {"trust_cache", "cache_config"} & set(wrong.said)
-        said["cache"] = LIVE if is_free and numbers.random() < 0.4 else numbers.choice(BACKENDS)
+    model, face = numbers.choice(wrong.models), numbers.choice(("generate", "stream"))
+    # Where several things are wrong together, any other may be the first that is noticed.
+    context, backend = numbers.choice(CONTEXTS), numbers.choice([None, None, LIVE, *BACKENDS])
+    context = context if len(wrong.said) == 1 else {}
+    begins_anew = "penalty_alpha" in context or "guidance_scale" in wrong.said
+    if ABOUT_CACHES & set(wrong.said) or (backend == LIVE and begins_anew):
+        backend = None
+    said = right_call(model, face, context, backend).said
     if "inputs_embeds" in wrong.said:
         del said["inputs"]
-    face = numbers.choice(("generate", "stream"))
-    return Call(model, face, {name: value for name, value in (said | wrong.said).items() if value}, wrong.named)
+    return Call(model, face, said | wrong.said, wrong.named)
 
 
 def fault_of(call: Call) -> str | None:
     """What is wrong about how this call is refused; None where nothing is."""
     model, ids = model_and_ids(call.model)
-    names: dict[str, Any] = {"model": model, "ids": ids, "engine": engine, "caches": caches, "torch": torch}
-    names |= {"numpy": numpy, "transformers": transformers, "strategies": __import__("strategies")}
+    names = {"model": model, "ids": ids, "engine": engine, "caches": caches, "strategies": strategies}
+    names |= {"numpy": numpy, "torch": torch, "transformers": transformers}
     before = None
-    if call.said.get("cache") == LIVE:
-        names["live"] = live_cache(model, ids)[0]
+    if call.goes_on:
+        names["live"], names["ids"], names["sequences"] = turn(model, ids)
         before = pickle.dumps(names["live"])
     forwards: list[str] = []
-    parts = {
-        model,
-        model.base_model,
-        model.get_decoder(),
-        *([model.get_encoder()] if call.model in WITH_ENCODER else []),
-    }
+    parts = {model, model.base_model, model.get_decoder()}
+    parts |= {model.get_encoder()} if call.model in WITH_ENCODER else set()
     hooks = [part.register_forward_pre_hook(lambda part, given: forwards.append(type(part).__name__)) for part in parts]
     try:
         eval(str(call), names)

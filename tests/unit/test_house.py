@@ -34,7 +34,7 @@ def wrong_arrows(room, path):
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_imports_run_one_way(room):
-    files = sorted((ROOT / room).glob("*.py"))
+    files = sorted((ROOT / room).rglob("*.py"))
     assert files
     for path in files:
         assert not wrong_arrows(room, path), f"{path.name} imports {wrong_arrows(room, path)}"
@@ -47,7 +47,7 @@ def test_a_wrong_arrow_would_be_seen(tmp_path):
 
 
 def test_configurations_know_neither_torch_nor_models():
-    for path in (ROOT / "configs").glob("*.py"):
+    for path in (ROOT / "configs").rglob("*.py"):
         assert not set(imports(path)) & {"torch", "transformers", "numpy"}
 
 
@@ -55,9 +55,9 @@ def files_with(wanted):
     """Files of the four rooms in which a node of the syntax tree is wanted."""
     found = set()
     for room in ROOMS:
-        for path in (ROOT / room).glob("*.py"):
+        for path in (ROOT / room).rglob("*.py"):
             if any(wanted(node) for node in ast.walk(ast.parse(path.read_text()))):
-                found.add(f"{room}/{path.name}")
+                found.add(str(path.relative_to(ROOT)))
     return found
 
 
@@ -106,7 +106,7 @@ def test_test_modules_import_no_other():
 
 
 def test_strategies_know_no_models():
-    for path in (ROOT / "strategies").glob("*.py"):
+    for path in (ROOT / "strategies").rglob("*.py"):
         assert "transformers" not in set(imports(path))
 
 

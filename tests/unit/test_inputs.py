@@ -69,6 +69,20 @@ def test_ragged_ids_are_padded_as_texts_are(shipped):
     assert (out.sequences[:, 0] == 7).tolist() == [True, False, True]
 
 
+def test_token_types_go_with_their_ids():
+    """As a tokenizer gives them that was not asked for tensors."""
+    model, rows, kinds = tiny_model("gpt2"), [[5, 6, 7], [8, 9]], [[3, 4, 5], [6, 7]]
+    padded = {
+        "input_ids": torch.tensor([[5, 6, 7], [0, 8, 9]]),
+        "attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1]]),
+        "token_type_ids": torch.tensor([[3, 4, 5], [0, 6, 7]]),
+    }
+    expected = engine.generate(model, padded, **OPTIONS).sequences
+    found = engine.generate(model, {"input_ids": rows, "token_type_ids": kinds}, pad_token_id=0, **OPTIONS).sequences
+    assert torch.equal(found, expected)
+    assert not torch.equal(engine.generate(model, rows, pad_token_id=0, **OPTIONS).sequences, expected)
+
+
 def test_lists_of_equal_length_are_not_padded():
     model, rows = tiny_model("llama"), [[5, 6, 7], [8, 9, 10]]
     expected = model.generate(torch.tensor(rows), max_new_tokens=5, do_sample=False)

@@ -39,13 +39,13 @@ class Work:
         self._since_s = time.perf_counter()
         self._bar.reset(self._task, total=None, description=what, counted="")
 
-    def count(self, tokens: int, total: int, rows: int = 1) -> None:
-        """`tokens` of at most `total` are there, in each of `rows` rows."""
+    def count(self, tokens: int, total: int | None, rows: int = 1) -> None:
+        """`tokens` of at most `total`, if that is known, are there, in each of `rows` rows."""
         rate = rows * tokens / max(time.perf_counter() - self._since_s, 1e-9)
-        counted = f"{tokens} of {total} tokens, {rate:.1f} tokens/s"
+        counted = f"{tokens}{f' of {total}' if total else ''} tokens, {rate:.1f} tokens/s"
         self._bar.update(self._task, completed=tokens, total=total, counted=counted)
 
-    def watch(self, total: int, rows: int) -> Any:
+    def watch(self, total: int | None, rows: int) -> Any:
         """A logits processor that counts the steps of a generation of `rows` texts, whatever its strategy."""
         first = longest = 0
 

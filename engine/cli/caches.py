@@ -1,0 +1,119 @@
+"""`engine caches`: which backends there are, what they take for a model, and what their options mean."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from configs import CacheConfig, PlacedCacheConfig
+from engine.cli import options, output
+from engine.cli.libraries import start_libraries
+from engine.cli.progress import Work
+from engine.layout import Column, aligned, blocks, fits, terminal_width, wrapped
+
+
+def caches(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="Only this one, with its options.",
+            autocompletion=CacheConfig.names,
+            show_default=False,
+        ),
+    ] = None,
+    model: options.Model = None,
+    tokens: Annotated[int, typer.Option(metavar="N", help="Tokens per row to state the size for.", min=64)] = 4096,
+    as_json: options.Json = False,
+) -> None:
+    """List the cache backends: what each is for, its options, and what it takes for a model (no weights are loaded)."""
+    with Work() as work:
+        start_libraries(work, model)
+        import caches
+        from engine.loading import SHIPPED_MODEL, load_config
+        from engine.sizes import study
+
+        work.doing("reading the model's configuration")
+        recipes = [caches.recipe(one) for one in ([name] if name else caches.names())]
+        config = load_config(SHIPPED_MODEL if model is None else model)
+        found = []
+        for recipe in recipes:
+            work.doing(f"measuring {recipe.name}")
+            found.append(_entry(recipe, config, tokens))
+        dtype = str(study(config).model.dtype).removeprefix("torch.")
+    report = {"model": str(model or "shipped"), "tokens": tokens, "dtype": dtype, "caches": found}
+    if as_json:
+        output.say(json.dumps(report))
+    elif name:
+        output.say(one_as_text(report, recipes[0].options, terminal_width(100)))
+    else:
+        output.say(all_as_text(report, terminal_width(100)))
+
+
+def _entry(recipe: Any, model_config: Any, tokens: int) -> dict[str, Any]:
+    """What is told of a backend, with its size, or why it is not for the model."""
+    from caches import CacheError
+    from engine.planning import cache_bytes
+
+    entry = {"name": recipe.name, "summary": recipe.summary, "options": recipe.options.defaults()}
+    sizes = []
+    for count in (tokens // 2, tokens):
+        options = {"max_cache_len": count} if recipe.has_a_size else {}
+        source = count if model_config.is_encoder_decoder else 0
+        try:
+            taken = cache_bytes(model_config, recipe.name, options, tokens=count, source_tokens=source)
+        except CacheError as error:
+            return entry | {"refused": str(error)}
+        sizes.append(sum(taken.values()))
+    return entry | {"bytes": sizes[1], "bytes_per_token": (sizes[1] - sizes[0]) / (tokens - tokens // 2)}
+
+
+def all_as_text(report: dict[str, Any], width: int) -> str:
+    """A line, or a block, for each backend that is for the model; the names of the others."""
+    columns = [Column("cache"), Column("bytes per\ntoken"), Column(f"{report['tokens']:,}\ntokens"),
+               Column("what it is", wraps=True)]  # fmt: skip
+    rows = [
+        [one["name"], f"{one['bytes_per_token']:,.0f}", _megabytes(one["bytes"]), one["summary"]]
+        for one in report["caches"]
+        if "refused" not in one
+    ]
+    layout = aligned if fits(columns, rows, width) else blocks
+    others = [one["name"] for one in report["caches"] if "refused" in one]
+    closing = [f"For other models, or with an option that has to be given: {', '.join(others)}."] if others else []
+    closing.append("`engine caches NAME` tells the options of one, and what it asks for.")
+    return "\n\n".join([layout(columns, rows, width), "\n".join(wrapped(line, width) for line in closing)])
+
+
+def one_as_text(report: dict[str, Any], config: type[CacheConfig], width: int) -> str:
+    """One backend with its size, or why it is not for the model, and its options."""
+    [one] = report["caches"]
+    if "refused" in one:
+        size = f"For this model there is no size: {one['refused'].rstrip('.')}."
+    else:
+        size = (
+            f"For this model, in {report['dtype']}: {one['bytes_per_token']:,.0f} bytes per token, "
+            f"{_megabytes(one['bytes'])} for {report['tokens']:,} tokens."
+        )
+    paragraphs = [wrapped(f"{one['name']}: {one['summary']}", width), wrapped(size, width)]
+    if not one["options"]:
+        return "\n\n".join([*paragraphs, "It has no options."])
+    paragraphs.append(wrapped("Options: --cache-option NAME=VALUE, in Python cache_config={...}.", width))
+    columns, meanings = [Column(), Column(wraps=True)], config.meanings()
+    common = PlacedCacheConfig.option_names()
+    names = sorted(one["options"], key=lambda name: name in common)  # what is its own comes first
+    rows = [(f"  {name}", f"{meanings[name]}\n{_values(config, name)}") for name in names]
+    return "\n\n".join([*paragraphs, aligned(columns, rows, width)])
+
+
+def _values(config: type[CacheConfig], name: str) -> str:
+    """What an option may be, and what it is by default."""
+    default, words = config.defaults()[name], config.values()[name]
+    may_be = f"One of {', '.join(words)}" if name in config.choices else " or ".join(words).capitalize()
+    shown = {None: "none", True: "true", False: "false"}.get(default, default)
+    return f"{may_be}; default {shown}."
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"

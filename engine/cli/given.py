@@ -1,0 +1,118 @@
+"""What the options of the command line mean to the library."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from configs import EngineConfig, preset, presets
+from engine.errors import OptionError
+
+# Options that have the names of the parameters they are.
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+_SEARCHING = ("num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "penalty_alpha")
+_OTHERS = ("seed", "num_return_sequences", "max_new_tokens", "min_new_tokens", "max_time", "strategy", "repetition_penalty",
+           "prompt_lookup_num_tokens", "num_assistant_tokens", "stop_strings")  # fmt: skip
+# Fields of an `EngineConfig`.
+_SETTINGS = ("prefill_chunk_tokens", "compile", "linears", "dtype", "device_map", "on_oom", "trust_remote_code")
+
+_PYTHONS = {"True": True, "False": False, "None": None}
+
+
+def generation_parameters(said: dict[str, Any]) -> dict[str, Any]:
+    """Those for `generate` that were said. A sampling parameter asks for sampling, a temperature of 0 for none."""
+    named = {name: said[name] for name in (*_SAMPLING, *_SEARCHING, *_OTHERS) if said[name] not in (None, [])}
+    searches = any(name in named for name in _SEARCHING)
+    draws = any(name in named for name in (*_SAMPLING, "num_return_sequences"))
+    if named.get("temperature") == 0:
+        del named["temperature"]
+        beside = [name for name in (*_SAMPLING, *(() if searches else ("num_return_sequences",))) if name in named]
+        for name in [*beside, *(["do_sample"] if said["do_sample"] else [])]:
+            option = name.replace("_", "-")
+            raise OptionError(f"--temperature 0 is greedy, so --{option} cannot apply: leave one of them out")
+        named["do_sample"] = False
+    elif said["do_sample"] or (draws and not searches and "strategy" not in named):
+        named["do_sample"] = True
+    for text in named.get("stop_strings", ()):
+        checked(text, "--stop-strings")
+    return named | assignments(said["set_option"], "--set")
+
+
+def engine_config(chosen: str | None, said: dict[str, Any]) -> EngineConfig:
+    """The configuration that `--config` chose, with the options given beside it."""
+    if chosen is None:
+        config = EngineConfig()
+    elif chosen in presets():
+        config = preset(chosen)
+    elif Path(chosen).is_file():
+        config = EngineConfig.from_json_file(chosen)
+    else:
+        raise OptionError(
+            f"--config {chosen} is neither a preset nor a JSON file that exists; presets: {', '.join(presets())}"
+        )
+    return config.update(**{name: said[name] for name in _SETTINGS if said[name] not in (None, [], False)})[0]
+
+
+def assignments(pairs: list[str] | None, option: str) -> dict[str, Any]:
+    """`NAME=VALUE` pairs; a value is JSON, or True, False or None, where it can be read as that, else a text."""
+    values: dict[str, Any] = {}
+    for pair in pairs or []:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise OptionError(f"{option} {pair}: it takes NAME=VALUE")
+        try:
+            values[name.replace("-", "_")] = _PYTHONS[text] if text in _PYTHONS else json.loads(text)
+        except json.JSONDecodeError:
+            values[name.replace("-", "_")] = checked(text, option)
+    return values
+
+
+def prompts(texts: list[str], files: list[Path]) -> list[str]:
+    """The texts to continue. A newline at the end of a file or of standard input belongs to the text."""
+    if texts and files:
+        raise OptionError("the prompt was given twice: as PROMPT and as --file")
+    if [*texts, *map(str, files)].count("-") > 1:
+        raise OptionError("- is standard input, which can be read once, but it was given several times")
+    if files:
+        return [_standard_input() if str(file) == "-" else _read(str(file), file.read_bytes) for file in files]
+    if not texts:
+        text = "" if sys.stdin is None or sys.stdin.isatty() else _standard_input()
+        if not text:
+            raise OptionError(
+                'there is no PROMPT: give one, as in engine generate "def main():", or name a --file, or pipe it into '
+                "standard input"
+            )
+        return [text]
+    return [_standard_input() if text == "-" else checked(text, "PROMPT") for text in texts]
+
+
+def checked(text: str, where: str) -> str:
+    """The text of an argument. Raises `OptionError` where its bytes were none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        shown = text.encode(errors="surrogateescape").decode(errors="backslashreplace")
+        raise OptionError(f"{where} is no text in UTF-8: '{shown}' at character {error.start}") from error
+    return text
+
+
+def messages(text: str, system: str | None) -> list[dict[str, str]]:
+    """A chat that begins."""
+    user = {"role": "user", "content": text}
+    return [user] if system is None else [{"role": "system", "content": checked(system, "--system")}, user]
+
+
+def _standard_input() -> str:
+    return _read("standard input", sys.stdin.buffer.read)
+
+
+def _read(where: str, read: Callable[[], bytes]) -> str:
+    try:
+        return read().decode()
+    except OSError as error:
+        raise OptionError(f"{where} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{where} is no text in UTF-8: {error.reason} at byte {error.start}") from error

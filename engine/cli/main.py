@@ -1,0 +1,117 @@
+"""The entry point: which commands there are, and how they end.
+
+Exit codes: 0 done, 1 something failed while generating, 2 a wrong option, prompt or model, 130 interrupted with Ctrl-C,
+141 the reader of the output has left. torch and transformers are imported only when a command needs them, so that help
+and completion answer at once.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from platform import python_version
+from traceback import print_exception
+from typing import Annotated, Any
+
+import typer
+
+from engine.cli import output
+from engine.cli.caches import caches
+from engine.cli.generate import generate
+from engine.cli.help import Command
+from engine.cli.plan import plan
+from engine.errors import EngineError, Interrupted
+
+NAME = "engine"
+_settings = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda name: name.replace("_", "-")}
+app = typer.Typer(rich_markup_mode=None, context_settings=_settings)
+_SHORT: dict[Callable[..., None], str] = {
+    generate: "Continue a prompt.",
+    caches: "List the cache backends and their options.",
+    plan: "Say what a run takes before it runs.",
+}
+for _command, _help in _SHORT.items():
+    app.command(cls=Command, short_help=_help)(_command)
+
+
+def _print_versions(is_asked: bool) -> None:
+    if not is_asked:
+        return
+    for name in ("kvengine", "torch", "transformers"):
+        try:
+            output.say(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            output.say(f"{name} is not installed as a package")
+    output.say(f"Python {python_version()}")
+    raise typer.Exit()
+
+
+@app.callback(invoke_without_command=True, no_args_is_help=False)
+def _engine(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the versions.", callback=_print_versions, is_eager=True)
+    ] = False,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", help="Where something fails, print where in the code; also KVENGINE_DEBUG=1.")
+    ] = False,
+) -> None:
+    """Generate text with a key-value cache chosen by name.
+
+    engine generate "def main():" begins with the small model of the package.
+    """
+    context.obj["traceback"] |= traceback
+    if context.invoked_subcommand is None:
+        output.say(context.get_help())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command and exit with its code: errors are one line. arguments: those of the process by default."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # what a terminal cannot show is no reason to fail
+    if f"_{NAME.upper()}_COMPLETE" in os.environ:
+        app(prog_name=NAME)
+    told = {"traceback": os.environ.get("KVENGINE_DEBUG", "") not in ("", "0")}
+    try:
+        with typer.main.get_command(app).make_context(
+            NAME, list(sys.argv[1:] if arguments is None else arguments), obj=told
+        ) as context:
+            context.command.invoke(context)
+        code = 0
+    except typer.Exit as end:
+        code = end.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:  # of a help text: commands themselves write with `output`
+        output.leave(sys.stdout)
+        code = output.UNREAD
+    except Exception as error:
+        code = _ended_by(error, told["traceback"])
+    sys.exit(code)
+
+
+def _ended_by(error: Exception, prints_traceback: bool) -> int:
+    """Say what was wrong; returns the exit code."""
+    code, message = _told(error)
+    if prints_traceback:
+        print_exception(error)
+    try:
+        output.complain(message)
+    except typer.Exit as end:
+        return end.exit_code
+    return code
+
+
+def _told(error: Any) -> tuple[int, str]:
+    if hasattr(error, "format_message"):  # of the parser of the command line
+        context = getattr(error, "ctx", None)
+        where = "" if context is None else f" (see `{context.command_path} -h`)"
+        return error.exit_code, f"{error.format_message().rstrip('.')}{where}"
+    errors = sys.modules.get("caches.errors")  # where it was not imported, no cache has raised
+    if isinstance(error, EngineError) or (errors is not None and isinstance(error, errors.CacheError)):
+        return (1 if isinstance(error, Interrupted) else 2), str(error)
+    return 1, f"{type(error).__name__}: {error}"

@@ -1,0 +1,76 @@
+"""`engine plan`: what a run will take, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from configs import CacheConfig
+from engine.cli import output
+from engine.cli.given import assignments
+from engine.cli.libraries import start_libraries
+from engine.cli.progress import Work
+
+
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Folder or hub id, of which only the configuration is read; default: the small model of the package.",
+            show_default=False,
+        ),
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of a prompt.", min=1)] = 1024,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", metavar="N", help="Tokens to generate at most.", min=1)
+    ] = 20,
+    batch_size: Annotated[int, typer.Option(metavar="N", help="Prompts at a time.", min=1)] = 1,
+    num_beams: Annotated[int, typer.Option(metavar="N", help="Beams of a search.", min=1)] = 1,
+    num_return_sequences: Annotated[
+        int, typer.Option("--num-return-sequences", "--samples", metavar="N", help="Texts per prompt.", min=1)
+    ] = 1,
+    do_sample: Annotated[bool, typer.Option("--do-sample", "--sample", help="Draw tokens, also in a search.")] = False,
+    cache: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Only this backend; default: all of them.", autocompletion=CacheConfig.names),
+    ] = None,
+    cache_option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of that backend; may be repeated.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Data type of the weights; default: what the configuration says.")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            "--device-map",
+            metavar="NAME",
+            help="Where the model would go: cpu, cuda:1, ... It need not be here.",
+        ),
+    ] = None,
+    free_gib: Annotated[
+        float | None,
+        typer.Option(metavar="GIB", help="Memory that is free on the device; default: what is found.", min=0),
+    ] = None,
+    prefill_chunk_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens of the prompt that are read at once; default: all.", min=1)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: its fields are those of `engine.Plan`.")] = False,
+) -> None:
+    """Say what a run will take and which cache fits, before anything runs. No weights are loaded."""
+    asked = dict(locals())
+    del asked["as_json"], asked["cache_option"], asked["free_gib"]
+    options: dict[str, Any] | None = assignments(cache_option, "--cache-option") or None
+    free_bytes = None if free_gib is None else int(free_gib * 2**30)
+    with Work() as work:
+        start_libraries(work, model)
+        import engine
+
+        work.doing("rehearsing the run with every cache" if cache is None else f"rehearsing the run with {cache}")
+        asked["model"] = engine.SHIPPED_MODEL if model is None else model
+        found = engine.plan(**asked, cache_config=options, free_bytes=free_bytes)
+    output.say(json.dumps(found.to_dict()) if as_json else str(found))

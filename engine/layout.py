@@ -1,0 +1,85 @@
+"""Tables of plain text as wide as a terminal. No word, name or number is ever cut in two."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from textwrap import fill, wrap
+
+_GAP = 2  # columns between columns
+_READABLE = 24  # the narrowest column of running text
+
+
+@dataclass(frozen=True)
+class Column:
+    """title: lines of it are separated by newlines. wraps: its cells are running text, which takes the width left."""
+
+    title: str = ""
+    wraps: bool = False
+
+
+def terminal_width(unknown: int) -> int:
+    """Columns of the terminal, or of `$COLUMNS`."""
+    return shutil.get_terminal_size((unknown, 24)).columns
+
+
+def wrapped(text: str, width: int, indent: str = "") -> str:
+    """A paragraph; lines after its first begin with `indent`."""
+    return fill(text, max(width, len(indent) + 1), subsequent_indent=indent, break_long_words=False,
+                break_on_hyphens=False)  # fmt: skip
+
+
+def aligned(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int) -> str:
+    """The table, however wide it becomes: only columns of running text give way."""
+    return _table(columns, [[column.title for column in columns], *rows], width)
+
+
+def fits(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int) -> bool:
+    """Whether the table would be no wider than that, with text in columns that can be read."""
+    least = sum(_least(column, cells) for column, cells in _by_column(columns, rows)) + _GAP * (len(columns) - 1)
+    return least <= width
+
+
+def blocks(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int) -> str:
+    """The same row below row: the first cell as a heading, then a line for each of the others."""
+    names = [" ".join(column.title.split()) for column in columns[1:]]
+    parts = []
+    for first, *rest in rows:
+        facts = [(f"  {name}", " ".join(cell.split())) for name, cell in zip(names, rest, strict=True) if cell]
+        parts.append(f"{' '.join(first.split())}\n{aligned([Column(), Column(wraps=True)], facts, width)}")
+    return "\n\n".join(parts)
+
+
+def _by_column(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> list[tuple[Column, list[str]]]:
+    table = [[column.title for column in columns], *rows]
+    return [(column, [row[number] for row in table]) for number, column in enumerate(columns)]
+
+
+def _least(column: Column, cells: Sequence[str]) -> int:
+    widest = max((len(line) for cell in cells for line in cell.splitlines()), default=0)
+    return min(widest, _READABLE) if column.wraps else widest
+
+
+def _table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> str:
+    room = [_least(column, [row[number] for row in rows]) for number, column in enumerate(columns)]
+    running = [number for number, column in enumerate(columns) if column.wraps]
+    for number in running:  # what is left, in equal parts
+        left = width - sum(room) - _GAP * (len(columns) - 1)
+        widest = max(len(line) for row in rows for line in row[number].splitlines() or [""])
+        longest_word = max((len(word) for row in rows for word in row[number].split()), default=0)
+        room[number] = max(min(widest, room[number] + left), min(longest_word, width), 1)
+    lines = []
+    for row in rows:
+        cells = [_lines(cell, size, column) for cell, size, column in zip(row, room, columns, strict=True)]
+        for number in range(max(map(len, cells))):
+            parts = (cell[number] if number < len(cell) else "" for cell in cells)
+            lines.append((" " * _GAP).join(part.ljust(size) for part, size in zip(parts, room, strict=True)).rstrip())
+    return "\n".join(lines[1:] if not any(column.title for column in columns) else lines)
+
+
+def _lines(cell: str, size: int, column: Column) -> list[str]:
+    if not column.wraps:
+        return cell.splitlines() or [""]
+    parts = [wrap(line, size, break_long_words=False, break_on_hyphens=False) for line in cell.splitlines()]
+    return [line for part in parts for line in part] or [""]

@@ -1,0 +1,240 @@
+"""The command line as a newcomer meets it: help, versions, spellings, and tables in narrow terminals."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from architectures import tiny_model
+
+import caches
+import configs
+import engine
+from engine.cli.generate import generate
+from engine.planner import BackendPlan
+
+PROMPT = "import os\n"
+HEADINGS = ["The prompt:", "The model:", "The cache:", "How tokens are chosen:", "When it ends:", "What is printed:"]
+WIDTHS = [60, 80, 100, 160]
+
+
+@pytest.fixture(params=WIDTHS)
+def width(request, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(request.param))
+    return request.param
+
+
+def check_whole(text, names, width):
+    """No line is too wide, and each name is there as one word."""
+    assert max(map(len, text.splitlines())) <= width
+    words = {word.rstrip(",.") for word in text.split()}
+    assert not {name for name in names if name not in words}
+
+
+@pytest.mark.parametrize("words", [[], ["generate"], ["caches"], ["plan"]], ids=str)
+def test_help_in_two_spellings(cli, words):
+    short, long = cli([*words, "-h"]), cli([*words, "--help"])
+    assert (short.exit_code, short.stderr) == (0, "")
+    assert short == long
+    assert short.stdout.startswith(f"Usage: {' '.join(['engine', *words])} ")
+    if not words:
+        assert cli([]) == long
+
+
+def test_help_of_generate_has_headings_and_whole_names(cli, width):
+    shown = cli(["generate", "-h"]).stdout
+    found = [line for line in shown.splitlines() if re.match(r"[A-Z].*:$", line)]
+    assert found == [*HEADINGS, "Options:"]
+    names = {parameter.replace("_", "-") for parameter in inspect.signature(generate).parameters}
+    shared = {f"--{name}" for name in names - {"prompt", "set-option", "as-json"}} | {"--samples", "-n", "--draft"}
+    check_whole(shown, shared, width)
+    assert "<" not in shown
+
+
+def test_defaults_are_shown(cli):
+    assert "[default: 4096]" in cli(["caches", "-h"]).stdout
+
+
+def test_versions(cli):
+    import transformers
+
+    shown = cli(["--version"]).stdout
+    assert (
+        f"torch {torch.__version__}\ntransformers {transformers.__version__}\nPython {sys.version.split()[0]}" in shown
+    )
+    assert shown.startswith("kvengine ")
+
+
+def test_versions_and_help_do_not_wait_for_torch():
+    script = (
+        "import sys\nfrom engine.cli import main\n"
+        "for arguments in (['--version'], ['-h'], ['generate', '-h'], ['generate', 'x', '--model', '/no/such']):\n"
+        "    try: main(arguments)\n"
+        "    except SystemExit: pass\n"
+        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "error: there is no folder '/no/such': give the path of a folder with a model, or a hub id\n"
+
+
+def test_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "engine", "-h"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert done.stdout.startswith("Usage: engine [OPTIONS] COMMAND")
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    [["-n", "7"], ["-n7"], ["--max_new_tokens", "7"], ["--max_new_tokens=7"], ["--set", "max_new_tokens=7"],
+     ["--set", "max-new-tokens=7"]],
+    ids=str,
+)  # fmt: skip
+def test_spellings_of_a_length(cli, shipped, spelled):
+    assert cli(["generate", PROMPT, *spelled]).stdout == shipped.generate(PROMPT, max_new_tokens=7).text[0] + "\n"
+
+
+def test_without_a_length_it_is_that_of_the_library(cli, shipped, monkeypatch):
+    assert cli(["generate", PROMPT]).stdout == shipped.generate(PROMPT).text[0] + "\n"
+    expected = shipped.generate(PROMPT, max_new_tokens=6)
+    load = engine.generator.load
+
+    def loaded(*given):
+        model, tokenizer = load(*given)
+        model.generation_config.max_new_tokens = 6
+        return model, tokenizer
+
+    monkeypatch.setattr("engine.generator.load", loaded)
+    done = cli(["generate", PROMPT, "--stats"])
+    assert done.stdout == expected.text[0] + "\n"
+    assert "6 new" in done.stderr
+    assert re.search(r"ended by +length", done.stderr)
+
+
+def test_a_terminal_is_told_that_the_limit_ended_a_text(cli, monkeypatch):
+    monkeypatch.setattr("engine.cli.output._is_watched", lambda: True)
+    assert "(ended after 20 tokens, which is the limit: --max-new-tokens" in cli(["generate", PROMPT]).stderr
+    assert cli(["generate", PROMPT, "-n", "5"]).stderr == ""
+
+
+def test_several_prompts_are_a_batch(cli, shipped):
+    expected = shipped.generate(["import os\n", "class A:"], max_new_tokens=5).text
+    shown = cli(["generate", "-", "class A:", "-n", "5"], input=PROMPT).stdout
+    assert shown == f"[0] {expected[0]}\n[1] {expected[1]}\n"
+    alone = shipped.generate(PROMPT, max_new_tokens=5).text[0]
+    assert cli(["generate", "-f", "-", "-n", "5"], input=PROMPT).stdout == alone + "\n"
+
+
+def test_old_names_are_aliases(cli):
+    names = {
+        "--num-return-sequences": "--samples", "--prompt-lookup-num-tokens": "--prompt-lookup",
+        "--stop-strings": "--stop", "--assistant-model": "--draft", "--num-assistant-tokens": "--draft-tokens",
+        "--device-map": "--device",
+    }  # fmt: skip
+    shown = cli(["generate", "-h"]).stdout
+    for name, alias in names.items():
+        assert any(name in line and alias in line for line in shown.splitlines())
+
+
+# What `engine caches` says of options.
+
+
+@pytest.mark.parametrize("name", caches.names())
+def test_every_option_of_a_cache_has_a_meaning(name):
+    options = caches.recipe(name).options
+    assert set(options.meanings()) == set(options.values()) == set(options.option_names())
+    assert all(len(text) > 10 and "  " not in text for text in options.meanings().values())
+    assert all(words for words in options.values().values())
+
+
+def test_meanings_come_from_docstrings():
+    assert configs.StaticCacheConfig.meanings()["max_cache_len"] == (
+        "tokens it can hold per row; None means prompt + new tokens of the first call that uses it."
+    )
+    quantized = configs.OffloadedQuantizedCacheConfig
+    assert quantized.meanings()["axis_key"] == quantized.meanings()["axis_value"] != ""
+    assert quantized.values()["backend"] == list(configs.CODECS)
+    assert configs.EngineConfig.meanings()["over_budget"].startswith("what is done before it takes more.")
+
+
+@pytest.mark.parametrize("choices", [kind for kind in configs.CacheConfig._by_name.values() if kind.choices])
+def test_choices_are_what_is_accepted(choices):
+    given = {"window_length": 4096} if "window_length" in choices.option_names() else {}
+    for name, values in choices.choices.items():
+        accepted = []
+        for value in (*values, 77, "nothing"):
+            try:
+                backend = {"backend": "hqq"} if name == "nbits" else {}
+                choices.from_dict(given | backend | {name: value})
+            except configs.ConfigError:
+                continue
+            accepted.append(value)
+        assert accepted
+        assert set(accepted) <= set(values)
+
+
+def test_one_cache_with_its_options(cli, width):
+    shown = cli(["caches", "quantized"]).stdout
+    check_whole(shown, caches.recipe("quantized").options.option_names(), width)
+    assert "One of quanto, hqq, fp8, kivi; default quanto." in " ".join(shown.split())
+    assert shown.index("residual_length") < shown.index("max_batch_size")  # its own come first
+
+
+def test_all_caches(cli, width):
+    shown = cli(["caches", "--tokens", "64"]).stdout
+    check_whole(shown, {"offloaded_quantized", "6,144", "reference"}, width)
+
+
+# Plans.
+
+
+def test_a_plan_in_any_width(cli, width):
+    shown = cli(["plan", "--prompt-tokens", "100"]).stdout
+    check_whole(shown, {"offloaded_quantized", "2,049", "LlamaForCausalLM"}, width)
+    assert ("kept by" in shown) == (width >= 100)
+    assert ("staging" in shown) == (width >= 100)
+    one = cli(["plan", "--prompt-tokens", "100", "--cache", "static"]).stdout
+    check_whole(one, {"static", "staging"}, width)
+
+
+def test_a_plan_of_too_many_tokens_says_so_at_once(cli, monkeypatch):
+    monkeypatch.setattr("engine.planner.rehearse", lambda *_, **__: pytest.fail("it was rehearsed"))
+    for tokens in (5000, 100_000_000):
+        shown = " ".join(cli(["plan", "--prompt-tokens", str(tokens)]).stdout.split())
+        assert f"{tokens:,} prompt tokens and 20 new ones need {tokens + 19:,} positions" in shown
+        assert "the model has 2,048: its longest context is 2,049 tokens" in shown
+        assert "Choice: none of them" in shown
+
+
+def test_the_longest_context_can_be_generated_and_one_more_cannot():
+    model = tiny_model("llama")
+    positions = model.config.max_position_embeddings
+    planned = engine.plan(model, prompt_tokens=5, max_new_tokens=4, cache="dynamic")["dynamic"]
+    assert planned.longest_context == positions + 1
+    ids = torch.randint(3, 90, (1, planned.longest_context - 4))
+    assert engine.generate(model, ids, max_new_tokens=4, min_new_tokens=4).stats.new_tokens == 4
+    with pytest.raises(engine.InputError, match=f"need {positions + 1} positions, but the model has {positions}"):
+        engine.generate(model, ids, max_new_tokens=5)
+    again = engine.plan(model, prompt_tokens=ids.shape[1], max_new_tokens=4, cache="dynamic")
+    assert again["dynamic"].refused is None
+    beyond = engine.plan(model, prompt_tokens=ids.shape[1], max_new_tokens=5, cache="dynamic")
+    assert f"its longest context is {planned.longest_context:,} tokens" in beyond["dynamic"].refused
+    assert beyond["dynamic"].refused in beyond.why
+
+
+def test_a_text_that_no_plan_is_made_for():
+    found = engine.plan(tiny_model("bloom"), prompt_tokens=100, max_new_tokens=10**8, cache="dynamic")
+    assert "are more than a plan is made for" in found["dynamic"].refused
+
+
+def test_a_plan_for_a_device_that_is_not_here():
+    config = tiny_model("llama").config
+    free = {"device": "xpu", "prompt_tokens": 8, "max_new_tokens": 4, "cache": "dynamic"}
+    assert engine.plan(config, **free)["dynamic"].fits is None
+    found = engine.plan(config, **free, free_bytes=10**9)
+    assert isinstance(found["dynamic"], BackendPlan)
+    assert found["dynamic"].fits

@@ -1,0 +1,283 @@
+"""What a call may say: numbers of any kind, whole configurations, seeds; and what other engines call a parameter."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from architectures import prompt, tiny_model
+from encoder_decoders import START, source, tiny_encoder_decoder
+from references import draft_of
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation import MinNewTokensLengthLogitsProcessor
+
+import engine
+import strategies
+
+NEW = 12
+
+
+def llama():
+    return tiny_model("llama"), prompt(pads=0)["input_ids"]
+
+
+def texts(model, ids, **options):
+    return engine.generate(model, ids, **{"max_new_tokens": NEW} | options).sequences
+
+
+def theirs(model, ids, **options):
+    return model.generate(ids, **{"max_new_tokens": NEW, "do_sample": False} | options)
+
+
+# Numbers of any kind
+
+
+@pytest.mark.parametrize(
+    ("said", "plain"),
+    [
+        ({"max_new_tokens": np.int64(7)}, {"max_new_tokens": 7}),
+        ({"max_new_tokens": torch.tensor(7)}, {"max_new_tokens": 7}),
+        ({"max_new_tokens": 7.0}, {"max_new_tokens": 7}),
+        ({"num_beams": np.int32(3), "length_penalty": np.float32(0.5)}, {"num_beams": 3, "length_penalty": 0.5}),
+        ({"do_sample": 0}, {"do_sample": False}),
+        ({"do_sample": np.False_}, {"do_sample": False}),
+        ({"repetition_penalty": 3}, {"repetition_penalty": 3.0}),
+        ({"repetition_penalty": np.float64(3)}, {"repetition_penalty": 3.0}),
+        ({"eos_token_id": torch.tensor([5, 60])}, {"eos_token_id": [5, 60]}),
+        ({"eos_token_id": np.array([5, 60])}, {"eos_token_id": [5, 60]}),
+        ({"eos_token_id": -1}, {}),
+        ({"eos_token_id": 4000}, {}),
+        ({"suppress_tokens": np.arange(5, 50)}, {"suppress_tokens": list(range(5, 50))}),
+        ({"sequence_bias": [[[5], 9]]}, {"sequence_bias": {(5,): 9.0}}),
+        ({"do_sample": True, "temperature": float("inf"), "seed": 3}, {"do_sample": True, "temperature": float("inf")}),
+        ({"max_time": -1}, {"max_time": 0.0}),
+        ({"trust_remote_code": True}, {}),
+        ({"trust_remote_code": False}, {}),
+    ],
+    ids=str,
+)
+def test_numbers_of_any_kind_mean_the_same(said, plain):
+    model, ids = llama()
+    torch.manual_seed(3)
+    expected = theirs(model, ids, **plain)
+    assert torch.equal(texts(model, ids, **said), expected)
+
+
+def test_one_processor_and_one_criterion_need_no_list():
+    model, ids = llama()
+
+    class Only(LogitsProcessor):
+        def __call__(self, ids, scores):
+            return torch.full_like(scores, -1e9).index_fill(1, torch.tensor([7]), 0.0)
+
+    assert set(texts(model, ids, logits_processor=Only())[:, 13:].flatten().tolist()) == {7}
+    assert torch.equal(
+        texts(model, ids, logits_processor=LogitsProcessorList([Only()])), texts(model, ids, logits_processor=(Only(),))
+    )
+    stops = texts(model, ids, stopping_criteria=lambda ids, scores: torch.full((len(ids),), ids.shape[1] >= 16))
+    assert stops.shape[1] == 16
+
+
+# A whole configuration
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_beams": 4, "length_penalty": 2.0, "early_stopping": True, "no_repeat_ngram_size": 3},
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0},
+        {"do_sample": True, "temperature": 0.3, "top_k": 5},
+        {"num_assistant_tokens": 7, "max_matching_ngram_size": 3},
+        {"assistant_early_exit": 2},
+        {"decoder_start_token_id": 5, "forced_decoder_ids": [[1, 2]]},
+        {"use_mtp": False, "low_memory": True, "is_assistant": True},
+    ],
+    ids=str,
+)
+def test_a_whole_configuration_may_hold_anything(fields):
+    """What it holds counts where it applies, and greedy search said by keyword is greedy search."""
+    model, ids = llama()
+    config = GenerationConfig(**fields, max_new_tokens=NEW, pad_token_id=0)
+    said = {"num_beams": 1, "do_sample": False}
+    expected = theirs(model, ids, **{name: fields[name] for name in fields if name == "no_repeat_ngram_size"})
+    assert torch.equal(texts(model, ids, generation_config=config, **said), expected)
+    assert torch.equal(texts(model, ids, generation_config=config, strategy="greedy"), expected)
+    assert config.to_dict() == GenerationConfig(**fields, max_new_tokens=NEW, pad_token_id=0).to_dict()
+    by_keyword = {name: value for name, value in fields.items() if name in ("length_penalty", "assistant_early_exit")}
+    if by_keyword:
+        with pytest.raises(engine.OptionError, match=f"{next(iter(by_keyword))}=.* cannot apply: greedy has no use"):
+            texts(model, ids, **by_keyword)
+
+
+def test_what_would_change_the_text_is_refused_in_a_configuration_too():
+    model, ids = llama()
+    with pytest.raises(engine.OptionError, match="token_healing=True cannot apply"):
+        texts(model, ids, generation_config=GenerationConfig(token_healing=True))
+
+
+def test_a_configuration_that_searches():
+    model, ids = llama()
+    config = GenerationConfig(num_beams=3, length_penalty=2.0, early_stopping=True, pad_token_id=0)
+    expected = theirs(model, ids, num_beams=3, length_penalty=2.0, early_stopping=True)
+    assert torch.equal(texts(model, ids, generation_config=config), expected)
+    other = theirs(model, ids, num_beams=2, length_penalty=2.0, early_stopping=True)
+    assert torch.equal(texts(model, ids, generation_config=config, strategy=strategies.Beam(2, 1, 2.0, True)), other)
+
+
+def test_a_configuration_as_a_dict():
+    model, ids = llama()
+    config = {"num_beams": np.int64(3), "length_penalty": 2, "max_new_tokens": NEW}
+    assert torch.equal(
+        engine.generate(model, ids, generation_config=config).sequences,
+        theirs(model, ids, num_beams=3, length_penalty=2.0),
+    )
+    with pytest.raises(engine.OptionError, match="generation_config has no field 'num_beam'; did you mean 'num_beams'"):
+        texts(model, ids, generation_config={"num_beam": 3})
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_a_copy_of_the_own_configuration_of_an_encoder_decoder(name):
+    model, inputs = tiny_encoder_decoder(name), source(name)
+    expected = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    config = copy.deepcopy(model.generation_config)
+    assert config.decoder_start_token_id == START
+    out = engine.generate(model, inputs, generation_config=config, max_new_tokens=NEW)
+    assert torch.equal(out.sequences, expected)
+    config.decoder_start_token_id = 9
+    other = model.generate(**inputs, decoder_start_token_id=9, max_new_tokens=NEW, do_sample=False)
+    assert not torch.equal(other, expected)
+    for said in ({"decoder_start_token_id": 9}, {"generation_config": config}, {"decoder_start_token_id": [9, 9]}):
+        assert torch.equal(engine.generate(model, inputs, **said, max_new_tokens=NEW).sequences, other)
+
+
+def test_where_a_decoder_starts_is_nothing_to_a_model_without_an_encoder():
+    with pytest.raises(engine.OptionError, match=r"decoder_start_token_id=5 cannot apply: .*first token in the prompt"):
+        texts(*llama(), decoder_start_token_id=5)
+
+
+# Seeds
+
+
+def drawing():
+    model = tiny_model("llama")
+    return {
+        "sampling": {"do_sample": True, "temperature": 1.3},
+        "several": {"do_sample": True, "num_return_sequences": 3, "top_k": 40},
+        "beams": {"do_sample": True, "num_beams": 3},
+        "lookup": {"do_sample": True, "prompt_lookup_num_tokens": 3},
+        "assisted": {"do_sample": True, "assistant_model": draft_of("llama"), "num_assistant_tokens": 3},
+        "the same draft": {"do_sample": True, "assistant_model": model, "num_assistant_tokens": 3},
+    }
+
+
+@pytest.mark.parametrize("name", drawing())
+def test_a_seed_draws_the_numbers_of_a_global_one_and_leaves_that_alone(name):
+    model, ids = llama()
+    options = drawing()[name]
+    torch.manual_seed(11)
+    expected = texts(model, ids, **options)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    seeded = texts(model, ids, seed=11, **options)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(seeded, expected)
+    assert torch.equal(texts(model, ids, cache="static", seed=np.int64(11), **options), expected)
+    assert not torch.equal(texts(model, ids, seed=12, **options), expected)
+    if name in ("sampling", "several", "beams"):  # proposals are verified with numbers drawn in another order
+        torch.manual_seed(11)
+        assert torch.equal(seeded, theirs(model, ids, **options))
+
+
+def test_a_seed_is_nothing_to_greedy_search_and_does_no_harm():
+    model, ids = llama()
+    assert torch.equal(texts(model, ids, seed=3), theirs(model, ids))
+
+
+def test_a_strategy_of_a_plug_in_gets_the_generator():
+    model, ids = llama()
+    seen = []
+
+    class Own:
+        name, samples = "own", True
+
+        def flow(self, task):
+            seen.append(task.generator)
+            yield from strategies.Sampling().flow(task)
+
+    expected = texts(model, ids, do_sample=True, seed=4)
+    assert torch.equal(texts(model, ids, strategy=Own(), seed=4), expected)
+    texts(model, ids, strategy=Own())
+    assert isinstance(seen[0], torch.Generator)
+    assert seen[1] is None
+
+
+def test_streams_follow_a_seed():
+    model, ids = llama()
+    stream = engine.stream(model, ids, do_sample=True, seed=4, max_new_tokens=NEW)
+    torch.rand(3)  # what others draw in between does not matter
+    pieces = list(stream)
+    assert len(pieces) == 2 * NEW
+    assert torch.equal(stream.result().sequences, texts(model, ids, do_sample=True, seed=4))
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("n", "num_return_sequences"),
+        ("stop", "stop_strings"),
+        ("max_tokens", "max_new_tokens"),
+        ("prompt", "inputs"),
+        ("best_of", "num_beams"),
+        ("logprobs", "output_scores"),
+        ("ignore_eos", "eos_token_id=None"),
+        ("stop_token_ids", "eos_token_id"),
+        ("temprature", "did you mean 'temperature'"),
+        ("max_new_token", "'max_new_tokens'"),
+        ("topk", "'top_k'"),
+        ("tokeniser", "'tokenizer'"),
+        ("xyzzy", r"help\(engine.generate\) lists the parameters"),
+        ("_eos_token_tensor", "eos_token_id"),
+    ],
+)
+def test_an_unknown_parameter_is_answered_with_what_may_be_meant(name, meant):
+    with pytest.raises(engine.OptionError, match=rf"know no input '{name}'; .*{meant}") as failure:
+        texts(*llama(), **{name: 5})
+    hint = str(failure.value).split("; ")[1]
+    assert hint.count("'") <= 6  # three names at most
+    assert "'_" not in hint
+
+
+def test_temperature_says_how_to_sample():
+    with pytest.raises(engine.OptionError, match="greedy draws nothing: give do_sample=True too, or leave temperature"):
+        texts(*llama(), temperature=0.7)
+
+
+def test_what_needs_an_end_says_so_before_any_work():
+    model, ids = llama()
+    with pytest.raises(engine.OptionError, match=r"exponential_decay_length_penalty .* takes an eos_token_id"):
+        texts(model, ids, exponential_decay_length_penalty=(2, 1.5))
+    decay = {"exponential_decay_length_penalty": [2, 1.5], "eos_token_id": 5}
+    assert torch.equal(
+        texts(model, ids, **decay), theirs(model, ids, **decay | {"exponential_decay_length_penalty": (2, 1.5)})
+    )
+
+
+def test_pads_that_cannot_be_fed():
+    """A row alone is never filled up; checkpoints say -1 where they have no pad."""
+    model, ids = llama()
+    config = GenerationConfig(pad_token_id=-1, eos_token_id=[5, 60], max_new_tokens=NEW)
+    alone = engine.generate(model, ids[:1], generation_config=config).sequences
+    assert torch.equal(alone, model.generate(ids[:1], generation_config=config))
+    assert torch.equal(texts(model, ids[:1], eos_token_id=[5, 60], pad_token_id=4000), alone)
+    with pytest.raises(engine.OptionError, match=r"pad_token_id: token id -1 .* fills up rows of 2"):
+        engine.generate(model, ids, generation_config=config)
+
+
+def test_the_own_processors_of_transformers_still_go():
+    model, ids = llama()
+    kept = MinNewTokensLengthLogitsProcessor(13, 5, torch.tensor([5, 60]))
+    out = texts(model, ids, eos_token_id=[5, 60], logits_processor=kept)
+    assert torch.equal(out, theirs(model, ids, eos_token_id=[5, 60], min_new_tokens=5))
