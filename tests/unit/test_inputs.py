@@ -459,7 +459,7 @@ def test_a_model_with_one_id_for_pads_and_beginnings_needs_no_prompt():
 @pytest.mark.parametrize(
     "options",
     [{"encoder_repetition_penalty": 1.5}, {"encoder_no_repeat_ngram_size": 2}],
-    ids=lambda options: [*options][0],
+    ids=str,
 )
 def test_penalties_of_ids_that_are_not_known(options):
     """Said in the call they are refused; a whole configuration may hold them."""
