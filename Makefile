@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST := -m pytest -n auto --dist worksteal
 PROMPT := 'def open(self, path, mode="r"):\n    """Open the file named path'
 
-.PHONY: demo test test-full nightly torture histories interrupts check test-oldest clean
+.PHONY: demo test test-full nightly torture histories random-calls interrupts check test-oldest clean
 
 demo: .venv/installed
 	@for cache in dynamic static; do \
@@ -20,12 +20,13 @@ test: .venv/installed
 	$(BIN)/python $(PYTEST)
 
 # What only the full run has: rare architectures, every pair of parameters, more compiled steps, other processes, the
-# terminal, memory that really runs out, 2,000 random failures.
+# terminal, memory that really runs out, 2,000 random failures, 5,000 random calls beside transformers.
 test-full: .venv/installed
 	$(BIN)/python $(PYTEST) -m "slow and not product and not cuda"
 
-# What takes hours: every cell of the products, memory that runs out at random, histories of caches, Ctrl-C at any moment.
-nightly: .venv/installed torture histories interrupts
+# What takes hours: every cell of the products, memory that runs out at random, histories of caches, calls beside
+# transformers, Ctrl-C at any moment.
+nightly: .venv/installed torture histories random-calls interrupts
 	$(BIN)/python $(PYTEST) -m "product and not cuda"
 
 torture: .venv/installed
@@ -34,6 +35,10 @@ torture: .venv/installed
 # Random histories of live caches; 500 of them are among the tests.
 histories: .venv/installed
 	$(BIN)/python tests/support/histories.py 10000
+
+# Random calls beside transformers' generate; 200 are among the default tests, 5,000 among the slow ones.
+random-calls: .venv/installed
+	$(BIN)/python tests/support/random_calls.py 20000 --workers 2
 
 # Ctrl-C twice, at random moments of 1,000 calls; a few are among the tests.
 interrupts: .venv/installed

@@ -276,6 +276,16 @@ def _table_of(model: PreTrainedModel, name: str) -> int | None:
     return None
 
 
+def check_ids_are_known(read: torch.Tensor, options: dict[str, Any]) -> None:
+    """Refuse what compares with the ids that were read, where there are none. read: ids [rows, columns] if 2-D."""
+    for name, neutral in (("encoder_repetition_penalty", 1), ("encoder_no_repeat_ngram_size", 0)):
+        if options.get(name) not in (None, neutral) and read.ndim != 2:
+            raise OptionError(
+                f"{name}={options[name]!r} compares with the token ids that were read, and none were given, only what "
+                "was made of them: give input_ids, or leave it out"
+            )
+
+
 def check_length(prompt_columns: int, total: int) -> None:
     if total <= prompt_columns:
         raise OptionError(

@@ -26,6 +26,7 @@ from engine.checks import (
     check_embeds,
     check_extras,
     check_ids,
+    check_ids_are_known,
     check_length,
     check_mask,
     check_model,
@@ -226,6 +227,7 @@ def read_request(
         input_ids_length=prompt.ids.shape[1],
         inputs_tensor=prompt.ids if prompt.embeds is None else prompt.embeds,
     )
+    check_ids_are_known(_what_is_read(prompt, source), options)
     total = before + prompt.unnamed + config.max_length
     check_length(mask.shape[1], total)
     if source is not None:  # others need positions for what their cache lets them look at
@@ -293,6 +295,15 @@ def _inferred_mask(model: PreTrainedModel, ids: torch.Tensor, config: Generation
     return model._prepare_attention_mask_for_generation(ids, config, {})
 
 
+def _what_is_read(prompt: Prompt, source: Source | None) -> torch.Tensor:
+    """By the encoder, if there is one: ids [rows, columns], or [rows, columns, ...] where they are not known."""
+    if source is None:
+        return prompt.ids if prompt.embeds is None else prompt.embeds
+    # transformers stands in with ids below 0 for a source that was not given.
+    is_unknown = source.inputs.ndim == 2 and bool((source.inputs < 0).any())
+    return source.inputs[..., None] if is_unknown else source.inputs
+
+
 def _processing(
     model: PreTrainedModel,
     prompt: Prompt,
@@ -304,9 +315,7 @@ def _processing(
     constraint: Callable | None,
 ) -> Processing:
     """scored: rows per prompt whose scores are processed at a time."""
-    read = prompt.ids if prompt.embeds is None else prompt.embeds
-    # transformers stands in for a source that was not given with ids that are none.
-    read = read if source is None else source.inputs.clamp(min=0) if source.inputs.ndim == 2 else source.inputs
+    read = _what_is_read(prompt, source)
     mask = mask.repeat_interleave(scored, dim=0)
     if read.ndim == 2:  # in transformers 5.17 a processor would take the rows of the first prompt for all prompts
         read = read.repeat_interleave(scored, dim=0)

@@ -101,12 +101,11 @@ class Beams:
         rows = beams + self._first
         found = Texts(_take(self.running.ids, beams), _take(self.running.rows, beams), scores).then(tokens, rows)
         ends = self._task.ended(found.ids.flatten(0, 1)).view_as(scores)
-        # Where all end, the length does it: those without an end token are the beams that run, also for other groups.
+        # Where all end, the length does it: those of a group without an end token are the beams that run.
         cut = ends.all(dim=1, keepdim=True)
-        by_token = torch.isin(tokens, self._eos).where(cut, ends)
-        best = (scores + by_token.float() * _NEVER).topk(self._size).indices
+        stops = torch.isin(tokens, self._eos).where(cut, ends) if self._rules.is_group else ends
+        best = (scores + stops.float() * _NEVER).topk(self._size).indices
         self.ended = self.ended.then(self._task.pad_id, -1)
-        stops = by_token if self._rules.is_group else ends
         self._keep_ended(found, stops)
         self.running = Texts(found.ids, found.rows, scores + stops.float() * _NEVER).take(best)
         self.parents = rows.gather(1, best)

@@ -6,6 +6,8 @@ import pytest
 import torch
 import transformers
 from architectures import prompt, tiny_model
+from encoder_decoders import tiny_encoder_decoder
+from transformers import GenerationConfig
 
 import caches
 import engine
@@ -452,3 +454,23 @@ def test_a_model_with_one_id_for_pads_and_beginnings_needs_no_prompt():
     out = engine.generate(tiny_model("llama"), **given)
     expected = engine.generate(tiny_model("llama"), torch.tensor([[3]]), attention_mask=torch.tensor([[1]]), **given)
     assert torch.equal(out.sequences, expected.sequences)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"encoder_repetition_penalty": 1.5}, {"encoder_no_repeat_ngram_size": 2}],
+    ids=str,
+)
+def test_penalties_of_ids_that_are_not_known(options):
+    """Said in the call they are refused; a whole configuration may hold them."""
+    t5, llama = tiny_encoder_decoder("t5"), tiny_model("llama")
+    ids = torch.tensor([[5, 6, 7]])
+    known = {"encoder_outputs": t5.get_encoder()(ids)}, {"inputs_embeds": llama.get_input_embeddings()(ids)}
+    for model, given in zip((t5, llama), known, strict=True):
+        with pytest.raises(engine.OptionError, match="compares with the token ids that were read"):
+            engine.generate(model, **given, **options, num_beams=2, max_new_tokens=4)
+        config = GenerationConfig(**options, num_beams=2, max_new_tokens=4)
+        plain = engine.generate(model, **given, num_beams=2, max_new_tokens=4)
+        with pytest.warns(UserWarning, match="ignoring the argument"):
+            out = engine.generate(model, **given, generation_config=config)
+        assert torch.equal(out.sequences, plain.sequences)
