@@ -62,11 +62,14 @@ _HOME = {
     "plan": "engine.planning",
     "step_inputs": "engine.export",
 }
+_LIGHT = ("configs", "engine.errors")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    if _HOME[name] not in _LIGHT:
+        import caches  # noqa: F401 - first, because it imports torch and transformers in less time
     return getattr(importlib.import_module(_HOME[name]), name)
 
 
@@ -177,7 +180,7 @@ forced_bos_token_id, forced_eos_token_id, exponential_decay_length_penalty, reno
     CtrlC
         A KeyboardInterrupt that carries the same.
     """
-    from engine.generator import Generator
+    from engine import Generator
 
     return Generator(model, arguments.get("tokenizer")).generate(inputs, **arguments)
 
@@ -189,7 +192,7 @@ def stream(model: PreTrainedModel | str | Path, inputs: Any = None, **arguments:
     Of a search it is what can no longer change: what all beams of a prompt have in common. The iterator's `result()`
     returns the `Generation`, also when it is left early.
     """
-    from engine.generator import Generator
+    from engine import Generator
 
     return Generator(model, arguments.get("tokenizer")).stream(inputs, **arguments)
 

@@ -183,7 +183,7 @@ def generate(
     inputs = [_messages_of(text, system) for text in prompts] if chat else prompts
 
     with Work() as work:
-        work.doing("starting torch and transformers")
+        work.starts_libraries()
         import torch
         from transformers.utils import logging
 
@@ -228,7 +228,7 @@ def caches(
 ) -> None:
     """List the cache backends: what each is for, its options, and what it takes for a model (no weights are loaded)."""
     with Work() as work:
-        work.doing("starting torch and transformers")
+        work.starts_libraries()
         from caches import CacheError, names, recipe
         from engine.loading import SHIPPED_MODEL, load_config
         from engine.sizes import study

@@ -41,7 +41,7 @@ def plan(
 ) -> None:
     """Say what a run will take and which cache fits, before anything runs. No weights are loaded."""
     with Work() as work:
-        work.doing("starting torch and transformers")
+        work.starts_libraries()
         from transformers.utils import logging
 
         import engine

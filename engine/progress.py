@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from types import TracebackType
@@ -38,6 +39,15 @@ class Work:
     def doing(self, what: str) -> None:
         self._since_s = time.perf_counter()
         self._bar.reset(self._task, total=None, description=what, counted="")
+
+    def starts_libraries(self) -> None:
+        """Import torch and transformers, unless the process has them."""
+        if "caches" in sys.modules:
+            return
+        self.doing("starting torch and transformers")
+        import caches  # noqa: F401 - before any other import of them: it takes less time
+
+        gc.freeze()  # all of it stays until the end: neither collections nor the exit have to go through it
 
     def count(self, tokens: int, total: int, rows: int = 1) -> None:
         """`tokens` of at most `total` are there, in each of `rows` rows."""
