@@ -9,7 +9,7 @@ import gc
 import importlib
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,16 +17,23 @@ from typing import Any
 _HQQ = "hqq.core.quantize"
 _FROZEN_BY_PYTHON = 1000
 """Objects, at most: Python 3.12 freezes 375 by itself. A bare program has 5,000 that it could freeze."""
-_MODULES = ("torch", "transformers.modeling_utils", "transformers.generation.utils", "transformers.models.auto")
+_MODULES = (
+    "torch",
+    "transformers.cache_utils",
+    "transformers.modeling_utils",
+    "transformers.generation.utils",
+    "transformers.models.auto",
+)
 
 
 def import_transformers() -> None:
     """Import what every run needs of them, unless the program has done so."""
-    if _MODULES[1] in sys.modules:
+    if "transformers.modeling_utils" in sys.modules:
         return
     with _collections_paused():
-        _import_cache_utils()
-        _import_models()
+        for shortcut in (_import_cache_utils, _import_models):
+            with suppress(Exception):  # a release of transformers that it does not fit imports them its own way, below
+                shortcut()
         for name in _MODULES:
             importlib.import_module(name)
 
@@ -55,12 +62,11 @@ def _import_cache_utils() -> None:
     """Import `transformers.cache_utils`, which imports hqq where it is installed, without hqq.
 
     hqq imports the whole of torch's compiler, and is needed by transformers' own HQQ caches alone: they get it on first
-    use. Versions of transformers in which other modules import it too get it then.
+    use. In releases of transformers in which other modules import hqq too, they get it then.
     """
     name = "transformers.cache_utils"
     importlib.import_module("transformers.configuration_utils")  # first, so that little is imported meanwhile
     if name in sys.modules or _HQQ in sys.modules:
-        importlib.import_module(name)
         return
     sys.modules[_HQQ] = _HqqModule(_HQQ)
     try:
@@ -74,25 +80,24 @@ def _import_models() -> None:
 
     By itself it reads those 2,000 files a second time, which takes 0.2 s.
     """
-    name = "transformers.models"
+    name, prefix = "transformers.models", "models."
     utils: Any = importlib.import_module("transformers.utils.import_utils")
-    find = getattr(utils, "define_import_structure", None)  # keeps what it has found
-    if name not in sys.modules and find is not None:
-        package = Path(utils.__file__).parents[1] / "models"
-        prefix = "models."
-        found = {
-            needed: {file.removeprefix(prefix): names for file, names in files.items() if file.startswith(prefix)}
-            for needed, files in find(package, prefix="models").items()
-        }
-        known = {str(package / "__init__.py"): found}
-        utils.define_import_structure = lambda path, *rest, **more: known.pop(str(path), None) or find(
-            path, *rest, **more
-        )
+    if name in sys.modules:
+        return
+    find = utils.define_import_structure  # keeps what it has found
+    folder = Path(utils.__file__).parents[1] / "models"
+    found = {
+        needed: {file.removeprefix(prefix): names for file, names in files.items() if file.startswith(prefix)}
+        for needed, files in find(folder, prefix="models").items()
+    }
+    if not found[frozenset()]:
+        return
+    known = {str(folder / "__init__.py"): found}
+    utils.define_import_structure = lambda path, *rest: known.pop(str(path), None) or find(path, *rest)
     try:
         importlib.import_module(name)
     finally:
-        if find is not None:
-            utils.define_import_structure = find
+        utils.define_import_structure = find
 
 
 def _quantizer() -> Any:

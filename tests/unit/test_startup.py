@@ -9,12 +9,13 @@ import pytest
 import transformers
 from packaging.version import Version
 from places import ROOT
+from transformers.utils import import_utils
 
 from caches import heavy_imports
 
 USED_BY_NO_PLAIN_CALL = {
-    "functorch", "hqq", "networkx", "optimum", "pandas", "peft", "rich", "scipy", "sklearn", "torch._inductor.compile_fx",
-    "torch.utils.cpp_extension", "torchvision", "typer",
+    "functorch", "hqq", "networkx", "optimum", "pandas", "peft", "rich", "scipy", "sklearn",
+    "torch._inductor.compile_fx", "torch.utils.cpp_extension", "torchvision", "typer",
 }  # fmt: skip
 GENERATE = """
 import engine
@@ -84,10 +85,10 @@ def test_a_plain_call_imports_nothing_that_it_does_not_use():
     ],
 )
 def test_what_a_program_has_imported_before_stays_as_it_is(before):
-    """Also how it has set the garbage collector."""
+    """Also how it has set the garbage collector. transformers puts another `transformers` in its place by itself."""
     after = """
 import gc, hqq.core.quantize, transformers.cache_utils
-changed = [name for name, module in before.items() if sys.modules.get(name) is not module]
+changed = [name for name, module in before.items() if sys.modules.get(name) is not module and name != "transformers"]
 assert not changed, changed
 if "hqq.core.quantize" in before:
     assert transformers.cache_utils.HQQQuantizer is hqq.core.quantize.Quantizer
@@ -107,30 +108,48 @@ def test_the_command_line_keeps_what_it_imports():
 
 
 def test_the_garbage_collector_goes_on_when_an_import_fails(monkeypatch):
+    monkeypatch.delitem(sys.modules, "transformers.modeling_utils")
     monkeypatch.setattr(heavy_imports, "_MODULES", ("math", "a_module_that_is_missing"))
     with pytest.raises(ModuleNotFoundError, match="a_module_that_is_missing"):
         heavy_imports.import_transformers()
     assert gc.isenabled()
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_nothing_stands_in_for_hqq_afterwards(monkeypatch, fails):
-    name = "transformers.cache_utils"
-    monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "hqq.core.quantize", raising=False)
-    imported = []
+@pytest.mark.slow
+def test_the_models_of_transformers_are_as_transformers_finds_them():
+    modules_after("""
+import caches
+import transformers.models as models
+from transformers.utils.import_utils import _LazyModule, create_import_structure_from_path, spread_import_structure
 
-    def import_module(asked):
-        if asked == name:
-            imported.append(sys.modules["hqq.core.quantize"].Quantizer)
-            if fails:
-                raise ImportError(asked)
+found = spread_import_structure(create_import_structure_from_path(models.__file__))
+plain = _LazyModule(models.__name__, models.__file__, found, module_spec=models.__spec__)
+for name in "_class_to_module", "_object_missing_backend", "_modules":
+    assert getattr(plain, name) == getattr(models, name)
+assert set(plain.__all__) == set(models.__all__) > {"llama", "LlamaConfig"}
+""")
 
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_where_a_shortcut_does_not_fit_transformers_is_imported_as_ever(monkeypatch, fits):
+    hqq, imported = "hqq.core.quantize", []
+    for name in (hqq, "transformers.cache_utils", "transformers.models", "transformers.modeling_utils"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    def import_module(name):
+        imported.append((name, hqq in sys.modules, import_utils.define_import_structure is find))
+        if name == "transformers.cache_utils" and hqq in sys.modules and not fits:
+            raise ImportError("cannot import name 'HQQLinear'")
+        return import_utils
+
+    find = import_utils.define_import_structure
+    if not fits:
+        find = lambda path: {}  # noqa: E731 - no prefix
+        monkeypatch.setattr(import_utils, "define_import_structure", find)
     monkeypatch.setattr(heavy_imports.importlib, "import_module", import_module)
-    if fails:
-        with pytest.raises(ImportError):
-            heavy_imports._import_cache_utils()
-    else:
-        heavy_imports._import_cache_utils()
-    assert len(imported) == 1
-    assert "hqq.core.quantize" not in sys.modules
+    heavy_imports.import_transformers()
+    assert imported[-len(heavy_imports._MODULES) :] == [(name, False, True) for name in heavy_imports._MODULES]
+    assert ("transformers.cache_utils", True, True) in imported
+    assert (("transformers.models", False, False) in imported) == fits
+    assert hqq not in sys.modules
+    assert import_utils.define_import_structure is find
