@@ -64,11 +64,14 @@ _HOME = {
     "plan": "engine.planning",
     "step_inputs": "engine.export",
 }
+_LIGHT = ("configs", "engine.errors")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    if _HOME[name] not in _LIGHT:
+        import caches  # noqa: F401 - first, because it imports torch and transformers in less time
     return getattr(importlib.import_module(_HOME[name]), name)
 
 
@@ -195,7 +198,7 @@ def stream(model: PreTrainedModel | str | Path, inputs: Any = None, **arguments:
 
 def _generator(model: PreTrainedModel | str | Path, arguments: dict[str, Any]) -> Generator:
     from configs import EngineConfig
-    from engine.generator import Generator
+    from engine import Generator
     from engine.parameters import read
 
     trust = read("trust_remote_code", arguments.get("trust_remote_code"))
