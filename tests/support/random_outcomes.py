@@ -66,7 +66,7 @@ def literals() -> str:
     """All texts in the code, each on a line of its own; what is filled in while it runs is left out."""
     found = []
     for folder in ("engine", "caches", "strategies", "configs"):
-        for path in (ROOT / folder).glob("*.py"):
+        for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     found.append(node.value)
