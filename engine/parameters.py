@@ -122,6 +122,12 @@ def _some_ids(value: Any) -> int | list[int]:
     return found
 
 
+def _end_ids(value: Any) -> int | list[int] | None:
+    """No id at all is no end, as None is."""
+    value = _plain(value)
+    return None if isinstance(value, (list, tuple, set, frozenset)) and not value else _some_ids(value)
+
+
 def _words(value: Any) -> list[list[int]]:
     found = [_ids(one) for one in _sequence(value)]
     if not found or not all(found):
@@ -253,9 +259,8 @@ _FIELDS: dict[str, Kind] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "num_assistant_tokens"), _WHOLE),
     **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size"), _WHOLE),
     **dict.fromkeys(("pad_token_id", "bos_token_id"), _ID),
-    **dict.fromkeys(
-        ("eos_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"), _SOME_IDS
-    ),
+    "eos_token_id": Kind("a token id, a list of them, or None for no end", _end_ids),
+    **dict.fromkeys(("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"), _SOME_IDS),
     **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), _IDS),
     **dict.fromkeys(("length_penalty", "diversity_penalty", "penalty_alpha", "guidance_scale"), _FINITE),
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), _OVER_0),

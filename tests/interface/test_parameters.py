@@ -45,6 +45,7 @@ def theirs(model, ids, **options):
         ({"repetition_penalty": np.float64(3)}, {"repetition_penalty": 3.0}),
         ({"eos_token_id": torch.tensor([5, 60])}, {"eos_token_id": [5, 60]}),
         ({"eos_token_id": np.array([5, 60])}, {"eos_token_id": [5, 60]}),
+        ({"eos_token_id": []}, {"eos_token_id": None}),
         ({"eos_token_id": -1}, {}),
         ({"eos_token_id": 4000}, {}),
         ({"suppress_tokens": np.arange(5, 50)}, {"suppress_tokens": list(range(5, 50))}),

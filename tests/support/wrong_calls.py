@@ -89,7 +89,7 @@ WRONG = [
     *each("return_dict_in_generate trust_remote_code synced_gpus disable_compile", *_NO_FLAGS),
     *each("early_stopping", "'soon'", "2", "[True]", "object()", "1"),
     *each("stop_strings", "5", "[5]", "object()", "['']", "''", "['a']"),  # there is no tokenizer
-    *each("eos_token_id", "'x'", "2.5", "object()", "[]", "[['a']]", "{}"),
+    *each("eos_token_id", "'x'", "2.5", "object()", "[['a']]", "{}"),
     *each("pad_token_id", "'x'", "2.5", "object()", "[0]"),
     *each("bos_token_id", "'x'", "2.5", "object()"),
     together("pad_token_id", pad_token_id="101", eos_token_id="7"),
