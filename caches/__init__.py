@@ -4,6 +4,10 @@ from kvengine import check_siblings
 
 check_siblings(__file__, "configs")
 
+from caches.heavy_imports import import_transformers
+
+import_transformers()
+
 from transformers.cache_utils import Cache as _TransformersCache
 
 import caches.backends  # noqa: F401 - registers the recipes

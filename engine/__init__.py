@@ -64,11 +64,14 @@ _HOME = {
     "plan": "engine.planning",
     "step_inputs": "engine.export",
 }
+_LIGHT = ("configs", "engine.errors")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    if _HOME[name] not in _LIGHT:
+        import caches  # noqa: F401 - first, because it imports torch and transformers in less time
     return getattr(importlib.import_module(_HOME[name]), name)
 
 
@@ -105,10 +108,11 @@ def generate(model: PreTrainedModel | str | Path, inputs: Any = None, **argument
         live cache the one to continue is then `Generation.cache`, and no longer the one that was given.
     strategy : str or Strategy, optional
         A strategy's name or object; by default it follows from the parameters below, as in transformers.
-    generation_config : GenerationConfig, optional
+    generation_config : GenerationConfig or dict of its fields, optional
         transformers' parameters as a whole. Those of the call win.
     seed : int, optional
-        Draw from random numbers that begin with this seed. Default: torch's, as they stand.
+        Draw the random numbers that follow `torch.manual_seed(seed)`, and leave torch's own as they are. Default: draw
+        torch's own, as they stand.
     do_sample : bool, default False
         Draw tokens instead of taking the most probable.
     temperature, top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff : float or int, optional
@@ -147,7 +151,7 @@ forced_bos_token_id, forced_eos_token_id, exponential_decay_length_penalty, reno
     min_new_tokens, max_length, min_length : int, optional
         Tokens per row at least; the same two with those of the prompt.
     max_time : float, optional
-        Seconds after which the run ends.
+        Seconds after which the run ends, with one token at least.
     stop_strings : str or list of str, optional
         A row ends where one of them appears. Needs a tokenizer.
     eos_token_id, pad_token_id : int or list of int, optional
@@ -194,7 +198,7 @@ def stream(model: PreTrainedModel | str | Path, inputs: Any = None, **arguments:
 
 def _generator(model: PreTrainedModel | str | Path, arguments: dict[str, Any]) -> Generator:
     from configs import EngineConfig
-    from engine.generator import Generator
+    from engine import Generator
     from engine.parameters import read
 
     trust = read("trust_remote_code", arguments.get("trust_remote_code"))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from engine.errors import CtrlC, OptionError
+from engine.errors import CtrlC
 
 
 class StopAsked(Exception):
@@ -19,11 +19,6 @@ class Cancellation:
     """event: None, or what has `is_set()` as a `threading.Event` has."""
 
     def __init__(self, event: Any = None):
-        if event is not None and not callable(getattr(event, "is_set", None)):
-            raise OptionError(
-                f"cancellation is a {type(event).__name__} without is_set(): give a threading.Event, and set() it to "
-                "stop the run"
-            )
         self._event, self._is_pressed = event, False
 
     def check(self) -> None:

@@ -228,7 +228,8 @@ def _config(value: Any) -> GenerationConfig:
         raise _Wrong
     config = copy.copy(value)
     for name in _FIELDS:
-        setattr(config, name, read("generation_config: " + name, getattr(value, name, None), name))
+        if getattr(value, name, None) is not None:
+            setattr(config, name, read("generation_config: " + name, getattr(value, name), name))
     return config
 
 

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import torch
 from transformers import TextStreamer
 
-from engine.errors import OptionError
 from engine.result import Piece
 from engine.text import RowText, ends_of
 
@@ -35,12 +34,6 @@ def listener_for(
     """prompts, mask: [rows, columns]. returned: texts per prompt."""
     if streamer is None:
         return None
-    lacking = [name for name in ("put", "end") if not callable(getattr(streamer, name, None))]
-    if lacking:
-        raise OptionError(
-            f"streamer is a {type(streamer).__name__} without {' and '.join(f'{name}()' for name in lacking)}: give a "
-            "TextStreamer or another BaseStreamer of transformers"
-        )
     if isinstance(streamer, TextStreamer) and getattr(streamer.put, "__func__", None) is TextStreamer.put:
         rows = prompts.tolist()
         if len(rows) > 1:  # alone, a row shows its pads, as in transformers

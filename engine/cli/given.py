@@ -14,8 +14,8 @@ from engine.errors import OptionError
 # Options that have the names of the parameters they are.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _SEARCHING = ("num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "penalty_alpha")
-_OTHERS = ("seed", "num_return_sequences", "max_new_tokens", "min_new_tokens", "max_time", "strategy", "repetition_penalty",
-           "prompt_lookup_num_tokens", "num_assistant_tokens", "stop_strings")  # fmt: skip
+_OTHERS = ("seed", "num_return_sequences", "max_new_tokens", "min_new_tokens", "max_time", "strategy",
+           "repetition_penalty", "prompt_lookup_num_tokens", "num_assistant_tokens", "stop_strings")  # fmt: skip
 # Fields of an `EngineConfig`.
 _SETTINGS = ("prefill_chunk_tokens", "compile", "linears", "dtype", "device_map", "on_oom", "trust_remote_code")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+
 from engine.cli.progress import Work
 
 
@@ -14,6 +17,10 @@ def start_libraries(work: Work, *models: str | None) -> None:
         if model is not None:
             locate(model)
     work.doing("starting torch and transformers")
+    if "caches" not in sys.modules:
+        import caches  # noqa: F401 - before any other import of them: it takes less time
+
+        gc.freeze()  # all of it stays until the end: neither collections nor the exit have to go through it
     import huggingface_hub.utils
     import transformers.utils
 

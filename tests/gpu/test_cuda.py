@@ -46,6 +46,17 @@ COMPILED = [
 ]
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
+def test_a_seed_draws_the_numbers_of_a_global_one_and_leaves_that_alone(options, on_gpu):
+    model, inputs = on_gpu("llama"), {key: value.cuda() for key, value in prompt().items()}
+    options = options | {"do_sample": True, "max_new_tokens": 20}
+    torch.manual_seed(11)
+    expected = engine.generate(model, inputs, **options).sequences
+    before = torch.cuda.get_rng_state()
+    assert torch.equal(engine.generate(model, inputs, **options, seed=11).sequences, expected)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
 @pytest.mark.parametrize(("name", "cache"), COMPILED)
 def test_the_compiled_step(name, cache, on_gpu):
     torch._dynamo.reset()

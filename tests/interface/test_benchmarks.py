@@ -101,3 +101,15 @@ def test_assisted(tmp_path):
     assert accepted == sorted(accepted, reverse=True)
     assert (accepted[0], accepted[-1] < 0.5) == (1, True)
     assert cases["lookup in a text that repeats itself"]["acceptance"] > 0.5
+
+
+@pytest.mark.slow
+def test_startup(tmp_path):
+    found = run("startup.py", tmp_path / "startup.json", "--runs 1")
+    assert found["same_text"] is True
+    cases = found["cases"]
+    assert list(cases) == ["import torch", "command line", "script", "transformers"]
+    for case in cases.values():
+        assert 0 < case["text_processor_s"]["median"] < case["processor_s"]["median"]
+        assert case["text_s"]["median"] > 0
+    assert cases["transformers"]["times_peer"] == 1

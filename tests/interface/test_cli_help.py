@@ -98,21 +98,39 @@ def test_spellings_of_a_length(cli, shipped, spelled):
     assert cli(["generate", PROMPT, *spelled]).stdout == shipped.generate(PROMPT, max_new_tokens=7).text[0] + "\n"
 
 
-def test_without_a_length_it_is_that_of_the_library(cli, shipped, monkeypatch):
+@pytest.fixture
+def own_settings(monkeypatch):
+    """A function that gives the shipped model generation parameters of its own."""
+
+    def give(**parameters):
+        def loaded(*given):
+            model, tokenizer = load(*given)
+            model.generation_config.update(**parameters)
+            return model, tokenizer
+
+        load = engine.generator.load
+        monkeypatch.setattr("engine.generator.load", loaded)
+
+    return give
+
+
+def test_without_a_length_it_is_that_of_the_library(cli, shipped, own_settings):
     assert cli(["generate", PROMPT]).stdout == shipped.generate(PROMPT).text[0] + "\n"
     expected = shipped.generate(PROMPT, max_new_tokens=6)
-    load = engine.generator.load
-
-    def loaded(*given):
-        model, tokenizer = load(*given)
-        model.generation_config.max_new_tokens = 6
-        return model, tokenizer
-
-    monkeypatch.setattr("engine.generator.load", loaded)
+    own_settings(max_new_tokens=6)
     done = cli(["generate", PROMPT, "--stats"])
     assert done.stdout == expected.text[0] + "\n"
     assert "6 new" in done.stderr
     assert re.search(r"ended by +length", done.stderr)
+
+
+def test_a_model_that_samples_by_itself_does_so_here_too(cli, shipped, own_settings):
+    drawn = shipped.generate(PROMPT, do_sample=True, temperature=3.0, seed=3).text[0]
+    greedy = shipped.generate(PROMPT).text[0]
+    assert drawn != greedy
+    own_settings(do_sample=True, temperature=3.0)
+    assert cli(["generate", PROMPT, "--seed", "3"]).stdout == drawn + "\n"
+    assert cli(["generate", PROMPT, "--temperature", "0"]).stdout == greedy + "\n"
 
 
 def test_a_terminal_is_told_that_the_limit_ended_a_text(cli, monkeypatch):

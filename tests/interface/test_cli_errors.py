@@ -1,0 +1,110 @@
+"""Errors on the command line: one line, an exit code, and what to change."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+PROMPT = "import os\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--stream", "--samples", "2"],
+        ["--temperature", "0", "--top-p", "0.5"],
+        ["--nonsense"],
+        ["--max-new-tokens", "many"],
+        ["--file", "no/such/file"],
+        ["--system", "no chat"],
+        ["--set", "top_k"],
+        ["--set", "no_such_parameter=1"],
+        ["--cache-option", "max_cache_len=9"],
+        ["--compile", "no-such-compiler"],
+    ],
+)
+def test_wrong_usage(cli, arguments):
+    done = cli(["generate", PROMPT, *arguments])
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert "rror: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["x", "--cache", "statik"], "error: there is no cache named 'statik'; did you mean 'static'"),
+        (["x", "--max-new-tokens", "0"], "error: max_new_tokens=0"),
+        (["x", "--max-new-tokens", "9999"], "error: 1 prompt tokens and 9999 new ones need"),
+        ([""], "error: prompt 0 is empty"),
+        (["x", "--temperature", "0", "--top-k", "2"], "error: --temperature 0 is greedy"),
+        (["x", "--model", "no/such/folder"], "error: there is no folder 'no/such/folder'"),
+        (["x", "--model", "/"], "error: the folder '/' has no config.json"),
+        (["x", "--model", "some/model"], "error: 'some/model' is no folder here"),
+        (["x", "--top-p", "1.5"], "error: Invalid value for '--top-p'"),
+        (["x", "--temperature", "-1"], "error: Invalid value for '--temperature'"),
+        (["x", "--dtype", "float99"], "error: dtype='float99' is no data type of torch; did you mean 'float"),
+        (["x", "--device", "xpu:9"], "error: there is no device 'xpu:9' here: torch finds cpu"),
+        (["x", "--sampls", "2"], "error: No such option: --sampls"),
+        (["caf\udce9"], "error: PROMPT is no text in UTF-8: 'caf\\xe9' at character 3"),
+        (["x", "--stop", "\udce9"], "error: --stop-strings is no text in UTF-8"),
+        (["x", "--chat", "--system", "\udce9"], "error: --system is no text in UTF-8"),
+        (["-", "-"], "error: - is standard input, which can be read once"),
+        ([], "error: there is no PROMPT: give one, as in engine generate"),
+    ],
+)
+def test_errors_are_one_line_and_an_exit_code(cli, arguments, message):
+    done = cli(["generate", *arguments])
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(message)
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_command_that_there_is_not(cli):
+    done = cli(["generte"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: No such command 'generte'.*generate.*\(see `engine -h`\)\n", done.stderr)
+
+
+@pytest.mark.parametrize("words", [["--stream"], ["--stream", "--json"], ["--json"], [], ["-h"]], ids=str)
+def test_a_reader_that_leaves(words, monkeypatch):
+    """As `| head` does: no message, and the exit code of a program that a shell ends for it."""
+    from engine.cli import main
+
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        with pytest.raises(SystemExit) as ended:
+            main(["generate", PROMPT, "-n", "40", *words])
+    assert ended.value.code == 141
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["--stream", "--json", "--stats", "-h"])
+def test_head_in_a_shell(options):
+    engine = f"{sys.executable} -m engine generate 'import os' -n 200 {options}"
+    script = f"{engine} | (exec <&-; sleep 1) ; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode in (0, 141)
+    assert "Traceback" not in done.stderr
+    assert "rror" not in done.stderr
+
+
+def test_what_was_not_foreseen_is_one_line_too(cli, monkeypatch):
+    def breaks(*arguments, **options):
+        raise ArithmeticError("no\nsuch luck")
+
+    monkeypatch.setattr("engine.generator.Generator.stream", breaks)
+    done = cli(["generate", "x"])
+    assert (done.exit_code, done.stderr) == (1, "error: ArithmeticError: no such luck\n")
+
+
+def test_input_that_is_no_text(cli):
+    done = cli(["generate", "-"], input=b"\xff\xfe")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: standard input is no text in UTF-8")
+    assert done.stderr.count("\n") == 1
