@@ -6,11 +6,11 @@ from random_calls import cells, draw, play
 
 NOTICED = [
     "shift_mask",
-    "accept_every_proposal",
-    "look_for_stop_strings_in_new_text_alone",
     *(
         pytest.param(name, marks=pytest.mark.slow)
         for name in (
+            "accept_every_proposal",
+            "look_for_stop_strings_in_new_text_alone",
             "shift_growing_write",
             "shift_write_index",
             "shift_decode_positions",
