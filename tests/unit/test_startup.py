@@ -87,33 +87,25 @@ def test_a_plain_call_imports_nothing_that_it_does_not_use():
 )
 def test_what_a_program_has_imported_before_stays_as_it_is(before):
     """Also how it has set the garbage collector. Of transformers' own modules, it replaces some by itself."""
-    stay = ["torch", "hqq.core.quantize", *(f"transformers.{name}" for name in ("cache_utils", "models"))]
-        "torch",
-        "hqq.core.quantize",
-        "transformers.cache_utils",
-        "transformers.models",
-        "transformers.modeling_utils",
-    ]
-    after = (
-        f"STAY = {stay}"
-        + """
-import gc, hqq.core.quantize, transformers.cache_utils
-changed = [name for name in STAY if name in before and sys.modules[name] is not before[name]]
+    stay = ("torch", "hqq.core.quantize", "transformers.cache_utils", "transformers.models")
+    state = "\nimport gc, sys; before, enabled, frozen = dict(sys.modules), gc.isenabled(), gc.get_freeze_count()\n"
+    after = f"""
+import hqq.core.quantize, transformers.cache_utils
+changed = [name for name in {stay} if name in before and sys.modules[name] is not before[name]]
 assert not changed, changed
 if "hqq.core.quantize" in before:
     assert transformers.cache_utils.HQQQuantizer is hqq.core.quantize.Quantizer
 assert gc.isenabled() == enabled
 assert frozen // 2 <= gc.get_freeze_count() <= frozen  # some of it is gone by then
 """
-    )
-    state = "\nimport gc, sys; before, enabled, frozen = dict(sys.modules), gc.isenabled(), gc.get_freeze_count()\n"
     modules_after(before + state + GENERATE + after + HQQ_CACHE)
 
 
 @pytest.mark.slow
 def test_the_command_line_keeps_what_it_imports():
     modules_after(
-        "from engine.progress import Work; Work().starts_libraries(); import gc, torch; "
+        "from engine.cli.libraries import start_libraries; from engine.cli.progress import Work; "
+        "start_libraries(Work(), None, None); import gc, torch; "
         "assert gc.is_tracked(vars(torch)) and gc.get_freeze_count() > 100_000 and gc.isenabled()"
     )
 
