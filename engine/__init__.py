@@ -64,7 +64,7 @@ _HOME = {
     "plan": "engine.planning",
     "step_inputs": "engine.export",
 }
-_LIGHT = ("configs", "engine.errors")
+_LIGHT = ("configs", "engine.errors", "engine.version")
 
 
 def __getattr__(name: str) -> Any:
