@@ -55,16 +55,17 @@ test-oldest: .venv-oldest/installed
 	.venv-oldest/bin/python $(PYTEST) $(OLDEST)
 
 # torch first and alone: where a build for CPUs only is at hand, the rest must not replace it.
+# editable_mode=compat: a path in a file, which type checkers and editors follow; import hooks they do not.
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet torch -c constraints.txt
-	$(BIN)/python -m pip install --quiet -e '.[test]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet -e '.[test]' --config-settings editable_mode=compat -c constraints.txt
 	@touch $@
 
 .venv-oldest/installed: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet torch -c constraints-oldest.txt
-	.venv-oldest/bin/python -m pip install --quiet -e '.[test]' -c constraints-oldest.txt
+	.venv-oldest/bin/python -m pip install --quiet -e '.[test]' --config-settings editable_mode=compat -c constraints-oldest.txt
 	@touch $@
 
 clean:

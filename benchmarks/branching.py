@@ -34,7 +34,7 @@ _console = Console()
 
 @dataclass(frozen=True)
 class Scenario:
-    """options: of the call. rows: that one prompt becomes. peer: whom ours is compared with, if anybody.
+    """options: of the call. rows: that one prompt becomes. peer: what ours is compared with, if anything.
 
     peak: whether the most memory that a process takes is measured too.
     """

@@ -212,7 +212,7 @@ def _part(specs: Layers, choice: str | CacheConfig) -> Cache:
 
 
 def _beside(own: Cache, options: str | CacheConfig, rows: int | None) -> CacheConfig:
-    """What keeps the encoder's tokens beside a cache of the decoder's, where nobody chose."""
+    """What keeps the encoder's tokens beside a cache of the decoder's, where none was chosen."""
     if isinstance(options, str):
         options = recipe(options).options()
     if isinstance(options, OffloadedCacheConfig):

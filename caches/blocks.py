@@ -60,7 +60,7 @@ class BlockTimeline(Timeline):
 
     @property
     def evicted(self) -> tuple[int, int]:
-        """Columns at the front that nobody looks at, and the blocks they are in, as far as those are whole."""
+        """Columns at the front that are not attended to, and the blocks they are in, as far as those are whole."""
         columns = blocks = 0
         for run in self.runs:
             if self.start < run.column + run.columns:

@@ -1,7 +1,7 @@
 """A cache as transformers' models see it: what they call in a forward.
 
-Our own loop drives it with `begin / settle / abort`. In a foreign loop (`model.generate`, or plain `model(...)`) nobody
-calls those: there the first use of a layer opens a step and settles the one before, and what is asked in between is
+Our own loop drives it with `begin / settle / abort`. A foreign loop (`model.generate`, or plain `model(...)`) does
+not call those: there the first use of a layer opens a step and settles the one before, and what is asked in between is
 answered as if that had already happened.
 """
 

@@ -20,8 +20,8 @@ from caches.steps import Steps
 class Choice:
     """Rows that are being chosen: those of `index`, or every row `times` times, or all as they are, but `apart`.
 
-    unasked: nobody waits for it, it only saves time. left: the parts that still have the rows of before, and which of
-    those they need; None until somebody has looked. is_told: clocks and log know of the new rows.
+    unasked: it only saves time, and may come later. left: the parts that still have the rows of before, and which of
+    those they need; None until that was looked up. is_told: clocks and log know of the new rows.
     """
 
     index: torch.Tensor | None = None
@@ -44,7 +44,7 @@ def check_times(times: int) -> None:
 
 
 def is_every_row(index: torch.Tensor, rows: int) -> bool:
-    """Whether `index` is known to leave all rows where they are. On an accelerator nobody looks at it."""
+    """Whether `index` is known to leave all rows where they are. On an accelerator it is not looked at."""
     return len(index) == rows and index.device.type == "cpu" and index.tolist() == list(range(rows))
 
 
@@ -133,7 +133,7 @@ class Choosing(Steps):
 
     @abstractmethod
     def _to_choose(self, choice: Choice) -> list[tuple[Any, torch.Tensor]]:
-        """What it takes: see `Choice.left`. Changes nothing that anybody can see, and may be asked again."""
+        """What it takes: see `Choice.left`. Changes nothing that is visible, and may be asked again."""
 
     def _tell(self) -> None:
         rows, log = self.rows_to_come, self.log_to_come

@@ -22,7 +22,7 @@ from configs import CODECS, ConfigError, QuantizedCacheConfig
 Parts = dict[str, torch.Tensor]  # [rows, heads, columns or blocks, ...]
 Place = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 """Where the numbers go, [rows, heads, columns, head_dim], and bytes to work with, flat, as many as there are numbers.
-Asked for when it is needed; whoever is asked next may give the same."""
+Asked for when it is needed; the next request may give the same memory."""
 Choice = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # codes [groups, size], scale and offset [groups, 1]
 
 

@@ -1,4 +1,4 @@
-"""What the engine's loop asks of a cache, whoever wrote it."""
+"""The interface that the decoding loop needs of a cache."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ class EncoderDecoder(Face, TransformersEncoderDecoderCache):
 class Updated(dict):
     """Which layers of the cross part hold the encoder's keys: what models ask before they compute them.
 
-    None does until all do: a forward that died half-way left keys of which nobody knows whether they belong to the
+    None does until all do: a forward that died half-way left keys of which it is not known whether they belong to the
     next one.
     """
 

@@ -1,6 +1,6 @@
 """Errors of the caches.
 
-CacheError
+CacheError (an `EngineError`)
 ├── UnknownCache (also a ValueError)       a name that is not registered
 ├── CapacityError (also a ValueError)      more tokens than a fixed cache can hold
 ├── UnsupportedLayer (also a ValueError)   a layer kind that a backend cannot keep
@@ -8,13 +8,17 @@ CacheError
 └── StepError (also a RuntimeError)        begin / settle / abort called out of order, or tokens that are gone
 """
 
+from __future__ import annotations
 
-class CacheError(Exception):
+from configs import EngineError
+
+
+class CacheError(EngineError):
     """Base of every error a cache raises."""
 
 
 class UnknownCache(CacheError, ValueError):
-    """A backend name that nobody registered."""
+    """A backend name that is not registered."""
 
 
 class CapacityError(CacheError, ValueError):

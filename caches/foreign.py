@@ -269,7 +269,7 @@ def _is_written(layer: Any) -> bool:
 
 
 def _is_fixed(layer: Any) -> bool:
-    """Whether it writes into tensors of the full size, where nobody looks behind the last token."""
+    """Whether it writes into tensors of the full size, where what is behind the last token is not read."""
     return type(layer) is StaticLayer
 
 

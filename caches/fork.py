@@ -28,7 +28,7 @@ class ForkedTimeline(Timeline):
     """The clock of both together.
 
     prompts: those that the rows to come have, where `rows` was asked for others than there are; else None.
-    was_read_whole: somebody needed a view of it whole since the step began.
+    was_read_whole: a view of it was needed whole since the step began.
     """
 
     def __init__(self, trunk: Timeline, tail: Timeline):
@@ -169,7 +169,7 @@ class ForkedStore:
         return None if trunk is None else self._view(trunk, self.tail.committed())
 
     def _view(self, trunk: torch.Tensor, tail: torch.Tensor | None) -> Pieced:
-        # As it is now: rows may change before somebody looks again at what he was handed.
+        # As it is now: rows may change before the view that was handed out is read again.
         siblings = self.timeline.siblings
         prompts, heads, columns, width = trunk.shape
 

@@ -76,7 +76,7 @@ class Layer:
         return self.stores["index"].append(keys[:, None])[:, 0]
 
     def prepare(self) -> None:
-        """What `begin` needs memory for: it may fail, and changes nothing that anybody can see."""
+        """What `begin` needs memory for: it may fail, and changes nothing that is visible."""
         if self.state is not None:
             self.state.prepare()
 

@@ -182,7 +182,7 @@ def _bring_back(givers: Sequence[Any], done: list[Passage], failure: BaseExcepti
 
 
 def _passages(old: Cache, new: Cache) -> list[_Passage]:
-    """What there is to move, to a cache that has been told of it. Raises before anybody can see a change."""
+    """What there is to move, to a cache that has been told of it. Raises before any change is visible."""
     if not old.is_choosing:
         old.crop(0)  # lets the step of a foreign loop be settled
     if old.batch_size == -1:

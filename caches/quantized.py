@@ -143,7 +143,7 @@ class QuantizedStore:
         if self._known is not None and self._known[0] == key:
             return self._known[1].__iter__
         parts = {name: part.read(*self.span(name, begin, block)) for name, part in self.parts.items()}
-        # Where they are now: the timeline moves on before somebody looks again at what he was handed.
+        # Where they are now: the timeline moves on before the view that was handed out is read again.
         pieces = self._pieces_of(list(timeline.runs), begin, block, timeline.start, parts, like)
         if self.codec.attend is None or begin < timeline.start or any(self.away()):
             return pieces
@@ -176,7 +176,7 @@ class QuantizedStore:
                     }
                     chosen = {name: _between(part, *ranges[self.codec.per_block(name)]) for name, part in parts.items()}
                     piece = self.codec.decode(chosen, partial(place, columns))
-                    # A window begins inside of a block, of which the rest is in nobody's way.
+                    # A window begins inside of a block, of which the rest does no harm.
                     yield Exact(piece.numbers()[:, :, start - first :].clone()) if first < start else piece
                     skipped += columns
 
@@ -278,5 +278,5 @@ def _between(part: torch.Tensor, begin: int, end: int) -> torch.Tensor:
 
 
 def _empty(like: torch.Tensor, columns: int) -> torch.Tensor:
-    with torch.inference_mode(False):  # or nobody could continue this cache outside of inference mode
+    with torch.inference_mode(False):  # else this cache could not be continued outside of inference mode
         return like.new_empty((*like.shape[:2], columns, like.shape[3]))

@@ -279,7 +279,7 @@ class DiskBuffer(Buffer):
 
 
 def _empty(numbers: int, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> torch.Tensor:
-    with torch.inference_mode(False):  # or nobody could continue this cache outside of inference mode
+    with torch.inference_mode(False):  # else this cache could not be continued outside of inference mode
         return torch.empty(numbers, dtype=dtype, device=device, pin_memory=pinned)
 
 

@@ -29,7 +29,7 @@ K = TypeVar("K", bound="SinkCache")
 
 
 class Pads:
-    """How many pads every row begins with, as far as somebody has said.
+    """How many pads every row begins with, as far as that was told.
 
     least, most: bounds that can be asked without waiting for the device.
     """
@@ -168,7 +168,7 @@ class SinkStore(FixedStore):
         return torch.cat([self.sinks.turned(self.sinks.found(columns), tokens), columns], dim=-2)
 
     def keep_sinks(self, drop: int) -> None:
-        """Before `settle` forgets them. Until it has, nobody looks, so this may be done in vain."""
+        """Before `settle` forgets them. Until it has, they are not read, so this may be done in vain."""
         timeline = self.timeline
         gone = timeline.seen + timeline.pending - drop - timeline.surviving(drop)
         if gone > self.sinks.pads.least and timeline.gone <= self.sinks.pads.most and self.buffer is not None:
@@ -208,7 +208,7 @@ class SinkStore(FixedStore):
 
 
 class SinkLayer(Layer):
-    """A layer that also says how many pads its rows begin with: without that nobody could go on from its content."""
+    """A layer that also says how many pads its rows begin with: without that its content could not be continued."""
 
     pads: Pads
 

@@ -45,7 +45,7 @@ class LayerSpec:
     new_layer: Callable[[], Any] | None = field(default=None, compare=False)
     """Makes transformers' own layer, for an exotic kind."""
     rotary: Callable[[], Rotary] | None = field(default=None, compare=False)
-    """How its keys turn with their position: read where somebody needs it. None where that cannot be known."""
+    """How its keys turn with their position: read where it is needed. None where that cannot be known."""
 
     @property
     def keeps_kv(self) -> bool:

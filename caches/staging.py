@@ -146,7 +146,7 @@ class Staging:
                     place.owner = None
 
     def clear(self) -> None:
-        """Keep nothing and know nobody."""
+        """Let go of all tensors and of all that refers to this."""
         self._turns.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:

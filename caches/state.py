@@ -64,7 +64,7 @@ class State:
         self.timeline.take_rows(value.shape[0])
         rows = self.timeline.max_rows if self.fixed else None
         if key not in self._held or len(self._held[key]) < (rows or 0):  # those from before a reset may be too few
-            with torch.inference_mode(False):  # or nobody could continue this cache outside of inference mode
+            with torch.inference_mode(False):  # else this cache could not be continued outside of inference mode
                 self._held[key] = value.new_zeros((rows or value.shape[0], *value.shape[1:]))
         if key not in self._known:
             self._known |= {key}

@@ -169,7 +169,7 @@ class Steps(Face):
         self._empty_if_nothing_is_held()
 
     def _prepare_to_settle(self, drop: int) -> None:
-        """What settling needs memory for: it may fail, and changes nothing that anybody can see."""
+        """What settling needs memory for: it may fail, and changes nothing that is visible."""
 
     def abort(self) -> None:
         if not self.is_open:

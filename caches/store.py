@@ -36,7 +36,7 @@ class Store(Protocol):
         """Inside the forward: add `new` [rows, heads, pending, head_dim]; returns what attention reads."""
 
     def add(self, new: torch.Tensor) -> None:
-        """`append` where nobody reads."""
+        """`append` where the result is not read."""
 
     def read(self) -> torch.Tensor | None:
         """Inside a forward that adds nothing here: what attention reads of the columns held; None where there are none.
@@ -145,7 +145,7 @@ class GrowingStore:
         return self.committed()
 
     def _allocate(self, like: torch.Tensor, columns: int) -> torch.Tensor:
-        with torch.inference_mode(False):  # or nobody could continue this cache outside of inference mode
+        with torch.inference_mode(False):  # else this cache could not be continued outside of inference mode
             return like.new_empty((*like.shape[:-2], columns, like.shape[-1]))
 
     def _is_too_small(self, buffer: torch.Tensor) -> bool:

@@ -49,7 +49,7 @@ class Pieced(torch.Tensor):
     """Columns [rows, heads, columns, width] made of what `pieces` yields, one after the other.
 
     A piece may be overwritten when the next one is asked for, unless there is `attend`. base: their shape. like: has
-    their type and device. noted: called when somebody needs the whole. siblings: pieces are asked for so many rows
+    their type and device. noted: called when the whole is needed. siblings: pieces are asked for so many rows
     together. attend: see `Attend`, for one row.
     """
 
@@ -152,7 +152,7 @@ def _expand(view: Pieced, *sizes: Any) -> Pieced | None:
 
 
 def _reshape(view: Pieced, *sizes: Any, shape: Any = None) -> Pieced | None:
-    """The dimension of its own joins the heads; anything else is for whoever has the whole."""
+    """The dimension of its own joins the heads; anything else needs the whole."""
     sizes = _flat(sizes) if shape is None else tuple(shape)
     joined = replace(view.form, spread=False)
     return view._as(spread=False) if view.form.spread and sizes == joined.of(view.base) else None

@@ -2,7 +2,7 @@
 
 
 class EngineError(Exception):
-    """Base of every error of this project that is not a `caches.CacheError`."""
+    """Base of every error of this project."""
 
 
 class ConfigError(EngineError, ValueError):

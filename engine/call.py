@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+F = TypeVar("F")
 
 
 def parameters(
@@ -108,14 +109,14 @@ def parameters(
 
 def takes(
     source: Callable[P, Any], as_told_by: Callable[..., Any] | None = None
-) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
+) -> Callable[[Callable[Concatenate[F, ...], R]], Callable[Concatenate[F, P], R]]:
     """Decorate a function of `(first, ..., **arguments)` whose parameters after the first are those of `source`.
 
     Type checkers see them by the type, `help()` and notebooks by `__signature__`. as_told_by: the function whose
     docstring has the sections about these parameters, which are added to that of the decorated function.
     """
 
-    def decorated(function: Callable[..., R]) -> Callable[Concatenate[Any, P], R]:
+    def decorated(function: Callable[Concatenate[F, ...], R]) -> Callable[Concatenate[F, P], R]:
         own = inspect.signature(function)
         shown = [next(iter(own.parameters.values())), *inspect.signature(source).parameters.values()]
         function.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
-"""Errors of the engine. (Those of the caches derive from `caches.CacheError`.)
+"""Errors of the engine.
 
 EngineError
+├── caches.CacheError                     what a cache raises: see `caches.errors`
 ├── ConfigError (also a ValueError)       a configuration with an unknown key or an impossible value
 ├── InputError (also a ValueError)        a prompt that the model cannot be given
 ├── OptionError (also a ValueError, a TypeError)   an option that is unknown or cannot apply

@@ -1,4 +1,4 @@
-"""What every backend owes on every kind of layers that it takes: whoever registers one inherits these tests."""
+"""What every backend owes on every kind of layers that it takes: a new one inherits these tests."""
 
 import copy
 import re
@@ -62,7 +62,7 @@ def test_a_loop_that_neither_begins_nor_settles(trial):
             refused(trial, trial.feed, count, match="further back than the window")
             count = 1
         trial.feed(count)
-        if count % 2:  # else nobody asks between two steps
+        if count % 2:  # else it is not asked between two steps
             trial.check()
     for reached in (0, 1, trial.last_layer):
         trial.forward(trial.fresh(1), range(reached))  # dies there, and the next forward is not confused

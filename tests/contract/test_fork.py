@@ -32,7 +32,7 @@ CLOSE = {"atol": 1e-3, "rtol": 1e-4}
 
 @pytest.fixture
 def wholes(monkeypatch):
-    """Every view that somebody needed whole."""
+    """Every view that was needed whole."""
     found, whole = [], Pieced.whole
     monkeypatch.setattr(Pieced, "whole", lambda view: found.append(view) or whole(view))
     return found
@@ -260,7 +260,7 @@ def test_rows_that_nobody_can_look_at_are_copied():
         device = torch.device("meta")
 
         def tolist(self):
-            raise AssertionError("somebody has waited for the device")
+            raise AssertionError("the device was waited for")
 
         def to(self, device):
             return self.as_subclass(torch.Tensor)

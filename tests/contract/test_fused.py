@@ -137,7 +137,7 @@ def check_text(model, cache, codec, options):
     ids=["release", "rows", "reserve"],
 )
 def test_columns_are_not_kept_alive(change):
-    """Attention remembers where they are from step to step, and would hold buffers that nobody uses any more."""
+    """Attention remembers where they are from step to step, and would hold buffers that are no longer used."""
     options = {"fused": True, "residual_length": 4}
     cache = engine.generate(tiny_model("llama"), prompt(), cache="quantized", cache_config=options).cache
     stores = [store for layer in cache.layers for store in layer.stores.values()]

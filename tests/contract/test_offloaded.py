@@ -193,7 +193,7 @@ def test_a_step_moves_what_it_reads_once_and_what_it_adds_once(monkeypatch):
 
 
 class Late(Beside):
-    """Copies come as late as they may: when somebody waits for them."""
+    """Copies come as late as they may: when they are waited for."""
 
     started = 0
 
@@ -452,6 +452,6 @@ def test_compiled_steps_are_refused():
 def test_options_that_contradict_each_other():
     with pytest.raises(ConfigError, match="folder='/x' is for residency='disk'"):
         caches.build("offloaded", tiny_model("llama").config, folder="/x")
-    specs = [LayerSpec("nobody knows", frozenset({"something unknown"}))]
+    specs = [LayerSpec("unknown", frozenset({"something unknown"}))]
     with pytest.raises(caches.UnsupportedLayer, match="offloaded"):
         caches.recipe("offloaded").build(specs, caches.recipe("offloaded").options())

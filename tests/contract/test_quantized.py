@@ -212,7 +212,7 @@ def test_crop_in_a_block_encodes_nothing_again(options, removed):
 
 
 class Lazily(Exactly):
-    """Decodes when somebody looks, as what computes with codes: pieces are handed out again."""
+    """Decodes when its content is read, as code that computes with codes does: pieces are handed out again."""
 
     attend = staticmethod(lambda *asked: None)
 

@@ -94,7 +94,7 @@ def step(trial: Trial, count: int, drop: int = 0, fails_at: int = 0, begins: boo
             return
         if begins:
             trial.cache.abort()
-        elif trial.cache.seen > trial.seen:  # every layer had its tokens: nobody says that reading them failed
+        elif trial.cache.seen > trial.seen:  # every layer had its tokens: it is not told that reading them failed
             trial.commit(tokens)
             return
         trial.cache.crop(0)

@@ -236,7 +236,7 @@ def test_it_is_named(late, value, found, sample):
         return scores
 
     stopped(model, inputs, "function made", logits_processor=[harmless, function], do_sample=sample)
-    # It has written into what it was given: asked again nobody could tell which of them it was.
+    # It has written into what it was given: asking again would not tell which of them it was.
     stopped(model, inputs, "function or harmless.* made", logits_processor=[function, harmless], do_sample=sample)
 
 

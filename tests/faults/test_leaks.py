@@ -141,7 +141,7 @@ def test_compiled_steps_are_counted_and_released():
     list(stream)
     assert stream.result().tokens == whole  # it goes on
     del other, stream
-    assert live_tensors() == counts[0]  # what nobody can use any more is not kept
+    assert live_tensors() == counts[0]  # what can no longer be used is not kept
 
 
 def test_a_draft_is_kept_until_it_is_released():

@@ -384,7 +384,7 @@ def test_a_call_that_is_refused_ends_its_streamer(shipped):
     streamer = Columns()
     with pytest.raises(engine.OptionError):
         shipped.generate(PROMPTS, streamer=streamer, max_new_tokens=0)
-    assert (streamer.given, streamer.ends) == ([], 1)  # somebody may be waiting for it
+    assert (streamer.given, streamer.ends) == ([], 1)  # a thread may be waiting for it
     with pytest.raises(
         engine.OptionError, match=r"streamer is a list without put\(\) and end\(\): give a TextStreamer"
     ):

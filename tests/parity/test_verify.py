@@ -62,7 +62,7 @@ class Player:
 
 
 def tables(words=4, seed=0, sharp=1.5):
-    """Two distributions after each word [words + pads, words + pads]; nobody says a pad."""
+    """Two distributions after each word [words + pads, words + pads]; a pad is never drawn."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(2):

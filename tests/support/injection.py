@@ -105,7 +105,7 @@ class _Allocations(TorchDispatchMode):
 
 @contextmanager
 def starving(model: PreTrainedModel, at: Iterable[int] = (), error: str = "device") -> Iterator[_Allocations]:
-    """From the model's first forward on the tensors number `at`, counted from 0, find no memory, whoever makes them."""
+    """From the model's first forward on the tensors number `at`, counted from 0, find no memory, in any library."""
     mode = _Allocations(at, error)
 
     def begin(module: nn.Module, inputs: tuple) -> None:

@@ -214,7 +214,7 @@ def counted(scene: Scene) -> tuple[engine.Generation, int]:
 
 
 def starve(seed: int) -> bool:
-    """Whether a run recovers that has no memory for one of all the tensors that are made in it, whoever makes it; or
+    """Whether a run recovers that has no memory for one of all the tensors that are made in it, by any library; or
     for two. Else what it hands back must go on to the undisturbed text. Raises AssertionError."""
     scene, draw = Scene.drawn(seed // PER_SCENE), Random(f"tensors {seed}")
     whole, made = counted(scene)

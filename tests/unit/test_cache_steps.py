@@ -118,5 +118,5 @@ def test_the_log_follows(growing):
     assert cache.log.ids.tolist() == [list(range(begin, begin + 7)) for begin in (18, 9, 0)]
     assert cache.log.mask.shape == (3, 7)
     assert torch.equal(copy.deepcopy(cache).log.ids, cache.log.ids)
-    growing.feed(1)  # somebody else feeds it
+    growing.feed(1)  # another loop feeds it
     assert cache.log is None
