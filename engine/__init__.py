@@ -111,8 +111,9 @@ def generate(model: PreTrainedModel | str | Path, inputs: Any = None, **argument
     generation_config : GenerationConfig or dict of its fields, optional
         transformers' parameters as a whole. Those of the call win.
     seed : int, optional
-        Draw the random numbers that follow `torch.manual_seed(seed)`, and leave torch's own as they are. Default: draw
-        torch's own, as they stand.
+        The strategy draws the random numbers that follow `torch.manual_seed(seed)`, and torch's global ones stay as
+        they are. Default: it draws torch's global ones. Logits processors that draw always take those. Greedy and beam
+        search without `do_sample` draw nothing.
     do_sample : bool, default False
         Draw tokens instead of taking the most probable.
     temperature, top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff : float or int, optional

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,10 +16,8 @@ from engine.dispatch import input_embeddings
 from engine.errors import InputError, OptionError
 from engine.extras import PER_TOKEN
 from engine.inputs import Prompt
+from engine.parameters import SAMPLING
 from strategies import Strategy
-
-if TYPE_CHECKING:
-    from engine.request import Request
 
 # Models whose own `generate` comes down to the usual one for everything but what it refuses.
 _GENERATE_ALIKE = {"granite_speech", "janus", "whisper"}
@@ -38,7 +36,7 @@ def check_model(model: PreTrainedModel) -> None:
         raise InputError(f"{type(model).__name__} generates in a way of its own: call its own generate()")
 
 
-# Options of `GenerationConfig` that are carried out whatever the strategy ...
+# Options of `GenerationConfig` that are carried out whatever the strategy, besides those that shape a distribution.
 _ALWAYS_APPLY = {
     "max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings", "do_sample",
     "use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size",
@@ -49,8 +47,6 @@ _ALWAYS_APPLY = {
     "return_dict_in_generate", "disable_compile", "pad_token_id", "bos_token_id", "eos_token_id",
     "transformers_version",
 }  # fmt: skip
-# ... and those that shape a distribution to draw from.
-_SAMPLING = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 _REMEDIES = {
     "compile_config": "give EngineConfig(compile=...) to a Generator instead",
     "decoder_start_token_id": "it is for models with an encoder; give the prompt's first token in the prompt",
@@ -68,20 +64,23 @@ _REMEDIES = {
     "prompt_lookup_num_tokens": "it proposes tokens to greedy search and sampling; leave the strategy out",
     "assistant_early_exit": "layers of the model are no draft here; give a smaller assistant_model",
     "use_mtp": "heads of the model are no draft here; give an assistant_model",
-    "assistant_ensemble_weight": "it would change the text; assisted decoding here never does",
     "assistant_lookbehind": "vocabularies are translated by whole words here; leave it out",
     "target_lookbehind": "vocabularies are translated by whole words here; leave it out",
 }
 
 
-# Left out, these would change the text, so a whole configuration may not ask for them either.
-_CHANGE_THE_TEXT = {"token_healing", "assistant_ensemble_weight"}
+# Left out, these would change the text, so a whole configuration may not ask for them either, nor the model's own.
+_CHANGE_THE_TEXT = {
+    "token_healing": "it is not available, and the text would be another without: trim the prompt's last token "
+    "yourself, and set token_healing=False",
+    "assistant_ensemble_weight": "it would change the text, and assisted decoding here never does: leave it out",
+}
 
 
 def check_applies(
-    model: PreTrainedModel, strategy: Strategy, generation_config: GenerationConfig | None, options: dict[str, Any]
+    model: PreTrainedModel, strategy: Strategy, config: GenerationConfig, options: dict[str, Any]
 ) -> None:
-    """Refuse what the call itself asks for and nothing would carry out.
+    """Refuse what the call itself asks for and nothing would carry out. config: the parameters as a whole.
 
     A whole configuration also serves other calls, and may hold anything that leaves the text as it is.
     """
@@ -90,9 +89,9 @@ def check_applies(
     own: dict[str, Any] = {}
     if is_dataclass(strategy):
         own = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
-    asked = {name: getattr(generation_config, name, None) for name in _CHANGE_THE_TEXT - set(options)}
+    asked = {name: getattr(config, name, None) for name in _CHANGE_THE_TEXT}
     asked |= {name: value for name, value in options.items() if name in known and not name.startswith("_")}
-    applies = _ALWAYS_APPLY | _SAMPLING | ({"decoder_start_token_id"} if model.config.is_encoder_decoder else set())
+    applies = _ALWAYS_APPLY | SAMPLING | ({"decoder_start_token_id"} if model.config.is_encoder_decoder else set())
     for name, value in asked.items():
         if name in own and value not in (None, own[name]):
             raise OptionError(
@@ -102,11 +101,13 @@ def check_applies(
             continue
         if name in ("temperature", "top_k") and value == 0 and not strategy.samples:
             continue  # another way to say greedy
-        if name in _SAMPLING and not strategy.samples:
+        if name in SAMPLING and not strategy.samples:
             raise OptionError(
                 f"{name}={value!r} applies to sampling, but {strategy.name} draws nothing: give do_sample=True too, "
                 f"or leave {name} out"
             )
+        if name in _CHANGE_THE_TEXT:
+            raise OptionError(f"{name}={value!r} cannot apply: {_CHANGE_THE_TEXT[name]}")
         if name not in applies:
             remedy = f"{strategy.name} has no use for it" + (f": {_REMEDIES[name]}" if name in _REMEDIES else "")
             raise OptionError(f"{name}={value!r} cannot apply: {remedy}")
@@ -126,7 +127,7 @@ def check_said_ids(model: PreTrainedModel, config: GenerationConfig, options: di
             continue
         wrong = [token for token in _flat(getattr(config, name, None)) if not 0 <= token < vocabulary]
         if wrong and (name != "decoder_start_token_id" or model.config.is_encoder_decoder):
-            raise OptionError(_outside(name, wrong[0], vocabulary))
+            raise OptionError(_outside(name + ": ", wrong[0], vocabulary))
     if config.exponential_decay_length_penalty is not None:
         ends = _flat(config.eos_token_id)
         wrong = [token for token in ends if token < 0 or (vocabulary is not None and token >= vocabulary)]
@@ -147,8 +148,8 @@ def _flat(ids: Any) -> list[int]:
     return [] if ids is None or isinstance(ids, float) else [ids]
 
 
-def _outside(name: str, token: int, vocabulary: int) -> str:
-    return f"{name}: token id {token} is outside the model's vocabulary of {vocabulary} tokens (0 to {vocabulary - 1})"
+def _outside(where: str, token: int, vocabulary: int) -> str:
+    return f"{where}token id {token} is outside the model's vocabulary of {vocabulary} tokens (0 to {vocabulary - 1})"
 
 
 def vocabulary_of(model: PreTrainedModel) -> int | None:
@@ -159,14 +160,15 @@ def vocabulary_of(model: PreTrainedModel) -> int | None:
     )
 
 
-def check_pads(model: PreTrainedModel, request: Request) -> None:
-    """Whether what fills up rows that have ended can be fed."""
-    vocabulary, rows = vocabulary_of(model), len(request.prompt.ids)
-    texts = rows * int(getattr(request.strategy, "num_return_sequences", 1))
-    if vocabulary is None or texts == 1 or request.length_is_known or 0 <= request.pad_id < vocabulary:
+def check_pad_id(model: PreTrainedModel, pad_id: int, texts: int) -> None:
+    """Whether what rows are filled up with that end before others can be fed. texts: rows in the end."""
+    vocabulary = vocabulary_of(model)
+    if vocabulary is None or 0 <= pad_id < vocabulary:
         return
-    told = _outside("pad_token_id", request.pad_id, vocabulary)
-    raise OptionError(f"{told}, and fills up rows of {texts} that end before the others: give pad_token_id")
+    raise OptionError(
+        f"{_outside('pad_token_id: ', pad_id, vocabulary)}. Of {texts} texts some may end before the others and are "
+        "then filled up with it: give a pad_token_id from the vocabulary"
+    )
 
 
 def check_embeds(model: PreTrainedModel, prompt: Prompt) -> None:
@@ -178,10 +180,10 @@ def check_embeds(model: PreTrainedModel, prompt: Prompt) -> None:
     embeddings = model.get_input_embeddings()
     width = embeddings(torch.zeros(1, dtype=torch.long, device=prompt.embeds.device)).shape[-1]
     shape, rows = list(prompt.embeds.shape), len(prompt.ids)
-    if not prompt.embeds.is_floating_point() or len(shape) != 3 or shape[0] != rows or shape[2] != width:
+    if shape[0] != rows or shape[2] != width:
         raise InputError(
-            f"inputs_embeds have shape {shape} and {prompt.embeds.dtype}, but the model and the ids given with them "
-            f"ask for floating-point [{rows} rows, columns, {width}]"
+            f"inputs_embeds have shape {shape} where the model and the ids given with them ask for [{rows} "
+            f"rows, columns, {width}]"
         )
     if prompt.unnamed < 0:
         raise InputError(
@@ -195,8 +197,11 @@ def check_ids(model: PreTrainedModel, prompt: Prompt) -> None:
     if rows == 0 or prompt.columns == 0:
         raise InputError(f"the prompt is empty ({rows} rows of {tokens} tokens): the model needs a token to begin with")
     is_pair = model.config.is_encoder_decoder
-    where = "decoder_input_ids: " if is_pair else ""
-    check_vocabulary(model.get_decoder() if is_pair else model, prompt.ids, where)
+    where, reader = ("decoder_input_ids: ", model.get_decoder()) if is_pair else ("", model)
+    if prompt.mask is not None and prompt.mask.shape == prompt.ids.shape:
+        check_vocabulary(reader, prompt.ids[prompt.mask != 0], where)
+        where = "pad_token_id, or the id in place of a pad: "
+    check_vocabulary(reader, prompt.ids, where)
 
 
 def check_vocabulary(reader: Any, ids: torch.Tensor, where: str = "") -> None:
@@ -207,9 +212,7 @@ def check_vocabulary(reader: Any, ids: torch.Tensor, where: str = "") -> None:
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
         wrong = low if low < 0 else high
-        raise InputError(
-            f"{where}token id {wrong} is outside the model's vocabulary of {vocabulary} tokens (0 to {vocabulary - 1})"
-        )
+        raise InputError(_outside(where, wrong, vocabulary))
 
 
 def check_mask(prompt: Prompt, mask: torch.Tensor, cache_seen: int, name: str = "attention_mask") -> int:
@@ -237,7 +240,8 @@ def check_mask(prompt: Prompt, mask: torch.Tensor, cache_seen: int, name: str = 
     if cache_seen >= before + tokens:
         raise InputError(
             f"the cache holds {cache_seen} tokens and the prompt has {before + tokens}: nothing is left to feed. "
-            "Give the whole conversation, with at least one token that the cache has not seen"
+            "Give the whole conversation, with at least one token that the cache has not seen; or the new tokens "
+            "alone, with an attention_mask that covers those in the cache too"
         )
     return before
 
@@ -258,6 +262,8 @@ def check_extras(model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor) -> 
         if value.ndim > 1 and value.shape[-2] not in (1, len(mask)):
             raise InputError(f"{name} has shape {list(value.shape)}, but there are {len(mask)} rows")
         most = _table_of(model, name)
+        if value.dtype == torch.bool and (name == "position_ids" or most is not None):
+            raise InputError(f"{name} are integers, one for each token, not truth values")
         if most is not None and (value.is_floating_point() or not 0 <= int(value.min()) <= int(value.max()) < most):
             low, high = value.min().item(), value.max().item()
             raise InputError(

@@ -19,6 +19,7 @@ from transformers.generation import GenerationMode
 import strategies
 from engine.call import Call
 from engine.errors import OptionError
+from engine.parameters import read
 from strategies import Strategy
 
 _STRATEGY_OF_MODE = {
@@ -81,7 +82,11 @@ def choose_strategy(
             )
         if assistant is not None:  # what the call does not say of it, its own configuration says
             own = {name: getattr(assistant.generation_config, name, None) for name in set(values) - said}
-            given |= {name: value for name, value in own.items() if "assistant" in name and value is not None}
+            given |= {
+                name: read(f"assistant_model.generation_config.{name}", value, name)
+                for name, value in own.items()
+                if "assistant" in name and value is not None
+            }
         chosen = strategies.build(named, **given)
     else:
         chosen = strategy

@@ -12,11 +12,11 @@ from transformers.cache_utils import Cache as TransformersCache
 
 import caches
 from caches import Driven
-from configs import CacheConfig, EngineConfig, nearest
+from configs import CacheConfig, EncoderDecoderCacheConfig, EngineConfig, nearest
 from engine.budget import Budget
 from engine.call import Call
 from engine.errors import InputError, OptionError
-from engine.fresh import check_kept, fresh_cache
+from engine.fresh import fresh_cache
 from engine.request import Request
 
 AUTO = "auto"  # no backend: a plan chooses one
@@ -24,11 +24,12 @@ AUTO = "auto"  # no backend: a plan chooses one
 
 @dataclass(frozen=True)
 class CacheChoice:
-    """What a call says about its cache. live: the object that was given. chosen, options: of a new one."""
+    """What a call says about its cache. live: the object given. chosen, options, max_cache_len: of a new one."""
 
     live: Driven | None
     chosen: str | CacheConfig | None
     options: dict[str, Any] | CacheConfig | None
+    max_cache_len: int | None = None
 
 
 def read_cache_choice(model: PreTrainedModel, call: Call, config: EngineConfig) -> CacheChoice:
@@ -47,8 +48,13 @@ def read_cache_choice(model: PreTrainedModel, call: Call, config: EngineConfig) 
             raise OptionError("trust_cache=True is about a live cache, and none was given: leave it out")
         if use_cache is False and chosen not in (None, "none"):
             raise OptionError(f"use_cache=False contradicts cache={chosen!r}: leave one of them out")
-        _check_new(model, (config.cache or "dynamic") if chosen is None else chosen, options)
-        return CacheChoice(None, chosen, options)
+        check_new((config.cache or "dynamic") if chosen is None else chosen, options)
+        size = call.options.get("max_cache_len")
+        if chosen is not None and chosen != AUTO:
+            _check_size(_configured(chosen, options), size)
+        return CacheChoice(None, chosen, options, size)
+    if call.options.get("max_cache_len") is not None:
+        raise OptionError("max_cache_len is of a new cache, but a live one was given: leave one of them out")
     if use_cache is False:
         raise OptionError("use_cache=False contradicts the live cache that was given: leave one of them out")
     if options is not None:
@@ -63,15 +69,12 @@ def read_cache_choice(model: PreTrainedModel, call: Call, config: EngineConfig) 
     return CacheChoice(live, None, None)
 
 
-def _check_new(model: PreTrainedModel, chosen: str | CacheConfig, options: dict[str, Any] | CacheConfig | None) -> None:
-    """Whether there is such a cache with these options, before an encoder has worked for it."""
+def check_new(chosen: str | CacheConfig, options: dict[str, Any] | CacheConfig | None) -> None:
+    """Whether there is such a cache with these options."""
     if chosen == AUTO and options is not None:
         raise OptionError("cache_config has the options of one cache, and cache='auto' chooses which: leave it out")
-    if chosen == AUTO:
-        return
-    config = _configured(chosen, options)
-    if model.config.is_encoder_decoder:
-        check_kept(config, functools.partial(_built, model.config))
+    if chosen != AUTO:
+        _configured(chosen, options)
 
 
 def _said(model: PreTrainedModel, call: Call, name: str, value: Any) -> Any:
@@ -98,7 +101,11 @@ def new_cache(
     budget: Budget,
     takes_cache: bool,
 ) -> Driven:
-    """An empty cache for this request. takes_cache: whether the model's forward takes one of keys and values."""
+    """An empty cache for this request. takes_cache: whether the model's forward takes one of keys and values.
+
+    Before an encoder has read its source neither `budget` nor a plan can tell what is needed: the cache is then one to
+    check the request with.
+    """
     chosen, options = choice.chosen, choice.options
     if chosen is None and request.config.use_cache is False:
         chosen = "none"  # said by this call, or by the model's own configuration
@@ -113,10 +120,14 @@ def new_cache(
     if chosen is None:  # only now the model's own setting, whose options are for its own choice
         chosen = request.config.cache_implementation or "dynamic"
         options = request.config.cache_config if options is None else options
+    course, compiled, build = request.course, config.compile != "off", functools.partial(_built, model.config)
+    if chosen == AUTO and not request.is_encoded:
+        return fresh_cache(_configured("static" if compiled else "dynamic", None), course, build)
     if chosen == AUTO:
-        chosen = _planned(model, request, compiled=config.compile != "off")
-    fitted = budget.fitted(_configured(chosen, options), request.course, model)
-    return fresh_cache(fitted, request.course, functools.partial(_built, model.config))
+        chosen = _planned(model, request, compiled)
+    configured = _configured(chosen, options)
+    _check_size(configured, choice.max_cache_len)
+    return fresh_cache(budget.fitted(configured, course, model) if request.is_encoded else configured, course, build)
 
 
 def _configured(chosen: str | CacheConfig, options: dict[str, Any] | CacheConfig | None) -> CacheConfig:
@@ -129,6 +140,20 @@ def _configured(chosen: str | CacheConfig, options: dict[str, Any] | CacheConfig
         raise caches.UnknownCache(f"there is no cache named {name!r}; {known}") from None
     values = {} if isinstance(chosen, str) else chosen.to_dict()
     return recipe.options.from_dict(values | dict(options or {}))
+
+
+def _check_size(config: CacheConfig, size: int | None) -> None:
+    """Whether a size that the call asks for, as `max_cache_len`, means something for this cache."""
+    part = config.self_cache if isinstance(config, EncoderDecoderCacheConfig) else config
+    part = caches.recipe(part).options() if isinstance(part, str) else part
+    own = part.to_dict().get("max_cache_len")
+    if size is not None and not part.needs_size:
+        raise OptionError(
+            f"max_cache_len={size} cannot apply: cache={part.name!r} needs no size. Leave it out, or give "
+            "cache='static'"
+        )
+    if size is not None and own not in (None, size):
+        raise OptionError(f"max_cache_len={size} contradicts max_cache_len={own} of the cache: leave one of them out")
 
 
 def _planned(model: PreTrainedModel, request: Request, compiled: bool) -> CacheConfig:

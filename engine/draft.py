@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import caches
 from caches import Driven
 from engine.checks import check_model, most_positions
 from engine.dispatch import prompt_device
-from engine.encoder import Recover, encode_again
+from engine.encoder import Recover, Source, encode, source_again
 from engine.errors import InputError, OptionError
 from engine.extras import PER_TOKEN
 from engine.lane import Lane
@@ -32,7 +32,8 @@ _LONGEST = 2**31  # tokens, where nothing limits them
 class DraftRequest:
     """What the draft reads. mask [rows, prompt columns]. beginning: the ids of its first columns, which are not fed.
 
-    total: columns when the run ends. extras: further inputs. translation: where its vocabulary is another one.
+    total: columns when the run ends. extras: further inputs. source: what its own encoder reads. translation: where its
+    vocabulary is another one.
     """
 
     mask: torch.Tensor
@@ -41,6 +42,14 @@ class DraftRequest:
     extras: dict[str, Any]
     chunk_tokens: int | None
     translation: Translation | None
+    source: Source | None = None
+
+    def encoded(self, draft: Draft, recover: Recover) -> DraftRequest:
+        """The same with what the draft's encoder makes of its source: see `encode`."""
+        if self.source is None:
+            return self
+        extras, source = encode(draft.model, self.extras, self.source, recover)
+        return replace(self, extras=extras, source=source)
 
 
 class Draft:
@@ -115,12 +124,8 @@ def read_draft_request(
     cache: Driven | None,
     tokenizer: Any,
     draft_tokenizer: Any,
-    recover: Recover,
 ) -> DraftRequest | None:
-    """Check that `draft` can propose tokens to `model`. cache: the live one that was given. recover: see `encode`.
-
-    Raises `OptionError`.
-    """
+    """Check that `draft` can propose tokens to `model`. cache: the live one that was given. Raises `OptionError`."""
     if draft is None:
         return None
     _check_fits(draft.model, model, request)
@@ -137,9 +142,11 @@ def read_draft_request(
         mask = torch.ones(1, 1, dtype=torch.long, device=device)
         return DraftRequest(mask, None, total, {}, request.chunk_tokens, translator.translation)
     extras: dict[str, Any] = {}
+    source = None
     if request.source is not None:
-        extras = encode_again(draft.model, request.prompt, request.source, request.config, recover)
-    return DraftRequest(request.mask.to(device), beginning, request.total, extras, request.chunk_tokens, None)
+        extras, source = source_again(draft.model, request.prompt, request.source, request.config)
+    mask = request.mask.to(device)
+    return DraftRequest(mask, beginning, request.total, extras, request.chunk_tokens, None, source)
 
 
 def _check_fits(draft: PreTrainedModel, model: PreTrainedModel, request: Request) -> None:

@@ -23,7 +23,7 @@ from engine.dispatch import input_embeddings, prompt_device
 from engine.errors import InputError, OptionError
 from engine.gathered import joined
 from engine.inputs import Prompt, as_embeds, as_ids, as_mask, merged, move, read_prompt
-from engine.out_of_memory import Exhausted, empty_allocators, without_frames
+from engine.out_of_memory import empty_allocators, in_words, without_frames
 from engine.turns import turn_of
 
 Recover = Callable[[BaseException, int, int], int]
@@ -33,20 +33,21 @@ Raises `Exhausted` when nothing is left to try.
 """
 
 
-class NothingEncoded(Exhausted):
-    """ids: what the decoder would have begun with, [rows, columns]."""
-
-    def __init__(self, why: str, ids: torch.Tensor):
-        super().__init__(why)
-        self.ids = ids
-
-
 @dataclass(frozen=True)
 class Source:
-    """What the encoder was given, ids [rows, columns] or features [rows, ...]; how many tokens or frames it read."""
+    """What an encoder reads: ids [rows, columns] or features [rows, ...], called `name`.
+
+    prepare: transformers' function that lets the encoder read them; None where its outputs were given. tokens: how many
+    tokens or frames it has read, None before.
+    """
 
     inputs: torch.Tensor
-    tokens: int
+    name: str
+    prepare: Callable[..., dict[str, Any]] | None
+    tokens: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.inputs.shape)} of {str(self.inputs.dtype).removeprefix('torch.')}"
 
 
 def read_source(
@@ -56,14 +57,11 @@ def read_source(
     tokenizer: Any,
     config: GenerationConfig,
     device: torch.device,
-    recover: Recover,
-) -> tuple[Prompt, Source, Callable[[], tuple[Prompt, Source]]]:
-    """The decoder's prompt, the source, and what encodes it: then both once more, the prompt with what the encoder made
-    of the source in its extras, the source with its tokens counted. Nothing is computed before.
+) -> tuple[Prompt, Source]:
+    """The decoder's prompt, and what the encoder is to read for it. Nothing is computed; `encode` comes after.
 
     inputs: the source in any form, as the model's main input (text, ids, features). extras: further inputs, among them
-    `encoder_outputs` in place of a source and `decoder_input_ids`. recover: what to do when memory is out. Raises
-    `InputError` and `OptionError`; encoding raises `NothingEncoded`.
+    `encoder_outputs` in place of a source and `decoder_input_ids`. Raises `InputError` and `OptionError`.
     """
     given = _read_source(model, inputs, extras, tokenizer, config.pad_token_id)
     if "attention_mask" in given:
@@ -75,9 +73,9 @@ def read_source(
             source, name, given = model._prepare_model_inputs(None, config.bos_token_id, given)
             rows = source.shape[0]
             model._prepare_special_tokens(config, "attention_mask" in given, device=device, batch_size=rows)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise InputError(str(error)) from error
-        _check_columns(given, source, name)
+        _check_columns(model, given, source, name)
         _check_starts(config._decoder_start_token_tensor, rows)
         prepare = getattr(model, "_maybe_prepare_encoder_kwargs_for_generation", None)
         if prepare is None and "encoder_outputs" not in given:  # transformers 5.17
@@ -92,17 +90,25 @@ def read_source(
         if prepare is not None:
             prepare = partial(prepare, model_input_name=name, generation_config=config)
     mask = given.pop("decoder_attention_mask", None)
-    prompt = Prompt(ids, torch.ones_like(ids) if mask is None else mask, given)
+    return Prompt(ids, torch.ones_like(ids) if mask is None else mask, given), Source(source, name, prepare)
 
-    def encode() -> tuple[Prompt, Source]:
-        with turn_of(model), torch.no_grad():
-            try:
-                whole = _encoded(prepare, source, given, recover, largest_matrix_bytes(model)) if prepare else given
-            except Exhausted as error:
-                raise NothingEncoded(str(error), ids) from error.__cause__
-        return replace(prompt, extras=whole), Source(source, _tokens_read(whole))
 
-    return prompt, Source(source, 0), encode
+def encode(
+    model: PreTrainedModel, extras: dict[str, Any], source: Source, recover: Recover
+) -> tuple[dict[str, Any], Source]:
+    """The prompt's `extras` with what the encoder makes of `source`, and the source with its tokens counted.
+
+    recover: what to do when memory is out. Raises `Exhausted`, and `InputError` where the encoder cannot read it.
+    """
+    with turn_of(model), torch.no_grad():
+        try:
+            whole = _encoded(source, extras, recover, largest_matrix_bytes(model))
+        except (ValueError, RuntimeError, IndexError) as error:  # what shapes it reads, each encoder knows by itself
+            raise InputError(
+                f"the encoder of {type(model).__name__} ({str(model.dtype).removeprefix('torch.')}) cannot read "
+                f"{source}: {in_words(error)}"
+            ) from error
+    return whole, replace(source, tokens=_tokens_read(whole))
 
 
 def _check_source(model: PreTrainedModel, given: dict[str, Any]) -> None:
@@ -128,18 +134,47 @@ def _check_source(model: PreTrainedModel, given: dict[str, Any]) -> None:
         )
 
 
-def _check_columns(given: dict[str, Any], source: torch.Tensor, name: str) -> None:
+def _check_columns(model: PreTrainedModel, given: dict[str, Any], source: torch.Tensor, name: str) -> None:
     """Whether the mask and what the decoder begins with are for this source, which is called `name`."""
-    mask, begun = given.get("attention_mask"), given.get("decoder_input_ids")
-    reads_tokens = name in ("input_ids", "inputs_embeds") and "encoder_outputs" not in given
-    if reads_tokens and mask is not None and mask.shape != source.shape[:2]:
+    mask, begun, outputs = (given.get(part) for part in ("attention_mask", "decoder_input_ids", "encoder_outputs"))
+    reads_tokens = name in ("input_ids", "inputs_embeds")
+    read, called = list(source.shape[: 2 if reads_tokens else 1]), name
+    if outputs is not None:
+        _check_states(model, outputs.last_hidden_state, source, name)
+        has_mask = hasattr(outputs, "attention_mask")  # udop makes states of images too, and a mask for all
+        read = list(outputs.last_hidden_state.shape[: 2 if reads_tokens and not has_mask else 1])
+        called = "encoder_outputs"
+    if mask is not None and (mask.ndim != 2 or list(mask.shape[: len(read)]) != read):
+        wanted = read if len(read) > 1 else [*read, "columns"]
         raise InputError(
-            f"attention_mask has shape {list(mask.shape)}, but {name} have {list(source.shape[:2])}: it needs one "
-            "entry per token that the encoder reads"
+            f"attention_mask has shape {list(mask.shape)}, but {called} have {wanted}: it needs one entry per token "
+            "that the encoder reads"
         )
     if begun is not None and len(begun) != len(source):
         raise InputError(
             f"decoder_input_ids have {len(begun)} rows, but the encoder reads {len(source)}: give as many of both"
+        )
+
+
+def _check_states(model: PreTrainedModel, states: torch.Tensor, source: torch.Tensor, name: str) -> None:
+    """Whether the decoder can look at what an encoder is said to have made of the source."""
+    config = getattr(model.get_encoder(), "config", None)
+    has_more = getattr(config, "add_adapter", False)
+    width = getattr(config, "output_hidden_size" if has_more else "hidden_size", None)
+    is_image = name == "pixel_values"  # encoders of images have states of several kinds
+    if not is_image and (states.ndim != 3 or 0 in states.shape[1:] or width not in (None, states.shape[-1])):
+        raise InputError(
+            f"encoder_outputs have a last_hidden_state of shape {list(states.shape)}, but the decoder of "
+            f"{type(model).__name__} looks at [rows, columns, {width or 'width'}], one column or more"
+        )
+    if states.dtype != model.dtype and not torch.is_autocast_enabled(states.device.type):
+        raise InputError(
+            f"encoder_outputs have a last_hidden_state of {states.dtype}, but the model computes in {model.dtype}: "
+            "convert it, or run the encoder of this model"
+        )
+    if len(states) != len(source):
+        raise InputError(
+            f"encoder_outputs have {len(states)} rows, but {name} have {len(source)}: give as many of both"
         )
 
 
@@ -150,17 +185,18 @@ def _check_starts(starts: torch.Tensor, rows: int) -> None:
         )
 
 
-def _encoded(
-    prepare: Callable[..., dict[str, Any]], source: torch.Tensor, given: dict[str, Any], recover: Recover, largest: int
-) -> dict[str, Any]:
+def _encoded(source: Source, given: dict[str, Any], recover: Recover, largest: int) -> dict[str, Any]:
     """`given` with what the encoder makes of the source: of all rows at once, or of some after the others.
 
     largest: bytes of the model's largest matrix.
     """
-    rows, parts = len(source), 1
+    prepare, inputs = source.prepare, source.inputs
+    if prepare is None:
+        return given
+    rows, parts = len(inputs), 1
     while True:
         try:
-            return prepare(source, given) if parts == 1 else _encoded_in(parts, prepare, source, given)
+            return prepare(inputs, dict(given)) if parts == 1 else _encoded_in(parts, prepare, inputs, given)
         except Exception as error:
             if not is_out_of_memory(error, largest):
                 raise
@@ -186,12 +222,12 @@ def largest_matrix_bytes(model: PreTrainedModel) -> int:
     return max((weight.nbytes for weight in model.parameters()), default=0)
 
 
-def encode_again(
-    model: PreTrainedModel, prompt: Prompt, source: Source, config: GenerationConfig, recover: Recover
-) -> dict[str, Any]:
-    """The inputs that the decoder of `model`, a draft, needs beside ids: its own encoder reads the same source.
+def source_again(
+    model: PreTrainedModel, prompt: Prompt, source: Source, config: GenerationConfig
+) -> tuple[dict[str, Any], Source]:
+    """What the encoder of `model`, a draft, is to read: the same source. First the further inputs of the draft.
 
-    prompt: as `encode` made it for the model that the draft is for. Raises `OptionError` and `NothingEncoded`.
+    prompt: the decoder's of the model that the draft is for. Raises `OptionError`.
     """
     name = _source_name(model)
     is_ids = source.inputs.ndim == 2 and not source.inputs.is_floating_point()
@@ -203,8 +239,8 @@ def encode_again(
     extras = {key: value for key, value in prompt.extras.items() if key != "encoder_outputs"}
     device, takes = prompt_device(model), inspect.signature(model.forward).parameters
     given = {name: source.inputs} | {key: value for key, value in extras.items() if key in takes}
-    *_, encode = read_source(model, None, move(given, device), None, copy.deepcopy(config), device, recover)
-    return encode()[0].extras
+    own, again = read_source(model, None, move(given, device), None, copy.deepcopy(config), device)
+    return own.extras, again
 
 
 def _source_name(model: PreTrainedModel) -> str:
@@ -222,12 +258,25 @@ def _read_source(
         raise InputError(f"{name} given twice: in the inputs and as a keyword")
     given = _complete_given(given)
     if name != "input_ids":
-        return given if inputs is None else given | {name: inputs}
+        given |= {} if inputs is None else {name: inputs}
+        return given | {name: _as_features(given[name], name)} if name in given else given
     if inputs is None and "input_ids" not in given:
         return given
     prompt = read_prompt(inputs, given, tokenizer, bos_id=None, pad_left=False, pad_id=pad_id)
     given = prompt.extras | {"input_ids": prompt.ids, "attention_mask": prompt.mask, "inputs_embeds": prompt.embeds}
     return {key: value for key, value in given.items() if value is not None}
+
+
+def _as_features(given: Any, name: str) -> torch.Tensor:
+    """A tensor [rows, ...] of features in any form; arrays of double precision in torch's usual one."""
+    try:
+        features = torch.as_tensor(given)
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise InputError(f"{name} are a rectangular array of numbers, but: {error}") from error
+    if features.ndim < 2:
+        raise InputError(f"{name} have shape {list(features.shape)}, but the encoder reads [rows, ...]")
+    is_double = features.dtype == torch.float64 and not isinstance(given, torch.Tensor)
+    return features.to(torch.get_default_dtype()) if is_double else features
 
 
 def _complete_given(given: dict[str, Any]) -> dict[str, Any]:
@@ -242,10 +291,16 @@ def _complete_given(given: dict[str, Any]) -> dict[str, Any]:
     outputs = given.get("encoder_outputs")
     if isinstance(outputs, (tuple, list)) and outputs:
         given["encoder_outputs"] = outputs = BaseModelOutput(*outputs[:3])
-    if outputs is not None and not isinstance(getattr(outputs, "last_hidden_state", None), torch.Tensor):
+    states = getattr(outputs, "last_hidden_state", None)
+    if outputs is not None and not isinstance(states, torch.Tensor):
         raise InputError(
             f"encoder_outputs are what the encoder returns: an output with last_hidden_state [rows, columns, width], "
             f"or a tuple that begins with it, not a {type(outputs).__name__} without"
+        )
+    if states is not None and states.ndim < 3:
+        raise InputError(
+            f"encoder_outputs have a last_hidden_state of shape {list(states.shape)}, but the decoder looks at [rows, "
+            "columns, width]"
         )
     return given
 

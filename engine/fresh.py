@@ -58,11 +58,6 @@ def fresh_cache(config: CacheConfig, course: Course, build: Callable[[CacheConfi
     return cache
 
 
-def check_kept(config: CacheConfig, build: Callable[[CacheConfig], Driven]) -> None:
-    """Raise what `build` raises for a model whose layers this cache cannot keep."""
-    build(_sized(config, Course(prompt_tokens=1, new_tokens=1)))
-
-
 def _sized(choice: str | CacheConfig, course: Course) -> CacheConfig:
     """The cache's configuration, with a size where it needs one and has none, also in its parts."""
     config = caches.recipe(choice).options() if isinstance(choice, str) else choice

@@ -19,17 +19,16 @@ from engine.budget import Budget
 from engine.call import Call, parameters, read_call, takes
 from engine.cancellation import Cancellation
 from engine.checks import check_places, check_positions, check_room_for_rows
-from engine.chosen_cache import new_cache, read_cache_choice
+from engine.chosen_cache import CacheChoice, check_new, new_cache, read_cache_choice
 from engine.dispatch import prompt_device
-from engine.draft import Draft, check_takes_back, read_draft_request, verifies
-from engine.encoder import NothingEncoded
+from engine.draft import Draft, DraftRequest, check_takes_back, read_draft_request, verifies
 from engine.errors import OptionError, OutOfMemory
-from engine.guidance import GuidedLane, check_pads
+from engine.guidance import GuidedLane, check_texts_bear_pads
 from engine.ladder import Ladder
 from engine.lane import Lane
 from engine.loading import load
 from engine.masks import Columns, check_takes_masks
-from engine.out_of_memory import empty_allocators
+from engine.out_of_memory import Exhausted, empty_allocators
 from engine.outlet import outlet_for
 from engine.parameters import read, read_parameters
 from engine.play import Play
@@ -50,7 +49,7 @@ class Generator:
     """
 
     def __init__(self, model: PreTrainedModel | str | Path, tokenizer: Any = None, config: EngineConfig | None = None):
-        self.config = config or EngineConfig()
+        self.config = _checked(config)
         self.model, self.tokenizer = load(model, read("tokenizer", tokenizer), self.config)
         self._runner = Runner(self.model, self.config.compile, self.config.linears)
         self._draft: Draft | None = None
@@ -122,60 +121,23 @@ class Generator:
         tokenizer = call.tokenizer if call.tokenizer is not None else self.tokenizer
         draft = self._draft_of(call.assistant_model)
         choice = read_cache_choice(self.model, call, self.config)
-        live = choice.live
-        try:
-            request = read_request(
-                self.model,
-                call,
-                tokenizer,
-                live,
-                assistant=None if draft is None else draft.model,
-                chunk_tokens=self.config.prefill_chunk_tokens,
-                recover=ladder.climb_before,
-            )
-            draft_request = read_draft_request(
-                draft, self.model, request, live, tokenizer, call.assistant_tokenizer, draft_ladder.climb_before
-            )
-        except NothingEncoded as error:
-            nothing = nothing_generated(error.ids, tokenizer is not None, ladder.taken, time.perf_counter() - started)
-            told = f"memory was out in the encoder, before the first token ({error})"
-            raise OutOfMemory(told, nothing) from error.__cause__
-        if draft is not None and draft_request is not None:
-            drafts = draft.drafts(request.strategy)
-            request = replace(request, drafts=drafts, translation=draft_request.translation)
-        known = True
-        if live is None:
-            live = new_cache(self.model, choice, request, self.config, budget, self._runner.takes_cache)
-        else:
-            if request.guidance is None:  # else it is empty
-                known = check_continues(live, request, self.model)
-                check_pads_ahead(self._runner, live, request.mask)
-        self._check_together(live, request)
-        read, mask = request.read
-        extras = dict(read.extras)
-        positions = extras.get("position_ids")
-        if positions is not None:
-            del extras["position_ids"]
-        columns = Columns(mask, request.columns, positions)
+        request, draft_request = self._read(call, tokenizer, choice.live, draft)
+        live, known = self._cache_for(choice, request, budget)
+        if request.source is not None:  # the first work, after all that can be checked without
+            try:
+                request = request.encoded(self.model, ladder.climb_before)
+                if draft is not None and draft_request is not None:
+                    draft_request = draft_request.encoded(draft, draft_ladder.climb_before)
+            except Exhausted as error:
+                taken, seconds = ladder.taken, time.perf_counter() - started
+                nothing = nothing_generated(request.prompt.ids, tokenizer is not None, taken, seconds)
+                told = f"memory was out in the encoder, before the first token ({error})"
+                raise OutOfMemory(told, nothing) from error.__cause__
+            live, known = self._cache_for(choice, request, budget)
+        columns, extras = _columns_of(request)
         if not known and not call.trust_cache:
             check_content(self._runner, live, request, columns, extras, tokenizer)
-        lane = Lane(
-            self._runner,
-            live,
-            columns,
-            rows=len(read.ids),
-            before=request.before,
-            embeds=request.prompt.embeds,
-            unnamed=request.prompt.unnamed,
-            extras=extras,
-            flags=request.output_flags,
-            chunk_tokens=request.chunk_tokens,
-            shares=self.config.compile == "off",
-            takes_back=verifies(request.strategy),
-            check=stop.check,
-            recover=ladder.climb,
-            make_room=budget.keep,
-        )
+        lane = self._lane(request, live, columns, extras, check=stop.check, recover=ladder.climb, make_room=budget.keep)
         run = Run(
             request,
             lane if request.guidance is None else GuidedLane(lane, request.guidance),
@@ -189,6 +151,55 @@ class Generator:
             fallbacks=ladder.taken,
         )
         return Play(run, stop)
+
+    def _read(
+        self, call: Call, tokenizer: Any, live: Driven | None, draft: Draft | None
+    ) -> tuple[Request, DraftRequest | None]:
+        """What the call asks for, of the model and of its draft. live: the cache that was given."""
+        request = read_request(
+            self.model,
+            call,
+            tokenizer,
+            live,
+            assistant=None if draft is None else draft.model,
+            chunk_tokens=self.config.prefill_chunk_tokens,
+        )
+        read = read_draft_request(draft, self.model, request, live, tokenizer, call.assistant_tokenizer)
+        if draft is None or read is None:
+            return request, None
+        return replace(request, drafts=draft.drafts(request.strategy), translation=read.translation), read
+
+    def _cache_for(self, choice: CacheChoice, request: Request, budget: Budget) -> tuple[Driven, bool]:
+        """The cache, checked with all else, and whether it is certain that what it holds begins the prompt.
+
+        Before an encoder has read its source, as far as that can be told without.
+        """
+        live, known = choice.live, True
+        if live is None:
+            live = new_cache(self.model, choice, request, self.config, budget, self._runner.takes_cache)
+        elif request.guidance is None:  # else it is empty
+            known = check_continues(live, request, self.model)
+            check_pads_ahead(self._runner, live, request.mask)
+        self._check_together(live, request)
+        return live, known
+
+    def _lane(self, request: Request, live: Driven, columns: Columns, extras: dict[str, Any], **hooks: Any) -> Lane:
+        """hooks: `check`, `recover` and `make_room`, see `Lane`."""
+        return Lane(
+            self._runner,
+            live,
+            columns,
+            rows=len(request.read[0].ids),
+            before=request.before,
+            embeds=request.prompt.embeds,
+            unnamed=request.prompt.unnamed,
+            extras=extras,
+            flags=request.output_flags,
+            chunk_tokens=request.chunk_tokens,
+            shares=self.config.compile == "off",
+            takes_back=verifies(request.strategy),
+            **hooks,
+        )
 
     def _draft_of(self, model: Any) -> Draft | None:
         """The draft that this model is, kept from the last call where it is the same."""
@@ -245,4 +256,25 @@ class Generator:
                 "cache='static', or leave compile off"
             )
         if request.guidance is not None:
-            check_pads(self._runner, request.guidance)
+            check_texts_bear_pads(self._runner, request.guidance)
+
+
+def _columns_of(request: Request) -> tuple[Columns, dict[str, Any]]:
+    """The columns of what the model reads, and its inputs beside ids, mask and positions."""
+    read, mask = request.read
+    extras = dict(read.extras)
+    return Columns(mask, request.columns, extras.pop("position_ids", None)), extras
+
+
+def _checked(config: EngineConfig | None) -> EngineConfig:
+    """The configuration that was given, or the default one. Raises `OptionError`, and what `check_new` raises."""
+    if config is None:
+        return EngineConfig()
+    if not isinstance(config, EngineConfig):
+        raise OptionError(
+            f"config={config!r:.80}, but it is an EngineConfig: EngineConfig(...), EngineConfig.from_dict({{...}}) or "
+            "configs.preset(name) makes one"
+        )
+    if config.cache is not None:
+        check_new(config.cache, None)
+    return config

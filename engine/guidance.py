@@ -165,7 +165,7 @@ def _read_negative(
     return ids[:, first:], real[:, first:]
 
 
-def check_pads(runner: Runner, guidance: Guidance) -> None:
+def check_texts_bear_pads(runner: Runner, guidance: Guidance) -> None:
     """Refuse a model that goes on with another text where there are pads before it. Found out by feeding it."""
     if not guidance.pads:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
+from numbers import Integral, Number
 from typing import Any
 
 import torch
@@ -84,6 +84,9 @@ def merged(inputs: Any, extras: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The inputs that are no mapping, and those by name: given as keywords or in a mapping. Raises `InputError`."""
     if not isinstance(inputs, Mapping) or _is_message(inputs):
         return inputs, dict(extras)
+    for name in inputs:
+        if not isinstance(name, str):
+            raise InputError(f"the inputs are a mapping with {name!r:.40} among its names, which are texts")
     twice = sorted(set(inputs) & set(extras))
     if twice:
         raise InputError(f"{', '.join(twice)} given twice: in the inputs and as a keyword")
@@ -95,24 +98,48 @@ def _is_message(value: Any) -> bool:
 
 
 def _are_ids(value: Any) -> bool:
-    """Whether it is a number, a tensor, an array, or a list that begins with one of these."""
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        filled = [part for part in value if not (isinstance(part, (list, tuple)) and len(part) == 0)]
-        return len(filled) > 0 and _are_ids(filled[0])
-    return isinstance(value, Integral) or hasattr(value, "tolist")
+    """Whether it is an integer, a tensor, an array, or lists that begin with one of these or another number."""
+    first = _first(value)
+    return hasattr(first, "tolist") or isinstance(first, Integral if first is value else Number)
+
+
+def _first(value: Any) -> Any:
+    """What comes first in lists of lists; None where there is nothing."""
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        return value
+    return next((first for part in value if (first := _first(part)) is not None), None)
 
 
 def as_ids(ids: Any, what: str = "token ids") -> torch.Tensor:
     """LongTensor [rows, tokens] of ids in any form. what: they are called in errors. Raises `InputError`."""
-    try:
-        ids = torch.as_tensor(ids)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise InputError(f"{what} are a rectangular array of integers, but: {error}") from error
+    if isinstance(ids, (list, tuple)):
+        _check_integers(ids, what)
+    ids = _tensor(ids, f"{what} are a rectangular array of integers")
     if ids.ndim == 1:
         ids = ids[None]
     if ids.ndim != 2 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise InputError(f"{what} are integers [rows, tokens], but these are {ids.dtype} {list(ids.shape)}")
     return ids.long()
+
+
+def _check_integers(rows: Sequence[Any], what: str = "token ids") -> None:
+    """Refuse what a tensor would take for integers: a list of ids, or one for each row."""
+    for row, tokens in enumerate(rows if all(isinstance(row, (list, tuple)) for row in rows) else [rows]):
+        for token in tokens:
+            if isinstance(token, bool) or not (isinstance(token, (Integral, Sequence)) or hasattr(token, "tolist")):
+                raise InputError(f"{what} are integers, but row {row} holds {token!r:.40}")
+
+
+def _tensor(value: Any, told: str) -> torch.Tensor:
+    """A tensor of an array or lists in any form. told: what it is, in errors. Raises `InputError`."""
+    try:
+        tensor = torch.as_tensor(value)
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise InputError(f"{told}, but: {error}") from error
+    if tensor.layout != torch.strided or tensor.is_meta:
+        kind = "on the device 'meta', without numbers" if tensor.is_meta else f"a tensor of layout {tensor.layout}"
+        raise InputError(f"{told}, but it is {kind}: give a dense tensor on a real device")
+    return tensor
 
 
 def as_embeds(embeds: Any) -> torch.Tensor | None:
@@ -125,10 +152,7 @@ def as_embeds(embeds: Any) -> torch.Tensor | None:
 
 def as_mask(mask: Any, what: str = "attention_mask") -> torch.Tensor:
     """A tensor [rows, tokens] of a mask in any form. what: its name in errors. Raises `InputError`."""
-    try:
-        mask = torch.as_tensor(mask)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise InputError(f"{what} is a rectangular array of zeros and ones, but: {error}") from error
+    mask = _tensor(mask, f"{what} is a rectangular array of zeros and ones")
     return mask[None] if mask.ndim == 1 else mask
 
 
@@ -151,7 +175,7 @@ def _rectangular(ids: Any, beside: dict[str, Any], pad: int, pad_left: bool) -> 
         if beside[name] is None:
             continue
         if given is not None and list(map(len, given)) == lengths:
-            beside[name] = _padded(given, 0, pad_left)[0]
+            beside[name] = _padded(given, 0, pad_left, f"{name} is a rectangular array of integers")[0]
         elif is_ragged:
             raise InputError(
                 f"{name} has no entry for each id of {len(rows)} lists of {sorted(set(lengths))} ids: leave it out, or "
@@ -159,10 +183,7 @@ def _rectangular(ids: Any, beside: dict[str, Any], pad: int, pad_left: bool) -> 
             )
     if not is_ragged:
         return rows, beside
-    for row, tokens in enumerate(rows):
-        wrong = [token for token in tokens if not isinstance(token, Integral) or isinstance(token, bool)]
-        if wrong:
-            raise InputError(f"token ids are integers, but row {row} holds {wrong[0]!r:.40}")
+    _check_integers(rows)
     padded, mask = _padded(rows, pad, pad_left)
     return padded, {"attention_mask": mask} | beside
 
@@ -177,8 +198,10 @@ def _rows(value: Any) -> list[list[Any]] | None:
     return [list(row) for row in rows]
 
 
-def _padded(rows: list[list[Any]], pad: int, pad_left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows as long as the longest, [rows, columns], and which of them are no pads."""
+def _padded(
+    rows: list[list[Any]], pad: int, pad_left: bool, told: str = "token ids are a rectangular array of integers"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows as long as the longest, [rows, columns], and which are no pads. told: what they are, in errors."""
     for row, tokens in enumerate(rows):
         if not tokens:
             raise InputError(f"prompt {row} is empty: the model needs at least one token to begin with")
@@ -189,7 +212,7 @@ def _padded(rows: list[list[Any]], pad: int, pad_left: bool) -> tuple[torch.Tens
         return gap + row if pad_left else row + gap
 
     mask = [filled([1] * len(row), 0) for row in rows]
-    return torch.tensor([filled(row, pad) for row in rows]), torch.tensor(mask)
+    return _tensor([filled(row, pad) for row in rows], told), torch.tensor(mask)
 
 
 def _tokenize(inputs: Any, tokenizer: Any, pad_left: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -197,6 +220,10 @@ def _tokenize(inputs: Any, tokenizer: Any, pad_left: bool) -> tuple[torch.Tensor
         raise InputError(
             f"a prompt is a text, texts, chat messages, a tensor or a mapping, not a {type(inputs).__name__}"
         )
+    if (first := _first(inputs)) is not None and not isinstance(first, (str, Mapping)):
+        raise InputError(f"a prompt is texts, chat messages or token ids, but it begins with {first!r:.40}")
+    if first is None and None in inputs:
+        raise InputError("a prompt is a text, chat messages or token ids, which are integers, but one of these is None")
     if tokenizer is None:
         raise InputError(
             "a text prompt needs a tokenizer: pass tokenizer=..., give the model as a path, or pass token ids"

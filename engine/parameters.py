@@ -1,4 +1,4 @@
-"""The types and ranges of all parameters of a call, in one table, and the parameters' names in other engines.
+"""The types and ranges of all parameters of a call, in one table.
 
 Each value is read once, before any work: numbers of numpy and torch become Python's, one processor becomes a list. What
 a value means together with others is for later checks, among them transformers' own.
@@ -7,6 +7,7 @@ a value means together with others is for later checks, among them transformers'
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -18,9 +19,10 @@ from transformers import GenerationConfig, WatermarkingConfig
 from transformers.cache_utils import Cache as TransformersCache
 
 from caches import Driven
-from configs import CacheConfig, nearest
+from configs import CacheConfig
 from engine.call import Call
 from engine.errors import OptionError
+from engine.parameter_names import hint
 
 
 class _Wrong(Exception):
@@ -110,22 +112,28 @@ def _sequence(value: Any) -> list[Any]:
     return list(value)
 
 
+def _id(value: Any) -> int:
+    found = _WHOLE.read(value)
+    if not -(2**63) <= found < 2**63:
+        raise _Wrong(f"has the token id {found}, which is no number of 64 bits")
+    return found
+
+
 def _ids(value: Any) -> list[int]:
-    return [_ID.read(one) for one in _sequence(value)]
+    return [_id(one) for one in _sequence(value)]
 
 
 def _some_ids(value: Any) -> int | list[int]:
     value = _plain(value)
-    found = _ids(value) if isinstance(value, (list, tuple, set, frozenset)) else _ID.read(value)
+    found = _ids(value) if isinstance(value, (list, tuple, set, frozenset)) else _id(value)
     if found == []:
         raise _Wrong
     return found
 
 
-def _end_ids(value: Any) -> int | list[int] | None:
-    """No id at all is no end, as None is."""
+def _end_ids(value: Any) -> int | list[int]:
     value = _plain(value)
-    return None if isinstance(value, (list, tuple, set, frozenset)) and not value else _some_ids(value)
+    return [] if isinstance(value, (list, tuple, set, frozenset)) and not value else _some_ids(value)
 
 
 def _words(value: Any) -> list[list[int]]:
@@ -149,7 +157,7 @@ def _decay(value: Any) -> tuple[int, float]:
     pair = _sequence(value)
     if len(pair) != 2:
         raise _Wrong
-    return _ID.read(pair[0]), _FINITE.read(pair[1])
+    return _id(pair[0]), _FINITE.read(pair[1])
 
 
 def _watermark(value: Any) -> Any:
@@ -160,7 +168,11 @@ def _watermark(value: Any) -> Any:
             raise _Wrong(str(error)) from error
     if not all(callable(getattr(value, name, None)) for name in ("validate", "construct_processor")):
         raise _Wrong
-    _number(getattr(value, "bias", 0.0))
+    for name, kind in _WATERMARK.items():
+        try:
+            kind.read(getattr(value, name, 1))
+        except _Wrong:
+            raise _Wrong(f"has {name}={getattr(value, name)!r:.80}, but it is {kind.words}") from None
     return value
 
 
@@ -178,18 +190,51 @@ def having(*methods: str, words: str) -> Kind:
     return Kind(words, read)
 
 
+_NEEDED = ("decode", "__call__", "pad_token_id", "eos_token_id", "all_special_ids", "all_special_tokens")
+
+
+def _tokenizer(value: Any) -> Any:
+    """One of transformers, or that of its processor."""
+    lacking = [name for name in _NEEDED if not hasattr(value, name)]
+    if lacking and hasattr(value, "tokenizer"):
+        return _tokenizer(value.tokenizer)
+    if lacking or isinstance(value, type):
+        what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+        without = "" if isinstance(value, type) else f" without {', '.join(lacking)}"
+        raise _Wrong(
+            f"is {what}{without}: give a tokenizer of transformers, which PreTrainedTokenizerFast(tokenizer_object=...)"
+            " makes of one of the package tokenizers"
+        )
+    return value
+
+
 def _callables(value: Any) -> list[Any]:
     for one in (found := list(value) if isinstance(value, (list, tuple)) else [value]):
         if not callable(one) or isinstance(one, type):
             what = f"the class {one.__name__}: give an object of it" if isinstance(one, type) else f"{one!r:.80}"
             raise _Wrong(f"holds {what}, but all of it is called with ids and scores")
+        _check_takes(one, "ids and scores")
     return found
 
 
-def _callable(value: Any) -> Any:
+def _constraint(value: Any) -> Any:
     if not callable(value):
         raise _Wrong
+    _check_takes(value, "a row and its ids")
     return value
+
+
+def _check_takes(function: Callable[..., Any], given: str) -> None:
+    """Refuse a function of which it is known that it cannot be called with two arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise _Wrong(f"has {name}{signature}, but it is called with {given}: {error}") from None
 
 
 def _strategy(value: Any) -> Any:
@@ -218,7 +263,7 @@ def _is_layer(value: Any) -> bool:
     return is_one and all(isinstance(part, torch.Tensor) for part in value)
 
 
-def _config(value: Any) -> GenerationConfig:
+def _generation_config(value: Any) -> GenerationConfig:
     """With all fields read. The one that was given stays as it is."""
     if isinstance(value, Mapping):
         known = {name for name in GenerationConfig().to_dict() if not name.startswith("_")}
@@ -228,8 +273,8 @@ def _config(value: Any) -> GenerationConfig:
         fields = {name: read("generation_config: " + name, one, name) for name, one in value.items()}
         try:
             return GenerationConfig(**fields)
-        except (ValueError, TypeError, AttributeError) as error:  # fields that contradict each other
-            raise _Wrong(f"cannot be: {error}") from error
+        except (ValueError, TypeError, AttributeError) as error:
+            raise _Wrong(f"has fields that contradict each other: {error}") from error
     if not isinstance(value, GenerationConfig):
         raise _Wrong
     config = copy.copy(value)
@@ -240,7 +285,8 @@ def _config(value: Any) -> GenerationConfig:
 
 
 _WHOLE, _POSITIVE, _COUNT = whole(), whole(1), whole(0)
-_ID = _WHOLE
+_ID = Kind("a token id", _id)
+_SEED = whole(-(2**63), 2**64 - 1)
 _FLAG = Kind("True or False", _flag)
 _TEXT = Kind("a text", _text)
 _FINITE = number("a finite number")
@@ -249,7 +295,7 @@ _SHARE = number("a number from 0 to 1", 0, 1)
 _IDS = Kind("a list of token ids", _ids)
 _SOME_IDS = Kind("a token id, a list of one or more, or None for none", _some_ids)
 _CALLABLES = Kind("something callable, or a list of such", _callables)
-_TOKENIZER = having("decode", words="a tokenizer of transformers")
+_TOKENIZER = Kind("a tokenizer of transformers", _tokenizer)
 
 # Fields of a `GenerationConfig`. Some have a smaller range, which the strategy that uses them knows.
 _FIELDS: dict[str, Kind] = {
@@ -259,7 +305,7 @@ _FIELDS: dict[str, Kind] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "num_assistant_tokens"), _WHOLE),
     **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size"), _WHOLE),
     **dict.fromkeys(("pad_token_id", "bos_token_id"), _ID),
-    "eos_token_id": Kind("a token id, a list of them, or None for no end", _end_ids),
+    "eos_token_id": Kind("a token id, a list of them, or [] for no end", _end_ids),
     **dict.fromkeys(("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"), _SOME_IDS),
     **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), _IDS),
     **dict.fromkeys(("length_penalty", "diversity_penalty", "penalty_alpha", "guidance_scale"), _FINITE),
@@ -281,17 +327,27 @@ _FIELDS: dict[str, Kind] = {
     **dict.fromkeys(("return_dict_in_generate", "disable_compile", "use_mtp", "low_memory", "is_assistant"), _FLAG),
 }
 
+# Fields of either kind of watermark.
+_WATERMARK: dict[str, Kind] = {
+    **dict.fromkeys(("hashing_key", "sampling_table_seed"), _SEED),
+    **dict.fromkeys(("context_width", "ngram_len", "sampling_table_size", "context_history_size"), _POSITIVE),
+    **dict.fromkeys(("bias", "greenlist_ratio"), _FINITE),
+}
+
+# Fields that shape a distribution to draw from.
+SAMPLING = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+
 # Those that are no fields of a `GenerationConfig`.
 _OTHERS: dict[str, Kind] = {
     "tokenizer": _TOKENIZER,
     "assistant_tokenizer": _TOKENIZER,
-    "generation_config": Kind("a GenerationConfig, or a dict of its fields", _config),
+    "generation_config": Kind("a GenerationConfig, or a dict of its fields", _generation_config),
     "strategy": Kind("a strategy's name, or an object with name, samples and flow()", _strategy),
     "past_key_values": Kind("a cache, or a tuple of 2 or 4 tensors for each layer", _past),
-    "seed": whole(-(2**63), 2**64 - 1),
+    "seed": _SEED,
     **dict.fromkeys(("trust_cache", "return_legacy_cache", "synced_gpus", "trust_remote_code"), _FLAG),
     **dict.fromkeys(("logits_processor", "stopping_criteria"), _CALLABLES),
-    "prefix_allowed_tokens_fn": Kind("something callable", _callable),
+    "prefix_allowed_tokens_fn": Kind("something callable", _constraint),
     "cancellation": having("is_set", words="a threading.Event, and set() it to stop the run"),
     "streamer": having("put", "end", words="a TextStreamer or another BaseStreamer of transformers"),
 }
@@ -318,38 +374,14 @@ def read_parameters(call: Call) -> Call:
     return replace(call, **own, options=options)
 
 
-# What other engines call a parameter, and what to say here.
-ELSEWHERE = {
-    **dict.fromkeys(("n", "samples", "num_samples"), "num_return_sequences"),
-    "best_of": "num_beams, or num_return_sequences with do_sample=True",
-    **dict.fromkeys(("stop", "stop_sequences", "stop_words", "stop_sequence"), "stop_strings"),
-    **dict.fromkeys(("stop_token_ids", "end_id", "eos_id", "eos_token"), "eos_token_id"),
-    "ignore_eos": "eos_token_id=None",
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_gen_len", "n_predict"), "max_new_tokens"),
-    **dict.fromkeys(("num_predict", "max_output_tokens", "max_tokens_to_sample"), "max_new_tokens"),
-    "min_tokens": "min_new_tokens",
-    **dict.fromkeys(("prompt", "prompts", "text", "texts", "messages"), "inputs, the argument after the model"),
-    **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), "output_scores=True or output_logits=True"),
-    **dict.fromkeys(("random_seed", "rng_seed", "manual_seed"), "seed"),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repeat_penalty"), "repetition_penalty"),
-    "logit_bias": "sequence_bias",
-    "bad_words": "bad_words_ids",
-    **dict.fromkeys(("beam_width", "beam_size", "n_beams", "use_beam_search"), "num_beams"),
-    **dict.fromkeys(("draft_model", "speculative_model"), "assistant_model"),
-    "num_speculative_tokens": "num_assistant_tokens",
-    **dict.fromkeys(("max_seq_len", "max_model_len", "n_ctx", "num_ctx"), "cache_config={'max_cache_len': ...}"),
-    **dict.fromkeys(("kv_cache_dtype", "kv_cache", "cache_type"), "cache, such as cache='quantized'"),
-    **dict.fromkeys(("grammar", "guided_json", "guided_regex", "response_format"), "prefix_allowed_tokens_fn"),
-    **dict.fromkeys(("stream", "streaming"), "engine.stream(...) in place of generate, or streamer"),
-    **dict.fromkeys(("dtype", "torch_dtype", "device", "device_map"), "EngineConfig, or load the model with it"),
-    "custom_generate": "strategy, an object with a flow of its own",
-}
+def read_own(config: GenerationConfig, given: GenerationConfig | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a model's own configuration that a call leaves to it, read. Raises `OptionError`.
 
-
-def hint(name: str, known: set[str]) -> str:
-    """What may have been meant by an unknown parameter: two or three names, or where all of them are listed."""
-    if name in ELSEWHERE:
-        return f"here it is {ELSEWHERE[name]}"
-    return nearest(name, sorted(one for one in known if not one.startswith("_")), most=0) or (
-        "help(engine.generate) lists the parameters"
-    )
+    given, options: what the call says. What shapes a distribution is not looked at where nothing is drawn.
+    """
+    sources = (options.get("do_sample"), getattr(given, "do_sample", None), config.do_sample)
+    draws = next((value for value in sources if value is not None), False)
+    left = {name for name in _FIELDS if name not in options and getattr(given, name, None) is None}
+    left -= set() if draws else SAMPLING
+    found = {name: getattr(config, name, None) for name in _FIELDS if name in left}
+    return {name: read(f"model.generation_config.{name}", one, name) for name, one in found.items() if one is not None}

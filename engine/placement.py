@@ -9,13 +9,16 @@ from engine.errors import OptionError
 
 _SPREADS = ("auto", "balanced", "balanced_low_0", "sequential")  # accelerate's ways to use all devices
 _USUAL = ["float32", "bfloat16", "float16", "float64"]
+_SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}  # what other tools call them
 
 
 def read_dtype(name: torch.dtype | str) -> torch.dtype:
     """torch's data type of that name. Raises `OptionError` where weights cannot have it."""
     dtype = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else name
     if not isinstance(dtype, torch.dtype):
-        raise OptionError(f"dtype={name!r} is no data type of torch; {nearest(str(name), _USUAL)}")
+        raise OptionError(
+            f"dtype={name!r} is no data type of torch; {nearest(_SHORT.get(str(name).lower(), str(name)), _USUAL)}"
+        )
     if not dtype.is_floating_point:
         raise OptionError(f"dtype={name!r} holds no fractions, which weights are; {nearest('', _USUAL)}")
     return dtype

@@ -35,9 +35,9 @@ class Subject:
     has_end: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BackendPlan:
-    """What a run takes with one backend.
+    """What a run takes with one backend. One equals only itself, as of a `Plan`.
 
     Attributes
     ----------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,11 @@ from engine.rehearsal import rehearse
 from engine.sizes import study, weight_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """What a run will take: see `engine.plan`. Printed, it is a table.
+    """What a run will take: see `engine.plan`. Printed, it is a table; iterated over, it is its `backends`.
+
+    A plan equals only itself: compare `to_dict()` of two.
 
     Attributes
     ----------
@@ -75,6 +78,13 @@ class Plan:
             if name in (backend.cache, backend.title):
                 return backend
         raise KeyError(f"the plan has no backend {name!r}: {', '.join(backend.title for backend in self.backends)}")
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a backend of this name or title."""
+        return any(name in (backend.cache, backend.title) for backend in self)
+
+    def __iter__(self) -> Iterator[BackendPlan]:
+        return iter(self.backends)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON can have it."""
@@ -133,8 +143,8 @@ def plan(
         How a model would be loaded that is not. Default: as its configuration says, and onto the accelerator where
         there is one.
     free_bytes : int, optional
-        On the device. Default: what is found to be free there. (On a CPU the least of what the machine, the control
-        group and the limits of the process leave.)
+        On the device, 0 or more. Default: what is found to be free there. (On a CPU the least of what the machine, the
+        control group and the limits of the process leave.)
     prefill_chunk_tokens : int, optional
         How many tokens of the prompt are read at once. Default: all.
 
@@ -149,9 +159,9 @@ def plan(
         batch_size=batch_size,
         num_beams=num_beams,
         num_return_sequences=num_return_sequences,
-        free_bytes=free_bytes,
         prefill_chunk_tokens=prefill_chunk_tokens,
     )
+    _check_numbers(0, free_bytes=free_bytes)
     if 1 < num_beams < num_return_sequences:
         raise OptionError(
             f"num_return_sequences={num_return_sequences} texts cannot come from num_beams={num_beams}: ask for fewer"
@@ -247,10 +257,10 @@ def _score_copies(num_beams: int, num_return_sequences: int, do_sample: bool) ->
     return score_copies(strategies.Greedy())
 
 
-def _check_numbers(**values: int | None) -> None:
+def _check_numbers(least: int = 1, **values: int | None) -> None:
     for name, value in values.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise OptionError(f"{name}={value!r}, but a plan is for a whole number, 1 or more")
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise OptionError(f"{name}={value!r}, but a plan is for a whole number, {least} or more")
 
 
 def _asked_about(cache: str | CacheConfig | None, options: dict[str, Any] | CacheConfig | None) -> list[CacheConfig]:

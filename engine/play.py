@@ -12,7 +12,7 @@ import torch
 
 from caches.out_of_memory import is_out_of_memory
 from engine.cancellation import Cancellation, StopAsked
-from engine.errors import BadLogits, Cancelled, CtrlC, Interrupted, OutOfMemory
+from engine.errors import BadLogits, Cancelled, CtrlC, Interrupted, OptionError, OutOfMemory
 from engine.out_of_memory import Exhausted, empty_allocators, in_words, without_frames
 from engine.result import Generation, Piece
 from engine.run import Run
@@ -29,7 +29,7 @@ class Play:
 
     def pieces(self) -> Generator[Piece, None, None]:
         run = self._run
-        flow = run.begin()
+        flow = self._begun()
         failure: Exception | KeyboardInterrupt | None = None
         try:
             try:
@@ -79,6 +79,20 @@ class Play:
     def result(self) -> Generation:
         """What was generated. Ends the run."""
         return self._run.result()
+
+    def _begun(self) -> Flow:
+        """The strategy's flow. What it is no generator for, or raises at once, has come before any work."""
+        try:
+            flow = self._run.begin()
+            if not all(callable(getattr(flow, name, None)) for name in ("send", "close")):
+                raise OptionError(
+                    f"the strategy's flow() returned {flow!r:.80}, where a generator of operations belongs: write it "
+                    "with `yield`, or return the flow of another strategy"
+                )
+        except BaseException:
+            _without_grad(self._run.close)
+            raise
+        return flow
 
     def _steps(self, flow: Flow) -> Generator[Piece, None, None]:
         """Do what the flow says until all rows have ended."""

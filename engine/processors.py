@@ -56,7 +56,7 @@ class Processing:
         self._by_place = next((processor for processor in processors if _knows_rows_by_place(processor)), None)
         self._misplaced = False
         self.given = tuple(processors)
-        self.names = [_name(processor) for processor in processors]
+        self.names = [name_of(processor) for processor in processors]
         # It was asked for, so what is NaN or infinite before is none of the engine's business.
         self.repairs = any(isinstance(one, InfNanRemoveLogitsProcessor) for one in processors)
 
@@ -69,7 +69,7 @@ class Processing:
         if self._followers:
             self._follow(ids)
         for name, processor in zip(self.names, self._processors, strict=True):
-            scores = _checked(name, LogitsProcessorList([processor])(ids, scores), scores)
+            scores = _checked(name, processor(ids, scores), scores)
         return scores
 
     def culprit(self, ids: torch.Tensor, scores: torch.Tensor, is_bad: Callable[[torch.Tensor], bool]) -> str:
@@ -124,7 +124,8 @@ def _checked(name: str, made: Any, given: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def _name(processor: Any) -> str:
+def name_of(processor: Any) -> str:
+    """How a processor or a criterion is called in errors."""
     return getattr(processor, "__name__", type(processor).__name__)
 
 

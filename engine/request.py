@@ -1,23 +1,15 @@
-"""One call's arguments, checked and put in order before any work. The only file that asks transformers'
-`GenerationMixin` for its private helpers: how a `GenerationConfig` is completed, and which processors it means."""
+"""One call's arguments, checked and put in order before any work, with `GenerationMixin`'s own helpers."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from transformers import (
-    GenerationConfig,
-    GenerationMixin,
-    LogitsProcessorList,
-    MaxTimeCriteria,
-    PreTrainedModel,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, GenerationMixin, MaxTimeCriteria, PreTrainedModel, StoppingCriteriaList
 
 from caches import Driven
 from engine.call import Call, parameters
@@ -30,7 +22,7 @@ from engine.checks import (
     check_length,
     check_mask,
     check_model,
-    check_pads,
+    check_pad_id,
     check_pieces,
     check_positions,
     check_said_ids,
@@ -38,16 +30,18 @@ from engine.checks import (
 from engine.choice import choose_strategy, score_copies, scored
 from engine.device_state import seeded
 from engine.dispatch import prompt_device
-from engine.encoder import Recover, Source, read_source
+from engine.encoder import Recover, Source, encode, read_source
 from engine.errors import OptionError
 from engine.extras import complete_extras
 from engine.fresh import Course
 from engine.guidance import ARGUMENTS, Guidance, check_guidance, read_guidance
 from engine.inputs import Prompt, read_prompt
-from engine.parameters import hint
+from engine.parameter_names import hint
+from engine.parameters import read_own
 from engine.processors import Processing
 from engine.session import known_mask
-from engine.stopping import Stopping
+from engine.shaping import ended, processing, stop_strings, what_is_read
+from engine.stopping import Criteria, Stopping
 from strategies import Drafts, Strategy, Task, Translation
 
 
@@ -55,7 +49,7 @@ from strategies import Drafts, Strategy, Task, Translation
 class Request:
     """total: columns when the run ends at the latest. before: columns the cache holds before those of `prompt`.
 
-    source: what an encoder has read for this call. drafts, translation, generator: see `Task`.
+    source: what an encoder reads for this call. drafts, translation, generator: see `Task`.
     """
 
     prompt: Prompt
@@ -87,8 +81,20 @@ class Request:
     def source_tokens(self) -> int:
         """What is read besides the prompts, by an encoder or for guidance, pads not counted."""
         if self.source is not None:
-            return self.source.tokens
+            return self.source.tokens or 0
         return 0 if self.guidance is None else self.guidance.other_tokens
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether what an encoder makes of its source is there, if one reads for this call."""
+        return self.source is None or self.source.tokens is not None
+
+    def encoded(self, model: PreTrainedModel, recover: Recover) -> Request:
+        """The same with what the encoder of `model` makes of its source: see `encode`."""
+        if self.source is None:
+            return self
+        extras, source = encode(model, self.prompt.extras, self.source, recover)
+        return replace(self, prompt=replace(self.prompt, extras=extras), source=source)
 
     @property
     def rows(self) -> int:
@@ -159,6 +165,34 @@ class Request:
         return Stopping(len(self.prompt.ids), self.total - self.untold, self.eos_ids, self.criteria, time_criteria)
 
 
+@dataclass(frozen=True)
+class _Said:
+    """What a call says besides its inputs. options: those that mean something. config: the parameters as a whole.
+
+    model_inputs: given as keywords. lengths: those of max_length and min_length that were chosen.
+    """
+
+    options: dict[str, Any]
+    config: GenerationConfig
+    strategy: Strategy
+    model_inputs: dict[str, Any]
+    lengths: set[str]
+    negative: dict[str, Any]
+    constraint: Callable | None
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What the model is to read: see `Request`. device: of the prompt."""
+
+    prompt: Prompt
+    mask: torch.Tensor
+    before: int
+    source: Source | None
+    guidance: Guidance | None
+    device: torch.device
+
+
 def read_request(
     model: PreTrainedModel,
     call: Call,
@@ -167,36 +201,83 @@ def read_request(
     *,
     assistant: PreTrainedModel | None,
     chunk_tokens: int | None,
-    recover: Recover,
 ) -> Request:
     """Check everything that can be checked without running the model. Raises `InputError` and `OptionError`.
 
+    An encoder has not read its source then: see `Request.encoded`.
+
     cache: the live one that the call continues. assistant: the draft, for strategies that need one. chunk_tokens: what
-    the engine's configuration says. recover: see `encode`.
+    the engine's configuration says.
     """
     check_model(model)
+    said = _read_said(model, call, assistant)
+    config, chosen = said.config, said.strategy
+    chunk_tokens = config.prefill_chunk_size or chunk_tokens
+    inputs = _read_inputs(model, call, tokenizer, said, cache, chunk_tokens)
+    total = _read_length(model, said, inputs)
+    prompt, mask, source = inputs.prompt, inputs.mask, inputs.source
+    eos, pad = config._eos_token_tensor, config._pad_token_tensor
+    if pad is None and tokenizer is not None and tokenizer.pad_token_id is not None:
+        pad = torch.tensor(tokenizer.pad_token_id)
+    given = call.logits_processor
+    request = Request(
+        prompt=prompt,
+        mask=mask,
+        before=inputs.before,
+        total=total,
+        config=config,
+        strategy=chosen,
+        processing=processing(model, prompt, mask, source, config, scored(chosen), given, said.constraint),
+        source=source,
+        guidance=inputs.guidance,
+        criteria=Criteria(call.stopping_criteria or []),
+        eos_ids=() if eos is None else tuple(eos.tolist()),
+        pad_id=0 if pad is None else int(pad),
+        stop_strings=stop_strings(config, tokenizer),
+        ended=ended(model, config, call.stopping_criteria, tokenizer),
+        chunk_tokens=chunk_tokens,
+        use_cache=said.options.get("use_cache", call.generation_config and call.generation_config.use_cache),
+        generator=seeded(call.seed, inputs.device),
+    )
+    texts = len(prompt.ids) * int(getattr(chosen, "num_return_sequences", 1))
+    if texts > 1 and not request.length_is_known:
+        check_pad_id(model, request.pad_id, texts)
+    return request
+
+
+def _read_said(model: PreTrainedModel, call: Call, assistant: PreTrainedModel | None) -> _Said:
     # Left at None, transformers' arguments mean nothing.
     spare = set(inspect.signature(GenerationMixin.generate).parameters) | set(
         inspect.signature(model.forward).parameters
     )
     options = {name: value for name, value in call.options.items() if value is not None or name not in spare}
-    generation_config = call.generation_config
     if options.get("synced_gpus") is False:
         del options["synced_gpus"]
     constraint = options.pop("prefix_allowed_tokens_fn", None)
     negative = {name: options.pop(name, None) for name in ARGUMENTS}
-    config, model_inputs, lengths_given = _complete_config(model, generation_config, options)
-    chosen = choose_strategy(config, call, options, assistant)
-    check_applies(model, chosen, generation_config, options)
+    config, model_inputs, lengths = _complete_config(model, call.generation_config, options)
+    strategy = choose_strategy(config, call, options, assistant)
+    check_applies(model, strategy, config, options)
     check_said_ids(model, config, options)
     check_guidance(model, config.guidance_scale, negative)
+    return _Said(options, config, strategy, model_inputs, lengths, negative, constraint)
 
-    device, source, encode = prompt_device(model), None, None
+
+def _read_inputs(
+    model: PreTrainedModel,
+    call: Call,
+    tokenizer: Any,
+    said: _Said,
+    cache: Driven | None,
+    chunk_tokens: int | None,
+) -> _Inputs:
+    device, source, config = prompt_device(model), None, said.config
     if model.config.is_encoder_decoder:
-        _refuse_unknown(model, model_inputs | (dict(call.inputs) if isinstance(call.inputs, Mapping) else {}))
-        prompt, source, encode = read_source(model, call.inputs, model_inputs, tokenizer, config, device, recover)
+        named = dict(call.inputs) if isinstance(call.inputs, Mapping) else {}
+        _refuse_unknown(model, said.model_inputs | named)
+        prompt, source = read_source(model, call.inputs, said.model_inputs, tokenizer, config, device)
     else:
-        prompt = read_prompt(call.inputs, model_inputs, tokenizer, config.bos_token_id, pad_id=config.pad_token_id)
+        prompt = read_prompt(call.inputs, said.model_inputs, tokenizer, config.bos_token_id, pad_id=config.pad_token_id)
         _refuse_unknown(model, prompt.extras)
         prompt = prompt.to(device)
         model._prepare_special_tokens(config, prompt.mask is not None, device=device, batch_size=len(prompt.ids))
@@ -212,54 +293,32 @@ def read_request(
     name = "attention_mask" if source is None else "decoder_attention_mask"
     before = check_mask(prompt, mask, 0 if cache is None else cache.seen, name)
     check_extras(model, prompt, mask)
-    chunk_tokens = config.prefill_chunk_size or chunk_tokens
     if source is None:
         check_pieces(prompt, chunk_tokens)
     infer_mask = functools.partial(_inferred_mask, model, config=config)
-    guidance = read_guidance(model, prompt, mask, config, negative, tokenizer, cache, infer_mask)
+    guidance = read_guidance(model, prompt, mask, config, said.negative, tokenizer, cache, infer_mask)
     if guidance is None:
         prompt, mask = complete_extras(model, prompt, mask, cache, config)
+    return _Inputs(prompt, mask, before, source, guidance, device)
+
+
+def _read_length(model: PreTrainedModel, said: _Said, inputs: _Inputs) -> int:
+    """Columns when the run ends at the latest."""
+    config, prompt = said.config, inputs.prompt
     model._prepare_generated_length(
         generation_config=config,
-        has_default_max_length="max_length" not in lengths_given,
-        has_default_min_length="min_length" not in lengths_given,
+        has_default_max_length="max_length" not in said.lengths,
+        has_default_min_length="min_length" not in said.lengths,
         model_input_name="input_ids" if prompt.embeds is None else "inputs_embeds",
         input_ids_length=prompt.ids.shape[1],
         inputs_tensor=prompt.ids if prompt.embeds is None else prompt.embeds,
     )
-    check_ids_are_known(_what_is_read(prompt, source), options)
-    total = before + prompt.unnamed + config.max_length
-    check_length(mask.shape[1], total)
-    if source is not None:  # others need positions for what their cache lets them look at
-        check_positions(model, None, mask.shape[1], total)
-
-    eos, pad = config._eos_token_tensor, config._pad_token_tensor
-    if pad is None and tokenizer is not None and tokenizer.pad_token_id is not None:
-        pad = torch.tensor(tokenizer.pad_token_id)
-    request = Request(
-        prompt=prompt,
-        mask=mask,
-        before=before,
-        total=total,
-        config=config,
-        strategy=chosen,
-        processing=_processing(model, prompt, mask, source, config, scored(chosen), call.logits_processor, constraint),
-        source=source,
-        guidance=guidance,
-        criteria=StoppingCriteriaList(call.stopping_criteria or []),
-        eos_ids=() if eos is None else tuple(eos.tolist()),
-        pad_id=0 if pad is None else int(pad),
-        stop_strings=_stop_strings(config, tokenizer),
-        ended=_ended(model, config, call.stopping_criteria, tokenizer),
-        chunk_tokens=chunk_tokens,
-        use_cache=options.get("use_cache", generation_config and generation_config.use_cache),
-        generator=seeded(call.seed, device),
-    )
-    check_pads(model, request)
-    if encode is not None:  # the first work, after all that can be checked
-        encoded, source = encode()
-        request = replace(request, prompt=encoded, source=source)
-    return request
+    check_ids_are_known(what_is_read(prompt, inputs.source), said.options)
+    total = inputs.before + prompt.unnamed + config.max_length
+    check_length(inputs.mask.shape[1], total)
+    if inputs.source is not None:  # others need positions for what their cache lets them look at
+        check_positions(model, None, inputs.mask.shape[1], total)
+    return total
 
 
 def _complete_config(
@@ -269,6 +328,7 @@ def _complete_config(
 
     Third, which of max_length and min_length were chosen: transformers counts those from the prompt's beginning.
     """
+    own = read_own(model.generation_config, generation_config, options)
     configs = [config for config in (generation_config, model.generation_config) if config is not None]
     given = {
         name
@@ -280,7 +340,12 @@ def _complete_config(
     try:
         config, model_inputs = model._prepare_generation_config(generation_config, **options)
     except (ValueError, TypeError, AttributeError) as error:  # transformers' own checks, of the model's settings too
-        raise OptionError(f"these generation parameters cannot be: {error}") from error
+        raise OptionError(f"transformers refuses these generation parameters: {error}") from error
+    for name, value in own.items():
+        if getattr(config, name) is not None:  # transformers drops some
+            setattr(config, name, value)
+    if config.eos_token_id == []:  # said, so that the model's own does not count; from here on None is no end
+        config.eos_token_id = None
     if returned is not None:
         options["num_return_sequences"] = config.num_return_sequences = returned
     for flag in ("output_attentions", "output_hidden_states"):  # kept in the config too
@@ -295,69 +360,6 @@ def _inferred_mask(model: PreTrainedModel, ids: torch.Tensor, config: Generation
     return model._prepare_attention_mask_for_generation(ids, config, {})
 
 
-def _what_is_read(prompt: Prompt, source: Source | None) -> torch.Tensor:
-    """By the encoder, if there is one: ids [rows, columns], or [rows, columns, ...] where they are not known."""
-    if source is None:
-        return prompt.ids if prompt.embeds is None else prompt.embeds
-    # transformers stands in with ids below 0 for a source that was not given.
-    is_unknown = source.inputs.ndim == 2 and bool((source.inputs < 0).any())
-    return source.inputs[..., None] if is_unknown else source.inputs
-
-
-def _processing(
-    model: PreTrainedModel,
-    prompt: Prompt,
-    mask: torch.Tensor,
-    source: Source | None,
-    config: GenerationConfig,
-    scored: int,
-    given: Sequence | None,
-    constraint: Callable | None,
-) -> Processing:
-    """scored: rows per prompt whose scores are processed at a time."""
-    read = _what_is_read(prompt, source)
-    mask = mask.repeat_interleave(scored, dim=0)
-    if read.ndim == 2:  # in transformers 5.17 a processor would take the rows of the first prompt for all prompts
-        read = read.repeat_interleave(scored, dim=0)
-    try:
-        processors = model._get_logits_processor(
-            generation_config=config,
-            input_ids_seq_length=prompt.ids.shape[1],
-            encoder_input_ids=read,
-            logits_processor=LogitsProcessorList(given or []),
-            device=str(mask.device),
-            model_kwargs={"attention_mask" if source is None else "decoder_attention_mask": mask},
-            prefix_allowed_tokens_fn=constraint,
-        )
-    except (ValueError, TypeError) as error:  # an impossible temperature, ..., maybe of the model's own settings
-        raise OptionError(f"these generation parameters cannot be: {error}") from error
-    return Processing(processors, prompt.ids)
-
-
-def _ended(
-    model: PreTrainedModel, config: GenerationConfig, given: Sequence | None, tokenizer: Any
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Whether a text ends with the last of its ids, for any texts at once: see `Task`."""
-
-    @functools.cache
-    def criteria() -> StoppingCriteriaList:  # stop strings take a while to prepare
-        return model._get_stopping_criteria(config, StoppingCriteriaList(given or []), tokenizer)
-
-    if config.max_time is not None:
-        criteria()  # the clock starts with the call, not with the first token
-    return lambda ids: criteria()(ids, None)
-
-
-def _stop_strings(config: GenerationConfig, tokenizer: Any) -> tuple[str, ...]:
-    stops = config.stop_strings or ()
-    stops = (stops,) if isinstance(stops, str) else tuple(stops)
-    if stops and tokenizer is None:
-        raise OptionError("stop_strings are looked for in the text: pass tokenizer=..., or give the model as a path")
-    if "" in stops or config.stop_strings == "":
-        raise OptionError("stop_strings: an empty stop string would end every text before it begins")
-    return stops
-
-
 def _refuse_unknown(model: PreTrainedModel, extras: dict[str, Any]) -> None:
     """Refuse model inputs that the model does not take, among them every misspelt parameter."""
     takes = set(inspect.signature(model.forward).parameters)
@@ -366,10 +368,21 @@ def _refuse_unknown(model: PreTrainedModel, extras: dict[str, Any]) -> None:
     for name in extras:
         if name in _SET_BY_THE_ENGINE:
             raise OptionError(f"{name!r} is set by the engine in every step and cannot be an input: leave it out")
-        if name not in takes:
-            known = takes | set(GenerationConfig().to_dict()) | set(inspect.signature(parameters).parameters)
-            meant = hint(name, known - _NO_PARAMETERS)
-            raise OptionError(f"{type(model).__name__} and generate() know no input {name!r}; {meant}")
+        if name in takes:
+            continue
+        if name == "synced_gpus":
+            raise OptionError(
+                "synced_gpus=True is for a model that is split among processes (ZeRO-3, FSDP), which the engine does "
+                "not run: leave it out"
+            )
+        said = (set(GenerationConfig().to_dict()) | set(inspect.signature(parameters).parameters)) - _NO_PARAMETERS
+        if name in said:
+            raise OptionError(
+                f"{type(model).__name__} knows no input {name!r}, which is a parameter of the call: give it as a "
+                f"keyword, generate(..., {name}=...)"
+            )
+        meant = hint(str(name), takes | said)
+        raise OptionError(f"{type(model).__name__} and generate() know no input {name!r}; {meant}")
 
 
 _SET_BY_THE_ENGINE = {

@@ -90,9 +90,11 @@ class Stats:
     linears: str = "torch"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Generation:
     """The result of one call, with the fields of transformers' `return_dict_in_generate`.
+
+    A result equals only itself: compare the fields of two, with `torch.equal` those that are tensors.
 
     Attributes
     ----------

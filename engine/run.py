@@ -421,7 +421,7 @@ class Run:
         self.close()
         sequences = self._tokens.ids
         records = {name: tuple(values) for name, values in self._records.items()}
-        if not records.get("cross_attentions"):
+        if "encoder_outputs" not in self._request.prompt.extras:  # GPT-2 returns an empty tuple of these
             records.pop("cross_attentions", None)
         return Generation(
             sequences=sequences,

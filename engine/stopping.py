@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from transformers import StoppingCriteriaList
 
+from engine.errors import OptionError
+from engine.processors import name_of
 from engine.text import RowText
+
+
+class Criteria(StoppingCriteriaList):
+    """Criteria whose verdicts are checked: each is bool [rows], or one for all rows."""
+
+    def __call__(self, ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None, **more: Any) -> torch.Tensor:
+        ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        for criterion in self:
+            ended |= _checked(name_of(criterion), criterion(ids, scores, **more), len(ids)).to(ids.device)
+        return ended
+
+
+def _checked(name: str, verdict: Any, rows: int) -> torch.Tensor:
+    told = f"the stopping criterion {name} returns whether each of {rows} rows ends, bool [{rows}]"
+    try:
+        found = torch.as_tensor(verdict)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise OptionError(f"{told}, but it returned {verdict!r:.80}") from error
+    if found.is_floating_point() or found.is_complex() or list(found.shape) not in ([], [1], [rows]):
+        raise OptionError(f"{told}, but it returned {found.dtype} {list(found.shape)}")
+    return found.bool()
 
 
 class Stopping:

@@ -17,7 +17,10 @@ def _leave(pieces: PieceGenerator[Piece, None, None]) -> None:
 
 
 class Stream:
-    """An iterator of pieces. Leaving it early is fine: `result()` then gives what was generated so far."""
+    """An iterator of pieces. Leaving it early is fine: `result()` then gives what was generated so far.
+
+    The run ends with the last piece, with `close()`, or where `with engine.stream(...) as pieces:` ends.
+    """
 
     def __init__(self, play: Play, model: str):
         """model: what generates, in words."""
@@ -34,6 +37,16 @@ class Stream:
         self._new_tokens += len(piece.tokens)
         return piece
 
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the run, if it has not ended; there are no further pieces."""
+        self._pieces.close()
+
     def __repr__(self) -> str:
         return f"Stream({self._model}, cache={self._play.cache_name!r}, {self._new_tokens} new tokens shown)"
 
@@ -44,5 +57,5 @@ class Stream:
 
     def result(self) -> Generation:
         """End the stream, if it has not ended: the generation. Raises `EngineError` where it is `given_up`."""
-        self._pieces.close()
+        self.close()
         return self._play.result()

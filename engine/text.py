@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 _PLAIN = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+_HALF = "\ufffd"
+_MIDDLE = "abcdef"  # behind it a token is in the middle of a text, where no tokenizer leaves out its space
 
 
 class RowText:
@@ -16,7 +18,8 @@ class RowText:
 
     stop_strings: the first one to appear ends the text just before it; `stopped` becomes True. decoding: arguments of
     the tokenizer's `decode`; by default special tokens are left out, and spaces are as they are. prompt: ids before the
-    first token. A stop string may begin in them, and may contain special tokens, as in transformers.
+    first token. A stop string may begin in them, may begin with a space that the tokenizer leaves out where a text
+    begins, and may contain special tokens, as in transformers.
     """
 
     def __init__(
@@ -32,46 +35,54 @@ class RowText:
         self._special: dict[int, str] = {}  # tokens that do not show, though a stop string may have them
         if self._stops and self._decoding.get("skip_special_tokens"):
             self._special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-        self._tokens: list[int] = []
-        self._context = 0  # decoding starts here: tokens before cannot change the text any more
-        self._decoded = 0  # tokens whose text was taken
         # Characters that may be the beginning of a stop string, and whether each shows.
-        self._held: list[tuple[str, bool]] = [(character, False) for character in self._end_of(prompt)]
-        self._raw = ""  # all text taken from the tokenizer
+        self._held: list[tuple[str, bool]] = []
+        before: list[int] = []
+        if self._stops:
+            middle = list(tokenizer(_MIDDLE, add_special_tokens=False)["input_ids"])
+            before = [*middle, *prompt]
+            self._held = [(character, False) for character in self._end_of(middle, before)]
+        self._begin(before)
+        self._begins: int | None = len(before)  # the token that the shown text begins with; None once there is some
         self.text = ""  # all text released
         self.stopped = False
 
     def begin(self, tokens: Sequence[int]) -> str:
         """Go on from these tokens; returns their text, in which no stop string is looked for."""
-        self._tokens = list(tokens)
-        ends = [len(tokens) - half for half in range(min(4, len(tokens) + 1))]  # a character has at most four parts
-        whole = [end for end in ends if not self._decode(self._tokens[:end]).endswith("\ufffd")]
-        self._decoded = whole[0] if whole else len(tokens)
-        self._context = max(0, self._decoded - 1)  # what comes may be joined to the token before it
-        self._raw = self._decode(self._tokens[: self._decoded])
-        return self._raw
+        self._begins = None
+        return self._begin(tokens)
+
+    def _begin(self, tokens: Sequence[int]) -> str:
+        text = self._decode(list(tokens))
+        said = text.rstrip(_HALF)
+        self._tokens, self._context = list(tokens), 0  # decoding starts at `_context`: what is before changes nothing
+        self._decoded = len(tokens) if said == text else 0  # where `_context` may go next: no character is halved there
+        self._taken = len(said)  # characters taken of what is decoded
+        return said
 
     def push(self, token: int) -> str:
         """Add a token; returns the text that is final now."""
         if self.stopped:
             return ""
-        self._tokens.append(token)
         if token in self._special:
-            return self._take(self._special[token], shows=False)
-        before = self._decode(self._tokens[self._context : self._decoded])
-        now = self._decode(self._tokens[self._context :])
-        # A text that ends in a replacement character is half a character, or will turn out to be no text at all.
-        if len(now) <= len(before) or now.endswith("\ufffd"):
-            return ""
-        self._context, self._decoded = self._decoded, len(self._tokens)
-        return self._take(now[len(before) :])
+            shown = self._rest()
+            self._tokens.append(token)
+            return shown if self.stopped else shown + self._take(self._special[token], hidden=len(self._special[token]))
+        self._tokens.append(token)
+        text = self._decode(self._tokens[self._context :])
+        # A replacement character at the end is half a character, or will turn out to be no text at all.
+        whole = text.rstrip(_HALF)
+        delta, self._taken = whole[self._taken :], max(self._taken, len(whole))
+        if whole == text:
+            self._context, self._decoded = self._decoded, len(self._tokens)
+            self._taken = len(self._decode(self._tokens[self._context :]))
+        return self._take(delta, self._hidden(delta)) if delta else ""
 
     def flush(self) -> str:
         """No more tokens: returns what was held back."""
         if self.stopped:
             return ""
-        whole = self._decode(self._tokens)
-        rest = self._take(whole[len(self._raw) :]) if whole.startswith(self._raw) else ""
+        rest = self._rest()
         if self.stopped:
             return rest
         held, self._held = _shown(self._held), []
@@ -87,18 +98,30 @@ class RowText:
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, **self._decoding)
 
-    def _end_of(self, prompt: Sequence[int]) -> str:
-        """What a stop string may have of the prompt's text: all but its last character."""
-        longest = max((len(stop) for stop in self._stops), default=0) - 1
-        if longest < 1:
-            return ""
-        tokens = list(prompt[-longest - 4 :])  # one per character, and those of half a character before
-        text = self._tokenizer.decode(tokens, **(_PLAIN | {"skip_special_tokens": False})).rstrip("\ufffd")
-        return text[-longest:]
+    def _end_of(self, middle: list[int], before: list[int]) -> str:
+        """What a stop string may have of the text before: all but its last character, and nothing of `middle`."""
+        longest = max(map(len, self._stops)) - 1
+        decoding = _PLAIN | {"skip_special_tokens": False}
+        text = self._tokenizer.decode(before, **decoding)[len(self._tokenizer.decode(middle, **decoding)) :]
+        return text.rstrip(_HALF)[-longest:] if longest > 0 else ""
 
-    def _take(self, delta: str, shows: bool = True) -> str:
-        self._raw += delta if shows else ""
-        pending = [*self._held, *((character, shows) for character in delta)]
+    def _hidden(self, delta: str) -> int:
+        """How many characters at the beginning of `delta` the new text alone is without."""
+        if self._begins is None:
+            return 0
+        alone = self._decode(self._tokens[self._begins :]).rstrip(_HALF)
+        self._begins = None
+        return len(delta) - len(alone) if delta.endswith(alone) else 0
+
+    def _rest(self) -> str:
+        """Take what has come of a character that will not be whole."""
+        text = self._decode(self._tokens[self._context :])
+        delta, self._taken = text[self._taken :], max(self._taken, len(text))
+        return self._take(delta) if delta else ""
+
+    def _take(self, delta: str, hidden: int = 0) -> str:
+        """hidden: how many characters at the beginning do not show."""
+        pending = [*self._held, *((character, place >= hidden) for place, character in enumerate(delta))]
         text, held = "".join(character for character, _ in pending), len(self._held)
         # What ends before `delta` was said by the prompt.
         begins = [text.find(stop, max(0, held - len(stop) + 1)) for stop in self._stops]

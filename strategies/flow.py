@@ -78,8 +78,9 @@ class Task:
     attempt: for work on scores [rows, vocabulary] that needs memory, as `attempt(lambda: scores.softmax(dim=-1))`. The
     work must not change anything, because it may be done more than once. `process` does this by itself. records_scores:
     whether the scores of the steps are wanted in `Finish`. generator: what random numbers are drawn from, on the device
-    of the scores, so that a call's `seed` means something; None is torch's own. All drawing takes it, as in
-    `torch.multinomial(probabilities, 1, generator=task.generator)`.
+    of the scores: that of the call's `seed`, or None for torch's global one. A strategy that draws passes it on, as in
+    `torch.multinomial(probabilities, 1, generator=task.generator)`. The seed covers nothing else: a `process` that
+    draws takes torch's global numbers.
     """
 
     ids: torch.Tensor
@@ -149,8 +150,8 @@ class Show:
     """How the texts stand of a flow that will `Finish`, one `Text` for each that is returned, in their order.
 
     It comes between a `Rows` and the next `Forward`. final: with the tokens that cannot become others any more. best:
-    what each would be if the run stopped here. Both wait for the device, so they are only asked for where somebody
-    looks, or where the run does stop.
+    what each would be if the run stopped here. Both wait for the device, so they are only asked for where the
+    run is streamed, or where it stops early.
     """
 
     final: Callable[[], list[Text]]

@@ -25,8 +25,20 @@ def caches(
         ),
     ] = None,
     model: options.Model = None,
-    tokens: Annotated[int, typer.Option(metavar="N", help="Tokens per row to state the size for.", min=64)] = 4096,
-    as_json: options.Json = False,
+    tokens: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="Tokens per row to state the size for, 64 to 16777216 (2**24).", min=64, max=2**24
+        ),
+    ] = 4096,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Print JSON: model, tokens, dtype and caches (name, summary, options; bytes and bytes_per_token, "
+            "or refused).",
+        ),
+    ] = False,
 ) -> None:
     """List the cache backends: what each is for, its options, and what it takes for a model (no weights are loaded)."""
     with Work() as work:
@@ -111,7 +123,7 @@ def _values(config: type[CacheConfig], name: str) -> str:
     """What an option may be, and what it is by default."""
     default, words = config.defaults()[name], config.values()[name]
     may_be = f"One of {', '.join(words)}" if name in config.choices else " or ".join(words).capitalize()
-    shown = {None: "none", True: "true", False: "false"}.get(default, default)
+    shown = default if default is None or isinstance(default, str) else json.dumps(default)  # as it is to be written
     return f"{may_be}; default {shown}."
 
 

@@ -66,7 +66,8 @@ def _run(said: dict[str, Any]) -> None:
     """said: what the options of `generate` are."""
     texts = given.prompts(said["prompt"] or [], said["file"] or [])
     parameters = given.generation_parameters(said)
-    rows = len(texts) * (said["num_return_sequences"] or 1)
+    per_text = parameters.get("num_return_sequences", 1)
+    rows = len(texts) * (per_text if isinstance(per_text, int) else 1)
     if said["stream"] and rows > 1 and not said["as_json"]:
         raise OptionError(f"--stream prints one text, but there are {rows}: add --json, which tells them apart")
     if said["system"] is not None and not said["chat"]:
@@ -88,21 +89,28 @@ def _run(said: dict[str, Any]) -> None:
         pieces = generator.stream(
             inputs, cache=said["cache"], cache_config=cache_config, logits_processor=watch, **parameters
         )
-        result = _print(pieces, work, said["stream"], said["as_json"])
-    if said["stats"]:
-        output.tell(show.stats(result, terminal_width(100)))
-    elif "length" in result.finish_reasons and not {"max_new_tokens", "max_length"} & set(parameters):
+        result = _print(pieces, work, said)
+    if (
+        not said["stats"]
+        and "length" in result.finish_reasons
+        and not {"max_new_tokens", "max_length"} & set(parameters)
+    ):
         most = max(map(len, result.tokens))
         output.remark(f"(ended after {most} tokens, which is the limit: --max-new-tokens or -n allows more)")
 
 
-def _print(pieces: Stream, work: Work, as_they_come: bool, as_json: bool) -> Generation:
-    """Also what there is when something fails, or Ctrl-C was pressed."""
+def _print(pieces: Stream, work: Work, said: dict[str, Any]) -> Generation:
+    """Also what there is when something fails, or Ctrl-C was pressed: `main` finds it in the interrupt."""
+    as_they_come, as_json = said["stream"], said["as_json"]
     try:
         for piece in pieces:
             if as_they_come:
                 work.hide()
                 output.say(show.piece_as_json(piece) if as_json else piece.text or "", end="\n" if as_json else "")
+    except KeyboardInterrupt as stopped:
+        if not pieces.given_up:  # between two pieces it is Python's own, without a result
+            stopped.partial = pieces.result()  # type: ignore[attr-defined]
+        raise
     finally:
         work.hide()
         if not pieces.given_up:
@@ -111,6 +119,8 @@ def _print(pieces: Stream, work: Work, as_they_come: bool, as_json: bool) -> Gen
                 output.say(show.as_json(result))
             else:
                 output.say("" if as_they_come else show.as_text(result))
+            if said["stats"]:
+                output.tell(show.stats(result, terminal_width(100)))
     return result
 
 

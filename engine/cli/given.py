@@ -16,6 +16,10 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _SEARCHING = ("num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "penalty_alpha")
 _OTHERS = ("seed", "num_return_sequences", "max_new_tokens", "min_new_tokens", "max_time", "strategy",
            "repetition_penalty", "prompt_lookup_num_tokens", "num_assistant_tokens", "stop_strings")  # fmt: skip
+_NAMED = (*_SAMPLING, *_SEARCHING, *_OTHERS, "do_sample")
+# Parameters that --set does not give, and what does.
+_INSTEAD = {"inputs": "PROMPT", "prompt": "PROMPT", "as_json": "--json", "set_option": "--set",
+            "cache_config": "--cache-option", "logits_processor": "engine.generate, in Python"}  # fmt: skip
 # Fields of an `EngineConfig`.
 _SETTINGS = ("prefill_chunk_tokens", "compile", "linears", "dtype", "device_map", "on_oom", "trust_remote_code")
 
@@ -23,22 +27,38 @@ _PYTHONS = {"True": True, "False": False, "None": None}
 
 
 def generation_parameters(said: dict[str, Any]) -> dict[str, Any]:
-    """Those for `generate` that were said. A sampling parameter asks for sampling, a temperature of 0 for none."""
-    named = {name: said[name] for name in (*_SAMPLING, *_SEARCHING, *_OTHERS) if said[name] not in (None, [])}
+    """Those for `generate` that were said. A sampling parameter asks for sampling, a temperature of 0 for none.
+
+    `--set NAME=VALUE` means what the option of that name means, where there is one.
+    """
+    for text in said["stop_strings"] or []:
+        checked(text, "--stop-strings")
+    others = assignments(said["set_option"], "--set")
+    told = said | {"do_sample": said["do_sample"] or None}  # a flag that was not given says nothing
+    named = {name: told[name] for name in _NAMED if told[name] not in (None, [])}
+    for name in others:
+        if name in named:
+            raise OptionError(f"{name} was given twice: as {_option(name)} and as --set {name}: leave one of them out")
+        if name in _INSTEAD or (name in said and name not in _NAMED):
+            raise OptionError(f"--set does not give {name}: use {_option(name)}")
+    named |= {name: others.pop(name) for name in _NAMED if name in others}
+    named = {name: value for name, value in named.items() if value is not None}
     searches = any(name in named for name in _SEARCHING)
     draws = any(name in named for name in (*_SAMPLING, "num_return_sequences"))
     if named.get("temperature") == 0:
         del named["temperature"]
         beside = [name for name in (*_SAMPLING, *(() if searches else ("num_return_sequences",))) if name in named]
-        for name in [*beside, *(["do_sample"] if said["do_sample"] else [])]:
-            option = name.replace("_", "-")
-            raise OptionError(f"--temperature 0 is greedy, so --{option} cannot apply: leave one of them out")
+        for name in [*beside, *(["do_sample"] if named.get("do_sample") else [])]:
+            raise OptionError(f"--temperature 0 is greedy, so {_option(name)} cannot apply: leave one of them out")
         named["do_sample"] = False
-    elif said["do_sample"] or (draws and not searches and "strategy" not in named):
-        named["do_sample"] = True
-    for text in named.get("stop_strings", ()):
-        checked(text, "--stop-strings")
-    return named | assignments(said["set_option"], "--set")
+    elif draws and not searches and "strategy" not in named:
+        named.setdefault("do_sample", True)
+    return named | others
+
+
+def _option(name: str) -> str:
+    """How a parameter is given on the command line."""
+    return _INSTEAD.get(name, f"--{name.replace('_', '-')}")
 
 
 def engine_config(chosen: str | None, said: dict[str, Any]) -> EngineConfig:
@@ -57,16 +77,19 @@ def engine_config(chosen: str | None, said: dict[str, Any]) -> EngineConfig:
 
 
 def assignments(pairs: list[str] | None, option: str) -> dict[str, Any]:
-    """`NAME=VALUE` pairs; a value is JSON, or True, False or None, where it can be read as that, else a text."""
+    """`NAME=VALUE` pairs, each name once; a value is JSON, or True, False or None, where it is one, else a text."""
     values: dict[str, Any] = {}
     for pair in pairs or []:
         name, equals, text = pair.partition("=")
         if not equals:
             raise OptionError(f"{option} {pair}: it takes NAME=VALUE")
+        name = name.replace("-", "_")
+        if name in values:
+            raise OptionError(f"{name} was given twice with {option}: leave one of them out")
         try:
-            values[name.replace("-", "_")] = _PYTHONS[text] if text in _PYTHONS else json.loads(text)
+            values[name] = _PYTHONS[text] if text in _PYTHONS else json.loads(text)
         except json.JSONDecodeError:
-            values[name.replace("-", "_")] = checked(text, option)
+            values[name] = checked(text, option)
     return values
 
 

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from platform import python_version
 from traceback import print_exception
 from typing import Annotated, Any
@@ -23,7 +24,7 @@ from engine.cli.caches import caches
 from engine.cli.generate import generate
 from engine.cli.help import Command
 from engine.cli.plan import plan
-from engine.errors import EngineError, Interrupted
+from engine.errors import EngineError, Interrupted, OptionError
 
 NAME = "engine"
 _settings = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda name: name.replace("_", "-")}
@@ -76,16 +77,16 @@ def main(arguments: list[str] | None = None) -> None:
     if f"_{NAME.upper()}_COMPLETE" in os.environ:
         app(prog_name=NAME)
     told = {"traceback": os.environ.get("KVENGINE_DEBUG", "") not in ("", "0")}
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        with typer.main.get_command(app).make_context(
-            NAME, list(sys.argv[1:] if arguments is None else arguments), obj=told
-        ) as context:
+        _check_completion(arguments)
+        with typer.main.get_command(app).make_context(NAME, arguments, obj=told) as context:
             context.command.invoke(context)
         code = 0
     except typer.Exit as end:
         code = end.exit_code
-    except KeyboardInterrupt:
-        code = 130
+    except KeyboardInterrupt as error:
+        code = _ended_by(error, False)
     except BrokenPipeError:  # of a help text: commands themselves write with `output`
         output.leave(sys.stdout)
         code = output.UNREAD
@@ -94,13 +95,27 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _ended_by(error: Exception, prints_traceback: bool) -> int:
+def _check_completion(arguments: list[str]) -> None:
+    """The options for completion are typer's: they look which shell they run in and ignore what comes after them."""
+    options = [word.replace("_", "-") for word in takewhile(lambda word: word.startswith("-"), arguments)]
+    for option in ("--install-completion", "--show-completion"):
+        if option in options and len(arguments) > len(options):
+            raise OptionError(
+                f"{option} {arguments[len(options)]}: it takes no name, run it in the shell that it is to be for"
+            )
+
+
+def _ended_by(error: BaseException, prints_traceback: bool) -> int:
     """Say what was wrong; returns the exit code."""
-    code, message = _told(error)
     if prints_traceback:
         print_exception(error)
     try:
-        output.complain(message)
+        if isinstance(error, KeyboardInterrupt):
+            code, partial = 130, getattr(error, "partial", None)
+            output.tell("interrupted" + (f" after {partial.stats.new_tokens} tokens" if partial else ""))
+        else:
+            code, message = _told(error)
+            output.complain(message)
     except typer.Exit as end:
         return end.exit_code
     return code

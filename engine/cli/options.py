@@ -58,7 +58,7 @@ System = Annotated[
 _of_model = partial(typer.Option, rich_help_panel="The model")
 Model = Annotated[
     str | None,
-    _of_model(metavar="PATH", help="Folder or hub id; default: the small model of the package."),
+    _of_model("--model", metavar="PATH", help="Folder or hub id; default: the small model of the package."),
 ]
 Config = Annotated[
     str | None,
@@ -215,7 +215,7 @@ SetOption = Annotated[
     _of_choosing(
         "--set",
         metavar="NAME=VALUE",
-        help="Any other generation parameter of transformers; may be repeated.",
+        help="Any other generation parameter of transformers; may be repeated. Of one that has an option: the same.",
     ),
 ]
 
@@ -238,5 +238,5 @@ StopStrings = Annotated[
 
 _of_output = partial(typer.Option, rich_help_panel="What is printed")
 Stream = Annotated[bool, _of_output("--stream", help="Print the text while it comes.")]
-Json = Annotated[bool, _of_output("--json", help="Print JSON: its fields are in the README.")]
+Json = Annotated[bool, _of_output("--json", help="Print JSON: rows (text, tokens, finish_reason) and stats.")]
 Stats = Annotated[bool, _of_output("--stats", help="Print speed and cache size to standard error.")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import isfinite
 from typing import Annotated, Any
 
 import typer
@@ -12,10 +13,11 @@ from engine.cli import output
 from engine.cli.given import assignments
 from engine.cli.libraries import start_libraries
 from engine.cli.progress import Work
+from engine.errors import OptionError
 
 
 def plan(
-    model: Annotated[
+    path: Annotated[
         str | None,
         typer.Argument(
             metavar="MODEL",
@@ -23,6 +25,7 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    model: Annotated[str | None, typer.Option(metavar="PATH", help="The same, as the other commands take it.")] = None,
     prompt_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of a prompt.", min=1)] = 1024,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", metavar="N", help="Tokens to generate at most.", min=1)
@@ -59,11 +62,16 @@ def plan(
     prefill_chunk_tokens: Annotated[
         int | None, typer.Option(metavar="N", help="Tokens of the prompt that are read at once; default: all.", min=1)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: its fields are those of `engine.Plan`.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: the fields of `engine.Plan`.")] = False,
 ) -> None:
     """Say what a run will take and which cache fits, before anything runs. No weights are loaded."""
     asked = dict(locals())
-    del asked["as_json"], asked["cache_option"], asked["free_gib"]
+    del asked["as_json"], asked["cache_option"], asked["free_gib"], asked["path"]
+    if path is not None and model is not None:
+        raise OptionError("the model was given twice: as MODEL and as --model: leave one of them out")
+    if free_gib is not None and not isfinite(free_gib):
+        raise OptionError(f"--free-gib {free_gib} is no size: give a number of GiB, 0 or more")
+    model = path if model is None else model
     options: dict[str, Any] | None = assignments(cache_option, "--cache-option") or None
     free_bytes = None if free_gib is None else int(free_gib * 2**30)
     with Work() as work:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import asdict
+from textwrap import indent
 from typing import TYPE_CHECKING
 
 from engine.layout import Column, aligned
@@ -14,11 +15,15 @@ if TYPE_CHECKING:
 
 
 def as_text(result: Generation) -> str:
-    """The text, or all of them with their rows' numbers in front."""
+    """The text, or all of them with their rows' numbers in front and their further lines below their first."""
     assert result.text is not None  # a model given as a path comes with its tokenizer
     if len(result.text) == 1:
         return result.text[0]
-    return "\n".join(f"[{row}] {text}" for row, text in enumerate(result.text))
+    labels = [f"[{row}] " for row in range(len(result.text))]
+    return "\n".join(
+        label + indent(text, " " * len(label)).removeprefix(" " * len(label))
+        for label, text in zip(labels, result.text, strict=True)
+    )
 
 
 def as_json(result: Generation) -> str:

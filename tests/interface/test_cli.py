@@ -61,8 +61,11 @@ def test_a_batch_from_files(cli, shipped, tmp_path):
     expected = shipped.generate(texts, max_new_tokens=12)
     result = json.loads(cli(["generate", *files, "--max-new-tokens", "12", "--json"]).stdout)
     assert [row["text"] for row in result["rows"]] == expected.text
-    lines = cli(["generate", *files, "--max-new-tokens", "12"]).stdout
-    assert lines == f"[0] {expected.text[0]}\n[1] {expected.text[1]}\n"
+    shown = cli(["generate", *files, "--max-new-tokens", "12"]).stdout
+    assert "\n" in expected.text[0].strip()
+    texts = re.findall(r"\[\d\] (.*\n(?:(?:    .*)?\n)*)", shown)
+    assert [re.sub("^    ", "", text, flags=re.M) for text in texts] == [text + "\n" for text in expected.text]
+    assert shown == "".join(f"[{row}] {text}" for row, text in enumerate(texts))
 
 
 def test_a_chat(cli, shipped):
@@ -95,6 +98,7 @@ def test_proposed_tokens(cli, shipped):
             {"min_new_tokens": 9, "eos_token_id": [654]},
         ),
         (["--repetition-penalty", "1.7"], {"repetition_penalty": 1.7}),
+        (["--set", "temperature=3", "--seed", "0"], {"temperature": 3.0, "do_sample": True, "seed": 0}),
         (["--set", "no_repeat_ngram_size=1"], {"no_repeat_ngram_size": 1}),
         (["--top-k", "3", "--min-p", "0.1", "--seed", "4"], {"top_k": 3, "min_p": 0.1, "do_sample": True}),
         (["--samples", "2", "--seed", "4"], {"num_return_sequences": 2, "do_sample": True}),
@@ -332,11 +336,17 @@ def test_on_a_terminal_it_says_what_it_does():
 
 def test_ctrl_c_prints_what_there_is():
     process = subprocess.Popen(
-        [*ENGINE, "generate", PROMPT, "--max-new-tokens", "1500", "--stream"], stdout=subprocess.PIPE, text=True
+        [*ENGINE, "generate", PROMPT, "--max-new-tokens", "1500", "--stream", "--stats"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     begun = process.stdout.read(40)
     process.send_signal(signal.SIGINT)
-    rest, _ = process.communicate(timeout=60)
+    rest, told = process.communicate(timeout=60)
     assert process.returncode == 130
+    [new_tokens] = re.findall(r" (\d+) new$", told, flags=re.M)
+    assert re.search(r"^cache size +[\d,]+ bytes$", told, flags=re.M)
+    assert told.splitlines()[-1] == f"interrupted after {new_tokens} tokens"
     assert (begun + rest).endswith("\n")
     assert len(begun + rest) < 1500

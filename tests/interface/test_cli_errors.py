@@ -1,5 +1,6 @@
 """Errors on the command line: one line, an exit code, and what to change."""
 
+import json
 import os
 import re
 import subprocess
@@ -47,6 +48,17 @@ def test_wrong_usage(cli, arguments):
         (["x", "--temperature", "-1"], "error: Invalid value for '--temperature'"),
         (["x", "--dtype", "float99"], "error: dtype='float99' is no data type of torch; did you mean 'float"),
         (["x", "--device", "xpu:9"], "error: there is no device 'xpu:9' here: torch finds cpu"),
+        (["x", "--dtype", "fp16"], "error: dtype='fp16' is no data type of torch; did you mean 'float16'"),
+        (["x", "--dtype", "bf16"], "error: dtype='bf16' is no data type of torch; did you mean 'bfloat16'"),
+        (["x", "-n", "3", "--set", "max_new_tokens=4"], "error: max_new_tokens was given twice"),
+        (["x", "--num-beams", "3", "--set", "num-beams=2"], "error: num_beams was given twice: as --num-beams and as"),
+        (["x", "--do-sample", "--set", "do_sample=false"], "error: do_sample was given twice"),
+        (["x", "--set", "top_k=2", "--set", "top-k=3"], "error: top_k was given twice with --set"),
+        (["x", "--set", "cache=static"], "error: --set does not give cache: use --cache\n"),
+        (["x", "--set", "cache_config={}"], "error: --set does not give cache_config: use --cache-option\n"),
+        (["x", "--set", "logits_processor=[]"], "error: --set does not give logits_processor: use engine.generate"),
+        (["x", "--set", "temperature=0", "--top-k", "2"], "error: --temperature 0 is greedy, so --top-k cannot apply"),
+        (["x", "--set", "num_return_sequences=2", "--stream"], "error: --stream prints one text, but there are 2"),
         (["x", "--sampls", "2"], "error: No such option: --sampls"),
         (["caf\udce9"], "error: PROMPT is no text in UTF-8: 'caf\\xe9' at character 3"),
         (["x", "--stop", "\udce9"], "error: --stop-strings is no text in UTF-8"),
@@ -61,6 +73,40 @@ def test_errors_are_one_line_and_an_exit_code(cli, arguments, message):
     assert done.stdout == ""
     assert done.stderr.startswith(message)
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "a", "--model", "b"], "error: the model was given twice: as MODEL and as --model"),
+        (["plan", "--free-gib", "-1"], "error: Invalid value for '--free-gib'"),
+        (["plan", "--free-gib", "inf"], "error: --free-gib inf is no size"),
+        (["caches", "--tokens", "9" * 20], "error: Invalid value for '--tokens'"),
+        (["--show-completion", "fish"], "error: --show-completion fish: it takes no name, run it in the shell"),
+        (["--install_completion", "fish"], "error: --install-completion fish"),
+    ],
+)
+def test_errors_of_the_other_commands(cli, arguments, message):
+    done = cli(arguments)
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(message)
+
+
+def test_an_interrupt_says_what_there_is(cli, monkeypatch):
+    """Between two pieces Ctrl-C is Python's own; before there is a run, it is told without a number."""
+    from engine.cli import generate
+
+    def press(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generate.show, "piece_as_json", press)
+        done = cli(["generate", PROMPT, "-n", "9", "--stream", "--json"])
+    assert (done.exit_code, done.stderr) == (130, "interrupted after 1 tokens\n")
+    assert len(json.loads(done.stdout)["rows"][0]["tokens"]) == 1
+    monkeypatch.setattr(generate, "start_libraries", press)
+    done = cli(["generate", PROMPT])
+    assert (done.exit_code, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 def test_a_command_that_there_is_not(cli):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import caches
 import configs
 import engine
 from engine.cli.generate import generate
+from engine.cli.given import assignments
 from engine.planner import BackendPlan
 
 PROMPT = "import os\n"
@@ -55,8 +58,30 @@ def test_help_of_generate_has_headings_and_whole_names(cli, width):
     assert "<" not in shown
 
 
-def test_defaults_are_shown(cli):
-    assert "[default: 4096]" in cli(["caches", "-h"]).stdout
+def test_defaults_and_bounds_are_shown(cli):
+    shown = " ".join(cli(["caches", "-h"]).stdout.split())
+    assert "[default: 4096]" in shown
+    assert "64 to 16777216" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        (["generate", PROMPT], lambda found: {*found, *found["rows"][0]}),
+        (["caches"], lambda found: set(found).union(*found["caches"])),
+    ],
+    ids=["generate", "caches"],
+)
+def test_help_names_the_fields_of_json(cli, words, fields):
+    told = cli([words[0], "-h"]).stdout.partition("Print JSON: ")[2].partition("\n  --")[0]
+    assert fields(json.loads(cli([*words, "--json"]).stdout)) <= set(re.findall(r"\w+", told))
+
+
+def test_the_fields_of_a_plan_as_json(cli):
+    assert "Print JSON: the fields of `engine.Plan`." in cli(["plan", "-h"]).stdout
+    found = json.loads(cli(["plan", "--cache", "dynamic", "--json"]).stdout)
+    assert set(found) == {field.name for field in dataclasses.fields(engine.Plan)}
+    assert set(found["backends"][0]) == {field.name for field in dataclasses.fields(BackendPlan)}
 
 
 def test_versions(cli):
@@ -142,7 +167,8 @@ def test_a_terminal_is_told_that_the_limit_ended_a_text(cli, monkeypatch):
 def test_several_prompts_are_a_batch(cli, shipped):
     expected = shipped.generate(["import os\n", "class A:"], max_new_tokens=5).text
     shown = cli(["generate", "-", "class A:", "-n", "5"], input=PROMPT).stdout
-    assert shown == f"[0] {expected[0]}\n[1] {expected[1]}\n"
+    lines = [f"[{row}] {text}".replace("\n", "\n    ") for row, text in enumerate(expected)]
+    assert [line.rstrip() for line in shown.splitlines()] == [line.rstrip() for line in "\n".join(lines).splitlines()]
     alone = shipped.generate(PROMPT, max_new_tokens=5).text[0]
     assert cli(["generate", "-f", "-", "-n", "5"], input=PROMPT).stdout == alone + "\n"
 
@@ -207,6 +233,15 @@ def test_all_caches(cli, width):
     check_whole(shown, {"offloaded_quantized", "6,144", "reference"}, width)
 
 
+@pytest.mark.parametrize("name", caches.names())
+def test_defaults_are_printed_as_they_are_to_be_written(cli, name):
+    options = caches.recipe(name).options
+    printed = cli(["caches", name]).stdout
+    for option, default in options.defaults().items():
+        [shown] = re.findall(rf"^  {option} .*?; default\s+(\S+)\.$", printed, flags=re.M | re.S)[:1]
+        assert assignments([f"{option}={shown}"], "--cache-option") == {option: default}
+
+
 # Plans.
 
 
@@ -217,6 +252,15 @@ def test_a_plan_in_any_width(cli, width):
     assert ("staging" in shown) == (width >= 100)
     one = cli(["plan", "--prompt-tokens", "100", "--cache", "static"]).stdout
     check_whole(one, {"static", "staging"}, width)
+
+
+def test_a_plan_takes_its_model_as_the_other_commands_do(cli, tmp_path):
+    tiny_model("llama").config.save_pretrained(tmp_path)
+    words = ["--cache", "dynamic", "--prompt-tokens", "8", "--free-gib", "1", "--json"]
+    named, placed = cli(["plan", "--model", str(tmp_path), *words]), cli(["plan", str(tmp_path), *words])
+    assert placed.exit_code == named.exit_code == 0
+    found, other, shipped = (json.loads(done.stdout) for done in (named, placed, cli(["plan", *words])))
+    assert found["backends"] == other["backends"] != shipped["backends"]
 
 
 def test_a_plan_of_too_many_tokens_says_so_at_once(cli, monkeypatch):

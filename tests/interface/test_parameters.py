@@ -273,7 +273,9 @@ def test_pads_that_cannot_be_fed():
     alone = engine.generate(model, ids[:1], generation_config=config).sequences
     assert torch.equal(alone, model.generate(ids[:1], generation_config=config))
     assert torch.equal(texts(model, ids[:1], eos_token_id=[5, 60], pad_token_id=4000), alone)
-    with pytest.raises(engine.OptionError, match=r"pad_token_id: token id -1 .* fills up rows of 2"):
+    with pytest.raises(
+        engine.OptionError, match=r"pad_token_id: token id -1 .* vocabulary of 101 .* Of 2 texts some may end"
+    ):
         engine.generate(model, ids, generation_config=config)
 
 
@@ -282,3 +284,174 @@ def test_the_own_processors_of_transformers_still_go():
     kept = MinNewTokensLengthLogitsProcessor(13, 5, torch.tensor([5, 60]))
     out = texts(model, ids, eos_token_id=[5, 60], logits_processor=kept)
     assert torch.equal(out, theirs(model, ids, eos_token_id=[5, 60], min_new_tokens=5))
+
+
+# What the model says of itself, and what a call leaves to it
+
+
+def own_setting(**fields):
+    """A model whose own generation configuration has these fields too."""
+    model = copy.copy(tiny_model("llama"))
+    model.generation_config = copy.deepcopy(model.generation_config)
+    for name, value in fields.items():
+        setattr(model.generation_config, name, value)
+    return model
+
+
+def test_no_end_ids_are_no_end_for_a_model_that_has_some():
+    model, ids = own_setting(eos_token_id=list(range(1, 101)), pad_token_id=0), llama()[1]
+    assert engine.generate(model, ids, max_new_tokens=NEW).finish_reasons == ["eos", "eos"]
+    expected = model.generate(ids, generation_config=GenerationConfig(max_new_tokens=NEW, eos_token_id=[]))
+    for said in ({"eos_token_id": []}, {"eos_token_id": None}, {"generation_config": GenerationConfig(eos_token_id=[])},
+                 {"generation_config": {"eos_token_id": []}}):  # fmt: skip
+        out = engine.generate(model, ids, max_new_tokens=NEW, **said)
+        assert out.finish_reasons == ["length", "length"]
+        assert torch.equal(out.sequences, expected)
+    without_pads = own_setting(eos_token_id=5, pad_token_id=None)
+    assert engine.generate(without_pads, ids[:1], eos_token_id=[], max_new_tokens=NEW).finish_reasons == ["length"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_time", "x"),
+        ("eos_token_id", "x"),
+        ("eos_token_id", 2**70),
+        ("num_beams", "x"),
+        ("stop_strings", 5),
+        ("cache_config", 5),
+        ("penalty_alpha", "x"),
+        ("max_length", "x"),
+        ("min_length", "x"),
+        ("do_sample", "x"),
+        ("use_cache", "x"),
+        ("output_scores", "yes"),
+        ("num_assistant_tokens", "x"),
+    ],
+)
+def test_wrong_values_of_the_models_own(name, value):
+    model, ids = own_setting(**{name: value}), llama()[1]
+    with pytest.raises(engine.OptionError, match=rf"model\.generation_config\.{name}\b"):
+        engine.generate(model, ids, max_new_tokens=3)
+
+
+def test_the_models_own_counts_only_where_the_call_says_nothing():
+    model, ids = own_setting(max_time="x", top_k=-1, max_new_tokens=np.int64(3)), llama()[1]
+    expected = texts(tiny_model("llama"), ids, max_new_tokens=3)
+    assert torch.equal(engine.generate(model, ids, max_time=100).sequences, expected)  # greedy: no top_k
+    with pytest.raises(engine.OptionError, match=r"model.generation_config.top_k=-1"):
+        engine.generate(model, ids, max_time=100, do_sample=True)
+    assert engine.generate(model, ids, max_time=100, do_sample=True, top_k=5).stats.new_tokens == 6
+
+
+def test_a_draft_with_a_wrong_setting():
+    draft, (model, ids) = own_setting(num_assistant_tokens="x"), llama()
+    with pytest.raises(engine.OptionError, match=r"assistant_model.generation_config.num_assistant_tokens='x'"):
+        texts(model, ids, assistant_model=draft)
+
+
+def test_healing_that_the_model_asks_for():
+    model, ids = own_setting(token_healing=True), llama()[1]
+    with pytest.raises(engine.OptionError, match=r"token_healing=True cannot apply.*trim the prompt's last token"):
+        texts(model, ids)
+    assert torch.equal(texts(model, ids, token_healing=False), texts(tiny_model("llama"), ids))
+
+
+# What nothing can be made of
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"eos_token_id": 2**70}, "eos_token_id has the token id 1180591620717411303424"),
+        ({"pad_token_id": 2**70}, "64 bits"),
+        ({"bos_token_id": -(2**70)}, "64 bits"),
+        ({"suppress_tokens": [5, 2**70]}, "64 bits"),
+        ({"watermarking_config": {"hashing_key": "x"}}, "has hashing_key='x', but it is a whole number"),
+        ({"watermarking_config": {"greenlist_ratio": "x"}}, "has greenlist_ratio='x', but it is a finite number"),
+        ({"watermarking_config": {"context_width": "x"}}, "context_width='x'"),
+        ({"synced_gpus": True}, "synced_gpus=True is for a model that is split among processes"),
+        ({"logits_processor": [lambda ids, scores, more: scores]}, r"\(ids, scores, more\), but it is called with ids"),
+        ({"stopping_criteria": lambda ids: True}, "called with ids and scores: too many positional"),
+        ({"prefix_allowed_tokens_fn": lambda ids: [5]}, "called with a row and its ids: too many positional"),
+        ({"generation_config": {"num_beams": 3, "num_return_sequences": 5}}, "has fields that contradict each other"),
+        ({"max_cache_len": 64}, "max_cache_len=64 cannot apply: cache='dynamic' needs no size.* give cache='static'"),
+        ({"max_cache_len": 64, "cache": "offloaded"}, "max_cache_len=64 cannot apply: cache='offloaded'"),
+        (
+            {"max_cache_len": 64, "cache": "static", "cache_config": {"max_cache_len": 32}},
+            "max_cache_len=64 contradicts max_cache_len=32 of the cache",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_what_nothing_can_be_made_of(said, message):
+    model, ids = llama()
+    ran = []
+    hook = model.model.register_forward_pre_hook(lambda *given: ran.append(0))
+    try:
+        with pytest.raises(engine.OptionError, match=message):
+            texts(model, ids, **said)
+    finally:
+        hook.remove()
+    assert not ran
+
+
+def test_a_size_for_the_cache_applies_where_caches_have_one():
+    model, ids = llama()
+    assert engine.generate(model, ids, cache="static", max_cache_len=200, max_new_tokens=3).cache.max_tokens >= 200
+    config = GenerationConfig(max_cache_len=200, max_new_tokens=NEW)  # which may serve other calls
+    assert torch.equal(texts(model, ids, generation_config=config), texts(model, ids))
+    live = engine.generate(model, ids, max_new_tokens=3)
+    with pytest.raises(engine.OptionError, match="max_cache_len is of a new cache, but a live one was given"):
+        texts(model, live.sequences, cache=live.cache, max_cache_len=200)
+
+
+def test_processors_with_a_default_of_their_own():
+    class Shifted(LogitsProcessor):
+        def __call__(self, ids, scores, by=0.0):
+            return scores + by
+
+    model, ids = llama()
+    assert torch.equal(texts(model, ids, logits_processor=Shifted()), texts(model, ids))
+
+
+# Strategies and criteria of the caller's own
+
+
+@pytest.mark.parametrize("flow", [None, [1], 5])
+def test_a_flow_that_is_no_generator(flow):
+    model, ids = llama()
+    first = engine.generate(model, ids, max_new_tokens=3)
+    strategy = type("Own", (), {"name": "own", "samples": False, "flow": lambda self, task: flow})()
+    with pytest.raises(engine.OptionError, match=r"the strategy's flow\(\) returned .* where a generator"):
+        texts(model, ids, strategy=strategy)
+    seen = first.cache.seen
+    with pytest.raises(engine.OptionError, match=r"the strategy's flow\(\) returned"):
+        texts(model, first.sequences, strategy=strategy, cache=first.cache)
+    assert first.cache.seen == seen
+    out = engine.generate(model, first.sequences, cache=first.cache, max_new_tokens=4)
+    assert torch.equal(out.sequences, texts(model, first.sequences, max_new_tokens=4))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=str)
+@pytest.mark.parametrize(
+    "said",
+    [lambda rows: True, lambda rows: [True] * rows, lambda rows: torch.tensor(True), lambda rows: np.ones(rows, bool)],
+)
+def test_what_a_criterion_may_say(said, options):
+    model, ids = llama()
+    out = texts(
+        model, ids, stopping_criteria=lambda ids, scores: said(len(ids)) if ids.shape[1] >= 16 else False, **options
+    )
+    assert out.shape[1] == 16
+
+
+@pytest.mark.parametrize("said", [[True, False, True], torch.tensor([True, False, True]), "x", None, 0.5])
+def test_what_a_criterion_may_not_say_is_told_with_its_name(said):
+    def ends_soon(ids, scores):
+        return said if ids.shape[1] >= 15 else False
+
+    model, ids = llama()
+    with pytest.raises(engine.Interrupted, match=r"criterion ends_soon returns whether each of 2 rows ends") as failure:
+        texts(model, ids, stopping_criteria=ends_soon)
+    assert isinstance(failure.value.__cause__, engine.OptionError)

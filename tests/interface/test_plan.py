@@ -228,6 +228,22 @@ def test_a_refused_backend_says_why():
     assert "holds at most 64 tokens, but 60 prompt tokens and 9 new ones need 68" in full.refused
 
 
+def test_where_nothing_is_free_nothing_fits(cli):
+    found = engine.plan(CONFIG, prompt_tokens=8, max_new_tokens=4, cache="dynamic", free_bytes=0)
+    assert (found.free_bytes["device"], found["dynamic"].fits, found["dynamic"].longest_context) == (0, False, 0)
+    told = json.loads(cli(["plan", "--cache", "dynamic", "--free-gib", "0", "--json"]).stdout)
+    assert (told["free_bytes"]["device"], told["backends"][0]["fits"]) == (0, False)
+
+
+def test_a_plan_holds_its_backends():
+    found = plan_of(10**12)
+    assert list(found) == list(found.backends)
+    assert "dynamic" in found
+    assert all(backend.title in found and backend.cache in found for backend in found)
+    assert "dynamik" not in found
+    assert 0 not in found
+
+
 def test_a_plan_is_a_table_and_json():
     found = plan_of(10**12, batch_size=2, num_beams=3)
     data = json.loads(json.dumps(found.to_dict()))
@@ -242,6 +258,7 @@ def test_a_plan_is_a_table_and_json():
     [
         ({"prompt_tokens": 0}, "prompt_tokens=0, but a plan is for a whole number, 1 or more"),
         ({"batch_size": 0}, "batch_size=0"),
+        ({"free_bytes": -1}, "free_bytes=-1, but a plan is for a whole number, 0 or more"),
         ({"max_new_tokens": 1.5}, "max_new_tokens=1.5"),
         ({"num_beams": 2, "num_return_sequences": 3}, "3 texts cannot come from num_beams=2"),
         ({"cache": "dynamik"}, "did you mean 'dynamic'"),

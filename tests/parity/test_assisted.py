@@ -5,14 +5,13 @@ import gc
 import json
 import weakref
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
 from architectures import suiting, tiny_model
 from helpers import StopAfter
 from references import conversation, draft_of, exact, never_run, tiny
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedTokenizerFast, StaticCache
+from transformers import AutoTokenizer, DynamicCache, EncoderDecoderCache, PreTrainedTokenizerFast, StaticCache
 from transformers.generation import NoRepeatNGramLogitsProcessor
 
 import caches
@@ -556,7 +555,8 @@ WRONG = {
     "both": (DRAFT | {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 both propose tokens: leave one"),
     "lookup by name": (DRAFT | {"strategy": "prompt_lookup"}, "and prompt_lookup is neither"),
     "no draft": ({"strategy": "assisted"}, "strategy='assisted' is for a draft .*: give one as assistant_model"),
-    "only its tokenizer": ({"assistant_tokenizer": lambda: SimpleNamespace(decode=str)}, "_tokenizer is for a"),
+    "only its tokenizer": ({"assistant_tokenizer": lambda: AutoTokenizer.from_pretrained(engine.SHIPPED_MODEL)},
+                           "_tokenizer is for a draft"),
     "its length alone": ({"num_assistant_tokens": 3}, "greedy has no use for it: it is for assistant_model"),
     "words alone": ({"max_matching_ngram_size": 3}, "greedy has no use for it: it is for prompt_lookup_num_tokens"),
     "lookup and beams": ({"prompt_lookup_num_tokens": 3, "num_beams": 2}, "beam has no use for it: it proposes tokens"),

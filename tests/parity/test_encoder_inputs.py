@@ -133,6 +133,54 @@ def test_when_nothing_of_the_encoder_comes_back():
                 assert (out.encoder_hidden_states is not None) == (had and wanted)
 
 
+def test_features_in_any_form():
+    model, features = tiny_encoder_decoder("whisper"), source("whisper")["input_features"]
+    expected = theirs(model, {"input_features": features})
+    for form in (features, features.numpy(), features.double().numpy(), features.tolist()):
+        for out in (ours(model, form), ours(model, input_features=form)):
+            assert torch.equal(out.sequences[:, 1:], expected)  # whisper's own generate leaves out what it began with
+
+
+def test_wrong_features():
+    model, features = tiny_encoder_decoder("whisper"), source("whisper")["input_features"]
+    wrong = {
+        "rectangular array of numbers": ("hello", object(), [[1], [1, 2]], b"x"),
+        r"shape \[\], but the encoder reads": (5, torch.tensor(1.0)),
+        r"\(float32\) cannot read input_features \[16, 24\] of float32: ": (features[0],),
+        r"cannot read input_features \[2, 7, 24\]": (features[:, :7], features[:, :7].numpy()),
+        r"cannot read input_features \[2, 16, 9\] of float32: ValueError: Whisper expects": (features[..., :9],),
+        r"of float16: RuntimeError": (features.half(),),
+        r"of int64: ": (features.long(),),
+    }
+    for message, forms in wrong.items():
+        for form in forms:
+            with pytest.raises(engine.InputError, match=message):
+                ours(model, form)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "whisper"])
+def test_wrong_outputs_of_the_encoder(name):
+    model, states = tiny_encoder_decoder(name), torch.rand(2, 13, 32)
+    wrong = {
+        r"shape \[2, 13, 7\], .*\[rows, columns, 32\]": {"encoder_outputs": (states[..., :7],)},
+        r"shape \[2, 13\]": {"encoder_outputs": (states[..., 0],)},
+        r"shape \[2, 0, 32\]": {"encoder_outputs": (states[:, :0],)},
+        "torch.float16, but the model computes in torch.float32": {"encoder_outputs": (states.half(),)},
+        "torch.int64, but": {"encoder_outputs": (states.long(),)},
+        r"attention_mask has shape \[3, 13\]": {"encoder_outputs": (states,), "attention_mask": torch.ones(3, 13)},
+        r"attention_mask has shape \[1, 13\]": {"encoder_outputs": (states,), "attention_mask": torch.ones(1, 13)},
+    }
+    if name != "whisper":
+        mask = {"attention_mask": torch.ones(2, 9)}
+        wrong[r"shape \[2, 9\], but encoder_outputs have \[2, 13\]"] = {"encoder_outputs": (states,)} | mask
+        one_row = {"input_ids": source(name)["input_ids"][:1]}
+        wrong["encoder_outputs have 2 rows, but input_ids have 1"] = {"encoder_outputs": (states,)} | one_row
+    for message, given in wrong.items():
+        with pytest.raises(engine.InputError, match=message):
+            ours(model, given)
+    assert ours(model, encoder_outputs=(states,), attention_mask=torch.ones(2, 13)).sequences.shape == (2, 1 + NEW)
+
+
 def test_wrong_sources():
     model, inputs = tiny_encoder_decoder("bart"), source("bart")
     wrong = {

@@ -8,14 +8,19 @@ from random_outcomes import outcome, run
 import caches
 
 CALLS, MORE, CHUNK = 200, 5000, 250
+FLOOR = 0.4  # of the calls of every model are compared, at least
 
 
 def check(seeds):
-    counts, _, failures = play(seeds)
+    counts, examples, failures = play(seeds)
     assert not failures, "\n\n".join(failures)
     assert counts["equal"] > 0.5 * len(seeds), counts  # else little was compared
     assert counts["equal in float64"] <= 0.01 * len(seeds) + 1, counts
-    return counts
+    compared = {seed for kind, found in examples.items() if kind.startswith("equal") for seed in found}
+    if len(seeds) >= CHUNK:
+        for name in MODELS:
+            of_model = {seed for seed in seeds if draw(seed).name == name}
+            assert len(of_model & compared) >= FLOOR * len(of_model), name
 
 
 @pytest.mark.parametrize("begin", range(0, CALLS, 50))

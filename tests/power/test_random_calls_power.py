@@ -26,6 +26,9 @@ NOTICED = [
             "count_end_ids_once",
             "draw_once_more",
             "forget_processors_of_the_call",
+            "forget_parameters_that_apply",
+            "record_no_attentions",
+            "record_states_of_the_last_token_alone",
         )
     ),
 ]

@@ -14,7 +14,7 @@ from caches.staging import Staging
 from caches.state import State
 from caches.store import FixedStore, GrowingStore
 from caches.timeline import Timeline
-from engine import request
+from engine import checks, request, run
 from engine.masks import Columns
 from strategies import sampling
 
@@ -184,7 +184,7 @@ def leave_streams_where_they_are(patch: Patch) -> None:
 
 
 def look_for_stop_strings_in_new_text_alone(patch: Patch) -> None:
-    patch.setattr("engine.text.RowText._end_of", lambda self, prompt: "")
+    patch.setattr("engine.text.RowText._end_of", lambda self, *given: "")
 
 
 def read_pads_of_one_row_as_tokens(patch: Patch) -> None:
@@ -213,6 +213,27 @@ def draw_once_more(patch: Patch) -> None:
 def forget_processors_of_the_call(patch: Patch) -> None:
     original = request._processing
     patch.setattr(request, "_processing", lambda *given: original(*given[:-2], None, given[-1]))
+
+
+def forget_parameters_that_apply(patch: Patch) -> None:
+    """They are refused, as if they were of another strategy."""
+    patch.setattr(checks, "_ALWAYS_APPLY", checks._ALWAYS_APPLY - {"min_new_tokens", "repetition_penalty"})
+
+
+def record_no_attentions(patch: Patch) -> None:
+    patch.setitem(run._RECORDS, "attentions", ("output_attentions", ("no attentions",)))
+
+
+def record_states_of_the_last_token_alone(patch: Patch) -> None:
+    original = run.Run._record
+
+    def record(self: Any, *given: Any) -> None:
+        original(self, *given)
+        states = self._records.get("hidden_states")
+        if states:
+            states[-1] = tuple(layer[:, -1:] for layer in states[-1])
+
+    patch.setattr(run.Run, "_record", record)
 
 
 DAMAGES: dict[str, Callable[[Patch], None]] = {
@@ -249,5 +270,8 @@ DAMAGES: dict[str, Callable[[Patch], None]] = {
         count_end_ids_once,
         draw_once_more,
         forget_processors_of_the_call,
+        forget_parameters_that_apply,
+        record_no_attentions,
+        record_states_of_the_last_token_alone,
     )
 }

@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
 
-from random_models import MODELS, VOCABULARY, WINDOW, model
+from random_models import LETTERS, MODELS, VOCABULARY, WINDOW, model
 
 import caches
 from configs import ConfigError
@@ -60,11 +60,15 @@ class Call:
     turn: str | None = None
 
     @property
+    def chooses(self) -> bool:
+        """Whether parameters of both say which cache."""
+        everything = " ".join([*self.given, *self.given.values(), *self.setup])
+        return "use_cache" in everything or "cache_implementation" in everything
+
+    @property
     def own(self) -> str:
         """The engine's argument for its cache, as source."""
-        everything = " ".join([*self.given, *self.given.values(), *self.setup])
-        has_a_choice = "use_cache" in everything or "cache_implementation" in everything
-        if has_a_choice:
+        if self.chooses:
             return ""
         return (
             f"past_key_values={self.backend}(config=the.config)"
@@ -107,7 +111,8 @@ class _Drawn:
         weights = {"greedy": 30, "sample": 21, "beams": 19, "beam sampling": 12, "draft": 6, "lookup": 6,
                    "drawn lookup": 1, "groups": 1, "contrastive": 1}  # fmt: skip
         [mode] = self.random.choices(list(weights), list(weights.values()))
-        dtype = "torch.float64" if self.maybe(0.15) else "torch.float32"
+        # torch multiplies the experts of mixtral in float32 alone.
+        dtype = "torch.float64" if self.maybe(0.15) and name != "mixtral" else "torch.float32"
         self.call = Call(seed, name, dtype, backend, mode)
         self.is_pair = name in PAIRS
         self.rows, self.columns = self.random.choice([1, 1, 2, 2, 3]), self.random.randint(1, WINDOW + 5)
@@ -265,10 +270,11 @@ class _Drawn:
             self.given["eos_token_id"] = repr(self.ends)
         if self.maybe(0.3):
             self.given["pad_token_id"] = self.pick(0, 1, 3)
-        if self.maybe(0.12):
-            letters = [self.random.choices("abcdef", k=self.random.choice([1, 2, 2, 3])) for _ in range(2)]
+        if self.maybe(0.2):
+            kind = self.random.choice(list(LETTERS))
+            letters = [self.random.choices(LETTERS[kind], k=self.random.choice([1, 2, 2, 2, 3])) for _ in range(6)]
             found = ["".join(text) for text in letters]
-            self.given |= {"stop_strings": self.pick(found, found[0]), "tokenizer": "tokenizer()"}
+            self.given |= {"stop_strings": self.pick(found, found[0]), "tokenizer": f"tokenizer({kind!r})"}
         if self.maybe(0.1):
             ways = [f"EndsAt({self.columns + 2})", "EndsBehind(4)"]
             self.given["stopping_criteria"] = f"StoppingCriteriaList([{self.random.choice(ways)}])"
@@ -277,7 +283,7 @@ class _Drawn:
         if self.maybe(0.85):
             self.given["return_dict_in_generate"] = "True"
         for name, chance in (("output_scores", 0.4), ("output_logits", 0.3), ("output_hidden_states", 0.1),
-                             ("output_attentions", 0.06)):  # fmt: skip
+                             ("output_attentions", 0.1)):  # fmt: skip
             if self.maybe(chance):
                 self.given[name] = "True"
 
@@ -288,7 +294,6 @@ class _Drawn:
             ("prefill_chunk_size", "3", 0.02), ("low_memory", "True", 0.003), ("token_healing", "True", 0.003),
             ("max_time", "100.0", 0.01), ("bos_token_id", "1", 0.05), ("decoder_start_token_id", "2", 0.04),
             ("num_return_sequences", "2", 0.005), ("penalty_alpha", "0.5", 0.005),
-            ("use_model_defaults", "False", 0.002),
         ):  # fmt: skip
             if self.maybe(chance) and name not in self.given:
                 self.given[name] = source
@@ -297,7 +302,7 @@ class _Drawn:
         """Some of the parameters may stand in a configuration."""
         inputs = {"input_ids", "inputs", "inputs_embeds", "attention_mask", "encoder_outputs", "decoder_input_ids",
                   "assistant_model", "tokenizer", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",
-                  "negative_prompt_ids", "use_model_defaults"}  # fmt: skip
+                  "negative_prompt_ids"}  # fmt: skip
         free = [name for name in self.given if name not in inputs]
         chosen = [name for name in free if self.maybe(0.6)]
         said = ", ".join(f"{name}={self.given[name]}" for name in chosen)

@@ -33,12 +33,16 @@ MODELS = {
     "bart": None,
 }
 
+EAGER = ("qwen3", "gpt2", "t5")  # the usual attention returns no weights to compare
+
 
 @cache
 def model(name: str, dtype: torch.dtype = torch.float32, draft: bool = False) -> PreTrainedModel:
     """The model of this name, or one that often says the same."""
     built = tiny_encoder_decoder(name) if MODELS[name] is None else randomised(*MODELS[name])
     built = copy.deepcopy(built).to(dtype)
+    if name in EAGER:
+        built.set_attn_implementation("eager")
     if draft:
         numbers = torch.Generator().manual_seed(3)
         with torch.no_grad():
@@ -49,16 +53,32 @@ def model(name: str, dtype: torch.dtype = torch.float32, draft: bool = False) ->
     return built
 
 
+LETTERS = {"plain": "abcdef ", "spaces": "abcdef   ", "bytes": "abcdé "}  # that stop strings are made of, by tokenizer
+
+
 @cache
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Every id but the first three is one to three of the letters a to f."""
+def tokenizer(kind: str = "plain") -> PreTrainedTokenizerFast:
+    """Every id but the first three is a few letters.
+
+    kind: "spaces" leaves out the space that a text begins with, "bytes" has halves of characters.
+    """
     letters = "abcdef"
     pieces = [*letters, *(a + b for a in letters for b in letters), *(a + b + a for a in letters for b in letters)]
     pieces += ["abc" + a for a in letters] + ["fed" + a for a in letters] + [" " + a for a in letters] + [" ", "\n"]
+    decoder: decoders.Decoder = decoders.Fuse()
+    if kind == "spaces":
+        spaced = ["▁", *("▁" + a for a in letters), *("▁" + a + b for a in letters for b in letters)]
+        pieces = [*letters, *spaced, *pieces]
+        decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    if kind == "bytes":
+        halves = ["Ã", "©", "¨", "Ã©"]  # é and è are two bytes each
+        pieces = [*letters, "Ġ", *halves, *(a + half for a in (*letters, "Ġ", "©") for half in halves),
+                  *(half + a for a in (*letters, "Ġ") for half in halves), *pieces]  # fmt: skip
+        decoder = decoders.ByteLevel()
     names = ["<pad>", "<s>", "</s>", *dict.fromkeys(pieces)][:VOCABULARY]
     assert len(names) == VOCABULARY, len(names)
     words = Tokenizer(BPE({piece: place for place, piece in enumerate(names)}, []))
-    words.decoder = decoders.Fuse()
+    words.decoder = decoder
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 

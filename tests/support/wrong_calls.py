@@ -24,9 +24,12 @@ import caches
 import engine
 import strategies
 
-MODELS = ("llama", "gpt2", "mamba", "t5", "bart")
-WITH_ENCODER = ("t5", "bart")
+MODELS = ("llama", "gpt2", "mamba", "t5", "bart", "whisper")
+WITH_ENCODER = ("t5", "bart", "whisper")
+ENCODE_TEXT = ("t5", "bart")
 WITHOUT_ENCODER = ("llama", "gpt2", "mamba")
+READ_TEXT = (*WITHOUT_ENCODER, *ENCODE_TEXT)
+KEEP_COLUMNS = ("llama", "gpt2", *WITH_ENCODER)
 CONTEXTS: list[dict[str, str]] = [
     {},
     {"do_sample": "True"},
@@ -40,6 +43,7 @@ CONTEXTS: list[dict[str, str]] = [
 ]
 BACKENDS = ('"dynamic"', '"static"', '"none"', '"auto"', '"offloaded"')  # of which the model has no say
 LIVE = "live"  # a cache that holds an earlier turn
+CONFIG = "engine_config"  # no parameter: what the generator is made with
 ABOUT_CACHES = {"cache", "cache_config", "cache_implementation", "past_key_values", "trust_cache", "use_cache"}
 
 
@@ -131,16 +135,22 @@ WRONG = [
     *each("max_new_token temprature top_kk custom_generate labels logits_to_keep foo _eos_token_tensor", "5"),
     *each("n best_of stop max_tokens stop_token_ids ignore_eos prompt logprobs messages stream", "5"),
     # Inputs.
-    *[Wrong({"inputs": value}, ("token id", "prompt", "input_ids", "ids", "tokenizer")) for value in (
+    *[Wrong({"inputs": value}, ("token id", "prompt", "input_ids", "ids", "tokenizer"), READ_TEXT) for value in (
         "torch.tensor([[4, 101]])", "torch.tensor([[4, -1]])", "torch.rand(2, 3)", "torch.ones(2, 3, 4).long()",
         "torch.ones(2, 3).bool()", "torch.ones(0, 3).long()", "torch.ones(2, 0).long()", "torch.tensor(True)",
         "'hello'", "['hello', 'you']", "5.5", "object()", "[]", "[[]]", "[['a']]", "numpy.ones((2, 3))",
         "{'input_ids': 'x'}", "{'input_ids': torch.rand(2, 3)}", "{'input_ids': object()}", "b'bytes'",
         "[[1, 2], ['a', 'b']]", "torch.ones(2, 3).long() * 2**40", "[{'role': 'user', 'content': 'x'}]",
     )],
-    *each("attention_mask", "'x'", "object()", "torch.ones(2, 5)", "torch.ones(3, 13)", "torch.ones(2, 13, 13)",
-          "[[1, 1]]", "5"),
-    *each("inputs_embeds", "'x'", "5", "torch.rand(2, 13)", "torch.rand(2, 13, 7)", "object()", "ids"),
+    *[Wrong({"inputs": value}, ("input_features", "prompt"), ("whisper",)) for value in (
+        "'hello'", "['hello', 'you']", "5.5", "object()", "[]", "[['a']]", "[1, 2]", "numpy.array(['x'])", "b'bytes'",
+        "torch.ones(2, 3).long()", "ids[0]", "ids[:, :7]", "ids[..., :9]", "ids[:0]", "ids.half()", "ids.long()",
+        "ids.numpy()[:, 1:]", "{'input_features': 'x'}", "torch.tensor(True)",
+    )],
+    *each("attention_mask", "'x'", "object()", "torch.ones(3, 13)", "torch.ones(2, 13, 13)", "5"),
+    *each("attention_mask", "torch.ones(2, 5)", "[[1, 1]]", models=READ_TEXT),
+    *each("inputs_embeds", "'x'", "5", "torch.rand(2, 13)", "torch.rand(2, 13, 7)", "object()", "ids",
+          models=READ_TEXT),
     *each("position_ids", "'x'", "torch.zeros(2, 3)", "object()", "torch.zeros(3, 13).long()", "5",
           models=("llama", "gpt2")),
     *each("position_ids", "torch.full((2, 13), 400)", "torch.rand(2, 13)", "torch.full((2, 13), -5)",
@@ -153,13 +163,21 @@ WRONG = [
     *each("decoder_attention_mask", "'x'", "torch.ones(2, 9)", "object()", "5", models=WITH_ENCODER),
     *each("decoder_inputs_embeds", "torch.rand(2, 2, 32)", "'x'", models=WITH_ENCODER),
     *each("encoder_outputs", "'x'", "5", "()", "object()", "(5,)", "torch.rand(2, 13, 32)", models=WITH_ENCODER),
+    *each("encoder_outputs", "(torch.rand(2, 13, 7),)", "(torch.rand(2, 13),)", "(torch.rand(2, 0, 32),)",
+          "(torch.rand(3, 13, 32),)", "(torch.rand(2, 13, 32).half(),)", "(torch.ones(2, 13, 32).long(),)",
+          models=WITH_ENCODER),
+    together("attention_mask", encoder_outputs="(torch.rand(2, 13, 32),)", attention_mask="torch.ones(3, 13)",
+             models=WITH_ENCODER),
+    together("attention_mask", encoder_outputs="(torch.rand(2, 13, 32),)", attention_mask="torch.ones(2, 9)",
+             models=ENCODE_TEXT),
     *each("decoder_input_ids encoder_outputs", "ids", models=WITHOUT_ENCODER),
     # What contradicts each other.
     together("both|cache", cache="'static'", cache_implementation="'dynamic'"),
     together("use_cache", cache="'static'", use_cache="False"),
     together("trust_cache", trust_cache="True"),
-    together("twice", inputs="ids", input_ids="ids"),
-    together("twice", inputs="{'input_ids': ids}", input_ids="ids"),
+    together("twice", inputs="ids", input_ids="ids", models=READ_TEXT),
+    together("twice", inputs="{'input_ids': ids}", input_ids="ids", models=READ_TEXT),
+    together("twice", inputs="ids", input_features="ids", models=("whisper",)),
     together("do_sample", strategy="'greedy'", do_sample="True"),
     together("do_sample", strategy="'sampling'", do_sample="False"),
     together("num_beams", strategy="'greedy'", num_beams="4"),
@@ -171,7 +189,7 @@ WRONG = [
     together("max_length", max_length="3", max_new_tokens="None", models=WITHOUT_ENCODER),
     together("exponential_decay", exponential_decay_length_penalty="(1, 1.1)", eos_token_id="None"),
     together("exponential_decay", exponential_decay_length_penalty="(1, 1.1)", eos_token_id="4000"),
-    together("positions", max_new_tokens="4000", models=("llama", "gpt2", "bart")),
+    together("positions", max_new_tokens="4000", models=("llama", "gpt2", "bart", "whisper")),
     together("suppress", suppress_tokens="[5]", forced_eos_token_id="5"),
     together("negative_prompt_ids", guidance_scale="2.0", negative_prompt="'no'", negative_prompt_ids="[[5]]",
              models=WITHOUT_ENCODER),
@@ -185,7 +203,19 @@ WRONG = [
     together("cache_config", cache="'auto'", cache_config="{'max_cache_len': 9}"),
     together("max_cache_len", cache="'static'", cache_config="{'max_cache_len': 'x'}"),
     together("max_cache_len", cache="'static'", cache_config="{'max_cache_len': 0}"),
-    together("max_cache_len", cache="'static'", cache_config="{'max_cache_len': 5}", models=("llama", "gpt2")),
+    together("max_cache_len", cache="'static'", cache_config="{'max_cache_len': 3}", models=KEEP_COLUMNS),
+    together("pieces", cache="'none'", prefill_chunk_size="2"),
+    together("disable_compile", engine_config="compile='aot_eager'", cache="'static'", disable_compile="True"),
+    together("compile", engine_config="compile='aot_eager'", cache="'dynamic'"),
+    together("compile", engine_config="compile='aot_eager'", cache="'none'"),
+    together("encoder|assistant_model", assistant_model="other"),
+    together("max_batch_size", cache="caches.build('static', model.config, max_cache_len=64, max_batch_size=2)",
+             num_beams="4", models=KEEP_COLUMNS),
+    together("contrastive", cache="live", penalty_alpha="0.6", top_k="4", models=WITHOUT_ENCODER),
+    together("contrastive", cache="live", penalty_alpha="0.6", top_k="4", decoder_input_ids="sequences",
+             models=WITH_ENCODER),
+    together("begin this prompt", cache="live", decoder_input_ids="sequences.flip(1)", models=WITH_ENCODER),
+    together("begin this prompt", cache="live", inputs="ids.flip(1)", models=WITHOUT_ENCODER),
 ]
 # fmt: on
 
@@ -200,12 +230,20 @@ class Call:
     named: tuple[str, ...]
 
     def __str__(self) -> str:
-        said = ", ".join(f"{name}={value}" for name, value in self.said.items())
-        return f"engine.{self.face}(model, {said})"
+        said = ", ".join(f"{name}={value}" for name, value in self.said.items() if name != CONFIG)
+        if CONFIG not in self.said:
+            return f"engine.{self.face}(model, {said})"
+        config = self.said[CONFIG]
+        return f"engine.Generator(model, config=engine.EngineConfig({config})).{self.face}({said})"
 
     @property
     def goes_on(self) -> bool:
         return self.said.get("cache") == LIVE
+
+    @property
+    def other(self) -> str:
+        """A model of another kind."""
+        return "llama" if self.model in WITH_ENCODER else "t5"
 
     @property
     def script(self) -> str:
@@ -217,6 +255,7 @@ class Call:
                 "from wrong_calls import model_and_ids, turn",
                 "",
                 f"model, ids = model_and_ids({self.model!r})",
+                f"other, _ = model_and_ids({self.other!r})",
                 *(["live, ids, sequences = turn(model, ids)"] if self.goes_on else []),
                 f"print({self})",
             ]
@@ -225,9 +264,9 @@ class Call:
 
 @cache
 def model_and_ids(name: str) -> tuple[Any, torch.Tensor]:
-    """The model, and the ids of a prompt, or of what its encoder reads."""
+    """The model, and the ids of a prompt, or what its encoder reads: ids or features."""
     if name in WITH_ENCODER:
-        return tiny_encoder_decoder(name), source(name)["input_ids"]
+        return tiny_encoder_decoder(name), next(iter(source(name).values()))
     return tiny_model(name), prompt(pads=0)["input_ids"]
 
 
@@ -255,6 +294,8 @@ def wrong_call(numbers: random.Random) -> Call:
     if ABOUT_CACHES & set(wrong.said) or (backend == LIVE and begins_anew):
         backend = None
     said = right_call(model, face, context, backend).said
+    if backend == '"static"' and model != "mamba" and len(wrong.said) == 1 and numbers.random() < 0.5:
+        said[CONFIG] = "compile='aot_eager'"
     if "inputs_embeds" in wrong.said:
         del said["inputs"]
     return Call(model, face, said | wrong.said, wrong.named)
@@ -264,15 +305,18 @@ def fault_of(call: Call) -> str | None:
     """What is wrong about how this call is refused; None where nothing is."""
     model, ids = model_and_ids(call.model)
     names = {"model": model, "ids": ids, "engine": engine, "caches": caches, "strategies": strategies}
-    names |= {"numpy": numpy, "torch": torch, "transformers": transformers}
+    names |= {"other": model_and_ids(call.other)[0], "numpy": numpy, "torch": torch, "transformers": transformers}
     before = None
     if call.goes_on:
         names["live"], names["ids"], names["sequences"] = turn(model, ids)
         before = pickle.dumps(names["live"])
     forwards: list[str] = []
     parts = {model, model.base_model, model.get_decoder()}
-    parts |= {model.get_encoder()} if call.model in WITH_ENCODER else set()
+    parts |= {model.get_encoder()} if call.model in ENCODE_TEXT else set()
     hooks = [part.register_forward_pre_hook(lambda part, given: forwards.append(type(part).__name__)) for part in parts]
+    if call.model == "whisper":  # its encoder itself says which features it cannot read
+        encoder = model.get_encoder()
+        hooks.append(encoder.register_forward_hook(lambda part, *given: forwards.append(type(part).__name__)))
     try:
         eval(str(call), names)
         return "it was accepted"

@@ -97,3 +97,14 @@ def test_presets_generate_the_same_text(preset):
     out = run(configs.preset(preset))
     assert torch.equal(out.sequences, run(None).sequences)
     assert out.stats.cache == backend(preset)
+
+
+@pytest.mark.parametrize("given", [{"cache": "static"}, "low_memory", engine.EngineConfig])
+def test_a_generator_takes_a_configuration_alone(given):
+    with pytest.raises(engine.OptionError, match=r"it is an EngineConfig: .* configs\.preset\(name\) makes one"):
+        engine.Generator(tiny_model("llama"), config=given)
+
+
+def test_a_generator_knows_at_once_that_there_is_no_such_cache():
+    with pytest.raises(engine.EngineError, match="no cache named 'statik'; did you mean 'static'"):
+        engine.Generator(tiny_model("llama"), config=engine.EngineConfig(cache="statik"))

@@ -89,7 +89,7 @@ def imports_codec(node):
         (calls_the_model, {"engine/runner.py", "engine/sizes.py"}),  # sizes: a model without weights
         (
             uses_private_parts_of_the_model,
-            {f"engine/{name}.py" for name in ("cache_argument", "encoder", "extras", "masks", "request")},
+            {f"engine/{name}.py" for name in ("cache_argument", "encoder", "extras", "masks", "request", "shaping")},
         ),
         (imports_codec, {"caches/codec.py"}),
     ],

@@ -180,7 +180,7 @@ def test_a_model_that_wants_everything_computed_again(longrope, cache, chunk, to
     assert torch.equal(generator.generate(inputs, cache=cache, max_new_tokens=30).sequences, expected)
 
 
-def test_a_model_that_wants_tokens_nobody_gave(longrope):
+def test_a_model_that_wants_tokens_that_were_not_given(longrope):
     first = engine.generate(longrope, prompt(pads=0), max_new_tokens=3)
     mask = torch.ones(2, 16)
     with pytest.raises(engine.Interrupted, match="15 in the cache were not given again: give the whole conversation"):
@@ -227,6 +227,27 @@ WRONG_INPUTS = {
     "bytes": ({"inputs": b"import os"}, "not a bytes"),
     "embeddings that are none": ({"inputs_embeds": [[1.0]]}, "floating-point tensor .*, not list"),
     "positions of another shape": ({"inputs": IDS, "position_ids": torch.zeros(2, 3)}, "position_ids has shape"),
+    "positions that are truth values": ({"inputs": IDS, "position_ids": IDS > 3}, "position_ids are integers"),
+    "numbers with a point in lists": ({"inputs": [[1.0, 2], [1, 2]]}, "token ids are integers, but row 0 holds 1.0"),
+    "no numbers": ({"inputs": [None]}, "token ids, which are integers, but one of these is None"),
+    "none among ids": ({"inputs": [[1, None]]}, "token ids are integers, but row 0 holds None"),
+    "objects": ({"inputs": [object()]}, "but it begins with <object"),
+    "a truth value among ids": ({"inputs": [[4, 5], [True, 2]]}, "token ids are integers, but row 1 holds True"),
+    "a truth value in a row": ({"inputs": [True, 2]}, "token ids are integers, but row 0 holds True"),
+    "a truth value among ragged ids": ({"inputs": [[4], [True, 2]]}, "token ids are integers, but row 1 holds True"),
+    "ids over 64 bits": ({"inputs": [[1, 2**70]]}, "token ids are a rectangular array of integers, but"),
+    "ragged ids over 64 bits": ({"inputs": [[1, 2**70], [3]]}, "token ids are a rectangular array of integers, but"),
+    "a ragged mask of texts": (
+        {"inputs": [[1, 2], [3]], "attention_mask": [["a", "b"], ["c"]]},
+        "attention_mask is a rectangular array of integers, but",
+    ),
+    "a sparse mask": ({"inputs": IDS, "attention_mask": torch.ones(2, 13).to_sparse()}, "layout torch.sparse_coo"),
+    "ids without numbers": ({"inputs": IDS.to("meta")}, "token ids are .* on the device 'meta', without numbers"),
+    "a name that is none": ({"inputs": {"input_ids": IDS, 5: 1}}, "a mapping with 5 among its names"),
+    "pads outside the vocabulary": (
+        {"inputs": [[1, 2], [3]], "pad_token_id": 4000},
+        "pad_token_id, or the id in place of a pad: token id 4000 is outside",
+    ),
 }
 
 STATIC = transformers.GenerationConfig(cache_implementation="static")
@@ -247,6 +268,10 @@ WRONG_OPTIONS = {
     "config for a live cache": ({"past_key_values": transformers.DynamicCache(), "cache_config": {}}, "live one"),
     "healing": ({"token_healing": True}, "token_healing"),
     "in a mapping: an option": ({"inputs": {"input_ids": IDS, "max_new_tokens": 3}}, "no input 'max_new_tokens'"),
+    "in a mapping: a parameter": (
+        {"inputs": {"input_ids": IDS, "temperature": 1.0}},
+        r"no input 'temperature', which is a parameter of the call: give it as a keyword, generate\(..., temperature=",
+    ),
     "in a mapping: what this model does not take": (
         {"inputs": {"input_ids": IDS, "token_type_ids": IDS}},
         "token_type",
@@ -327,6 +352,24 @@ def test_wrong_texts(shipped):
             shipped.generate(inputs, **OPTIONS)
     with pytest.raises(engine.OptionError, match="empty stop string"):
         shipped.generate("a", stop_strings=[""], **OPTIONS)
+
+
+def test_a_tokenizer_lacks_what_calls_need(tokenizer):
+    class Processor:
+        def __init__(self):
+            self.tokenizer = tokenizer
+
+    class Decodes:
+        def decode(self, ids):
+            return "x"
+
+    model = tiny_model("llama")
+    expected = engine.generate(model, IDS, tokenizer=tokenizer, **OPTIONS)
+    assert engine.generate(model, IDS, tokenizer=Processor(), **OPTIONS).text == expected.text
+    for wrong, lacks in ((tokenizer.backend_tokenizer, "pad_token_id"), (Decodes(), "__call__, pad_token_id")):
+        for make in (lambda one: engine.generate(model, IDS, tokenizer=one), lambda one: engine.Generator(model, one)):
+            with pytest.raises(engine.OptionError, match=f"tokenizer is a .* without .*{lacks}.*: give a tokenizer of"):
+                make(wrong)
 
 
 def test_a_chat_without_a_template(tokenizer):

@@ -101,3 +101,47 @@ def test_a_stop_string_may_have_a_special_token_inside(tokenizer):
         row = RowText(tokenizer, [stop])
         text = "".join(map(row.push, [*hello, tokenizer.eos_token_id, *world])) + row.flush()
         assert (text, row.stopped) == (shown, stopped)
+
+
+def _words():
+    """A tokenizer that leaves out the space a text begins with."""
+    words = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "▁three": 2, "<s>": 3}, unk_token="▁one"))
+    words.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>")
+
+
+@pytest.mark.parametrize("prompt", [[0, 1], [3], []])
+@pytest.mark.parametrize("stop", [" three", "three", "e"])
+def test_a_stop_string_may_begin_with_the_space_that_does_not_show(prompt, stop):
+    row = RowText(_words(), [stop], prompt=prompt)
+    shown = row.push(2)
+    assert row.stopped
+    assert shown == row.text == ("thr" if stop == "e" else "")
+
+
+def test_a_stop_string_may_have_the_space_between_prompt_and_text():
+    row = RowText(_words(), ["wo thr"], prompt=[0, 1])
+    assert (row.push(2), row.stopped) == ("", True)
+    row = RowText(_words(), ["wo two"], prompt=[0, 1])
+    assert row.push(2) + row.push(0) + row.flush() == row.text == "three one"
+
+
+def test_a_stop_string_may_end_with_a_character_that_the_prompt_began(tokenizer):
+    tokens = tokenizer("a 漢b")["input_ids"]
+    whole = next(n for n in range(len(tokens)) if "漢" in tokenizer.decode(tokens[:n]))
+    for stop in ("漢", " 漢", "漢b"):
+        row = RowText(tokenizer, [stop], prompt=tokens[: whole - 1])
+        assert "".join(map(row.push, tokens[whole - 1 :])) == ""
+        assert row.stopped
+    row = RowText(tokenizer, [" "], prompt=tokens[: whole - 1])
+    row.push(tokens[whole - 1])
+    assert not row.stopped  # the prompt said it
+
+
+def test_a_stop_string_ends_a_text_though_half_a_character_follows_in_its_last_token():
+    """A token may end a word and begin the next."""
+    letters = ["a", "b", "bæ", "¼", "¢"]  # how bytes are written in such vocabularies
+    halves = Tokenizer(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
+    halves.decoder = decoders.ByteLevel()
+    row = RowText(PreTrainedTokenizerFast(tokenizer_object=halves), ["ab"])
+    assert (row.push(0), row.push(2), row.stopped) == ("", "", True)

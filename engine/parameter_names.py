@@ -1,0 +1,44 @@
+"""What an unknown parameter may have been meant to be: names of other engines, and misspelt ones."""
+
+from __future__ import annotations
+
+from configs import nearest
+
+# What other engines call a parameter, and what to say here.
+ELSEWHERE = {
+    **dict.fromkeys(("n", "samples", "num_samples"), "num_return_sequences"),
+    "best_of": "num_beams, or num_return_sequences with do_sample=True",
+    **dict.fromkeys(("stop", "stop_sequences", "stop_words", "stop_sequence"), "stop_strings"),
+    **dict.fromkeys(("stop_token_ids", "end_id", "eos_id", "eos_token"), "eos_token_id"),
+    "ignore_eos": "eos_token_id=None",
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_gen_len", "n_predict"), "max_new_tokens"),
+    **dict.fromkeys(("num_predict", "max_output_tokens", "max_tokens_to_sample"), "max_new_tokens"),
+    "min_tokens": "min_new_tokens",
+    **dict.fromkeys(("prompt", "prompts", "text", "texts", "messages"), "inputs, the argument after the model"),
+    **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), "output_scores=True or output_logits=True"),
+    **dict.fromkeys(("random_seed", "rng_seed", "manual_seed"), "seed"),
+    "repeat_penalty": "repetition_penalty",
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), "a logits processor of yours, or repetition_penalty"),
+    "compile": "EngineConfig(compile=...)",
+    "skip_special_tokens": "always so for the text, and Generation.tokens has the ids",
+    "logit_bias": "sequence_bias",
+    "bad_words": "bad_words_ids",
+    **dict.fromkeys(("beam_width", "beam_size", "n_beams", "use_beam_search"), "num_beams"),
+    **dict.fromkeys(("draft_model", "speculative_model"), "assistant_model"),
+    "num_speculative_tokens": "num_assistant_tokens",
+    **dict.fromkeys(("max_seq_len", "max_model_len", "n_ctx", "num_ctx"), "cache_config={'max_cache_len': ...}"),
+    **dict.fromkeys(("kv_cache_dtype", "kv_cache", "cache_type"), "cache, such as cache='quantized'"),
+    **dict.fromkeys(("grammar", "guided_json", "guided_regex", "response_format"), "prefix_allowed_tokens_fn"),
+    **dict.fromkeys(("stream", "streaming"), "engine.stream(...) in place of generate, or streamer"),
+    **dict.fromkeys(("dtype", "torch_dtype", "device", "device_map"), "EngineConfig, or load the model with it"),
+    "custom_generate": "strategy, an object with a flow of its own",
+}
+
+
+def hint(name: str, known: set[str]) -> str:
+    """What may have been meant by an unknown parameter: two or three names, or where all of them are listed."""
+    if name in ELSEWHERE:
+        return f"here it is {ELSEWHERE[name]}"
+    return nearest(name, sorted(one for one in known if not one.startswith("_")), most=0) or (
+        "help(engine.generate) lists the parameters"
+    )
