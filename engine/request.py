@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -335,10 +336,17 @@ def _complete_config(
         for name in ("max_length", "min_length")
         if options.get(name) is not None or any(getattr(config, name) is not None for config in configs)
     }
-    # Whether there can be several is for the strategy to say, which transformers knows nothing of.
-    returned = options.pop("num_return_sequences", None)
+    # Whether there can be several texts is for the strategy to say, which transformers knows nothing of.
+    returned = options.get("num_return_sequences")
+    passed = {name: value for name, value in options.items() if name != "num_return_sequences"}
+    # Records come back in any case: without this transformers warns that it may ignore them.
+    if generation_config is None:
+        passed["return_dict_in_generate"] = True
+    else:
+        generation_config = copy.copy(generation_config)
+        generation_config.return_dict_in_generate = True
     try:
-        config, model_inputs = model._prepare_generation_config(generation_config, **options)
+        config, model_inputs = model._prepare_generation_config(generation_config, **passed)
     except (ValueError, TypeError, AttributeError) as error:  # transformers' own checks, of the model's settings too
         raise OptionError(f"transformers refuses these generation parameters: {error}") from error
     for name, value in own.items():
@@ -346,8 +354,7 @@ def _complete_config(
             setattr(config, name, value)
     if config.eos_token_id == []:  # said, so that the model's own does not count; from here on None is no end
         config.eos_token_id = None
-    if returned is not None:
-        options["num_return_sequences"] = config.num_return_sequences = returned
+    config.num_return_sequences = config.num_return_sequences if returned is None else returned
     for flag in ("output_attentions", "output_hidden_states"):  # kept in the config too
         model_inputs.pop(flag, None)
     return config, model_inputs, given

@@ -455,3 +455,15 @@ def test_what_a_criterion_may_not_say_is_told_with_its_name(said):
     with pytest.raises(engine.Interrupted, match=r"criterion ends_soon returns whether each of 2 rows ends") as failure:
         texts(model, ids, stopping_criteria=ends_soon)
     assert isinstance(failure.value.__cause__, engine.OptionError)
+
+
+def test_records_that_are_asked_for_are_not_warned_of(caplog):
+    """transformers says that it may ignore them without `return_dict_in_generate`; here they come in any case."""
+    config = GenerationConfig(max_new_tokens=2)
+    config.output_logits = True
+    with caplog.at_level("WARNING", "transformers"):
+        out = engine.generate(tiny_model("llama"), **prompt(), output_scores=True, max_new_tokens=2)
+        other = engine.generate(tiny_model("llama"), **prompt(), generation_config=config)
+    assert len(out.scores) == len(other.logits) == 2
+    assert "output_" not in caplog.text
+    assert not config.return_dict_in_generate
