@@ -152,7 +152,7 @@ def _check_columns(model: PreTrainedModel, given: dict[str, Any], source: torch.
         )
     if begun is not None and len(begun) != len(source):
         raise InputError(
-            f"decoder_input_ids have {len(begun)} rows, but the encoder reads {len(source)}: give as many of both"
+            f"decoder_input_ids have {len(begun)} rows, but {called} have {len(source)}: give as many of both"
         )
 
 

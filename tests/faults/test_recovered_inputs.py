@@ -131,7 +131,7 @@ def test_an_encoder(of, failures, rungs, monkeypatch):
     assert len(calls) == failures + len(rungs)
     assert torch.equal(out.sequences, whole.sequences)
     if of != "draft":  # the parts of all rows, together
-        torch.testing.assert_close(out.encoder_hidden_states, whole.encoder_hidden_states)
+        torch.testing.assert_close(out.encoder_hidden_states, whole.encoder_hidden_states, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -188,7 +188,7 @@ def test_wrong_sources():
         "floating-point tensor": {"inputs_embeds": torch.ones(2, 5)},
         r"shape \[2, 13\], but input_ids have \[2, 1\]": {"attention_mask": inputs["attention_mask"]},
         r"shape \[2, 12\], but input_ids have \[2, 13\]": inputs | {"attention_mask": torch.ones(2, 12)},
-        "1 rows, but the encoder reads 2": inputs | {"decoder_input_ids": torch.tensor([[2, 5]])},
+        "1 rows, but input_ids have 2": inputs | {"decoder_input_ids": torch.tensor([[2, 5]])},
         "decoder_input_ids are a rectangular array": inputs | {"decoder_input_ids": [[2, 5], [2]]},
         "not a Tensor without": {"encoder_outputs": torch.ones(2, 5, 32)},
         "not a tuple without": {"encoder_outputs": ()},

@@ -211,8 +211,8 @@ def draw_once_more(patch: Patch) -> None:
 
 
 def forget_processors_of_the_call(patch: Patch) -> None:
-    original = request._processing
-    patch.setattr(request, "_processing", lambda *given: original(*given[:-2], None, given[-1]))
+    original = request.processing
+    patch.setattr(request, "processing", lambda *given: original(*given[:-2], None, given[-1]))
 
 
 def forget_parameters_that_apply(patch: Patch) -> None:
