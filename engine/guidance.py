@@ -228,11 +228,17 @@ class GuidedLane:
         outputs, states = self._lane.forward(self._beside(tokens), *wanted, **more)
         for name in ("attentions", "hidden_states"):
             if name in outputs:
-                outputs[name] = tree_map(lambda part: None if part is None else part[:rows], outputs[name])
+                outputs[name] = tree_map(lambda part: self._of_prompts(part, rows, columns), outputs[name])
         guided = self._lane.attempt(lambda: self._guided(outputs.logits))
         outputs["unguided_logits"] = outputs.logits[:rows]
         outputs["logits"] = guided
         return outputs, None if states is None else states[:rows, -columns:]
+
+    def _of_prompts(self, part: torch.Tensor | None, rows: int, columns: int) -> torch.Tensor | None:
+        """A record of a layer, [rows, ..., columns, width], without the other texts and the pads that make them fit."""
+        if part is None:
+            return None
+        return part[:rows, ..., self._lead :, :] if part.shape[-2] > columns else part[:rows]
 
     def _guided(self, logits: torch.Tensor) -> torch.Tensor:
         own, other = logits.float().log_softmax(dim=-1).chunk(2)

@@ -579,3 +579,18 @@ def test_no_guidance_is_none():
         out = engine.generate(model, inputs, max_new_tokens=NEW, guidance_scale=scale)
         assert torch.equal(out.sequences, plain.sequences)
         assert out.stats.cache_bytes == plain.stats.cache_bytes
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "none"])
+def test_records_are_of_the_prompts_columns_alone(cache):
+    """A longer negative prompt has pads put before the prompts."""
+    model, ids = tiny_model("llama"), torch.tensor([[5, 9, 13]])
+    negative = torch.tensor([[7, 11, 17, 19, 23]])
+    options = dict(guidance_scale=1.5, negative_prompt_ids=negative, max_new_tokens=3, output_hidden_states=True)
+    out = engine.generate(model, ids, cache=cache, **options)
+    theirs = model.generate(ids, do_sample=False, return_dict_in_generate=True, **options)
+    assert torch.equal(out.sequences, theirs.sequences)
+    for mine, other in zip(out.hidden_states, theirs.hidden_states, strict=True):
+        for layer, expected in zip(mine, other, strict=True):
+            torch.testing.assert_close(layer[:, -expected.shape[1] :], expected, atol=1e-4, rtol=1e-4)
+    assert out.hidden_states[0][0].shape[1] == 3

@@ -9,6 +9,7 @@ import re
 import warnings
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import random_models
@@ -221,10 +222,10 @@ def compared(call: Call, ours: engine.Generation, theirs: Any) -> tuple[str, str
     if known is None:
         return "different", f"sequences {ours.sequences.tolist()} where transformers has {sequences.tolist()}"
     if not isinstance(theirs, torch.Tensor):
-        wrong = compared_records(call, ours, theirs, False)
+        wrong = compared_records(call, ours, theirs, False, _mask_of_ids(call))
         if wrong:
             return "different", wrong
-        if reads_all(call) and (ours.hidden_states or ours.attentions):
+        if reads_all(ours) and (ours.hidden_states or ours.attentions):
             known = ", ".join(filter(None, [known, "states of whole texts"]))
     if call.turn is not None:
         found = _second_turn(call, ours, theirs)
@@ -242,12 +243,22 @@ def _sequences(call: Call, ours: engine.Generation, theirs: torch.Tensor) -> str
     lengths = torch.tensor([len(tokens) for tokens in ours.tokens])
     columns = torch.arange(theirs.shape[1]) - (theirs.shape[1] - _new_columns(ours))
     behind = columns[None] >= lengths[:, None]
-    if not torch.equal(ours.sequences.masked_fill(behind, 0), theirs.masked_fill(behind, 0)):
-        return None
+    mine, other = ours.sequences.masked_fill(behind, 0), theirs.masked_fill(behind, 0)
+    if not torch.equal(mine, other):
+        return "texts of equal scores" if _differ_in_order(ours, mine, other) else None
     if ours.sequences_scores is not None:
         return "filled up with another id" if len(theirs[behind].unique()) == 1 else None
     reasons = {ours.finish_reasons[row] for row in behind.any(dim=1).nonzero().flatten().tolist()}
     return "rows that have ended are written on" if reasons <= {"criteria", "stop_string"} else None
+
+
+def _differ_in_order(ours: engine.Generation, mine: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a search has the same texts on both sides, and only those that are next to equal scores change places."""
+    if ours.sequences_scores is None:
+        return False
+    scores = ours.sequences_scores.tolist()
+    groups = [list(rows) for _, rows in groupby(range(len(scores)), key=scores.__getitem__)]
+    return all(sorted(mine[rows].tolist()) == sorted(other[rows].tolist()) for rows in groups)
 
 
 def _drawn(ours: engine.Generation, theirs: torch.Tensor) -> str:
@@ -321,6 +332,15 @@ def _second_turn(call: Call, ours: engine.Generation, theirs: Any) -> tuple[str,
 
 
 _SOURCES = ("inputs", "input_ids", "inputs_embeds", "encoder_outputs", "attention_mask")
+
+
+def _mask_of_ids(call: Call) -> torch.Tensor | None:
+    """Of the prompts [prompts, columns]; None where they are no ids of a decoder."""
+    names = {"input_ids", "inputs"} & set(call.given)
+    if call.name in PAIRS or not names:
+        return None
+    space = _namespace(call)
+    return _first_mask(call, space, eval(call.given[names.pop()], space))
 
 
 def _first_mask(call: Call, names: dict[str, Any], prompt: torch.Tensor) -> torch.Tensor:

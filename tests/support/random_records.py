@@ -20,8 +20,13 @@ def is_close(mine: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(mine.double(), other.double(), **CLOSE, equal_nan=True)
 
 
-def compared_records(call: Call, ours: engine.Generation, theirs: Any, drawn: bool) -> str:
-    """The first record that differs; "" where there is none. drawn: whether the texts differ, and so all values."""
+def compared_records(
+    call: Call, ours: engine.Generation, theirs: Any, drawn: bool, mask: torch.Tensor | None = None
+) -> str:
+    """The first record that differs; "" where there is none. drawn: whether the texts differ, and so all values.
+
+    mask: of the prompts [prompts, columns]. States of pads mean nothing, and are not compared.
+    """
     for name in _RECORDS:
         if (getattr(ours, name) is None) != (_of(call, theirs, name) is None):
             return f"{name} are recorded on one side alone"
@@ -33,13 +38,15 @@ def compared_records(call: Call, ours: engine.Generation, theirs: Any, drawn: bo
                 return f"{name} {mine.tolist()} where transformers has {other.tolist()}"
     if drawn:
         return ""
-    checks = (_scores, *(() if call.drafts else (_states,)), _of_the_encoder)  # forwards with a draft are others
-    return next((wrong for check in checks if (wrong := check(call, ours, theirs))), "")
+    wrong = _scores(call, ours, theirs)
+    if not wrong and not call.drafts:  # forwards with a draft are others
+        wrong = _states(call, ours, theirs, mask)
+    return wrong or _of_the_encoder(call, ours, theirs)
 
 
-def reads_all(call: Call) -> bool:
+def reads_all(ours: engine.Generation) -> bool:
     """Whether each step reads all columns here, and has the states of all."""
-    return call.backend == "none" and not call.chooses
+    return ours.stats.cache == "none"
 
 
 def _of(call: Call, theirs: Any, name: str) -> Any:
@@ -64,17 +71,19 @@ def _scores(call: Call, ours: engine.Generation, theirs: Any) -> str:
     return ""
 
 
-def _states(call: Call, ours: engine.Generation, theirs: Any) -> str:
+def _states(call: Call, ours: engine.Generation, theirs: Any, mask: torch.Tensor | None) -> str:
     for name in (*_STATES, "cross_attentions"):
         mine, other = getattr(ours, name) or (), _of(call, theirs, name) or ()
         if len(mine) != len(other):
             return f"{name} of {len(mine)} forwards where transformers has {len(other)}"
         begun = ours.sequences.shape[1] - max(map(len, ours.tokens))
         for step, (one, two) in enumerate(zip(mine, other, strict=True)):
-            if step > 0 and reads_all(call):
-                if any(layer.shape[-2] < begun + step for layer in one):
+            if step > 0 and reads_all(ours):
+                if any(layer.shape[-2] < begun + step for layer in one if layer is not None):
                     return f"{name} of forward {step} have {one[0].shape[-2]} columns"
-                one = tuple(layer[..., -1:, :] for layer in one)
+                one, two = ([None if layer is None else layer[..., -1:, :] for layer in side] for side in (one, two))
+            if step == 0 and mask is not None:
+                one, two = ([_without_pads(layer, mask) for layer in side] for side in (one, two))
             wrong = _layers(one, two, lambda rows, step=step: _running(ours, step, rows), name)
             if wrong:
                 return f"{name} of forward {step}, {wrong}"
@@ -97,6 +106,14 @@ def _layers(mine: Sequence[Any], other: Sequence[Any], running: Any, name: str) 
         if not is_close(one, two):
             return f"layer {layer} differs by {(one - two).abs().max()}"
     return ""
+
+
+def _without_pads(layer: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor | None:
+    """Zeros in the columns of pads. layer: [rows, ..., columns, width]."""
+    if layer is None or layer.shape[-2] != mask.shape[1]:
+        return layer
+    rows = mask.repeat_interleave(len(layer) // len(mask), dim=0)
+    return layer.masked_fill(rows.view(len(rows), *(1,) * (layer.ndim - 3), -1, 1) == 0, 0)
 
 
 def _weights(attentions: torch.Tensor) -> torch.Tensor:
