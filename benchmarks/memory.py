@@ -42,7 +42,7 @@ from rich.table import Table
 import caches
 import configs
 import engine
-from engine.linears import table_for
+from engine.model.linear_backend import table_for
 
 PIECE = 512  # tokens of the prompt that are read at once
 _console = Console()

@@ -11,8 +11,11 @@ import_transformers()
 from transformers.cache_utils import Cache as _TransformersCache
 
 import caches.backends  # noqa: F401 - registers the recipes
-from caches.cache import Cache
-from caches.classic import (
+from caches.core.row_copies import convert, join_rows, select_rows
+from caches.errors import CacheError, CapacityError, StepError, Unknowable, UnknownCache, UnsupportedLayer
+from caches.hf.adapter import ForeignCache
+from caches.hf.cache import Cache
+from caches.hf.classic import (
     DynamicCache,
     EncoderDecoderCache,
     HQQQuantizedCache,
@@ -29,19 +32,16 @@ from caches.classic import (
     StaticCache,
     from_legacy_cache,
 )
-from caches.comparison import first_layer
-from caches.conversion import convert, join_rows, select_rows
-from caches.driven import Driven, Log
-from caches.encoder_decoder import EncoderDecoder
-from caches.errors import CacheError, CapacityError, StepError, Unknowable, UnknownCache, UnsupportedLayer
-from caches.foreign import ForeignCache
-from caches.moving import move
-from caches.no_cache import NoCache
+from caches.hf.encoder_decoder import EncoderDecoder
+from caches.hf.no_cache import NoCache
+from caches.protocol import Driven, Log
 from caches.registry import Recipe, build, names, recipe, register
-from caches.slide import slide
-from caches.spec import LayerSpec, mask_kinds, read_specs
-from caches.store import FixedStore, GrowingStore, Store
-from caches.timeline import Timeline
+from caches.spec.layer_spec import LayerSpec, mask_kinds, read_specs
+from caches.stores.dense import FixedStore, GrowingStore, Store
+from caches.timeline.timeline import Timeline
+from caches.transfer.comparison import first_layer
+from caches.transfer.migrate import move
+from caches.transfer.window import slide
 from configs import CacheConfig, QuantizedCacheConfig
 
 

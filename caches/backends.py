@@ -6,25 +6,25 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from caches.blocks import BlockTimeline
-from caches.cache import Cache
-from caches.codec import Codec, new_codec
-from caches.encoder_decoder import EncoderDecoder
+from caches.core.layer import Slot, StoreFactory
+from caches.core.layer_stack import what_reach_needs
+from caches.core.sink_hook import SinkCache, SinkStore
 from caches.errors import UnsupportedLayer
-from caches.layer import Slot, StoreFactory
-from caches.no_cache import NoCache
-from caches.offloaded import FixedOffloadedStore, OffloadedStore
-from caches.place import Place
-from caches.quantized import QuantizedStore
-from caches.quantized_sinks import QuantizedSinkStore
+from caches.hf.cache import Cache
+from caches.hf.encoder_decoder import EncoderDecoder
+from caches.hf.no_cache import NoCache
+from caches.memory.buffers import Buffer, DeviceBuffer, DiskBuffer, HostBuffer
+from caches.memory.expected_device import Place
+from caches.quantization.codec import Codec, new_codec
 from caches.registry import recipe, register
-from caches.residency import Buffer, DeviceBuffer, DiskBuffer, HostBuffer
-from caches.retention import KeepRecent, KeepSinks, Retention
-from caches.sinks import SinkCache, SinkStore
-from caches.spec import CROSS, EXOTIC, INDEX, KV, STATE, LayerSpec
-from caches.steps import what_reach_needs
-from caches.store import FixedStore, GrowingStore, Store
-from caches.timeline import Timeline
+from caches.spec.layer_spec import CROSS, EXOTIC, INDEX, KV, STATE, LayerSpec
+from caches.stores.dense import FixedStore, GrowingStore, Store
+from caches.stores.offloaded import FixedOffloadedStore, OffloadedStore
+from caches.stores.quantized import QuantizedStore
+from caches.stores.quantized_sink import QuantizedSinkStore
+from caches.timeline.block_timeline import BlockTimeline
+from caches.timeline.retention import KeepRecent, KeepSinks, Retention
+from caches.timeline.timeline import Timeline
 from configs import (
     CacheConfig,
     ConfigError,

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from caches.driven import Driven
 from caches.errors import UnknownCache, UnsupportedLayer
-from caches.spec import LayerSpec, read_specs
+from caches.protocol import Driven
+from caches.spec.layer_spec import LayerSpec, read_specs
 from configs import CacheConfig, EncoderDecoderCacheConfig, nearest
 from configs.cache import CACHE_PLUGINS
 from configs.plugins import check_name, load_plugins

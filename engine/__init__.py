@@ -10,7 +10,7 @@ from kvengine import check_siblings
 
 check_siblings(__file__, "configs", "caches", "strategies")
 
-from engine.call import parameters, takes
+from engine.request.call import parameters, takes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,28 +27,28 @@ if TYPE_CHECKING:
         OptionError,
         OutOfMemory,
     )
-    from engine.export import export_step, step_inputs
     from engine.generator import Generator
-    from engine.loading import SHIPPED_MODEL
-    from engine.planner import BackendPlan
-    from engine.planning import Plan, plan
-    from engine.processors import Follower
+    from engine.model.export import export_step, step_inputs
+    from engine.model.loading import SHIPPED_MODEL
+    from engine.planning.plan import Plan, plan
+    from engine.planning.planner import BackendPlan
+    from engine.request.logits_processors import Follower
     from engine.result import Fallback, Generation, Piece, Stats
     from engine.streaming import Stream
     from engine.version import __version__
 
 # Imported on first use: torch and transformers take seconds, and `engine --help` needs neither.
 _HOME = {
-    "SHIPPED_MODEL": "engine.loading",
+    "SHIPPED_MODEL": "engine.model.loading",
     "BadLogits": "engine.errors",
-    "BackendPlan": "engine.planner",
+    "BackendPlan": "engine.planning.planner",
     "Cancelled": "engine.errors",
     "ConfigError": "engine.errors",
     "CtrlC": "engine.errors",
     "EngineConfig": "configs",
     "EngineError": "engine.errors",
     "Fallback": "engine.result",
-    "Follower": "engine.processors",
+    "Follower": "engine.request.logits_processors",
     "Generation": "engine.result",
     "Generator": "engine.generator",
     "InputError": "engine.errors",
@@ -56,13 +56,13 @@ _HOME = {
     "OptionError": "engine.errors",
     "OutOfMemory": "engine.errors",
     "Piece": "engine.result",
-    "Plan": "engine.planning",
+    "Plan": "engine.planning.plan",
     "Stats": "engine.result",
     "Stream": "engine.streaming",
     "__version__": "engine.version",
-    "export_step": "engine.export",
-    "plan": "engine.planning",
-    "step_inputs": "engine.export",
+    "export_step": "engine.model.export",
+    "plan": "engine.planning.plan",
+    "step_inputs": "engine.model.export",
 }
 _LIGHT = ("configs", "engine.errors", "engine.version")
 
@@ -200,7 +200,7 @@ def stream(model: PreTrainedModel | str | Path, inputs: Any = None, **arguments:
 def _generator(model: PreTrainedModel | str | Path, arguments: dict[str, Any]) -> Generator:
     from configs import EngineConfig
     from engine import Generator
-    from engine.parameters import read
+    from engine.request.parameters import read
 
     trust = read("trust_remote_code", arguments.get("trust_remote_code"))
     return Generator(model, arguments.get("tokenizer"), EngineConfig(trust_remote_code=bool(trust)))

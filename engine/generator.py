@@ -15,30 +15,30 @@ import caches
 import engine
 from caches import Driven
 from configs import EngineConfig, checked_rungs
-from engine.budget import Budget
-from engine.call import Call, parameters, read_call, takes
-from engine.cancellation import Cancellation
-from engine.checks import check_places, check_positions, check_room_for_rows
-from engine.chosen_cache import CacheChoice, check_new, new_cache, read_cache_choice
-from engine.dispatch import prompt_device
-from engine.draft import Draft, DraftRequest, check_takes_back, read_draft_request, verifies
+from engine.decoding.assistant import Draft, DraftRequest, check_takes_back, read_draft_request, verifies
+from engine.decoding.cancellation import Cancellation
+from engine.decoding.driver import Play
+from engine.decoding.guidance import GuidedLane, check_texts_bear_pads
+from engine.decoding.loop import Run
+from engine.decoding.model_session import Lane
 from engine.errors import OptionError, OutOfMemory
-from engine.guidance import GuidedLane, check_texts_bear_pads
-from engine.ladder import Ladder
-from engine.lane import Lane
-from engine.loading import load
-from engine.masks import Columns, check_takes_masks
+from engine.memory.budget import Budget
+from engine.memory.cache_choice import CacheChoice, check_new, new_cache, read_cache_choice
+from engine.memory.fallbacks import Ladder
+from engine.model.accelerate_hooks import prompt_device
+from engine.model.forward import Runner
+from engine.model.loading import load
+from engine.model.masks import Columns, check_takes_masks
+from engine.model.rope_probe import check_turning
 from engine.out_of_memory import Exhausted, empty_allocators
-from engine.outlet import outlet_for
-from engine.parameters import read, read_parameters
-from engine.play import Play
-from engine.request import Request, read_request
+from engine.output.stream_buffer import outlet_for
+from engine.request.call import Call, parameters, read_call, takes
+from engine.request.checks import check_places, check_positions, check_room_for_rows
+from engine.request.continuation import check_content, check_continues, check_pads_ahead
+from engine.request.parameters import read, read_parameters
+from engine.request.request import Request, read_request
 from engine.result import Generation, nothing_generated
-from engine.run import Run
-from engine.runner import Runner
-from engine.session import check_content, check_continues, check_pads_ahead
 from engine.streaming import Stream
-from engine.turning import check_turning
 
 
 class Generator:

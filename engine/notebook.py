@@ -9,8 +9,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine.planner import BackendPlan
-    from engine.planning import Plan
+    from engine.planning.plan import Plan
+    from engine.planning.planner import BackendPlan
     from engine.result import Generation
 
 _SHORT = 50  # characters of a text in a line

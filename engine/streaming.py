@@ -7,7 +7,7 @@ from collections.abc import Generator as PieceGenerator
 from collections.abc import Iterator
 from contextlib import suppress
 
-from engine.play import Play
+from engine.decoding.driver import Play
 from engine.result import Generation, Piece
 
 

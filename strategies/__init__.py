@@ -8,7 +8,8 @@ from strategies.assisted import Assisted
 from strategies.beam import Beam
 from strategies.contrastive import Contrastive
 from strategies.diverse_beam import DiverseBeam
-from strategies.flow import (
+from strategies.greedy import Greedy
+from strategies.operations import (
     Crop,
     Drafts,
     Emit,
@@ -28,7 +29,6 @@ from strategies.flow import (
     one_token_per_step,
     read_prompt,
 )
-from strategies.greedy import Greedy
 from strategies.prompt_lookup import PromptLookup
 from strategies.registry import build, names, options, register
 from strategies.sampling import Sampling

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 
 from configs import ConfigError, require_positive
-from strategies.flow import Crop, Flow, Forward, Operation, Task, draw
+from strategies.operations import Crop, Flow, Forward, Operation, Task, draw
 from strategies.registry import register
-from strategies.verify import Emitted, Proposal, in_rounds, score_copies
+from strategies.speculative import Emitted, Proposal, in_rounds, score_copies
 
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 

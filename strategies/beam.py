@@ -7,8 +7,8 @@ from functools import partial
 from typing import ClassVar
 
 from configs import ConfigError, require_positive
-from strategies.beams import Beams, Rules, finish, show
-from strategies.flow import Flow, Forward, Rows, Task, each, read_prompt
+from strategies.beam_search import Beams, Rules, finish, show
+from strategies.operations import Flow, Forward, Rows, Task, each, read_prompt
 from strategies.registry import register
 
 

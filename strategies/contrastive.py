@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from configs import ConfigError
-from strategies.flow import Emit, Flow, Forward, Rows, Task, each
+from strategies.operations import Emit, Flow, Forward, Rows, Task, each
 from strategies.registry import register
 
 

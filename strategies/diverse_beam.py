@@ -10,8 +10,8 @@ import torch
 
 from configs import ConfigError
 from strategies.beam import check_beams
-from strategies.beams import Beams, Rules, finish, show
-from strategies.flow import Flow, Forward, Rows, Task, each, read_prompt
+from strategies.beam_search import Beams, Rules, finish, show
+from strategies.operations import Flow, Forward, Rows, Task, each, read_prompt
 from strategies.registry import register
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from strategies.flow import Flow, Task, one_token_per_step
+from strategies.operations import Flow, Task, one_token_per_step
 from strategies.registry import register
 
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 
 from configs import require_positive
-from strategies.flow import Flow, Operation, Task
+from strategies.operations import Flow, Operation, Task
 from strategies.registry import register
-from strategies.verify import Emitted, Proposal, in_rounds, score_copies
+from strategies.speculative import Emitted, Proposal, in_rounds, score_copies
 
 
 @register

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, overload
 
 from configs import ConfigError, nearest
 from configs.plugins import check_name, load_plugins
-from strategies.flow import Strategy
+from strategies.operations import Strategy
 
 _PLUGINS = "kvengine.strategies"  # the group of entry points
 _strategies: dict[str, type[Strategy]] = {}

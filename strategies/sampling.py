@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from configs import require_positive
-from strategies.flow import Flow, Task, draw, one_token_per_step
+from strategies.operations import Flow, Task, draw, one_token_per_step
 from strategies.registry import register
 
 

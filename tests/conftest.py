@@ -24,8 +24,8 @@ from transformers import AutoTokenizer
 from trial import Trial
 
 import engine
-from caches.machine import write_whole
-from engine import verdicts
+from caches.quantization.machine import write_whole
+from engine.model import linear_timings
 
 # Kernels are compiled once and kept; which matrix product is the fastest is not measured here, in no command either.
 os.environ.setdefault("KVENGINE_CACHE", str(Path(tempfile.gettempdir()) / f"kvengine-tests-{getpass.getuser()}"))
@@ -33,7 +33,7 @@ _FASTEST = ["torch", "mm", "onednn", "swapped", "onednn"]
 
 
 def pytest_configure():
-    write_whole(verdicts.path(), json.dumps(dict.fromkeys(("medium", "large"), _FASTEST)).encode())
+    write_whole(linear_timings.path(), json.dumps(dict.fromkeys(("medium", "large"), _FASTEST)).encode())
 
 
 def pytest_addoption(parser):

@@ -11,7 +11,7 @@ from configs import CacheConfig, PlacedCacheConfig
 from engine.cli import options, output
 from engine.cli.libraries import start_libraries
 from engine.cli.progress import Work
-from engine.layout import Column, aligned, blocks, fits, terminal_width, wrapped
+from engine.tables import Column, aligned, blocks, fits, terminal_width, wrapped
 
 
 def caches(
@@ -44,8 +44,8 @@ def caches(
     with Work() as work:
         start_libraries(work, model)
         import caches
-        from engine.loading import SHIPPED_MODEL, load_config
-        from engine.sizes import study
+        from engine.model.loading import SHIPPED_MODEL, load_config
+        from engine.planning.model_footprint import study
 
         work.doing("reading the model's configuration")
         recipes = [caches.recipe(one) for one in ([name] if name else caches.names())]
@@ -67,7 +67,7 @@ def caches(
 def _entry(recipe: Any, model_config: Any, tokens: int) -> dict[str, Any]:
     """What is told of a backend, with its size, or why it is not for the model."""
     from caches import CacheError
-    from engine.planning import cache_bytes
+    from engine.planning.plan import cache_bytes
 
     entry = {"name": recipe.name, "summary": recipe.summary, "options": recipe.options.defaults()}
     sizes = []

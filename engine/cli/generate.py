@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engine.cli import given, options, output, show
+from engine.cli import options, output, rendering, values
 from engine.cli.libraries import start_libraries
 from engine.cli.progress import Work
 from engine.errors import OptionError
-from engine.layout import terminal_width
+from engine.tables import terminal_width
 
 if TYPE_CHECKING:
     from engine.generator import Generator
@@ -64,21 +64,21 @@ def generate(
 
 def _run(said: dict[str, Any]) -> None:
     """said: what the options of `generate` are."""
-    texts = given.prompts(said["prompt"] or [], said["file"] or [])
-    parameters = given.generation_parameters(said)
+    texts = values.prompts(said["prompt"] or [], said["file"] or [])
+    parameters = values.generation_parameters(said)
     per_text = parameters.get("num_return_sequences", 1)
     rows = len(texts) * (per_text if isinstance(per_text, int) else 1)
     if said["stream"] and rows > 1 and not said["as_json"]:
         raise OptionError(f"--stream prints one text, but there are {rows}: add --json, which tells them apart")
     if said["system"] is not None and not said["chat"]:
         raise OptionError("--system belongs to a chat: add --chat")
-    settings = given.engine_config(said["config"], said)
-    cache_config = given.assignments(said["cache_option"], "--cache-option") or None
-    inputs = [given.messages(text, said["system"]) for text in texts] if said["chat"] else texts
+    settings = values.engine_config(said["config"], said)
+    cache_config = values.assignments(said["cache_option"], "--cache-option") or None
+    inputs = [values.messages(text, said["system"]) for text in texts] if said["chat"] else texts
     with Work() as work:
         start_libraries(work, said["model"], said["assistant_model"])
         from engine.generator import Generator
-        from engine.loading import SHIPPED_MODEL
+        from engine.model.loading import SHIPPED_MODEL
 
         work.doing("loading the model")
         generator = Generator(SHIPPED_MODEL if said["model"] is None else said["model"], config=settings)
@@ -106,7 +106,7 @@ def _print(pieces: Stream, work: Work, said: dict[str, Any]) -> Generation:
         for piece in pieces:
             if as_they_come:
                 work.hide()
-                output.say(show.piece_as_json(piece) if as_json else piece.text or "", end="\n" if as_json else "")
+                output.say(rendering.piece_as_json(piece) if as_json else piece.text or "", end="\n" if as_json else "")
     except KeyboardInterrupt as stopped:
         if not pieces.given_up:  # between two pieces it is Python's own, without a result
             stopped.partial = pieces.result()  # type: ignore[attr-defined]
@@ -116,17 +116,17 @@ def _print(pieces: Stream, work: Work, said: dict[str, Any]) -> Generation:
         if not pieces.given_up:
             result = pieces.result()
             if as_json:
-                output.say(show.as_json(result))
+                output.say(rendering.as_json(result))
             else:
-                output.say("" if as_they_come else show.as_text(result))
+                output.say("" if as_they_come else rendering.as_text(result))
             if said["stats"]:
-                output.tell(show.stats(result, terminal_width(100)))
+                output.tell(rendering.stats(result, terminal_width(100)))
     return result
 
 
 def _assistant(path: str, generator: Generator) -> dict[str, Any]:
     """The arguments that make the model at `path` propose tokens to the generator's."""
-    from engine.loading import load
+    from engine.model.loading import load
 
     model, tokenizer = load(path, None, generator.config)
     is_same = tokenizer.get_vocab() == generator.tokenizer.get_vocab()

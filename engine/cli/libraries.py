@@ -10,7 +10,7 @@ from engine.cli.progress import Work
 
 def start_libraries(work: Work, *models: str | None) -> None:
     """models: paths and hub ids, which are looked for first: a wrong one is told at once."""
-    from engine.locate import locate
+    from engine.model.location import locate
 
     work.doing("looking for the model")
     for model in models:

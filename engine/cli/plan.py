@@ -10,9 +10,9 @@ import typer
 
 from configs import CacheConfig
 from engine.cli import output
-from engine.cli.given import assignments
 from engine.cli.libraries import start_libraries
 from engine.cli.progress import Work
+from engine.cli.values import assignments
 from engine.errors import OptionError
 
 

@@ -8,7 +8,7 @@ from contract import CELLS, EDGES, KINDS, STEPS, each_cell, options_of
 from trial import Trial, refused, storage, with_room
 
 import caches
-from caches.layer import Layer
+from caches.core.layer import Layer
 
 pytestmark = pytest.mark.covering("values", "pairs")
 

@@ -11,9 +11,9 @@ from exact_codecs import Exactly
 
 import caches
 from caches import backends
-from caches.comparison import first_layer
-from caches.driven import Log
-from caches.forking import Forking
+from caches.core.prefix_sharing import Forking
+from caches.protocol import Log
+from caches.transfer.comparison import first_layer
 from configs import SinkCacheConfig
 
 
@@ -63,15 +63,15 @@ def test_the_reader_of_joined_logs():
 def test_a_full_disk_does_not_undo_a_step_that_is_settled(monkeypatch):
     cache = filled("dynamic")
     cache.fork(2)
-    monkeypatch.setattr("caches.fork.ForkedTimeline.would_be_cheaper_apart", True)
+    monkeypatch.setattr("caches.stores.shared_prefix.ForkedTimeline.would_be_cheaper_apart", True)
 
     def starved(self):
         raise caches.CapacityError("the disk is full")
 
     with monkeypatch.context() as patch:
         patch.setattr(Forking, "start_unfork", starved)
-        patch.setattr("caches.residency.DeviceBuffer._allocate", starved)
-        patch.setattr("caches.store.GrowingStore.rows", lambda store, index: starved(store))
+        patch.setattr("caches.memory.buffers.DeviceBuffer._allocate", starved)
+        patch.setattr("caches.stores.dense.GrowingStore.rows", lambda store, index: starved(store))
         cache.unfork_if_read_whole()
     assert not cache.unfinished
     cache.crop(0)

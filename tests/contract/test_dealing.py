@@ -13,9 +13,9 @@ from trial import Trial, with_room
 from unfinished import OUT, asked
 
 import caches
-from caches import dealing
-from caches.dealing import deal_rows, gather_rows
-from engine.live import Live
+from caches.transfer import dealing
+from caches.transfer.dealing import deal_rows, gather_rows
+from engine.planning.peak_memory import Live
 
 INDEXES = [[0, 1], [2, 3]]
 

@@ -14,9 +14,9 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from trial import storage, with_room
 
 import caches
-from caches.pieces import Apart, Exact
-from caches.residency import HostBuffer
-from caches.views import Pieced, plain
+from caches.attention.segmented_tensor import Pieced, plain
+from caches.attention.segments import Apart, Exact
+from caches.memory.buffers import HostBuffer
 
 pytestmark = pytest.mark.covering("values", "pairs")
 

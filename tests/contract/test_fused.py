@@ -11,10 +11,10 @@ from helpers import needs_kernels
 
 import caches
 import engine
-from caches import fused, kernels
-from caches.codec import CHOICES, Affine, new_codec
-from caches.pieces import Exact
-from caches.views import Pieced
+from caches.attention.segmented_tensor import Pieced
+from caches.attention.segments import Exact
+from caches.quantization import fused_attention, kernel_build
+from caches.quantization.codec import CHOICES, Affine, new_codec
 from configs import ConfigError, QuantizedCacheConfig
 
 CODECS = [("quanto", 4), ("quanto", 2), ("hqq", 8), ("hqq", 1), ("kivi", 4), ("kivi", 2)]
@@ -36,7 +36,7 @@ def test_products_are_those_of_the_numbers(width, group, backend, bits, over_col
             for name, part in parts.items()
         }
         decode = partial(decoded, chosen, count, width)
-        for tokens in (1, 3, 7, fused.FEW + 1):
+        for tokens in (1, 3, 7, fused_attention.FEW + 1):
             queries, weights = torch.randn(3, 2, tokens, width), torch.rand(3, 2, tokens, count)
             # Queries and weights are rounded to 16 bits where neighbouring channels share a scale.
             close = CLOSE if over_columns else CLOSE | {"atol": 5e-3}
@@ -163,7 +163,7 @@ def test_the_largest_codes_and_queries_do_not_overflow(group):
     """512 channels of 255 times 32767 are more than an integer of 32 bits holds."""
     codes = torch.full((1, 1, 5, 512), 255, dtype=torch.uint8)
     scale = torch.full((1, 1, 5, 512 // group), 1e-3)
-    keys = fused.Coded(codes, scale, None, 8, 0, lambda: Exact(codes * 1e-3))
+    keys = fused_attention.Coded(codes, scale, None, 8, 0, lambda: Exact(codes * 1e-3))
     queries = torch.full((1, 1, 2, 512), 3.0)
     queries[:, :, 1] *= -1
     torch.testing.assert_close(keys.scores(queries), queries @ (codes * 1e-3).mT, rtol=1e-4, atol=0)
@@ -178,11 +178,11 @@ def test_what_has_no_kernel_is_refused(options):
 def test_without_a_compiler_it_says_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path))
-    kernels.compiled.cache_clear()
+    kernel_build.compiled.cache_clear()
     try:
         with pytest.raises(
             ConfigError, match=r"fused=True needs a C\+\+ compiler.*no-such-compiler.*, or leave it out"
         ):
             caches.build("quantized", tiny_model("llama").config, fused=True)
     finally:
-        kernels.compiled.cache_clear()
+        kernel_build.compiled.cache_clear()

@@ -20,9 +20,9 @@ from walk import walk
 
 import caches
 import engine
-from caches.residency import DeviceBuffer, DiskBuffer, HostBuffer
-from caches.slab import Slab
-from caches.staging import Beside, Staging
+from caches.memory.buffers import DeviceBuffer, DiskBuffer, HostBuffer
+from caches.memory.disk_file import Slab
+from caches.memory.prefetch import Beside, Staging
 from configs import ConfigError
 
 pytestmark = pytest.mark.covering("values", "pairs")
@@ -296,7 +296,7 @@ def test_models_of_few_layers(layers, monkeypatch):
 @pytest.mark.parametrize("rows_room", [None, 5])
 def test_buffers(new_buffer, rows_room, monkeypatch):
     """Codes too: any data type, and rows rearranged in place in small pieces."""
-    monkeypatch.setattr("caches.residency._PIECE_BYTES", 40)
+    monkeypatch.setattr("caches.memory.buffers._PIECE_BYTES", 40)
     buffer = new_buffer()
     assert buffer.shape is None
     held = torch.randint(0, 255, (3, 2, 9, 4), dtype=torch.uint8)

@@ -16,9 +16,9 @@ from walk import walk
 import caches
 import engine
 from caches import backends
-from caches.codec import CHOICES, Affine, new_codec
-from caches.pieces import Piece
-from caches.views import Pieced
+from caches.attention.segmented_tensor import Pieced
+from caches.attention.segments import Piece
+from caches.quantization.codec import CHOICES, Affine, new_codec
 from configs import CODECS, ConfigError, QuantizedCacheConfig
 
 pytestmark = pytest.mark.covering("values", "pairs")

@@ -21,8 +21,8 @@ from places import ROOT
 
 import caches
 import engine
-from caches.slab import _PAGE, Slab
-from engine.split import SplitCache, halves
+from caches.hf.split_rows import SplitCache, halves
+from caches.memory.disk_file import _PAGE, Slab
 
 
 def fed(cache, layers: int, tokens: int = 6, rows: int = 2) -> None:
@@ -277,9 +277,9 @@ def test_a_slab_from_before_a_fork_gives_back_too(tmp_path):
 
 @pytest.mark.parametrize(("given", "then"), [(None, "there"), ("mine", "mine")])
 def test_a_pickled_slab_asks_for_its_folder_where_it_is_loaded(given, then, monkeypatch):
-    monkeypatch.setattr("caches.slab.disk_folder", lambda folder: folder or "here")
+    monkeypatch.setattr("caches.memory.disk_file.disk_folder", lambda folder: folder or "here")
     written = pickle.dumps(Slab(given))
-    monkeypatch.setattr("caches.slab.disk_folder", lambda folder: folder or "there")
+    monkeypatch.setattr("caches.memory.disk_file.disk_folder", lambda folder: folder or "there")
     assert pickle.loads(written).folder == then
 
 
@@ -289,7 +289,7 @@ DEEP = """
 import os, resource, sys, torch, transformers
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 import caches, engine
-from engine.split import halves
+from caches.hf.split_rows import halves
 from on_disk import ON_DISK, built, descriptors
 config = transformers.LlamaConfig(vocab_size=101, hidden_size=16, intermediate_size=16, num_hidden_layers=80,
     num_attention_heads=2, num_key_value_heads=2, head_dim=8, eos_token_id=None, pad_token_id=0)

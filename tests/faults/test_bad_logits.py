@@ -22,7 +22,7 @@ LAYERS |= {"mamba": "backbone.layers.1", "t5": "decoder.block.1"}
 
 @pytest.fixture(params=[False, True], ids=["read at once", "read late"])
 def late(request, monkeypatch):
-    monkeypatch.setattr("engine.tokens.reads_late", lambda device: request.param)
+    monkeypatch.setattr("engine.decoding.token_buffer.reads_late", lambda device: request.param)
     return request.param
 
 
@@ -59,7 +59,7 @@ AT_ONCE = [*((name, "dynamic") for name in LAYERS), ("llama", "offloaded"), ("ll
                                                      for cell in cells])  # fmt: skip
 def test_a_layer_that_breaks(name, cache, late, strategy, monkeypatch):
     """What it writes into the cache is NaN too: nothing of that is left."""
-    monkeypatch.setattr("engine.tokens.reads_late", lambda device: late)
+    monkeypatch.setattr("engine.decoding.token_buffer.reads_late", lambda device: late)
     model, inputs = tiny(name)
     options = asked(strategy, model) | {"max_new_tokens": NEW, "cache": cache}
     if strategy == "assisted":

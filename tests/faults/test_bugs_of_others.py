@@ -11,7 +11,7 @@ from rungs import expected, prompt
 
 import caches
 import engine
-from caches.forking import Forking
+from caches.core.prefix_sharing import Forking
 
 NEW = 8
 
@@ -73,7 +73,7 @@ def test_a_late_reading_that_fails_once_more_is_logged(caplog, monkeypatch):
     def process(ids, scores):
         raise TypeError("a bug")
 
-    monkeypatch.setattr("engine.run.Run._read_unread", fails)
+    monkeypatch.setattr("engine.decoding.loop.Run._read_unread", fails)
     with caplog.at_level(logging.WARNING, logger="engine"), pytest.raises(engine.Interrupted, match="a bug"):
         engine.generate(tiny_model("llama"), prompt(), max_new_tokens=NEW, logits_processor=[process])
     assert any("a bug that comes again" in str(record.exc_info) for record in caplog.records)
@@ -84,7 +84,7 @@ def test_a_bug_in_putting_rows_apart_is_not_hidden(monkeypatch):
     with torch.no_grad():
         tiny_model("llama")(torch.arange(5, 15)[None], past_key_values=cache)
     cache.fork(2)
-    monkeypatch.setattr("caches.fork.ForkedTimeline.would_be_cheaper_apart", True)
+    monkeypatch.setattr("caches.stores.shared_prefix.ForkedTimeline.would_be_cheaper_apart", True)
 
     def broken(self):
         raise TypeError("a bug")

@@ -69,7 +69,7 @@ def test_read_late_as_on_an_accelerator(monkeypatch):
     model, inputs = tiny("llama")
     torch.manual_seed(5)
     whole = engine.generate(model, inputs, max_new_tokens=NEW, do_sample=True)
-    monkeypatch.setattr("engine.tokens.reads_late", lambda device: True)
+    monkeypatch.setattr("engine.decoding.token_buffer.reads_late", lambda device: True)
     for step in range(1, NEW):
         torch.manual_seed(5)
         part = cancelled(model, inputs, step, do_sample=True)

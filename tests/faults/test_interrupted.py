@@ -78,7 +78,7 @@ def interrupted(model, inputs, what, at, **options):
 @pytest.mark.parametrize("what", ARGUMENTS)
 @pytest.mark.parametrize(("name", "cache"), [("llama", "static"), ("mistral", "dynamic"), ("jamba", "dynamic")])
 def test_the_text_goes_on_as_if_nothing_had_happened(name, cache, what, late, monkeypatch):
-    monkeypatch.setattr("engine.tokens.reads_late", lambda device: late)
+    monkeypatch.setattr("engine.decoding.token_buffer.reads_late", lambda device: late)
     model, inputs = tiny(name)
     whole = engine.generate(model, inputs, max_new_tokens=NEW)
     for at in (1, 4):

@@ -141,7 +141,7 @@ def test_a_library_that_raises_without_text_while_loading(monkeypatch):
     def wordless(*given, **options):
         raise ValueError
 
-    monkeypatch.setattr("engine.loading.AutoConfig.from_pretrained", wordless)
+    monkeypatch.setattr("engine.model.loading.AutoConfig.from_pretrained", wordless)
     with pytest.raises(engine.InputError, match=r"no model could be loaded from '.*shipped': ValueError"):
         engine.plan(engine.SHIPPED_MODEL, prompt_tokens=4, max_new_tokens=4)
 

@@ -9,9 +9,9 @@ from resuming import NEW, check_goes_on
 
 import caches
 import engine
-from engine.ladder import Ladder
-from engine.lane import Lane
-from engine.linears import has_onednn
+from engine.decoding.model_session import Lane
+from engine.memory.fallbacks import Ladder
+from engine.model.linear_backend import has_onednn
 
 BEAMS = {"num_beams": 3, "do_sample": False, "max_new_tokens": NEW}
 

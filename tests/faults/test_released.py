@@ -8,7 +8,7 @@ from rungs import OutAt, prompt
 
 import caches
 import engine
-from engine.feeding import Feeding
+from engine.decoding.forward_executor import Feeding
 
 
 def test_scratch_memory_is_dropped(monkeypatch):

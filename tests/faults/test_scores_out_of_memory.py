@@ -14,11 +14,11 @@ from rungs import prompt
 from strategy_cases import OPTIONS
 
 import engine
-import engine.request
+import engine.request.request
 import strategies
-from engine import choice
-from engine.lane import Lane
-from engine.live import Live
+from engine.decoding.model_session import Lane
+from engine.planning.peak_memory import Live
+from engine.request import strategy
 
 NEW = 6
 
@@ -182,13 +182,13 @@ def test_no_step_needs_more_than_its_strategy_says(name, options, processed, mon
     model, chosen = wide_model(), strategies.build(name, **options)
     ids = torch.tensor([[5, 6, 7, 5, 6]] * ROWS)
     rows, counted = ROWS * int(getattr(chosen, "branches", 1)), []
-    real = choice.score_copies
+    real = strategy.score_copies
 
     def count(*given):
         counted.append(real(*given))
         return counted[-1]
 
-    monkeypatch.setattr(engine.request, "score_copies", count)
+    monkeypatch.setattr(engine.request.request, "score_copies", count)
     with Copies(model) as live:
         engine.generate(model, ids, strategy=chosen, max_new_tokens=5, **processed)
     found = live.most_copies(rows)

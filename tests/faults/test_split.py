@@ -9,9 +9,9 @@ from rungs import OutAt
 
 import caches
 import engine
+from caches.hf.split_rows import halves
 from configs import EngineConfig
-from engine.live import Live
-from engine.split import halves
+from engine.planning.peak_memory import Live
 
 
 @pytest.mark.parametrize("backend", ["dynamic", "static"])

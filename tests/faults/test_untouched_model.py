@@ -16,11 +16,11 @@ from transformers import DynamicCache
 
 import caches
 import engine
-from engine import linears
-from engine.masks import Columns
-from engine.turns import turn_of
+from engine.model import linear_backend
+from engine.model.masks import Columns
+from engine.model.model_lock import turn_of
 
-pytestmark = pytest.mark.skipif(not linears.has_onednn(), reason="this torch was built without oneDNN")
+pytestmark = pytest.mark.skipif(not linear_backend.has_onednn(), reason="this torch was built without oneDNN")
 
 ROUTED = engine.EngineConfig(linears="onednn")
 
@@ -69,9 +69,9 @@ def test_modules_are_as_they_were_after_many_ctrl_c():
 
 def test_routes_are_taken_in_the_thread_of_the_step_alone(monkeypatch):
     model, layer, row, taken = tiny_model("llama"), nn.Linear(48, 48), torch.randn(1, 48), []
-    route = linears.Table.route
+    route = linear_backend.Table.route
     monkeypatch.setattr(
-        linears.Table, "route", lambda self, *of: taken.append(threading.current_thread()) or route(self, *of)
+        linear_backend.Table, "route", lambda self, *of: taken.append(threading.current_thread()) or route(self, *of)
     )
 
     @torch.no_grad()
@@ -82,7 +82,7 @@ def test_routes_are_taken_in_the_thread_of_the_step_alone(monkeypatch):
         other = threading.Thread(target=use)
         other.start()
         other.join(30)
-        assert linears.active.table is not None
+        assert linear_backend.active.table is not None
         use()
 
     plain = []
@@ -100,7 +100,7 @@ def test_routes_are_taken_in_the_thread_of_the_step_alone(monkeypatch):
                                  torch.fx.symbolic_trace,
                                  lambda layer: pickle.loads(pickle.dumps(layer.forward))])  # fmt: skip
 def test_other_users_of_linear_layers_see_no_difference(use):
-    linears.table_for(nn.Linear(8, 8), "onednn")
+    linear_backend.table_for(nn.Linear(8, 8), "onednn")
     layer, rows = nn.Linear(8, 8), torch.randn(3, 8)
     assert torch.equal(use(layer)(rows), layer(rows))
 

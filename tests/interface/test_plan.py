@@ -18,14 +18,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, OpenAIG
 
 import caches
 import engine
-import engine.request
-from engine import planning
-from engine.chosen_cache import new_cache
-from engine.free_memory import Free, find_free
-from engine.fresh import Course
-from engine.planner import BackendPlan, Planner, choose
-from engine.planning import cache_bytes, read_subject
-from engine.sizes import study
+import engine.request.request
+from engine.memory.cache_choice import new_cache
+from engine.planning import plan
+from engine.planning.cache_size import Course
+from engine.planning.free_memory import Free, find_free
+from engine.planning.model_footprint import study
+from engine.planning.plan import cache_bytes, read_subject
+from engine.planning.planner import BackendPlan, Planner, choose
 
 PROMPT, NEW = 40, 20
 KINDS = ["llama", "mistral", "gemma2", "mamba2", "bamba", "t5", "bloom"]
@@ -270,7 +270,7 @@ def test_a_plan_is_a_table_and_json():
     ids=str,
 )
 def test_impossible_plans_are_refused(arguments, message, monkeypatch):
-    monkeypatch.setattr(planning, "study", lambda *_: pytest.fail("work was done"))
+    monkeypatch.setattr(plan, "study", lambda *_: pytest.fail("work was done"))
     arguments = {"prompt_tokens": 10, "max_new_tokens": 10} | arguments
     with pytest.raises((engine.EngineError, caches.CacheError), match=message):
         engine.plan(CONFIG, **arguments)
@@ -288,7 +288,7 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path):
 
 def test_limits_of_the_process_count():
     script = (
-        "import resource, torch; from engine.free_memory import find_free; cpu = torch.device('cpu')\n"
+        "import resource, torch; from engine.planning.free_memory import find_free; cpu = torch.device('cpu')\n"
         "free = find_free(cpu).host; resource.setrlimit(resource.RLIMIT_DATA, (2**31, 2**31))\n"
         "print(free, find_free(cpu).host)"
     )
@@ -298,7 +298,7 @@ def test_limits_of_the_process_count():
 
 
 def test_limits_of_control_groups_count(tmp_path, monkeypatch):
-    from engine import free_memory
+    from engine.planning import free_memory
 
     before = find_free(torch.device("cpu")).host
     [path] = [line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines()][-1:]
@@ -316,7 +316,7 @@ def test_limits_of_control_groups_count(tmp_path, monkeypatch):
 @pytest.fixture
 def free(monkeypatch):
     def set_free(device):
-        monkeypatch.setattr(planning, "find_free", lambda *_: Free(device, device, 10**12))
+        monkeypatch.setattr(plan, "find_free", lambda *_: Free(device, device, 10**12))
 
     return set_free
 
@@ -348,7 +348,7 @@ def test_auto_takes_what_fits(caplog, free):
 def needs(model, course):
     subject = read_subject(model, None, None)
     planner = Planner(subject, Free(1, 1, 1))
-    return [planner.backend(config, course) for config in planning.lossless(subject.device)]
+    return [planner.backend(config, course) for config in plan.lossless(subject.device)]
 
 
 def test_a_model_that_takes_no_cache_runs_without():
@@ -391,10 +391,10 @@ def test_what_is_free_may_be_unknown():
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_copies_of_scores_are_those_of_the_run(num_beams, do_sample, monkeypatch):
     model, found = tiny_model("llama"), []
-    count = engine.request.score_copies
-    monkeypatch.setattr("engine.request.score_copies", lambda *given: found.append(count(*given)) or found[-1])
+    count = engine.request.request.score_copies
+    monkeypatch.setattr("engine.request.request.score_copies", lambda *given: found.append(count(*given)) or found[-1])
     engine.generate(model, torch.full((1, 4), 5), num_beams=num_beams, do_sample=do_sample, max_new_tokens=1)
-    assert set(found) == {planning._score_copies(num_beams, 1, do_sample)}
+    assert set(found) == {plan._score_copies(num_beams, 1, do_sample)}
 
 
 def test_scores_are_counted_where_attention_makes_them():

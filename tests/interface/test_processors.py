@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
 )
 
 import engine
-from engine.processors import Processing
+from engine.request.logits_processors import Processing
 from strategies import Emit, Forward, Rows, read_prompt
 
 pytestmark = pytest.mark.covering("values", "pairs")
@@ -110,7 +110,7 @@ def test_the_text_is_that_of_a_processor_that_reads_everything(name, cache, opti
 
 @pytest.mark.parametrize("options", ["greedy", "samples", "drafting"])
 def test_columns_that_the_host_reads_late_are_pads_in_the_end(options, monkeypatch):
-    monkeypatch.setattr("engine.tokens.reads_late", lambda device: True)
+    monkeypatch.setattr("engine.decoding.token_buffer.reads_late", lambda device: True)
     assert run(one_of(), RUNS[options]) == run(Stateless(), RUNS[options])
 
 

@@ -18,7 +18,7 @@ OPTIONS = {"max_new_tokens": 40}
 @pytest.fixture(autouse=True, params=[False, True], ids=["read at once", "read late"])
 def _late(request, monkeypatch):
     """Everything here also with tokens read one step late, as on an accelerator."""
-    monkeypatch.setattr("engine.tokens.reads_late", lambda device: request.param)
+    monkeypatch.setattr("engine.decoding.token_buffer.reads_late", lambda device: request.param)
 
 
 def joined(pieces, rows):

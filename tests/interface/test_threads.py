@@ -12,8 +12,8 @@ from threads import CALLS, cells_of, generators, texts_of_threads
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import engine
-from engine import linears
-from engine.device_state import Peak
+from engine.model import linear_backend
+from engine.model.device_state import Peak
 
 FEW = CALLS[1:2] + CALLS[5:6] + CALLS[8:9] + CALLS[13:14]
 
@@ -74,8 +74,8 @@ def test_every_product_takes_its_route(monkeypatch):
     model, taken = tiny_model("llama"), []
     config = engine.EngineConfig(linears="onednn")
     generator = engine.Generator(model, config=config)
-    route = linears.Table.route
-    monkeypatch.setattr(linears.Table, "route", lambda self, *of: taken.append(of) or route(self, *of))
+    route = linear_backend.Table.route
+    monkeypatch.setattr(linear_backend.Table, "route", lambda self, *of: taken.append(of) or route(self, *of))
     work = [in_thread(lambda: generator.generate(prompt(), max_new_tokens=8)) for _ in range(2)]
     for thread, errors in work:
         thread.join(30)
@@ -133,7 +133,7 @@ def test_a_call_inside_of_a_step_is_no_deadlock():
 @pytest.mark.parametrize("drawn", [0, 1])
 def test_random_numbers_of_others_do_not_come_twice(drawn, monkeypatch):
     """What was drawn for a token that is forgotten is taken back, unless others have drawn since."""
-    monkeypatch.setattr("engine.tokens.reads_late", lambda device: True)
+    monkeypatch.setattr("engine.decoding.token_buffer.reads_late", lambda device: True)
     generator = engine.Generator(tiny_model("llama"))
     torch.manual_seed(3)
     stream = generator.stream(prompt(rows=1, pads=0), max_new_tokens=20, do_sample=True)

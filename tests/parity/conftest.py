@@ -1,6 +1,6 @@
 import pytest
 
-from caches.timeline import Timeline
+from caches.timeline.timeline import Timeline
 
 
 @pytest.fixture(autouse=True)

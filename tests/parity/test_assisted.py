@@ -164,7 +164,7 @@ def test_rows_end_where_greedy_ones_do(name):
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("stops", [["self"], [".", "("]])
 def test_stop_strings_and_streams(shipped, stops, late, monkeypatch):
-    monkeypatch.setattr("engine.tokens.reads_late", lambda device: late)
+    monkeypatch.setattr("engine.decoding.token_buffer.reads_late", lambda device: late)
     texts = ["import os\n", "class Path:\n    def __init__(self", "def "]
     expected = shipped.generate(texts, max_new_tokens=40, stop_strings=stops)
     for options in ({"assistant_model": shipped.model}, {"prompt_lookup_num_tokens": 5}):
@@ -392,7 +392,7 @@ def test_a_sampled_token_is_drawn_from_the_models_distribution():
 
 
 def test_the_draft_is_made_once_and_its_lane_once_per_run(monkeypatch):
-    from engine import draft as room
+    from engine.decoding import assistant as room
 
     made = {"Runner": 0, "Lane": 0, "caches": 0}
 

@@ -16,7 +16,7 @@ from transformers.generation import NoRepeatNGramLogitsProcessor, RepetitionPena
 import caches
 import engine
 import strategies
-from caches.timeline import Timeline
+from caches.timeline.timeline import Timeline
 
 pytestmark = pytest.mark.covering("values", "pairs")
 

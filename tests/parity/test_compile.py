@@ -13,7 +13,7 @@ from transformers.models.bloom import modeling_bloom
 import caches
 import configs
 import engine
-from caches.buffers import Buffers
+from caches.transfer.export_buffers import Buffers
 from strategies import Emit, Forward, Rows
 
 NEW = 14  # beyond a window's buffer, so that it is compacted on the way

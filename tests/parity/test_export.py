@@ -6,7 +6,7 @@ from architectures import prompt, tiny_model
 
 import caches
 import engine
-from caches.buffers import Buffers
+from caches.transfer.export_buffers import Buffers
 
 NEW = 14  # a window's buffer is compacted on the way
 

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 import caches
 import engine
-from caches.dealing import deal_rows, gather_rows
+from caches.transfer.dealing import deal_rows, gather_rows
 
 NAMES = ["llama", "gemma2", "qwen3", "bamba"]
 

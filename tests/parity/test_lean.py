@@ -10,7 +10,7 @@ from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
-from engine.tokens import Tokens
+from engine.decoding.token_buffer import Tokens
 
 pytestmark = pytest.mark.covering("values", "pairs")
 
@@ -21,7 +21,7 @@ OLDER = Version(transformers.__version__) < Version("5.23")
 @pytest.fixture
 def late(monkeypatch):
     """Tokens are read one step late, as on an accelerator."""
-    monkeypatch.setattr("engine.tokens.reads_late", lambda device: True)
+    monkeypatch.setattr("engine.decoding.token_buffer.reads_late", lambda device: True)
 
 
 class Waits(TorchDispatchMode):
@@ -40,7 +40,7 @@ class Waits(TorchDispatchMode):
             copy = column.clone()
             return SimpleNamespace(tolist=lambda: read_list(copy)), None
 
-        monkeypatch.setattr("engine.tokens._copy_to_host", copy_to_host)
+        monkeypatch.setattr("engine.decoding.token_buffer._copy_to_host", copy_to_host)
         monkeypatch.setattr(torch.Tensor, "tolist", tolist)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

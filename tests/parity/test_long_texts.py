@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import caches
 import engine
-from engine import lane, masks, tokens, widening
-from engine.widening import room_for, widened
+from engine.decoding import model_session, token_buffer
+from engine.model import growing_columns, masks
+from engine.model.growing_columns import room_for, widened
 
 WITHOUT_END = 10**9
 SINK = {"window_length": 32}
@@ -145,9 +146,9 @@ def test_room_is_made_without_a_trace(call, monkeypatch):
 
     expected = generated()
     made = []
-    for module in (lane, masks, tokens):
+    for module in (model_session, masks, token_buffer):
         monkeypatch.setattr(module, "widened", lambda tensor, *more: made.append(0) or widened(tensor, *more))
-    monkeypatch.setattr(widening, "_LEAST", 2)
+    monkeypatch.setattr(growing_columns, "_LEAST", 2)
     found = generated()
     assert len(made) > 4
     assert torch.equal(found.sequences, expected.sequences)
@@ -158,7 +159,7 @@ def test_room_is_made_without_a_trace(call, monkeypatch):
 
 @pytest.mark.parametrize("call", ["rows that end", "samples", "beams"])
 def test_nor_where_tokens_are_read_late(call, monkeypatch):
-    monkeypatch.setattr(tokens, "reads_late", lambda device: True)
+    monkeypatch.setattr(token_buffer, "reads_late", lambda device: True)
     test_room_is_made_without_a_trace(call, monkeypatch)
 
 
@@ -166,19 +167,21 @@ def test_positions_of_the_caller(monkeypatch):
     inputs = prompt(pads=3)
     inputs["position_ids"] = (inputs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0) + 5
     expected = engine.generate(tiny_model("llama"), inputs, max_new_tokens=30)
-    monkeypatch.setattr(widening, "_LEAST", 2)
+    monkeypatch.setattr(growing_columns, "_LEAST", 2)
     assert torch.equal(engine.generate(tiny_model("llama"), inputs, max_new_tokens=30).sequences, expected.sequences)
 
 
 # When there is none.
 
 
-@pytest.mark.parametrize(("module", "first"), [(lane, 1), (masks, 2), (tokens, 3)], ids=["ids fed", "masks", "texts"])
+@pytest.mark.parametrize(
+    ("module", "first"), [(model_session, 1), (masks, 2), (token_buffer, 3)], ids=["ids fed", "masks", "texts"]
+)
 def test_without_room_the_run_does_with_less(module, first, monkeypatch):
     """first: which call is the first one that makes more room."""
     model, inputs = tiny_model("llama"), prompt(pads=3)
     expected = engine.generate(model, inputs, max_new_tokens=20)
-    monkeypatch.setattr(widening, "_LEAST", 2)
+    monkeypatch.setattr(growing_columns, "_LEAST", 2)
     calls = [0]
 
     def fails(tensor, *more):

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import caches
 import engine
-from engine import loading
+from engine.model import loading
 
 NEW = 6
 

@@ -7,7 +7,7 @@ import torch
 from architectures import prompt, randomised
 
 import engine
-from engine.chosen_cache import _warn_once
+from engine.memory.cache_choice import _warn_once
 
 NEW = 15
 _XLM = dict(

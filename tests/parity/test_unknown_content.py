@@ -10,7 +10,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import caches
 import engine
-from engine import session
+from engine.request import continuation
 
 NEW = 4
 FILLED = {
@@ -38,7 +38,7 @@ def longer(inputs, tokens=3):
 @pytest.mark.parametrize("make", FILLED.values(), ids=FILLED)
 @pytest.mark.parametrize("fed_by", ["a plain call", "model.generate"])
 def test_another_prompt_is_refused(make, fed_by, monkeypatch):
-    monkeypatch.setattr(session, "_PIECE", 8)  # in several pieces
+    monkeypatch.setattr(continuation, "_PIECE", 8)  # in several pieces
     model, inputs = tiny_model("llama"), prompt()
     if fed_by == "a plain call":
         cache, ids = filled(model, inputs, make(model.config)), inputs["input_ids"]
@@ -218,7 +218,7 @@ def test_codes_are_compared_to_the_rounding_of_their_codec(name, codec, bits):
         cache.crop(29)
         model(ids[:, 29:], past_key_values=cache)
     runner = engine.Generator(model)._runner
-    columns = session.Columns(torch.ones_like(ids), 60)
+    columns = continuation.Columns(torch.ones_like(ids), 60)
     held = caches.first_layer(cache)[0]
     assert held[0].exact > 48
 

@@ -5,8 +5,10 @@ import torch
 from histories import THEIRS, pairs, play
 
 import caches
-from caches import comparison, foreign
-from engine import generator, session
+from caches.hf import adapter
+from caches.transfer import comparison
+from engine import generator
+from engine.request import continuation
 
 BREAKAGES = {
     "unknown content passes": (generator, "check_content", lambda *arguments: None),
@@ -19,11 +21,11 @@ BREAKAGES = {
     "what others do to a cache of transformers is not noticed": (
         caches.ForeignCache,
         "log",
-        property(lambda self: foreign._logs.get(self._cache, (None,))[0], caches.ForeignCache.log.fset),
+        property(lambda self: adapter._logs.get(self._cache, (None,))[0], caches.ForeignCache.log.fset),
     ),
     "the log is the result's memory": (caches.Log, "copied", lambda self: self),
     "the log keeps its rows": (caches.Log, "rows", lambda self, index: self),
-    "a source is another's": (session, "_check_source", lambda *arguments: None),
+    "a source is another's": (continuation, "_check_source", lambda *arguments: None),
 }
 
 

@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaConfig
 
 import caches
-from caches import rotary
-from caches.spec import INDEX, KV, STATE, LayerSpec, Reach
+from caches.spec import rope
+from caches.spec.layer_spec import INDEX, KV, STATE, LayerSpec, Reach
 from configs import ConfigError, EncoderDecoderCacheConfig
 
 WINDOW, KERNEL, CROSS = 6, 4, 5
@@ -19,7 +19,7 @@ SIZE = 256  # tokens that a backend with a size is built for
 REFUSALS = (caches.UnsupportedLayer, ConfigError)
 
 FULL = LayerSpec("full_attention", frozenset({KV}))
-UNROTATED = replace(FULL, rotary=lambda: rotary.UNROTATED)  # its keys know nothing of their position
+UNROTATED = replace(FULL, rotary=lambda: rope.UNROTATED)  # its keys know nothing of their position
 SLIDING = LayerSpec("sliding_attention", frozenset({KV}), Reach("window", WINDOW))
 CHUNKED = LayerSpec("chunked_attention", frozenset({KV}), Reach("chunk", WINDOW + 3))
 INDEXED = LayerSpec("indexed_attention", frozenset({KV, INDEX}))

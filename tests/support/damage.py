@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from caches.quantized import QuantizedStore
-from caches.sinks import Sinks
-from caches.staging import Staging
-from caches.state import State
-from caches.store import FixedStore, GrowingStore
-from caches.timeline import Timeline
-from engine import checks, request, run
-from engine.masks import Columns
+from caches.core.sink_hook import Sinks
+from caches.memory.prefetch import Staging
+from caches.stores.dense import FixedStore, GrowingStore
+from caches.stores.quantized import QuantizedStore
+from caches.stores.recurrent_state import State
+from caches.timeline.timeline import Timeline
+from engine.decoding import loop
+from engine.model.masks import Columns
+from engine.request import checks, request
 from strategies import sampling
 
 Patch = pytest.MonkeyPatch
@@ -61,7 +62,7 @@ def shift_mask_sizes(patch: Patch) -> None:
 
 
 def keep_one_column_less(patch: Patch) -> None:
-    patch.setattr("caches.retention.KeepRecent.surviving", lambda self, held: min(held, self.columns - 1))
+    patch.setattr("caches.timeline.retention.KeepRecent.surviving", lambda self, held: min(held, self.columns - 1))
 
 
 def compact_one_off(patch: Patch) -> None:
@@ -127,7 +128,7 @@ def leave_rows_where_they_are(patch: Patch) -> None:
 
 
 def fork_rows_in_turn(patch: Patch) -> None:
-    patch.setattr("caches.forking.repeated", lambda rows, times: torch.arange(max(0, rows)).repeat(times))
+    patch.setattr("caches.core.prefix_sharing.repeated", lambda rows, times: torch.arange(max(0, rows)).repeat(times))
 
 
 def forget_no_staged_columns(patch: Patch) -> None:
@@ -164,7 +165,7 @@ def accept_every_proposal(patch: Patch) -> None:
             return chosen, torch.zeros_like(chosen, dtype=torch.bool)
         return proposed, torch.ones_like(chosen, dtype=torch.bool)
 
-    patch.setattr("strategies.verify._compared", compared)
+    patch.setattr("strategies.speculative._compared", compared)
 
 
 def keep_the_worst_beams(patch: Patch) -> None:
@@ -172,19 +173,19 @@ def keep_the_worst_beams(patch: Patch) -> None:
         best = scores.topk(self._candidates + 1)
         return best.values[:, 1:], best.indices[:, 1:]
 
-    patch.setattr("strategies.beams.Beams._choose", choose)
+    patch.setattr("strategies.beam_search.Beams._choose", choose)
 
 
 def show_half_stop_strings(patch: Patch) -> None:
-    patch.setattr("engine.text.RowText._stop_prefix", lambda self, text: 0)
+    patch.setattr("engine.output.detokenizer.RowText._stop_prefix", lambda self, text: 0)
 
 
 def leave_streams_where_they_are(patch: Patch) -> None:
-    patch.setattr("engine.outlet.Outlet._reorder", lambda self, index: None)
+    patch.setattr("engine.output.stream_buffer.Outlet._reorder", lambda self, index: None)
 
 
 def look_for_stop_strings_in_new_text_alone(patch: Patch) -> None:
-    patch.setattr("engine.text.RowText._end_of", lambda self, *given: "")
+    patch.setattr("engine.output.detokenizer.RowText._end_of", lambda self, *given: "")
 
 
 def read_pads_of_one_row_as_tokens(patch: Patch) -> None:
@@ -197,7 +198,9 @@ def read_pads_of_one_row_as_tokens(patch: Patch) -> None:
 
 
 def count_end_ids_once(patch: Patch) -> None:
-    patch.setattr("strategies.beams.len", lambda of: len(set(of)) if isinstance(of, tuple) else len(of), raising=False)
+    patch.setattr(
+        "strategies.beam_search.len", lambda of: len(set(of)) if isinstance(of, tuple) else len(of), raising=False
+    )
 
 
 def draw_once_more(patch: Patch) -> None:
@@ -221,11 +224,11 @@ def forget_parameters_that_apply(patch: Patch) -> None:
 
 
 def record_no_attentions(patch: Patch) -> None:
-    patch.setitem(run._RECORDS, "attentions", ("output_attentions", ("no attentions",)))
+    patch.setitem(loop._RECORDS, "attentions", ("output_attentions", ("no attentions",)))
 
 
 def record_states_of_the_last_token_alone(patch: Patch) -> None:
-    original = run.Run._record
+    original = loop.Run._record
 
     def record(self: Any, *given: Any) -> None:
         original(self, *given)
@@ -233,7 +236,7 @@ def record_states_of_the_last_token_alone(patch: Patch) -> None:
         if states:
             states[-1] = tuple(layer[:, -1:] for layer in states[-1])
 
-    patch.setattr(run.Run, "_record", record)
+    patch.setattr(loop.Run, "_record", record)
 
 
 DAMAGES: dict[str, Callable[[Patch], None]] = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from caches import backends
-from caches.pieces import Exact
+from caches.attention.segments import Exact
 
 
 class Exactly:

@@ -13,7 +13,7 @@ from contract import CELLS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from caches.slab import Slab
+from caches.memory.disk_file import Slab
 
 
 class Counting(TorchDispatchMode):

@@ -11,7 +11,7 @@ from architectures import prompt, tiny_model
 from encoder_decoders import source, tiny_encoder_decoder
 
 import caches
-from caches.fork import ForkedTimeline
+from caches.stores.shared_prefix import ForkedTimeline
 
 PROMPTS, SIBLINGS, STEPS = 2, 3, 6
 ROWS = PROMPTS * SIBLINGS

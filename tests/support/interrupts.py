@@ -15,8 +15,8 @@ import torch
 from architectures import prompt, tiny_model
 
 import engine
-from engine import linears
-from engine.turns import turn_of
+from engine.model import linear_backend
+from engine.model.model_lock import turn_of
 
 CALLS: list[dict[str, Any]] = [
     {},
@@ -48,7 +48,7 @@ def interrupted_twice(tries: int, seed: int, tell: Callable[[str], None] = lambd
     Raises `AssertionError` with the first try after which something was not as before.
     """
     chosen, model, inputs = random.Random(seed), tiny_model("llama"), prompt()
-    config = engine.EngineConfig(linears="onednn" if linears.has_onednn() else "default")
+    config = engine.EngineConfig(linears="onednn" if linear_backend.has_onednn() else "default")
     kept = engine.Generator(model, config=config)
     for options in CALLS:  # transformers installs hooks of its own with the first call that records something
         kept.generate(inputs, max_new_tokens=1, **options)
@@ -65,7 +65,7 @@ def interrupted_twice(tries: int, seed: int, tell: Callable[[str], None] = lambd
             ended, caught = _attempt(lambda: call(generator, inputs, options), first, second)  # noqa: B023
             state = f"try {number} ({options}, Ctrl-C after {first:.6f} s and {second:.6f} s)"
             assert attributes(model) == before, state
-            assert linears.active.table is None, state
+            assert linear_backend.active.table is None, state
             assert torch.is_grad_enabled(), state
             assert _is_free(model), state
             # Python itself drops what is raised while it collects an object.

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import engine
-from engine import linears
+from engine.model import linear_backend
 
 _ROUND = {"cache": "quantized", "cache_config": {"residual_length": 8}}
 CALLS: list[dict[str, Any]] = [
@@ -114,7 +114,7 @@ def texts_of_threads(
 
 def generators(name: str, several: bool, choice: str | None = None) -> list[engine.Generator]:
     """Of two threads: one for both, or one for each over the same model."""
-    choice = choice or ("onednn" if linears.has_onednn() else "default")
+    choice = choice or ("onednn" if linear_backend.has_onednn() else "default")
     config = engine.EngineConfig(linears=choice)
     first = engine.Generator(tiny_model(name), config=config)
     return [first, engine.Generator(tiny_model(name), config=config) if several else first]

@@ -23,8 +23,8 @@ from contract import (
 )
 
 import caches
-from caches.spec import INDEX, KV
-from caches.views import plain
+from caches.attention.segmented_tensor import plain
+from caches.spec.layer_spec import INDEX, KV
 
 
 class Trial:

@@ -8,7 +8,7 @@ from contract import KINDS, WINDOW, build, each_cell, keys_of
 from trial import Trial
 
 import caches
-from caches.spec import LayerSpec, Reach
+from caches.spec.layer_spec import LayerSpec, Reach
 from configs import DynamicCacheConfig
 
 pytestmark = pytest.mark.covering("values", "pairs")

@@ -11,8 +11,8 @@ from injection import failing
 
 import caches
 import engine
-from caches import folders
-from caches.folders import disk_folder, memory_type
+from caches.memory import folders
+from caches.memory.folders import disk_folder, memory_type
 
 LINE = "{number} 1 0:{number} / {point} rw,nosuid shared:1 - {kind} {source} rw"
 

@@ -85,13 +85,23 @@ def imports_codec(node):
 @pytest.mark.parametrize(
     ("wanted", "where"),
     [
-        (names_layer_types, {"caches/spec.py"}),
-        (calls_the_model, {"engine/runner.py", "engine/sizes.py"}),  # sizes: a model without weights
+        (names_layer_types, {"caches/spec/layer_spec.py"}),
+        (
+            calls_the_model,
+            {"engine/model/forward.py", "engine/planning/model_footprint.py"},
+        ),
         (
             uses_private_parts_of_the_model,
-            {f"engine/{name}.py" for name in ("cache_argument", "encoder", "extras", "masks", "request", "shaping")},
+            {
+                "engine/model/cache_argument.py",
+                "engine/request/encoder.py",
+                "engine/request/model_kwargs.py",
+                "engine/model/masks.py",
+                "engine/request/request.py",
+                "engine/request/generation_helpers.py",
+            },
         ),
-        (imports_codec, {"caches/codec.py"}),
+        (imports_codec, {"caches/quantization/codec.py"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

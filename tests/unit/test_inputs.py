@@ -450,8 +450,8 @@ def test_a_layer_kind_no_backend_keeps():
 
 
 def test_images_cannot_be_read_in_pieces():
-    from engine.checks import check_pieces
-    from engine.inputs import Prompt
+    from engine.prompt import Prompt
+    from engine.request.checks import check_pieces
 
     with_image = Prompt(IDS, None, {"pixel_values": torch.zeros(1, 3, 4, 4)})
     check_pieces(with_image, None)

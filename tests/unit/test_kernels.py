@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from caches import kernels, machine
+from caches.quantization import kernel_build, machine
 from configs import ConfigError
 
 SOURCE = "int main() {}"
@@ -25,7 +25,7 @@ printf 'half of ' > "$2"; sleep %s; cat "$from" >> "$2"
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "one.cpp").write_text(SOURCE)
-    monkeypatch.setattr(kernels, "_paths", list)
+    monkeypatch.setattr(kernel_build, "_paths", list)
     return tmp_path
 
 
@@ -42,7 +42,7 @@ def compiler(folder, monkeypatch):
 
 
 def library(folder):
-    return kernels._library(folder / "one.cpp", "one")
+    return kernel_build._library(folder / "one.cpp", "one")
 
 
 def test_it_is_compiled_once(folder, compiler, monkeypatch):
@@ -57,13 +57,13 @@ def test_it_is_compiled_once(folder, compiler, monkeypatch):
 def test_another_processor_source_or_release_has_a_file_of_its_own(folder, compiler, monkeypatch):
     compiler(0)
     found = [library(folder)]
-    monkeypatch.setattr(kernels, "processor", lambda: "another one, without AVX-512")
+    monkeypatch.setattr(kernel_build, "processor", lambda: "another one, without AVX-512")
     found.append(library(folder))
-    monkeypatch.setattr(kernels.torch, "__version__", "2.99")
+    monkeypatch.setattr(kernel_build.torch, "__version__", "2.99")
     found.append(library(folder))
     (folder / "one.cpp").write_text(SOURCE + "\n")
     found.append(library(folder))
-    monkeypatch.setattr(kernels.platform, "libc_ver", lambda: ("glibc", "2.99"))
+    monkeypatch.setattr(kernel_build.platform, "libc_ver", lambda: ("glibc", "2.99"))
     found.append(library(folder))
     assert len(set(found)) == 5
     assert "flags" in machine._FIELDS
@@ -126,13 +126,13 @@ def test_a_folder_that_cannot_be_written_is_not_needed(folder, compiler):
 def test_a_compiler_that_cannot(name, says, folder, monkeypatch):
     monkeypatch.setenv("CXX", name)
     with pytest.raises(ConfigError, match=f"fused=True needs a C\\+\\+ compiler.*{says}.*or leave it out"):
-        kernels.compiled.__wrapped__(folder / "one.cpp", "fused=True")
+        kernel_build.compiled.__wrapped__(folder / "one.cpp", "fused=True")
     assert not list((folder / "cache" / "kernels").iterdir())
 
 
 def test_a_damaged_library_is_compiled_once_more(folder, compiler, monkeypatch):
     compiler(0)
-    damaged = kernels._library(folder / "one.cpp", "kvengine_one")
+    damaged = kernel_build._library(folder / "one.cpp", "kvengine_one")
     damaged.write_text("")
 
     def load(name, path):
@@ -140,15 +140,15 @@ def test_a_damaged_library_is_compiled_once_more(folder, compiler, monkeypatch):
             raise ImportError("file too short")
         return path
 
-    monkeypatch.setattr(kernels, "_loaded", load)
-    assert kernels.compiled.__wrapped__(folder / "one.cpp", "fused=True").read_text() == f"half of {SOURCE}"
+    monkeypatch.setattr(kernel_build, "_loaded", load)
+    assert kernel_build.compiled.__wrapped__(folder / "one.cpp", "fused=True").read_text() == f"half of {SOURCE}"
 
 
 def test_a_library_that_cannot_be_loaded(folder, compiler):
     compiler(0)
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"fused=True .* cannot be loaded: .*or leave it out") as raised:
-            kernels.compiled.__wrapped__(folder / "one.cpp", "fused=True")
+            kernel_build.compiled.__wrapped__(folder / "one.cpp", "fused=True")
         assert isinstance(raised.value.__cause__, ImportError)
     assert not list((folder / "cache" / "kernels").iterdir())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.layout import Column, aligned, blocks, fits, wrapped
+from engine.tables import Column, aligned, blocks, fits, wrapped
 
 COLUMNS = [Column("name"), Column("bytes per\ntoken"), Column("what it is", wraps=True)]
 ROWS = [

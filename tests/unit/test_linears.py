@@ -14,11 +14,11 @@ from torch.nn.utils import parametrize, prune
 
 import configs
 import engine
-from caches import kernels
-from engine import linears, verdicts
-from engine.linears import SIZES, Table, active, table_for
+from caches.quantization import kernel_build
+from engine.model import linear_backend, linear_timings
+from engine.model.linear_backend import SIZES, Table, active, table_for
 
-pytestmark = pytest.mark.skipif(not linears.has_onednn(), reason="this torch was built without oneDNN")
+pytestmark = pytest.mark.skipif(not linear_backend.has_onednn(), reason="this torch was built without oneDNN")
 
 
 @contextmanager
@@ -45,10 +45,10 @@ def routed(table):
 
 def table_of(name):
     table_for(nn.Linear(8, 8), "onednn")  # which makes linear layers ask
-    return Table(dict.fromkeys(SIZES, (name,) * 5), linears.routes())
+    return Table(dict.fromkeys(SIZES, (name,) * 5), linear_backend.routes())
 
 
-@pytest.mark.parametrize("name", linears.routes())
+@pytest.mark.parametrize("name", linear_backend.routes())
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1, 48), (3, 7, 48), (48,), (0, 48)])
 def test_equal_to_rounding(bias, shape, name):
@@ -59,7 +59,7 @@ def test_equal_to_rounding(bias, shape, name):
         torch.testing.assert_close(layer(input), expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(layer(input.expand(2, *shape)[1]), expected, atol=1e-5, rtol=1e-5)
         assert layer(input).is_contiguous()  # models take views of it
-    assert taken == [linears.routes()[name]] * (3 if input.numel() else 0)
+    assert taken == [linear_backend.routes()[name]] * (3 if input.numel() else 0)
 
 
 @pytest.mark.parametrize(("rows", "size", "expected"), [
@@ -72,8 +72,8 @@ def test_rows_and_size_choose_the_route(rows, size, expected):
         "medium": ("torch", "mm", "onednn", "swapped", "onednn"),
         "large": ("onednn",) * 5,
     }
-    table = Table(names, linears.routes())
-    assert table.route(size, rows) is linears.routes().get(expected)
+    table = Table(names, linear_backend.routes())
+    assert table.route(size, rows) is linear_backend.routes().get(expected)
     assert str(table).startswith("small: torch; medium: 1 row torch, 2-3 mm, 4-8 onednn")
 
 
@@ -97,12 +97,12 @@ def test_which_models_have_routes():
 def test_the_fastest_is_taken_where_matrices_are_large_enough(monkeypatch):
     asked = []
     names = ("torch", "mm", "onednn", "swapped", "onednn")
-    monkeypatch.setattr(verdicts, "fastest", lambda size: asked.append(size) or names)
+    monkeypatch.setattr(linear_timings, "fastest", lambda size: asked.append(size) or names)
     layer = nn.Linear(512, 512)
     table = table_for(layer, "auto")
     assert asked == ["medium"]
-    assert str(table) == f"small: torch; medium: {linears._in_short(names)}; large: torch"
-    monkeypatch.setattr(verdicts, "fastest", lambda size: ("torch",) * 5)
+    assert str(table) == f"small: torch; medium: {linear_backend._in_short(names)}; large: torch"
+    monkeypatch.setattr(linear_timings, "fastest", lambda size: ("torch",) * 5)
     assert table_for(layer, "auto") is None
 
 
@@ -264,18 +264,18 @@ def test_generation_through_our_own_kernel(options):
 def test_a_compiler_that_is_missing(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path))
-    kernels.compiled.cache_clear()
+    kernel_build.compiled.cache_clear()
     try:
         with pytest.raises(configs.ConfigError, match=r"linears='gemv' needs a C\+\+ compiler.*no-such-compiler"):
             engine.Generator(tiny_model("llama"), config=engine.EngineConfig(linears="gemv"))
     finally:
-        kernels.compiled.cache_clear()
+        kernel_build.compiled.cache_clear()
 
 
 @pytest.fixture
 def cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path / "of" / "a_user"))
-    monkeypatch.setattr(verdicts, "_known", {})
+    monkeypatch.setattr(linear_timings, "_known", {})
     return tmp_path / "of" / "a_user"
 
 
@@ -284,18 +284,18 @@ NAMES = ("torch", "mm", "mm", "torch", "torch")
 
 def test_a_measurement_is_made_once_per_machine(cache_folder, monkeypatch):
     measured = []
-    monkeypatch.setattr(verdicts, "_measure", lambda size: measured.append(size) or NAMES)
+    monkeypatch.setattr(linear_timings, "_measure", lambda size: measured.append(size) or NAMES)
     for _ in range(2):
-        assert verdicts.fastest("medium") == verdicts.fastest("large") == NAMES
+        assert linear_timings.fastest("medium") == linear_timings.fastest("large") == NAMES
     assert measured == ["medium", "large"]
     (file,) = cache_folder.iterdir()
     assert json.loads(file.read_text()) == {"medium": list(NAMES), "large": list(NAMES)}
-    verdicts._known.clear()  # as in another process
-    assert verdicts.fastest("large") == NAMES
+    linear_timings._known.clear()  # as in another process
+    assert linear_timings.fastest("large") == NAMES
     assert measured == ["medium", "large"]
     torch.set_num_threads(torch.get_num_threads() + 1)
     try:
-        verdicts.fastest("large")
+        linear_timings.fastest("large")
     finally:
         torch.set_num_threads(torch.get_num_threads() - 1)
     assert measured == ["medium", "large", "large"]
@@ -313,38 +313,40 @@ def test_a_measurement_is_made_once_per_machine(cache_folder, monkeypatch):
     ],
 )
 def test_a_file_that_says_nothing_is_written_anew(content, cache_folder, monkeypatch):
-    monkeypatch.setattr(verdicts, "_measure", lambda size: NAMES)
+    monkeypatch.setattr(linear_timings, "_measure", lambda size: NAMES)
     cache_folder.mkdir(parents=True)
-    verdicts.path().write_text(content)
-    assert verdicts.fastest("medium") == NAMES
-    assert json.loads(verdicts.path().read_text()) == {"medium": list(NAMES)}
+    linear_timings.path().write_text(content)
+    assert linear_timings.fastest("medium") == NAMES
+    assert json.loads(linear_timings.path().read_text()) == {"medium": list(NAMES)}
 
 
 def test_a_folder_that_cannot_be_written(cache_folder, monkeypatch):
     measured = []
-    monkeypatch.setattr(verdicts, "_measure", lambda size: measured.append(size) or NAMES)
+    monkeypatch.setattr(linear_timings, "_measure", lambda size: measured.append(size) or NAMES)
     cache_folder.parent.write_text("a file where the folder should be")
-    assert verdicts.fastest("medium") == verdicts.fastest("medium") == NAMES
+    assert linear_timings.fastest("medium") == linear_timings.fastest("medium") == NAMES
     assert measured == ["medium"]
 
 
 @pytest.mark.parametrize(("gain", "expected"), [(1.05, "torch"), (1.3, "mm")])
 def test_torchs_own_has_a_margin(gain, expected, monkeypatch):
-    monkeypatch.setattr(verdicts, "times", lambda one, other: gain if other.args[0] is linears._mm else 0.9)
-    assert verdicts._fastest_of(list, torch.ones(1, 8)) == expected
+    monkeypatch.setattr(
+        linear_timings, "times", lambda one, other: gain if other.args[0] is linear_backend._mm else 0.9
+    )
+    assert linear_timings._fastest_of(list, torch.ones(1, 8)) == expected
 
 
 def test_the_measurement_says_something(monkeypatch):
-    monkeypatch.setattr(verdicts, "_SHAPES", {"medium": (64, 32, 2)})
-    monkeypatch.setattr(verdicts, "_POOL", 2**14)
-    assert set(verdicts._measure("medium")) <= {"torch", *linears.routes()}
-    assert verdicts.times(lambda: 3.0, lambda: 1.0) == 3.0
+    monkeypatch.setattr(linear_timings, "_SHAPES", {"medium": (64, 32, 2)})
+    monkeypatch.setattr(linear_timings, "_POOL", 2**14)
+    assert set(linear_timings._measure("medium")) <= {"torch", *linear_backend.routes()}
+    assert linear_timings.times(lambda: 3.0, lambda: 1.0) == 3.0
 
 
 @pytest.fixture
 def _small(monkeypatch):
-    monkeypatch.setattr(verdicts, "_SHAPES", {"medium": (64, 32, 2)})
-    monkeypatch.setattr(verdicts, "_POOL", 2**14)
+    monkeypatch.setattr(linear_timings, "_SHAPES", {"medium": (64, 32, 2)})
+    monkeypatch.setattr(linear_timings, "_POOL", 2**14)
 
 
 @pytest.mark.usefixtures("_small")
@@ -355,7 +357,7 @@ def test_it_measures_what_is_routed_whatever_the_defaults_are(dtype, monkeypatch
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
-            verdicts._measure("medium")
+            linear_timings._measure("medium")
     finally:
         torch.set_default_dtype(torch.float32)
     assert {(tensor.dtype, tensor.device.type) for product in given for tensor in product} == {(torch.float32, "cpu")}
@@ -368,7 +370,7 @@ def test_without_memory_to_measure_in_torchs_own_is_taken_for_now(cache_folder, 
 
     with monkeypatch.context() as full:
         full.setattr(torch, "full", none)
-        assert verdicts.fastest("medium") == ("torch",) * 5
+        assert linear_timings.fastest("medium") == ("torch",) * 5
     assert not cache_folder.exists()
-    monkeypatch.setattr(verdicts, "_fastest_of", lambda matrices, input: "mm")
-    assert verdicts.fastest("medium") == ("mm",) * 5
+    monkeypatch.setattr(linear_timings, "_fastest_of", lambda matrices, input: "mm")
+    assert linear_timings.fastest("medium") == ("mm",) * 5

@@ -13,7 +13,7 @@ from architectures import tiny_model
 from huggingface_hub import constants
 
 import engine
-from engine.locate import locate
+from engine.model.location import locate
 
 UNREACHABLE = "http://127.0.0.1:9"
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
@@ -105,7 +105,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(hub, monkeypatch):
         raise TimeoutError
 
     monkeypatch.setattr(socket, "create_connection", waits)
-    monkeypatch.setattr("engine.locate._PATIENCE_S", 0.2)
+    monkeypatch.setattr("engine.model.location._PATIENCE_S", 0.2)
     began = time.perf_counter()
     with pytest.raises(engine.InputError, match="cannot be reached"):
         locate("some/model")
@@ -125,7 +125,7 @@ def test_what_is_in_the_local_cache_needs_no_hub(hub, monkeypatch):
     assert Path(locate("me/tiny")).parent.parent.name == "models--me--tiny"
     attempts = []
     monkeypatch.setattr(socket, "create_connection", lambda *where, **_: attempts.append(where[0]) or 1 / 0)
-    monkeypatch.setattr("engine.locate._answers", lambda endpoint: False)
+    monkeypatch.setattr("engine.model.location._answers", lambda endpoint: False)
     generator = engine.Generator("me/tiny")
     assert generator.generate("import os\n", max_new_tokens=3).stats.new_tokens == 3
     assert attempts == []

@@ -10,8 +10,8 @@ from exact_codecs import AsTheyAre
 
 import caches
 from caches import backends
-from caches.rotary import Rotary
-from engine.masks import Columns
+from caches.spec.rope import Rotary
+from engine.model.masks import Columns
 
 
 class Feeder:
@@ -20,7 +20,7 @@ class Feeder:
     def __init__(self, pads, window=7, sinks=2, backend="sink"):
         self.window, self.sinks, self.pads = window, sinks, list(pads)
         self.rotary = Rotary((1.0, 0.3), interleaved=True)
-        spec = dataclasses.replace(caches.spec.PLAIN, rotary=lambda: self.rotary)
+        spec = dataclasses.replace(caches.spec.layer_spec.PLAIN, rotary=lambda: self.rotary)
         self.backend, chosen = backend, caches.recipe(backend)
         self.options = {"window_length": window, "num_sink_tokens": sinks, "max_batch_size": 6}
         if backend == "quantized_sink":

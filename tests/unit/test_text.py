@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from engine.text import RowText
+from engine.output.detokenizer import RowText
 
 TEXTS = ["def f(x):\n    return x + 1\n", "naïve café, 漢字 🙂🙃 end", "a STOP b", "", " leading and trailing "]
 

@@ -1,0 +1,1 @@
+"""Keys and values in the forms that attention multiplies with."""

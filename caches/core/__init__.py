@@ -1,0 +1,1 @@
+"""All layers together: steps as transactions, row selection, shared prefixes."""

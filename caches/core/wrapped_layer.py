@@ -1,0 +1,144 @@
+"""Layer kinds of one model family, kept by transformers' own layer inside our cache.
+
+Such a layer has methods that only its model knows (compressed entries, an index of blocks). They are passed on to it.
+transformers' growing layers write nothing in place, so putting their attributes back undoes a step. Taking back a part
+of a step is not possible.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from caches.errors import StepError
+from caches.memory.buffers import Buffer
+from caches.spec.layer_spec import LayerSpec
+from caches.stores.dense import chosen_rows
+from caches.timeline.timeline import Timeline
+
+
+class WrappedLayer:
+    """One of transformers' layers that takes part in begin, settle, abort and rows. See `Layer` for what they mean."""
+
+    encodes = False
+    writing = None
+
+    def __init__(self, spec: LayerSpec, timeline: Timeline):
+        assert spec.new_layer is not None
+        self.spec, self.timeline = spec, timeline
+        self._layer = spec.new_layer()
+        self._before: dict[str, Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_layer" not in vars(self):  # asked by copy and pickle before there is one
+            raise AttributeError(name)
+        return getattr(self._layer, name)
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._layer.update(keys, values)
+
+    def append_index(self, keys: torch.Tensor) -> torch.Tensor:
+        positions, tokens = self.indexer_position_ids, self.timeline.seen + keys.shape[1]
+        if positions is not None and positions.shape[-1] != tokens:
+            raise StepError(
+                f"the model has left positions of {positions.shape[-1]} tokens here, but there are {tokens}: a forward "
+                "died half-way, and its positions were not taken back. Reset the cache"
+            )
+        return self._layer.update_indexer(keys)
+
+    @property
+    def indexer_position_ids(self) -> torch.Tensor | None:
+        """Positions of all tokens [kinds, rows, tokens], which qwen4_exp keeps on its first indexed layer.
+
+        None before the first step. They are held with the rows first, like everything that follows rows.
+        """
+        held = vars(self._layer).get("indexer_position_ids")
+        return None if held is None else held.transpose(0, 1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: torch.Tensor) -> None:
+        self._layer.indexer_position_ids = positions.transpose(0, 1)
+
+    def prepare(self) -> None:
+        """Nothing is copied."""
+
+    def begin(self) -> None:
+        held = vars(self._layer)
+        self._before = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in held.items()}
+
+    def reserve(self, room: int) -> None:
+        """It makes its own room."""
+
+    def compact(self) -> None:
+        """It forgets in its own way."""
+
+    def can_drop(self, drop: int) -> bool:
+        return drop in (0, self.timeline.pending)
+
+    def settle(self, drop: int) -> None:
+        if drop:
+            self.abort()
+        self._before = None
+
+    def can_forget(self, tokens: int) -> bool:
+        return tokens == 0
+
+    def forget(self, tokens: int) -> None:
+        """Only what `can_forget` allows, and that is nothing."""
+
+    def abort(self) -> None:
+        if self._before is not None:
+            vars(self._layer).clear()
+            vars(self._layer).update(self._before)
+            self._before = None
+
+    def rows(self, index: torch.Tensor) -> None:
+        vars(self._layer).update(chosen_rows(vars(self._layer), index))
+
+    def reset(self) -> None:
+        assert self.spec.new_layer is not None
+        self._layer = self.spec.new_layer()
+
+    def content(self) -> dict[str, Any]:
+        """The attributes of transformers' layer."""
+        return dict(vars(self._layer))
+
+    def load(self, content: dict[str, Any]) -> None:
+        self.reset()
+        vars(self._layer).update(content)
+
+    written, load_written = content, load
+    release = reset
+
+    def mask_sizes(self, tokens: int, unsettled: int = 0) -> tuple[int, int]:
+        return self._layer.get_mask_sizes(tokens)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for value in vars(self._layer).values():
+            for one in value.values() if isinstance(value, dict) else (value,):
+                if _is_data(one):
+                    yield one
+
+    def away(self) -> Iterator[Buffer]:
+        return iter(())
+
+    def leaves(self) -> Iterator[WrappedLayer]:
+        yield self
+
+    @property
+    def is_initialized(self) -> bool:
+        return next(self.tensors(), None) is not None
+
+    @property
+    def is_sliding(self) -> bool:
+        return bool(getattr(self._layer, "is_sliding", False))
+
+    def __repr__(self) -> str:
+        return f"WrappedLayer({self.spec.layer_type}, {type(self._layer).__name__})"
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and value.numel() > 0

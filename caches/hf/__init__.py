@@ -1,0 +1,1 @@
+"""Caches behind transformers' cache protocol."""

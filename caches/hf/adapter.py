@@ -1,0 +1,307 @@
+"""transformers' own cache objects, driven in place by our loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import EncoderDecoderCache, QuantizedLayer, StaticLayer
+
+from caches.core.row_selection import is_every_row, repeated
+from caches.errors import StepError, UnsupportedLayer
+from caches.protocol import Log
+
+_STATES = ("conv_states", "recurrent_states")
+
+# What runs of ours left in caches, how many tokens that was, and the tensors that hold it, as they were then.
+_logs: WeakKeyDictionary[TransformersCache, tuple[Log, int, list[tuple[Any, int]]]] = WeakKeyDictionary()
+
+
+class ForeignCache:
+    """The operations of a step on a cache that has only `update` and `crop`.
+
+    A sliding layer of transformers forgets in the middle of a step, and the first step writes the cross part of an
+    encoder-decoder cache. Such a step cannot be undone: when it fails the cache is lost, `handle` becomes None and a
+    `begin` on the same object raises `StepError`, until it is emptied.
+    """
+
+    max_rows = None
+    why_not_compiled = "it writes where transformers' own bookkeeping says, not where a step of ours does"
+
+    def __init__(self, cache: TransformersCache):
+        self._cache = cache
+        self._own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+        self._seen_before: int | None = None  # while a step is open
+        self._before: list[dict[str, Any] | None] = []  # the attributes of layers with a state
+        self._tokens = 0  # of the open step
+        self._read = 0  # tokens committed by us: a cache of states alone does not count them
+        self._lost = False
+        log = self.log
+        if log is not None:
+            self._read = _logs[cache][1]
+        self._index: torch.Tensor | None = None  # while rows are chosen: of which rows,
+        self._left: list[Any] = []  # and the layers that still have those of before
+        self.name = type(cache).__name__
+
+    @property
+    def log(self) -> Log | None:
+        """What the last run of ours left in it, as long as no other loop has written to it since."""
+        log, _, before = _logs.get(self._cache, (None, 0, []))
+        if log is None or log.ids.shape[1] < self.seen:
+            return None
+        held = list(self._tensors())
+        same = len(held) == len(before) and all(
+            was() is tensor and tensor._version == version for tensor, (was, version) in zip(held, before, strict=True)
+        )
+        return log if same else None
+
+    @log.setter
+    def log(self, log: Log | None) -> None:
+        _logs.pop(self._cache, None)
+        held = list(self._tensors())
+        # Tensors of inference mode do not count how often they were written.
+        if log is not None and not any(tensor.is_inference() for tensor in held):
+            _logs[self._cache] = log, self._read, [(ref(tensor), tensor._version) for tensor in held]
+
+    @property
+    def handle(self) -> TransformersCache | None:
+        return None if self._lost else self._cache
+
+    @property
+    def seen(self) -> int:
+        layers = self._own.layers
+        if layers and not any(hasattr(layer, "get_seq_length") for layer in layers):
+            return self._read
+        return int(self._own.get_seq_length())
+
+    @property
+    def batch_size(self) -> int:
+        return next((tensor.shape[0] for tensor in self._tensors() if tensor.numel() > 0), -1)
+
+    @property
+    def max_tokens(self) -> int | None:
+        # Sliding layers name their window; a fixed layer of full attention names what it can hold, a growing one -1.
+        limits = [layer.get_max_length() for layer in self._own.layers if not getattr(layer, "is_sliding", False)]
+        limits = [limit for limit in limits if limit >= 0]
+        return min(limits) if limits else None
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    @property
+    def device_bytes(self) -> int:
+        """transformers keeps on the host what is not on an accelerator, if there is one."""
+        away = [tensor for tensor in self._tensors() if tensor.device.type == "cpu"]
+        beside = sum(tensor.nbytes for tensor in away)
+        return self.bytes if beside == self.bytes else self.bytes - beside
+
+    @property
+    def sections(self) -> list[TransformersCache]:
+        """The decoder's cache, and the encoder's where there is one."""
+        return [self._own] if self._own is self._cache else [self._own, self._cache.cross_attention_cache]
+
+    @property
+    def _layers(self) -> list[Any]:
+        cross = [] if self._own is self._cache else self._cache.cross_attention_cache.layers
+        return [*self._own.layers, *cross]
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for layer in self._layers:
+            attention = [getattr(layer, name, None) for name in ("keys", "values")]
+            states = [state for name in _STATES for state in getattr(layer, name, {}).values()]
+            yield from (tensor for tensor in attention + states if tensor is not None)
+
+    def check_fits(self, model_config: Any) -> None:
+        """Whether it is for models with an encoder; transformers' layers do not say what they were built for."""
+        if model_config.model_type == "minimax":
+            raise UnsupportedLayer(
+                f"MiniMax keeps the states of its lightning attention in the cache object, not in its layers, so a "
+                f"{self.name} cannot follow rows or take back a step here: use cache='dynamic'"
+            )
+        if (self._own is self._cache) == bool(model_config.is_encoder_decoder):
+            wanted = "an EncoderDecoderCache" if self._own is self._cache else "a cache that is not for two parts"
+            raise UnsupportedLayer(f"the model needs {wanted}, but this is a {self.name}")
+
+    def begin(self, tokens: int, graph: bool = False) -> None:
+        self._check_whole()
+        if graph:
+            raise StepError(f"a compiled step needs one of our own fixed caches, not a {self.name}")
+        lengths = {int(layer.get_seq_length()) for layer in self._own.layers if _is_written(layer)}
+        if len(lengths) > 1:
+            raise StepError(
+                f"the layers of this {self.name} hold {min(lengths)} to {max(lengths)} tokens: a step failed half-way "
+                "and could not be taken back. Start with an empty cache"
+            )
+        if self.seen == 0 and any(
+            any(layer.has_previous_state.values()) for layer in self._own.layers if _is_state(layer)
+        ):
+            raise StepError(
+                f"this {self.name} does not say how many tokens its states have read: start with an empty one"
+            )
+        self._before = [_attributes(layer) if _is_state(layer) else None for layer in self._own.layers]
+        self._seen_before, self._tokens = self.seen, tokens
+
+    def can_drop(self, drop: int) -> bool:
+        return not drop or all(self._can_take_back(layer, drop) for layer in self._own.layers)
+
+    def settle(self, drop: int = 0) -> None:
+        if not self.can_drop(drop):
+            full = next(layer for layer in self._own.layers if not self._can_take_back(layer, drop))
+            raise StepError(f"the last {drop} tokens cannot be taken back from a full {type(full).__name__}")
+        if drop:
+            for index, layer in enumerate(self._own.layers):
+                self._take_back(index, layer, drop)
+        else:
+            for layer in self._own.layers:
+                if _is_window(layer) and layer.record_past and _is_written(layer):
+                    layer.crop(0)  # what has left the window
+        self._read += self._tokens - drop
+        self._seen_before = None
+
+    def abort(self) -> None:
+        """Take back the layers that the failed step had reached, as far as their classes can."""
+        if self._seen_before is None:
+            return
+        before = self._seen_before
+        self._lost |= self._own is not self._cache and before == 0
+        for index, layer in enumerate(self._own.layers):
+            ahead = int(layer.get_seq_length()) - before if _is_written(layer) else 0
+            if not ahead and not _is_state(layer):
+                continue
+            if self._can_take_back(layer, self._tokens):
+                self._take_back(index, layer, ahead)
+            else:
+                self._lost = True
+        self._seen_before = None
+
+    def keep_past(self, keep: bool) -> None:
+        """Whether windows keep what leaves them in a step until it is settled, so that tokens can be taken back."""
+        for layer in self._own.layers:
+            if _is_window(layer):
+                layer.record_past = keep
+
+    @property
+    def why_not_taken_back(self) -> str | None:
+        """Why tokens that were read cannot be taken back; None where they can."""
+        for layer in self._own.layers:
+            croppable = getattr(layer, "is_croppable", False) and not isinstance(layer, QuantizedLayer)
+            if not (croppable or _is_fixed(layer) or _is_state(layer) or _is_window(layer)):
+                return f"a {type(layer).__name__} of transformers' cannot give tokens back"
+        return None
+
+    def _can_take_back(self, layer: Any, tokens: int) -> bool:
+        """Whether the layer's last tokens can be cropped; a state only goes back by a whole step."""
+        if _is_state(layer):
+            return tokens == self._tokens
+        if _is_fixed(layer):
+            return True
+        if _is_full(layer) and self._seen_before is None:  # between steps what has left the window is gone
+            return False
+        return getattr(layer, "is_croppable", False) and (not _is_full(layer) or getattr(layer, "record_past", False))
+
+    def _take_back(self, index: int, layer: Any, tokens: int) -> None:
+        before = self._before[index] if index < len(self._before) else None
+        if before is None:
+            _crop(layer, tokens)
+        else:
+            vars(layer).update(before)
+
+    def rows(self, index: torch.Tensor) -> None:
+        self._check_whole()
+        if not is_every_row(index, self.batch_size):
+            self._index, self._left = index, self._layers
+            self.finish()
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._left)
+
+    def finish(self) -> None:
+        while self._left:
+            layer = self._left[-1]
+            before = {name: dict(held) if isinstance(held, dict) else held for name, held in vars(layer).items()}
+            try:
+                layer.reorder_cache(self._index)
+            except BaseException:
+                vars(layer).update(before)  # it reorders its keys before its values
+                raise
+            self._left.pop()
+
+    def _check_whole(self) -> None:
+        if self._left:
+            raise StepError(
+                f"the last choice of rows failed half-way, so {len(self._left)} layers of this {self.name} still have "
+                "the rows of before: finish() goes on where it stopped, reset() empties the cache"
+            )
+
+    def fork(self, times: int) -> None:
+        """What transformers' caches hold is copied."""
+        self.rows(repeated(self.batch_size, times))
+
+    def crop(self, tokens: int) -> None:
+        self._check_whole()
+        remove = max(0, self.seen - tokens) if tokens > 0 else -tokens
+        for layer in self._own.layers:
+            if _is_state(layer) or not self._can_take_back(layer, remove):
+                raise StepError(f"the last {remove} tokens cannot be taken back from a {type(layer).__name__}")
+        for layer in self._own.layers:
+            _crop(layer, remove)
+        self._read -= remove
+
+    def reserve(self, tokens: int) -> None:
+        """Nothing to reserve: transformers' caches make their own room."""
+
+    def reset(self) -> None:
+        self._cache.reset()
+        self._read, self._left, self._lost = 0, [], False
+        for layer in self._layers:  # in transformers 5.17 a growing layer only becomes zeros of the same length
+            if _is_written(layer) and not hasattr(layer, "max_cache_len"):
+                layer.keys = layer.values = None
+                layer.is_initialized = False
+
+
+def _is_written(layer: Any) -> bool:
+    return hasattr(layer, "get_seq_length") and getattr(layer, "is_initialized", False)
+
+
+def _is_fixed(layer: Any) -> bool:
+    """Whether it writes into tensors of the full size, where what is behind the last token is not read."""
+    return type(layer) is StaticLayer
+
+
+def _crop(layer: Any, tokens: int) -> None:
+    if _is_fixed(layer):
+        layer.cumulative_length.sub_(tokens)  # in place: a graph may know it
+    else:
+        layer.crop(-tokens)
+
+
+def _is_window(layer: Any) -> bool:
+    return hasattr(layer, "record_past") and hasattr(layer, "sliding_window") and not _is_state(layer)
+
+
+def _is_full(layer: Any) -> bool:
+    """Whether it has a window, and as many tokens as that."""
+    window = getattr(layer, "sliding_window", None)
+    return window is not None and _is_written(layer) and int(layer.get_seq_length()) >= window
+
+
+def _is_state(layer: Any) -> bool:
+    return hasattr(layer, _STATES[0])
+
+
+def _attributes(layer: Any) -> dict[str, Any]:
+    """The layer's attributes, to be put back: keys that count are never written in place, states and clocks are."""
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            return value.clone()
+        if not isinstance(value, dict):
+            return value
+        return {name: part.clone() if isinstance(part, torch.Tensor) else part for name, part in value.items()}
+
+    return {name: kept(value) for name, value in vars(layer).items()}

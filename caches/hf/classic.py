@@ -1,0 +1,215 @@
+"""The classic names of transformers' caches: thin constructors over the recipes, with the arguments they had.
+
+config: the model's. The options are those of the backend's configuration; besides, `batch_size` stands for
+`max_batch_size`, and torch's data types and devices and device numbers are taken as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from caches.core.row_copies import join_rows
+from caches.errors import StepError, UnsupportedLayer
+from caches.hf.cache import Cache
+from caches.hf.encoder_decoder import EncoderDecoder
+from caches.registry import build, recipe
+from caches.spec.layer_spec import read_specs
+from configs import ConfigError, QuantizedCacheConfig
+
+
+def from_legacy_cache(past_key_values: Sequence[Sequence[torch.Tensor]], config: Any = None) -> Cache | EncoderDecoder:
+    """A dynamic cache that holds tuples of keys and values [rows, kv_heads, tokens, head_dim], one per layer.
+
+    Four tensors per layer, the last two of the cross-attention, make one for an encoder-decoder model. config: the
+    model's; without it every layer is taken for one of full attention. Raises `StepError` for what does not fit.
+    """
+    widths = {len(layer) for layer in past_key_values}
+    if widths == {4}:
+        own = from_legacy_cache([layer[:2] for layer in past_key_values], config)
+        cross = from_legacy_cache([layer[2:] for layer in past_key_values])
+        return EncoderDecoderCache(own, cross)
+    if widths != {2}:
+        raise StepError(f"a layer of a legacy cache has 2 or 4 tensors, but these have {sorted(widths)}")
+    dynamic = recipe("dynamic")
+    cache = dynamic.build(None if config is None else read_specs(config), dynamic.options())
+    assert isinstance(cache, Cache)
+    if not cache.finds_layers and len(cache.layers) != len(past_key_values):
+        raise StepError(f"the model has {len(cache.layers)} layers, but the legacy cache {len(past_key_values)}")
+    cache.load_columns(past_key_values)
+    return cache
+
+
+class DynamicCache:
+    """Grows as tokens come. Without a `config` its layers appear as they are used, all of full attention."""
+
+    def __new__(cls, config: Any = None, *, offloading: bool = False, **options: Any) -> Any:
+        name = "offloaded" if offloading else "dynamic"
+        if config is None:
+            return recipe(name).build(None, recipe(name).options.from_dict(_spelled(options)))
+        return _build(name, config, options)
+
+    from_legacy_cache = staticmethod(from_legacy_cache)
+    from_batch_splits = staticmethod(join_rows)
+
+
+class StaticCache:
+    """Fixed size, tensors that never move."""
+
+    def __new__(cls, config: Any, *, offloading: bool = False, **options: Any) -> Any:
+        return _build("offloaded_static" if offloading else "static", config, options)
+
+
+class OffloadedCache:
+    """`DynamicCache` of which the device only has the layers at work."""
+
+    def __new__(cls, config: Any = None, **options: Any) -> Any:
+        return DynamicCache(config, offloading=True, **options)
+
+
+class OffloadedStaticCache:
+    """`StaticCache` of which the device only has the layers at work. offload_device: the host's."""
+
+    def __new__(cls, config: Any, *, offload_device: Any = "cpu", **options: Any) -> Any:
+        if str(offload_device) != "cpu":
+            raise ConfigError(
+                f"offload_device={str(offload_device)!r}, but layers can wait in host memory ('cpu') only, or in a "
+                "file: leave it out, or give residency='disk'"
+            )
+        return StaticCache(config, offloading=True, **options)
+
+
+class QuantizedCache:
+    """Older keys and values in few bits. Without a `config` its layers appear as they are used."""
+
+    def __new__(cls, backend: str, config: Any = None, **options: Any) -> Any:
+        options |= {"backend": backend}
+        if config is not None:
+            return _build("quantized", config, options)
+        chosen = recipe("quantized")
+        return chosen.build(None, chosen.options.from_dict(_spelled(options)))
+
+
+class QuantoQuantizedCache:
+    """`QuantizedCache` with quanto. cache_config: its options, instead of `options`."""
+
+    backend = "quanto"
+
+    def __new__(cls, cache_config: QuantizedCacheConfig | None = None, config: Any = None, **options: Any) -> Any:
+        if cache_config is not None:
+            options = {**cache_config.to_dict(use_diff=True), **options}
+            options.pop("name")
+        if options.setdefault("backend", cls.backend) != cls.backend:
+            raise ConfigError(
+                f"{cls.__name__} writes with {cls.backend}, but its configuration says backend={options['backend']!r}: "
+                "use QuantizedCache, which takes every backend"
+            )
+        return QuantizedCache(config=config, **options)
+
+
+class HQQQuantizedCache(QuantoQuantizedCache):
+    """`QuantizedCache` with hqq. cache_config: its options, instead of `options`."""
+
+    backend = "hqq"
+
+
+class HybridCache:
+    """`StaticCache` for models of which some layers look back at a window only."""
+
+    def __new__(cls, config: Any, **options: Any) -> Any:
+        return _build("hybrid", config, options)
+
+
+class HybridChunkedCache(HybridCache):
+    """`HybridCache`, by the name it had for models of which some layers look back to the start of a chunk only."""
+
+
+class SlidingWindowCache:
+    """Only the last tokens: the model's own window, or one imposed with `window_length`."""
+
+    def __new__(cls, config: Any, **options: Any) -> Any:
+        return _build("sliding_window", config, options)
+
+
+class SinkCache:
+    """The first tokens and the last: text without end, in constant memory.
+
+    pads: how many pads each row begins with; our engine says so by itself. Without a `config` only our engine can use
+    it for more tokens than the window has: it knows the model.
+    """
+
+    def __new__(
+        cls,
+        window_length: int,
+        num_sink_tokens: int = 4,
+        config: Any = None,
+        pads: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Any:
+        options |= {"window_length": window_length, "num_sink_tokens": num_sink_tokens}
+        chosen = recipe("sink")
+        specs = None if config is None else read_specs(config)
+        cache = chosen.build(specs, chosen.options.from_dict(_spelled(options)))
+        assert isinstance(cache, Cache)
+        cache.take_pads(pads)
+        return cache
+
+
+class MambaCache:
+    """The states of a model without attention."""
+
+    def __new__(cls, config: Any, **options: Any) -> Any:
+        return _build("mamba", config, options)
+
+
+class HybridMambaAttentionDynamicCache:
+    """`DynamicCache` for models with attention and states."""
+
+    def __new__(cls, config: Any, **options: Any) -> Any:
+        specs = read_specs(config)
+        if not (any(spec.keeps_state for spec in specs) and any(spec.keeps_kv for spec in specs)):
+            kinds = ", ".join(dict.fromkeys(spec.layer_type for spec in specs))
+            raise UnsupportedLayer(
+                f"HybridMambaAttentionDynamicCache is for models with attention and states, but this one has {kinds}: "
+                "use DynamicCache, which takes every kind"
+            )
+        return _build("dynamic", config, options)
+
+
+class EncoderDecoderCache:
+    """Two caches of ours as one: of the decoder's own tokens, and of the encoder's."""
+
+    def __new__(cls, self_attention_cache: Cache, cross_attention_cache: Cache) -> Any:
+        for part in (self_attention_cache, cross_attention_cache):
+            if not isinstance(part, Cache):
+                raise UnsupportedLayer(
+                    f"the parts of an EncoderDecoderCache of ours are caches of ours, not a {type(part).__name__}: "
+                    "pass transformers' own EncoderDecoderCache as it is"
+                )
+        return EncoderDecoder(self_attention_cache, cross_attention_cache)
+
+    from_legacy_cache = staticmethod(from_legacy_cache)
+
+
+def _build(name: str, config: Any, options: dict[str, Any]) -> Any:
+    return build(name, config, **_spelled(options))
+
+
+def _spelled(options: dict[str, Any]) -> dict[str, Any]:
+    """Options as our configurations spell them."""
+    options = {name: value for name, value in options.items() if value is not None}
+    if "batch_size" in options:
+        rows = options.pop("batch_size")
+        if options.setdefault("max_batch_size", rows) != rows:
+            raise ConfigError(f"batch_size={rows} and max_batch_size={options['max_batch_size']}: say one of them")
+    if "device" in options:
+        options["device"] = _device(options["device"])
+    if "layer_device_map" in options:
+        options["layer_device_map"] = {layer: _device(device) for layer, device in options["layer_device_map"].items()}
+    return options
+
+
+def _device(device: Any) -> str:
+    return f"cuda:{device}" if isinstance(device, int) else str(device)

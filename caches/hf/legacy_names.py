@@ -1,0 +1,242 @@
+"""The classic names of transformers' cache classes: a thin face on the few verbs of a cache."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache as TransformersCache
+
+from caches.attention.segmented_tensor import plain
+from caches.errors import StepError, UnsupportedLayer
+from caches.spec.layer_spec import KV, STATE
+
+
+class Face(TransformersCache):
+    """What users and transformers' loops ask of a cache, in terms of its layers and `rows`, `crop`, `seen`."""
+
+    layers: list[Any]
+
+    # What everything here is said in.
+
+    @property
+    @abstractmethod
+    def seen(self) -> int:
+        """Tokens committed per row."""
+
+    @property
+    @abstractmethod
+    def batch_size(self) -> int:
+        """Rows, or -1 before the first step."""
+
+    @property
+    @abstractmethod
+    def max_tokens(self) -> int | None:
+        """Tokens it can hold per row; None without limit."""
+
+    @abstractmethod
+    def rows(self, index: torch.Tensor) -> None:
+        """Row i becomes a copy of row `index[i]` in everything it holds."""
+
+    @property
+    def handle(self) -> TransformersCache:
+        return self
+
+    # Sizes.
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of everything it keeps, room for tokens to come included."""
+        return sum(self.bytes_by_place.values())
+
+    @property
+    def bytes_by_place(self) -> dict[str, int]:
+        """`bytes` by where they are: "device", "host", "disk", and "staging", on the device too.
+
+        The device is where the model computes, also where that is the host.
+        """
+        layers = [layer for part in self.parts for layer in part.layers]
+        found = {"device": sum(tensor.nbytes for layer in layers for tensor in layer.tensors())}
+        for buffer in (buffer for layer in layers for buffer in layer.away()):
+            found[buffer.place] = found.get(buffer.place, 0) + buffer.bytes
+            found["device"] -= buffer.bytes
+        staging = sum(tensor.nbytes for part in self.parts for tensor in part.stage.tensors())
+        return found | ({"staging": staging} if staging else {})
+
+    @property
+    def device_bytes(self) -> int:
+        """Those of `bytes` that are on the device that computes; where that is the host, all that are not in files."""
+        away = (buffer for part in self.parts for layer in part.layers for buffer in layer.away())
+        return self.bytes - sum(buffer.bytes for buffer in away if buffer.is_beside)
+
+    @property
+    def seen_tokens(self) -> int:
+        return self.seen
+
+    def get_max_length(self, layer_idx: int | None = None) -> int | None:
+        """Tokens it can hold per row; None when it has no limit."""
+        return self.max_tokens
+
+    def get_max_cache_shape(self, layer_idx: int | None = None) -> int | None:
+        return self.get_max_length(layer_idx)
+
+    def get_usable_length(self, new_seq_length: int, layer_idx: int = 0) -> int:
+        """Tokens that are left of those in the cache once `new_seq_length` more have come."""
+        limit = self.get_max_length(layer_idx)
+        return self.seen if limit is None else min(self.seen, limit - new_seq_length)
+
+    # Rows.
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.batch_size > 0:
+            self.rows(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.rows(indices)
+
+    def batch_split(self, full_batch_size: int, split_size: int, num_hidden_layers: int | None = None) -> list[Any]:
+        """Caches of `split_size` rows each, the last one of what is left. The layers count themselves."""
+        from caches.core.row_copies import select_rows  # which is written for caches, and so for this face of theirs
+
+        if full_batch_size != self.batch_size:
+            raise StepError(f"batch_split({full_batch_size}, ...), but the cache holds {self.batch_size} rows")
+        return [select_rows(self, rows) for rows in torch.arange(full_batch_size).split(split_size)]
+
+    def to_backend(self, name: str, **options: Any) -> Any:
+        """A cache of the backend `name` with `options` that holds the same: see `caches.convert`. This one stays.
+
+        `caches.move` takes what this one holds instead, so that it is never there twice.
+        """
+        from caches.core.row_copies import convert  # which is written for caches, and so for this face of theirs
+
+        return convert(self, name, **options)
+
+    # Layers, as the tensors they hold. A foreign loop's step that is complete counts as settled.
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The caches of layers it consists of."""
+        return (self,)
+
+    def _settled_layers(self) -> list[Any]:
+        for part in self.parts:
+            part.finish_step()
+        return self.layers
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor | None, ...]:
+        layer = self._settled_layers()[layer_idx]
+        return _plain(layer.keys), _plain(layer.values)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, ...]]:
+        return (self[index] for index in range(len(self)))
+
+    @property
+    def key_cache(self) -> list[torch.Tensor | None]:
+        """Committed keys of every layer [rows, kv_heads, held, head_dim]; None before the first step."""
+        return [_plain(layer.keys) for layer in self._settled_layers()]
+
+    @property
+    def value_cache(self) -> list[torch.Tensor | None]:
+        """Committed values of every layer [rows, kv_heads, held, head_dim]; None before the first step."""
+        return [_plain(layer.values) for layer in self._settled_layers()]
+
+    @property
+    def conv_states(self) -> list[torch.Tensor | None]:
+        """The first conv state of every layer [rows, channels, kernel]; None where there is none."""
+        return [layer.conv_states.get(0) for layer in self._settled_layers()]
+
+    @property
+    def ssm_states(self) -> list[torch.Tensor | None]:
+        """The first recurrent state of every layer [rows, ...]; None where there is none."""
+        return [layer.recurrent_states.get(0) for layer in self._settled_layers()]
+
+    @property
+    def intermediate_size(self) -> int | None:
+        """Channels of the first conv state; None before the first step, and without one."""
+        return next((state.shape[1] for state in self.conv_states if state is not None), None)
+
+    @property
+    def conv_kernel_size(self) -> int | None:
+        """Columns of the first conv state; None before the first step, and without one."""
+        return next((state.shape[-1] for state in self.conv_states if state is not None), None)
+
+    @property
+    def ssm_state_size(self) -> int | None:
+        """Width of the first recurrent state; None before the first step, and without one."""
+        return next((state.shape[-1] for state in self.ssm_states if state is not None), None)
+
+    def to_legacy_cache(self) -> tuple[tuple[torch.Tensor | None, ...], ...]:
+        """Keys and values of every layer, as transformers had them before there were caches.
+
+        Raises `UnsupportedLayer` where they are not the whole content: states, windows that have forgotten something.
+        """
+        for index, layer in enumerate(self._settled_layers()):
+            held = 0 if layer.keys is None else layer.keys.shape[-2]
+            if held != self.seen or layer.spec.streams != {KV}:
+                raise UnsupportedLayer(
+                    f"layer {index} ({layer.spec.layer_type}) holds keys and values of {held} of {self.seen} tokens"
+                    f"{' and more' if layer.spec.streams - {KV} else ''}: tuples of them cannot say everything. "
+                    "Keep the cache object"
+                )
+        return tuple(self)
+
+    def check_finite(self) -> None:
+        """Look for keys, values and states that are not finite. Raises `StepError` naming the first layer and row."""
+        for index, layer in enumerate(self._settled_layers()):
+            for name, held in layer.content().items():
+                if not isinstance(held, torch.Tensor) or not held.is_floating_point():
+                    continue
+                wrong = ~plain(held).isfinite().flatten(1)
+                if bool(wrong.any()):
+                    row = int(wrong.any(dim=1).nonzero()[0])
+                    raise StepError(
+                        f"layer {index}: {int(wrong[row].sum())} numbers of {name} in row {row} are NaN or infinite, "
+                        "so is what is computed from them. Look at the inputs, or compute in a wider data type"
+                    )
+
+    # What transformers asks about its kind.
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.batch_size > 0
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [layer.is_sliding for layer in self.layers]
+
+    @property
+    def is_linear(self) -> list[bool]:
+        return [STATE in layer.spec.streams and not layer.spec.keeps_kv for layer in self.layers]
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        return [not layer.spec.streams for layer in self.layers]
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Never: a step can be taken back because the states before it are copied."""
+        return False
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether a layer's state was ever written; without `layer_idx`, that of the last layer with a state."""
+        layers = self.layers if layer_idx is None else self.layers[layer_idx : layer_idx + 1]
+        states = [layer for layer in layers if STATE in layer.spec.streams]
+        if not states:
+            raise UnsupportedLayer("no layer that was asked about keeps a state")
+        written = states[-1].conv_states | states[-1].recurrent_states
+        return bool(written) if state_idx is None else state_idx in written
+
+    def __repr__(self) -> str:
+        name = getattr(self, "name", "")
+        return f"{type(self).__name__}({name!r}, layers={len(self.layers)}, seen={self.seen}, bytes={self.bytes})"
+
+
+def _plain(columns: torch.Tensor | None) -> torch.Tensor | None:
+    return None if columns is None else plain(columns)

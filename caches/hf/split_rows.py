@@ -1,0 +1,196 @@
+"""Rows that are computed part after part: a cache made of one for each part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from transformers.cache_utils import Cache as TransformersCache
+
+from caches import Cache, CacheError, Driven, EncoderDecoder, Log, NoCache, StepError
+from caches.transfer.dealing import deal_rows, gather_rows
+
+
+class SplitCache:
+    """See `Driven`; only `begin` is for the parts themselves. Rows move within a part, never from one to another.
+
+    parts: the caches. sizes: how many rows each of them has.
+    """
+
+    why_not_compiled = "its rows are computed part after part"
+
+    def __init__(self, parts: Sequence[Driven], sizes: Sequence[int]):
+        self.parts, self.sizes, self.name = list(parts), list(sizes), parts[0].name
+        self.log: Log | None = None
+        self._to_turn: list[tuple[Driven, Callable[[], None]]] = []  # rows that were to be chosen and are not yet
+        self._is_given_up = False
+
+    def replace_by(self, part: Driven, others: Sequence[Driven], sizes: Sequence[int]) -> None:
+        """The rows of `part` are in several others from here on, of so many rows each."""
+        number = next(number for number, one in enumerate(self.parts) if one is part)
+        self.parts[number : number + 1], self.sizes[number : number + 1] = others, sizes
+
+    def replace(self, number: int, part: Driven) -> None:
+        """The rows of that part are in another cache from here on."""
+        self.parts[number] = part
+        self.name = self.parts[0].name
+
+    @property
+    def handle(self) -> TransformersCache | None:
+        return None if self._is_given_up else self.parts[0].handle
+
+    @property
+    def seen(self) -> int:
+        return min(part.seen for part in self.parts)
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if any(part.batch_size == -1 for part in self.parts) else sum(self.sizes)
+
+    @property
+    def max_tokens(self) -> int | None:
+        return self.parts[0].max_tokens
+
+    @property
+    def max_rows(self) -> int | None:
+        return None
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(part.device_bytes for part in self.parts)
+
+    def growth(self, tokens: int) -> float:
+        """How many times as large it will be when there is room for `tokens` more."""
+        parts = [part for part in self.parts if isinstance(part, (Cache, EncoderDecoder))]
+        sizes = [(part.device_bytes, part.growth(tokens)) for part in parts]
+        before = sum(size for size, _ in sizes)
+        return sum(size * growth for size, growth in sizes) / before if before else 1.0
+
+    @property
+    def shares(self) -> Iterator[tuple[slice, Driven]]:
+        """Which rows are in which part."""
+        end = 0
+        for part, size in zip(self.parts, self.sizes, strict=True):
+            begin, end = end, end + size
+            yield slice(begin, end), part
+
+    def check_fits(self, model_config: object) -> None:
+        for part in self.parts:
+            part.check_fits(model_config)
+
+    def begin(self, tokens: int, graph: bool = False) -> None:
+        raise StepError("rows that are split are computed part after part: begin a step of each part")
+
+    def can_drop(self, drop: int) -> bool:
+        return all(part.can_drop(drop) for part in self.parts)
+
+    def settle(self, drop: int = 0) -> None:
+        for part in self.parts:
+            part.settle(drop)
+
+    def abort(self) -> None:
+        for part in self.parts:
+            part.abort()
+
+    def rows(self, index: torch.Tensor) -> None:
+        owners = torch.bucketize(index, torch.tensor(self.sizes).cumsum(0), right=True)
+        if bool((owners[1:] < owners[:-1]).any()):
+            raise StepError(f"rows({index.tolist()}) would move rows between parts of {self.sizes}")
+        begins = torch.tensor([0, *self.sizes]).cumsum(0)
+        chosen = [index[owners == number] - begins[number] for number in range(len(self.parts))]
+        kept = [(part, own) for part, own in zip(self.parts, chosen, strict=True) if len(own)]
+        self.parts, self.sizes = [part for part, _ in kept], [len(own) for _, own in kept]
+        self._to_turn = [(part, partial(part.rows, own)) for part, own in kept]
+        self.finish()
+
+    def fork(self, times: int) -> None:
+        self.sizes = [size * times for size in self.sizes]
+        self._to_turn = [(part, partial(part.fork, times)) for part in self.parts]
+        self.finish()
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._to_turn)
+
+    def finish(self) -> None:
+        while self._to_turn:
+            part, turn = self._to_turn[0]
+            if part.unfinished:
+                part.finish()
+            else:
+                turn()
+            del self._to_turn[0]
+
+    def crop(self, tokens: int) -> None:
+        for part in self.parts:
+            part.crop(tokens)
+
+    def reserve(self, tokens: int) -> None:
+        for part in self.parts:
+            part.reserve(tokens)
+
+    def reset(self) -> None:
+        self._to_turn = []
+        for part in self.parts:
+            part.reset()
+
+    def bring_together(self) -> None:
+        """After a failure some parts may have seen more than others: all go back to what all have seen."""
+        self.abort()
+        try:
+            self.crop(self.seen) if self.seen else self.reset()
+        except CacheError:
+            self.reset()
+
+    def joined(self) -> Driven:
+        """One cache of all rows; the parts are empty afterwards."""
+        first = self.parts[0]
+        if isinstance(first, NoCache):
+            return first
+        return gather_rows(self.parts)  # type: ignore[type-var]
+
+    def give_up(self) -> None:
+        """There is no cache to continue any more."""
+        self._is_given_up = True
+        self.reset()
+
+
+def halves(cache: Driven, prompts: torch.Tensor) -> SplitCache | None:
+    """`cache` in parts half as large, as far as the rows of one prompt stay together. None where nothing can be split.
+
+    Every part is emptied on the way, so no more than about a layer of it is there twice. Where that fails the parts
+    before it stay as small as they are, and the others as large.
+
+    prompts: which prompt each row belongs to, never smaller than that of the row before.
+    """
+    shares = cache.shares if isinstance(cache, SplitCache) else [(slice(0, len(prompts)), cache)]
+    to_split: list[tuple[Driven, list[int]]] = []
+    for rows, part in shares:
+        of_prompts = prompts[rows].unique_consecutive(return_counts=True)[1]
+        half = len(of_prompts) // 2
+        if half:
+            to_split.append((part, [int(of_prompts[:half].sum()), int(of_prompts[half:].sum())]))
+    if not to_split:
+        return None
+    split = cache if isinstance(cache, SplitCache) else None
+    for part, sizes in to_split:
+        parts = _dealt(part, sizes)
+        if split is None:
+            return SplitCache(parts, sizes)
+        split.replace_by(part, parts, sizes)
+    return split
+
+
+def _dealt(cache: Driven, sizes: list[int]) -> list[Driven]:
+    if isinstance(cache, NoCache):
+        return [NoCache() for _ in sizes]
+    if not isinstance(cache, (Cache, EncoderDecoder)):
+        raise StepError(f"the rows of a {cache.name} cannot be split")
+    # As many as these rows may become, where there was room for all of what all may become.
+    rooms = [None if cache.max_rows is None else cache.max_rows * size // sum(sizes) for size in sizes]
+    return list(deal_rows(cache, sizes, rooms))

@@ -1,0 +1,1 @@
+"""How blocks of keys and values are encoded in few bits, and attention over the codes."""

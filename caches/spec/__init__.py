@@ -1,0 +1,1 @@
+"""What each layer of a model keeps, read from the model's configuration."""

@@ -1,0 +1,1 @@
+"""One tensor of one layer."""

@@ -1,0 +1,1 @@
+"""Which slots of a cache are in use. Integers only, no tensors."""

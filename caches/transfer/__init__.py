@@ -1,0 +1,1 @@
+"""One cache made from another."""

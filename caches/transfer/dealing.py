@@ -1,0 +1,217 @@
+"""Rows of one cache dealt out to several, and those of several gathered in one, store by store.
+
+What has arrived is given up where it was, so no more than about one layer is there twice. Rows that share columns go on
+sharing them. Everything is taken as it is written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from caches.core.row_copies import states_of
+from caches.core.sink_hook import SinkCache
+from caches.errors import StepError
+from caches.hf.cache import Cache
+from caches.hf.encoder_decoder import EncoderDecoder
+from caches.protocol import Log
+from caches.stores.dense import chosen_rows, joined_rows
+from caches.stores.recurrent_state import State
+from caches.stores.shared_prefix import ForkedTimeline
+from caches.transfer.migrate import adopt, carry_out, compact
+
+C = TypeVar("C", Cache, EncoderDecoder)
+
+
+def deal_rows(cache: C, sizes: Sequence[int], rooms: Sequence[int | None]) -> list[C]:
+    """Caches of the same backend: the first has the first `sizes[0]` rows of `cache`, which is empty afterwards.
+
+    rooms: for how many rows each has room, None for any number. Raises `StepError` before anything has changed where
+    rows cannot be dealt out. Whatever fails later, `cache` gets back what it had: see `caches.move`.
+    """
+    parts = [_empty_like(cache, room) for room in rooms]
+    carry_out([cache], [_Dealt(share) for share in _shares(cache, parts, sizes)], "dealing out the rows of")
+    return parts
+
+
+def gather_rows(parts: Sequence[C]) -> C:
+    """A cache with the rows of all `parts`, which are empty afterwards.
+
+    Raises `StepError` where they do not hold the same layers after equally many tokens, before anything has changed.
+    """
+    for part in (part for cache in parts for part in cache.parts):
+        _check_between_steps(part)
+    for same in zip(*(cache.parts for cache in parts), strict=True):
+        if not _share_alike(same):
+            for part in same:
+                part.unfork()
+        first = same[0]
+        if any((one.seen, one.specs, one.layout) != (first.seen, first.specs, first.layout) for one in same):
+            raise StepError(
+                f"{', '.join(map(repr, same))} cannot be put together: they need the same layers and tokens"
+            )
+        for states in zip(*(states_of(part) for part in same), strict=True):
+            State.agree(states)
+    whole = _empty_like(parts[0], None)
+    # The decoder's part may be empty still, where the encoder's has rows.
+    sizes = [max(0, *(part.batch_size for part in cache.parts)) for cache in parts]
+    carry_out(parts, [_Gathered(share) for share in _shares(whole, parts, sizes, like=parts[0])], "putting together")
+    return whole
+
+
+def _check_between_steps(part: Cache) -> None:
+    part.check_whole()
+    if part.is_open:
+        raise StepError(f"a step of the {part.name} cache is open: settle() or abort() it first")
+
+
+def _empty_like(cache: C, room: int | None) -> C:
+    if isinstance(cache, EncoderDecoder):
+        return EncoderDecoder(*(part.empty_like(room) for part in cache.parts))
+    return cache.empty_like(room)
+
+
+def _share_alike(parts: Sequence[Cache]) -> bool:
+    """Whether the same groups of layers share columns in all of them, of equally many rows."""
+    found = {
+        tuple(one.siblings if isinstance(one, ForkedTimeline) else None for one in part._timelines) for part in parts
+    }
+    return len(found) == 1
+
+
+@dataclass(eq=False)
+class _Share:
+    """One store, or the states of a layer, whole and in parts. indexes: the rows of each part."""
+
+    whole: Any
+    parts: list[Any]
+    indexes: list[torch.Tensor]
+
+    def deal(self) -> None:
+        held = self.whole.written()
+        if held:
+            for part, index in zip(self.parts, self.indexes, strict=True):
+                part.load_written(chosen_rows(held, index))
+        del held
+        self.whole.release()
+
+    def gather(self) -> None:
+        held = [part.written() for part in self.parts]
+        if all(held):  # a store that had no part in any step holds nothing, as one without columns does
+            self.whole.load_written(joined_rows(held))
+        del held
+        for part in self.parts:
+            part.release()
+
+
+@dataclass(eq=False)
+class _Dealt:
+    """See `moving.Passage`."""
+
+    share: _Share
+    gives_up = True
+
+    @property
+    def old(self) -> Any:
+        return self.share.whole
+
+    def go(self) -> None:
+        self.share.deal()
+
+    def back(self) -> None:
+        self.share.gather()
+
+    def drop(self) -> None:
+        for part in self.share.parts:
+            part.release()
+
+
+@dataclass(eq=False)
+class _Gathered:
+    """See `moving.Passage`."""
+
+    share: _Share
+    gives_up = True
+
+    @property
+    def old(self) -> Any:
+        return self.share.parts[0]
+
+    def go(self) -> None:
+        self.share.gather()
+
+    def back(self) -> None:
+        self.share.deal()
+
+    def drop(self) -> None:
+        self.share.whole.release()
+
+
+def _shares(whole: C, parts: Sequence[C], sizes: Sequence[int], like: C | None = None) -> list[_Share]:
+    """What there is to deal out of `whole`, or to gather in it, where the clocks of both have been told.
+
+    like: which of them to be like, `whole` by default.
+    """
+    found = []
+    for number, one in enumerate(whole.parts):
+        pattern, others = one if like is None else like.parts[number], [part.parts[number] for part in parts]
+        _check_between_steps(pattern)
+        if pattern.batch_size != -1:
+            found += _shares_of(one, others, sizes, pattern)
+    return found
+
+
+def _shares_of(whole: Cache, parts: Sequence[Cache], sizes: Sequence[int], pattern: Cache) -> list[_Share]:
+    is_dealt = pattern is whole
+    if any(forked.siblings > 1 and any(size % forked.siblings for size in sizes) for forked in whole._forks):
+        whole.unfork()
+    givers, takers = ([whole], list(parts)) if is_dealt else (list(parts), [whole])
+    for giver in givers:
+        giver.stage.release()
+        compact(giver, takers[0])
+    rows = [sum(sizes)] if not is_dealt else list(sizes)
+    indexes = list(torch.arange(sum(sizes)).split(list(sizes)))
+    _tell_pads(whole, parts, indexes, is_dealt)
+    for taker, count in zip(takers, rows, strict=True):
+        taker.split_like(pattern)
+        for new, old in zip(taker._timelines, pattern._timelines, strict=True):
+            adopt(new, old, count, _Everything())
+    logs = [giver.log for giver in givers if giver.log is not None]
+    if is_dealt:
+        for part, index in zip(parts, indexes, strict=True):
+            part.log = None if whole.log is None else whole.log.rows(index)
+    else:
+        whole.log = Log.joined(logs) if len(logs) == len(parts) else None
+    siblings = {forked.trunk: forked.siblings for forked in pattern._forks}
+    pairs = zip(_leaves(whole), *map(_leaves, parts), strict=True)
+    found = []
+    for (leaf, *others), old in zip(pairs, _leaves(pattern), strict=True):
+        times = siblings.get(old.timeline, 1)
+        own = torch.arange(sum(sizes) // times).split([size // times for size in sizes])
+        found.append(_Share(leaf, others, list(own)))
+    return found
+
+
+class _Everything(dict[Any, bool]):
+    """All clocks follow those that they are like, in every respect."""
+
+    def get(self, key: Any, default: Any = None) -> bool:
+        return True
+
+
+def _leaves(cache: Cache) -> list[Any]:
+    return [leaf for layer in cache.layers for leaf in layer.leaves()]
+
+
+def _tell_pads(whole: Cache, parts: Sequence[Cache], indexes: list[torch.Tensor], is_dealt: bool) -> None:
+    if not isinstance(whole, SinkCache):
+        return
+    if is_dealt:
+        for part, index in zip(parts, indexes, strict=True):
+            part.take_pads(chosen_rows(whole.pads.told, index))
+    else:
+        told = [part.pads.told for part in parts if isinstance(part, SinkCache)]
+        whole.take_pads(joined_rows(told))

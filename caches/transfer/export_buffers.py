@@ -1,0 +1,67 @@
+"""A fixed cache's tensors as buffers of a module: `torch.export` takes modules, it cannot look into a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+
+from caches.errors import StepError
+from caches.hf.cache import Cache
+
+_Slot: TypeAlias = tuple[MutableMapping[Any, Any], Any]  # where a tensor is kept: in which mapping, under which key
+
+
+class Buffers(torch.nn.Module):
+    """Keys, values and states of `cache`: its own tensors, not copies, as "layer_0_keys", "layer_3_conv_0", ..."""
+
+    def __init__(self, cache: Cache):
+        if cache.why_not_compiled is not None or cache.seen == 0:
+            raise StepError(
+                f"the tensors of this {cache.name} cache are not there to stay: it needs a fixed cache that has read a "
+                "prompt, such as cache='static' after its first step"
+            )
+        super().__init__()
+        self._cache = cache
+        self._slots = dict(_slots(cache))
+        for name, (kept_in, key) in self._slots.items():
+            self.register_buffer(name, kept_in[key])
+
+    @contextmanager
+    def in_use(self, write_index: torch.Tensor, seen: torch.Tensor) -> Iterator[Cache]:
+        """The cache at work on what the buffers and these arguments are now: while a step is traced, no real tensors.
+
+        They are those of `places`.
+        """
+        given: list[tuple[_Slot, torch.Tensor]] = [(slot, self.get_buffer(name)) for name, slot in self._slots.items()]
+        for group, timeline in enumerate(self._cache._timelines):
+            given.append(((vars(timeline), "clock"), seen))
+            index = timeline._decode_index
+            given += [((index, device), write_index[group : group + 1]) for device in index]
+        kept = [kept_in[key] for (kept_in, key), _ in given]
+        try:
+            for (kept_in, key), tensor in given:
+                kept_in[key] = tensor
+            yield self._cache
+        finally:
+            for ((kept_in, key), _), tensor in zip(given, kept, strict=True):
+                kept_in[key] = tensor
+
+
+def places(cache: Cache) -> dict[str, torch.Tensor]:
+    """Where the open step writes: write_index [groups], the column in each group of layers; seen [], tokens before."""
+    device = next(tensor.device for layer in cache.layers for tensor in layer.tensors())
+    columns = [timeline.end for timeline in cache._timelines]
+    return {"write_index": torch.tensor(columns, device=device), "seen": torch.tensor(cache.seen, device=device)}
+
+
+def _slots(cache: Cache) -> Iterator[tuple[str, _Slot]]:
+    for index, layer in enumerate(cache.layers):
+        for name, store in layer.stores.items():
+            if store.buffer is not None:
+                yield f"layer_{index}_{name}", (vars(store), "buffer")
+        if layer.state is not None:
+            for kind, number in layer.state._held:
+                yield f"layer_{index}_{kind}_{number}", (layer.state._held, (kind, number))

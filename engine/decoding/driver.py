@@ -1,0 +1,172 @@
+"""A run from its first step to its end, piece by piece. Whatever stops it, the cache is consistent, the streamer has
+ended, and what was generated is not lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from caches.out_of_memory import is_out_of_memory
+from engine.decoding.cancellation import Cancellation, StopAsked
+from engine.decoding.loop import Run
+from engine.errors import BadLogits, Cancelled, CtrlC, Interrupted, OptionError, OutOfMemory
+from engine.out_of_memory import Exhausted, empty_allocators, in_words, without_frames
+from engine.result import Generation, Piece
+from strategies import Flow, NoChoice
+
+_Result = TypeVar("_Result")
+
+
+class Play:
+    """A run under way. cancellation: the one that its lane asks."""
+
+    def __init__(self, run: Run, cancellation: Cancellation):
+        self._run, self._cancellation = run, cancellation
+
+    def pieces(self) -> Generator[Piece, None, None]:
+        run = self._run
+        flow = self._begun()
+        failure: Exception | KeyboardInterrupt | None = None
+        try:
+            try:
+                yield from self._steps(flow)
+                run.outlet.close()
+                self._cancellation.check_keys()
+            except (Exception, KeyboardInterrupt) as error:
+                # An error of memory holds on to what filled it, in the frames that it went through.
+                failure = _exhausted(error) if is_out_of_memory(error) else error
+            if failure is not None:  # outside of `except`: who gets the rest may take a while
+                if isinstance(failure, Exhausted):
+                    empty_allocators()
+                yield from self._shown(self._broken_off(failure))
+        except KeyboardInterrupt:  # while what there is was brought into shape
+            run.give_up()
+            raise
+        except BaseException:  # the consumer has left: what it was not shown has not happened
+            run.forget_unread()
+            _without_grad(run.break_off)
+            raise
+        finally:
+            flow.close()
+            _without_grad(run.close)
+            self._cancellation.pass_on()
+        if failure is not None:
+            try:
+                self._raise(failure)
+            finally:
+                failure = None  # its traceback knows this frame: both would wait for a garbage collection
+
+    def to_end(self) -> Generation:
+        """The main thread does nothing else meanwhile, so that Ctrl-C is always the run's."""
+        with self._cancellation.noting_keys():
+            for _ in self.pieces():
+                pass
+        self._cancellation.pass_on()
+        return self._run.result()
+
+    @property
+    def given_up(self) -> bool:
+        return self._run.given_up
+
+    @property
+    def cache_name(self) -> str:
+        return self._run.cache_name
+
+    def result(self) -> Generation:
+        """What was generated. Ends the run."""
+        return self._run.result()
+
+    def _begun(self) -> Flow:
+        """The strategy's flow. What it is no generator for, or raises at once, has come before any work."""
+        try:
+            flow = self._run.begin()
+            if not all(callable(getattr(flow, name, None)) for name in ("send", "close")):
+                raise OptionError(
+                    f"the strategy's flow() returned {flow!r:.80}, where a generator of operations belongs: write it "
+                    "with `yield`, or return the flow of another strategy"
+                )
+        except BaseException:
+            _without_grad(self._run.close)
+            raise
+        return flow
+
+    def _steps(self, flow: Flow) -> Generator[Piece, None, None]:
+        """Do what the flow says until all rows have ended."""
+        with self._cancellation.noting_keys():
+            self._run.outlet.begin()
+        answer: Any = None
+        while not self._run.done:
+            with self._cancellation.noting_keys():
+                step = _without_grad(partial(self._step, flow, answer))
+                if step is None:
+                    break
+                answer, pieces = step
+            yield from self._shown(pieces)
+        yield from self._shown(self._run.read_all())
+
+    def _step(self, flow: Flow, answer: Any) -> tuple[Any, list[Piece]] | None:
+        """One operation of the flow; None at its end."""
+        try:
+            operation = flow.send(answer)
+        except StopIteration:
+            return None
+        return self._run.perform(operation)
+
+    def _shown(self, pieces: list[Piece]) -> Generator[Piece, None, None]:
+        for piece in pieces:
+            left_s = time.perf_counter()
+            try:
+                yield piece
+            finally:
+                self._run.away_s += time.perf_counter() - left_s
+
+    def _broken_off(self, failure: Exception | KeyboardInterrupt) -> list[Piece]:
+        try:
+            return _without_grad(self._run.break_off)
+        except Exception:
+            if not isinstance(failure, KeyboardInterrupt) or isinstance(failure, CtrlC):
+                raise
+            self._run.give_up()  # a second Ctrl-C comes anywhere, also while rows change places
+            return []
+
+    def _raise(self, failure: Exception | KeyboardInterrupt) -> None:
+        """The failure, with what there is."""
+        if self._run.given_up:
+            raise failure
+        result = self._run.result()
+        if isinstance(failure, KeyboardInterrupt):
+            failure.partial = result  # type: ignore[attr-defined]
+            try:
+                raise failure
+            finally:
+                del failure  # as above
+        told = f"after {max(map(len, result.tokens))} new tokens per row"
+        kept = "what was generated is in `partial`, with its cache where that can be continued"
+        if isinstance(failure, StopAsked):
+            raise Cancelled(f"generation was cancelled {told}; {kept}", result)
+        if isinstance(failure, Exhausted):
+            raise OutOfMemory(f"memory was out {told} ({failure}); {kept}", result) from failure.__cause__
+        if isinstance(failure, NoChoice):
+            raise BadLogits(f"generation stopped {told}: {failure}; {kept}", result)
+        why = f"{type(failure).__name__}: {failure}"
+        raise Interrupted(f"generation stopped {told} ({why}); {kept}", result) from failure
+
+
+def _exhausted(error: Exception | KeyboardInterrupt) -> Exhausted:
+    failure = Exhausted(in_words(error))
+    failure.__cause__ = without_frames(error)
+    return failure
+
+
+def _without_grad(work: Callable[[], _Result]) -> _Result:
+    """As within `torch.no_grad()`, which leaves the thread without derivatives where Ctrl-C comes as it ends."""
+    grad = torch.is_grad_enabled()
+    try:
+        torch._C._set_grad_enabled(False)
+        return work()
+    finally:
+        torch._C._set_grad_enabled(grad)

@@ -1,0 +1,296 @@
+"""Classifier-free guidance (arXiv 2306.17806): what a text would go on with, less what it would without its prompt.
+
+The texts without their prompts are rows of the same batch, so one forward computes both and whatever becomes of a row
+becomes of both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn.functional import pad
+from torch.utils._pytree import tree_map
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from caches import Driven, Log, NoCache
+from caches.out_of_memory import is_out_of_memory
+from engine.decoding.model_session import Lane
+from engine.errors import InputError, OptionError
+from engine.model.accelerate_hooks import prompt_device
+from engine.model.forward import Runner
+from engine.model.masks import Columns
+from engine.prompt import Prompt, read_prompt
+from engine.request.checks import check_vocabulary
+from engine.request.model_kwargs import complete_extras
+
+ARGUMENTS = ("negative_prompt", "negative_prompt_ids", "negative_prompt_attention_mask")
+T = TypeVar("T")
+_changes: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()  # of what a model goes on with, by pads
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """scale: the guided scores are scale * (own - other) + other, of the log-probabilities of both texts.
+
+    prompt, mask: what the model reads, [2 * rows, columns]: the prompts, then what the other texts begin with, all
+    left-padded to the same columns. lead: columns that the prompts alone would not have. pads: whether any of either
+    text were added here.
+    """
+
+    scale: float
+    prompt: Prompt
+    mask: torch.Tensor
+    lead: int
+    pads: bool
+
+    @property
+    def other_tokens(self) -> int:
+        """Tokens that the other texts begin with, all rows together."""
+        return int(self.mask.chunk(2)[1].sum())
+
+
+def check_guidance(model: PreTrainedModel, scale: Any, given: dict[str, Any]) -> None:
+    """What can be refused before anything is read. given: the `ARGUMENTS` of the call."""
+    given = {name: value for name, value in given.items() if value is not None}
+    if scale is None or scale == 1:
+        if given:
+            raise OptionError(
+                f"{' and '.join(given)} cannot apply: guidance_scale={scale} means no guidance. Give another, such as "
+                "guidance_scale=1.5"
+            )
+        return
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise OptionError(f"guidance_scale={scale!r}, but it is a finite number")
+    if model.config.is_encoder_decoder:
+        raise OptionError(
+            f"guidance_scale={scale} compares with the text without its prompt, but {type(model).__name__} reads its "
+            "prompt with an encoder and cannot do without: leave it out"
+        )
+    if {"negative_prompt", "negative_prompt_ids"} <= set(given):
+        raise OptionError("negative_prompt and negative_prompt_ids both say what to steer away from: leave one out")
+    if "negative_prompt_attention_mask" in given and "negative_prompt_ids" not in given:
+        raise OptionError("negative_prompt_attention_mask is the mask of negative_prompt_ids, which were not given")
+
+
+def read_guidance(
+    model: PreTrainedModel,
+    prompt: Prompt,
+    mask: torch.Tensor,
+    config: GenerationConfig,
+    given: dict[str, Any],
+    tokenizer: Any,
+    cache: Driven | None,
+    infer_mask: Callable[[torch.Tensor], torch.Tensor],
+) -> Guidance | None:
+    """The guidance that `config` asks for, if any; none is left in it.
+
+    given: the `ARGUMENTS` of the call. infer_mask: the mask of ids that come without one.
+    """
+    scale, config.guidance_scale = config.guidance_scale, None
+    if scale is None or scale == 1:
+        return None
+    rows = len(prompt.ids)
+    _check_alone(prompt, cache, scale)
+    ids, other_mask = prompt.ids[:, -1:], mask[:, -1:]
+    if given["negative_prompt"] is not None or given["negative_prompt_ids"] is not None:
+        ids, other_mask = _read_negative(given, tokenizer, infer_mask, mask.device)
+        check_vocabulary(model, ids, "negative_prompt_ids: ")
+        if len(ids) not in (1, rows):
+            raise InputError(
+                f"there are {len(ids)} negative prompts for {rows} prompts: give one for each, or one for all"
+            )
+        ids, other_mask = (part.expand(rows, -1) for part in (ids, other_mask))
+    columns = max(prompt.columns, ids.shape[1])
+    both, both_mask = (
+        torch.cat([pad(part, (columns - part.shape[1], 0)) for part in parts])
+        for parts in ((prompt.ids, ids), (mask, other_mask))
+    )
+    read, both_mask = complete_extras(model, Prompt(both, None), both_mask, cache, config)
+    return Guidance(float(scale), read, both_mask, columns - prompt.columns, prompt.columns != ids.shape[1])
+
+
+def _check_alone(prompt: Prompt, cache: Driven | None, scale: Any) -> None:
+    """Whether the prompts are ids and nothing else, and what is kept of them is kept from now on."""
+    more = ["inputs_embeds"] if prompt.embeds is not None else sorted(prompt.extras)
+    if more:
+        raise OptionError(
+            f"guidance_scale={scale} needs to know what the text without its prompt has in place of {', '.join(more)}, "
+            "and nothing says so: give token ids alone, or leave guidance_scale out"
+        )
+    if cache is None:
+        return
+    if cache.seen > 0:
+        raise OptionError(
+            f"guidance_scale={scale} needs the text without its prompt from the beginning, and the cache holds "
+            f"{cache.seen} tokens of the prompts' side alone: start with an empty cache and give the whole conversation"
+        )
+    both = 2 * len(prompt.ids)
+    if cache.batch_size not in (-1, both):
+        raise OptionError(
+            f"guidance_scale={scale} takes two rows for each of {len(prompt.ids)} prompts, but the {cache.name} cache "
+            f"was made for {cache.batch_size} rows: give its name instead, or one with room for {both}"
+        )
+
+
+def _read_negative(
+    given: dict[str, Any], tokenizer: Any, infer_mask: Callable[[torch.Tensor], torch.Tensor], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids of the negative prompts and their mask, [any, columns], without columns of pads alone."""
+    named = "negative_prompt" if given["negative_prompt_ids"] is None else "negative_prompt_ids"
+    mask = given["negative_prompt_attention_mask"]
+    try:
+        negative = read_prompt(given[named], {} if mask is None else {"attention_mask": mask}, tokenizer, bos_id=None)
+    except InputError as error:
+        raise InputError(f"{named}: {error}") from error
+    ids = negative.ids.to(device)
+    real = infer_mask(ids) if negative.mask is None else (negative.mask != 0).long().to(device)
+    shape = list(ids.shape)
+    if list(real.shape) != shape:
+        raise InputError(f"negative_prompt_attention_mask has shape {list(real.shape)}, but the ids have {shape}")
+    empty = (real.sum(dim=1) == 0).nonzero().flatten().tolist()
+    if empty or 0 in shape:
+        raise InputError(
+            f"{named}: row {empty[0] if empty else 0} of {shape[0]} is empty, and the text without its prompt has to "
+            "begin with something: give a token, such as the beginning-of-sequence id, or leave it out"
+        )
+    if bool((real[:, -1] == 0).any()):
+        raise InputError(f"{named}: padded on the right, where the text goes on: pad on the left")
+    first = int(real.any(dim=0).int().argmax())
+    return ids[:, first:], real[:, first:]
+
+
+def check_texts_bear_pads(runner: Runner, guidance: Guidance) -> None:
+    """Refuse a model that goes on with another text where there are pads before it. Found out by feeding it."""
+    if not guidance.pads:
+        return
+    model = runner.model
+    if model not in _changes:
+        try:
+            alone, padded = (_logits_behind(runner, pads) for pads in (0, 3))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return  # it fails whatever it reads: the run will say so
+        change = float((padded - alone).norm() / alone.norm())
+        if math.isnan(change):  # they are no numbers: the run will say so
+            return
+        _changes[model] = change
+    if not _changes[model] < (0.01 if model.dtype in (torch.float32, torch.float64) else 0.05):
+        rows, columns = guidance.mask.shape
+        raise OptionError(
+            f"guidance_scale={guidance.scale} needs pads before texts shorter than {columns} tokens, and what "
+            f"{type(model).__name__} goes on with changes by {_changes[model]:.0%} with three of them: give "
+            f"negative_prompt_ids with as many tokens as the prompt has, {columns - guidance.lead}, for all "
+            f"{rows // 2} rows"
+        )
+
+
+def _logits_behind(runner: Runner, pads: int) -> torch.Tensor:
+    """The logits after a few tokens that have pads before them."""
+    ids = pad(torch.arange(1, 4, device=prompt_device(runner.model))[None], (pads, 0))
+    with torch.no_grad():
+        outputs = runner.feed(ids, Columns((ids != 0).long(), ids.shape[1]), NoCache(), prefill=True)
+    return outputs.logits[:, -1].float()
+
+
+class GuidedLane:
+    """A `Lane` of both texts that looks like one of the prompts' alone, with guided logits."""
+
+    def __init__(self, lane: Lane, guidance: Guidance):
+        self._lane, self._scale, self._lead = lane, guidance.scale, guidance.lead
+        self._others = guidance.prompt.ids.chunk(2)[1]  # what the other texts begin with, [rows, columns]
+
+    @property
+    def cache(self) -> Driven:
+        return self._lane.cache
+
+    @property
+    def linears(self) -> str:
+        return self._lane.linears
+
+    @property
+    def fed(self) -> int:
+        return max(0, self._lane.fed - self._lead)
+
+    @property
+    def fed_ids(self) -> torch.Tensor:
+        return self._lane.fed_ids.chunk(2)[0][:, self._lead :]
+
+    def forward(self, tokens: torch.Tensor, *wanted: Any, **more: Any) -> tuple[ModelOutput, torch.Tensor | None]:
+        """As `Lane.forward`. The outputs are those of the prompts' rows, with their logits as `unguided_logits` too."""
+        rows, columns = tokens.shape
+        outputs, states = self._lane.forward(self._beside(tokens), *wanted, **more)
+        for name in ("attentions", "hidden_states"):
+            if name in outputs:
+                outputs[name] = tree_map(lambda part: self._of_prompts(part, rows, columns), outputs[name])
+        guided = self._lane.attempt(lambda: self._guided(outputs.logits))
+        outputs["unguided_logits"] = outputs.logits[:rows]
+        outputs["logits"] = guided
+        return outputs, None if states is None else states[:rows, -columns:]
+
+    def _of_prompts(self, part: torch.Tensor | None, rows: int, columns: int) -> torch.Tensor | None:
+        """A record of a layer, [rows, ..., columns, width], without the other texts and the pads that make them fit."""
+        if part is None:
+            return None
+        return part[:rows, ..., self._lead :, :] if part.shape[-2] > columns else part[:rows]
+
+    def _guided(self, logits: torch.Tensor) -> torch.Tensor:
+        own, other = logits.float().log_softmax(dim=-1).chunk(2)
+        return self._scale * (own - other) + other
+
+    def attempt(self, work: Callable[[], T], repeats: Callable[[], bool] = lambda: True) -> T:
+        return self._lane.attempt(work, repeats)
+
+    def _beside(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens of both texts: the others have columns of their own as far as the prompt goes."""
+        begin = self._lane.fed
+        own = tokens if begin else pad(tokens, (self._lead, 0))
+        return torch.cat([own, self._in_place_of(own, begin)])
+
+    def _in_place_of(self, own: torch.Tensor, begin: int) -> torch.Tensor:
+        """`own` [rows, n], which begin in column `begin`, with what the other texts have there."""
+        known = self._others[:, begin : begin + own.shape[1]]
+        return torch.cat([known, own[:, known.shape[1] :]], dim=1)
+
+    def settle(self, drop: int = 0) -> None:
+        self._lane.settle(drop)
+
+    def go_back(self, fed: int) -> None:
+        self._lane.go_back(fed + self._lead if fed else 0)
+
+    def rows(self, index: torch.Tensor) -> None:
+        others = self._others[index.to(self._others.device)]
+        self._lane.rows(torch.cat([index, index + len(self._others)]))
+        self._others = others
+
+    def forget(self) -> None:
+        self._lane.forget()
+
+    def close(self, log: Log) -> None:
+        """End with a cache of the prompts' rows. With columns that are not the prompts' own it has to be empty."""
+        lane, fed = self._lane, self._lane.fed
+        if fed > 0 and self._lead == 0:
+            lane.close(Log(torch.cat([log.ids, self._in_place_of(log.ids, 0)]), log.mask.repeat(2, 1)))
+        else:
+            if fed > 0:
+                self.cache.abort()
+            lane.end()
+        if fed == 0:
+            return
+        own, known = torch.arange(len(log.ids)), self.cache.log
+        try:
+            self.cache.rows(own)
+            if self._lead > 0:
+                self.cache.reset()
+            else:
+                self.cache.log = None if known is None else known.rows(own)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            lane.forget()  # better no cache than no text

@@ -1,0 +1,119 @@
+"""A limit to what the cache may take of the device's memory, kept by acting before more is taken."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from transformers import PreTrainedModel
+
+from caches import Cache, CapacityError, EncoderDecoder
+from caches.hf.split_rows import SplitCache
+from configs import (
+    CacheConfig,
+    OffloadedCacheConfig,
+    OffloadedQuantizedCacheConfig,
+    QuantizedCacheConfig,
+    SlidingWindowCacheConfig,
+)
+from engine.decoding.model_session import Lane
+from engine.errors import InputError
+from engine.model.accelerate_hooks import prompt_device
+from engine.out_of_memory import Exhausted
+from engine.planning.cache_size import Course
+from engine.planning.dry_run import rehearse
+from engine.planning.model_footprint import study
+from engine.result import Fallback
+
+_logger = logging.getLogger("engine")
+
+
+class Budget:
+    """most: bytes on the device, None without limit. action: see `configs.EngineConfig.over_budget`.
+
+    taken: where it is noted when it acts.
+    """
+
+    def __init__(self, most: int | None, action: str, taken: list[Fallback]):
+        self._most, self._action, self._taken, self._has_acted = most, action, taken, False
+
+    def fitted(self, config: CacheConfig, course: Course, model: PreTrainedModel) -> CacheConfig:
+        """`config`, or another one where the cache would take too much as soon as the prompt is read.
+
+        Raises `CapacityError` where there is none.
+        """
+        if self._most is None or config.name == "none":
+            return config
+        first = replace(course, new_tokens=min(course.new_tokens, 129)) if course.ends_early else course
+        device = prompt_device(model).type
+        try:
+            anatomy = study(model.config, model.dtype, type(model))
+        except InputError as error:  # then what is kept is seen as it comes
+            _logger.info("max_cache_bytes is kept while the run goes on: %s", error)
+            return config
+        places = rehearse(anatomy, config, first, pinned=device != "cpu").most.by_place
+        needed = sum(size for place, size in places.items() if place != "disk" and (device == "cpu" or place != "host"))
+        if needed <= self._most:
+            return config
+        why = (
+            f"the {config.name} cache needs {needed:,} bytes for {first.rows} rows of {first.held} tokens, and "
+            f"max_cache_bytes={self._most:,}"
+        )
+        if self._action == "error":
+            raise CapacityError(f"{why}: ask for fewer tokens or rows, raise it, or set over_budget='offload'")
+        other = self._other(config, device, needed / first.held)
+        if other is None:
+            raise CapacityError(f"{why}; over_budget={self._action!r} has no remedy for it: choose another cache")
+        self._has_acted = True
+        what = f"the run begins with {other.name}, {other.to_dict(use_diff=True)}"
+        self._taken.append(Fallback(self._action, what, 0, 0, 0))
+        _logger.warning("%s; %s", why, what)
+        return other
+
+    def _other(self, config: CacheConfig, device: str, bytes_per_token: float) -> CacheConfig | None:
+        """What takes less of the device's memory in the place of `config`."""
+        assert self._most is not None
+        if config.name not in ("dynamic", "static", "hybrid", "quantized"):
+            return None
+        if self._action == "slide":
+            window = int(self._most / bytes_per_token / _WINDOW_ROOM)
+            return SlidingWindowCacheConfig(window_length=window) if window and config.name != "quantized" else None
+        residency = "disk" if device == "cpu" else "host"
+        if isinstance(config, QuantizedCacheConfig):
+            return OffloadedQuantizedCacheConfig.from_dict(config.to_dict(), residency=residency)
+        return OffloadedCacheConfig(residency=residency)
+
+    def keep(self, lane: Lane, tokens: int) -> None:
+        """Before `tokens` more are fed: act if there is no room for them. Raises `Exhausted` where that is no help."""
+        cache = lane.cache
+        if self._most is None or not isinstance(cache, (Cache, EncoderDecoder, SplitCache)) or cache.seen == 0:
+            return
+        needed = int(cache.device_bytes * cache.growth(tokens))
+        if needed <= self._most:
+            return
+        why = (
+            f"the {cache.name} cache needs {needed:,} bytes for {cache.seen + tokens} tokens per row, and "
+            f"max_cache_bytes={self._most:,}"
+        )
+        if self._action == "error" or self._has_acted:
+            raise Exhausted(f"{why}; over_budget={self._action!r}" + (" was not enough" if self._has_acted else ""))
+        self._has_acted = True
+        seen, before = cache.seen, cache.device_bytes
+        what = self._act(lane, cache.device_bytes / cache.seen)
+        if what is None:
+            raise Exhausted(f"{why}; over_budget={self._action!r} is not possible: it is away already")
+        self._taken.append(Fallback(self._action, what, seen, before, lane.cache.device_bytes))
+        _logger.warning("%s; %s", why, self._taken[-1])
+
+    def _act(self, lane: Lane, bytes_per_token: float) -> str | None:
+        """What was done, in words."""
+        assert self._most is not None
+        if self._action == "offload":
+            moved = lane.feeding.move_away()
+            return None if moved is None else f"the cache goes on as {moved}"
+        window = int(self._most / bytes_per_token / _WINDOW_ROOM)
+        lane.feeding.impose(window)
+        return f"the cache goes on with a window of {window} tokens, which changes what is generated"
+
+
+_WINDOW_ROOM = 1.25  # a window's buffers have room for some more columns than it shows

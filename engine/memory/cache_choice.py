@@ -1,0 +1,176 @@
+"""Which cache a call chooses: a live one that was given, one by name, or the one that a plan finds."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache as TransformersCache
+
+import caches
+from caches import Driven
+from configs import CacheConfig, EncoderDecoderCacheConfig, EngineConfig, nearest
+from engine.errors import InputError, OptionError
+from engine.memory.budget import Budget
+from engine.planning.cache_size import fresh_cache
+from engine.request.call import Call
+from engine.request.request import Request
+
+AUTO = "auto"  # no backend: a plan chooses one
+
+
+@dataclass(frozen=True)
+class CacheChoice:
+    """What a call says about its cache. live: the object given. chosen, options, max_cache_len: of a new one."""
+
+    live: Driven | None
+    chosen: str | CacheConfig | None
+    options: dict[str, Any] | CacheConfig | None
+    max_cache_len: int | None = None
+
+
+def read_cache_choice(model: PreTrainedModel, call: Call, config: EngineConfig) -> CacheChoice:
+    """The one cache that the call names, in whichever of its arguments. Raises `OptionError` where several do, and
+    what its configuration raises.
+    """
+    past = call.past_key_values
+    if isinstance(past, tuple):
+        past = caches.from_legacy_cache(past, model.config)
+    named = _said(model, call, "cache_implementation", call.cache_implementation)
+    options = _said(model, call, "cache_config", call.cache_config)
+    chosen = _one_of(cache=call.cache, past_key_values=past, cache_implementation=named)
+    use_cache = call.options.get("use_cache", getattr(call.generation_config, "use_cache", None))
+    if chosen is None or isinstance(chosen, (str, CacheConfig)):
+        if call.trust_cache:
+            raise OptionError("trust_cache=True is about a live cache, and none was given: leave it out")
+        if use_cache is False and chosen not in (None, "none"):
+            raise OptionError(f"use_cache=False contradicts cache={chosen!r}: leave one of them out")
+        check_new((config.cache or "dynamic") if chosen is None else chosen, options)
+        size = call.options.get("max_cache_len")
+        if chosen is not None and chosen != AUTO:
+            _check_size(_configured(chosen, options), size)
+        return CacheChoice(None, chosen, options, size)
+    if call.options.get("max_cache_len") is not None:
+        raise OptionError("max_cache_len is of a new cache, but a live one was given: leave one of them out")
+    if use_cache is False:
+        raise OptionError("use_cache=False contradicts the live cache that was given: leave one of them out")
+    if options is not None:
+        raise OptionError("cache_config builds a new cache, but a live one was given: leave one of them out")
+    if not isinstance(chosen, (TransformersCache, Driven)):
+        raise OptionError(
+            f"a cache is a name, a CacheConfig or a cache object, not a {type(chosen).__name__}; "
+            f"names: {', '.join([*caches.names(), AUTO])}"
+        )
+    live = caches.driven(chosen)
+    live.check_fits(model.config)
+    return CacheChoice(live, None, None)
+
+
+def check_new(chosen: str | CacheConfig, options: dict[str, Any] | CacheConfig | None) -> None:
+    """Whether there is such a cache with these options."""
+    if chosen == AUTO and options is not None:
+        raise OptionError("cache_config has the options of one cache, and cache='auto' chooses which: leave it out")
+    if chosen != AUTO:
+        _configured(chosen, options)
+
+
+def _said(model: PreTrainedModel, call: Call, name: str, value: Any) -> Any:
+    """An argument of the call, or what its `generation_config` says other than the model's own."""
+    in_config = getattr(call.generation_config, name, None)
+    if in_config == getattr(model.generation_config, name, None):
+        return value
+    return _one_of(**{name: value, f"generation_config.{name}": in_config})
+
+
+def _one_of(**given: Any) -> Any:
+    """The one argument that is not None. Raises `OptionError` when there are several."""
+    named = {name: value for name, value in given.items() if value is not None}
+    if len(named) > 1:
+        raise OptionError(f"{' and '.join(named)} both choose the cache: leave all but one out")
+    return next(iter(named.values()), None)
+
+
+def new_cache(
+    model: PreTrainedModel,
+    choice: CacheChoice,
+    request: Request,
+    config: EngineConfig,
+    budget: Budget,
+    takes_cache: bool,
+) -> Driven:
+    """An empty cache for this request. takes_cache: whether the model's forward takes one of keys and values.
+
+    Before an encoder has read its source neither `budget` nor a plan can tell what is needed: the cache is then one to
+    check the request with.
+    """
+    chosen, options = choice.chosen, choice.options
+    if chosen is None and request.config.use_cache is False:
+        chosen = "none"  # said by this call, or by the model's own configuration
+    if chosen is None and config.cache is None and not takes_cache:
+        _warn_once(
+            f"{type(model).__name__} takes no cache of keys and values: it runs with cache='none' and reads the whole "
+            "text again for every token"
+        )
+        chosen = "none"
+    if chosen is None:
+        chosen = config.cache
+    if chosen is None:  # only now the model's own setting, whose options are for its own choice
+        chosen = request.config.cache_implementation or "dynamic"
+        options = request.config.cache_config if options is None else options
+    course, compiled, build = request.course, config.compile != "off", functools.partial(_built, model.config)
+    if chosen == AUTO and not request.is_encoded:
+        return fresh_cache(_configured("static" if compiled else "dynamic", None), course, build)
+    if chosen == AUTO:
+        chosen = _planned(model, request, compiled)
+    configured = _configured(chosen, options)
+    _check_size(configured, choice.max_cache_len)
+    return fresh_cache(budget.fitted(configured, course, model) if request.is_encoded else configured, course, build)
+
+
+def _configured(chosen: str | CacheConfig, options: dict[str, Any] | CacheConfig | None) -> CacheConfig:
+    """The configuration of the cache that was chosen. Raises `UnknownCache` and `ConfigError`."""
+    name = chosen if isinstance(chosen, str) else chosen.name
+    try:
+        recipe = caches.recipe(name)
+    except caches.UnknownCache:
+        known = nearest(name, [*caches.names(), AUTO])
+        raise caches.UnknownCache(f"there is no cache named {name!r}; {known}") from None
+    values = {} if isinstance(chosen, str) else chosen.to_dict()
+    return recipe.options.from_dict(values | dict(options or {}))
+
+
+def _check_size(config: CacheConfig, size: int | None) -> None:
+    """Whether a size that the call asks for, as `max_cache_len`, means something for this cache."""
+    part = config.self_cache if isinstance(config, EncoderDecoderCacheConfig) else config
+    part = caches.recipe(part).options() if isinstance(part, str) else part
+    own = part.to_dict().get("max_cache_len")
+    if size is not None and not part.needs_size:
+        raise OptionError(
+            f"max_cache_len={size} cannot apply: cache={part.name!r} needs no size. Leave it out, or give "
+            "cache='static'"
+        )
+    if size is not None and own not in (None, size):
+        raise OptionError(f"max_cache_len={size} contradicts max_cache_len={own} of the cache: leave one of them out")
+
+
+def _planned(model: PreTrainedModel, request: Request, compiled: bool) -> CacheConfig:
+    """What `cache="auto"` is for this request."""
+    from engine.planning.plan import choose_cache  # which needs a Generator's parts
+
+    try:
+        return choose_cache(model, replace(request.course, shares=not compiled), compiled)
+    except InputError as error:
+        _warn_once(f"cache='auto' cannot plan this model, so it is 'dynamic': {error}")
+        return caches.recipe("dynamic").options()
+
+
+def _built(model_config: Any, config: CacheConfig) -> Driven:
+    return caches.build(config.name, model_config, config)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logging.getLogger("engine").warning(message)

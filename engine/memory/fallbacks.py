@@ -1,0 +1,127 @@
+"""What is tried, one rung after the other, when memory is out in a run, which then goes on where it stands."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from caches import CacheError
+from caches.out_of_memory import is_out_of_memory
+from configs import ConfigError
+from engine.decoding.model_session import Lane
+from engine.out_of_memory import Exhausted, empty_allocators, in_words, without_frames
+from engine.result import Fallback
+
+_logger = logging.getLogger("engine")
+
+
+class Ladder:
+    """The rungs of one run: see `configs.RUNGS`. taken: those that were, in this order."""
+
+    def __init__(self, rungs: Sequence[str]):
+        self._left = list(rungs)
+        self._rungs = tuple(rungs)
+        self.taken: list[Fallback] = []
+
+    def climb(self, lane: Lane, error: BaseException) -> None:
+        """Take the next rung that may help `lane`, whose last forward, choice of rows or scores failed with `error`.
+
+        Raises `Exhausted` when there is none.
+        """
+        empty_allocators()
+        why = in_words(error)
+        refused = []
+        for name in self._in_order():
+            before = lane.cache.device_bytes
+            what, refusal = _tried(_RUNGS[name], lane)
+            if refusal is not None:
+                refused.append(f"{name} ({refusal})")
+            if what is None:
+                continue
+            if name not in _TAKEN_AGAIN:
+                self._left.remove(name)
+            empty_allocators()
+            self._note(why, Fallback(name, what, lane.cache.seen, before, lane.cache.device_bytes))
+            return
+        raise Exhausted(self._why_exhausted(why, refused)) from error
+
+    def climb_before(self, error: BaseException, parts: int, most: int) -> int:
+        """Take the next rung that may help an encoder, which reads before there is a cache. See `encoder.Recover`."""
+        why = in_words(error)
+        if "release" in self._left:
+            self._left.remove("release")
+            self._note(why, Fallback("release", "what the allocator kept was dropped", 0, 0, 0))
+            return parts
+        if "split" not in self._left or parts >= most:
+            raise Exhausted(self._why_exhausted(why, [])) from error
+        more = min(2 * parts, most)
+        self._note(why, Fallback("split", f"the rows are encoded in {more} parts, one after the other", 0, 0, 0))
+        return more
+
+    def _note(self, why: str, fallback: Fallback) -> None:
+        self.taken.append(fallback)
+        _logger.warning("out of memory (%s); %s", why, fallback)
+
+    def _in_order(self) -> list[str]:
+        """The rungs that are left. Where pieces twice as small did not help, all else is tried before smaller ones."""
+        pieces = sum(fallback.rung == "chunk" for fallback in self.taken)
+        return sorted(self._left, key=lambda name: name == "chunk" and pieces >= 2)
+
+    def _why_exhausted(self, why: str, refused: list[str]) -> str:
+        if not self._rungs:
+            return f"{why}; on_oom allows no way to go on"
+        taken = ", ".join(fallback.rung for fallback in self.taken) or "none"
+        could_not = f"; could not be taken: {', '.join(refused)}" if refused else ""
+        return f"{why}; on_oom={list(self._rungs)}, taken: {taken}{could_not}"
+
+
+def _tried(rung: Callable[[Lane], str | None], lane: Lane) -> tuple[str | None, str | None]:
+    """What the rung has done, in words, or why it could not."""
+    seen = lane.cache.seen
+    try:
+        return rung(lane), None
+    except (CacheError, ConfigError) as error:
+        if lane.cache.seen < seen:
+            raise Exhausted(in_words(error)) from without_frames(error)
+        return None, in_words(error)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None, in_words(error)
+
+
+def _release(lane: Lane) -> str | None:
+    lane.feeding.release()
+    return "compiled graphs, scratch memory and what the allocator kept were dropped"
+
+
+def _chunk(lane: Lane) -> str | None:
+    tokens = lane.feeding.read_in_smaller_pieces(lane.waiting)
+    return None if tokens is None else f"the prompt is read on in pieces of {tokens} tokens"
+
+
+def _offload(lane: Lane) -> str | None:
+    moved = lane.feeding.move_away()
+    return None if moved is None else f"the cache goes on as {moved}"
+
+
+def _quantize(lane: Lane) -> str | None:
+    moved = lane.feeding.move_away(quantized=True)
+    return None if moved is None else f"the cache goes on as {moved}, which changes what is generated"
+
+
+def _split(lane: Lane) -> str | None:
+    if lane.waiting <= 0:  # between forwards what lacks memory is of all rows
+        return None
+    parts = lane.feeding.split()
+    return None if parts is None else f"the rows are computed in {parts} parts, one after the other"
+
+
+_RUNGS: dict[str, Callable[[Lane], str | None]] = {
+    "release": _release,
+    "chunk": _chunk,
+    "offload": _offload,
+    "quantize": _quantize,
+    "split": _split,
+}
+_TAKEN_AGAIN = ("chunk", "split")  # until there is nothing left to make smaller

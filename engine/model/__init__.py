@@ -1,0 +1,1 @@
+"""Calling a model: its inputs, masks, compiled steps, loading, devices."""

@@ -1,0 +1,1 @@
+"""What leaves a run: stream chunks, text, calls of streamers."""

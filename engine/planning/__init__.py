@@ -1,0 +1,1 @@
+"""What a run will take, computed before anything runs."""

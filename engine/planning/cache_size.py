@@ -1,0 +1,86 @@
+"""The empty cache that a run begins with: which size, for how many rows, with how much room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import caches
+from caches import CapacityError, Driven
+from configs import CacheConfig, EncoderDecoderCacheConfig
+from engine.request.checks import is_fixed
+
+_SIZE_STEP = 128  # tokens
+_MOST_AT_ONCE = 2**21  # tokens per row that room is made for before they come, unless a size is given
+
+
+@dataclass(frozen=True)
+class Course:
+    """What memory depends on in a run.
+
+    prompts: rows that are read; branches: rows that each of them becomes. new_tokens: for each row, at most.
+    source_tokens: what an encoder has read. chunk_tokens: as many of the prompt are read at once, None for all.
+    ends_early: whether a row may end before it has all its tokens. shares: whether rows may share in the cache what
+    they have in common. max_cache_len: a size that the generation parameters ask for, None for none. score_copies:
+    float32 numbers there are at most at a time for every row and word of the vocabulary, see `choice.score_copies`.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    prompts: int = 1
+    branches: int = 1
+    source_tokens: int = 0
+    chunk_tokens: int | None = None
+    ends_early: bool = False
+    shares: bool = True
+    max_cache_len: int | None = None
+    score_copies: int = 2
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.branches
+
+    @property
+    def held(self) -> int:
+        """Tokens of a row that the cache holds in the end: all but the last, which is never fed."""
+        return self.prompt_tokens + self.new_tokens - 1
+
+
+def fresh_cache(config: CacheConfig, course: Course, build: Callable[[CacheConfig], Driven]) -> Driven:
+    """An empty cache with room for this course. build: makes it for the model's layers."""
+    config = _sized(config, course)
+    cache = build(config)
+    if course.rows > course.prompts and is_fixed(cache):
+        cache = build(_with_rows(config, course.rows))
+    # A row may end early: then room for all its tokens would be room for nothing.
+    as_they_come = course.ends_early or course.held > _MOST_AT_ONCE
+    cache.reserve(min(course.held, course.prompt_tokens + 128) if as_they_come else course.held)
+    return cache
+
+
+def _sized(choice: str | CacheConfig, course: Course) -> CacheConfig:
+    """The cache's configuration, with a size where it needs one and has none, also in its parts."""
+    config = caches.recipe(choice).options() if isinstance(choice, str) else choice
+    if isinstance(config, EncoderDecoderCacheConfig):
+        config = replace(config, self_cache=_sized(config.self_cache, course))
+    if not config.needs_size or config.to_dict()["max_cache_len"] is not None:
+        return config
+    wanted = max(course.held + 1, course.max_cache_len or 0)
+    if wanted > _MOST_AT_ONCE:
+        raise CapacityError(
+            f"cache={config.name!r} makes room for all tokens before the first one, and {course.prompt_tokens:,} of "
+            f"the prompt and {course.new_tokens:,} new ones are more than the {_MOST_AT_ONCE:,} per row that it makes "
+            "room for by itself: ask for fewer, give max_cache_len in cache_config, or use cache='dynamic' or 'sink'"
+        )
+    # A compiled step is compiled for a size: calls of similar length share one.
+    return config.update(max_cache_len=-(-wanted // _SIZE_STEP) * _SIZE_STEP)[0]
+
+
+def _with_rows(choice: str | CacheConfig, rows: int) -> CacheConfig:
+    """The configuration with room for so many rows, also of its parts; a number that was given stands."""
+    config = caches.recipe(choice).options() if isinstance(choice, str) else choice
+    if isinstance(config, EncoderDecoderCacheConfig):
+        cross = None if config.cross_cache is None else _with_rows(config.cross_cache, rows)
+        return replace(config, self_cache=_with_rows(config.self_cache, rows), cross_cache=cross)
+    told = config.to_dict().get("max_batch_size", rows) is not None
+    return config if told else config.update(max_batch_size=rows)[0]

@@ -1,0 +1,365 @@
+"""Whether a model can be given a prompt: checked before any work, and told with numbers when it cannot."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+
+from caches import Cache, CapacityError, Driven
+from engine.errors import InputError, OptionError
+from engine.model.accelerate_hooks import input_embeddings
+from engine.prompt import Prompt
+from engine.request.model_kwargs import PER_TOKEN
+from engine.request.parameters import SAMPLING
+from strategies import Strategy
+
+# Models whose own `generate` comes down to the usual one for everything but what it refuses.
+_GENERATE_ALIKE = {"granite_speech", "janus", "whisper"}
+
+
+def check_model(model: PreTrainedModel) -> None:
+    if model.training:
+        raise InputError("the model is in training mode, where dropout makes its text random: call model.eval() first")
+    if any(module.training and module.p > 0 for module in model.modules() if isinstance(module, nn.Dropout)):
+        raise InputError(
+            "the model has dropout in training mode (adapters are added that way), which makes its text random: "
+            "call model.eval() first"
+        )
+    own = type(model).generate is not GenerationMixin.generate
+    if own and model.config.model_type not in _GENERATE_ALIKE:
+        raise InputError(f"{type(model).__name__} generates in a way of its own: call its own generate()")
+
+
+# Options of `GenerationConfig` that are carried out whatever the strategy, besides those that shape a distribution.
+_ALWAYS_APPLY = {
+    "max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings", "do_sample",
+    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size",
+    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+    "bad_words_ids", "renormalize_logits", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
+    "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "guidance_scale",
+    "watermarking_config", "output_attentions", "output_hidden_states", "output_scores", "output_logits",
+    "return_dict_in_generate", "disable_compile", "pad_token_id", "bos_token_id", "eos_token_id",
+    "transformers_version",
+}  # fmt: skip
+_REMEDIES = {
+    "compile_config": "give EngineConfig(compile=...) to a Generator instead",
+    "decoder_start_token_id": "it is for models with an encoder; give the prompt's first token in the prompt",
+    "num_beams": "they are for beam search; leave the strategy out",
+    "penalty_alpha": "contrastive search also needs top_k=2 or more, and no do_sample",
+    "num_return_sequences": "it gives the same text every time; use do_sample=True, or num_beams",
+    "num_beam_groups": "groups need num_beams=2 or more",
+    "diversity_penalty": "it is for num_beam_groups=2 or more",
+    "length_penalty": "it compares the texts of beams; give num_beams=2 or more",
+    "early_stopping": "it ends a search with num_beams=2 or more",
+    "num_assistant_tokens": "it is for assistant_model",
+    "num_assistant_tokens_schedule": "it is for assistant_model",
+    "assistant_confidence_threshold": "it is for assistant_model",
+    "max_matching_ngram_size": "it is for prompt_lookup_num_tokens",
+    "prompt_lookup_num_tokens": "it proposes tokens to greedy search and sampling; leave the strategy out",
+    "assistant_early_exit": "layers of the model are no draft here; give a smaller assistant_model",
+    "use_mtp": "heads of the model are no draft here; give an assistant_model",
+    "assistant_lookbehind": "vocabularies are translated by whole words here; leave it out",
+    "target_lookbehind": "vocabularies are translated by whole words here; leave it out",
+}
+
+
+# Left out, these would change the text, so a whole configuration may not ask for them either, nor the model's own.
+_CHANGE_THE_TEXT = {
+    "token_healing": "it is not available, and the text would be another without: trim the prompt's last token "
+    "yourself, and set token_healing=False",
+    "assistant_ensemble_weight": "it would change the text, and assisted decoding here never does: leave it out",
+}
+
+
+def check_applies(
+    model: PreTrainedModel, strategy: Strategy, config: GenerationConfig, options: dict[str, Any]
+) -> None:
+    """Refuse what the call itself asks for and nothing would carry out. config: the parameters as a whole.
+
+    A whole configuration also serves other calls, and may hold anything that leaves the text as it is.
+    """
+    neutral = GenerationConfig._get_default_generation_params()
+    known = GenerationConfig().to_dict()
+    own: dict[str, Any] = {}
+    if is_dataclass(strategy):
+        own = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
+    asked = {name: getattr(config, name, None) for name in _CHANGE_THE_TEXT}
+    asked |= {name: value for name, value in options.items() if name in known and not name.startswith("_")}
+    applies = _ALWAYS_APPLY | SAMPLING | ({"decoder_start_token_id"} if model.config.is_encoder_decoder else set())
+    for name, value in asked.items():
+        if name in own and value not in (None, own[name]):
+            raise OptionError(
+                f"{name}={value!r} contradicts the strategy that was given, {strategy}: say it only there"
+            )
+        if value is None or value is False or value == neutral.get(name) or name in own:
+            continue
+        if name in ("temperature", "top_k") and value == 0 and not strategy.samples:
+            continue  # another way to say greedy
+        if name in SAMPLING and not strategy.samples:
+            raise OptionError(
+                f"{name}={value!r} applies to sampling, but {strategy.name} draws nothing: give do_sample=True too, "
+                f"or leave {name} out"
+            )
+        if name in _CHANGE_THE_TEXT:
+            raise OptionError(f"{name}={value!r} cannot apply: {_CHANGE_THE_TEXT[name]}")
+        if name not in applies:
+            remedy = f"{strategy.name} has no use for it" + (f": {_REMEDIES[name]}" if name in _REMEDIES else "")
+            raise OptionError(f"{name}={value!r} cannot apply: {remedy}")
+
+
+# Which ids a model has to know: in any case, or only if the call itself says them, because nothing comes of others.
+# Pads are looked at where rows are filled up with them; the id of the beginning where it begins a prompt.
+_KNOWN_IDS = ("bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "decoder_start_token_id")
+_KNOWN_IF_SAID = ("suppress_tokens", "begin_suppress_tokens")
+
+
+def check_said_ids(model: PreTrainedModel, config: GenerationConfig, options: dict[str, Any]) -> None:
+    """Whether the ids among the parameters are in the vocabulary. An end id may be any: with -1 no text ends."""
+    vocabulary = vocabulary_of(model)
+    for name in (*_KNOWN_IDS, *_KNOWN_IF_SAID):
+        if vocabulary is None or (name in _KNOWN_IF_SAID and name not in options):
+            continue
+        wrong = [token for token in _flat(getattr(config, name, None)) if not 0 <= token < vocabulary]
+        if wrong and (name != "decoder_start_token_id" or model.config.is_encoder_decoder):
+            raise OptionError(_outside(name + ": ", wrong[0], vocabulary))
+    if config.exponential_decay_length_penalty is not None:
+        ends = _flat(config.eos_token_id)
+        wrong = [token for token in ends if token < 0 or (vocabulary is not None and token >= vocabulary)]
+        if not ends or wrong:
+            raise OptionError(
+                "exponential_decay_length_penalty makes the end more likely, which takes an eos_token_id that the "
+                f"model knows, but it is {config.eos_token_id}: give one, or leave the penalty out"
+            )
+
+
+def _flat(ids: Any) -> list[int]:
+    if isinstance(ids, torch.Tensor):
+        return _flat(ids.tolist())
+    if isinstance(ids, dict):
+        return _flat(list(ids))
+    if isinstance(ids, (list, tuple)):
+        return [token for part in ids for token in _flat(part)]
+    return [] if ids is None or isinstance(ids, float) else [ids]
+
+
+def _outside(where: str, token: int, vocabulary: int) -> str:
+    return f"{where}token id {token} is outside the model's vocabulary of {vocabulary} tokens (0 to {vocabulary - 1})"
+
+
+def vocabulary_of(model: PreTrainedModel) -> int | None:
+    """How many tokens the model has scores for; None where that is not known."""
+    head = model.get_output_embeddings()
+    return getattr(head, "out_features", None) or getattr(
+        model.config.get_text_config(decoder=True), "vocab_size", None
+    )
+
+
+def check_pad_id(model: PreTrainedModel, pad_id: int, texts: int) -> None:
+    """Whether what rows are filled up with that end before others can be fed. texts: rows in the end."""
+    vocabulary = vocabulary_of(model)
+    if vocabulary is None or 0 <= pad_id < vocabulary:
+        return
+    raise OptionError(
+        f"{_outside('pad_token_id: ', pad_id, vocabulary)}. Of {texts} texts some may end before the others and are "
+        "then filled up with it: give a pad_token_id from the vocabulary"
+    )
+
+
+def check_embeds(model: PreTrainedModel, prompt: Prompt) -> None:
+    """Embeddings have to fit the model, and the ids that come with them."""
+    if prompt.embeds is None:
+        return
+    if "inputs_embeds" not in inspect.signature(model.forward).parameters:
+        raise OptionError(f"{type(model).__name__} takes no inputs_embeds: give the prompt as token ids")
+    embeddings = model.get_input_embeddings()
+    width = embeddings(torch.zeros(1, dtype=torch.long, device=prompt.embeds.device)).shape[-1]
+    shape, rows = list(prompt.embeds.shape), len(prompt.ids)
+    if shape[0] != rows or shape[2] != width:
+        raise InputError(
+            f"inputs_embeds have shape {shape} where the model and the ids given with them ask for [{rows} "
+            f"rows, columns, {width}]"
+        )
+    if prompt.unnamed < 0:
+        raise InputError(
+            f"there are {prompt.ids.shape[1]} token ids but only {prompt.columns} columns of inputs_embeds: ids given "
+            "beside embeddings name the last of their columns"
+        )
+
+
+def check_ids(model: PreTrainedModel, prompt: Prompt) -> None:
+    rows, tokens = prompt.ids.shape
+    if rows == 0 or prompt.columns == 0:
+        raise InputError(f"the prompt is empty ({rows} rows of {tokens} tokens): the model needs a token to begin with")
+    is_pair = model.config.is_encoder_decoder
+    where, reader = ("decoder_input_ids: ", model.get_decoder()) if is_pair else ("", model)
+    if prompt.mask is not None and prompt.mask.shape == prompt.ids.shape:
+        check_vocabulary(reader, prompt.ids[prompt.mask != 0], where)
+        where = "pad_token_id, or the id in place of a pad: "
+    check_vocabulary(reader, prompt.ids, where)
+
+
+def check_vocabulary(reader: Any, ids: torch.Tensor, where: str = "") -> None:
+    """Whether `reader`, a model or its encoder, knows all of these ids. where: goes before the message."""
+    vocabulary = len(getattr(input_embeddings(reader), "weight", ()))
+    if vocabulary == 0 or ids.numel() == 0:  # embeddings of a kind of its own
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocabulary:
+        wrong = low if low < 0 else high
+        raise InputError(_outside(where, wrong, vocabulary))
+
+
+def check_mask(prompt: Prompt, mask: torch.Tensor, cache_seen: int, name: str = "attention_mask") -> int:
+    """How many columns `mask` covers before the prompt's first: those in the cache, when only new tokens were given.
+
+    name: the mask's, in errors.
+    """
+    rows, tokens = len(prompt.ids), prompt.columns
+    before = cache_seen if cache_seen > 0 and list(mask.shape) == [rows, cache_seen + tokens] else 0
+    if before == 0 and list(mask.shape) != [rows, tokens]:
+        what = "token ids" if prompt.embeds is None else "embeddings"
+        raise InputError(
+            f"{name} has shape {list(mask.shape)}, but the {what} have {[rows, tokens]}: it needs one entry per token"
+        )
+    ends_in_pads = (mask[:, -1] == 0).nonzero().flatten().tolist()
+    if ends_in_pads and cache_seen > 0:
+        raise InputError(
+            f"row {ends_in_pads[0]} has ended and is filled up with pads: give all rows new tokens, or go on without it"
+        )
+    if ends_in_pads:
+        raise InputError(
+            f"row {ends_in_pads[0]} is padded on the right, so the model would continue after pads: pad on the left "
+            "(tokenizer.padding_side = 'left'), or give attention_mask where the pad id stands for a token"
+        )
+    if cache_seen >= before + tokens:
+        raise InputError(
+            f"the cache holds {cache_seen} tokens and the prompt has {before + tokens}: nothing is left to feed. "
+            "Give the whole conversation, with at least one token that the cache has not seen; or the new tokens "
+            "alone, with an attention_mask that covers those in the cache too"
+        )
+    return before
+
+
+def check_extras(model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor) -> None:
+    """Whether what has an entry per token is a tensor of the right shape, with numbers that the model can look up."""
+    for name in PER_TOKEN:
+        value = prompt.extras.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise InputError(f"{name} is a tensor [rows, tokens], not a {type(value).__name__}")
+        if value.ndim == 0 or value.shape[-1] != mask.shape[1]:
+            raise InputError(
+                f"{name} has shape {list(value.shape)}, but the mask covers {mask.shape[1]} tokens: "
+                "its last dimension needs one entry per token"
+            )
+        if value.ndim > 1 and value.shape[-2] not in (1, len(mask)):
+            raise InputError(f"{name} has shape {list(value.shape)}, but there are {len(mask)} rows")
+        most = _table_of(model, name)
+        if value.dtype == torch.bool and (name == "position_ids" or most is not None):
+            raise InputError(f"{name} are integers, one for each token, not truth values")
+        if most is not None and (value.is_floating_point() or not 0 <= int(value.min()) <= int(value.max()) < most):
+            low, high = value.min().item(), value.max().item()
+            raise InputError(
+                f"{name} has {value.dtype} from {low} to {high}, but the model looks them up in a table of {most}"
+            )
+
+
+def _table_of(model: PreTrainedModel, name: str) -> int | None:
+    """How many entries of this kind the model has embeddings for; None where it has no table of them."""
+    if name == "position_ids":
+        tables = [part for path, part in model.named_modules() if path.endswith(("wpe", "position_embeddings"))]
+        tables = [part for part in tables if isinstance(part, nn.Embedding)]
+        return tables[0].num_embeddings if tables else None
+    if name == "token_type_ids" and "token_type_ids" in inspect.signature(model.forward).parameters:
+        return getattr(model.config, "type_vocab_size", None) or vocabulary_of(model)
+    return None
+
+
+def check_ids_are_known(read: torch.Tensor, options: dict[str, Any]) -> None:
+    """Refuse what compares with the ids that were read, where there are none. read: ids [rows, columns] if 2-D."""
+    for name, neutral in (("encoder_repetition_penalty", 1), ("encoder_no_repeat_ngram_size", 0)):
+        if options.get(name) not in (None, neutral) and read.ndim != 2:
+            raise OptionError(
+                f"{name}={options[name]!r} compares with the token ids that were read, and none were given, only what "
+                "was made of them: give input_ids, or leave it out"
+            )
+
+
+def check_length(prompt_columns: int, total: int) -> None:
+    if total <= prompt_columns:
+        raise OptionError(
+            f"max_length={total} leaves no room after {prompt_columns} prompt tokens: raise it, or use max_new_tokens"
+        )
+
+
+def most_positions(model: PreTrainedModel) -> int | None:
+    """None: no limit, or one that rotations stretch with the text."""
+    config = model.config.get_text_config(decoder=True)
+    positions = getattr(config, "max_position_embeddings", None) or 0
+    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    return None if positions <= 0 or rope_type == "dynamic" else positions
+
+
+def check_positions(model: PreTrainedModel, cache: Driven | None, prompt_columns: int, total: int) -> None:
+    positions = most_positions(model)
+    if positions is None:
+        return
+    # The last new token is never fed, so it needs no position.
+    needed = cache.positions_needed(total - 1) if isinstance(cache, Cache) else total - 1
+    if needed > positions:
+        raise InputError(
+            f"{prompt_columns} prompt tokens and {total - prompt_columns} new ones need {needed} positions, but the "
+            f"model has {positions}: shorten the prompt or max_new_tokens (or raise config.max_position_embeddings if "
+            "its positions are known to reach further)"
+        )
+
+
+def is_fixed(cache: Driven) -> bool:
+    """Whether tensors of it never move, so that it cannot become more rows than they were made for."""
+    return any(part.fixed for part in getattr(cache, "parts", ()))
+
+
+def check_room_for_rows(cache: Driven, prompts: int, first: int, rows: int) -> None:
+    """Whether the rows that `prompts` are to become fit in a cache made for fewer. first: rows when it begins."""
+    room = first if cache.max_rows is None and is_fixed(cache) else cache.max_rows
+    if rows > prompts and room is not None and rows > room:
+        raise CapacityError(
+            f"{prompts} prompts are to become {rows} rows, but this {cache.name} cache has room for {room}: build it "
+            f"with max_batch_size={rows}, or ask for its name instead"
+        )
+
+
+def check_places(cache: Driven, mask: torch.Tensor, positions: torch.Tensor | None) -> None:
+    """Refuse gaps in a text of which the first tokens are to move with a window: by how much is counted in tokens."""
+    if not isinstance(cache, Cache) or not cache.rotaries:
+        return
+    holes = (mask[:, 1:] < mask[:, :-1]).any(dim=1).nonzero().flatten().tolist()
+    if holes:
+        raise InputError(
+            f"attention_mask has pads after the first token of row {holes[0]}, which the {cache.name} cache would "
+            "count as tokens: pad on the left only, or use another cache"
+        )
+    if positions is None:
+        return
+    gaps = (positions.diff(dim=-1) != 1) & (mask[:, 1:] * mask[:, :-1] != 0)
+    if bool(gaps.any()):
+        raise InputError(
+            f"position_ids do not count the tokens one by one, which moving the first ones in a {cache.name} cache "
+            "relies on: leave them out, or use another cache"
+        )
+
+
+def check_pieces(prompt: Prompt, chunk_tokens: int | None) -> None:
+    raw = sorted(set(prompt.extras) & set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL))
+    if chunk_tokens is not None and raw:
+        raise OptionError(
+            f"{', '.join(raw)} cannot be cut into pieces of {chunk_tokens} tokens: read the prompt at once, without "
+            "prefill_chunk_tokens or prefill_chunk_size"
+        )

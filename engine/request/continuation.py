@@ -1,0 +1,236 @@
+"""Continuing on a cache that is not empty: what is in it has to begin the prompt, pads included."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from caches import Driven, Log, Unknowable, first_layer
+from engine.errors import InputError
+from engine.model.masks import Columns
+from engine.request.encoder import source_of
+from engine.request.model_kwargs import PER_TOKEN, has_placeholders
+
+if TYPE_CHECKING:
+    from caches.transfer.comparison import HeldColumns
+    from engine.model.forward import Runner
+    from engine.request.request import Request
+
+_PIECE = 4096  # tokens of all rows that are compared at a time
+_OTHER_SOURCE = (
+    "the cache holds what the decoder kept of another source: give the same one again, or start with an empty cache"
+)
+
+
+def known_mask(cache: Driven | None, ids: torch.Tensor) -> torch.Tensor:
+    """The mask [rows, n] of the first columns of `ids` that the cache's log also begins with; n may be 0."""
+    log = None if cache is None else cache.log
+    if log is None or log.ids.shape[0] != ids.shape[0]:
+        return ids[:, :0]
+    columns = min(log.ids.shape[1], ids.shape[1])
+    same = (log.ids[:, :columns].to(ids.device) == ids[:, :columns]).all(dim=0)
+    agreed = int(same.long().cumprod(dim=0).sum())
+    return log.mask[:, :agreed].to(ids.device)
+
+
+def check_continues(cache: Driven, request: Request, reader: PreTrainedModel) -> bool:
+    """Raise `InputError` unless what `cache` is known to hold begins the prompt that `reader` is to read.
+
+    Returns whether that is certain: not where another loop or another model has filled the cache, nor where the prompt
+    has no ids to compare. `check_content` then looks at what is there.
+    """
+    prompt, mask, before = request.prompt, request.mask, request.before
+    ids = prompt.ids
+    log, seen = cache.log, cache.seen
+    if cache.batch_size not in (-1, ids.shape[0]):
+        raise InputError(f"the cache holds {cache.batch_size} rows, but the prompt has {ids.shape[0]}")
+    if cache.max_rows is not None and len(ids) > cache.max_rows:
+        raise InputError(f"the cache has room for {cache.max_rows} rows, but the prompt has {len(ids)}")
+    if seen == 0:
+        return True
+    ended = (mask[:, 1:seen] < mask[:, : seen - 1]).any(dim=1).nonzero().flatten().tolist()
+    if ended and _remembers_pads(cache):
+        raise InputError(
+            f"row {ended[0]} of the cache ended early and was filled up with pads, which take places in the model's "
+            "sliding window or went into its state: go on with that row alone, from its own tokens"
+        )
+    if log is None or log.ids.shape[1] < seen or prompt.unnamed > 0:
+        return False
+    source = source_of(prompt.extras)
+    if source is not None and log.source is not None and not torch.equal(source, log.source.to(source.device)):
+        raise InputError(_OTHER_SOURCE)
+    known = log.first(seen)
+    known_ids, known_mask = known.ids.to(ids.device), known.mask.to(mask.device)
+    different = (known_ids[:, before:] != ids[:, : seen - before]) & ((known_mask | mask[:, :seen])[:, before:] != 0)
+    if bool(different.any()):
+        raise InputError(_differs(different, before, seen, ids, known_ids[:, before:]))
+    if not torch.equal(known_mask, mask[:, :seen]):
+        raise InputError(
+            f"attention_mask says something else about the {seen} tokens in the cache than when they were read or "
+            "generated (rows that ended early were filled up with pads): leave it out, and it is remembered"
+        )
+    if log.live_reader not in (None, reader) or (source is not None and log.source is None):
+        return False
+    positions = prompt.extras.get("position_ids")
+    if positions is None and log.positions is None:
+        return True
+    usual = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    read = usual if log.positions is None else log.positions.to(usual.device)
+    given = usual if positions is None else positions
+    return bool((read[..., :seen] == given[..., :seen]).all())
+
+
+def check_content(
+    runner: Runner, cache: Driven, request: Request, columns: Columns, extras: dict[str, Any], tokenizer: Any
+) -> None:
+    """Compare what the first layer of `cache` holds with what it makes of the prompt. Equal: the content is known then.
+
+    extras: inputs of the model beside ids and positions. Where only new tokens were given there is nothing to compare.
+    Raises `InputError`, which names the first token that differs, or why none can be compared.
+    """
+    seen = cache.seen
+    if request.before > 0:
+        return
+    try:
+        if cache.log is not None and cache.log.live_reader not in (None, runner.model):
+            raise Unknowable("another model has filled it, of which the first layer alone could be compared")
+        held = first_layer(cache)
+        _check_comparable(runner.model, request, seen)
+        extras = extras if request.source is not None else {name: extras[name] for name in extras if name in PER_TOKEN}
+        _check_columns(runner, held[0], request, columns, extras, seen, tokenizer)
+        if request.source is not None:
+            _check_source(runner, held[1], request, columns, extras)
+    except Unknowable as reason:
+        raise InputError(
+            f"the {cache.name} cache holds {seen} tokens of each row, and whether they begin this prompt cannot be "
+            f"checked: {reason}. Start with an empty cache, or say trust_cache=True if you know that they do"
+        ) from None
+    if request.prompt.unnamed == 0:
+        mask, ids = request.mask[:, :seen].clone(), request.prompt.ids[:, :seen].clone()
+        source = source_of(request.prompt.extras)
+        cache.log = Log(ids, mask, columns.own_positions(seen), source, weakref.ref(runner.model))
+
+
+def _check_comparable(model: PreTrainedModel, request: Request, seen: int) -> None:
+    """Raise `Unknowable` where keys depend on more than a token and its position."""
+    ids = request.prompt.ids[:, : max(0, seen - request.prompt.unnamed)]
+    if request.prompt.embeds is None and request.source is None and has_placeholders(model, ids):
+        raise Unknowable("some of them stand for images or sounds, of which only the cache knows what was there")
+    config = model.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
+    trained = getattr(config, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
+    trained = trained or getattr(config, "max_position_embeddings", None) or 0
+    if kinds & {"dynamic", "longrope"} and seen > trained:
+        raise Unknowable(f"behind {trained} tokens the keys of this model also depend on how long the text was")
+
+
+def _check_columns(
+    runner: Runner,
+    held: tuple[HeldColumns, HeldColumns],
+    request: Request,
+    columns: Columns,
+    extras: dict[str, Any],
+    seen: int,
+    tokenizer: Any,
+) -> None:
+    prompt, mask = request.prompt, request.mask != 0
+    ids = torch.nn.functional.pad(prompt.ids, (prompt.unnamed, 0))
+    step = max(1, _PIECE // len(ids))
+    for begin in range(0, seen, step):
+        end = min(begin + step, seen)
+        made = runner.first_keys(ids, columns, begin, end, embeds=prompt.embeds, extras=extras)
+        different = [part.differ(expected, begin) for part, expected in zip(held, made, strict=True)]
+        both = (different[0] | different[1]) & mask[:, begin:end]
+        if bool(both.any()):
+            raise InputError(_differs(both, begin, seen, ids[:, begin:], None, tokenizer))
+    if request.source is None:
+        _check_places_tell(mask[:, :seen])
+    if not bool(mask[:, :seen].all()):
+        _check_pads_show(runner, held[0], request, ids, extras, seen)
+
+
+def _check_places_tell(mask: torch.Tensor) -> None:
+    """Raise `Unknowable` where other tokens may have been pads when the same positions were read.
+
+    A pad is read at the position of the token before it, or at the first one. mask: of the columns in the cache.
+    """
+    holes = (mask[:, :-1] & ~mask[:, 1:]).any(dim=1).nonzero().flatten().tolist()
+    if holes:
+        raise Unknowable(f"row {holes[0]} has pads after its first token, which may have been read in other places")
+    alone = (mask.sum(dim=1) == 1).nonzero().flatten().tolist()
+    if alone:
+        raise Unknowable(f"a single token of row {alone[0]} is there, which may have been read as a pad")
+
+
+def _check_pads_show(
+    runner: Runner, keys: HeldColumns, request: Request, ids: torch.Tensor, extras: dict[str, Any], seen: int
+) -> None:
+    """Raise `Unknowable` where keys are the same whether pads are masked or not: then masks cannot be compared."""
+    row = int((request.mask[:, :seen] == 0).any(dim=1).int().argmax())
+    end = min(seen, int((request.mask[row] == 0).nonzero()[-1]) + 2)  # the token after its last pad
+    if request.mask[row, end - 1] == 0:
+        return  # it ends in pads: no token in the cache has come after them
+    plain = Columns(torch.ones_like(request.mask), request.mask.shape[1])
+    keys_there = runner.first_keys(ids, plain, end - 1, end, embeds=request.prompt.embeds, extras=extras)[0]
+    if not bool(keys.differ(keys_there, end - 1)[row, 0]):
+        raise Unknowable(
+            f"row {row} has pads, and the keys of this model do not tell whether they were masked when it was read"
+        )
+
+
+def _check_source(
+    runner: Runner,
+    held: tuple[HeldColumns, HeldColumns],
+    request: Request,
+    columns: Columns,
+    extras: dict[str, Any],
+) -> None:
+    made = runner.first_keys(request.prompt.ids, columns, 0, 1, embeds=None, extras=extras, cross=True)
+    different = held[0].differ(made[0], 0) | held[1].differ(made[1], 0)
+    mask = extras.get("attention_mask")
+    if mask is not None and mask.shape == different.shape:
+        different = different & (mask != 0).to(different.device)
+    if held[0].held.shape[2] != made[0].shape[2] or bool(different.any()):
+        raise InputError(_OTHER_SOURCE)
+
+
+def _differs(
+    different: torch.Tensor, before: int, seen: int, given: torch.Tensor, there: Any = None, tokenizer: Any = None
+) -> str:
+    """different [rows, columns] and the ids `given`, and those that are `there` if they are known, from `before` on."""
+    column = int(different.any(dim=0).int().argmax())
+    row = int(different[:, column].int().argmax())
+    what = f"the prompt has {given[row, column].item()} there"
+    if there is not None:
+        what += f", the cache {there[row, column].item()}"
+    around = given[row, max(0, column - 3) : column + 4]
+    what += f", among {around.tolist()}"
+    if tokenizer is not None:
+        what += f" ({tokenizer.decode(around.tolist())!r})"
+    return (
+        f"the cache holds {seen} tokens that do not begin this prompt: they differ from token {before + column} on, in "
+        f"row {row} ({what}). Give the whole conversation as it was generated, with the same model, or start with an "
+        "empty cache"
+    )
+
+
+def check_pads_ahead(runner: Runner, cache: Driven, mask: torch.Tensor) -> None:
+    """Refuse pads behind what the cache holds where the model would read them into its states, one token at a time."""
+    pads = (mask[:, cache.seen :] == 0).any(dim=1).nonzero().flatten().tolist()
+    if cache.seen > 0 and pads and not runner.reads_on:
+        raise InputError(
+            f"row {pads[0]} has a pad behind the {cache.seen} tokens in the cache, and {type(runner.model).__name__} "
+            "reads what comes after them one by one, pads too: go on with that row alone, from its own tokens"
+        )
+
+
+def _remembers_pads(cache: Driven) -> bool:
+    """Whether pads after a row's end leave something behind that no mask can hide."""
+    kinds = (getattr(cache.handle, name, ()) for name in ("is_sliding", "is_linear"))
+    if getattr(cache.handle, "imposes_windows", False):
+        return True
+    return any(any(kind) for kind in kinds) or any(spec.keeps_state for spec in getattr(cache.handle, "specs", ()))

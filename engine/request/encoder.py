@@ -1,0 +1,336 @@
+"""Encoder-decoder models: their source is encoded once, before the decoder's first step.
+
+transformers' own functions do it, those that its `generate` calls too.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import ModelOutput
+
+from caches.out_of_memory import is_out_of_memory
+from engine.decoding.collected_outputs import joined
+from engine.errors import InputError, OptionError
+from engine.model.accelerate_hooks import input_embeddings, prompt_device
+from engine.model.model_lock import turn_of
+from engine.out_of_memory import empty_allocators, in_words, without_frames
+from engine.prompt import Prompt, as_embeds, as_ids, as_mask, merged, move, read_prompt
+from engine.request.checks import check_vocabulary
+
+Recover = Callable[[BaseException, int, int], int]
+"""When memory is out, the error and in how many of so many possible parts rows were encoded: how many to go on with.
+
+Raises `Exhausted` when nothing is left to try.
+"""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What an encoder reads: ids [rows, columns] or features [rows, ...], called `name`.
+
+    prepare: transformers' function that lets the encoder read them; None where its outputs were given. tokens: how many
+    tokens or frames it has read, None before.
+    """
+
+    inputs: torch.Tensor
+    name: str
+    prepare: Callable[..., dict[str, Any]] | None
+    tokens: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.inputs.shape)} of {str(self.inputs.dtype).removeprefix('torch.')}"
+
+
+def read_source(
+    model: PreTrainedModel,
+    inputs: Any,
+    extras: dict[str, Any],
+    tokenizer: Any,
+    config: GenerationConfig,
+    device: torch.device,
+) -> tuple[Prompt, Source]:
+    """The decoder's prompt, and what the encoder is to read for it. Nothing is computed; `encode` comes after.
+
+    inputs: the source in any form, as the model's main input (text, ids, features). extras: further inputs, among them
+    `encoder_outputs` in place of a source and `decoder_input_ids`. Raises `InputError` and `OptionError`.
+    """
+    given = _read_source(model, inputs, extras, tokenizer, config.pad_token_id)
+    if "attention_mask" in given:
+        given["attention_mask"] = as_mask(given["attention_mask"])
+    given = move(given, device)
+    _check_source(model, given)
+    with turn_of(model), torch.no_grad():
+        try:
+            source, name, given = model._prepare_model_inputs(None, config.bos_token_id, given)
+            rows = source.shape[0]
+            model._prepare_special_tokens(config, "attention_mask" in given, device=device, batch_size=rows)
+        except (ValueError, OverflowError) as error:
+            raise InputError(str(error)) from error
+        _check_columns(model, given, source, name)
+        _check_starts(config._decoder_start_token_tensor, rows)
+        prepare = getattr(model, "_maybe_prepare_encoder_kwargs_for_generation", None)
+        if prepare is None and "encoder_outputs" not in given:  # transformers 5.17
+            prepare = model._prepare_encoder_decoder_kwargs_for_generation
+        ids, given = model._prepare_decoder_input_ids_for_generation(
+            batch_size=rows,
+            model_input_name=name,
+            model_kwargs=given,
+            decoder_start_token_id=config._decoder_start_token_tensor,
+            device=device,
+        )
+        if prepare is not None:
+            prepare = partial(prepare, model_input_name=name, generation_config=config)
+    mask = given.pop("decoder_attention_mask", None)
+    return Prompt(ids, torch.ones_like(ids) if mask is None else mask, given), Source(source, name, prepare)
+
+
+def encode(
+    model: PreTrainedModel, extras: dict[str, Any], source: Source, recover: Recover
+) -> tuple[dict[str, Any], Source]:
+    """The prompt's `extras` with what the encoder makes of `source`, and the source with its tokens counted.
+
+    recover: what to do when memory is out. Raises `Exhausted`, and `InputError` where the encoder cannot read it.
+    """
+    with turn_of(model), torch.no_grad():
+        try:
+            whole = _encoded(source, extras, recover, largest_matrix_bytes(model))
+        except (ValueError, RuntimeError, IndexError) as error:  # what shapes it reads, each encoder knows by itself
+            raise InputError(
+                f"the encoder of {type(model).__name__} ({str(model.dtype).removeprefix('torch.')}) cannot read "
+                f"{source}: {in_words(error)}"
+            ) from error
+    return whole, replace(source, tokens=_tokens_read(whole))
+
+
+def _check_source(model: PreTrainedModel, given: dict[str, Any]) -> None:
+    """Whether the encoder can read what was given by name. Without anything to read ids begin with `bos_token_id`."""
+    name, encoder = _source_name(model), model.get_encoder()
+    if name != "input_ids" and not {name, "encoder_outputs", "inputs_embeds"} & set(given):
+        raise InputError(f"the encoder of {type(model).__name__} has nothing to read: give {name}")
+    if "input_ids" in given:
+        if given["input_ids"].numel() == 0:
+            raise InputError(
+                f"the prompt is empty ({list(given['input_ids'].shape)}): the encoder needs a token to read"
+            )
+        check_vocabulary(encoder, given["input_ids"])
+    if "inputs_embeds" not in given:
+        return
+    if "inputs_embeds" not in inspect.signature(encoder.forward).parameters:
+        raise OptionError(f"the encoder of {type(model).__name__} takes no inputs_embeds: give {name}")
+    width, found = getattr(input_embeddings(encoder), "weight", torch.empty(0)).shape[-1], given["inputs_embeds"].shape
+    if width not in (0, found[-1]):
+        raise InputError(
+            f"inputs_embeds have shape {list(found)}, but the encoder of {type(model).__name__} reads [rows, columns, "
+            f"{width}]"
+        )
+
+
+def _check_columns(model: PreTrainedModel, given: dict[str, Any], source: torch.Tensor, name: str) -> None:
+    """Whether the mask and what the decoder begins with are for this source, which is called `name`."""
+    mask, begun, outputs = (given.get(part) for part in ("attention_mask", "decoder_input_ids", "encoder_outputs"))
+    reads_tokens = name in ("input_ids", "inputs_embeds")
+    read, called = list(source.shape[: 2 if reads_tokens else 1]), name
+    if outputs is not None:
+        _check_states(model, outputs.last_hidden_state, source, name)
+        has_mask = hasattr(outputs, "attention_mask")  # udop makes states of images too, and a mask for all
+        read = list(outputs.last_hidden_state.shape[: 2 if reads_tokens and not has_mask else 1])
+        called = "encoder_outputs"
+    if mask is not None and (mask.ndim != 2 or list(mask.shape[: len(read)]) != read):
+        wanted = read if len(read) > 1 else [*read, "columns"]
+        raise InputError(
+            f"attention_mask has shape {list(mask.shape)}, but {called} have {wanted}: it needs one entry per token "
+            "that the encoder reads"
+        )
+    if begun is not None and len(begun) != len(source):
+        raise InputError(
+            f"decoder_input_ids have {len(begun)} rows, but {called} have {len(source)}: give as many of both"
+        )
+
+
+def _check_states(model: PreTrainedModel, states: torch.Tensor, source: torch.Tensor, name: str) -> None:
+    """Whether the decoder can look at what an encoder is said to have made of the source."""
+    config = getattr(model.get_encoder(), "config", None)
+    has_more = getattr(config, "add_adapter", False)
+    width = getattr(config, "output_hidden_size" if has_more else "hidden_size", None)
+    is_image = name == "pixel_values"  # encoders of images have states of several kinds
+    if not is_image and (states.ndim != 3 or 0 in states.shape[1:] or width not in (None, states.shape[-1])):
+        raise InputError(
+            f"encoder_outputs have a last_hidden_state of shape {list(states.shape)}, but the decoder of "
+            f"{type(model).__name__} looks at [rows, columns, {width or 'width'}], one column or more"
+        )
+    if states.dtype != model.dtype and not torch.is_autocast_enabled(states.device.type):
+        raise InputError(
+            f"encoder_outputs have a last_hidden_state of {states.dtype}, but the model computes in {model.dtype}: "
+            "convert it, or run the encoder of this model"
+        )
+    if len(states) != len(source):
+        raise InputError(
+            f"encoder_outputs have {len(states)} rows, but {name} have {len(source)}: give as many of both"
+        )
+
+
+def _check_starts(starts: torch.Tensor, rows: int) -> None:
+    if starts.ndim == 1 and len(starts) != rows:
+        raise OptionError(
+            f"decoder_start_token_id has {len(starts)} ids for {rows} rows: give one for each, or one for all"
+        )
+
+
+def _encoded(source: Source, given: dict[str, Any], recover: Recover, largest: int) -> dict[str, Any]:
+    """`given` with what the encoder makes of the source: of all rows at once, or of some after the others.
+
+    largest: bytes of the model's largest matrix.
+    """
+    prepare, inputs = source.prepare, source.inputs
+    if prepare is None:
+        return given
+    rows, parts = len(inputs), 1
+    while True:
+        try:
+            return prepare(inputs, dict(given)) if parts == 1 else _encoded_in(parts, prepare, inputs, given)
+        except Exception as error:
+            if not is_out_of_memory(error, largest):
+                raise
+            failure = without_frames(error)
+        # Outside of `except`: the error holds on to all that was made.
+        by_row = all(part.shape[:1] == (rows,) for part in given.values() if isinstance(part, torch.Tensor))
+        parts = recover(failure, parts, rows if by_row else 1)
+        empty_allocators()
+
+
+def _encoded_in(
+    parts: int, prepare: Callable[..., dict[str, Any]], source: torch.Tensor, given: dict[str, Any]
+) -> dict[str, Any]:
+    rows, found = len(source), []
+    for index in torch.arange(rows, device=source.device).tensor_split(parts):
+        of_rows = {name: index_rows(value, index, rows) for name, value in given.items()}
+        found.append(prepare(source[index], of_rows)["encoder_outputs"])
+    return given | {"encoder_outputs": joined(found)}
+
+
+def largest_matrix_bytes(model: PreTrainedModel) -> int:
+    """Of its weights."""
+    return max((weight.nbytes for weight in model.parameters()), default=0)
+
+
+def source_again(
+    model: PreTrainedModel, prompt: Prompt, source: Source, config: GenerationConfig
+) -> tuple[dict[str, Any], Source]:
+    """What the encoder of `model`, a draft, is to read: the same source. First the further inputs of the draft.
+
+    prompt: the decoder's of the model that the draft is for. Raises `OptionError`.
+    """
+    name = _source_name(model)
+    is_ids = source.inputs.ndim == 2 and not source.inputs.is_floating_point()
+    if (name == "input_ids") != is_ids or (is_ids and bool((source.inputs < 0).any())):
+        raise OptionError(
+            f"the encoder of the draft ({type(model).__name__}) reads {name}, and was given none: give the source "
+            f"itself, not encoder_outputs or inputs_embeds, or leave assistant_model out"
+        )
+    extras = {key: value for key, value in prompt.extras.items() if key != "encoder_outputs"}
+    device, takes = prompt_device(model), inspect.signature(model.forward).parameters
+    given = {name: source.inputs} | {key: value for key, value in extras.items() if key in takes}
+    own, again = read_source(model, None, move(given, device), None, copy.deepcopy(config), device)
+    return own.extras, again
+
+
+def _source_name(model: PreTrainedModel) -> str:
+    """What the encoder calls its input; models of any two parts have a word of their own for it."""
+    return getattr(getattr(model, "encoder", None), "main_input_name", model.main_input_name)
+
+
+def _read_source(
+    model: PreTrainedModel, inputs: Any, extras: dict[str, Any], tokenizer: Any, pad_id: Any
+) -> dict[str, Any]:
+    """All that was given, by name: prompts in any form as what the encoder reads, and the inputs beside them."""
+    name = _source_name(model)
+    inputs, given = merged(inputs, extras)
+    if inputs is not None and name in given:
+        raise InputError(f"{name} given twice: in the inputs and as a keyword")
+    given = _complete_given(given)
+    if name != "input_ids":
+        given |= {} if inputs is None else {name: inputs}
+        return given | {name: _as_features(given[name], name)} if name in given else given
+    if inputs is None and "input_ids" not in given:
+        return given
+    prompt = read_prompt(inputs, given, tokenizer, bos_id=None, pad_left=False, pad_id=pad_id)
+    given = prompt.extras | {"input_ids": prompt.ids, "attention_mask": prompt.mask, "inputs_embeds": prompt.embeds}
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _as_features(given: Any, name: str) -> torch.Tensor:
+    """A tensor [rows, ...] of features in any form; arrays of double precision in torch's usual one."""
+    try:
+        features = torch.as_tensor(given)
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise InputError(f"{name} are a rectangular array of numbers, but: {error}") from error
+    if features.ndim < 2:
+        raise InputError(f"{name} have shape {list(features.shape)}, but the encoder reads [rows, ...]")
+    is_double = features.dtype == torch.float64 and not isinstance(given, torch.Tensor)
+    return features.to(torch.get_default_dtype()) if is_double else features
+
+
+def _complete_given(given: dict[str, Any]) -> dict[str, Any]:
+    """What was given by name, lists as tensors and tuples as outputs; None is nothing. Raises `InputError`."""
+    given = {name: value for name, value in given.items() if value is not None}
+    if "inputs_embeds" in given:
+        given["inputs_embeds"] = as_embeds(given["inputs_embeds"])
+    if "decoder_input_ids" in given:
+        given["decoder_input_ids"] = as_ids(given["decoder_input_ids"], "decoder_input_ids")
+    if "decoder_attention_mask" in given:
+        given["decoder_attention_mask"] = as_mask(given["decoder_attention_mask"], "decoder_attention_mask")
+    outputs = given.get("encoder_outputs")
+    if isinstance(outputs, (tuple, list)) and outputs:
+        given["encoder_outputs"] = outputs = BaseModelOutput(*outputs[:3])
+    states = getattr(outputs, "last_hidden_state", None)
+    if outputs is not None and not isinstance(states, torch.Tensor):
+        raise InputError(
+            f"encoder_outputs are what the encoder returns: an output with last_hidden_state [rows, columns, width], "
+            f"or a tuple that begins with it, not a {type(outputs).__name__} without"
+        )
+    if states is not None and states.ndim < 3:
+        raise InputError(
+            f"encoder_outputs have a last_hidden_state of shape {list(states.shape)}, but the decoder looks at [rows, "
+            "columns, width]"
+        )
+    return given
+
+
+def _tokens_read(given: dict[str, Any]) -> int:
+    states = given["encoder_outputs"][0]
+    mask = given.get("attention_mask")
+    return int((mask != 0).sum()) if mask is not None else states.shape[0] * states.shape[1]
+
+
+def encoder_records(extras: dict[str, Any], flags: dict[str, bool]) -> dict[str, Any]:
+    """What the encoder returned besides its states, of what was asked for, as transformers' `generate` gives it back.
+
+    flags: `output_attentions`, `output_hidden_states`. Rows are those of the prompts, however many texts each has.
+    """
+    outputs = extras.get("encoder_outputs") or {}
+    names = [name for name in ("attentions", "hidden_states") if flags.get(f"output_{name}")]
+    return {f"encoder_{name}": outputs.get(name) for name in names}
+
+
+def source_of(extras: dict[str, Any]) -> torch.Tensor | None:
+    """What the encoder made of its source [rows, columns, width]; None without an encoder."""
+    outputs = extras.get("encoder_outputs")
+    return None if outputs is None else outputs[0]
+
+
+def index_rows(value: Any, index: torch.Tensor, rows: int) -> Any:
+    """`value` with row i replaced by row `index[i]`, where it has `rows` of them: a tensor or a model's outputs."""
+    if isinstance(value, torch.Tensor) and value.shape[:1] == (rows,):
+        return value[index]
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: index_rows(part, index, rows) for name, part in value.items()})
+    return value

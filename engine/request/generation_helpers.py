@@ -1,0 +1,79 @@
+"""What shapes the texts of a run and ends them: processors and criteria, made by `GenerationMixin`'s own helpers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+
+from engine.decoding.stopping import Criteria
+from engine.errors import OptionError
+from engine.prompt import Prompt
+from engine.request.encoder import Source
+from engine.request.logits_processors import Processing
+
+
+def what_is_read(prompt: Prompt, source: Source | None) -> torch.Tensor:
+    """By the encoder, if there is one: ids [rows, columns], or [rows, columns, ...] where they are not known."""
+    if source is None:
+        return prompt.ids if prompt.embeds is None else prompt.embeds
+    # transformers stands in with ids below 0 for a source that was not given.
+    is_unknown = source.inputs.ndim == 2 and bool((source.inputs < 0).any())
+    return source.inputs[..., None] if is_unknown else source.inputs
+
+
+def processing(
+    model: PreTrainedModel,
+    prompt: Prompt,
+    mask: torch.Tensor,
+    source: Source | None,
+    config: GenerationConfig,
+    scored: int,
+    given: Sequence | None,
+    constraint: Callable | None,
+) -> Processing:
+    """scored: rows per prompt whose scores are processed at a time."""
+    read = what_is_read(prompt, source)
+    mask = mask.repeat_interleave(scored, dim=0)
+    if read.ndim == 2:  # in transformers 5.17 a processor would take the rows of the first prompt for all prompts
+        read = read.repeat_interleave(scored, dim=0)
+    try:
+        processors = model._get_logits_processor(
+            generation_config=config,
+            input_ids_seq_length=prompt.ids.shape[1],
+            encoder_input_ids=read,
+            logits_processor=LogitsProcessorList(given or []),
+            device=str(mask.device),
+            model_kwargs={"attention_mask" if source is None else "decoder_attention_mask": mask},
+            prefix_allowed_tokens_fn=constraint,
+        )
+    except (ValueError, TypeError) as error:  # an impossible temperature, ..., maybe of the model's own settings
+        raise OptionError(f"transformers refuses these generation parameters: {error}") from error
+    return Processing(processors, prompt.ids)
+
+
+def ended(
+    model: PreTrainedModel, config: GenerationConfig, given: Sequence | None, tokenizer: Any
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Whether a text ends with the last of its ids, for any texts at once: see `Task`."""
+
+    @functools.cache
+    def criteria() -> Criteria:  # stop strings take a while to prepare
+        return Criteria(model._get_stopping_criteria(config, StoppingCriteriaList(given or []), tokenizer))
+
+    if config.max_time is not None:
+        criteria()  # the clock starts with the call, not with the first token
+    return lambda ids: criteria()(ids, None)
+
+
+def stop_strings(config: GenerationConfig, tokenizer: Any) -> tuple[str, ...]:
+    stops = config.stop_strings or ()
+    stops = (stops,) if isinstance(stops, str) else tuple(stops)
+    if stops and tokenizer is None:
+        raise OptionError("stop_strings are looked for in the text: pass tokenizer=..., or give the model as a path")
+    if "" in stops or config.stop_strings == "":
+        raise OptionError("stop_strings: an empty stop string would end every text before it begins")
+    return stops

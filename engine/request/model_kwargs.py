@@ -1,0 +1,130 @@
+"""Further inputs of a model: pixels, sounds, token types, positions of its own kind.
+
+What they mean is the model's business. Its own functions, those that transformers' `generate` calls too, complete them
+before the first forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+
+from caches import Driven
+from engine.errors import InputError
+from engine.model.model_lock import turn_of
+from engine.prompt import Prompt
+
+ENCODED = "mm_encoder_outputs"  # transformers' name for what the encoders of a model made of its media
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+PER_TOKEN = ("position_ids", *_TOKEN_TYPES)  # one entry per token of the prompt in their last dimension
+_PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
+
+
+def complete_extras(
+    model: PreTrainedModel,
+    prompt: Prompt,
+    mask: torch.Tensor,
+    cache: Driven | None,
+    config: GenerationConfig,
+) -> tuple[Prompt, torch.Tensor]:
+    """The prompt, ready to be fed, and its mask.
+
+    Media are encoded here, once; those that only columns in the cache are about are left out. Positions are added where
+    the model reckons them in a way of its own.
+    """
+    if model.config.is_encoder_decoder:
+        return prompt, mask
+    seen = 0 if cache is None else cache.seen
+    extras = dict(prompt.extras)
+    if seen > 0 and not _has_new_media(model, prompt, mask, seen):
+        extras = {name: value for name, value in extras.items() if name in PER_TOKEN or name.endswith("_mask")}
+    with turn_of(model), torch.no_grad():
+        if "position_ids" not in extras and _reckons_positions(model):
+            extras["position_ids"] = _own_positions(model, replace(prompt, extras=extras), mask, cache)
+        if hasattr(model, "_maybe_prepare_encoder_kwargs_for_generation"):  # missing in transformers 5.17
+            extras = model._maybe_prepare_encoder_kwargs_for_generation(prompt.ids, extras, "input_ids", config)
+    return replace(prompt, mask=None, extras=extras), mask
+
+
+def _has_new_media(model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor, seen: int) -> bool:
+    """Whether a column that the cache has not seen stands for a part of an image, a video or a sound."""
+    types = prompt.extras.get("mm_token_type_ids")
+    if types is not None:
+        return bool(types[:, seen:].any())
+    ids = prompt.ids[:, seen - mask.shape[1] :]
+    return not _placeholders(model) or has_placeholders(model, ids)
+
+
+def _placeholders(model: PreTrainedModel) -> list[int]:
+    tokens = [getattr(model.config, name, None) for name in _PLACEHOLDERS]
+    return [token for token in tokens if token is not None]
+
+
+def has_placeholders(model: PreTrainedModel, ids: torch.Tensor) -> bool:
+    """Whether some of the ids are known to stand for parts of images, videos or sounds."""
+    return bool(torch.isin(ids, torch.tensor(_placeholders(model), dtype=torch.long, device=ids.device)).any())
+
+
+def _reckons_positions(model: PreTrainedModel) -> bool:
+    """Whether it has a function of its own for position ids (multimodal rotary embeddings)."""
+    usual = GenerationMixin._prepare_position_ids_for_generation
+    return type(model)._prepare_position_ids_for_generation is not usual
+
+
+def _own_positions(
+    model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor, cache: Driven | None
+) -> torch.Tensor | None:
+    """Position ids of a model with a function of its own for them; None: it wants none at all (reformer).
+
+    Those of the columns in the cache are remembered with it: models only keep the last conversation they had.
+    """
+    extras = prompt.extras
+    seen = 0 if cache is None else cache.seen
+    log = None if cache is None else cache.log
+    has_media = any(name not in PER_TOKEN for name in extras)
+    if seen > 0 and not has_media and log is not None and log.positions is not None:
+        known = log.positions[..., :seen].to(mask.device)
+        return torch.cat([known, known[..., -1:] + mask[:, seen:].cumsum(dim=1)], dim=-1)
+    handle = None if cache is None or has_media or seen == 0 else cache.handle
+    inputs = prompt.ids if prompt.embeds is None else prompt.embeds
+    try:
+        return model._prepare_position_ids_for_generation(
+            inputs, extras | {"attention_mask": mask, "past_key_values": handle, "input_ids": prompt.ids}
+        )
+    except (StopIteration, IndexError, RuntimeError, ValueError) as error:
+        raise InputError(
+            f"{type(model).__name__} cannot tell the positions of this prompt ({type(error).__name__}: {error}): begin "
+            "with an empty cache and give the whole conversation with all its images"
+        ) from error
+
+
+def extend_extras(
+    model: PreTrainedModel, extras: dict[str, Any], columns: int
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """`extras` with those that grow with every token extended to `columns` at least; second, along which dimension.
+
+    What a new token has there is asked of the model, by letting it add one.
+    """
+    is_pair = model.config.is_encoder_decoder
+    grown = model._update_model_kwargs_for_generation(_NoOutputs(), dict(extras), is_encoder_decoder=is_pair)
+    extended, axes = dict(extras), {}
+    for name, value in extras.items():
+        longer = grown.get(name)
+        if not isinstance(value, torch.Tensor) or not isinstance(longer, torch.Tensor) or longer.shape == value.shape:
+            continue
+        axis = next(axis for axis in range(value.ndim) if longer.shape[axis] != value.shape[axis])
+        new = longer.narrow(axis, longer.shape[axis] - 1, 1)
+        missing = max(0, columns - value.shape[axis])
+        extended[name] = torch.cat([value, new.repeat_interleave(missing, dim=axis)], dim=axis)
+        axes[name] = axis
+    return extended, axes
+
+
+class _NoOutputs(dict):
+    """The outputs of a forward that has not been: every field is None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None

@@ -1,0 +1,134 @@
+"""Which strategy a call means: the one it names, or the one that its parameters mean in transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    GenerationConfig,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+from transformers.generation import GenerationMode
+
+import strategies
+from engine.errors import OptionError
+from engine.request.call import Call
+from engine.request.parameters import read
+from strategies import Strategy
+
+_STRATEGY_OF_MODE = {
+    GenerationMode.GREEDY_SEARCH: "greedy",
+    GenerationMode.SAMPLE: "sampling",
+    GenerationMode.BEAM_SEARCH: "beam",
+    GenerationMode.BEAM_SAMPLE: "beam",
+    GenerationMode.GROUP_BEAM_SEARCH: "diverse_beam",
+    GenerationMode.CONTRASTIVE_SEARCH: "contrastive",
+    GenerationMode.ASSISTED_GENERATION: "assisted",
+}
+_NOT_AVAILABLE = ("constraints", "force_words_ids", "dola_layers")
+
+
+def choose_strategy(
+    config: GenerationConfig, call: Call, options: dict[str, Any], assistant: PreTrainedModel | None
+) -> Strategy:
+    """The named strategy, or the one that the parameters mean in transformers. They may not contradict each other.
+
+    config: the parameters as a whole. options: those that the call itself has.
+    """
+    strategy, generation_config = call.strategy, call.generation_config
+    if assistant is not None and config.prompt_lookup_num_tokens is not None:
+        raise OptionError(
+            f"assistant_model and prompt_lookup_num_tokens={config.prompt_lookup_num_tokens} both propose tokens: "
+            "leave one of them out"
+        )
+    implied = _STRATEGY_OF_MODE.get(mode := config.get_generation_mode())
+    if config.prompt_lookup_num_tokens is not None and implied in ("greedy", "sampling", "assisted"):
+        implied = "prompt_lookup"
+    elif assistant is not None and implied in ("greedy", "sampling"):
+        implied = "assisted"
+    elif assistant is None and implied == "assisted":  # by the model's own layers, which makes no other text
+        implied = "sampling" if config.do_sample else "greedy"
+    if implied is None:
+        asking = [name for name in _NOT_AVAILABLE if getattr(config, name, None) is not None]
+        raise OptionError(
+            f"{' and '.join(asking) or 'these options'} ask for {mode.value.replace('_', ' ')}, which is not "
+            f"available; strategies: {', '.join(strategies.names())}"
+        )
+    if strategy is None or isinstance(strategy, str):
+        neutral = GenerationConfig._get_default_generation_params()
+        named = implied if strategy is None else strategy
+        values = {name: getattr(config, name, None) for name in strategies.options(named)}
+        said = {
+            name
+            for name in values
+            if options.get(name) is not None or getattr(generation_config, name, None) is not None
+        }
+        # What the call does not say is left to the strategy; what is not neutral the model itself says.
+        given = {
+            name: value
+            for name, value in values.items()
+            if value is not None and (name in said or value != neutral.get(name))
+        }
+        if strategy is None and implied == "contrastive" and "top_k" not in given:
+            raise OptionError(
+                f"penalty_alpha={config.penalty_alpha} asks for contrastive search, which also needs top_k, how many "
+                "candidates to compare: give top_k=4, or strategy='contrastive'"
+            )
+        if assistant is not None:  # what the call does not say of it, its own configuration says
+            own = {name: getattr(assistant.generation_config, name, None) for name in set(values) - said}
+            given |= {
+                name: read(f"assistant_model.generation_config.{name}", value, name)
+                for name, value in own.items()
+                if "assistant" in name and value is not None
+            }
+        chosen = strategies.build(named, **given)
+    else:
+        chosen = strategy
+    do_sample = options.get("do_sample")  # a whole configuration gives way to a strategy that the call names
+    if do_sample is not None and do_sample != chosen.samples:
+        raise OptionError(f"strategy={chosen.name!r} contradicts do_sample={do_sample}: leave one of them out")
+    _check_draft(chosen, assistant, call.assistant_tokenizer)
+    config.do_sample = chosen.samples
+    # By this processors know which rows belong to one prompt.
+    config.num_beams = scored(chosen) if hasattr(chosen, "num_beams") else 1
+    return chosen
+
+
+def _check_draft(strategy: Strategy, assistant: PreTrainedModel | None, tokenizer: Any) -> None:
+    needs_draft = getattr(strategy, "needs_draft", False)
+    if assistant is None and (needs_draft or tokenizer is not None):
+        what = f"strategy={strategy.name!r}" if needs_draft else "assistant_tokenizer"
+        raise OptionError(f"{what} is for a draft that proposes tokens: give one as assistant_model")
+    if assistant is not None and not needs_draft:
+        raise OptionError(
+            f"assistant_model proposes tokens to greedy search and sampling, and {strategy.name} is neither: leave one "
+            "of them out"
+        )
+
+
+def score_copies(strategy: Strategy, processors: Sequence[Any] = ()) -> int:
+    """Tensors of [rows, vocabulary] float32 numbers that there are at most at a time, the model's own logits included.
+
+    What the strategy says of itself, and what transformers' processors make of the scores where there are any.
+    """
+    own = int(getattr(strategy, "score_copies", _COPIES_UNTOLD))
+    if not processors:
+        return own
+    sorts = any(isinstance(one, _SORTING) for one in processors)
+    # Given, the result of one, and that of the next; sorted ones with their places, which have twice the bytes.
+    return max(own + 1, 8 if sorts else 4)
+
+
+_COPIES_UNTOLD = 4
+_SORTING = (TopPLogitsWarper, TypicalLogitsWarper, MinPLogitsWarper, EtaLogitsWarper, EpsilonLogitsWarper)
+
+
+def scored(strategy: Strategy) -> int:
+    """Rows per prompt whose scores are processed at a time."""
+    return int(getattr(strategy, "scored", getattr(strategy, "branches", 1)))

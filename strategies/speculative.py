@@ -1,0 +1,160 @@
+"""What strategies share that propose several tokens at once and let the model verify them in one forward.
+
+Rows are emitted together, as many columns as the row that got least. What another row has got beyond them is certain
+all the same: it is kept, and stands at the beginning of what is proposed next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from strategies.operations import Crop, Emit, Flow, Forward, Operation, Task, draw
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """tokens [rows, k]. probabilities: what each was drawn from [rows, k, vocabulary]; None where nothing was drawn."""
+
+    tokens: torch.Tensor
+    probabilities: torch.Tensor | None = None
+
+
+class Emitted:
+    """ids [rows, columns]: what was emitted. over: rows that have ended, bool [rows].
+
+    fixed [rows, n]: what comes next for sure, of row i its first `counts[i]`; it may be fed again, not chosen again.
+    """
+
+    def __init__(self, task: Task, samples: bool):
+        rows = len(task.ids)
+        self.task, self.ids = task, task.ids
+        self.over = torch.zeros(rows, dtype=torch.bool, device=task.ids.device)
+        self.fixed = task.ids[:, :0]
+        self.counts = torch.zeros(rows, dtype=torch.long, device=task.ids.device)
+        self._eos = torch.tensor(sorted(task.eos_ids), dtype=torch.long, device=task.ids.device)
+        self._choose = partial(_draw, task.generator) if samples else _take_best
+
+    @property
+    def room(self) -> int:
+        """Tokens that can be proposed: one more is chosen after them."""
+        return self.task.last_column - self.ids.shape[1] - 1
+
+    @property
+    def most_fixed(self) -> int:
+        """Waits for the device."""
+        return int(self.counts.max())
+
+    def known(self, column: int, otherwise: torch.Tensor) -> torch.Tensor:
+        """The tokens [rows] `column` columns after the text: fixed ones, pads after the end, else `otherwise`."""
+        if column < self.fixed.shape[1]:
+            otherwise = self.fixed[:, column].where(column < self.counts, otherwise)
+        return otherwise.masked_fill(self.over, self.task.pad_id)
+
+    def verify(self, proposal: Proposal, logits: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The tokens [rows, n] to be emitted, n > 0, and the scores of their columns.
+
+        logits [rows, k + 1, vocabulary]: before each of the proposed tokens and after the last one.
+        """
+        task, drafted = self.task, proposal.tokens
+        k, read = drafted.shape[1], torch.cat([self.ids, drafted], dim=1)
+        goes_on, over = torch.ones_like(self.over), self.over  # those whose tokens so far are what was fed; ended
+        certain, accepted = torch.zeros_like(self.counts), torch.zeros_like(self.counts)
+        tokens: list[torch.Tensor] = []
+        scores: list[torch.Tensor] = []
+        for column in range(k + 1):
+            scores.append(task.process(read[:, : self.ids.shape[1] + column], logits[:, column]))
+            is_open = ~over & (column >= self.counts)
+            proposed = drafted[:, column] if column < k else None
+            q = None if proposal.probabilities is None or column == k else proposal.probabilities[:, column]
+            chosen, agrees = task.attempt(partial(self._choose, scores[-1], proposed, q))
+            tokens.append(self.known(column, chosen).masked_fill(over, task.pad_id))
+            certain += goes_on & ~over
+            accepted += goes_on & is_open & agrees
+            over = over | (goes_on & torch.isin(tokens[-1], self._eos))
+            goes_on = goes_on & (agrees | ~is_open | over)
+            if not bool((goes_on & ~over).any()):
+                break
+        if k:
+            self._count(k, accepted)
+        # A row that has ended does not hold up the others.
+        columns = int(certain.masked_fill(over, len(tokens)).min())
+        self.fixed = torch.stack(tokens, dim=1)
+        self.counts = certain
+        return self.fixed[:, :columns], tuple(scores[:columns])
+
+    def _count(self, k: int, accepted: torch.Tensor) -> None:
+        drafts, new = self.task.drafts, (k - self.counts).clamp(min=0).masked_fill(self.over, 0)
+        drafts.verifications += 1
+        drafts.drafted += int(new.sum())
+        drafts.accepted += int(accepted.sum())
+
+    def advance(self, ids: torch.Tensor, emitted: torch.Tensor) -> None:
+        """`emitted` was emitted, and the driver answered `ids`."""
+        columns = emitted.shape[1]
+        new = ids[:, -columns:]
+        # Where it put pads, the row had ended in a way that only the driver sees.
+        self.over = self.over | torch.isin(new, self._eos).any(dim=1) | (new != emitted).any(dim=1)
+        self.ids, self.fixed = ids, self.fixed[:, columns:]
+        self.counts = (self.counts - columns).clamp(min=0).masked_fill(self.over, 0)
+
+
+def score_copies(proposed: int, samples: bool) -> int:
+    """See `Strategy.score_copies`: there are logits after `proposed` tokens and one more, each of them twice.
+
+    All are there when the last token is chosen. A draw takes four more, and processors two on their way to the last
+    scores; one more than this is counted where there are processors.
+    """
+    return 2 * (proposed + 1) + (3 if samples else 1)
+
+
+Propose = Callable[[Emitted], Generator[Operation, Any, Proposal]]
+
+
+def in_rounds(task: Task, samples: bool, propose: Propose) -> Flow:
+    """The flow of every strategy that has its proposals verified. They begin with the text's fixed tokens."""
+    text = Emitted(task, samples)
+    logits = (yield Forward(task.ids))[:, None]
+    proposal = Proposal(task.ids[:, :0])
+    while True:
+        tokens, scores = text.verify(proposal, logits)
+        wrong = proposal.tokens.shape[1] - (tokens.shape[1] - 1)
+        if wrong:
+            yield Crop(wrong)
+        text.advance((yield Emit(tokens, scores)), tokens)
+        del logits, scores  # the next forward makes others
+        proposal = yield from propose(text)
+        logits = yield Forward(torch.cat([text.ids[:, -1:], proposal.tokens], dim=1), every=True)
+
+
+def _take_best(
+    scores: torch.Tensor, proposed: torch.Tensor | None, q: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens [rows] that are chosen, and whether they are those `proposed`."""
+    return _compared(scores.argmax(dim=-1), proposed)
+
+
+def _draw(
+    generator: torch.Generator | None, scores: torch.Tensor, proposed: torch.Tensor | None, q: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for sampling: whatever was proposed, tokens come from the distribution of the scores.
+
+    q [rows, vocabulary]: what the proposed ones were drawn from. Then they are accepted as often as can be without
+    changing that distribution (arXiv 2211.17192).
+    """
+    p = scores.softmax(dim=-1)
+    if q is None or proposed is None:
+        return _compared(draw(p, generator)[:, 0], proposed)
+    ratio = (p.gather(1, proposed[:, None]) / q.gather(1, proposed[:, None]))[:, 0]
+    accepted = torch.rand(ratio.shape, generator=generator, dtype=ratio.dtype, device=ratio.device) < ratio
+    rest = (p - q).clamp(min=0)
+    rest = rest.where(rest.sum(dim=-1, keepdim=True) > 0, p)  # equal but for rounding: nothing is left to draw from
+    return proposed.where(accepted, draw(rest, generator)[:, 0]), accepted
+
+
+def _compared(chosen: torch.Tensor, proposed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    return chosen, torch.zeros_like(chosen, dtype=torch.bool) if proposed is None else chosen == proposed
