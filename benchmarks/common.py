@@ -132,7 +132,7 @@ def kept_bytes(cache: Any) -> tuple[int, int]:
     """Bytes of what a cache keeps, ours or transformers' own, and of the scratch that its layers take turns in."""
     if isinstance(cache, caches.Cache):
         layers = sum(tensor.nbytes for layer in cache.layers for tensor in layer.tensors())
-        return layers, sum(tensor.nbytes for tensor in cache.stage.tensors())
+        return layers, sum(tensor.nbytes for tensor in cache.scratch.tensors())
     names = ("keys", "values", "_quantized_keys", "_quantized_values")
     parts = [getattr(layer, name, None) for layer in cache.layers for name in names]
     return sum(tensor.nbytes for tensor in tensors_in(parts)), 0

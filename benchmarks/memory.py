@@ -218,7 +218,7 @@ def predicted_bytes(row: Row, tokens: int, setting: Setting) -> float:
     if "quantized" not in row.cache:
         return full * tokens
     options = configs.QuantizedCacheConfig.from_dict(row.options)
-    # transformers encodes the prompt whole, ours keeps the most recent tokens of it.
+    # transformers is_quantized the prompt whole, ours keeps the most recent tokens of it.
     in_full = min(tokens, setting.new if row.theirs else options.residual_length)
     return full * in_full + encoded_bytes_per_token(config, item_bytes, options) * (tokens - in_full)
 
@@ -268,7 +268,7 @@ def can_be_built(row: Row, setting: Setting) -> bool:
         try:
             table_for(torch.nn.Linear(1, 1), row.linears)
             caches.build(row.cache, transformers.LlamaConfig(**SHAPES[setting.model]), **row.options, **room)
-        except (configs.ConfigError, caches.UnknownCache) as error:
+        except (configs.ConfigError, caches.UnknownCacheError) as error:
             _console.print(f"left out: {row.cache} with {row.options}: {error}")
             return False
     return True

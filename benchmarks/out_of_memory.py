@@ -1,4 +1,4 @@
-"""Runs for which there is not enough memory, beside transformers' `generate`: who finishes, and by which rungs.
+"""Runs for which there is not enough memory, beside transformers' `generate`: who finishes, and by which fallbacks.
 
     python benchmarks/out_of_memory.py --out benchmarks/results/out-of-memory-cpu.json
 

@@ -1,6 +1,6 @@
 """Key-value caches, chosen by name. They work in our engine, in transformers' `generate` and in plain `model(...)`."""
 
-from kvengine import check_siblings
+from kvengine import check_siblings, old_names
 
 check_siblings(__file__, "configs")
 
@@ -12,8 +12,15 @@ from transformers.cache_utils import Cache as _TransformersCache
 
 import caches.backends  # noqa: F401 - registers the recipes
 from caches.core.row_copies import convert, join_rows, select_rows
-from caches.errors import CacheError, CapacityError, StepError, Unknowable, UnknownCache, UnsupportedLayer
-from caches.hf.adapter import ForeignCache
+from caches.errors import (
+    CacheError,
+    CapacityError,
+    StepError,
+    UnknownCacheError,
+    UnknownContentError,
+    UnsupportedLayerError,
+)
+from caches.hf.adapter import HFCacheAdapter
 from caches.hf.cache import Cache
 from caches.hf.classic import (
     DynamicCache,
@@ -34,20 +41,20 @@ from caches.hf.classic import (
 )
 from caches.hf.encoder_decoder import EncoderDecoder
 from caches.hf.no_cache import NoCache
-from caches.protocol import Driven, Log
+from caches.protocol import EngineCache, TokenLog
 from caches.registry import Recipe, build, names, recipe, register
 from caches.spec.layer_spec import LayerSpec, mask_kinds, read_specs
 from caches.stores.dense import FixedStore, GrowingStore, Store
 from caches.timeline.timeline import Timeline
 from caches.transfer.comparison import first_layer
-from caches.transfer.migrate import move
-from caches.transfer.window import slide
+from caches.transfer.migrate import migrate
+from caches.transfer.window import apply_window
 from configs import CacheConfig, QuantizedCacheConfig
 
 
-def driven(cache: Driven | _TransformersCache) -> Driven:
+def driven(cache: EngineCache | _TransformersCache) -> EngineCache:
     """A live cache as the engine's loop drives it: ours as it is, transformers' own wrapped."""
-    return cache if isinstance(cache, Driven) else ForeignCache(cache)
+    return cache if isinstance(cache, EngineCache) else HFCacheAdapter(cache)
 
 
 __all__ = [
@@ -55,19 +62,18 @@ __all__ = [
     "CacheConfig",
     "CacheError",
     "CapacityError",
-    "Driven",
     "DynamicCache",
     "EncoderDecoder",
     "EncoderDecoderCache",
+    "EngineCache",
     "FixedStore",
-    "ForeignCache",
     "GrowingStore",
+    "HFCacheAdapter",
     "HQQQuantizedCache",
     "HybridCache",
     "HybridChunkedCache",
     "HybridMambaAttentionDynamicCache",
     "LayerSpec",
-    "Log",
     "MambaCache",
     "NoCache",
     "OffloadedCache",
@@ -82,9 +88,11 @@ __all__ = [
     "StepError",
     "Store",
     "Timeline",
-    "Unknowable",
-    "UnknownCache",
-    "UnsupportedLayer",
+    "TokenLog",
+    "UnknownCacheError",
+    "UnknownContentError",
+    "UnsupportedLayerError",
+    "apply_window",
     "build",
     "convert",
     "driven",
@@ -92,11 +100,24 @@ __all__ = [
     "from_legacy_cache",
     "join_rows",
     "mask_kinds",
-    "move",
+    "migrate",
     "names",
     "read_specs",
     "recipe",
     "register",
     "select_rows",
-    "slide",
 ]
+
+__getattr__ = old_names(
+    "caches",
+    {
+        "Driven": "EngineCache",
+        "ForeignCache": "HFCacheAdapter",
+        "Log": "TokenLog",
+        "UnknownCache": "UnknownCacheError",
+        "Unknowable": "UnknownContentError",
+        "UnsupportedLayer": "UnsupportedLayerError",
+        "move": "migrate",
+        "slide": "apply_window",
+    },
+)

@@ -7,17 +7,17 @@ from functools import partial
 from typing import Any, TypeVar
 
 from caches.core.layer import Slot, StoreFactory
-from caches.core.layer_stack import what_reach_needs
+from caches.core.layer_stack import needed_by_attention
 from caches.core.sink_hook import SinkCache, SinkStore
-from caches.errors import UnsupportedLayer
+from caches.errors import UnsupportedLayerError
 from caches.hf.cache import Cache
 from caches.hf.encoder_decoder import EncoderDecoder
 from caches.hf.no_cache import NoCache
 from caches.memory.buffers import Buffer, DeviceBuffer, DiskBuffer, HostBuffer
-from caches.memory.expected_device import Place
+from caches.memory.expected_device import ExpectedDevice
 from caches.quantization.codec import Codec, new_codec
 from caches.registry import recipe, register
-from caches.spec.layer_spec import CROSS, EXOTIC, INDEX, KV, STATE, LayerSpec
+from caches.spec.layer_spec import CROSS, INDEX, KV, MODEL_SPECIFIC, STATE, LayerSpec
 from caches.stores.dense import FixedStore, GrowingStore, Store
 from caches.stores.offloaded import FixedOffloadedStore, OffloadedStore
 from caches.stores.quantized import QuantizedStore
@@ -52,7 +52,7 @@ _IN_WORDS = {KV: "keys and values", INDEX: "an index", STATE: "states"}
 @register(DynamicCacheConfig)
 def dynamic(specs: Layers, options: DynamicCacheConfig) -> Cache:
     """Grows as tokens come: the default."""
-    _refuse_all_but("dynamic", specs, {KV, INDEX, STATE, EXOTIC})
+    _refuse_all_but("dynamic", specs, {KV, INDEX, STATE, MODEL_SPECIFIC})
     return _cache(specs, options, _growing)
 
 
@@ -65,11 +65,11 @@ def static(specs: Layers, options: StaticCacheConfig) -> Cache:
 @register(HybridCacheConfig)
 def hybrid(specs: Layers, options: HybridCacheConfig) -> Cache:
     """`static` for models of which some layers look back at a window only."""
-    reaches = {spec.reach.size is None for spec in _known(specs, options) if spec.keeps_kv}
+    reaches = {spec.attention_span.size is None for spec in _known(specs, options) if spec.keeps_kv}
     if len(reaches) < 2:
         found, other = ("everything", "static") if True in reaches else ("a window", "sliding_window")
         found, other = (found, other) if reaches else ("nothing: they keep no keys", "mamba")
-        raise UnsupportedLayer(
+        raise UnsupportedLayerError(
             "cache='hybrid' is for models of which some layers look back at everything and others at a window; here "
             f"all look at {found}. Use cache={other!r}"
         )
@@ -83,15 +83,17 @@ def sliding_window(specs: Layers, options: SlidingWindowCacheConfig) -> Cache:
     _refuse_all_but("sliding_window", specs, {KV, STATE})
     window = options.window_length
     if not any(spec.keeps_kv for spec in specs):
-        raise UnsupportedLayer("cache='sliding_window' keeps keys and values, but the model has none: cache='mamba'")
+        raise UnsupportedLayerError(
+            "cache='sliding_window' keeps keys and values, but the model has none: cache='mamba'"
+        )
     for index, spec in enumerate(specs):
-        if window is None and spec.keeps_kv and spec.reach.size is None:
-            raise UnsupportedLayer(
+        if window is None and spec.keeps_kv and spec.attention_span.size is None:
+            raise UnsupportedLayerError(
                 f"cache='sliding_window' keeps the model's own window, but layer {index} ({spec.layer_type}) looks at "
                 "everything. Give a window_length to impose one, or use cache='static' to keep everything"
             )
-        if window is not None and spec.reach.kind == "chunk":
-            raise UnsupportedLayer(
+        if window is not None and spec.attention_span.kind == "chunk":
+            raise UnsupportedLayerError(
                 f"window_length={window} cannot be imposed on layer {index} ({spec.layer_type}), which looks at chunks"
             )
     return _cache(specs, options, _fixed, max_tokens=options.max_cache_len, retention=partial(_within, window))
@@ -100,7 +102,7 @@ def sliding_window(specs: Layers, options: SlidingWindowCacheConfig) -> Cache:
 @register(OffloadedCacheConfig)
 def offloaded(specs: Layers, options: OffloadedCacheConfig) -> Cache:
     """`dynamic` in host memory or on disk: the device only has the layers at work."""
-    _refuse_all_but("offloaded", specs, {KV, INDEX, STATE, EXOTIC})
+    _refuse_all_but("offloaded", specs, {KV, INDEX, STATE, MODEL_SPECIFIC})
     return _cache(specs, options, partial(_offloaded, options, _is_read_later(specs)), fetched=True)
 
 
@@ -129,9 +131,9 @@ def _sinks(specs: Layers, options: SinkCacheConfig) -> dict[str, Any]:
     name, window = options.name, options.window_length
     keeps = None if specs is None else [spec for spec in specs if spec.keeps_kv]
     if keeps == []:
-        raise UnsupportedLayer(f"cache={name!r} keeps keys and values, but the model has none: cache='mamba'")
+        raise UnsupportedLayerError(f"cache={name!r} keeps keys and values, but the model has none: cache='mamba'")
     if window is None:
-        raise UnsupportedLayer(
+        raise UnsupportedLayerError(
             f"cache={name!r} shows a row's first tokens beside a window of the last ones, and no window was given: "
             "choose a window_length, or use cache='static' to keep everything"
         )
@@ -151,7 +153,7 @@ def mamba(specs: Layers, options: MambaCacheConfig) -> Cache:
 @register(QuantizedCacheConfig)
 def quantized(specs: Layers, options: QuantizedCacheConfig) -> Cache:
     """Older keys and values in few bits, recent ones in full: for long contexts in little memory."""
-    _refuse_all_but(options.name, specs, {KV, INDEX, STATE, EXOTIC})
+    _refuse_all_but(options.name, specs, {KV, INDEX, STATE, MODEL_SPECIFIC})
     return _encoding(_cache(specs, options, **_blocks(specs, options)), options)
 
 
@@ -166,10 +168,12 @@ def _blocks(specs: Layers, options: QuantizedCacheConfig) -> dict[str, Any]:
 
 
 def _encoding(cache: C, options: QuantizedCacheConfig) -> C:
-    if not cache.finds_layers and not cache.encodes:
-        windows = [spec.reach.size for spec in cache.specs if spec.keeps_kv and spec.reach.size is not None]
+    if not cache.finds_layers and not cache.is_quantized:
+        windows = [
+            spec.attention_span.size for spec in cache.specs if spec.keeps_kv and spec.attention_span.size is not None
+        ]
         why = f"windows of {max(windows)} tokens are no longer than what stays in full" if windows else "it has no keys"
-        raise UnsupportedLayer(
+        raise UnsupportedLayerError(
             f"cache={options.name!r} would encode nothing of this model: {why}. Use cache='dynamic'"
             + (f", or a residual_length below {options.residual_length}" if windows else "")
         )
@@ -190,7 +194,7 @@ def encoder_decoder(specs: Layers, options: EncoderDecoderCacheConfig) -> Encode
     cross = _part([CROSS] * len(own.specs), options.cross_cache or _beside(own, options.self_cache, rows))
     for part in (own, cross):
         if part.imposes_windows:
-            raise UnsupportedLayer(f"cache={part.name!r} cannot impose a window on an encoder-decoder model")
+            raise UnsupportedLayerError(f"cache={part.name!r} cannot impose a window on an encoder-decoder model")
     return EncoderDecoder(own, cross)
 
 
@@ -205,7 +209,7 @@ def _part(specs: Layers, choice: str | CacheConfig) -> Cache:
     chosen = recipe(name)
     cache = chosen.build(specs, chosen.options.from_dict(options))
     if not isinstance(cache, Cache):
-        raise UnsupportedLayer(
+        raise UnsupportedLayerError(
             f"a part of an encoder-decoder cache keeps keys and values, and {name!r} does not: choose another for it"
         )
     return cache
@@ -245,13 +249,13 @@ def _block_timeline(
 
 
 def _offloaded(options: OffloadedCacheConfig, is_read_later: bool, slot: Slot) -> Store:
-    if options.offload_only_non_sliding and slot.spec.reach.size is not None:
+    if options.offload_only_non_sliding and slot.spec.attention_span.size is not None:
         return _growing(slot)
     return OffloadedStore(slot, _buffers(options, slot)(), is_read_later)
 
 
 def _offloaded_fixed(options: OffloadedCacheConfig, is_read_later: bool, slot: Slot) -> Store:
-    if options.offload_only_non_sliding and slot.spec.reach.size is not None:
+    if options.offload_only_non_sliding and slot.spec.attention_span.size is not None:
         return _fixed(slot)
     return FixedOffloadedStore(slot, _buffers(options, slot)(), is_read_later)
 
@@ -259,17 +263,17 @@ def _offloaded_fixed(options: OffloadedCacheConfig, is_read_later: bool, slot: S
 def _buffers(options: OffloadedCacheConfig | QuantizedCacheConfig, slot: Slot) -> Callable[[], Buffer]:
     """What makes the buffers of a store: those on disk share the cache's file."""
     if options.residency == "disk":
-        return partial(DiskBuffer, slot.stage.slab_in(options.folder))
+        return partial(DiskBuffer, slot.scratch.disk_file_in(options.folder))
     return HostBuffer if options.residency == "host" else DeviceBuffer
 
 
 def _is_read_later(specs: Layers) -> bool:
     """Whether later layers may read what a layer was handed, because they keep nothing themselves."""
-    return specs is None or any(not spec.streams for spec in specs)
+    return specs is None or any(not spec.components for spec in specs)
 
 
 def _cache(specs: Layers, options: PlacedCacheConfig, new_store: StoreFactory, kind: type[C] = Cache, **more: Any) -> C:
-    place = Place(options)
+    place = ExpectedDevice(options)
     cache = kind(
         options.name,
         specs,
@@ -296,29 +300,29 @@ def _fixed_size(
 
 def _within(window: int | None, spec: LayerSpec) -> Retention:
     """What the layer's reach needs, but never more than a token's window."""
-    if window is None or (spec.reach.size is not None and spec.reach.size <= window):
-        return what_reach_needs(spec)
+    if window is None or (spec.attention_span.size is not None and spec.attention_span.size <= window):
+        return needed_by_attention(spec)
     return KeepRecent(window - 1)
 
 
 def _with_sinks(window: int, sinks: int, spec: LayerSpec) -> Retention:
     """What the layer's reach needs, or a window that begins with sinks where it looks back further than that."""
-    if spec.reach.size is not None and spec.reach.size <= window:
-        return what_reach_needs(spec)
+    if spec.attention_span.size is not None and spec.attention_span.size <= window:
+        return needed_by_attention(spec)
     return KeepSinks(window - 1, sinks)
 
 
 def _check_sinks(name: str, window: int, specs: Sequence[LayerSpec]) -> None:
     """Refuse layers of which the first tokens cannot be shown along with a window."""
     _refuse_all_but(name, specs, {KV, STATE})
-    reaches = [spec.reach.size for spec in specs if spec.keeps_kv]
+    reaches = [spec.attention_span.size for spec in specs if spec.keeps_kv]
     if not reaches:
-        raise UnsupportedLayer(
+        raise UnsupportedLayerError(
             f"cache={name!r} with window_length={window} shows a row's first keys and values, and no layer of this "
             "model keeps any: use cache='mamba' or cache='dynamic'"
         )
     if all(size is not None and size <= window for size in reaches):
-        raise UnsupportedLayer(
+        raise UnsupportedLayerError(
             f"cache={name!r} with window_length={window} would never show its first tokens: no layer looks back "
             f"further than its own window of {max(size or 0 for size in reaches)}. Use cache='sliding_window' without "
             "options"
@@ -326,12 +330,12 @@ def _check_sinks(name: str, window: int, specs: Sequence[LayerSpec]) -> None:
     for index, spec in enumerate(specs):
         if not spec.keeps_kv:
             continue
-        if spec.reach.kind == "chunk":
-            raise UnsupportedLayer(
+        if spec.attention_span.kind == "chunk":
+            raise UnsupportedLayerError(
                 f"window_length={window} cannot be imposed on layer {index} ({spec.layer_type}), which looks at chunks"
             )
-        if spec.rotary is None and (spec.reach.size is None or spec.reach.size > window):
-            raise UnsupportedLayer(
+        if spec.rotation is None and (spec.attention_span.size is None or spec.attention_span.size > window):
+            raise UnsupportedLayerError(
                 f"cache={name!r} has to turn the keys of layer {index} ({spec.layer_type}), and their rotation is not "
                 "known: build it with the model's configuration, or use cache='sliding_window' with a window_length"
             )
@@ -339,7 +343,7 @@ def _check_sinks(name: str, window: int, specs: Sequence[LayerSpec]) -> None:
 
 def _known(specs: Layers, options: CacheConfig) -> Sequence[LayerSpec]:
     if specs is None:
-        raise UnsupportedLayer(
+        raise UnsupportedLayerError(
             f"a {options.name} cache has to know the layers it is for: build it with the model's configuration"
         )
     return specs
@@ -347,10 +351,10 @@ def _known(specs: Layers, options: CacheConfig) -> Sequence[LayerSpec]:
 
 def _refuse_all_but(name: str, specs: Layers, streams: set[str]) -> None:
     for index, spec in enumerate(specs or ()):
-        if spec.streams - streams:
-            kept = " and ".join(_IN_WORDS.get(stream, stream) for stream in sorted(spec.streams - streams))
-            other = "none" if spec.streams - {KV, INDEX, STATE, EXOTIC} else "dynamic"
-            raise UnsupportedLayer(
+        if spec.components - streams:
+            kept = " and ".join(_IN_WORDS.get(stream, stream) for stream in sorted(spec.components - streams))
+            other = "none" if spec.components - {KV, INDEX, STATE, MODEL_SPECIFIC} else "dynamic"
+            raise UnsupportedLayerError(
                 f"layer {index} ({spec.layer_type}) keeps {kept}, which cache={name!r} has no place for. Generate with "
                 f"cache={other!r}, or pass transformers' own cache as past_key_values."
             )

@@ -1,10 +1,10 @@
 """Errors of the caches.
 
 CacheError (an `EngineError`)
-├── UnknownCache (also a ValueError)       a name that is not registered
+├── UnknownCacheError (also a ValueError)       a name that is not registered
 ├── CapacityError (also a ValueError)      more tokens than a fixed cache can hold
-├── UnsupportedLayer (also a ValueError)   a layer kind that a backend cannot keep
-├── Unknowable (also a ValueError)         what a cache holds cannot be compared with a text
+├── UnsupportedLayerError (also a ValueError)   a layer kind that a backend cannot keep
+├── UnknownContentError (also a ValueError)         what a cache holds cannot be compared with a text
 └── StepError (also a RuntimeError)        begin / settle / abort called out of order, or tokens that are gone
 """
 
@@ -17,7 +17,7 @@ class CacheError(EngineError):
     """Base of every error a cache raises."""
 
 
-class UnknownCache(CacheError, ValueError):
+class UnknownCacheError(CacheError, ValueError):
     """A backend name that is not registered."""
 
 
@@ -25,11 +25,11 @@ class CapacityError(CacheError, ValueError):
     """More tokens than the cache can hold. Nothing was changed."""
 
 
-class UnsupportedLayer(CacheError, ValueError):
+class UnsupportedLayerError(CacheError, ValueError):
     """A model has a kind of layer that this backend cannot keep."""
 
 
-class Unknowable(CacheError, ValueError):
+class UnknownContentError(CacheError, ValueError):
     """What a cache holds cannot be compared with a text. The message is the reason."""
 
 

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache as TransformersCache
 
 
 @dataclass(frozen=True)
-class Log:
+class TokenLog:
     """The tokens of a cache and those that come after them, as far as a run of ours knows.
 
     ids, mask: [rows, columns], at least as many columns as the cache has seen; mask is 0 where a pad is.
@@ -29,7 +29,7 @@ class Log:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"reader": None}  # a weak reference cannot be pickled
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Log:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenLog:
         return self
 
     @property
@@ -37,26 +37,26 @@ class Log:
         """The model that read the tokens, while it is alive."""
         return None if self.reader is None else self.reader()
 
-    def copied(self) -> Log:
+    def copied(self) -> TokenLog:
         """The same in memory of its own."""
         return replace(self, ids=self.ids.clone(), mask=self.mask.clone())
 
-    def rows(self, index: torch.Tensor) -> Log:
+    def select_rows(self, index: torch.Tensor) -> TokenLog:
         positions = None if self.positions is None else self.positions[:, index]
         source = None if self.source is None else self.source[index]
         return replace(self, ids=self.ids[index], mask=self.mask[index], positions=positions, source=source)
 
-    def first(self, columns: int) -> Log:
+    def first(self, columns: int) -> TokenLog:
         positions = None if self.positions is None else self.positions[..., :columns]
         return replace(self, ids=self.ids[:, :columns], mask=self.mask[:, :columns], positions=positions)
 
     @staticmethod
-    def joined(logs: list[Log]) -> Log:
+    def joined(logs: list[TokenLog]) -> TokenLog:
         """The rows of all `logs`, which have equally many columns."""
         positions = [log.positions for log in logs if log.positions is not None]
         sources = [log.source for log in logs if log.source is not None]
         reader = logs[0].live_reader
-        return Log(
+        return TokenLog(
             torch.cat([log.ids for log in logs]),
             torch.cat([log.mask for log in logs]),
             torch.cat(positions, dim=1) if len(positions) == len(logs) else None,
@@ -64,28 +64,28 @@ class Log:
             logs[0].reader if all(log.live_reader is reader for log in logs) else None,
         )
 
-    def then(self, later: Log) -> Log:
+    def then(self, later: TokenLog) -> TokenLog:
         """Both, one after the other; `later.positions` are those of all columns."""
         ids, mask = torch.cat([self.ids, later.ids], dim=1), torch.cat([self.mask, later.mask], dim=1)
         return replace(self, ids=ids, mask=mask, positions=later.positions)
 
 
 @runtime_checkable
-class Driven(Protocol):
-    """One step is a transaction: `begin`, the forward, then `settle` or `abort`.
+class EngineCache(Protocol):
+    """One step is a transaction: `begin`, the forward, then `commit` or `abort`.
 
     name: what messages call it. log: what is in it when our loop fed it all, else None.
     """
 
     name: str
-    log: Log | None
+    log: TokenLog | None
 
     @property
     def handle(self) -> TransformersCache | None:
         """What the model gets as its cache argument; None makes every step compute the whole sequence."""
 
     @property
-    def seen(self) -> int:
+    def total_tokens(self) -> int:
         """Tokens committed per row: the loop feeds what comes after them."""
 
     @property
@@ -123,7 +123,7 @@ class Driven(Protocol):
         """Go on choosing rows where that failed, as often as it takes. Nothing to do where it did not."""
 
     def check_fits(self, model_config: Any) -> None:
-        """Raise `UnsupportedLayer` when it was built for other layers than this model's (a `PreTrainedConfig`)."""
+        """Raise `UnsupportedLayerError` when it was built for other layers than this model's (a `PreTrainedConfig`)."""
 
     def begin(self, tokens: int, graph: bool = False) -> None:
         """Open a step of `tokens` per row: make room, decide where they go. When this raises, nothing has changed.
@@ -131,16 +131,18 @@ class Driven(Protocol):
         graph: the forward is compiled.
         """
 
-    def can_drop(self, drop: int) -> bool:
-        """Whether the open step can be settled without its last `drop` tokens; else abort and feed the others again."""
+    def can_reject(self, rejected: int) -> bool:
+        """Whether the open step can be settled without its last `rejected` tokens; else abort and feed the others
+        again.
+        """
 
-    def settle(self, drop: int = 0) -> None:
-        """Commit the open step without its last `drop` tokens, and forget what is out of reach."""
+    def commit(self, rejected: int = 0) -> None:
+        """Commit the open step without its last `rejected` tokens, and forget what is out of reach."""
 
     def abort(self) -> None:
         """Forget the open step on every layer, whichever of them it had reached. Without one: nothing to do."""
 
-    def rows(self, index: torch.Tensor) -> None:
+    def select_rows(self, index: torch.Tensor) -> None:
         """Row i becomes row `index[i]` in everything it holds. When this fails half-way: see `unfinished`."""
 
     def crop(self, tokens: int) -> None:

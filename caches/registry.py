@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from caches.errors import UnknownCache, UnsupportedLayer
-from caches.protocol import Driven
+from caches.errors import UnknownCacheError, UnsupportedLayerError
+from caches.protocol import EngineCache
 from caches.spec.layer_spec import LayerSpec, read_specs
 from configs import CacheConfig, EncoderDecoderCacheConfig, nearest
 from configs.cache import CACHE_PLUGINS
@@ -26,7 +26,7 @@ class Recipe:
 
     name: str
     options: type[CacheConfig]
-    build: Callable[[Sequence[LayerSpec] | None, Any], Driven]
+    build: Callable[[Sequence[LayerSpec] | None, Any], EngineCache]
     summary: str
     any_layers: bool = False
 
@@ -60,11 +60,11 @@ def register(
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe of that name. Raises `UnknownCache` with the nearest names."""
+    """The recipe of that name. Raises `UnknownCacheError` with the nearest names."""
     if name not in _recipes:
         load_plugins(CACHE_PLUGINS)
     if name not in _recipes:
-        raise UnknownCache(f"there is no cache named {name!r}; {nearest(name, names())}")
+        raise UnknownCacheError(f"there is no cache named {name!r}; {nearest(name, names())}")
     return _recipes[name]
 
 
@@ -74,12 +74,12 @@ def names() -> list[str]:
     return list(_recipes)
 
 
-def build(name: str, model_config: Any, options: CacheConfig | None = None, **changes: Any) -> Driven:
+def build(name: str, model_config: Any, options: CacheConfig | None = None, **changes: Any) -> EngineCache:
     """An empty cache for a model with this configuration (a `PreTrainedConfig`).
 
     options: the backend's configuration; `changes` override its fields, or stand alone. For an encoder-decoder model
     the backend keeps the decoder's tokens; `cross_cache` (a name or a `CacheConfig`) chooses another for the encoder's.
-    Raises `UnknownCache`, `configs.ConfigError` (an unknown or impossible option), `UnsupportedLayer`.
+    Raises `UnknownCacheError`, `configs.ConfigError` (an unknown or impossible option), `UnsupportedLayerError`.
     """
     chosen = recipe(name)
     if chosen.any_layers:
@@ -89,12 +89,12 @@ def build(name: str, model_config: Any, options: CacheConfig | None = None, **ch
 
 def build_layers(
     name: str, specs: Sequence[LayerSpec], is_encoder_decoder: bool, options: CacheConfig | None = None, **changes: Any
-) -> Driven:
+) -> EngineCache:
     """`build` for these layers, whatever model they are of."""
     chosen = recipe(name)
     is_pair = chosen.options is EncoderDecoderCacheConfig
     if is_pair and not is_encoder_decoder:
-        raise UnsupportedLayer(
+        raise UnsupportedLayerError(
             f"cache={name!r} is for encoder-decoder models, and this one has no encoder: leave it out"
         )
     if is_pair or chosen.any_layers or not is_encoder_decoder:

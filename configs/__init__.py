@@ -15,7 +15,7 @@ from configs.cache import (
     SlidingWindowCacheConfig,
     StaticCacheConfig,
 )
-from configs.engine import RUNGS, EngineConfig, checked_rungs, preset, presets
+from configs.engine import FALLBACKS, EngineConfig, checked_fallbacks, preset, presets
 from configs.errors import ConfigError, EngineError
 from configs.quantized import (
     CODECS,
@@ -24,10 +24,11 @@ from configs.quantized import (
     QuantizedCacheConfig,
     QuantizedSinkCacheConfig,
 )
+from kvengine import old_names
 
 __all__ = [
     "CODECS",
-    "RUNGS",
+    "FALLBACKS",
     "CacheConfig",
     "CodecFacts",
     "Config",
@@ -48,9 +49,17 @@ __all__ = [
     "SinkCacheConfig",
     "SlidingWindowCacheConfig",
     "StaticCacheConfig",
-    "checked_rungs",
+    "checked_fallbacks",
     "nearest",
     "preset",
     "presets",
     "require_positive",
 ]
+
+__getattr__ = old_names(
+    "configs",
+    {
+        "RUNGS": "FALLBACKS",
+        "checked_rungs": "checked_fallbacks",
+    },
+)

@@ -13,7 +13,7 @@ from configs.errors import ConfigError
 LINEARS_CHOICES = ("auto", "default", "onednn", "gemv")
 COMPILE_CHOICES = ("off", "inductor", "aot_eager", "eager")
 BUDGET_CHOICES = ("offload", "slide", "error")
-RUNGS = ("release", "chunk", "offload", "quantize", "split")
+FALLBACKS = ("release", "chunk", "offload", "quantize", "split")
 _PRESETS = Path(__file__).parent / "presets"
 
 
@@ -65,19 +65,21 @@ class EngineConfig(Config):
             raise ConfigError(
                 f"EngineConfig: over_budget={self.over_budget!r}, but it is one of {', '.join(BUDGET_CHOICES)}"
             )
-        object.__setattr__(self, "on_oom", checked_rungs(self.on_oom))
+        object.__setattr__(self, "on_oom", checked_fallbacks(self.on_oom))
 
 
-def checked_rungs(rungs: Any) -> tuple[str, ...]:
-    """What `on_oom` says, as a tuple. Raises `ConfigError` for what is no rung, and for one that is there twice."""
-    if isinstance(rungs, str) or not isinstance(rungs, (tuple, list)):
-        raise ConfigError(f"on_oom={rungs!r}, but it is a list of rungs, such as ['offload'], or [] to give up at once")
-    for rung in rungs:
-        if rung not in RUNGS:
-            raise ConfigError(f"on_oom has {rung!r}; {nearest(str(rung), list(RUNGS))}")
-        if list(rungs).count(rung) > 1:
-            raise ConfigError(f"on_oom has {rung!r} twice: each rung has one place in the order")
-    return tuple(rungs)
+def checked_fallbacks(fallbacks: Any) -> tuple[str, ...]:
+    """What `on_oom` says, as a tuple. Raises `ConfigError` for what is no fallback, and for one that is there twice."""
+    if isinstance(fallbacks, str) or not isinstance(fallbacks, (tuple, list)):
+        raise ConfigError(
+            f"on_oom={fallbacks!r}, but it is a list of fallbacks, such as ['offload'], or [] to give up at once"
+        )
+    for fallback in fallbacks:
+        if fallback not in FALLBACKS:
+            raise ConfigError(f"on_oom has {fallback!r}; {nearest(str(fallback), list(FALLBACKS))}")
+        if list(fallbacks).count(fallback) > 1:
+            raise ConfigError(f"on_oom has {fallback!r} twice: each fallback has one place in the order")
+    return tuple(fallbacks)
 
 
 def presets() -> list[str]:

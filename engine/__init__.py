@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvengine import check_siblings
+from kvengine import check_siblings, old_names
 
 check_siblings(__file__, "configs", "caches", "strategies")
 
@@ -17,45 +17,45 @@ if TYPE_CHECKING:
 
     from configs import EngineConfig
     from engine.errors import (
-        BadLogits,
-        Cancelled,
         ConfigError,
-        CtrlC,
         EngineError,
+        GenerationCancelled,
+        GenerationInterrupted,
         InputError,
-        Interrupted,
+        InvalidLogitsError,
         OptionError,
-        OutOfMemory,
+        OutOfMemoryError,
+        UserInterrupt,
     )
     from engine.generator import Generator
     from engine.model.export import export_step, step_inputs
     from engine.model.loading import SHIPPED_MODEL
     from engine.planning.plan import Plan, plan
     from engine.planning.planner import BackendPlan
-    from engine.request.logits_processors import Follower
-    from engine.result import Fallback, Generation, Piece, Stats
+    from engine.request.logits_processors import StatefulLogitsProcessor
+    from engine.result import Fallback, Generation, Stats, StreamChunk
     from engine.streaming import Stream
     from engine.version import __version__
 
 # Imported on first use: torch and transformers take seconds, and `engine --help` needs neither.
 _HOME = {
     "SHIPPED_MODEL": "engine.model.loading",
-    "BadLogits": "engine.errors",
+    "InvalidLogitsError": "engine.errors",
     "BackendPlan": "engine.planning.planner",
-    "Cancelled": "engine.errors",
+    "GenerationCancelled": "engine.errors",
     "ConfigError": "engine.errors",
-    "CtrlC": "engine.errors",
+    "UserInterrupt": "engine.errors",
     "EngineConfig": "configs",
     "EngineError": "engine.errors",
     "Fallback": "engine.result",
-    "Follower": "engine.request.logits_processors",
+    "StatefulLogitsProcessor": "engine.request.logits_processors",
     "Generation": "engine.result",
     "Generator": "engine.generator",
     "InputError": "engine.errors",
-    "Interrupted": "engine.errors",
+    "GenerationInterrupted": "engine.errors",
     "OptionError": "engine.errors",
-    "OutOfMemory": "engine.errors",
-    "Piece": "engine.result",
+    "OutOfMemoryError": "engine.errors",
+    "StreamChunk": "engine.result",
     "Plan": "engine.planning.plan",
     "Stats": "engine.result",
     "Stream": "engine.streaming",
@@ -64,12 +64,24 @@ _HOME = {
     "plan": "engine.planning.plan",
     "step_inputs": "engine.model.export",
 }
+_old_name = old_names(
+    "engine",
+    {
+        "BadLogits": "InvalidLogitsError",
+        "Cancelled": "GenerationCancelled",
+        "CtrlC": "UserInterrupt",
+        "Follower": "StatefulLogitsProcessor",
+        "Interrupted": "GenerationInterrupted",
+        "OutOfMemory": "OutOfMemoryError",
+        "Piece": "StreamChunk",
+    },
+)
 _LIGHT = ("configs", "engine.errors", "engine.version")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'engine' has no attribute {name!r}")
+        return _old_name(name)
     if _HOME[name] not in _LIGHT:
         import caches  # noqa: F401 - first, because it imports torch and transformers in less time
     return getattr(importlib.import_module(_HOME[name]), name)
@@ -144,7 +156,7 @@ forced_bos_token_id, forced_eos_token_id, exponential_decay_length_penalty, reno
         rows or a list), with any strategy.
     logits_processor : LogitsProcessor or a list of them, optional
         Of transformers or of your own: called with ids [rows, tokens] and scores [rows, vocabulary], returns scores. A
-        processor that keeps something per row is a `Follower`.
+        processor that keeps something per row is a `StatefulLogitsProcessor`.
     prefix_allowed_tokens_fn : callable, optional
         Called with the prompt's index and a row's ids; returns the ids that may come next.
     max_new_tokens : int, default 20
@@ -179,17 +191,16 @@ forced_bos_token_id, forced_eos_token_id, exponential_decay_length_penalty, reno
     ------
     InputError, OptionError, ConfigError, caches.CacheError
         Before any work.
-    Interrupted
-        Something failed later; it carries what was generated. Of its kind: `BadLogits`, `Cancelled`, `OutOfMemory`.
-    CtrlC
-        A KeyboardInterrupt that carries the same.
+    GenerationInterrupted
+        Something failed later; it carries what was generated. Of its kind: `InvalidLogitsError`, `GenerationCancelled`,
+        `OutOfMemoryError`. UserInterrupt A KeyboardInterrupt that carries the same.
     """
     return _generator(model, arguments).generate(inputs, **arguments)
 
 
 @takes(parameters, as_told_by=generate)
 def stream(model: PreTrainedModel | str | Path, inputs: Any = None, **arguments: Any) -> Stream:
-    """As `generate`, but yields a `Piece` (row, token ids, text) per row and step while they come.
+    """As `generate`, but yields a `StreamChunk` (row, token ids, text) per row and step while they come.
 
     Of a search it is what can no longer change: what all beams of a prompt have in common. The iterator's `result()`
     returns the `Generation`, also when it is left early.
@@ -213,24 +224,24 @@ def __dir__() -> list[str]:
 __all__ = [
     "SHIPPED_MODEL",
     "BackendPlan",
-    "BadLogits",
-    "Cancelled",
     "ConfigError",
-    "CtrlC",
     "EngineConfig",
     "EngineError",
     "Fallback",
-    "Follower",
     "Generation",
+    "GenerationCancelled",
+    "GenerationInterrupted",
     "Generator",
     "InputError",
-    "Interrupted",
+    "InvalidLogitsError",
     "OptionError",
-    "OutOfMemory",
-    "Piece",
+    "OutOfMemoryError",
     "Plan",
+    "StatefulLogitsProcessor",
     "Stats",
     "Stream",
+    "StreamChunk",
+    "UserInterrupt",
     "__version__",
     "export_step",
     "generate",

@@ -5,12 +5,12 @@ EngineError
 ├── ConfigError (also a ValueError)       a configuration with an unknown key or an impossible value
 ├── InputError (also a ValueError)        a prompt that the model cannot be given
 ├── OptionError (also a ValueError, a TypeError)   an option that is unknown or cannot apply
-└── Interrupted (also a RuntimeError)     something failed while generating; carries what was generated so far
-    ├── BadLogits                         the model, its draft or a processor left no token to choose
-    ├── Cancelled                         the call's `cancellation` was set
-    └── OutOfMemory                       memory is out, and no way to go on is left
+└── GenerationInterrupted (also a RuntimeError)     something failed while generating; carries what was generated so far
+    ├── InvalidLogitsError                         the model, its draft or a processor left no token to choose
+    ├── GenerationCancelled                         the call's `cancellation` was set
+    └── OutOfMemoryError                       memory is out, and no way to go on is left
 
-CtrlC (a KeyboardInterrupt, no EngineError)     the same for Ctrl-C
+UserInterrupt (a KeyboardInterrupt, no EngineError)     the same for Ctrl-C
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from engine.result import Generation
 
 __all__ = [
-    "BadLogits",
-    "Cancelled",
     "ConfigError",
-    "CtrlC",
     "EngineError",
+    "GenerationCancelled",
+    "GenerationInterrupted",
     "InputError",
-    "Interrupted",
+    "InvalidLogitsError",
     "OptionError",
-    "OutOfMemory",
+    "OutOfMemoryError",
+    "UserInterrupt",
 ]
 
 
@@ -43,7 +43,7 @@ class OptionError(EngineError, ValueError, TypeError):
     """An option that is unknown, contradicts another, or cannot apply to this model."""
 
 
-class Interrupted(EngineError, RuntimeError):
+class GenerationInterrupted(EngineError, RuntimeError):
     """Something raised while generating. `partial` holds all tokens emitted before, and the cache to continue.
 
     Of a search it holds the best beams so far. Before the first tokens it has the rows of the prompt.
@@ -54,20 +54,20 @@ class Interrupted(EngineError, RuntimeError):
         self.partial = partial
 
 
-class BadLogits(Interrupted):
+class InvalidLogitsError(GenerationInterrupted):
     """NaN, infinite, or only -inf: scores that no token can be chosen by. `partial` ends before the step of them."""
 
 
-class Cancelled(Interrupted):
+class GenerationCancelled(GenerationInterrupted):
     """The event that was given as `cancellation` was set."""
 
 
-class OutOfMemory(Interrupted):
+class OutOfMemoryError(GenerationInterrupted):
     """Memory is out, and `on_oom` leaves no way to go on. `partial.stats.fallbacks` says what was tried."""
 
 
-class CtrlC(KeyboardInterrupt):
-    """Ctrl-C was pressed while generating. `partial` as of `Interrupted`.
+class UserInterrupt(KeyboardInterrupt):
+    """Ctrl-C was pressed while generating. `partial` as of `GenerationInterrupted`.
 
     As every KeyboardInterrupt it is no Exception: code that goes on after whatever fails lets it pass.
     """

@@ -13,25 +13,25 @@ from transformers import PreTrainedModel
 
 import caches
 import engine
-from caches import Driven
-from configs import EngineConfig, checked_rungs
+from caches import EngineCache
+from configs import EngineConfig, checked_fallbacks
 from engine.decoding.assistant import Draft, DraftRequest, check_takes_back, read_draft_request, verifies
 from engine.decoding.cancellation import Cancellation
-from engine.decoding.driver import Play
-from engine.decoding.guidance import GuidedLane, check_texts_bear_pads
-from engine.decoding.loop import Run
-from engine.decoding.model_session import Lane
-from engine.errors import OptionError, OutOfMemory
+from engine.decoding.driver import Driver
+from engine.decoding.guidance import GuidedSession, check_texts_bear_pads
+from engine.decoding.loop import DecodingLoop
+from engine.decoding.model_session import ModelSession
+from engine.errors import OptionError, OutOfMemoryError
 from engine.memory.budget import Budget
 from engine.memory.cache_choice import CacheChoice, check_new, new_cache, read_cache_choice
-from engine.memory.fallbacks import Ladder
+from engine.memory.fallbacks import Recovery
 from engine.model.accelerate_hooks import prompt_device
-from engine.model.forward import Runner
+from engine.model.forward import ModelRunner
 from engine.model.loading import load
 from engine.model.masks import Columns, check_takes_masks
-from engine.model.rope_probe import check_turning
+from engine.model.rope_probe import check_rope
 from engine.out_of_memory import Exhausted, empty_allocators
-from engine.output.stream_buffer import outlet_for
+from engine.output.stream_buffer import stream_buffer_for
 from engine.request.call import Call, parameters, read_call, takes
 from engine.request.checks import check_places, check_positions, check_room_for_rows
 from engine.request.continuation import check_content, check_continues, check_pads_ahead
@@ -51,7 +51,7 @@ class Generator:
     def __init__(self, model: PreTrainedModel | str | Path, tokenizer: Any = None, config: EngineConfig | None = None):
         self.config = _checked(config)
         self.model, self.tokenizer = load(model, read("tokenizer", tokenizer), self.config)
-        self._runner = Runner(self.model, self.config.compile, self.config.linears)
+        self._runner = ModelRunner(self.model, self.config.compile, self.config.linears)
         self._draft: Draft | None = None
 
     @takes(parameters, as_told_by=engine.generate)
@@ -61,7 +61,8 @@ class Generator:
 
     @takes(parameters, as_told_by=engine.generate)
     def stream(self, inputs: Any = None, **arguments: Any) -> Stream:
-        """Generate piece by piece: one `Piece` per row and step. Arguments are checked here, before the first piece.
+        """Generate piece by piece: one `StreamChunk` per row and step. Arguments are checked here, before the first
+        piece.
 
         Parameters: those of `engine.generate`, without its model.
         """
@@ -99,7 +100,7 @@ class Generator:
         self._runner.drop_graphs()
         empty_allocators()
 
-    def _start(self, call: Call, streams: bool) -> Play:
+    def _start(self, call: Call, streams: bool) -> Driver:
         grad = torch.is_grad_enabled()
         try:
             return self._prepare(call, streams)
@@ -110,14 +111,14 @@ class Generator:
         finally:
             torch._C._set_grad_enabled(grad)  # Ctrl-C may have come where torch.no_grad() ended
 
-    def _prepare(self, call: Call, streams: bool) -> Play:
+    def _prepare(self, call: Call, streams: bool) -> Driver:
         started = time.perf_counter()
         call = read_parameters(call)
         stop = Cancellation(call.cancellation)
-        rungs = self.config.on_oom if call.on_oom is None else checked_rungs(call.on_oom)
-        ladder, draft_ladder = Ladder(rungs), Ladder(rungs)
-        draft_ladder.taken = ladder.taken
-        budget = Budget(self.config.max_cache_bytes, self.config.over_budget, ladder.taken)
+        fallbacks = self.config.on_oom if call.on_oom is None else checked_fallbacks(call.on_oom)
+        recovery, draft_recovery = Recovery(fallbacks), Recovery(fallbacks)
+        draft_recovery.taken = recovery.taken
+        budget = Budget(self.config.max_cache_bytes, self.config.over_budget, recovery.taken)
         tokenizer = call.tokenizer if call.tokenizer is not None else self.tokenizer
         draft = self._draft_of(call.assistant_model)
         choice = read_cache_choice(self.model, call, self.config)
@@ -125,35 +126,37 @@ class Generator:
         live, known = self._cache_for(choice, request, budget)
         if request.source is not None:  # the first work, after all that can be checked without
             try:
-                request = request.encoded(self.model, ladder.climb_before)
+                request = request.encoded(self.model, recovery.apply_before)
                 if draft is not None and draft_request is not None:
-                    draft_request = draft_request.encoded(draft, draft_ladder.climb_before)
+                    draft_request = draft_request.encoded(draft, draft_recovery.apply_before)
             except Exhausted as error:
-                taken, seconds = ladder.taken, time.perf_counter() - started
+                taken, seconds = recovery.taken, time.perf_counter() - started
                 nothing = nothing_generated(request.prompt.ids, tokenizer is not None, taken, seconds)
                 told = f"memory was out in the encoder, before the first token ({error})"
-                raise OutOfMemory(told, nothing) from error.__cause__
+                raise OutOfMemoryError(told, nothing) from error.__cause__
             live, known = self._cache_for(choice, request, budget)
-        columns, extras = _columns_of(request)
+        columns, model_kwargs = _columns_of(request)
         if not known and not call.trust_cache:
-            check_content(self._runner, live, request, columns, extras, tokenizer)
-        lane = self._lane(request, live, columns, extras, check=stop.check, recover=ladder.climb, make_room=budget.keep)
-        run = Run(
+            check_content(self._runner, live, request, columns, model_kwargs, tokenizer)
+        session = self._lane(
+            request, live, columns, model_kwargs, check=stop.check, recover=recovery.apply_next, make_room=budget.keep
+        )
+        run = DecodingLoop(
             request,
-            lane if request.guidance is None else GuidedLane(lane, request.guidance),
-            outlet_for(request, tokenizer, call.streamer, streams),
+            session if request.guidance is None else GuidedSession(session, request.guidance),
+            stream_buffer_for(request, tokenizer, call.streamer, streams),
             tokenizer=tokenizer,
             legacy=bool(call.return_legacy_cache),
             started=started,
             draft=None
             if draft is None or draft_request is None
-            else draft.lane(draft_request, stop.check, draft_ladder.climb),
-            fallbacks=ladder.taken,
+            else draft.session(draft_request, stop.check, draft_recovery.apply_next),
+            fallbacks=recovery.taken,
         )
-        return Play(run, stop)
+        return Driver(run, stop)
 
     def _read(
-        self, call: Call, tokenizer: Any, live: Driven | None, draft: Draft | None
+        self, call: Call, tokenizer: Any, live: EngineCache | None, draft: Draft | None
     ) -> tuple[Request, DraftRequest | None]:
         """What the call asks for, of the model and of its draft. live: the cache that was given."""
         request = read_request(
@@ -169,7 +172,7 @@ class Generator:
             return request, None
         return replace(request, drafts=draft.drafts(request.strategy), translation=read.translation), read
 
-    def _cache_for(self, choice: CacheChoice, request: Request, budget: Budget) -> tuple[Driven, bool]:
+    def _cache_for(self, choice: CacheChoice, request: Request, budget: Budget) -> tuple[EngineCache, bool]:
         """The cache, checked with all else, and whether it is certain that what it holds begins the prompt.
 
         Before an encoder has read its source, as far as that can be told without.
@@ -183,17 +186,19 @@ class Generator:
         self._check_together(live, request)
         return live, known
 
-    def _lane(self, request: Request, live: Driven, columns: Columns, extras: dict[str, Any], **hooks: Any) -> Lane:
-        """hooks: `check`, `recover` and `make_room`, see `Lane`."""
-        return Lane(
+    def _lane(
+        self, request: Request, live: EngineCache, columns: Columns, model_kwargs: dict[str, Any], **hooks: Any
+    ) -> ModelSession:
+        """hooks: `check`, `recover` and `make_room`, see `ModelSession`."""
+        return ModelSession(
             self._runner,
             live,
             columns,
             rows=len(request.read[0].ids),
             before=request.before,
             embeds=request.prompt.embeds,
-            unnamed=request.prompt.unnamed,
-            extras=extras,
+            columns_without_ids=request.prompt.columns_without_ids,
+            model_kwargs=model_kwargs,
             flags=request.output_flags,
             chunk_tokens=request.chunk_tokens,
             shares=self.config.compile == "off",
@@ -210,23 +215,24 @@ class Generator:
             draft = self._draft = Draft(model, self.config.linears)
         return draft
 
-    def _check_together(self, live: Driven, request: Request) -> None:
+    def _check_together(self, live: EngineCache, request: Request) -> None:
         """Refuse what this model, this cache and this request cannot do together."""
         read, mask = request.read
         check_positions(self.model, live, mask.shape[1], request.columns)
         check_room_for_rows(live, len(request.prompt.ids), len(read.ids), request.rows)
         if isinstance(live, caches.Cache):
             check_takes_masks(self.model, live)
-            check_places(live, mask, read.extras.get("position_ids"))
-            check_turning(self._runner, live)
+            check_places(live, mask, read.model_kwargs.get("position_ids"))
+            check_rope(self._runner, live)
         if live.handle is not None and not self._runner.takes_cache:
             raise OptionError(
                 f"{type(self.model).__name__} takes no cache of keys and values (it keeps none, or a state of its own "
                 f"kind), so the {live.name} cache has nothing to hold: use cache='none'"
             )
-        if live.seen > 0 and getattr(request.strategy, "reads_hidden", False):
+        if live.total_tokens > 0 and getattr(request.strategy, "reads_hidden", False):
             raise OptionError(
-                f"{request.strategy.name} compares with the hidden states of all tokens, and those of the {live.seen} "
+                f"{request.strategy.name} compares with the hidden states of all tokens, and those of the "
+                f"{live.total_tokens} "
                 "in the cache are not known: start with an empty cache"
             )
         if verifies(request.strategy):
@@ -262,8 +268,8 @@ class Generator:
 def _columns_of(request: Request) -> tuple[Columns, dict[str, Any]]:
     """The columns of what the model reads, and its inputs beside ids, mask and positions."""
     read, mask = request.read
-    extras = dict(read.extras)
-    return Columns(mask, request.columns, extras.pop("position_ids", None)), extras
+    model_kwargs = dict(read.model_kwargs)
+    return Columns(mask, request.columns, model_kwargs.pop("position_ids", None)), model_kwargs
 
 
 def _checked(config: EngineConfig | None) -> EngineConfig:

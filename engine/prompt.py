@@ -15,14 +15,14 @@ from engine.errors import InputError
 @dataclass(frozen=True)
 class Prompt:
     """ids: LongTensor [rows, tokens], left-padded. mask: [rows, tokens or more], None when the caller gave none; wider
-    than `ids` when the columns before them are in the cache already. extras: whatever else the model takes.
+    than `ids` when the columns before them are in the cache already. model_kwargs: whatever else the model takes.
 
     embeds: [rows, columns, hidden_size], fed in place of ids; `ids` then name the last of these columns, or none.
     """
 
     ids: torch.Tensor
     mask: torch.Tensor | None
-    extras: dict[str, Any] = field(default_factory=dict)
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
     embeds: torch.Tensor | None = None
 
     @property
@@ -30,67 +30,76 @@ class Prompt:
         return self.ids.shape[1] if self.embeds is None else self.embeds.shape[1]
 
     @property
-    def unnamed(self) -> int:
+    def columns_without_ids(self) -> int:
         """Columns at the beginning that have an embedding but no id."""
         return self.columns - self.ids.shape[1]
 
     def to(self, device: torch.device) -> Prompt:
         mask, embeds = (None if tensor is None else tensor.to(device) for tensor in (self.mask, self.embeds))
-        return Prompt(self.ids.to(device), mask, move(self.extras, device), embeds)
+        return Prompt(self.ids.to(device), mask, move(self.model_kwargs, device), embeds)
 
 
-def move(extras: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """`extras` with their tensors on `device`."""
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in extras.items()}
+def move(model_kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """`model_kwargs` with their tensors on `device`."""
+    return {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in model_kwargs.items()
+    }
 
 
 def read_prompt(
-    inputs: Any, extras: dict[str, Any], tokenizer: Any, bos_id: int | None, pad_left: bool = True, pad_id: Any = None
+    inputs: Any,
+    model_kwargs: dict[str, Any],
+    tokenizer: Any,
+    bos_id: int | None,
+    pad_left: bool = True,
+    pad_id: Any = None,
 ) -> Prompt:
     """Text, texts, chat messages, ids, or a mapping with `input_ids` or `inputs_embeds`, as a `Prompt`.
 
-    extras: model inputs given as keywords; they may hold `input_ids`, `inputs_embeds` and `attention_mask` themselves.
-    bos_id: the prompt when there is none. pad_left: where the pads of a ragged batch go. pad_id: what pads ragged ids
-    where there is no tokenizer; default 0. Raises `InputError`.
+    model_kwargs: model inputs given as keywords; they may hold `input_ids`, `inputs_embeds` and `attention_mask`
+    themselves. bos_id: the prompt when there is none. pad_left: where the pads of a ragged batch go. pad_id: what pads
+    ragged ids where there is no tokenizer; default 0. Raises `InputError`.
     """
-    inputs, extras = merged(inputs, extras)
-    extras = {name: value for name, value in extras.items() if value is not None or name not in _OPTIONAL}
-    ids = extras.pop("input_ids", None)
+    inputs, model_kwargs = merged(inputs, model_kwargs)
+    model_kwargs = {name: value for name, value in model_kwargs.items() if value is not None or name not in _OPTIONAL}
+    ids = model_kwargs.pop("input_ids", None)
     if inputs is not None and ids is not None:
         raise InputError("the prompt was given twice: as inputs and as input_ids")
-    embeds = as_embeds(extras.pop("inputs_embeds", None))
+    embeds = as_embeds(model_kwargs.pop("inputs_embeds", None))
     if embeds is not None and inputs is None and ids is None:
         ids = torch.empty(len(embeds), 0, dtype=torch.long)
     elif inputs is None and ids is None:
         if bos_id is None:
             raise InputError("there is no prompt, and the model has no bos_token_id to begin with")
         ids = torch.tensor([[bos_id]])
-        extras.setdefault("attention_mask", torch.ones_like(ids))  # no pad, also where a model has one id for both
+        model_kwargs.setdefault(
+            "attention_mask", torch.ones_like(ids)
+        )  # no pad, also where a model has one id for both
     if inputs is not None:
         ids = inputs
         if not _are_ids(inputs):
-            if "attention_mask" in extras:
+            if "attention_mask" in model_kwargs:
                 raise InputError("attention_mask was given with a text prompt; the tokenizer makes that mask")
-            ids, extras["attention_mask"] = _tokenize(inputs, tokenizer, pad_left)
-    ids, extras = _rectangular(ids, extras, _pad_id(tokenizer, pad_id), pad_left)
-    mask = extras.pop("attention_mask", None)
-    return Prompt(as_ids(ids), None if mask is None else as_mask(mask), extras, embeds)
+            ids, model_kwargs["attention_mask"] = _tokenize(inputs, tokenizer, pad_left)
+    ids, model_kwargs = _rectangular(ids, model_kwargs, _pad_id(tokenizer, pad_id), pad_left)
+    mask = model_kwargs.pop("attention_mask", None)
+    return Prompt(as_ids(ids), None if mask is None else as_mask(mask), model_kwargs, embeds)
 
 
 _OPTIONAL = ("input_ids", "inputs_embeds", "attention_mask")
 
 
-def merged(inputs: Any, extras: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def merged(inputs: Any, model_kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The inputs that are no mapping, and those by name: given as keywords or in a mapping. Raises `InputError`."""
     if not isinstance(inputs, Mapping) or _is_message(inputs):
-        return inputs, dict(extras)
+        return inputs, dict(model_kwargs)
     for name in inputs:
         if not isinstance(name, str):
             raise InputError(f"the inputs are a mapping with {name!r:.40} among its names, which are texts")
-    twice = sorted(set(inputs) & set(extras))
+    twice = sorted(set(inputs) & set(model_kwargs))
     if twice:
         raise InputError(f"{', '.join(twice)} given twice: in the inputs and as a keyword")
-    return None, {**extras, **inputs}
+    return None, {**model_kwargs, **inputs}
 
 
 def _is_message(value: Any) -> bool:

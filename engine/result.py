@@ -18,7 +18,7 @@ class Fallback:
 
     Attributes
     ----------
-    rung : str
+    name : str
         Which of the ways was taken: see `configs.EngineConfig.on_oom`.
     what : str
         What was done, in words.
@@ -28,7 +28,7 @@ class Fallback:
         Bytes of the cache on the device that computes.
     """
 
-    rung: str
+    name: str
     what: str
     tokens: int
     bytes_before: int
@@ -36,7 +36,7 @@ class Fallback:
 
     def __str__(self) -> str:
         return (
-            f"{self.rung}: {self.what} (after {self.tokens} tokens per row; cache on the device {self.bytes_before:,} "
+            f"{self.name}: {self.what} (after {self.tokens} tokens per row; cache on the device {self.bytes_before:,} "
             f"-> {self.bytes_after:,} bytes)"
         )
 
@@ -154,7 +154,7 @@ class Generation:
     def past_key_values(self) -> TransformersCache | tuple | None:
         """transformers' name for `cache`; tuples of keys and values where the call said `return_legacy_cache=True`.
 
-        Raises `caches.UnsupportedLayer` where tuples cannot say everything that is in it.
+        Raises `caches.UnsupportedLayerError` where tuples cannot say everything that is in it.
         """
         return self.cache.to_legacy_cache() if self.legacy and self.cache is not None else self.cache
 
@@ -192,7 +192,7 @@ def nothing_generated(
 
 
 @dataclass(frozen=True)
-class Piece:
+class StreamChunk:
     """One row's share of a stream. What was in a piece is final.
 
     Attributes

@@ -7,11 +7,11 @@ from collections.abc import Generator as PieceGenerator
 from collections.abc import Iterator
 from contextlib import suppress
 
-from engine.decoding.driver import Play
-from engine.result import Generation, Piece
+from engine.decoding.driver import Driver
+from engine.result import Generation, StreamChunk
 
 
-def _leave(pieces: PieceGenerator[Piece, None, None]) -> None:
+def _leave(pieces: PieceGenerator[StreamChunk, None, None]) -> None:
     with suppress(ValueError):  # another thread is at work in it
         pieces.close()
 
@@ -22,17 +22,17 @@ class Stream:
     The run ends with the last piece, with `close()`, or where `with engine.stream(...) as pieces:` ends.
     """
 
-    def __init__(self, play: Play, model: str):
+    def __init__(self, play: Driver, model: str):
         """model: what generates, in words."""
         self._play, self._model, self._new_tokens = play, model, 0
         self._pieces = play.pieces()
         # When it is collected, and before the process ends: what a run cleans up needs an interpreter that is whole.
         weakref.finalize(self, _leave, self._pieces)
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[StreamChunk]:
         return self
 
-    def __next__(self) -> Piece:
+    def __next__(self) -> StreamChunk:
         piece = next(self._pieces)
         self._new_tokens += len(piece.tokens)
         return piece

@@ -1,6 +1,6 @@
 """Decoding strategies as flows of operations. They know neither models nor caches."""
 
-from kvengine import check_siblings
+from kvengine import check_siblings, old_names
 
 check_siblings(__file__, "configs")
 
@@ -11,23 +11,23 @@ from strategies.diverse_beam import DiverseBeam
 from strategies.greedy import Greedy
 from strategies.operations import (
     Crop,
-    Drafts,
     Emit,
     Finish,
     Flow,
     Forward,
-    NoChoice,
+    Hypothesis,
+    NoCandidateError,
     Operation,
     Process,
+    Report,
     Rows,
-    Show,
+    SpeculationStats,
     Strategy,
     Task,
-    Text,
     Translation,
-    each,
     one_token_per_step,
     read_prompt,
+    repeat_rows_index,
 )
 from strategies.prompt_lookup import PromptLookup
 from strategies.registry import build, names, options, register
@@ -39,28 +39,39 @@ __all__ = [
     "Contrastive",
     "Crop",
     "DiverseBeam",
-    "Drafts",
     "Emit",
     "Finish",
     "Flow",
     "Forward",
     "Greedy",
-    "NoChoice",
+    "Hypothesis",
+    "NoCandidateError",
     "Operation",
     "Process",
     "PromptLookup",
+    "Report",
     "Rows",
     "Sampling",
-    "Show",
+    "SpeculationStats",
     "Strategy",
     "Task",
-    "Text",
     "Translation",
     "build",
-    "each",
     "names",
     "one_token_per_step",
     "options",
     "read_prompt",
     "register",
+    "repeat_rows_index",
 ]
+
+__getattr__ = old_names(
+    "strategies",
+    {
+        "Drafts": "SpeculationStats",
+        "NoChoice": "NoCandidateError",
+        "Show": "Report",
+        "Text": "Hypothesis",
+        "each": "repeat_rows_index",
+    },
+)

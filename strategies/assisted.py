@@ -12,7 +12,7 @@ import torch
 from configs import ConfigError, require_positive
 from strategies.operations import Crop, Flow, Forward, Operation, Task, draw
 from strategies.registry import register
-from strategies.speculative import Emitted, Proposal, in_rounds, score_copies
+from strategies.speculative import Proposal, VerifiedText, score_copies, speculative_loop
 
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 
@@ -60,7 +60,7 @@ class Assisted:
 
     def flow(self, task: Task) -> Flow:
         drafter = _Drafter(self, task) if task.translation is None else _Translating(self, task)
-        return in_rounds(task, self.samples, drafter.propose)
+        return speculative_loop(task, self.samples, drafter.propose)
 
 
 class _Drafter:
@@ -72,7 +72,7 @@ class _Drafter:
         self.fed = 0  # columns of the text that the draft has read, proposed ones included
         self._end = 0  # where the last proposal would have ended, had all of it been accepted
 
-    def propose(self, text: Emitted) -> Generator[Operation, Any, Proposal]:
+    def propose(self, text: VerifiedText) -> Generator[Operation, Any, Proposal]:
         columns = text.ids.shape[1]
         self.adapt(columns)
         k = min(max(self.length, text.most_fixed), text.room)
@@ -126,12 +126,12 @@ class _Translating(_Drafter):
         super().__init__(options, task)
         self._read = task.ids[:, :0]  # by the draft, in its own ids
 
-    def propose(self, text: Emitted) -> Generator[Operation, Any, Proposal]:
+    def propose(self, text: VerifiedText) -> Generator[Operation, Any, Proposal]:
         translation = self.task.translation
         assert translation is not None
         self.adapt(text.ids.shape[1])
         wanted = translation.to_draft(text.ids)
-        k = min(self.length, text.room, translation.last_column - wanted.shape[1] - 1)
+        k = min(self.length, text.room, translation.max_columns - wanted.shape[1] - 1)
         if k < 1:
             return Proposal(text.ids[:, :0])
         tokens, read = (yield from self.unread(wanted)), wanted

@@ -7,8 +7,8 @@ from functools import partial
 from typing import ClassVar
 
 from configs import ConfigError, require_positive
-from strategies.beam_search import Beams, Rules, finish, show
-from strategies.operations import Flow, Forward, Rows, Task, each, read_prompt
+from strategies.beam_search import BeamState, Rules, finish, show
+from strategies.operations import Flow, Forward, Rows, Task, read_prompt, repeat_rows_index
 from strategies.registry import register
 
 
@@ -48,7 +48,7 @@ class Beam:
     def flow(self, task: Task) -> Flow:
         size = self.num_beams
         rules = Rules(self.length_penalty, self.early_stopping, self.do_sample)
-        beams, recorded = Beams(task, rules, size, first_row=0, stride=size), []
+        beams, recorded = BeamState(task, rules, size, first_row=0, stride=size), []
         ids, logits = yield from read_prompt(task, size)
         while True:
             log_probs = task.process(ids, task.attempt(partial(logits.log_softmax, dim=-1)))
@@ -63,7 +63,7 @@ class Beam:
             del logits, log_probs  # the next step makes others
             logits = yield Forward(ids[:, -1:])
         end = finish([beams.ended], self.num_return_sequences, task.ids.shape[1], tuple(recorded))
-        yield Rows(each(len(task.ids), self.num_return_sequences) * size)
+        yield Rows(repeat_rows_index(len(task.ids), self.num_return_sequences) * size)
         yield end
 
 

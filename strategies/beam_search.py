@@ -11,7 +11,7 @@ from functools import partial, reduce
 
 import torch
 
-from strategies.operations import Finish, NoChoice, Show, Task, Text, draw
+from strategies.operations import Finish, Hypothesis, NoCandidateError, Report, Task, draw
 
 _NEVER = -1e9  # the score of what must not be chosen
 
@@ -32,7 +32,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Texts:
+class Hypotheses:
     """ids [prompts, n, columns]. rows: in which row of all each new token was chosen, -1 after the end, [prompts, n,
     new columns]. scores [prompts, n], the best first.
     """
@@ -41,9 +41,9 @@ class Texts:
     rows: torch.Tensor
     scores: torch.Tensor
 
-    def take(self, index: torch.Tensor) -> Texts:
+    def take(self, index: torch.Tensor) -> Hypotheses:
         """Of every prompt those at `index` [prompts, any]."""
-        return Texts(_take(self.ids, index), _take(self.rows, index), self.scores.gather(1, index))
+        return Hypotheses(_take(self.ids, index), _take(self.rows, index), self.scores.gather(1, index))
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -55,20 +55,20 @@ class Texts:
         """Which are more than a placeholder, [prompts, n]."""
         return self.scores > _NEVER / 2
 
-    def best(self, texts: int) -> Texts:
+    def best(self, texts: int) -> Hypotheses:
         """The best `texts` of every prompt; of equal ones the first, as in transformers."""
         return self.take(self.scores.sort(dim=1, descending=True, stable=True).indices[:, :texts])
 
-    def then(self, ids: torch.Tensor | int, rows: torch.Tensor | int) -> Texts:
+    def then(self, ids: torch.Tensor | int, rows: torch.Tensor | int) -> Hypotheses:
         """With one more column."""
-        return Texts(_with_column(self.ids, ids), _with_column(self.rows, rows), self.scores)
+        return Hypotheses(_with_column(self.ids, ids), _with_column(self.rows, rows), self.scores)
 
-    def beside(self, others: Texts) -> Texts:
+    def beside(self, others: Hypotheses) -> Hypotheses:
         both = zip((self.ids, self.rows, self.scores), (others.ids, others.rows, others.scores), strict=True)
-        return Texts(*(torch.cat(pair, dim=1) for pair in both))
+        return Hypotheses(*(torch.cat(pair, dim=1) for pair in both))
 
 
-class Beams:
+class BeamState:
     """A search of `size` beams for every prompt of `task`. first_row: of those of a prompt; stride: rows per prompt."""
 
     def __init__(self, task: Task, rules: Rules, size: int, first_row: int, stride: int):
@@ -79,11 +79,11 @@ class Beams:
         self._candidates = max(2, 1 + len(task.eos_ids)) * size  # ids given twice count twice, as in transformers
         scores = torch.full((len(ids), size), _NEVER, device=ids.device)
         ids = ids[:, None].expand(-1, size, -1)
-        self.ended = Texts(ids, ids[..., :0], scores)
+        self.ended = Hypotheses(ids, ids[..., :0], scores)
         self._is_text = scores > 0  # of those that have ended: no placeholder
         scores = scores.clone()
         scores[:, 0] = 0  # all beams are equal: only the first one counts
-        self.running = Texts(ids, ids[..., :0], scores)
+        self.running = Hypotheses(ids, ids[..., :0], scores)
         self.parents = self._first.expand(-1, size)
         """In which row of all the step before each running beam was, [prompts, beams]."""
         self._can_improve = torch.ones_like(self._is_text[:, :1])
@@ -99,7 +99,7 @@ class Beams:
         self._lost = (scores.amax(dim=1) == -torch.inf) & ~begun
         beams, tokens = index // vocabulary, index % vocabulary
         rows = beams + self._first
-        found = Texts(_take(self.running.ids, beams), _take(self.running.rows, beams), scores).then(tokens, rows)
+        found = Hypotheses(_take(self.running.ids, beams), _take(self.running.rows, beams), scores).then(tokens, rows)
         ends = self._task.ended(found.ids.flatten(0, 1)).view_as(scores)
         # Where all end, the length does it: those of a group without an end token are the beams that run.
         cut = ends.all(dim=1, keepdim=True)
@@ -107,7 +107,7 @@ class Beams:
         best = (scores + stops.float() * _NEVER).topk(self._size).indices
         self.ended = self.ended.then(self._task.pad_id, -1)
         self._keep_ended(found, stops)
-        self.running = Texts(found.ids, found.rows, scores + stops.float() * _NEVER).take(best)
+        self.running = Hypotheses(found.ids, found.rows, scores + stops.float() * _NEVER).take(best)
         self.parents = rows.gather(1, best)
         if self._rules.is_group:
             self._look_ahead(scores[:, :1])
@@ -127,7 +127,7 @@ class Beams:
         index = draw(scores.softmax(dim=-1), self._task.generator, self._candidates)
         return scores.gather(1, index), index
 
-    def _keep_ended(self, found: Texts, ends: torch.Tensor) -> None:
+    def _keep_ended(self, found: Hypotheses, ends: torch.Tensor) -> None:
         """Of the texts that had ended and those that end now, keep the best."""
         rules, eligible = self._rules, ends.clone()
         eligible[:, self._size :] = False  # the other candidates only stand by for those that end
@@ -135,7 +135,7 @@ class Beams:
         full = self._is_text.all(dim=1, keepdim=True) & (rules.early_stopping is True)
         for excluded in (full, ~self._can_improve, ~eligible):
             scores = scores + excluded.float() * _NEVER
-        texts = self.ended.beside(Texts(found.ids, found.rows, scores))
+        texts = self.ended.beside(Hypotheses(found.ids, found.rows, scores))
         best = texts.scores.topk(self._size).indices
         best = best.where(~self.done[:, None], torch.arange(self._size, device=best.device))  # also where scores tie
         self.ended = texts.take(best)
@@ -144,7 +144,7 @@ class Beams:
     def _look_ahead(self, best: torch.Tensor) -> None:
         """Find out which prompts may still get better texts. best: the score to go on from, [prompts, 1]."""
         rules, columns = self._rules, self.running.ids.shape[-1]
-        at_best = self._task.last_column if rules.early_stopping == "never" and rules.length_penalty > 0 else columns
+        at_best = self._task.max_columns if rules.early_stopping == "never" and rules.length_penalty > 0 else columns
         hoped = best / ((at_best - self._prompt) ** rules.length_penalty)
         worst = self.ended.scores.min(dim=1, keepdim=True).values.where(self._is_text, _NEVER)
         self._can_improve = self._can_improve & (hoped > worst).any(dim=1, keepdim=True)
@@ -158,11 +158,11 @@ class Beams:
     def over(self) -> bool:
         """Whether no prompt goes on. Waits for the device.
 
-        Raises `NoChoice` where one that has no text yet cannot go on.
+        Raises `NoCandidateError` where one that has no text yet cannot go on.
         """
         lost = self._lost.tolist()
         if any(lost):
-            raise NoChoice(
+            raise NoCandidateError(
                 f"all scores of all beams of prompt {lost.index(True)} are -inf, and none of its texts has ended: the "
                 "logits processors of the call have to leave a token that one of them can go on with"
             )
@@ -170,30 +170,30 @@ class Beams:
         return stopped or not bool(self._can_improve.any())
 
 
-def show(searches: list[Beams], returned: int, prompt: int) -> Show:
+def show(searches: list[BeamState], returned: int, prompt: int) -> Report:
     """How the best `returned` texts of every prompt stand, once the rows are those of the running beams.
 
     prompt: its columns.
     """
     running, ended, done = zip(*((search.running, search.ended, search.done) for search in searches), strict=True)
-    standing = _Standing(running, ended, done, returned, prompt)
-    return Show(standing.final, standing.best)
+    standing = BeamSnapshot(running, ended, done, returned, prompt)
+    return Report(standing.final, standing.best)
 
 
 @dataclass(frozen=True)
-class _Standing:
-    """All searches between two steps: see `Beams` and `show`. Nothing is computed unless it is asked for."""
+class BeamSnapshot:
+    """All searches between two steps: see `BeamState` and `show`. Nothing is computed unless it is asked for."""
 
-    running: tuple[Texts, ...]
-    ended: tuple[Texts, ...]
+    running: tuple[Hypotheses, ...]
+    ended: tuple[Hypotheses, ...]
     done: tuple[torch.Tensor, ...]
     returned: int
     prompt: int
 
-    def final(self) -> list[Text]:
+    def final(self) -> list[Hypothesis]:
         """Of every text what all that may become it have in common."""
-        ended = reduce(Texts.beside, self.ended)
-        texts = reduce(Texts.beside, [*self.running, ended])
+        ended = reduce(Hypotheses.beside, self.ended)
+        texts = reduce(Hypotheses.beside, [*self.running, ended])
         worst = ended.best(self.returned).scores[:, -1:]
         counts = torch.cat([self._may_win(), ended.are_chosen & (ended.scores >= worst)], dim=1)
         ids, some = texts.ids[..., self.prompt :], counts.long().argmax(dim=1, keepdim=True)
@@ -202,23 +202,23 @@ class _Standing:
         done, found = torch.stack(self.done).all(dim=0).tolist(), []
         for number, text in enumerate(self.best()):
             prompt = number // self.returned
-            found.append(text if done[prompt] else Text(text.tokens[: agreed[prompt]], False, text.row))
+            found.append(text if done[prompt] else Hypothesis(text.tokens[: agreed[prompt]], False, text.row))
         return found
 
-    def best(self) -> list[Text]:
-        """Beams that run, the best first, then texts that have ended: those alone where the prompt is done."""
-        running = reduce(Texts.beside, self.running)
-        ended = reduce(Texts.beside, self.ended).best(self.returned)
+    def best(self) -> list[Hypothesis]:
+        """BeamState that run, the best first, then texts that have ended: those alone where the prompt is done."""
+        running = reduce(Hypotheses.beside, self.running)
+        ended = reduce(Hypotheses.beside, self.ended).best(self.returned)
         may_win, beams, found = self._may_win().tolist(), running.scores.shape[1], []
         for prompt, scores in enumerate(running.scores.tolist()):
             ids, lengths = ended.ids[prompt, :, self.prompt :].tolist(), ended.lengths[prompt].tolist()
             real = ended.are_chosen[prompt].tolist()
-            texts = [Text(ids[n][: lengths[n]], True, prompt * beams) for n in range(self.returned) if real[n]]
+            texts = [Hypothesis(ids[n][: lengths[n]], True, prompt * beams) for n in range(self.returned) if real[n]]
             ids, real = running.ids[prompt, :, self.prompt :].tolist(), running.are_chosen[prompt].tolist()
             order = sorted((beam for beam in range(beams) if may_win[prompt][beam]), key=lambda beam: -scores[beam])
-            alive = [Text(ids[beam], False, prompt * beams + beam) for beam in order if real[beam]]
-            # Beams that have ended only run on for want of others.
-            dead = [Text(ids[beam], False, prompt * beams + beam) for beam in order if not real[beam]]
+            alive = [Hypothesis(ids[beam], False, prompt * beams + beam) for beam in order if real[beam]]
+            # BeamState that have ended only run on for want of others.
+            dead = [Hypothesis(ids[beam], False, prompt * beams + beam) for beam in order if not real[beam]]
             found += (alive + texts + dead)[: self.returned]
         return found
 
@@ -228,9 +228,9 @@ class _Standing:
         return torch.cat([~done[:, None].expand(-1, size) for done, size in zip(self.done, sizes, strict=True)], dim=1)
 
 
-def finish(ended: list[Texts], returned: int, prompt: int, scores: tuple[torch.Tensor, ...]) -> Finish:
+def finish(ended: list[Hypotheses], returned: int, prompt: int, scores: tuple[torch.Tensor, ...]) -> Finish:
     """The best `returned` texts of every prompt. prompt: its columns. scores: of every step."""
-    texts = reduce(Texts.beside, ended).best(returned)
+    texts = reduce(Hypotheses.beside, ended).best(returned)
     rows, lengths = texts.rows.flatten(0, 1), texts.lengths.flatten().tolist()
     longest = max(lengths)
     tokens = texts.ids.flatten(0, 1)[:, prompt : prompt + longest]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from configs import ConfigError
-from strategies.operations import Emit, Flow, Forward, Rows, Task, each
+from strategies.operations import Emit, Flow, Forward, Rows, Task, repeat_rows_index
 from strategies.registry import register
 
 
@@ -52,7 +52,7 @@ class Contrastive:
         while True:
             scores = task.process(ids, logits)
             probabilities, candidates = task.attempt(partial(_likeliest, scores, k))
-            yield Rows(each(len(ids), k))
+            yield Rows(repeat_rows_index(len(ids), k))
             del logits  # the next step makes others
             logits, hidden = yield Forward(candidates.reshape(-1, 1), hidden=True)
             states = _directions(hidden).unflatten(0, (-1, k))[:, :, 0]  # [rows, k, width]

@@ -10,8 +10,8 @@ import torch
 
 from configs import ConfigError
 from strategies.beam import check_beams
-from strategies.beam_search import Beams, Rules, finish, show
-from strategies.operations import Flow, Forward, Rows, Task, each, read_prompt
+from strategies.beam_search import BeamState, Rules, finish, show
+from strategies.operations import Flow, Forward, Rows, Task, read_prompt, repeat_rows_index
 from strategies.registry import register
 
 
@@ -58,7 +58,7 @@ class DiverseBeam:
     def flow(self, task: Task) -> Flow:
         size = self.scored
         rules = Rules(self.length_penalty, self.early_stopping, is_group=True)
-        groups = [Beams(task, rules, size, first, self.num_beams) for first in range(0, self.num_beams, size)]
+        groups = [BeamState(task, rules, size, first, self.num_beams) for first in range(0, self.num_beams, size)]
         _, logits = yield from read_prompt(task, self.num_beams)
         recorded: list[torch.Tensor] = []
         while True:
@@ -73,10 +73,10 @@ class DiverseBeam:
             logits = yield Forward(tokens.view(-1, 1))
         ended = [group.ended for group in groups]
         end = finish(ended, self.num_return_sequences, task.ids.shape[1], tuple(recorded))
-        yield Rows(each(len(task.ids), self.num_return_sequences) * self.num_beams)
+        yield Rows(repeat_rows_index(len(task.ids), self.num_return_sequences) * self.num_beams)
         yield end
 
-    def _advance(self, groups: list[Beams], task: Task, log_probs: torch.Tensor) -> list[torch.Tensor]:
+    def _advance(self, groups: list[BeamState], task: Task, log_probs: torch.Tensor) -> list[torch.Tensor]:
         """One step of all groups in their order; where scores are recorded, those that each chose by."""
         by_group = log_probs.unflatten(0, (len(task.ids), len(groups), -1)).unbind(dim=1)
         penalty = torch.zeros_like(log_probs[: len(task.ids)])  # [prompts, vocabulary]

@@ -6,12 +6,12 @@ them out, so a flow touches no model, cache, mask or device, and a test can play
     operation                      result sent back
     Forward(tokens)                logits after the last token, float32 [rows, vocabulary]
     Forward(tokens, hidden=True)   logits, and the last hidden states of these tokens [rows, n, width]
-    Forward(tokens, every=True)    logits after each of these tokens, float32 [rows, n, vocabulary]
+    Forward(tokens, all_logits=True)    logits after each of these tokens, float32 [rows, n, vocabulary]
     Forward(tokens, model="draft") the same of the draft, a second model with a cache of its own
     Emit(tokens)                   all ids so far, prompt included, [rows, columns]; rows that have ended got the pad id
     Crop(tokens)                   None
     Rows(index)                    None
-    Show(final, best)              None
+    Report(final, best)              None
     Finish(tokens, lengths)        None
 
 The first operation of every flow is a `Forward` of the prompt. The driver closes the flow when all rows have ended; a
@@ -35,7 +35,7 @@ Process = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass
-class Drafts:
+class SpeculationStats:
     """What became of the tokens that a flow proposed to its model: the flow counts, the engine reports.
 
     drafted, accepted: tokens of all rows, each counted once. verifications: forwards that looked at some. length: how
@@ -53,12 +53,12 @@ class Translation:
     """Between the ids of the model and those of a draft with another vocabulary, for one row.
 
     to_draft: all ids [1, columns] -> the same text [1, n]. to_model: (all ids, the draft's text, how many tokens of it
-    say the same as the ids) -> what comes after the ids, [1, any]. last_column: the draft's texts get no longer.
+    say the same as the ids) -> what comes after the ids, [1, any]. max_columns: the draft's texts get no longer.
     """
 
     to_draft: Callable[[torch.Tensor], torch.Tensor]
     to_model: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-    last_column: int
+    max_columns: int
 
 
 def at_once(work: Callable[[], T]) -> T:
@@ -73,7 +73,7 @@ class Task:
     ids: the prompt [rows, columns]. mask: 0 where it has a pad, [rows, columns], with columns more in front where the
     prompt begins with embeddings that have no id. process: to be applied to the scores of every step. ended: for ids
     [any, columns], whether a text ends there, bool [any]; only flows that `Finish` by themselves have to ask.
-    last_column: no row gets longer than so many columns. eos_ids: tokens that end a text, as given. pad_id: what a row
+    max_columns: no row gets longer than so many columns. eos_ids: tokens that end a text, as given. pad_id: what a row
     is filled up with. drafts: filled in where tokens are proposed. translation: where the draft has other ids.
     attempt: for work on scores [rows, vocabulary] that needs memory, as `attempt(lambda: scores.softmax(dim=-1))`. The
     work must not change anything, because it may be done more than once. `process` does this by itself. records_scores:
@@ -87,10 +87,10 @@ class Task:
     mask: torch.Tensor
     process: Process
     ended: Callable[[torch.Tensor], torch.Tensor]
-    last_column: int
+    max_columns: int
     eos_ids: tuple[int, ...] = ()
     pad_id: int = 0
-    drafts: Drafts = field(default_factory=Drafts)
+    drafts: SpeculationStats = field(default_factory=SpeculationStats)
     translation: Translation | None = None
     attempt: Callable[[Callable[[], Any]], Any] = at_once
     records_scores: bool = True
@@ -106,7 +106,7 @@ class Forward:
 
     tokens: torch.Tensor
     hidden: bool = False
-    every: bool = False
+    all_logits: bool = False
     model: str = "main"
 
 
@@ -137,7 +137,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Text:
+class Hypothesis:
     """A text to be returned, as far as it goes. ended: whether that is all of it. row: which row goes on from it."""
 
     tokens: list[int]
@@ -146,16 +146,16 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Show:
-    """How the texts stand of a flow that will `Finish`, one `Text` for each that is returned, in their order.
+class Report:
+    """How the texts stand of a flow that will `Finish`, one `Hypothesis` for each that is returned, in their order.
 
     It comes between a `Rows` and the next `Forward`. final: with the tokens that cannot become others any more. best:
     what each would be if the run stopped here. Both wait for the device, so they are only asked for where the
     run is streamed, or where it stops early.
     """
 
-    final: Callable[[], list[Text]]
-    best: Callable[[], list[Text]]
+    final: Callable[[], list[Hypothesis]]
+    best: Callable[[], list[Hypothesis]]
 
 
 @dataclass(frozen=True)
@@ -173,11 +173,11 @@ class Finish:
     beam_indices: torch.Tensor | None = None
 
 
-Operation = Forward | Emit | Crop | Rows | Show | Finish
+Operation = Forward | Emit | Crop | Rows | Report | Finish
 Flow = Generator[Operation, Any, None]
 
 
-class NoChoice(EngineError):
+class NoCandidateError(EngineError):
     """There is nothing that the next token could be chosen by."""
 
 
@@ -209,7 +209,7 @@ def draw(probabilities: torch.Tensor, generator: torch.Generator | None, tokens:
     return torch.multinomial(probabilities.nan_to_num(1.0), tokens, generator=generator)
 
 
-def each(rows: int, times: int) -> torch.Tensor:
+def repeat_rows_index(rows: int, times: int) -> torch.Tensor:
     """The index that repeats every row: for 2 rows 3 times 0, 0, 0, 1, 1, 1."""
     return torch.arange(rows).repeat_interleave(times)
 
@@ -219,7 +219,7 @@ def read_prompt(task: Task, branches: int) -> Generator[Operation, Any, tuple[to
     logits = yield Forward(task.ids)
     if branches == 1:
         return task.ids, logits
-    yield Rows(each(len(task.ids), branches))
+    yield Rows(repeat_rows_index(len(task.ids), branches))
     return task.ids.repeat_interleave(branches, dim=0), logits.repeat_interleave(branches, dim=0)
 
 

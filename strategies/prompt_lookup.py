@@ -11,7 +11,7 @@ import torch
 from configs import require_positive
 from strategies.operations import Flow, Operation, Task
 from strategies.registry import register
-from strategies.speculative import Emitted, Proposal, in_rounds, score_copies
+from strategies.speculative import Proposal, VerifiedText, score_copies, speculative_loop
 
 
 @register
@@ -48,7 +48,7 @@ class PromptLookup:
         mask = task.mask[:, task.mask.shape[1] - task.ids.shape[1] :]
         pads = [row.count(0) for row in mask.tolist()]  # they are no words
 
-        def propose(text: Emitted) -> Generator[Operation, Any, Proposal]:
+        def propose(text: VerifiedText) -> Generator[Operation, Any, Proposal]:
             yield from ()
             columns, ids = text.ids.shape[1], torch.cat([text.ids, text.fixed], dim=1).cpu()
             rows = []
@@ -62,7 +62,7 @@ class PromptLookup:
                 drafted[row, : len(tokens)] = tokens[:k]
             return Proposal(drafted.to(text.ids.device))
 
-        return in_rounds(task, self.samples, propose)
+        return speculative_loop(task, self.samples, propose)
 
     def look_up(self, text: torch.Tensor) -> torch.Tensor:
         """What may come after `text` [tokens]; nothing where its end is new."""

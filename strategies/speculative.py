@@ -24,7 +24,7 @@ class Proposal:
     probabilities: torch.Tensor | None = None
 
 
-class Emitted:
+class VerifiedText:
     """ids [rows, columns]: what was emitted. over: rows that have ended, bool [rows].
 
     fixed [rows, n]: what comes next for sure, of row i its first `counts[i]`; it may be fed again, not chosen again.
@@ -42,7 +42,7 @@ class Emitted:
     @property
     def room(self) -> int:
         """Tokens that can be proposed: one more is chosen after them."""
-        return self.task.last_column - self.ids.shape[1] - 1
+        return self.task.max_columns - self.ids.shape[1] - 1
 
     @property
     def most_fixed(self) -> int:
@@ -112,12 +112,12 @@ def score_copies(proposed: int, samples: bool) -> int:
     return 2 * (proposed + 1) + (3 if samples else 1)
 
 
-Propose = Callable[[Emitted], Generator[Operation, Any, Proposal]]
+Propose = Callable[[VerifiedText], Generator[Operation, Any, Proposal]]
 
 
-def in_rounds(task: Task, samples: bool, propose: Propose) -> Flow:
+def speculative_loop(task: Task, samples: bool, propose: Propose) -> Flow:
     """The flow of every strategy that has its proposals verified. They begin with the text's fixed tokens."""
-    text = Emitted(task, samples)
+    text = VerifiedText(task, samples)
     logits = (yield Forward(task.ids))[:, None]
     proposal = Proposal(task.ids[:, :0])
     while True:
@@ -128,7 +128,7 @@ def in_rounds(task: Task, samples: bool, propose: Propose) -> Flow:
         text.advance((yield Emit(tokens, scores)), tokens)
         del logits, scores  # the next forward makes others
         proposal = yield from propose(text)
-        logits = yield Forward(torch.cat([text.ids[:, -1:], proposal.tokens], dim=1), every=True)
+        logits = yield Forward(torch.cat([text.ids[:, -1:], proposal.tokens], dim=1), all_logits=True)
 
 
 def _take_best(

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 
-class Piece(Protocol):
+class Segment(Protocol):
     @property
     def columns(self) -> int: ...
 
@@ -20,28 +20,28 @@ class Piece(Protocol):
     def mixed(self, weights: torch.Tensor) -> torch.Tensor:
         """Of values: their sums [rows, heads, tokens, width] by weights [rows, heads, tokens, columns]."""
 
-    def numbers(self) -> torch.Tensor:
-        """[rows, heads, columns, width]. The piece is of no use afterwards."""
+    def materialize(self) -> torch.Tensor:
+        """[rows, heads, columns, width]. The segment is of no use afterwards."""
 
 
 class Attend(Protocol):
     def __call__(
         self,
         queries: torch.Tensor,
-        keys: Iterable[Piece],
-        values: Iterable[Piece],
+        keys: Iterable[Segment],
+        values: Iterable[Segment],
         mask: torch.Tensor | None,
         width: int,
     ) -> torch.Tensor | None:
-        """Attention of queries [rows, heads, tokens, width of a key], scaled already, over all pieces in one go.
+        """Attention of queries [rows, heads, tokens, width of a key], scaled already, over all segments in one go.
 
         mask [rows, heads, repeats, tokens of each, columns] is added to the scores. Returns [rows, heads, tokens,
-        `width` of a value], or None if there are too many queries for it; then no piece was asked for.
+        `width` of a value], or None if there are too many queries for it; then no segment was asked for.
         """
 
 
 @dataclass(frozen=True)
-class Exact:
+class DenseSegment:
     held: torch.Tensor  # [rows, heads, columns, width]
 
     @property
@@ -54,12 +54,12 @@ class Exact:
     def mixed(self, weights: torch.Tensor) -> torch.Tensor:
         return weights @ self.held
 
-    def numbers(self) -> torch.Tensor:
+    def materialize(self) -> torch.Tensor:
         return self.held
 
 
 @dataclass(frozen=True)
-class Scaled:
+class AffineSegment:
     """Numbers that are `codes * scale + offset`, where neighbouring channels of a column share both.
 
     The codes are multiplied as they are and the few products scaled, not the many codes. That takes the precision of
@@ -101,7 +101,7 @@ class Scaled:
         offset = None if self.offset is None else self.offset[:, :, None, :, group]
         return codes, self.scale[:, :, None, :, group], offset
 
-    def numbers(self) -> torch.Tensor:
+    def materialize(self) -> torch.Tensor:
         groups = self.codes.unflatten(-1, (self.scale.shape[-1], -1))
         groups.mul_(self.scale[..., None])
         if self.offset is not None:
@@ -110,34 +110,37 @@ class Scaled:
 
 
 @dataclass(frozen=True)
-class Apart:
-    """A piece that every row has for itself, asked for `siblings` rows at a time: see `together`."""
+class PerRowSegment:
+    """A segment that every row has for itself, asked for `rows_per_prefix` rows at a time: see `together`."""
 
-    piece: Piece
-    siblings: int
+    segment: Segment
+    rows_per_prefix: int
 
     @property
     def columns(self) -> int:
-        return self.piece.columns
+        return self.segment.columns
 
     def scores(self, queries: torch.Tensor) -> torch.Tensor:
-        return together(self.piece.scores(apart(queries, self.siblings)), self.siblings)
+        return group_rows(self.segment.scores(ungroup_rows(queries, self.rows_per_prefix)), self.rows_per_prefix)
 
     def mixed(self, weights: torch.Tensor) -> torch.Tensor:
-        return together(self.piece.mixed(apart(weights, self.siblings)), self.siblings)
+        return group_rows(self.segment.mixed(ungroup_rows(weights, self.rows_per_prefix)), self.rows_per_prefix)
 
-    def numbers(self) -> torch.Tensor:
-        return self.piece.numbers()
-
-
-def together(of_rows: torch.Tensor, siblings: int) -> torch.Tensor:
-    """[rows, heads, tokens, ...] as [prompts, heads, siblings * tokens, ...], where `siblings` consecutive rows share
-    what their prompt has: as if they were more queries of one row, for which it is read once."""
-    return of_rows if siblings == 1 else of_rows.unflatten(0, (-1, siblings)).transpose(1, 2).flatten(2, 3)
+    def materialize(self) -> torch.Tensor:
+        return self.segment.materialize()
 
 
-def apart(of_prompts: torch.Tensor, siblings: int) -> torch.Tensor:
+def group_rows(of_rows: torch.Tensor, rows_per_prefix: int) -> torch.Tensor:
+    """[rows, heads, tokens, ...] as [prompts, heads, rows_per_prefix * tokens, ...], where `rows_per_prefix`
+    consecutive rows share what their prompt has: as if they were more queries of one row, for which it is read once.
+    """
+    return (
+        of_rows if rows_per_prefix == 1 else of_rows.unflatten(0, (-1, rows_per_prefix)).transpose(1, 2).flatten(2, 3)
+    )
+
+
+def ungroup_rows(of_prompts: torch.Tensor, rows_per_prefix: int) -> torch.Tensor:
     """And back."""
-    if siblings == 1:
+    if rows_per_prefix == 1:
         return of_prompts
-    return of_prompts.unflatten(2, (siblings, -1)).transpose(1, 2).flatten(0, 1)
+    return of_prompts.unflatten(2, (rows_per_prefix, -1)).transpose(1, 2).flatten(0, 1)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from caches.attention.segmented_tensor import plain
-from caches.errors import UnsupportedLayer
+from caches.errors import UnsupportedLayerError
 from caches.memory.buffers import Buffer
-from caches.memory.scratch import Stage
+from caches.memory.scratch import Scratch
 from caches.spec.layer_spec import INDEX, KV, STATE, LayerSpec
 from caches.stores.dense import Store
-from caches.stores.recurrent_state import CONV, RECURRENT, State
+from caches.stores.recurrent_state import CONV, RECURRENT, RecurrentState
 from caches.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -27,13 +27,13 @@ _STORES_OF_STREAM = {KV: ("keys", "values"), INDEX: ("index",)}
 class Slot:
     """What a store is for: the tensor `name` ("keys", "values", "index") of a layer.
 
-    timeline: its group's. stage: what all layers of the cache take turns in. sinks: first tokens that have to stay.
+    timeline: its group's. scratch: what all layers of the cache take turns in. sinks: first tokens that have to stay.
     """
 
     spec: LayerSpec
     name: str
     timeline: Timeline
-    stage: Stage
+    scratch: Scratch
     sinks: Sinks | None = None
 
 
@@ -47,14 +47,14 @@ class Layer:
     """
 
     supports_early_init = False  # transformers asks: shapes are learned from the first step
-    record_past = False  # models of transformers 5.17 ask the layer: see `Face.is_recording_past`
+    record_past = False  # models of transformers 5.17 ask the layer: see `LegacyNames.is_recording_past`
 
-    def __init__(self, spec: LayerSpec, timeline: Timeline, stage: Stage, new_store: StoreFactory, fixed: bool):
+    def __init__(self, spec: LayerSpec, timeline: Timeline, scratch: Scratch, new_store: StoreFactory, fixed: bool):
         self.spec = spec
         self.timeline = timeline
-        names = [name for stream, names in _STORES_OF_STREAM.items() if stream in spec.streams for name in names]
-        self.stores: dict[str, Store] = {name: new_store(Slot(spec, name, timeline, stage)) for name in names}
-        self.state = State(timeline, fixed) if STATE in spec.streams else None
+        names = [name for stream, names in _STORES_OF_STREAM.items() if stream in spec.components for name in names]
+        self.stores: dict[str, Store] = {name: new_store(Slot(spec, name, timeline, scratch)) for name in names}
+        self.state = RecurrentState(timeline, fixed) if STATE in spec.components else None
 
     def follow(self, timeline: Timeline, stores: dict[str, Store]) -> None:
         """Keep what it has in these stores from here on, in step with another clock."""
@@ -65,7 +65,7 @@ class Layer:
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add one step's keys and values [rows, kv_heads, tokens, head_dim]; returns what attention reads."""
         if keys.shape[-2] != self.timeline.pending:
-            raise UnsupportedLayer(
+            raise UnsupportedLayerError(
                 f"a {self.spec.layer_type} layer wrote {keys.shape[-2]} columns in a step of {self.timeline.pending} "
                 "tokens: this model keeps more than the tokens it is fed. Use cache='none'"
             )
@@ -92,24 +92,24 @@ class Layer:
         for store in self.stores.values():
             store.compact()
 
-    def can_drop(self, drop: int) -> bool:
-        return self.state is None or self.state.can_drop(drop)
+    def can_reject(self, rejected: int) -> bool:
+        return self.state is None or self.state.can_reject(rejected)
 
-    def settle(self, drop: int) -> None:
+    def commit(self, rejected: int) -> None:
         for part in self._parts():
-            part.settle(drop)
+            part.commit(rejected)
 
     def abort(self) -> None:
         for part in self._parts():
             part.abort()
 
-    def can_forget(self, tokens: int) -> bool:
-        return self.state is None or self.state.can_forget(tokens)
+    def can_roll_back(self, tokens: int) -> bool:
+        return self.state is None or self.state.can_roll_back(tokens)
 
-    def forget(self, tokens: int) -> None:
+    def roll_back(self, tokens: int) -> None:
         """Take back the last `tokens` committed ones; the timeline does that for what is kept in columns."""
         if self.state is not None:
-            self.state.forget(tokens)
+            self.state.roll_back(tokens)
 
     def reset(self) -> None:
         for part in self._parts():
@@ -124,57 +124,57 @@ class Layer:
         """See `Timeline.mask_sizes`."""
         return self.timeline.mask_sizes(tokens, unsettled)
 
-    def content(self) -> dict[str, torch.Tensor]:
+    def dense_state(self) -> dict[str, torch.Tensor]:
         """What is committed, by name: columns [rows, heads, held, width] of the stores, states [rows, ...]."""
         stores = {name: store.committed() for name, store in self.stores.items()}
         held = {name: columns for name, columns in stores.items() if columns is not None}
-        return held | ({} if self.state is None else self.state.content())
+        return held | ({} if self.state is None else self.state.dense_state())
 
-    def load(self, content: dict[str, torch.Tensor]) -> None:
+    def load_dense(self, content: dict[str, torch.Tensor]) -> None:
         """Hold exactly this content. The timeline has been told of it."""
         for name, store in self.stores.items():
             if name in content:
-                store.load(plain(content[name]))
+                store.load_dense(plain(content[name]))
         if self.state is not None:
             self._load_states(content)
 
-    def written(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What is committed as it is written down, for a layer of the same kind: a dict of each store, states."""
-        stores = {name: store.written() for name, store in self.stores.items()}
+        stores = {name: store.state_dict() for name, store in self.stores.items()}
         held = {name: written for name, written in stores.items() if written}
-        return held | ({} if self.state is None else self.state.content())
+        return held | ({} if self.state is None else self.state.dense_state())
 
-    def load_written(self, written: dict[str, Any]) -> None:
+    def load_state_dict(self, written: dict[str, Any]) -> None:
         """Hold exactly this. The timeline has been told of it."""
         for name, store in self.stores.items():
             if name in written:
-                store.load_written(written[name])
+                store.load_state_dict(written[name])
         if self.state is not None:
             self._load_states(written)
 
     def _load_states(self, content: dict[str, Any]) -> None:
         assert self.state is not None
-        self.state.load({name: held for name, held in content.items() if name.split()[0] in (CONV, RECURRENT)})
+        self.state.load_dense({name: held for name, held in content.items() if name.split()[0] in (CONV, RECURRENT)})
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything the layer keeps."""
         for part in self._parts():
             yield from part.tensors()
 
-    def away(self) -> Iterator[Buffer]:
+    def offloaded_buffers(self) -> Iterator[Buffer]:
         """Where what of it is that does not live where layers compute."""
         for store in self.stores.values():
-            yield from store.away()
+            yield from store.offloaded_buffers()
 
-    def _parts(self) -> Iterator[Store | State]:
+    def _parts(self) -> Iterator[Store | RecurrentState]:
         yield from self.stores.values()
         if self.state is not None:
             yield self.state
 
-    def leaves(self) -> Iterator[Any]:
+    def row_holders(self) -> Iterator[Any]:
         """Stores and states that hold rows each for itself: of a store whose rows share columns its two parts."""
         for part in self._parts():
-            yield from getattr(part, "leaves", (part,))
+            yield from getattr(part, "row_holders", (part,))
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -197,9 +197,9 @@ class Layer:
         return {} if self.state is None else self.state.numbered(RECURRENT)
 
     @property
-    def encodes(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether its keys and values are kept in fewer bits than they come in."""
-        return any(store.encodes for store in self.stores.values())
+        return any(store.is_quantized for store in self.stores.values())
 
     @property
     def is_initialized(self) -> bool:
@@ -207,7 +207,7 @@ class Layer:
 
     @property
     def is_sliding(self) -> bool:
-        return self.spec.reach.size is not None
+        return self.spec.attention_span.size is not None
 
     def __repr__(self) -> str:
-        return f"Layer({self.spec.layer_type}, held={self.timeline.held})"
+        return f"Layer({self.spec.layer_type}, held={self.timeline.kept_tokens})"

@@ -9,13 +9,13 @@ import torch
 
 from caches.core.layer import Layer, StoreFactory
 from caches.core.wrapped_layer import WrappedLayer
-from caches.errors import StepError, UnsupportedLayer
-from caches.hf.legacy_names import Face
-from caches.memory.expected_device import Place
-from caches.memory.scratch import Stage
-from caches.protocol import Log
-from caches.spec.layer_spec import EXOTIC, PLAIN, LayerSpec, Reach, read_specs
-from caches.spec.rope import Rotary
+from caches.errors import StepError, UnsupportedLayerError
+from caches.hf.legacy_names import LegacyNames
+from caches.memory.expected_device import ExpectedDevice
+from caches.memory.scratch import Scratch
+from caches.protocol import TokenLog
+from caches.spec.layer_spec import MODEL_SPECIFIC, PLAIN, AttentionSpan, LayerSpec, read_specs
+from caches.spec.rope import RopeRotation
 from caches.timeline.retention import KeepAll, KeepRecent, Retention
 from caches.timeline.timeline import Timeline
 from configs import CacheConfig
@@ -23,13 +23,14 @@ from configs import CacheConfig
 S = TypeVar("S", bound="Steps")
 
 
-def what_reach_needs(spec: LayerSpec) -> Retention:
+def needed_by_attention(spec: LayerSpec) -> Retention:
     """Keep exactly what the layer may still look at."""
-    return KeepAll() if spec.reach.columns is None else KeepRecent(spec.reach.columns)
+    return KeepAll() if spec.attention_span.columns is None else KeepRecent(spec.attention_span.columns)
 
 
-class Steps(Face):
-    """Keys, values and states of a model's layers, kept as its recipe says. For the methods of a step see `Driven`.
+class Steps(LegacyNames):
+    """Keys, values and states of a model's layers, kept as its recipe says. For the methods of a step see
+    `EngineCache`.
 
     name: the recipe's name. specs: one per layer; None makes a layer of full attention whenever one is first used.
     new_store: makes the store of each stream. fixed: whether its tensors never move. max_rows, max_tokens: what it has
@@ -48,13 +49,13 @@ class Steps(Face):
         fetched: bool = False,
         max_rows: int | None = None,
         max_tokens: int | None = None,
-        retention: Callable[[LayerSpec], Retention] = what_reach_needs,
+        retention: Callable[[LayerSpec], Retention] = needed_by_attention,
         new_timeline: Callable[..., Timeline] = Timeline,
-        place: Place | None = None,
+        place: ExpectedDevice | None = None,
     ):
         super().__init__(layers=[])
         self.name, self.fixed, self._fetched, self._place = name, fixed, fetched, place
-        self.log: Log | None = None
+        self.log: TokenLog | None = None
         self.options: CacheConfig | None = None  # that its recipe was given
         self._max_rows, self._max_tokens = max_rows, max_tokens
         self._new_store, self._retention, self._new_timeline = new_store, retention, new_timeline
@@ -65,11 +66,11 @@ class Steps(Face):
 
     def _make_layers(self, specs: Sequence[LayerSpec]) -> None:
         self.specs = tuple(specs)
-        self.stage = Stage()
-        kept = [(spec.reach, self._retention(spec)) for spec in specs]
+        self.scratch = Scratch()
+        kept = [(spec.attention_span, self._retention(spec)) for spec in specs]
         # Without any layer that keeps columns there is still a clock.
         used = [group for group, spec in zip(kept, specs, strict=True) if spec.keeps_kv]
-        used = used or kept[:1] or [(Reach(), self._retention(PLAIN))]
+        used = used or kept[:1] or [(AttentionSpan(), self._retention(PLAIN))]
         timelines = {
             group: self._new_timeline(group[1], self._max_tokens, self._max_rows, all_room=self.fixed)
             for group in dict.fromkeys(used)
@@ -81,21 +82,21 @@ class Steps(Face):
         ]
 
     def _new_layer(self, spec: LayerSpec, timeline: Timeline) -> Layer | WrappedLayer:
-        if EXOTIC in spec.streams:
+        if MODEL_SPECIFIC in spec.components:
             return WrappedLayer(spec, timeline)
-        return Layer(spec, timeline, self.stage, self._new_store, self.fixed)
+        return Layer(spec, timeline, self.scratch, self._new_store, self.fixed)
 
     def check_fits(self, model_config: Any) -> None:
         specs = read_specs(model_config)
-        if self.finds_layers and self.seen == 0:
-            self.take_layers(specs)
+        if self.finds_layers and self.total_tokens == 0:
+            self.bind_layers(specs)
         if specs != self.specs:
-            raise UnsupportedLayer(
+            raise UnsupportedLayerError(
                 f"it was built for {_layers_in_words(self.specs)}, but the model has {_layers_in_words(specs)}; "
                 "build one with the model's own configuration"
             )
 
-    def take_layers(self, specs: Sequence[LayerSpec]) -> None:
+    def bind_layers(self, specs: Sequence[LayerSpec]) -> None:
         """Be for these layers, instead of finding them as they are used. Only while it is empty."""
         self.finds_layers = False
         self._make_layers(specs)
@@ -145,30 +146,30 @@ class Steps(Face):
         for timeline, room in rooms.items():
             timeline.take_room(room)
 
-    def can_drop(self, drop: int) -> bool:
-        return all(layer.can_drop(drop) for layer in self.layers)
+    def can_reject(self, rejected: int) -> bool:
+        return all(layer.can_reject(rejected) for layer in self.layers)
 
-    def settle(self, drop: int = 0) -> None:
+    def commit(self, rejected: int = 0) -> None:
         if not self.is_open:
             raise StepError("settle() without begin()")
         pending = self._timelines[0].pending
-        if not 0 <= drop <= pending:
-            raise StepError(f"settle(drop={drop}), but the open step has {pending} tokens")
-        if not self.can_drop(drop):
-            kind = next(layer.spec.layer_type for layer in self.layers if not layer.can_drop(drop))
+        if not 0 <= rejected <= pending:
+            raise StepError(f"settle(rejected={rejected}), but the open step has {pending} tokens")
+        if not self.can_reject(rejected):
+            kind = next(layer.spec.layer_type for layer in self.layers if not layer.can_reject(rejected))
             raise StepError(
-                f"a {kind} layer takes back whole steps only, not {drop} of {pending} tokens: abort() the step and "
+                f"a {kind} layer takes back whole steps only, not {rejected} of {pending} tokens: abort() the step and "
                 "feed the tokens to keep again"
             )
-        self._prepare_to_settle(drop)
+        self._prepare_to_settle(rejected)
         for layer in self.layers:
-            layer.settle(drop)
+            layer.commit(rejected)
         for timeline in self._timelines:
-            timeline.settle(drop)
+            timeline.commit(rejected)
         self._close()
         self._empty_if_nothing_is_held()
 
-    def _prepare_to_settle(self, drop: int) -> None:
+    def _prepare_to_settle(self, rejected: int) -> None:
         """What settling needs memory for: it may fail, and changes nothing that is visible."""
 
     def abort(self) -> None:
@@ -182,7 +183,7 @@ class Steps(Face):
         self._empty_if_nothing_is_held()
 
     def _empty_if_nothing_is_held(self) -> None:
-        if self._timelines[0].seen == 0:  # not even the number of rows is settled
+        if self._timelines[0].total_tokens == 0:  # not even the number of rows is settled
             self._empty()
 
     def _close(self) -> None:
@@ -196,8 +197,8 @@ class Steps(Face):
         rooms = [(timeline.place(tokens).room, timeline.room) for timeline in self._timelines if timeline.room]
         return max((after / before for after, before in rooms), default=1.0)
 
-    def load(self, seen: int, rows: int, contents: Sequence[dict[str, Any]]) -> None:
-        """Hold exactly this content of every layer (see `Layer.content`) after `seen` tokens."""
+    def load_dense(self, seen: int, rows: int, contents: Sequence[dict[str, Any]]) -> None:
+        """Hold exactly this content of every layer (see `Layer.content`) after `total_tokens` tokens."""
         held = {
             layer.timeline: content["keys"].shape[-2]
             for layer, content in zip(self.layers, contents, strict=True)
@@ -206,14 +207,14 @@ class Steps(Face):
         for timeline in self._timelines:
             timeline.adopt(seen, held.get(timeline), rows)
         for layer, content in zip(self.layers, contents, strict=True):
-            layer.load(content)
+            layer.load_dense(content)
 
-    def load_written(self, like: Steps, rows: int, written: Iterable[dict[str, Any]]) -> None:
+    def load_state_dict(self, like: Steps, rows: int, written: Iterable[dict[str, Any]]) -> None:
         """Hold exactly this of every layer (see `Layer.written`) where `like`, of the same recipe, holds it."""
         for timeline, other in zip(self._timelines, like._timelines, strict=True):
             timeline.adopt_like(other, rows)
         for layer, held in zip(self.layers, written, strict=True):
-            layer.load_written(held)
+            layer.load_state_dict(held)
 
     @property
     def layout(self) -> list[tuple[Any, ...]]:
@@ -229,7 +230,7 @@ class Steps(Face):
         for layer, (keys, values) in zip(self.layers, columns, strict=True):
             kept = layer.timeline.retention.surviving(seen)
             contents.append({"keys": keys[:, :, seen - kept :], "values": values[:, :, seen - kept :]})
-        self.load(seen, rows, contents)
+        self.load_dense(seen, rows, contents)
 
     def empty_like(self: S, max_rows: int | None = None) -> S:
         """An empty cache of the same recipe and layers; a fixed one with room for the rows that it is given first."""
@@ -251,30 +252,32 @@ class Steps(Face):
     def crop(self, tokens: int) -> None:
         """Positive: the new size. Negative: how many of the last tokens to remove. 0 removes nothing."""
         self._between_steps()
-        remove = max(0, self.seen - tokens) if tokens > 0 else -tokens
-        if remove > self.seen:
-            raise StepError(f"crop({tokens}): the cache holds {self.seen} tokens, {remove} cannot be removed from it")
-        if remove and remove == self.seen:
+        remove = max(0, self.total_tokens - tokens) if tokens > 0 else -tokens
+        if remove > self.total_tokens:
+            raise StepError(
+                f"crop({tokens}): the cache holds {self.total_tokens} tokens, {remove} cannot be removed from it"
+            )
+        if remove and remove == self.total_tokens:
             self.log = None
             self._empty()
             return
         again = "Reset the cache and feed the tokens to keep again."
         for layer in self.layers:
-            if not layer.can_forget(remove):
+            if not layer.can_roll_back(remove):
                 raise StepError(
-                    f"crop({tokens}) of {self.seen} tokens: a {layer.spec.layer_type} layer keeps a state, of which "
-                    f"only the last step can be taken back. {again}"
+                    f"crop({tokens}) of {self.total_tokens} tokens: a {layer.spec.layer_type} layer keeps a state, of "
+                    f"which only the last step can be taken back. {again}"
                 )
-            if not layer.timeline.can_forget(remove):
+            if not layer.timeline.can_roll_back(remove):
                 raise StepError(
-                    f"crop({tokens}) of {self.seen} tokens: a {layer.spec.layer_type} layer keeps "
-                    f"{layer.timeline.held} of them and the ones before are gone. {again}"
+                    f"crop({tokens}) of {self.total_tokens} tokens: a {layer.spec.layer_type} layer keeps "
+                    f"{layer.timeline.kept_tokens} of them and the ones before are gone. {again}"
                 )
         for layer in self.layers:
-            layer.forget(remove)
+            layer.roll_back(remove)
         for timeline in self._timelines:
-            timeline.forget(remove)
-        self.log = None if self.log is None else self.log.first(self.seen)
+            timeline.roll_back(remove)
+        self.log = None if self.log is None else self.log.first(self.total_tokens)
 
     def reset(self) -> None:
         """Forget everything. Fixed buffers stay where they are."""
@@ -286,7 +289,7 @@ class Steps(Face):
         """Forget everything and keep no memory, so that the next step makes fixed buffers anew."""
         for layer in self.layers:
             layer.release()
-        self.stage.release()
+        self.scratch.release()
         self.reset()
         for timeline in self._timelines:
             timeline.release()
@@ -301,13 +304,13 @@ class Steps(Face):
     def why_not_compiled(self) -> str | None:
         if self._fetched:
             return "a graph knows where all tensors are before it begins, and here they are fetched layer by layer"
-        if self.encodes:
+        if self.is_quantized:
             return "how many blocks are encoded, and when, is decided from step to step, and a graph has one way to go"
         return None if self.fixed else "a graph needs tensors that never move, and here they move as room is made"
 
     @property
-    def seen(self) -> int:
-        return self._timelines[0].seen
+    def total_tokens(self) -> int:
+        return self._timelines[0].total_tokens
 
     @property
     def pending(self) -> int:
@@ -330,12 +333,12 @@ class Steps(Face):
         return next((t.rows for t in self._timelines if t.rows is not None), -1)
 
     @property
-    def encodes(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether some of it is kept in fewer bits than it came in."""
-        return any(layer.encodes for layer in self.layers)
+        return any(layer.is_quantized for layer in self.layers)
 
     @property
-    def rotaries(self) -> dict[int, Rotary]:
+    def rotations(self) -> dict[int, RopeRotation]:
         """How it turns the keys of which layers, where it does."""
         return {}
 
@@ -348,7 +351,7 @@ class Steps(Face):
         """Tokens that a step should have at most; None for any number."""
         return None
 
-    def take_pads(self, pads: torch.Tensor | Sequence[int] | None) -> None:
+    def set_padding(self, pads: torch.Tensor | Sequence[int] | None) -> None:
         """Say how many pads each row begins with. Only masks need to know, unless places depend on them."""
 
     def copied(self, layer_idx: int, tokens: int) -> int:
@@ -362,13 +365,18 @@ class Steps(Face):
     def imposed_window(self, layer_idx: int) -> int | None:
         """Columns that a token can look at, itself included, where that is fewer than the layer's own reach."""
         spec, bound = self.specs[layer_idx], self.layers[layer_idx].timeline.retention.bound
-        if bound is None or not spec.keeps_kv or (spec.reach.size is not None and spec.reach.size <= bound + 1):
+        if (
+            bound is None
+            or not spec.keeps_kv
+            or (spec.attention_span.size is not None and spec.attention_span.size <= bound + 1)
+        ):
             return None
         return bound + 1
 
 
 def _layers_in_words(specs: Sequence[LayerSpec]) -> str:
     kinds = dict.fromkeys(
-        f"{spec.layer_type}{'' if spec.reach.size is None else f' of {spec.reach.size}'}" for spec in specs
+        f"{spec.layer_type}{'' if spec.attention_span.size is None else f' of {spec.attention_span.size}'}"
+        for spec in specs
     )
     return f"{len(specs)} layers ({', '.join(kinds)})"

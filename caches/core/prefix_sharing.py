@@ -11,7 +11,7 @@ from caches.core.layer import Layer, Slot
 from caches.core.layer_stack import Steps
 from caches.core.row_selection import Choice, Choosing, check_times, repeated
 from caches.errors import CapacityError
-from caches.memory.scratch import Stage
+from caches.memory.scratch import Scratch
 from caches.out_of_memory import is_out_of_memory
 from caches.spec.layer_spec import INDEX, KV
 from caches.stores.shared_prefix import ForkedStore, ForkedTimeline
@@ -42,19 +42,19 @@ class Forking(Choosing):
 
     def _can_fork(self, timeline: Timeline) -> bool:
         layers = [layer for layer in self.layers if layer.timeline is timeline and layer.spec.keeps_kv]
-        plain = all(isinstance(layer, Layer) and layer.spec.streams & {KV, INDEX} == {KV} for layer in layers)
+        plain = all(isinstance(layer, Layer) and layer.spec.components & {KV, INDEX} == {KV} for layer in layers)
         return bool(layers) and plain and timeline.retention.bound is None
 
     def _split(self, timeline: Timeline) -> None:
-        """What the group holds becomes a trunk, with an empty tail."""
-        if self.stage.tail is None:
-            self.stage.tail = Stage(self.stage.slab)
+        """What the group holds becomes a prefix, with an empty suffix."""
+        if self.scratch.suffix is None:
+            self.scratch.suffix = Scratch(self.scratch.disk_file)
         # Nobody compiles a step of it: it need not have all its room at once.
-        tail = self._new_timeline(timeline.retention, None, timeline.max_rows, all_room=False)
-        tail.grain = 16  # there are many of them, and they are short
-        forked = ForkedTimeline(timeline, tail)
+        suffix = self._new_timeline(timeline.retention, None, timeline.max_rows, all_room=False)
+        suffix.growth_granularity = 16  # there are many of them, and they are short
+        forked = ForkedTimeline(timeline, suffix)
         for layer in self._following(timeline):
-            slots = {name: Slot(layer.spec, name, tail, self.stage.tail) for name in layer.stores}
+            slots = {name: Slot(layer.spec, name, suffix, self.scratch.suffix) for name in layer.stores}
             tails = {name: self._new_store(slot) for name, slot in slots.items()}
             layer.follow(forked, {name: ForkedStore(layer.stores[name], tails[name], forked) for name in tails})
         self._timelines[self._timelines.index(timeline)] = forked
@@ -85,72 +85,72 @@ class Forking(Choosing):
                 timeline.before_rows(choice.index)
         elif choice.apart:
             for forked in self._forks:
-                forked.before_unfork()
-        prompts = {forked.trunk: forked.prompts for forked in self._forks}
-        leaves = [leaf for layer in self.layers for leaf in layer.leaves()]
+                forked.before_unshare()
+        prompts = {forked.prefix: forked.prompts for forked in self._forks}
+        leaves = [leaf for layer in self.layers for leaf in layer.row_holders()]
         chosen = [(leaf, prompts.get(leaf.timeline, choice.index)) for leaf in leaves]
         return [(leaf, index) for leaf, index in chosen if index is not None]
 
     def _tidy(self) -> None:
-        """Where no rows share anything, there is a tail only as long as its blocks cannot be put elsewhere."""
+        """Where no rows share anything, there is a suffix only as long as its blocks cannot be put elsewhere."""
         for forked in self._forks:
-            if forked.siblings == 1 and forked.tail.is_in_full:
-                if forked.tail.seen:
+            if forked.rows_per_prefix == 1 and forked.suffix.is_in_full:
+                if forked.suffix.total_tokens:
                     self._add_tail(forked)
                 self._restore(forked)
 
     def _add_tail(self, forked: ForkedTimeline) -> None:
-        trunk, tokens = forked.trunk, forked.tail.seen
-        placement = trunk.place(tokens)
+        prefix, tokens = forked.prefix, forked.suffix.total_tokens
+        placement = prefix.place(tokens)
         stores = list(self._stores(forked))
         for store in stores:
-            store.trunk.reserve(placement.room)
-        trunk.begin(tokens, placement, graph=False)
+            store.prefix.reserve(placement.room)
+        prefix.begin(tokens, placement, graph=False)
         try:
             for store in stores:
                 store.merge()
         except BaseException:
             for store in stores:
-                store.trunk.abort()
-            trunk.close()
+                store.prefix.abort()
+            prefix.close()
             raise
         for store in stores:
-            store.trunk.settle(0)
-        trunk.settle()
+            store.prefix.commit(0)
+        prefix.commit()
 
     def _restore(self, forked: ForkedTimeline) -> None:
-        """The trunk is all there is."""
+        """The prefix is all there is."""
         for store in self._stores(forked):
-            store.tail.reset()
+            store.suffix.reset()
         for layer in self._following(forked):
-            trunks = {name: getattr(store, "trunk", store) for name, store in layer.stores.items()}
-            layer.follow(forked.trunk, trunks)
-        self._timelines[self._timelines.index(forked)] = forked.trunk
+            trunks = {name: getattr(store, "prefix", store) for name, store in layer.stores.items()}
+            layer.follow(forked.prefix, trunks)
+        self._timelines[self._timelines.index(forked)] = forked.prefix
         if not self._forks:
-            self.stage.drop_tail()
+            self.scratch.drop_tail()
 
     @property
     def shares(self) -> bool:
         """Whether rows share columns at present."""
-        return any(forked.siblings > 1 for forked in self._forks)
+        return any(forked.rows_per_prefix > 1 for forked in self._forks)
 
-    def unfork(self) -> None:
+    def unshare(self) -> None:
         """Every row has all its columns for itself again. What was encoded since a fork stays apart."""
-        self.start_unfork()
+        self.start_unshare()
         self.finish()
 
-    def start_unfork(self) -> None:
-        """`unfork` up to its first change; `finish` does the rest."""
+    def start_unshare(self) -> None:
+        """`unshare` up to its first change; `finish` does the rest."""
         self._between_steps()
         if self._forks:
             self._choice = Choice(apart=True)
 
-    def unfork_if_read_whole(self) -> None:
+    def unshare_if_materialized(self) -> None:
         """After a step of one token: a model that needs the whole in such a step would pay for it in each.
 
         The step stands whatever comes of this: what fails is done before the next one.
         """
-        if any(forked.would_be_cheaper_apart for forked in self._forks):
+        if any(forked.should_unshare for forked in self._forks):
             self._choice = Choice(apart=True, unasked=True)
             try:
                 self.finish()
@@ -165,24 +165,24 @@ class Forking(Choosing):
 
     # What `Steps` does, where rows may be forked.
 
-    def settle(self, drop: int = 0) -> None:
+    def commit(self, rejected: int = 0) -> None:
         tokens = self.pending
-        super().settle(drop)
+        super().commit(rejected)
         if tokens == 1:
-            self.unfork_if_read_whole()
+            self.unshare_if_materialized()
 
     def _empty(self) -> None:
         self._forget_forks()
         super()._empty()
 
-    def load(self, seen: int, rows: int, contents: Sequence[dict[str, Any]]) -> None:
+    def load_dense(self, seen: int, rows: int, contents: Sequence[dict[str, Any]]) -> None:
         self._forget_forks()
-        super().load(seen, rows, contents)
+        super().load_dense(seen, rows, contents)
 
-    def load_written(self, like: Steps, rows: int, written: Iterable[dict[str, Any]]) -> None:
+    def load_state_dict(self, like: Steps, rows: int, written: Iterable[dict[str, Any]]) -> None:
         self._forget_forks()
         self.split_like(like)
-        super().load_written(like, rows, written)
+        super().load_state_dict(like, rows, written)
 
     def split_like(self, like: Steps) -> None:
         """Share columns in the groups of layers where `like` does. While it is empty."""

@@ -13,7 +13,7 @@ import torch
 
 from caches.core.layer_stack import Steps
 from caches.errors import StepError
-from caches.protocol import Log
+from caches.protocol import TokenLog
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class Choosing(Steps):
 
     _choice: Choice | None = None
 
-    def rows(self, index: torch.Tensor) -> None:
+    def select_rows(self, index: torch.Tensor) -> None:
         """Row i becomes a copy of row `index[i]`. See `unfinished` for what is there when memory is out."""
         self.start_rows(index)
         self.finish()
@@ -66,7 +66,7 @@ class Choosing(Steps):
             self._choice = Choice(None if is_every_row(index, self.batch_size) else index)
 
     def check_rows(self, index: torch.Tensor) -> None:
-        """Raise `StepError` unless `rows(index)` can be done."""
+        """Raise `StepError` unless `select_rows(index)` can be done."""
         rows = self.batch_size
         if rows == -1:
             return
@@ -95,7 +95,7 @@ class Choosing(Steps):
             return
         while left:
             part, index = left[-1]
-            part.rows(index)
+            part.select_rows(index)
             left.pop()
         if not choice.is_told:
             self._tell()
@@ -123,9 +123,9 @@ class Choosing(Steps):
         return self.batch_size if index is None else len(index)
 
     @property
-    def log_to_come(self) -> Log | None:
+    def log_to_come(self) -> TokenLog | None:
         log, index = self.log, self._index_to_come
-        return log if log is None or index is None else log.rows(index)
+        return log if log is None or index is None else log.select_rows(index)
 
     @property
     def _index_to_come(self) -> torch.Tensor | None:

@@ -2,7 +2,7 @@
 
 The window itself is that of `KeepRecent`. Once a row has forgotten tokens, copies of its sinks take the places of the
 first columns held: before a step of one token they are written there, to longer steps they are handed besides. The keys
-of a copy are turned, from their originals, to where the window begins. Nothing else is ever moved.
+of a copy are rotated, from their originals, to where the window begins. Nothing else is ever moved.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from caches.core.layer_stack import Steps
 from caches.core.row_selection import Choice
 from caches.errors import StepError
 from caches.hf.cache import Cache
-from caches.spec.layer_spec import EXOTIC, PLAIN, LayerSpec
-from caches.spec.rope import UNROTATED, Rotary
+from caches.spec.layer_spec import MODEL_SPECIFIC, PLAIN, LayerSpec
+from caches.spec.rope import UNROTATED, RopeRotation
 from caches.stores.dense import FixedStore, Store
 from caches.timeline.retention import KeepSinks
 from caches.timeline.timeline import Timeline
@@ -28,7 +28,7 @@ from caches.timeline.timeline import Timeline
 K = TypeVar("K", bound="SinkCache")
 
 
-class Pads:
+class LeftPadding:
     """How many pads every row begins with, as far as that was told.
 
     least, most: bounds that can be asked without waiting for the device.
@@ -49,7 +49,7 @@ class Pads:
         """LongTensor [rows]; None where there are none."""
         return self._told
 
-    def rows(self, index: torch.Tensor) -> None:
+    def select_rows(self, index: torch.Tensor) -> None:
         self._told = None if self._told is None else self._told[index.to(self._told.device)]
 
     def check(self, rows: int) -> None:
@@ -69,37 +69,37 @@ class Pads:
 class Sinks:
     """The first tokens of every row in one stream of one layer, and how far they are from where they have to be.
 
-    rotary: how they turn on the way; None where that is not known.
+    rotation: how they turn on the way; None where that is not known.
     """
 
-    def __init__(self, timeline: Timeline, pads: Pads, rotary: Rotary | None):
+    def __init__(self, timeline: Timeline, pads: LeftPadding, rotation: RopeRotation | None):
         assert isinstance(timeline.retention, KeepSinks)
-        self.timeline, self.pads, self.rotary = timeline, pads, rotary
+        self.timeline, self.pads, self.rotation = timeline, pads, rotation
         self.count, self._window = timeline.retention.sinks, timeline.retention.columns + 1
         self.originals: torch.Tensor | None = None  # [rows, heads, count, head_dim]; of rows that have forgotten tokens
 
     def are_left_behind(self, tokens: int) -> bool:
         """Whether one of the next `tokens` can no longer see all of its row."""
-        return self.timeline.seen + tokens - self._window > self.pads.least
+        return self.timeline.total_tokens + tokens - self._window > self.pads.least
 
     def delta(self, tokens: int, device: torch.device) -> torch.Tensor:
         """Tokens of its row that each of the next `tokens` no longer sees: LongTensor [rows, tokens]."""
         assert self.timeline.rows is not None
-        first = self.timeline.seen + 1 - self._window
+        first = self.timeline.total_tokens + 1 - self._window
         gone = torch.arange(first, first + tokens, device=device)
         return (gone - self.pads.of(self.timeline.rows, device)[:, None]).clamp(min=0)
 
-    def turned(self, sinks: torch.Tensor, tokens: int) -> torch.Tensor:
+    def rotated(self, sinks: torch.Tensor, tokens: int) -> torch.Tensor:
         """`sinks` as each of the next `tokens` has to see them: [rows, heads, tokens * count, head_dim].
 
         sinks: as they were fed [rows, heads, count, head_dim].
         """
-        if self.rotary is None:
+        if self.rotation is None:
             raise StepError(
                 "the first tokens have to move with the window now, and this sink cache was not told how the model "
                 "turns its keys: build it with config=model.config"
             )
-        return self.rotary.turned(sinks, self.delta(tokens, sinks.device))
+        return self.rotation.rotated(sinks, self.delta(tokens, sinks.device))
 
     def found(self, columns: torch.Tensor) -> torch.Tensor:
         """The sinks as they were fed [rows, heads, count, head_dim], of rows that have none yet any numbers.
@@ -107,7 +107,7 @@ class Sinks:
         columns: what the store holds, the columns of the open step included.
         """
         rows, heads, held, width = columns.shape
-        first = self.pads.of(rows, columns.device) - self.timeline.gone
+        first = self.pads.of(rows, columns.device) - self.timeline.evicted_tokens
         places = first.clamp(min=0)[:, None] + torch.arange(self.count, device=columns.device)
         places = places.clamp(max=held - 1)[:, None, :, None].expand(-1, heads, -1, width)
         found = columns.gather(2, places)
@@ -118,7 +118,7 @@ class Sinks:
     def instead_of(self, front: torch.Tensor) -> torch.Tensor:
         """The sinks of rows that have forgotten tokens, and what others have in `front`, their first columns held."""
         assert self.originals is not None
-        forgot = self.pads.of(len(front), front.device) < self.timeline.gone
+        forgot = self.pads.of(len(front), front.device) < self.timeline.evicted_tokens
         return torch.where(forgot[:, None, None, None], self.originals[: len(front)], front)
 
     def take(self, columns: torch.Tensor, room_for_rows: int) -> None:
@@ -150,7 +150,7 @@ class SinkStore(FixedStore):
         assert self.buffer is not None
         held = super()._visible(self._used(self.buffer))
         behind = self.sinks.delta(1, held.device)[:, :, None, None] > 0
-        return torch.where(behind, self.sinks.turned(self.sinks.found(held), 1), held[:, :, : self.sinks.count])
+        return torch.where(behind, self.sinks.rotated(self.sinks.found(held), 1), held[:, :, : self.sinks.count])
 
     def write_front(self, front: torch.Tensor) -> None:
         assert self.buffer is not None
@@ -165,19 +165,19 @@ class SinkStore(FixedStore):
         tokens = self.timeline.pending
         if tokens == 1 or not self.sinks.count or not self.sinks.are_left_behind(tokens):
             return columns
-        return torch.cat([self.sinks.turned(self.sinks.found(columns), tokens), columns], dim=-2)
+        return torch.cat([self.sinks.rotated(self.sinks.found(columns), tokens), columns], dim=-2)
 
-    def keep_sinks(self, drop: int) -> None:
-        """Before `settle` forgets them. Until it has, they are not read, so this may be done in vain."""
+    def keep_sinks(self, rejected: int) -> None:
+        """Before `commit` forgets them. Until it has, they are not read, so this may be done in vain."""
         timeline = self.timeline
-        gone = timeline.seen + timeline.pending - drop - timeline.surviving(drop)
-        if gone > self.sinks.pads.least and timeline.gone <= self.sinks.pads.most and self.buffer is not None:
+        gone = timeline.total_tokens + timeline.pending - rejected - timeline.surviving(rejected)
+        if gone > self.sinks.pads.least and timeline.evicted_tokens <= self.sinks.pads.most and self.buffer is not None:
             held = self._used(self.buffer)[:, :, timeline.start : timeline.end + timeline.pending]
             self.sinks.take(held if self.overflow is None else self.overflow, len(self.buffer))
 
-    def rows(self, index: torch.Tensor) -> None:
+    def select_rows(self, index: torch.Tensor) -> None:
         originals = self.sinks.chosen(index)
-        super().rows(index)
+        super().select_rows(index)
         if originals is not None and self.sinks.originals is not None:
             self.sinks.originals[: len(index)] = originals
 
@@ -188,16 +188,16 @@ class SinkStore(FixedStore):
     def committed(self) -> torch.Tensor | None:
         """As they were fed: copies are of use to one step only."""
         held = super().committed()
-        if held is None or self.timeline.graph or self.timeline.gone <= self.sinks.pads.least:
+        if held is None or self.timeline.graph or self.timeline.evicted_tokens <= self.sinks.pads.least:
             return held
         front, others = held[:, :, : self.sinks.count], held[:, :, self.sinks.count :]
         return torch.cat([self.sinks.instead_of(front), others], dim=-2)
 
-    def load(self, columns: torch.Tensor) -> None:
-        super().load(columns)
+    def load_dense(self, columns: torch.Tensor) -> None:
+        super().load_dense(columns)
         assert self.buffer is not None
         self.sinks.make_room(self.buffer, len(self.buffer))
-        if self.timeline.gone > self.sinks.pads.least:
+        if self.timeline.evicted_tokens > self.sinks.pads.least:
             assert self.sinks.originals is not None
             self.sinks.originals[: len(columns)] = columns[:, :, : self.sinks.count]
 
@@ -210,13 +210,13 @@ class SinkStore(FixedStore):
 class SinkLayer(Layer):
     """A layer that also says how many pads its rows begin with: without that its content could not be continued."""
 
-    pads: Pads
+    pads: LeftPadding
 
-    def content(self) -> dict[str, torch.Tensor]:
-        return self._with_pads(super().content())
+    def dense_state(self) -> dict[str, torch.Tensor]:
+        return self._with_pads(super().dense_state())
 
-    def written(self) -> dict[str, Any]:
-        return self._with_pads(super().written())
+    def state_dict(self) -> dict[str, Any]:
+        return self._with_pads(super().state_dict())
 
     def _with_pads(self, content: dict[str, Any]) -> dict[str, Any]:
         if "keys" not in content:
@@ -228,20 +228,20 @@ class SinkLayer(Layer):
 class SinkCache(Cache):
     """See `Steps` for the arguments. check: refuses layers that it cannot be for, when it is told of them later.
 
-    Rows may begin with pads once it has been told how many: our engine does so, in other loops say `take_pads`. A reset
-    forgets them.
+    Rows may begin with pads once it has been told how many: our engine does so, in other loops say `set_padding`. A
+    reset forgets them.
     """
 
     def __init__(
         self, *arguments: Any, check: Callable[[Sequence[LayerSpec]], None] | None = None, **options: Any
     ) -> None:
-        self.pads, self._check = Pads(), check
+        self.pads, self._check = LeftPadding(), check
         super().__init__(*arguments, **options)
 
     def _new_layer(self, spec: LayerSpec, timeline: Timeline) -> Any:
-        if EXOTIC in spec.streams:
+        if MODEL_SPECIFIC in spec.components:
             return super()._new_layer(spec, timeline)
-        layer = SinkLayer(spec, timeline, self.stage, partial(_with_sinks, self.pads, self._new_store), self.fixed)
+        layer = SinkLayer(spec, timeline, self.scratch, partial(_with_sinks, self.pads, self._new_store), self.fixed)
         layer.pads = self.pads
         return layer
 
@@ -250,10 +250,10 @@ class SinkCache(Cache):
         empty._check = self._check
         return empty
 
-    def take_layers(self, specs: Sequence[LayerSpec]) -> None:
+    def bind_layers(self, specs: Sequence[LayerSpec]) -> None:
         if self._check is not None:
             self._check(specs)
-        super().take_layers(specs)
+        super().bind_layers(specs)
 
     @property
     def window(self) -> int:
@@ -267,10 +267,10 @@ class SinkCache(Cache):
         return self.window
 
     @property
-    def rotaries(self) -> dict[int, Rotary]:
+    def rotations(self) -> dict[int, RopeRotation]:
         stores = {index: getattr(layer, "stores", {}).get("keys") for index, layer in enumerate(self.layers)}
         sinks = {index: getattr(store, "sinks", None) for index, store in stores.items()}
-        return {index: one.rotary for index, one in sinks.items() if one is not None and one.rotary is not None}
+        return {index: one.rotation for index, one in sinks.items() if one is not None and one.rotation is not None}
 
     def positions_needed(self, tokens: int) -> int:
         return min(tokens, self.window)
@@ -287,12 +287,12 @@ class SinkCache(Cache):
         stores = [store for layer in layers for store in getattr(layer, "stores", {}).values()]
         return [store.sinks for store in stores if getattr(store, "sinks", None) is not None]
 
-    def take_pads(self, pads: torch.Tensor | Sequence[int] | None) -> None:
+    def set_padding(self, pads: torch.Tensor | Sequence[int] | None) -> None:
         """Say how many pads each row begins with; None for none. Later than that only before a token is forgotten."""
         self._between_steps()
         before = self.pads.of(max(self.batch_size, 0), torch.device("cpu")).tolist()
         after = [0] * len(before) if pads is None else torch.as_tensor(pads).tolist()
-        if before != after and any(sinks.timeline.gone for sinks in self._sinks(self.layers)):
+        if before != after and any(sinks.timeline.evicted_tokens for sinks in self._sinks(self.layers)):
             raise StepError(
                 f"rows that begin with {before} pads have forgotten tokens by now: they cannot begin with {after}. "
                 "Say so before the first step, or reset the cache"
@@ -307,13 +307,13 @@ class SinkCache(Cache):
         super()._begin_columns(tokens, graph)
         for store, front in zip(stores, fronts, strict=True):
             store.write_front(front)
-            store.timeline.rewritten = store.timeline.gone
+            store.timeline.rewritten = store.timeline.evicted_tokens
 
-    def _prepare_to_settle(self, drop: int) -> None:
+    def _prepare_to_settle(self, rejected: int) -> None:
         for layer in self.layers:
             for store in getattr(layer, "stores", {}).values():
                 if isinstance(store, SinkStore):
-                    store.keep_sinks(drop)
+                    store.keep_sinks(rejected)
 
     def _to_choose(self, choice: Choice) -> list[tuple[Any, torch.Tensor]]:
         parts = super()._to_choose(choice)  # which says what the index of a fork is
@@ -323,13 +323,13 @@ class SinkCache(Cache):
         super().reset()
         self.pads.take(None)
 
-    def load(self, seen: int, rows: int, contents: Sequence[dict[str, Any]]) -> None:
+    def load_dense(self, seen: int, rows: int, contents: Sequence[dict[str, Any]]) -> None:
         self.pads.take(None)
-        super().load(seen, rows, [self._with_pads(content) for content in contents])
+        super().load_dense(seen, rows, [self._with_pads(content) for content in contents])
 
-    def load_written(self, like: Steps, rows: int, written: Iterable[dict[str, Any]]) -> None:
+    def load_state_dict(self, like: Steps, rows: int, written: Iterable[dict[str, Any]]) -> None:
         self.pads.take(None)
-        super().load_written(like, rows, map(self._with_pads, written))
+        super().load_state_dict(like, rows, map(self._with_pads, written))
 
     def _with_pads(self, content: dict[str, Any]) -> dict[str, Any]:
         if "pads" in content:
@@ -337,11 +337,11 @@ class SinkCache(Cache):
         return content
 
 
-def _with_sinks(pads: Pads, new_store: StoreFactory, slot: Slot) -> Store:
+def _with_sinks(pads: LeftPadding, new_store: StoreFactory, slot: Slot) -> Store:
     """Layers that look back no further than their own window have no use for sinks."""
     if not isinstance(slot.timeline.retention, KeepSinks):
         return new_store(slot)
-    rotary: Rotary | None = UNROTATED
+    rotation: RopeRotation | None = UNROTATED
     if slot.name == "keys":
-        rotary = None if slot.spec.rotary is None else slot.spec.rotary()
-    return new_store(replace(slot, sinks=Sinks(slot.timeline, pads, rotary)))
+        rotation = None if slot.spec.rotation is None else slot.spec.rotation()
+    return new_store(replace(slot, sinks=Sinks(slot.timeline, pads, rotation)))

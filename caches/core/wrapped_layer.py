@@ -23,8 +23,8 @@ from caches.timeline.timeline import Timeline
 class WrappedLayer:
     """One of transformers' layers that takes part in begin, settle, abort and rows. See `Layer` for what they mean."""
 
-    encodes = False
-    writing = None
+    is_quantized = False
+    storage_format = None
 
     def __init__(self, spec: LayerSpec, timeline: Timeline):
         assert spec.new_layer is not None
@@ -41,7 +41,7 @@ class WrappedLayer:
         return self._layer.update(keys, values)
 
     def append_index(self, keys: torch.Tensor) -> torch.Tensor:
-        positions, tokens = self.indexer_position_ids, self.timeline.seen + keys.shape[1]
+        positions, tokens = self.indexer_position_ids, self.timeline.total_tokens + keys.shape[1]
         if positions is not None and positions.shape[-1] != tokens:
             raise StepError(
                 f"the model has left positions of {positions.shape[-1]} tokens here, but there are {tokens}: a forward "
@@ -75,19 +75,19 @@ class WrappedLayer:
     def compact(self) -> None:
         """It forgets in its own way."""
 
-    def can_drop(self, drop: int) -> bool:
-        return drop in (0, self.timeline.pending)
+    def can_reject(self, rejected: int) -> bool:
+        return rejected in (0, self.timeline.pending)
 
-    def settle(self, drop: int) -> None:
-        if drop:
+    def commit(self, rejected: int) -> None:
+        if rejected:
             self.abort()
         self._before = None
 
-    def can_forget(self, tokens: int) -> bool:
+    def can_roll_back(self, tokens: int) -> bool:
         return tokens == 0
 
-    def forget(self, tokens: int) -> None:
-        """Only what `can_forget` allows, and that is nothing."""
+    def roll_back(self, tokens: int) -> None:
+        """Only what `can_roll_back` allows, and that is nothing."""
 
     def abort(self) -> None:
         if self._before is not None:
@@ -95,22 +95,22 @@ class WrappedLayer:
             vars(self._layer).update(self._before)
             self._before = None
 
-    def rows(self, index: torch.Tensor) -> None:
+    def select_rows(self, index: torch.Tensor) -> None:
         vars(self._layer).update(chosen_rows(vars(self._layer), index))
 
     def reset(self) -> None:
         assert self.spec.new_layer is not None
         self._layer = self.spec.new_layer()
 
-    def content(self) -> dict[str, Any]:
+    def dense_state(self) -> dict[str, Any]:
         """The attributes of transformers' layer."""
         return dict(vars(self._layer))
 
-    def load(self, content: dict[str, Any]) -> None:
+    def load_dense(self, content: dict[str, Any]) -> None:
         self.reset()
         vars(self._layer).update(content)
 
-    written, load_written = content, load
+    state_dict, load_state_dict = dense_state, load_dense
     release = reset
 
     def mask_sizes(self, tokens: int, unsettled: int = 0) -> tuple[int, int]:
@@ -122,10 +122,10 @@ class WrappedLayer:
                 if _is_data(one):
                     yield one
 
-    def away(self) -> Iterator[Buffer]:
+    def offloaded_buffers(self) -> Iterator[Buffer]:
         return iter(())
 
-    def leaves(self) -> Iterator[WrappedLayer]:
+    def row_holders(self) -> Iterator[WrappedLayer]:
         yield self
 
     @property

@@ -11,16 +11,16 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import EncoderDecoderCache, QuantizedLayer, StaticLayer
 
 from caches.core.row_selection import is_every_row, repeated
-from caches.errors import StepError, UnsupportedLayer
-from caches.protocol import Log
+from caches.errors import StepError, UnsupportedLayerError
+from caches.protocol import TokenLog
 
 _STATES = ("conv_states", "recurrent_states")
 
 # What runs of ours left in caches, how many tokens that was, and the tensors that hold it, as they were then.
-_logs: WeakKeyDictionary[TransformersCache, tuple[Log, int, list[tuple[Any, int]]]] = WeakKeyDictionary()
+_logs: WeakKeyDictionary[TransformersCache, tuple[TokenLog, int, list[tuple[Any, int]]]] = WeakKeyDictionary()
 
 
-class ForeignCache:
+class HFCacheAdapter:
     """The operations of a step on a cache that has only `update` and `crop`.
 
     A sliding layer of transformers forgets in the middle of a step, and the first step writes the cross part of an
@@ -47,10 +47,10 @@ class ForeignCache:
         self.name = type(cache).__name__
 
     @property
-    def log(self) -> Log | None:
+    def log(self) -> TokenLog | None:
         """What the last run of ours left in it, as long as no other loop has written to it since."""
         log, _, before = _logs.get(self._cache, (None, 0, []))
-        if log is None or log.ids.shape[1] < self.seen:
+        if log is None or log.ids.shape[1] < self.total_tokens:
             return None
         held = list(self._tensors())
         same = len(held) == len(before) and all(
@@ -59,7 +59,7 @@ class ForeignCache:
         return log if same else None
 
     @log.setter
-    def log(self, log: Log | None) -> None:
+    def log(self, log: TokenLog | None) -> None:
         _logs.pop(self._cache, None)
         held = list(self._tensors())
         # Tensors of inference mode do not count how often they were written.
@@ -71,7 +71,7 @@ class ForeignCache:
         return None if self._lost else self._cache
 
     @property
-    def seen(self) -> int:
+    def total_tokens(self) -> int:
         layers = self._own.layers
         if layers and not any(hasattr(layer, "get_seq_length") for layer in layers):
             return self._read
@@ -118,13 +118,13 @@ class ForeignCache:
     def check_fits(self, model_config: Any) -> None:
         """Whether it is for models with an encoder; transformers' layers do not say what they were built for."""
         if model_config.model_type == "minimax":
-            raise UnsupportedLayer(
+            raise UnsupportedLayerError(
                 f"MiniMax keeps the states of its lightning attention in the cache object, not in its layers, so a "
                 f"{self.name} cannot follow rows or take back a step here: use cache='dynamic'"
             )
         if (self._own is self._cache) == bool(model_config.is_encoder_decoder):
             wanted = "an EncoderDecoderCache" if self._own is self._cache else "a cache that is not for two parts"
-            raise UnsupportedLayer(f"the model needs {wanted}, but this is a {self.name}")
+            raise UnsupportedLayerError(f"the model needs {wanted}, but this is a {self.name}")
 
     def begin(self, tokens: int, graph: bool = False) -> None:
         self._check_whole()
@@ -136,30 +136,30 @@ class ForeignCache:
                 f"the layers of this {self.name} hold {min(lengths)} to {max(lengths)} tokens: a step failed half-way "
                 "and could not be taken back. Start with an empty cache"
             )
-        if self.seen == 0 and any(
+        if self.total_tokens == 0 and any(
             any(layer.has_previous_state.values()) for layer in self._own.layers if _is_state(layer)
         ):
             raise StepError(
                 f"this {self.name} does not say how many tokens its states have read: start with an empty one"
             )
         self._before = [_attributes(layer) if _is_state(layer) else None for layer in self._own.layers]
-        self._seen_before, self._tokens = self.seen, tokens
+        self._seen_before, self._tokens = self.total_tokens, tokens
 
-    def can_drop(self, drop: int) -> bool:
-        return not drop or all(self._can_take_back(layer, drop) for layer in self._own.layers)
+    def can_reject(self, rejected: int) -> bool:
+        return not rejected or all(self._can_take_back(layer, rejected) for layer in self._own.layers)
 
-    def settle(self, drop: int = 0) -> None:
-        if not self.can_drop(drop):
-            full = next(layer for layer in self._own.layers if not self._can_take_back(layer, drop))
-            raise StepError(f"the last {drop} tokens cannot be taken back from a full {type(full).__name__}")
-        if drop:
+    def commit(self, rejected: int = 0) -> None:
+        if not self.can_reject(rejected):
+            full = next(layer for layer in self._own.layers if not self._can_take_back(layer, rejected))
+            raise StepError(f"the last {rejected} tokens cannot be taken back from a full {type(full).__name__}")
+        if rejected:
             for index, layer in enumerate(self._own.layers):
-                self._take_back(index, layer, drop)
+                self._take_back(index, layer, rejected)
         else:
             for layer in self._own.layers:
                 if _is_window(layer) and layer.record_past and _is_written(layer):
                     layer.crop(0)  # what has left the window
-        self._read += self._tokens - drop
+        self._read += self._tokens - rejected
         self._seen_before = None
 
     def abort(self) -> None:
@@ -210,7 +210,7 @@ class ForeignCache:
         else:
             vars(layer).update(before)
 
-    def rows(self, index: torch.Tensor) -> None:
+    def select_rows(self, index: torch.Tensor) -> None:
         self._check_whole()
         if not is_every_row(index, self.batch_size):
             self._index, self._left = index, self._layers
@@ -240,11 +240,11 @@ class ForeignCache:
 
     def fork(self, times: int) -> None:
         """What transformers' caches hold is copied."""
-        self.rows(repeated(self.batch_size, times))
+        self.select_rows(repeated(self.batch_size, times))
 
     def crop(self, tokens: int) -> None:
         self._check_whole()
-        remove = max(0, self.seen - tokens) if tokens > 0 else -tokens
+        remove = max(0, self.total_tokens - tokens) if tokens > 0 else -tokens
         for layer in self._own.layers:
             if _is_state(layer) or not self._can_take_back(layer, remove):
                 raise StepError(f"the last {remove} tokens cannot be taken back from a {type(layer).__name__}")

@@ -17,9 +17,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from caches.core.prefix_sharing import Forking
-from caches.errors import StepError, UnsupportedLayer
-from caches.spec.layer_spec import EXOTIC, INDEX, KV, PLAIN, STATE, LayerSpec
-from caches.stores.recurrent_state import CONV, RECURRENT, State
+from caches.errors import StepError, UnsupportedLayerError
+from caches.spec.layer_spec import INDEX, KV, MODEL_SPECIFIC, PLAIN, STATE, LayerSpec
+from caches.stores.recurrent_state import CONV, RECURRENT, RecurrentState
 from caches.timeline.retention import KeepAll
 
 _logger = logging.getLogger("caches")
@@ -29,7 +29,7 @@ _IN_WORDS = {KV: "keys and values", INDEX: "index", STATE: "state"}
 class Cache(Forking):
     """Keys, values and states of a model's layers, kept as its recipe says: see `Steps` for the arguments.
 
-    For the methods of a step see `Driven`.
+    For the methods of a step see `EngineCache`.
     """
 
     def _make_layers(self, specs: Sequence[LayerSpec]) -> None:
@@ -54,18 +54,18 @@ class Cache(Forking):
         return (self._timelines[0].pending or 1) if self._is_complete else 0
 
     @property
-    def seen(self) -> int:
-        return super().seen + self._unsettled
+    def total_tokens(self) -> int:
+        return super().total_tokens + self._unsettled
 
     def begin(self, tokens: int, graph: bool = False) -> None:
         super().begin(tokens, graph)
         self._driven = True
 
-    def settle(self, drop: int = 0) -> None:
+    def commit(self, rejected: int = 0) -> None:
         required = self._required
-        if self._driven and super().seen == 0:  # the whole forward ran: layers it did not reach never take part
+        if self._driven and super().total_tokens == 0:  # the whole forward ran: layers it did not reach never take part
             required = self._required_and_held
-        super().settle(drop)
+        super().commit(rejected)
         self._required = required
 
     @property
@@ -87,7 +87,7 @@ class Cache(Forking):
         else:
             if self._timelines[0].pending == 0:
                 self._begin_columns(1)
-            self.settle()
+            self.commit()
 
     def _give_up(self) -> None:
         """A forward failed half-way, as far as that can be known: the step has never been."""
@@ -129,13 +129,13 @@ class Cache(Forking):
         if self.finds_layers and not self._driven and layer_idx is not None and layer_idx >= len(self.layers):
             self._find_layer(layer_idx, stream)
         if layer_idx is None or not 0 <= layer_idx < len(self.layers):
-            raise UnsupportedLayer(
+            raise UnsupportedLayerError(
                 f"the cache has {len(self.layers)} layers, but layer {layer_idx} was asked for: the model's layers "
                 "have to be numbered from 0 (`layer_idx`), and the cache built with its configuration"
             )
         spec = self.specs[layer_idx]
-        if stream not in spec.streams and not (stream in (KV, INDEX) and EXOTIC in spec.streams):
-            raise UnsupportedLayer(
+        if stream not in spec.components and not (stream in (KV, INDEX) and MODEL_SPECIFIC in spec.components):
+            raise UnsupportedLayerError(
                 f"layer {layer_idx} ({spec.layer_type}) keeps no {_IN_WORDS[stream]}: build the cache with the "
                 "configuration of the model that uses it"
             )
@@ -146,7 +146,7 @@ class Cache(Forking):
             if is_new:
                 self.check_whole()
                 is_compiling = torch.compiler.is_compiling()
-                if super().seen > 0 and not is_compiling:
+                if super().total_tokens > 0 and not is_compiling:
                     # Maybe steps of another cache, which have shown what layers take part.
                     self._required = self._required_and_held
                 elif not self.finds_layers and not is_compiling:
@@ -159,7 +159,7 @@ class Cache(Forking):
                 self._begin_layers()
             if is_new:
                 self.is_open, self.log = True, None  # what a foreign loop feeds is not known
-            if super().seen == 0 and all(index != layer_idx for index, _ in self._required):
+            if super().total_tokens == 0 and all(index != layer_idx for index, _ in self._required):
                 self._require_layers_of(None)  # a model that numbers its layers while it computes
             self._calls.add((layer_idx, call))
         return self.layers[layer_idx]
@@ -173,15 +173,15 @@ class Cache(Forking):
         """Only our own loop hides from a token what is further back than a window that the cache imposes."""
         windows = [self.imposed_window(index) for index in range(len(self.layers))]
         narrow = min((window for window in windows if window is not None), default=None)
-        if narrow is not None and tokens > 1 and self.seen + tokens > narrow:
+        if narrow is not None and tokens > 1 and self.total_tokens + tokens > narrow:
             raise StepError(
-                f"a step of {tokens} tokens after {self.seen} would look further back than the window of {narrow} that "
-                f"the {self.name} cache imposes: generate with our engine, or feed the tokens after the first {narrow} "
-                "one by one"
+                f"a step of {tokens} tokens after {self.total_tokens} would look further back than the "
+                f"window of {narrow} that the {self.name} cache imposes: generate with our engine, or feed the tokens "
+                f"after the first {narrow} one by one"
             )
 
     def _find_layer(self, layer_idx: int, stream: str) -> None:
-        if stream != KV or self._timelines[0].seen > 0:
+        if stream != KV or self._timelines[0].total_tokens > 0:
             raise StepError(
                 f"layer {layer_idx} appears in a cache that was built without a configuration"
                 + (" and keeps a state" if stream != KV else " after the first step, so that step died half-way")
@@ -266,13 +266,13 @@ class Cache(Forking):
         """MiniMax's name for setting recurrent state 0, [rows, heads, head_dim, head_dim]."""
         self.update_recurrent_state(linear_cache, layer_idx)
 
-    def _state(self, layer_idx: int, call: str, tokens: int | None = None) -> State:
+    def _state(self, layer_idx: int, call: str, tokens: int | None = None) -> RecurrentState:
         return self._touch(layer_idx, STATE, call, tokens).state
 
     def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
         """Tokens committed; a tensor while a compiled step is open."""
         timeline = self._timelines[0]
-        return timeline.clock if timeline.graph and timeline.clock is not None else self.seen
+        return timeline.clock if timeline.graph and timeline.clock is not None else self.total_tokens
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         return self.get_seq_length()
@@ -290,13 +290,13 @@ class Cache(Forking):
     @property
     def is_croppable(self) -> bool:
         return all(isinstance(timeline.retention, KeepAll) for timeline in self._timelines) and not any(
-            spec.streams & {STATE, EXOTIC} for spec in self.specs
+            spec.components & {STATE, MODEL_SPECIFIC} for spec in self.specs
         )
 
 
 def _uses(index: int, spec: LayerSpec) -> list[tuple[int, str]]:
     """The streams that every whole forward reaches in a layer."""
-    return [(index, KV if stream == EXOTIC else stream) for stream in spec.streams]
+    return [(index, KV if stream == MODEL_SPECIFIC else stream) for stream in spec.components]
 
 
 def model_at_work() -> PreTrainedModel | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from caches.core.row_copies import join_rows
-from caches.errors import StepError, UnsupportedLayer
+from caches.errors import StepError, UnsupportedLayerError
 from caches.hf.cache import Cache
 from caches.hf.encoder_decoder import EncoderDecoder
 from caches.registry import build, recipe
@@ -153,7 +153,7 @@ class SinkCache:
         specs = None if config is None else read_specs(config)
         cache = chosen.build(specs, chosen.options.from_dict(_spelled(options)))
         assert isinstance(cache, Cache)
-        cache.take_pads(pads)
+        cache.set_padding(pads)
         return cache
 
 
@@ -171,7 +171,7 @@ class HybridMambaAttentionDynamicCache:
         specs = read_specs(config)
         if not (any(spec.keeps_state for spec in specs) and any(spec.keeps_kv for spec in specs)):
             kinds = ", ".join(dict.fromkeys(spec.layer_type for spec in specs))
-            raise UnsupportedLayer(
+            raise UnsupportedLayerError(
                 f"HybridMambaAttentionDynamicCache is for models with attention and states, but this one has {kinds}: "
                 "use DynamicCache, which takes every kind"
             )
@@ -184,7 +184,7 @@ class EncoderDecoderCache:
     def __new__(cls, self_attention_cache: Cache, cross_attention_cache: Cache) -> Any:
         for part in (self_attention_cache, cross_attention_cache):
             if not isinstance(part, Cache):
-                raise UnsupportedLayer(
+                raise UnsupportedLayerError(
                     f"the parts of an EncoderDecoderCache of ours are caches of ours, not a {type(part).__name__}: "
                     "pass transformers' own EncoderDecoderCache as it is"
                 )

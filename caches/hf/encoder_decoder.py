@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from transformers.cache_utils import EncoderDecoderCache as TransformersEncoderDecoderCache
 
-from caches.errors import UnsupportedLayer
+from caches.errors import UnsupportedLayerError
 from caches.hf.cache import Cache
-from caches.hf.legacy_names import Face
-from caches.protocol import Log
+from caches.hf.legacy_names import LegacyNames
+from caches.protocol import TokenLog
 
 
-class EncoderDecoder(Face, TransformersEncoderDecoderCache):
+class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
     """Two caches as one. Steps are those of the decoder; the first also writes the cross part, which then stays.
 
-    For the methods of a step see `Driven`.
+    For the methods of a step see `EngineCache`.
     """
 
     def __init__(self, own: Cache, cross: Cache):
@@ -37,11 +37,11 @@ class EncoderDecoder(Face, TransformersEncoderDecoderCache):
         return next((part.why_not_compiled for part in self.parts if part.why_not_compiled is not None), None)
 
     @property
-    def log(self) -> Log | None:
+    def log(self) -> TokenLog | None:
         return self.self_attention_cache.log
 
     @log.setter
-    def log(self, log: Log | None) -> None:
+    def log(self, log: TokenLog | None) -> None:
         self.self_attention_cache.log = log
 
     @property
@@ -54,7 +54,7 @@ class EncoderDecoder(Face, TransformersEncoderDecoderCache):
 
     def check_fits(self, model_config: Any) -> None:
         if not model_config.is_encoder_decoder:
-            raise UnsupportedLayer("it was built for an encoder-decoder model, and this one has no encoder")
+            raise UnsupportedLayerError("it was built for an encoder-decoder model, and this one has no encoder")
         self.self_attention_cache.check_fits(model_config)
 
     # One step is a transaction.
@@ -62,25 +62,25 @@ class EncoderDecoder(Face, TransformersEncoderDecoderCache):
     def begin(self, tokens: int, graph: bool = False) -> None:
         self._check_whole()
         self.self_attention_cache.begin(tokens, graph)
-        self._cross_seen_before = self.cross_attention_cache.seen
+        self._cross_seen_before = self.cross_attention_cache.total_tokens
         self.cross_attention_cache.forget_reads()
 
-    def can_drop(self, drop: int) -> bool:
-        return self.self_attention_cache.can_drop(drop)
+    def can_reject(self, rejected: int) -> bool:
+        return self.self_attention_cache.can_reject(rejected)
 
-    def settle(self, drop: int = 0) -> None:
+    def commit(self, rejected: int = 0) -> None:
         tokens = self.self_attention_cache.pending
-        self.self_attention_cache.settle(drop)
+        self.self_attention_cache.commit(rejected)
         self.cross_attention_cache.finish_step(whole=True)
         if tokens == 1:
-            self.cross_attention_cache.unfork_if_read_whole()
+            self.cross_attention_cache.unshare_if_materialized()
 
     def abort(self) -> None:
         if self.self_attention_cache.is_open and self._cross_seen_before == 0:
             self.cross_attention_cache.reset()
         self.self_attention_cache.abort()
 
-    def rows(self, index: torch.Tensor) -> None:
+    def select_rows(self, index: torch.Tensor) -> None:
         self._check_whole()
         for part in self.parts:
             part.check_rows(index)
@@ -96,10 +96,10 @@ class EncoderDecoder(Face, TransformersEncoderDecoderCache):
             part.start_fork(times)
         self.finish()
 
-    def unfork(self) -> None:
+    def unshare(self) -> None:
         self._check_whole()
         for part in self.parts:
-            part.start_unfork()
+            part.start_unshare()
         self.finish()
 
     @property
@@ -135,12 +135,12 @@ class EncoderDecoder(Face, TransformersEncoderDecoderCache):
             part.release()
 
     @property
-    def encodes(self) -> bool:
-        return self.self_attention_cache.encodes
+    def is_quantized(self) -> bool:
+        return self.self_attention_cache.is_quantized
 
     @property
-    def seen(self) -> int:
-        return self.self_attention_cache.seen
+    def total_tokens(self) -> int:
+        return self.self_attention_cache.total_tokens
 
     @property
     def batch_size(self) -> int:
@@ -181,7 +181,7 @@ class EncoderDecoder(Face, TransformersEncoderDecoderCache):
         return self.self_attention_cache[layer_idx] + self.cross_attention_cache[layer_idx]
 
     def to_legacy_cache(self) -> tuple[tuple[torch.Tensor | None, ...], ...]:
-        """Keys and values of every layer, then those of its cross-attention. See `Face.to_legacy_cache`."""
+        """Keys and values of every layer, then those of its cross-attention. See `LegacyNames.to_legacy_cache`."""
         own, cross = (part.to_legacy_cache() for part in self.parts)
         return tuple(both[0] + both[1] for both in zip(own, cross, strict=True))
 

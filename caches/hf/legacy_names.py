@@ -10,12 +10,12 @@ import torch
 from transformers.cache_utils import Cache as TransformersCache
 
 from caches.attention.segmented_tensor import plain
-from caches.errors import StepError, UnsupportedLayer
+from caches.errors import StepError, UnsupportedLayerError
 from caches.spec.layer_spec import KV, STATE
 
 
-class Face(TransformersCache):
-    """What users and transformers' loops ask of a cache, in terms of its layers and `rows`, `crop`, `seen`."""
+class LegacyNames(TransformersCache):
+    """What users and transformers' loops ask of a cache, in terms of its layers and `rows`, `crop`, `total_tokens`."""
 
     layers: list[Any]
 
@@ -23,7 +23,7 @@ class Face(TransformersCache):
 
     @property
     @abstractmethod
-    def seen(self) -> int:
+    def total_tokens(self) -> int:
         """Tokens committed per row."""
 
     @property
@@ -37,7 +37,7 @@ class Face(TransformersCache):
         """Tokens it can hold per row; None without limit."""
 
     @abstractmethod
-    def rows(self, index: torch.Tensor) -> None:
+    def select_rows(self, index: torch.Tensor) -> None:
         """Row i becomes a copy of row `index[i]` in everything it holds."""
 
     @property
@@ -59,21 +59,21 @@ class Face(TransformersCache):
         """
         layers = [layer for part in self.parts for layer in part.layers]
         found = {"device": sum(tensor.nbytes for layer in layers for tensor in layer.tensors())}
-        for buffer in (buffer for layer in layers for buffer in layer.away()):
-            found[buffer.place] = found.get(buffer.place, 0) + buffer.bytes
+        for buffer in (buffer for layer in layers for buffer in layer.offloaded_buffers()):
+            found[buffer.tier] = found.get(buffer.tier, 0) + buffer.bytes
             found["device"] -= buffer.bytes
-        staging = sum(tensor.nbytes for part in self.parts for tensor in part.stage.tensors())
+        staging = sum(tensor.nbytes for part in self.parts for tensor in part.scratch.tensors())
         return found | ({"staging": staging} if staging else {})
 
     @property
     def device_bytes(self) -> int:
         """Those of `bytes` that are on the device that computes; where that is the host, all that are not in files."""
-        away = (buffer for part in self.parts for layer in part.layers for buffer in layer.away())
-        return self.bytes - sum(buffer.bytes for buffer in away if buffer.is_beside)
+        away = (buffer for part in self.parts for layer in part.layers for buffer in layer.offloaded_buffers())
+        return self.bytes - sum(buffer.bytes for buffer in away if buffer.is_off_device)
 
     @property
     def seen_tokens(self) -> int:
-        return self.seen
+        return self.total_tokens
 
     def get_max_length(self, layer_idx: int | None = None) -> int | None:
         """Tokens it can hold per row; None when it has no limit."""
@@ -85,19 +85,19 @@ class Face(TransformersCache):
     def get_usable_length(self, new_seq_length: int, layer_idx: int = 0) -> int:
         """Tokens that are left of those in the cache once `new_seq_length` more have come."""
         limit = self.get_max_length(layer_idx)
-        return self.seen if limit is None else min(self.seen, limit - new_seq_length)
+        return self.total_tokens if limit is None else min(self.total_tokens, limit - new_seq_length)
 
     # Rows.
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self.rows(beam_idx)
+        self.select_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.batch_size > 0:
-            self.rows(torch.arange(self.batch_size).repeat_interleave(repeats))
+            self.select_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.rows(indices)
+        self.select_rows(indices)
 
     def batch_split(self, full_batch_size: int, split_size: int, num_hidden_layers: int | None = None) -> list[Any]:
         """Caches of `split_size` rows each, the last one of what is left. The layers count themselves."""
@@ -110,7 +110,7 @@ class Face(TransformersCache):
     def to_backend(self, name: str, **options: Any) -> Any:
         """A cache of the backend `name` with `options` that holds the same: see `caches.convert`. This one stays.
 
-        `caches.move` takes what this one holds instead, so that it is never there twice.
+        `caches.migrate` takes what this one holds instead, so that it is never there twice.
         """
         from caches.core.row_copies import convert  # which is written for caches, and so for this face of theirs
 
@@ -176,22 +176,23 @@ class Face(TransformersCache):
     def to_legacy_cache(self) -> tuple[tuple[torch.Tensor | None, ...], ...]:
         """Keys and values of every layer, as transformers had them before there were caches.
 
-        Raises `UnsupportedLayer` where they are not the whole content: states, windows that have forgotten something.
+        Raises `UnsupportedLayerError` where they are not the whole content: states, windows that have forgotten
+        something.
         """
         for index, layer in enumerate(self._settled_layers()):
             held = 0 if layer.keys is None else layer.keys.shape[-2]
-            if held != self.seen or layer.spec.streams != {KV}:
-                raise UnsupportedLayer(
-                    f"layer {index} ({layer.spec.layer_type}) holds keys and values of {held} of {self.seen} tokens"
-                    f"{' and more' if layer.spec.streams - {KV} else ''}: tuples of them cannot say everything. "
-                    "Keep the cache object"
+            if held != self.total_tokens or layer.spec.components != {KV}:
+                raise UnsupportedLayerError(
+                    f"layer {index} ({layer.spec.layer_type}) holds keys and values of {held} of {self.total_tokens} "
+                    f"tokens{' and more' if layer.spec.components - {KV} else ''}: tuples of them cannot say "
+                    "everything. Keep the cache object"
                 )
         return tuple(self)
 
     def check_finite(self) -> None:
         """Look for keys, values and states that are not finite. Raises `StepError` naming the first layer and row."""
         for index, layer in enumerate(self._settled_layers()):
-            for name, held in layer.content().items():
+            for name, held in layer.dense_state().items():
                 if not isinstance(held, torch.Tensor) or not held.is_floating_point():
                     continue
                 wrong = ~plain(held).isfinite().flatten(1)
@@ -214,11 +215,11 @@ class Face(TransformersCache):
 
     @property
     def is_linear(self) -> list[bool]:
-        return [STATE in layer.spec.streams and not layer.spec.keeps_kv for layer in self.layers]
+        return [STATE in layer.spec.components and not layer.spec.keeps_kv for layer in self.layers]
 
     @property
     def is_dummy(self) -> list[bool]:
-        return [not layer.spec.streams for layer in self.layers]
+        return [not layer.spec.components for layer in self.layers]
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Never: a step can be taken back because the states before it are copied."""
@@ -227,15 +228,17 @@ class Face(TransformersCache):
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Whether a layer's state was ever written; without `layer_idx`, that of the last layer with a state."""
         layers = self.layers if layer_idx is None else self.layers[layer_idx : layer_idx + 1]
-        states = [layer for layer in layers if STATE in layer.spec.streams]
+        states = [layer for layer in layers if STATE in layer.spec.components]
         if not states:
-            raise UnsupportedLayer("no layer that was asked about keeps a state")
+            raise UnsupportedLayerError("no layer that was asked about keeps a state")
         written = states[-1].conv_states | states[-1].recurrent_states
         return bool(written) if state_idx is None else state_idx in written
 
     def __repr__(self) -> str:
         name = getattr(self, "name", "")
-        return f"{type(self).__name__}({name!r}, layers={len(self.layers)}, seen={self.seen}, bytes={self.bytes})"
+        return (
+            f"{type(self).__name__}({name!r}, layers={len(self.layers)}, seen={self.total_tokens}, bytes={self.bytes})"
+        )
 
 
 def _plain(columns: torch.Tensor | None) -> torch.Tensor | None:

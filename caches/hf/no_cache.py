@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from caches.protocol import Log
+from caches.protocol import TokenLog
 
 
 class NoCache:
     """Has nothing to open, commit or undo."""
 
     name = "none"
-    log: Log | None = None
+    log: TokenLog | None = None
     handle = None
-    seen = 0
+    total_tokens = 0
     batch_size = -1
     max_tokens = None
     max_rows = None
@@ -29,16 +29,16 @@ class NoCache:
     def begin(self, tokens: int, graph: bool = False) -> None:
         pass
 
-    def can_drop(self, drop: int) -> bool:
+    def can_reject(self, rejected: int) -> bool:
         return True
 
-    def settle(self, drop: int = 0) -> None:
+    def commit(self, rejected: int = 0) -> None:
         pass
 
     def abort(self) -> None:
         pass
 
-    def rows(self, index: torch.Tensor) -> None:
+    def select_rows(self, index: torch.Tensor) -> None:
         pass
 
     def finish(self) -> None:

@@ -8,30 +8,30 @@ from functools import partial
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
-from caches import Cache, CacheError, Driven, EncoderDecoder, Log, NoCache, StepError
+from caches import Cache, CacheError, EncoderDecoder, EngineCache, NoCache, StepError, TokenLog
 from caches.transfer.dealing import deal_rows, gather_rows
 
 
 class SplitCache:
-    """See `Driven`; only `begin` is for the parts themselves. Rows move within a part, never from one to another.
+    """See `EngineCache`; only `begin` is for the parts themselves. Rows move within a part, never from one to another.
 
     parts: the caches. sizes: how many rows each of them has.
     """
 
     why_not_compiled = "its rows are computed part after part"
 
-    def __init__(self, parts: Sequence[Driven], sizes: Sequence[int]):
+    def __init__(self, parts: Sequence[EngineCache], sizes: Sequence[int]):
         self.parts, self.sizes, self.name = list(parts), list(sizes), parts[0].name
-        self.log: Log | None = None
-        self._to_turn: list[tuple[Driven, Callable[[], None]]] = []  # rows that were to be chosen and are not yet
+        self.log: TokenLog | None = None
+        self._to_turn: list[tuple[EngineCache, Callable[[], None]]] = []  # rows that were to be chosen and are not yet
         self._is_given_up = False
 
-    def replace_by(self, part: Driven, others: Sequence[Driven], sizes: Sequence[int]) -> None:
+    def replace_by(self, part: EngineCache, others: Sequence[EngineCache], sizes: Sequence[int]) -> None:
         """The rows of `part` are in several others from here on, of so many rows each."""
         number = next(number for number, one in enumerate(self.parts) if one is part)
         self.parts[number : number + 1], self.sizes[number : number + 1] = others, sizes
 
-    def replace(self, number: int, part: Driven) -> None:
+    def replace(self, number: int, part: EngineCache) -> None:
         """The rows of that part are in another cache from here on."""
         self.parts[number] = part
         self.name = self.parts[0].name
@@ -41,8 +41,8 @@ class SplitCache:
         return None if self._is_given_up else self.parts[0].handle
 
     @property
-    def seen(self) -> int:
-        return min(part.seen for part in self.parts)
+    def total_tokens(self) -> int:
+        return min(part.total_tokens for part in self.parts)
 
     @property
     def batch_size(self) -> int:
@@ -72,7 +72,7 @@ class SplitCache:
         return sum(size * growth for size, growth in sizes) / before if before else 1.0
 
     @property
-    def shares(self) -> Iterator[tuple[slice, Driven]]:
+    def shares(self) -> Iterator[tuple[slice, EngineCache]]:
         """Which rows are in which part."""
         end = 0
         for part, size in zip(self.parts, self.sizes, strict=True):
@@ -86,18 +86,18 @@ class SplitCache:
     def begin(self, tokens: int, graph: bool = False) -> None:
         raise StepError("rows that are split are computed part after part: begin a step of each part")
 
-    def can_drop(self, drop: int) -> bool:
-        return all(part.can_drop(drop) for part in self.parts)
+    def can_reject(self, rejected: int) -> bool:
+        return all(part.can_reject(rejected) for part in self.parts)
 
-    def settle(self, drop: int = 0) -> None:
+    def commit(self, rejected: int = 0) -> None:
         for part in self.parts:
-            part.settle(drop)
+            part.commit(rejected)
 
     def abort(self) -> None:
         for part in self.parts:
             part.abort()
 
-    def rows(self, index: torch.Tensor) -> None:
+    def select_rows(self, index: torch.Tensor) -> None:
         owners = torch.bucketize(index, torch.tensor(self.sizes).cumsum(0), right=True)
         if bool((owners[1:] < owners[:-1]).any()):
             raise StepError(f"rows({index.tolist()}) would move rows between parts of {self.sizes}")
@@ -105,7 +105,7 @@ class SplitCache:
         chosen = [index[owners == number] - begins[number] for number in range(len(self.parts))]
         kept = [(part, own) for part, own in zip(self.parts, chosen, strict=True) if len(own)]
         self.parts, self.sizes = [part for part, _ in kept], [len(own) for _, own in kept]
-        self._to_turn = [(part, partial(part.rows, own)) for part, own in kept]
+        self._to_turn = [(part, partial(part.select_rows, own)) for part, own in kept]
         self.finish()
 
     def fork(self, times: int) -> None:
@@ -143,11 +143,11 @@ class SplitCache:
         """After a failure some parts may have seen more than others: all go back to what all have seen."""
         self.abort()
         try:
-            self.crop(self.seen) if self.seen else self.reset()
+            self.crop(self.total_tokens) if self.total_tokens else self.reset()
         except CacheError:
             self.reset()
 
-    def joined(self) -> Driven:
+    def joined(self) -> EngineCache:
         """One cache of all rows; the parts are empty afterwards."""
         first = self.parts[0]
         if isinstance(first, NoCache):
@@ -160,7 +160,7 @@ class SplitCache:
         self.reset()
 
 
-def halves(cache: Driven, prompts: torch.Tensor) -> SplitCache | None:
+def halves(cache: EngineCache, prompts: torch.Tensor) -> SplitCache | None:
     """`cache` in parts half as large, as far as the rows of one prompt stay together. None where nothing can be split.
 
     Every part is emptied on the way, so no more than about a layer of it is there twice. Where that fails the parts
@@ -169,7 +169,7 @@ def halves(cache: Driven, prompts: torch.Tensor) -> SplitCache | None:
     prompts: which prompt each row belongs to, never smaller than that of the row before.
     """
     shares = cache.shares if isinstance(cache, SplitCache) else [(slice(0, len(prompts)), cache)]
-    to_split: list[tuple[Driven, list[int]]] = []
+    to_split: list[tuple[EngineCache, list[int]]] = []
     for rows, part in shares:
         of_prompts = prompts[rows].unique_consecutive(return_counts=True)[1]
         half = len(of_prompts) // 2
@@ -186,7 +186,7 @@ def halves(cache: Driven, prompts: torch.Tensor) -> SplitCache | None:
     return split
 
 
-def _dealt(cache: Driven, sizes: list[int]) -> list[Driven]:
+def _dealt(cache: EngineCache, sizes: list[int]) -> list[EngineCache]:
     if isinstance(cache, NoCache):
         return [NoCache() for _ in sizes]
     if not isinstance(cache, (Cache, EncoderDecoder)):

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from caches.memory.disk_file import Slab, Window
+from caches.memory.disk_file import DiskFile, Window
 
 _PIECE_BYTES = 2**24  # what is rearranged in place goes through a copy of about this size
 
@@ -25,15 +25,15 @@ B = TypeVar("B", bound="Buffer")
 class Buffer(ABC):
     """Columns somewhere. `open` it before anything else.
 
-    place: "device", "host" or "disk". device: where what is written comes from and what is read is put.
+    tier: "device", "host" or "disk". device: where what is written comes from and what is read is put.
     """
 
-    place: ClassVar[str]
+    tier: ClassVar[str]
 
     @property
-    def is_beside(self) -> bool:
+    def is_off_device(self) -> bool:
         """Whether it takes no memory of the device that computes."""
-        return self.place == "disk" or (self.place == "host" and self.device.type != "cpu")
+        return self.tier == "disk" or (self.tier == "host" and self.device.type != "cpu")
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None  # flat, of at least `_room` columns
@@ -77,7 +77,7 @@ class Buffer(ABC):
         numbers = columns * (self._rows_room or rows) * self._shape[1] * self._shape[2]
         if self._memory.numel() < numbers:
             self.wait()
-            kept = self._memory[: self.numbers(keep)]
+            kept = self._memory[: self.materialize(keep)]
             self._memory = self._allocate(numbers, self.dtype, self.device, kept)
 
     @abstractmethod
@@ -90,14 +90,14 @@ class Buffer(ABC):
         """Flat `memory` as so many columns of this buffer, laid out as it keeps them."""
         return _rows_first(self._laid_out(memory, columns))
 
-    def numbers(self, columns: int) -> int:
+    def materialize(self, columns: int) -> int:
         """How many numbers so many columns are."""
         assert self._shape is not None
         return columns * math.prod(self._shape)
 
     def _laid_out(self, memory: torch.Tensor, columns: int) -> torch.Tensor:
         assert self._shape is not None
-        return memory[: self.numbers(columns)].view(columns, *self._shape)
+        return memory[: self.materialize(columns)].view(columns, *self._shape)
 
     def _columns(self, begin: int, end: int) -> torch.Tensor:
         """[columns, rows, heads, width]"""
@@ -128,7 +128,7 @@ class Buffer(ABC):
         target = _columns_first(into)[: end - begin]
         return _rows_first(target.copy_(columns, non_blocking=True))
 
-    def rows(self, index: torch.Tensor, end: int) -> None:
+    def select_rows(self, index: torch.Tensor, end: int) -> None:
         """Row i becomes a copy of row `index[i]`, in the columns before `end`, or nothing has changed."""
         self.choosing(index, end)()
 
@@ -216,7 +216,7 @@ def _with_memory(kind: type[B], attributes: dict[str, Any], memory: torch.Tensor
 class DeviceBuffer(Buffer):
     """Columns where the model computes: what is read are they themselves."""
 
-    place: ClassVar[str] = "device"
+    tier: ClassVar[str] = "device"
 
     def _allocate(
         self, numbers: int, dtype: torch.dtype, device: torch.device, kept: torch.Tensor | None
@@ -226,7 +226,7 @@ class DeviceBuffer(Buffer):
     def read(self, begin: int, end: int, into: torch.Tensor | None = None) -> torch.Tensor:
         assert self._shape is not None
         assert self._memory is not None
-        (rows, heads, width), column = self._shape, self.numbers(1)
+        (rows, heads, width), column = self._shape, self.materialize(1)
         # `_rows_first(self._columns(begin, end))` takes four operations, and every layer does this in every step.
         return self._memory.as_strided(
             (rows, heads, end - begin, width), (heads * width, width, column, 1), begin * column
@@ -236,7 +236,7 @@ class DeviceBuffer(Buffer):
 class HostBuffer(Buffer):
     """Columns in host memory, pinned where an accelerator computes: then copies need not wait for each other."""
 
-    place: ClassVar[str] = "host"
+    tier: ClassVar[str] = "host"
 
     def _allocate(
         self, numbers: int, dtype: torch.dtype, device: torch.device, kept: torch.Tensor | None
@@ -250,13 +250,13 @@ class HostBuffer(Buffer):
 
 
 class DiskBuffer(Buffer):
-    """Columns in a part of a `Slab`, the cache's file."""
+    """Columns in a part of a `DiskFile`, the cache's file."""
 
-    place: ClassVar[str] = "disk"
+    tier: ClassVar[str] = "disk"
 
-    def __init__(self, slab: Slab) -> None:
+    def __init__(self, disk_file: DiskFile) -> None:
         super().__init__()
-        self.slab = slab
+        self.disk_file = disk_file
         self._window: Window | None = None
 
     def _allocate(
@@ -266,7 +266,7 @@ class DiskBuffer(Buffer):
             return _begun_with(kept, _empty(numbers, dtype, device))
         numbers = max(1, numbers)
         if self._window is None or len(self._window) < numbers * dtype.itemsize:
-            self._window = self.slab.window(numbers * dtype.itemsize, self._window)
+            self._window = self.disk_file.window(numbers * dtype.itemsize, self._window)
         with torch.inference_mode(False):  # it begins with the bytes of before, so what was kept is there
             return torch.frombuffer(self._window, dtype=dtype, count=numbers)
 

@@ -28,11 +28,11 @@ _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _ZEROS = 2**24
 
 
-class Slab:
+class DiskFile:
     """A file without a name, so nothing stays on the disk whatever happens to the process.
 
     It is open while a tensor has a part of it. Its bytes are reserved before they are used: a full disk is a
-    `CapacityError` when room is made, and not a signal later. A copy is an empty slab for the same `folder`. A fork of
+    `CapacityError` when room is made, and not a signal later. A copy is an empty file for the same `folder`. A fork of
     the process opens a file of its own when it makes room; the windows it inherits are those of the parent.
 
     folder: see `disk_folder`.
@@ -128,7 +128,7 @@ class Slab:
     def give_back(self, begin: int, end: int) -> None:
         """These bytes are no longer used."""
         with self._lock:
-            if self._file is None:  # collected together, the slab first
+            if self._file is None:  # collected together, the disk_file first
                 return
             self._returned.append((begin, end))
             self._leave()
@@ -167,11 +167,11 @@ class Slab:
 
 
 class _Range:
-    """Bytes [begin, end) of a slab, until nothing refers to them."""
+    """Bytes [begin, end) of a disk_file, until nothing refers to them."""
 
-    def __init__(self, slab: Slab, begin: int, end: int):
-        self.begin, self.end, self._slab, self._process = begin, end, slab, os.getpid()
-        slab.enter()
+    def __init__(self, disk_file: DiskFile, begin: int, end: int):
+        self.begin, self.end, self._slab, self._process = begin, end, disk_file, os.getpid()
+        disk_file.enter()
 
     def is_inherited(self) -> bool:
         """Whether it belongs to the file of the process that this one was forked from."""
@@ -183,7 +183,7 @@ class _Range:
 
 
 class Window(mmap.mmap):
-    """Ranges of a slab, one behind the other in memory, for as long as a tensor refers to it."""
+    """Ranges of a disk_file, one behind the other in memory, for as long as a tensor refers to it."""
 
     ranges: list[_Range]
 
@@ -208,7 +208,7 @@ def _reserve(file: int, begin: int, size: int) -> None:
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, begin, size)
         return
-    zeros = bytes(min(size, _ZEROS))  # systems that can only be asked by writing
+    zeros = bytes(min(size, _ZEROS))  # systems that can only be asked by storage_format
     for offset in range(begin, begin + size, _ZEROS):
         os.pwrite(file, zeros[: begin + size - offset], offset)
 

@@ -11,7 +11,7 @@ from configs import PlacedCacheConfig
 
 
 @dataclass(frozen=True)
-class Place:
+class ExpectedDevice:
     """What the keys of a step have to be. Buffers are made where they come from, so this is only checked."""
 
     options: PlacedCacheConfig

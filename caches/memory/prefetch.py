@@ -26,7 +26,7 @@ class Reader(Protocol):
         """What its next step reads, as far as is known: columns [begin, end), and columns there must be room for."""
 
 
-class Beside:
+class CopyStream:
     """Copies beside the computation of a device: on a stream of their own where there are streams."""
 
     def __init__(self, device: torch.device):
@@ -64,10 +64,10 @@ class _Place:
     copied: Any = None
 
 
-class _Turns:
+class DoubleBuffer:
     """The two places of all readers of one name on one device."""
 
-    def __init__(self, beside: Beside):
+    def __init__(self, beside: CopyStream):
         self.beside = beside
         self.used, self.free = _Place(), _Place()
         self.last: ref[Reader] | None = None
@@ -77,7 +77,7 @@ class _Turns:
         """The place's memory, with room for so many columns; nothing is in it any more."""
         self.beside.wait(place.copied)
         place.owner = place.copied = None
-        numbers = buffer.numbers(columns)
+        numbers = buffer.materialize(columns)
         if place.memory is None or place.memory.numel() < numbers:
             place.memory = None  # before there is another
             with torch.inference_mode(False):
@@ -96,12 +96,12 @@ class _Turns:
         place.owner, place.begin, place.end = ref(reader), begin, end
 
 
-class Staging:
+class Prefetcher:
     """The staged columns of one cache. A copy of the cache gets an empty one of its own."""
 
-    def __init__(self, beside: Callable[[torch.device], Beside] = Beside) -> None:
+    def __init__(self, beside: Callable[[torch.device], CopyStream] = CopyStream) -> None:
         self._beside = beside
-        self._turns: dict[tuple[str, torch.device, torch.dtype], _Turns] = {}
+        self._turns: dict[tuple[str, torch.device, torch.dtype], DoubleBuffer] = {}
 
     def take(self, reader: Reader, begin: int, end: int, columns: int) -> torch.Tensor:
         """The reader's columns [begin, end) on the device, with room behind them for `columns` in all.
@@ -111,7 +111,7 @@ class Staging:
         buffer = reader.buffer
         key = (reader.name, buffer.device, buffer.dtype)
         if key not in self._turns:
-            self._turns[key] = _Turns(self._beside(buffer.device))
+            self._turns[key] = DoubleBuffer(self._beside(buffer.device))
         turns = self._turns[key]
         place = turns.free
         turns.used, turns.free = place, turns.used
@@ -121,7 +121,7 @@ class Staging:
             and place.begin <= begin
             and end <= place.end
             and place.memory is not None
-            and buffer.numbers(room) <= place.memory.numel()
+            and buffer.materialize(room) <= place.memory.numel()
         ):
             turns.beside.wait(place.copied)
             staged = buffer.space(place.memory, room)[:, :, begin - place.begin :]
@@ -138,7 +138,7 @@ class Staging:
             turns.prefetch(following)
         return staged
 
-    def forget(self, reader: Reader) -> None:
+    def discard(self, reader: Reader) -> None:
         """What the reader has was changed in other ways than behind its end: what is staged of it is not it."""
         for turns in self._turns.values():
             for place in (turns.used, turns.free):

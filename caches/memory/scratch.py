@@ -7,22 +7,23 @@ from typing import Any
 
 import torch
 
-from caches.memory.disk_file import Slab
-from caches.memory.prefetch import Staging
+from caches.memory.disk_file import DiskFile
+from caches.memory.prefetch import Prefetcher
 
 
-class Stage:
+class Scratch:
     """Scratch tensors by name. A cache has one; a copy of the cache gets an empty one of its own.
 
-    staging: where columns that live elsewhere are while their layer computes. tail: what the tails of forked rows take
-    turns in, because they are read together with their trunks. slab: the file of the tensors on disk, if there are any.
+    prefetcher: where columns that live elsewhere are while their layer computes. suffix: what the tails of forked rows
+    take turns in, because they are read together with their trunks. disk_file: the file of tensors on disk, if
+    there are any.
     """
 
-    def __init__(self, slab: Slab | None = None) -> None:
-        self.slab = slab
+    def __init__(self, disk_file: DiskFile | None = None) -> None:
+        self.disk_file = disk_file
         self._scratch: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
-        self.staging = Staging()
-        self.tail: Stage | None = None
+        self.prefetcher = Prefetcher()
+        self.suffix: Scratch | None = None
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A contiguous tensor of this shape. What it holds lasts until the name is asked for again."""
@@ -33,30 +34,30 @@ class Stage:
                 held = self._scratch[key] = torch.empty(size, dtype=dtype, device=device)
         return held[:size].view(shape)
 
-    def slab_in(self, folder: str | None) -> Slab:
+    def disk_file_in(self, folder: str | None) -> DiskFile:
         """The cache's file in `folder`, which is made for its first tensor on disk."""
-        if self.slab is None:
-            self.slab = Slab(folder)
-        return self.slab
+        if self.disk_file is None:
+            self.disk_file = DiskFile(folder)
+        return self.disk_file
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from self._scratch.values()
-        yield from self.staging.tensors()
-        if self.tail is not None:
-            yield from self.tail.tensors()
+        yield from self.prefetcher.tensors()
+        if self.suffix is not None:
+            yield from self.suffix.tensors()
 
     def drop_tail(self) -> None:
         """Its stores and what is staged of them know each other: their memory would wait for a garbage collection."""
-        if self.tail is not None:
-            self.tail.release()
-            self.tail = None
+        if self.suffix is not None:
+            self.suffix.release()
+            self.suffix = None
 
     def release(self) -> None:
         """Keep no memory."""
         self._scratch.clear()
-        self.staging.clear()
-        if self.tail is not None:
-            self.tail.release()
+        self.prefetcher.clear()
+        if self.suffix is not None:
+            self.suffix.release()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"slab": self.slab, "_scratch": {}, "staging": Staging(), "tail": self.tail}
+        return {"disk_file": self.disk_file, "_scratch": {}, "prefetcher": Prefetcher(), "suffix": self.suffix}

@@ -15,12 +15,12 @@ from typing import Protocol
 
 import torch
 
-from caches.attention.segments import Attend, Exact, Piece, Scaled
-from caches.quantization.fused_attention import Coded, attention, check_fused, kernels
+from caches.attention.segments import AffineSegment, Attend, DenseSegment, Segment
+from caches.quantization.fused_attention import QuantizedSegment, attention, check_fused, kernels
 from configs import CODECS, ConfigError, QuantizedCacheConfig
 
 Parts = dict[str, torch.Tensor]  # [rows, heads, columns or blocks, ...]
-Place = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+ExpectedDevice = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 """Where the numbers go, [rows, heads, columns, head_dim], and bytes to work with, flat, as many as there are numbers.
 Asked for when it is needed; the next request may give the same memory."""
 Choice = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # codes [groups, size], scale and offset [groups, 1]
@@ -34,7 +34,7 @@ class Codec(Protocol):
     def encode(self, columns: torch.Tensor) -> Parts:
         """Columns [rows, heads, whole blocks of columns, head_dim] in few bits."""
 
-    def decode(self, parts: Parts, place: Place) -> Piece:
+    def decode(self, parts: Parts, place: ExpectedDevice) -> Segment:
         """Whole blocks, of which the last may be cut off where its place ends."""
 
     def per_block(self, name: str) -> bool:
@@ -42,7 +42,7 @@ class Codec(Protocol):
 
     @property
     def attend(self) -> Attend | None:
-        """What computes attention over such pieces, and those in full, in one go."""
+        """What computes attention over such segments, and those in full, in one go."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ class Affine:
             name: value.reshape(groups).to(dtype) for name, value in scales if value is not None
         }
 
-    def decode(self, parts: Parts, place: Place) -> Piece:
+    def decode(self, parts: Parts, place: ExpectedDevice) -> Segment:
         if not self.fused:
             return self._unpacked(parts, place)
-        return Coded(
+        return QuantizedSegment(
             parts["codes"],
             parts["scale"],
             parts.get("offset"),
@@ -101,26 +101,26 @@ class Affine:
             partial(self._unpacked, parts, place),
         )
 
-    def _unpacked(self, parts: Parts, place: Place) -> Piece:
+    def _unpacked(self, parts: Parts, place: ExpectedDevice) -> Segment:
         out, scratch = place()
         count, dtype = out.shape[2], parts["scale"].dtype
         target = out if dtype == out.dtype else torch.empty_like(out, dtype=dtype)
         _unpack(parts["codes"], self.bits, target, scratch)
         if not self.over_columns:
-            piece = Scaled(target, parts["scale"], parts.get("offset"))
+            segment = AffineSegment(target, parts["scale"], parts.get("offset"))
             if target is out and torch.finfo(dtype).bits >= 32:
-                return piece
-            piece.numbers()
+                return segment
+            segment.materialize()
         else:
             whole = count // self.group
-            pieces = target.split([whole * self.group, count - whole * self.group], dim=2)
-            for of_whole, blocks in zip(pieces, (slice(whole), slice(whole, None)), strict=True):
+            segments = target.split([whole * self.group, count - whole * self.group], dim=2)
+            for of_whole, blocks in zip(segments, (slice(whole), slice(whole, None)), strict=True):
                 if of_whole.shape[2]:
                     columns = of_whole.unflatten(2, (-1, min(self.group, of_whole.shape[2])))
                     columns.mul_(parts["scale"][:, :, blocks, None])
                     if "offset" in parts:
                         columns.add_(parts["offset"][:, :, blocks, None])
-        return Exact(target if target is out else out.copy_(target))
+        return DenseSegment(target if target is out else out.copy_(target))
 
 
 def _divisor(width: int, wanted: int) -> int:
@@ -129,7 +129,7 @@ def _divisor(width: int, wanted: int) -> int:
 
 
 # Codes of less than a byte share bytes with others of the same column: byte i of a column holds channel i, i + width/2,
-# ..., so unpacking writes contiguous pieces. Three bits are two and one.
+# ..., so unpacking writes contiguous segments. Three bits are two and one.
 
 
 def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -139,10 +139,10 @@ def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 3:
         return torch.cat([_packed(codes & 3, 2), _packed(codes >> 2, 1)], dim=-1)
     per_byte = 8 // bits
-    pieces = codes.chunk(per_byte, dim=-1)
-    packed = pieces[0].clone()
-    for number, piece in enumerate(pieces[1:], 1):
-        packed |= piece << (bits * number)
+    segments = codes.chunk(per_byte, dim=-1)
+    packed = segments[0].clone()
+    for number, segment in enumerate(segments[1:], 1):
+        packed |= segment << (bits * number)
     return packed
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from caches.attention.segments import Exact, Piece
+from caches.attention.segments import DenseSegment, Segment
 from caches.errors import StepError
 from caches.quantization.kernel_build import compiled
 
@@ -34,8 +34,8 @@ def check_fused(columns: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Coded:
-    """See `Piece`. block: columns that share scales per channel; 0 where neighbouring channels of a column do.
+class QuantizedSegment:
+    """See `Segment`. block: columns that share scales per channel; 0 where neighbouring channels of a column do.
 
     unpacked: the same as numbers, for what the kernels are not for.
     """
@@ -45,7 +45,7 @@ class Coded:
     offset: torch.Tensor | None
     bits: int
     block: int
-    unpacked: Callable[[], Piece]
+    unpacked: Callable[[], Segment]
 
     @property
     def columns(self) -> int:
@@ -63,26 +63,26 @@ class Coded:
         found: torch.Tensor = kernels().mixed(_described(self), weights, self.codes.shape[-1] * 8 // self.bits)
         return found
 
-    def numbers(self) -> torch.Tensor:
-        return self.unpacked().numbers()
+    def materialize(self) -> torch.Tensor:
+        return self.unpacked().materialize()
 
 
 def attention(
-    queries: torch.Tensor, keys: Iterable[Piece], values: Iterable[Piece], mask: torch.Tensor | None, width: int
+    queries: torch.Tensor, keys: Iterable[Segment], values: Iterable[Segment], mask: torch.Tensor | None, width: int
 ) -> torch.Tensor | None:
-    """See `Attend`; the pieces are `Coded` or `Exact`."""
+    """See `Attend`; the segments are `QuantizedSegment` or `DenseSegment`."""
     if queries.shape[2] > FEW:
         return None
     if mask is not None and mask.stride(-1) != 1:
         mask = mask.contiguous()
-    described = ([_described(piece) for piece in pieces] for pieces in (keys, values))
+    described = ([_described(segment) for segment in segments] for segments in (keys, values))
     found: torch.Tensor = kernels().attention(queries, *described, mask, width)
     return found
 
 
-def _described(piece: Piece) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int, int]:
+def _described(segment: Segment) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int, int]:
     """As `fused_attention.cpp` has it."""
-    if isinstance(piece, Coded):
-        return piece.codes, piece.scale, piece.offset, piece.bits, piece.block
-    assert isinstance(piece, Exact)
-    return piece.held, None, None, 32, 0
+    if isinstance(segment, QuantizedSegment):
+        return segment.codes, segment.scale, segment.offset, segment.bits, segment.block
+    assert isinstance(segment, DenseSegment)
+    return segment.held, None, None, 32, 0

@@ -9,14 +9,14 @@ from typing import Any
 
 from transformers.cache_utils import DynamicCache
 
-from caches.spec.rope import Rotary, read_rotary
+from caches.spec.rope import RopeRotation, read_rope
 
 KV, INDEX, STATE, UNKNOWN = "kv", "index", "state", "something unknown"
-EXOTIC = "something that only transformers' own layer knows"
+MODEL_SPECIFIC = "something that only transformers' own layer knows"
 
 
 @dataclass(frozen=True)
-class Reach:
+class AttentionSpan:
     """How far back a token looks: everywhere ("all"), `size` tokens ("window"), to the start of its chunk ("chunk"), or
     in a way that only the model and its layer know ("own")."""
 
@@ -34,26 +34,26 @@ class Reach:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer as data. `streams` is what it keeps: "kv", "index", "state", several of them, or nothing.
+    """One layer as data. `components` is what it keeps: "kv", "index", "state", several of them, or nothing.
 
     A layer type that is not in the table below keeps "something unknown": a backend has to refuse it.
     """
 
     layer_type: str
-    streams: frozenset[str]
-    reach: Reach = Reach()
+    components: frozenset[str]
+    attention_span: AttentionSpan = AttentionSpan()
     new_layer: Callable[[], Any] | None = field(default=None, compare=False)
     """Makes transformers' own layer, for an exotic kind."""
-    rotary: Callable[[], Rotary] | None = field(default=None, compare=False)
+    rotation: Callable[[], RopeRotation] | None = field(default=None, compare=False)
     """How its keys turn with their position: read where it is needed. None where that cannot be known."""
 
     @property
     def keeps_kv(self) -> bool:
-        return bool(self.streams & {KV, EXOTIC})
+        return bool(self.components & {KV, MODEL_SPECIFIC})
 
     @property
     def keeps_state(self) -> bool:
-        return STATE in self.streams
+        return STATE in self.components
 
 
 PLAIN = LayerSpec("full_attention", frozenset({KV}))
@@ -71,9 +71,9 @@ _LAYER_TYPES: dict[str, tuple[tuple[str, ...], str | None]] = {
     "linear_attention": ((STATE,), None),
     "hybrid": ((KV, STATE), None),
     "hybrid_sliding": ((KV, STATE), "sliding_window"),
-    "minimax_m3_sparse": ((EXOTIC,), None),
-    "compressed_sparse_attention": ((EXOTIC,), None),
-    "heavily_compressed_attention": ((EXOTIC,), None),
+    "minimax_m3_sparse": ((MODEL_SPECIFIC,), None),
+    "compressed_sparse_attention": ((MODEL_SPECIFIC,), None),
+    "heavily_compressed_attention": ((MODEL_SPECIFIC,), None),
     "moe": ((), None),
     "mlp": ((), None),
 }
@@ -105,7 +105,7 @@ def mask_kinds(config: Any) -> str | dict[str, str]:
     kinds = {spec.layer_type: "none" for spec in specs if spec.keeps_state}
     # Last those that say it: a layer that reads another's keys has no reach of its own.
     last = sorted(specs, key=lambda spec: spec.keeps_kv)
-    kinds |= {spec.layer_type: spec.reach.kind for spec in last if spec.keeps_kv or not spec.keeps_state}
+    kinds |= {spec.layer_type: spec.attention_span.kind for spec in last if spec.keeps_kv or not spec.keeps_state}
     if getattr(_decoder(config), "layer_types", None) is None:
         return next(iter(kinds.values()))
     return kinds
@@ -136,13 +136,15 @@ def _layers_without_own_kv(config: Any, layers: int) -> list[bool]:
 def _read_spec(config: Any, index: int, layer_type: str) -> LayerSpec:
     streams, size_field = _LAYER_TYPES.get(layer_type, ((UNKNOWN,), None))
     if INDEX in streams and config.model_type in _INDEX_WITH_POSITIONS:
-        streams = (EXOTIC,)
-    if EXOTIC in streams:
-        return LayerSpec(layer_type, frozenset(streams), Reach("own"), partial(_own_layer, config, index))
-    reach = Reach()
+        streams = (MODEL_SPECIFIC,)
+    if MODEL_SPECIFIC in streams:
+        return LayerSpec(layer_type, frozenset(streams), AttentionSpan("own"), partial(_own_layer, config, index))
+    reach = AttentionSpan()
     if size_field is not None:
-        reach = Reach("chunk" if size_field == "attention_chunk_size" else "window", getattr(config, size_field))
-    return LayerSpec(layer_type, frozenset(streams), reach, rotary=partial(read_rotary, config, index, layer_type))
+        reach = AttentionSpan(
+            "chunk" if size_field == "attention_chunk_size" else "window", getattr(config, size_field)
+        )
+    return LayerSpec(layer_type, frozenset(streams), reach, rotation=partial(read_rope, config, index, layer_type))
 
 
 def _own_layer(config: Any, index: int) -> Any:

@@ -1,4 +1,4 @@
-"""How the keys of a layer are turned by their position, read from the model's configuration and its code."""
+"""How the keys of a layer are rotated by their position, read from the model's configuration and its code."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
-from caches.errors import UnsupportedLayer
+from caches.errors import UnsupportedLayerError
 
 
 @dataclass(frozen=True)
-class Rotary:
+class RopeRotation:
     """Pairs of a key's numbers turn by `frequencies` [pairs], in radians per position; the numbers after them stay.
 
     interleaved: pairs are neighbours; else the first half is paired with the second.
@@ -24,7 +24,7 @@ class Rotary:
     frequencies: tuple[float, ...] = ()
     interleaved: bool = False
 
-    def turned(self, keys: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    def rotated(self, keys: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
         """Keys [rows, heads, columns, head_dim] as they would be `delta` [rows, steps] positions later.
 
         Returns [rows, heads, steps * columns, head_dim]. Only the angle changes: variants that also scale keys have
@@ -43,7 +43,7 @@ class Rotary:
         return torch.cat([rotated.to(keys.dtype), rest], dim=-1).flatten(2, 3)
 
 
-UNROTATED = Rotary()
+UNROTATED = RopeRotation()
 
 # Models that rotate the keys of their windows only, and those where it is so if there are windows at all.
 _WINDOWS_ONLY = {"afmoe", "cohere2", "cohere2_moe", "flint"}
@@ -56,10 +56,10 @@ _IF_ASKED_FOR: dict[str, Callable[[Any], bool]] = {
 _DEPENDS_ON_LENGTH = {"dynamic", "longrope"}
 
 
-def read_rotary(config: Any, index: int, layer_type: str) -> Rotary:
+def read_rope(config: Any, index: int, layer_type: str) -> RopeRotation:
     """How layer `index` of the decoder that `config` describes turns its keys.
 
-    Raises `UnsupportedLayer` where that is no turn by the position, or cannot be known.
+    Raises `UnsupportedLayerError` where that is no turn by the position, or cannot be known.
     """
     if getattr(config, "kv_lora_rank", None) is not None:
         _refuse(index, layer_type, "are made of a latent that only in part knows of the position")
@@ -81,11 +81,11 @@ def read_rotary(config: Any, index: int, layer_type: str) -> Rotary:
     if frequencies is None:
         _refuse(index, layer_type, f"do not turn with the position, as far as the code of {config.model_type!r} tells")
     backwards, interleaved = _direction(module)
-    return Rotary(tuple(-one for one in frequencies) if backwards else frequencies, interleaved)
+    return RopeRotation(tuple(-one for one in frequencies) if backwards else frequencies, interleaved)
 
 
 def _refuse(index: int, layer_type: str, why: str) -> NoReturn:
-    raise UnsupportedLayer(
+    raise UnsupportedLayerError(
         f"cache='sink' moves its first tokens along with the window by turning their keys, but the keys of layer "
         f"{index} ({layer_type}) {why}. Use cache='sliding_window' with a window_length, or cache='dynamic'"
     )
@@ -114,7 +114,7 @@ def _modeling_module(config: Any) -> Any:
 
 
 def _frequencies(module: Any, config: Any, layer_type: str) -> tuple[float, ...] | None:
-    """Those of the model's own rotary embedding, which may have some for each type of layer."""
+    """Those of the model's own rotation embedding, which may have some for each type of layer."""
     for name, kind in vars(module).items() if module is not None else ():
         if not name.endswith("RotaryEmbedding") or "Vision" in name or not isinstance(kind, type):
             continue

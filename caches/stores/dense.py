@@ -25,11 +25,11 @@ class Store(Protocol):
         """Whether its tensors never move."""
 
     @property
-    def encodes(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether they hold fewer bits than come in."""
 
     @property
-    def writing(self) -> object:
+    def storage_format(self) -> object:
         """How: what one store has written down can be held by another that says the same. None: in full."""
 
     def append(self, new: torch.Tensor) -> torch.Tensor:
@@ -50,13 +50,13 @@ class Store(Protocol):
     def compact(self) -> None:
         """Before a step: move the held columns to the front. Must not fail."""
 
-    def settle(self, drop: int) -> None:
-        """After a step, before the timeline settles: its last `drop` columns are rejected."""
+    def commit(self, rejected: int) -> None:
+        """After a step, before the timeline settles: its last `rejected` columns are rejected."""
 
     def abort(self) -> None:
         """After a failed step, before the timeline closes: forget the pending columns."""
 
-    def rows(self, index: torch.Tensor) -> None:
+    def select_rows(self, index: torch.Tensor) -> None:
         """Row i becomes a copy of row `index[i]`. When this raises, nothing has changed."""
 
     def reset(self) -> None:
@@ -68,19 +68,19 @@ class Store(Protocol):
     def committed(self) -> torch.Tensor | None:
         """The columns held, [rows, heads, held, head_dim]; None before the first step."""
 
-    def load(self, columns: torch.Tensor) -> None:
+    def load_dense(self, columns: torch.Tensor) -> None:
         """Hold exactly these columns [rows, heads, held, head_dim]. The timeline has been told of them."""
 
-    def written(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The columns held as they are written down, rows first: for a store of the same kind."""
 
-    def load_written(self, written: dict[str, Any]) -> None:
+    def load_state_dict(self, written: dict[str, Any]) -> None:
         """Hold exactly this. The timeline has been told of it."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything it keeps."""
 
-    def away(self) -> Iterator[Buffer]:
+    def offloaded_buffers(self) -> Iterator[Buffer]:
         """Where what of it is that does not live where layers compute."""
 
 
@@ -118,8 +118,8 @@ class GrowingStore:
     """Room is made as columns come (geometrically: the timeline decides) and written in place."""
 
     fixed: ClassVar[bool] = False
-    encodes: ClassVar[bool] = False
-    writing: ClassVar[None] = None
+    is_quantized: ClassVar[bool] = False
+    storage_format: ClassVar[None] = None
 
     def __init__(self, timeline: Timeline):
         self.timeline = timeline
@@ -127,7 +127,7 @@ class GrowingStore:
         self.overflow: torch.Tensor | None = None
 
     def append(self, new: torch.Tensor) -> torch.Tensor:
-        self.timeline.take_rows(new.shape[0])
+        self.timeline.bind_batch_size(new.shape[0])
         if self.buffer is None or self._is_too_small(self.buffer):
             self.buffer = self._allocate(new, self.timeline.room)
         buffer = self._used(self.buffer)
@@ -175,22 +175,22 @@ class GrowingStore:
         if self.buffer is None:
             return
         start, end = self.timeline.start, self.timeline.end
-        # In pieces no longer than the distance they move: source and target never overlap, nothing is allocated.
+        # In segments no longer than the distance they move: source and target never overlap, nothing is allocated.
         for begin in range(start, end, start or 1):
-            piece = self.buffer[:, :, begin : min(begin + start, end)]
-            self.buffer[:, :, begin - start : begin - start + piece.shape[-2]] = piece
+            segment = self.buffer[:, :, begin : min(begin + start, end)]
+            self.buffer[:, :, begin - start : begin - start + segment.shape[-2]] = segment
 
-    def settle(self, drop: int) -> None:
+    def commit(self, rejected: int) -> None:
         if self.overflow is None or self.buffer is None:
             return
-        committed, surviving = self.overflow.shape[-2] - drop, self.timeline.surviving(drop)
+        committed, surviving = self.overflow.shape[-2] - rejected, self.timeline.surviving(rejected)
         self._used(self.buffer)[:, :, :surviving] = self.overflow[:, :, committed - surviving : committed]
         self.overflow = None
 
     def abort(self) -> None:
         self.overflow = None
 
-    def rows(self, index: torch.Tensor) -> None:
+    def select_rows(self, index: torch.Tensor) -> None:
         if self.buffer is None:
             return
         index, buffer, end = index.to(self.buffer.device), self.buffer, self.timeline.end
@@ -214,22 +214,22 @@ class GrowingStore:
             return None
         return self._used(self.buffer)[:, :, timeline.start : timeline.end]
 
-    def load(self, columns: torch.Tensor) -> None:
+    def load_dense(self, columns: torch.Tensor) -> None:
         self.buffer = self._allocate(columns, self.timeline.room)
         self._used(self.buffer)[:, :, : columns.shape[-2]] = columns
 
-    def written(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, torch.Tensor]:
         columns = self.committed()
         return {} if columns is None else {"columns": columns}
 
-    def load_written(self, written: dict[str, torch.Tensor]) -> None:
-        self.load(written["columns"])
+    def load_state_dict(self, written: dict[str, torch.Tensor]) -> None:
+        self.load_dense(written["columns"])
 
     def tensors(self) -> Iterator[torch.Tensor]:
         if self.buffer is not None:
             yield self.buffer
 
-    def away(self) -> Iterator[Buffer]:
+    def offloaded_buffers(self) -> Iterator[Buffer]:
         return iter(())
 
 
@@ -269,7 +269,7 @@ class FixedStore(GrowingStore):
             timeline = self.timeline
             self.buffer[:, :, timeline.end : timeline.end + timeline.pending] = 0
 
-    def rows(self, index: torch.Tensor) -> None:
+    def select_rows(self, index: torch.Tensor) -> None:
         if self.buffer is not None:
             chosen = self._used(self.buffer)[:, :, : self.timeline.end].index_select(0, index.to(self.buffer.device))
             self.buffer[: len(index), :, : self.timeline.end] = chosen

@@ -1,7 +1,7 @@
 """Columns that live away from the device that computes: in host memory, or in a file.
 
 What is there is the master. A step sends its new columns there and nothing else; what attention reads is fetched while
-the layer before computes (see `Staging`), so the device has two layers at a time, however long the context.
+the layer before computes (see `Prefetcher`), so the device has two layers at a time, however long the context.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class OffloadedStore:
     """
 
     fixed: ClassVar[bool] = False
-    encodes: ClassVar[bool] = False
-    writing: ClassVar[None] = None
+    is_quantized: ClassVar[bool] = False
+    storage_format: ClassVar[None] = None
 
     def __init__(self, slot: Slot, buffer: Buffer, lasting: bool):
         self.name, self.timeline, self.buffer = slot.name, slot.timeline, buffer
-        self._stage, self._lasting = slot.stage, lasting
+        self._scratch, self._lasting = slot.scratch, lasting
         self._has_pending = False  # the columns of the open step are in the buffer
 
     def append(self, new: torch.Tensor) -> torch.Tensor:
@@ -42,7 +42,7 @@ class OffloadedStore:
         self._write(new)
 
     def _prepare(self, new: torch.Tensor) -> None:
-        self.timeline.take_rows(new.shape[0])
+        self.timeline.bind_batch_size(new.shape[0])
         if self.buffer.shape is None:
             self._open(new)
         assert self.buffer.shape is not None
@@ -59,16 +59,18 @@ class OffloadedStore:
         if self.buffer.shape is None:
             return None
         timeline = self.timeline
-        staged = self._stage.staging.take(self, timeline.start, timeline.end, timeline.held)[:, :, : timeline.held]
+        staged = self._scratch.prefetcher.take(self, timeline.start, timeline.end, timeline.kept_tokens)[
+            :, :, : timeline.kept_tokens
+        ]
         return staged.clone() if self._lasting else staged
 
     def _with_held(self, new: torch.Tensor) -> torch.Tensor:
         """The columns held and the new ones, on the device."""
-        begin, held = self.timeline.start, self.timeline.held
+        begin, held = self.timeline.start, self.timeline.kept_tokens
         if not held:
             return new
         room = held if self.timeline.overflow else self.timeline.room - begin
-        staged = self._stage.staging.take(self, begin, self.timeline.end, room)
+        staged = self._scratch.prefetcher.take(self, begin, self.timeline.end, room)
         if self.timeline.overflow:
             return torch.cat([staged, new], dim=-2)
         staged = staged[:, :, : held + new.shape[-2]]
@@ -95,29 +97,29 @@ class OffloadedStore:
     def _move_to_front(self, begin: int, end: int) -> None:
         if self.buffer.shape is not None:
             self.buffer.shift(begin, end)
-            self._stage.staging.forget(self)
+            self._scratch.prefetcher.discard(self)
 
-    def settle(self, drop: int) -> None:
+    def commit(self, rejected: int) -> None:
         timeline = self.timeline
         if timeline.overflow and self._has_pending:
-            committed = timeline.end + timeline.pending - drop
-            self._move_to_front(committed - timeline.surviving(drop), committed)
+            committed = timeline.end + timeline.pending - rejected
+            self._move_to_front(committed - timeline.surviving(rejected), committed)
         self._has_pending = False
 
     def abort(self) -> None:
         self._has_pending = False
 
-    def rows(self, index: torch.Tensor) -> None:
+    def select_rows(self, index: torch.Tensor) -> None:
         if self.buffer.shape is not None:
-            self.buffer.rows(index, self.timeline.end)
-            self._stage.staging.forget(self)
+            self.buffer.select_rows(index, self.timeline.end)
+            self._scratch.prefetcher.discard(self)
 
     def reset(self) -> None:
         self.release()
 
     def release(self) -> None:
         self.buffer.clear()
-        self._stage.staging.forget(self)
+        self._scratch.prefetcher.discard(self)
         self._has_pending = False
 
     def committed(self) -> torch.Tensor | None:
@@ -126,22 +128,22 @@ class OffloadedStore:
             return None
         return self.buffer.read(self.timeline.start, self.timeline.end)
 
-    def load(self, columns: torch.Tensor) -> None:
-        self._stage.staging.forget(self)
+    def load_dense(self, columns: torch.Tensor) -> None:
+        self._scratch.prefetcher.discard(self)
         self._open(columns)
         self.buffer.write(0, columns)
 
-    def written(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, torch.Tensor]:
         columns = self.committed()
         return {} if columns is None else {"columns": columns}
 
-    def load_written(self, written: dict[str, torch.Tensor]) -> None:
-        self.load(written["columns"])
+    def load_state_dict(self, written: dict[str, torch.Tensor]) -> None:
+        self.load_dense(written["columns"])
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from self.buffer.tensors()
 
-    def away(self) -> Iterator[Buffer]:
+    def offloaded_buffers(self) -> Iterator[Buffer]:
         yield self.buffer
 
 
@@ -155,5 +157,5 @@ class FixedOffloadedStore(OffloadedStore):
 
     def reset(self) -> None:
         self.buffer.close()
-        self._stage.staging.forget(self)
+        self._scratch.prefetcher.discard(self)
         self._has_pending = False

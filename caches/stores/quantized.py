@@ -9,24 +9,24 @@ from typing import Any, ClassVar
 
 import torch
 
-from caches.attention.segmented_tensor import Pieced
-from caches.attention.segments import Exact, Piece
+from caches.attention.segmented_tensor import SegmentedTensor
+from caches.attention.segments import DenseSegment, Segment
 from caches.core.layer import Slot
 from caches.memory.buffers import Buffer
 from caches.quantization.codec import Codec, Parts
 from caches.stores.dense import check_alike
-from caches.timeline.block_timeline import BlockTimeline, Run
+from caches.timeline.block_timeline import BlockRun, BlockTimeline
 
 _PIECE = 4096  # columns that are decoded at a time, so that scratch does not grow with the context
 
 
 class _Part:
-    """One part of a store's blocks, which `Staging` fetches where it does not live on the device."""
+    """One part of a store's blocks, which `Prefetcher` fetches where it does not live on the device."""
 
     def __init__(self, store: QuantizedStore, name: str, buffer: Buffer):
         self.name, self.buffer = f"{store.name} {name}", buffer
         # Not the store itself, which owns it: their memory would wait for a garbage collection.
-        self._timeline, self._stage, self._codec, self._part = store.timeline, store.stage, store.codec, name
+        self._timeline, self._scratch, self._codec, self._part = store.timeline, store.scratch, store.codec, name
 
     def wanted(self) -> tuple[int, int, int]:
         """What its next step reads: see `Reader`."""
@@ -35,14 +35,14 @@ class _Part:
         return begin, end, max(end, timeline.room // (timeline.block if self._codec.per_block(self._part) else 1))
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        if self.buffer.place == "device" or begin == end:
+        if self.buffer.tier == "device" or begin == end:
             return self.buffer.read(begin, end)
         room = self.wanted()[2]
-        return self._stage.staging.take(self, begin, end, room - begin)[:, :, : end - begin]
+        return self._scratch.prefetcher.take(self, begin, end, room - begin)[:, :, : end - begin]
 
     def has_changed(self) -> None:
         """In other ways than behind its end."""
-        self._stage.staging.forget(self)
+        self._scratch.prefetcher.discard(self)
 
 
 def _span(timeline: BlockTimeline, codec: Codec, name: str, begin: int, block: int) -> tuple[int, int]:
@@ -56,7 +56,7 @@ class QuantizedStore:
     """
 
     fixed: ClassVar[bool] = False
-    encodes: ClassVar[bool] = True
+    is_quantized: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -66,18 +66,18 @@ class QuantizedStore:
         lasting: bool,
     ):
         assert isinstance(slot.timeline, BlockTimeline)
-        self.name, self.timeline, self.stage, self.codec = slot.name, slot.timeline, slot.stage, codec
+        self.name, self.timeline, self.scratch, self.codec = slot.name, slot.timeline, slot.scratch, codec
         self._new_buffer, self._lasting = new_buffer, lasting
         self.parts: dict[str, _Part] = {}
         self.residual: torch.Tensor | None = None
-        self._tail: torch.Tensor | None = None  # of a step that encodes: what stays in full of it
-        self._known: tuple[tuple[int, ...], list[Piece]] | None = None  # see `_encoded`
+        self._tail: torch.Tensor | None = None  # of a step that is_quantized: what stays in full of it
+        self._known: tuple[tuple[int, ...], list[Segment]] | None = None  # see `_encoded`
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_known": None}  # a copy has buffers of its own
 
     @property
-    def writing(self) -> tuple[Codec, int]:
+    def storage_format(self) -> tuple[Codec, int]:
         return self.codec, self.timeline.block
 
     def append(self, new: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ class QuantizedStore:
     def _add(self, new: torch.Tensor) -> torch.Tensor:
         """Returns the columns that were not encoded before the step."""
         timeline = self.timeline
-        timeline.take_rows(new.shape[0])
+        timeline.bind_batch_size(new.shape[0])
         if self.residual is None:
             self.residual = _empty(new, timeline.residual_room)
         check_alike((self.residual.shape[1], self.residual.shape[3]), self.residual.dtype, new)
@@ -133,38 +133,38 @@ class QuantizedStore:
         encoded = self._encoded(begin, block, exact)
         columns = timeline.encoded - timeline.start + exact.shape[2]
         base = (exact.shape[0], exact.shape[1], columns, exact.shape[3])
-        view = Pieced(lambda: chain(encoded(), (Exact(exact),)), base, exact, attend=self.codec.attend)
-        return view.numbers() if lasting else view
+        view = SegmentedTensor(lambda: chain(encoded(), (DenseSegment(exact),)), base, exact, attend=self.codec.attend)
+        return view.materialize() if lasting else view
 
-    def _encoded(self, begin: int, block: int, like: torch.Tensor) -> Callable[[], Iterable[Piece]]:
-        """The encoded columns. Pieces that decode nothing are the same in every step until more is encoded."""
+    def _encoded(self, begin: int, block: int, like: torch.Tensor) -> Callable[[], Iterable[Segment]]:
+        """The encoded columns. Segments that decode nothing are the same in every step until more is encoded."""
         timeline = self.timeline
         key = (timeline.start, timeline.encoded, len(timeline.runs))
         if self._known is not None and self._known[0] == key:
             return self._known[1].__iter__
         parts = {name: part.read(*self.span(name, begin, block)) for name, part in self.parts.items()}
         # Where they are now: the timeline moves on before the view that was handed out is read again.
-        pieces = self._pieces_of(list(timeline.runs), begin, block, timeline.start, parts, like)
-        if self.codec.attend is None or begin < timeline.start or any(self.away()):
-            return pieces
-        self._known = key, list(pieces())
+        segments = self._segments_of(list(timeline.runs), begin, block, timeline.start, parts, like)
+        if self.codec.attend is None or begin < timeline.start or any(self.offloaded_buffers()):
+            return segments
+        self._known = key, list(segments())
         return self._known[1].__iter__
 
-    def _pieces_of(
-        self, runs: list[Run], begin: int, block: int, start: int, parts: Parts, like: torch.Tensor
-    ) -> Callable[[], Iterator[Piece]]:
-        """Decodes the columns from `start` on, piece by piece. `parts` begin with the columns and blocks given."""
-        size, stage = self.timeline.block, self.stage
+    def _segments_of(
+        self, runs: list[BlockRun], begin: int, block: int, start: int, parts: Parts, like: torch.Tensor
+    ) -> Callable[[], Iterator[Segment]]:
+        """Decodes the columns from `start` on, segment by segment. `parts` begin with the columns and blocks given."""
+        size, scratch = self.timeline.block, self.scratch
         longest = min(-(-_PIECE // size) * size, -(-self.timeline.room // size) * size)
         (rows, heads, _, width), dtype, device = like.shape, like.dtype, like.device
 
         def place(columns: int) -> tuple[torch.Tensor, torch.Tensor]:
             # Not as the buffers are: matrix products want the columns of a head together.
-            out = stage.scratch("decoded", (rows, heads, longest, width), dtype, device)
-            codes = stage.scratch("codes", (rows * heads * longest * -(-width // 8) * 8,), torch.uint8, device)
+            out = scratch.scratch("decoded", (rows, heads, longest, width), dtype, device)
+            codes = scratch.scratch("codes", (rows * heads * longest * -(-width // 8) * 8,), torch.uint8, device)
             return out[:, :, :columns], codes
 
-        def pieces() -> Iterator[Piece]:
+        def segments() -> Iterator[Segment]:
             for run in runs:
                 skipped = max(0, begin - run.column)
                 while skipped < run.columns:  # from block to block
@@ -175,12 +175,14 @@ class QuantizedStore:
                         False: (first - begin, first - begin + columns),
                     }
                     chosen = {name: _between(part, *ranges[self.codec.per_block(name)]) for name, part in parts.items()}
-                    piece = self.codec.decode(chosen, partial(place, columns))
+                    segment = self.codec.decode(chosen, partial(place, columns))
                     # A window begins inside of a block, of which the rest does no harm.
-                    yield Exact(piece.numbers()[:, :, start - first :].clone()) if first < start else piece
+                    yield (
+                        DenseSegment(segment.materialize()[:, :, start - first :].clone()) if first < start else segment
+                    )
                     skipped += columns
 
-        return pieces
+        return segments
 
     def _open_parts(self) -> list[tuple[str, _Part]]:
         return [(name, part) for name, part in self.parts.items() if part.buffer.shape is not None]
@@ -202,16 +204,16 @@ class QuantizedStore:
             part.buffer.shift(*self.span(name, columns, blocks))
             part.has_changed()
 
-    def settle(self, drop: int) -> None:
+    def commit(self, rejected: int) -> None:
         if self._tail is not None and self.residual is not None:
-            kept = max(0, self._tail.shape[2] - drop)
+            kept = max(0, self._tail.shape[2] - rejected)
             self.residual[:, :, :kept] = self._tail[:, :, :kept]
         self._tail = None
 
     def abort(self) -> None:
         self._tail = None
 
-    def rows(self, index: torch.Tensor) -> None:
+    def select_rows(self, index: torch.Tensor) -> None:
         self._known = None
         changes = [part.buffer.choosing(index, self.span(name, 0, 0)[1]) for name, part in self._open_parts()]
         if self.residual is not None:
@@ -237,7 +239,7 @@ class QuantizedStore:
             return None
         return self._read(self.residual[:, :, : self.timeline.residual], lasting=True)
 
-    def load(self, columns: torch.Tensor) -> None:
+    def load_dense(self, columns: torch.Tensor) -> None:
         self.reset()
         encoded = self.timeline.encoded
         self.residual = _empty(columns, self.timeline.residual_room)
@@ -245,14 +247,14 @@ class QuantizedStore:
         if encoded:
             self._encode(columns[:, :, :encoded], 0, 0)
 
-    def written(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, torch.Tensor]:
         if self.residual is None:
             return {}
         ends = {name: self.span(name, 0, 0)[1] for name in self.parts}
         parts = {name: part.buffer.read(0, ends[name]) for name, part in self.parts.items() if ends[name]}
         return parts | {"residual": self.residual}
 
-    def load_written(self, written: dict[str, torch.Tensor]) -> None:
+    def load_state_dict(self, written: dict[str, torch.Tensor]) -> None:
         self.reset()
         residual = written["residual"]
         # Another store may have kept more in full than this one does: it stays so until the next step.
@@ -269,8 +271,8 @@ class QuantizedStore:
         if self.residual is not None:
             yield self.residual
 
-    def away(self) -> Iterator[Buffer]:
-        yield from (part.buffer for part in self.parts.values() if part.buffer.place != "device")
+    def offloaded_buffers(self) -> Iterator[Buffer]:
+        yield from (part.buffer for part in self.parts.values() if part.buffer.tier != "device")
 
 
 def _between(part: torch.Tensor, begin: int, end: int) -> torch.Tensor:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from caches.attention.segmented_tensor import Pieced
-from caches.attention.segments import Exact, Piece
+from caches.attention.segmented_tensor import SegmentedTensor
+from caches.attention.segments import DenseSegment, Segment
 from caches.core.layer import Slot
 from caches.memory.buffers import Buffer
 from caches.quantization.codec import Codec
@@ -28,19 +28,19 @@ class QuantizedSinkStore(QuantizedStore):
         columns = super().append(new)
         if not sinks.count:
             return columns
-        self._note(new, self.timeline.seen)
+        self._note(new, self.timeline.total_tokens)
         if not sinks.are_left_behind(tokens):
             return columns
         assert sinks.originals is not None
-        turned = sinks.turned(sinks.originals, tokens)
+        rotated = sinks.rotated(sinks.originals, tokens)
         if tokens > 1:
-            return torch.cat([turned, columns], dim=-2)
+            return torch.cat([rotated, columns], dim=-2)
         behind = sinks.delta(1, new.device)[:, :, None, None] > 0
-        if not isinstance(columns, Pieced):
-            columns[:, :, : sinks.count] = torch.where(behind, turned, columns[:, :, : sinks.count])
+        if not isinstance(columns, SegmentedTensor):
+            columns[:, :, : sinks.count] = torch.where(behind, rotated, columns[:, :, : sinks.count])
             return columns
-        pieces = columns.pieces
-        return Pieced(lambda: _fronted(pieces(), turned, behind), columns.base, new)
+        segments = columns.segments
+        return SegmentedTensor(lambda: _fronted(segments(), rotated, behind), columns.base, new)
 
     def _note(self, columns: torch.Tensor, begin: int) -> None:
         """Keep what is a sink of the columns that come after `begin` of a text."""
@@ -58,14 +58,14 @@ class QuantizedSinkStore(QuantizedStore):
     def committed(self) -> torch.Tensor | None:
         """As they were fed: copies are of use to one step only."""
         held = super().committed()
-        if held is not None and self.timeline.gone > self.sinks.pads.least and self.sinks.count:
+        if held is not None and self.timeline.evicted_tokens > self.sinks.pads.least and self.sinks.count:
             front = held[:, :, : self.sinks.count]
             front.copy_(self.sinks.instead_of(front))
         return held
 
-    def load(self, columns: torch.Tensor) -> None:
-        super().load(columns)
-        gone, count = self.timeline.gone, self.sinks.count
+    def load_dense(self, columns: torch.Tensor) -> None:
+        super().load_dense(columns)
+        gone, count = self.timeline.evicted_tokens, self.sinks.count
         if count:
             self._note(columns, gone)
         if count and gone > self.sinks.pads.least:
@@ -73,17 +73,17 @@ class QuantizedSinkStore(QuantizedStore):
             assert self.sinks.originals is not None
             self.sinks.originals[forgot] = columns[forgot, :, :count]
 
-    def written(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, torch.Tensor]:
         kept = {} if self.sinks.originals is None else {"sinks": self.sinks.originals}
-        return super().written() | kept
+        return super().state_dict() | kept
 
-    def load_written(self, written: dict[str, torch.Tensor]) -> None:
-        super().load_written({name: part for name, part in written.items() if name != "sinks"})
+    def load_state_dict(self, written: dict[str, torch.Tensor]) -> None:
+        super().load_state_dict({name: part for name, part in written.items() if name != "sinks"})
         self.sinks.originals = written["sinks"].clone() if "sinks" in written else None
 
-    def rows(self, index: torch.Tensor) -> None:
+    def select_rows(self, index: torch.Tensor) -> None:
         originals = self.sinks.chosen(index)
-        super().rows(index)
+        super().select_rows(index)
         self.sinks.originals = originals
 
     def release(self) -> None:
@@ -96,15 +96,15 @@ class QuantizedSinkStore(QuantizedStore):
             yield self.sinks.originals
 
 
-def _fronted(pieces: Iterable[Piece], front: torch.Tensor, behind: torch.Tensor) -> Iterator[Piece]:
-    """The pieces, begun with `front` in the rows that are behind. What is in full is never so far in front."""
+def _fronted(segments: Iterable[Segment], front: torch.Tensor, behind: torch.Tensor) -> Iterator[Segment]:
+    """The segments, begun with `front` in the rows that are behind. What is in full is never so far in front."""
     begin = 0
-    for piece in pieces:
-        replaced = front[:, :, begin : begin + piece.columns]
-        begin += piece.columns
+    for segment in segments:
+        replaced = front[:, :, begin : begin + segment.columns]
+        begin += segment.columns
         if replaced.shape[2]:
-            numbers = piece.numbers()
+            numbers = segment.materialize()
             here = numbers[:, :, : replaced.shape[2]]
             here.copy_(torch.where(behind, replaced, here))
-            piece = Exact(numbers)
-        yield piece
+            segment = DenseSegment(numbers)
+        yield segment

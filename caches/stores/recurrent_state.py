@@ -19,13 +19,13 @@ Key = tuple[str, int]  # which of the two, and its number among those of the lay
 _TAKEN_BACK_IN_PART = 64  # tokens: of longer steps the columns that a convolution read are not kept
 
 
-class State:
+class RecurrentState:
     """The states of one layer, each [rows, ...]. fixed: their tensors never move; they may hold more rows than used.
 
     A step can be taken back as a whole; in part only where all states are those of convolutions.
     """
 
-    writing: ClassVar[None] = None
+    storage_format: ClassVar[None] = None
 
     def __init__(self, timeline: Timeline, fixed: bool):
         self.timeline, self.fixed = timeline, fixed
@@ -48,7 +48,7 @@ class State:
         """
         key = (CONV, number)
         size = new.shape[-1] if kernel_size is None else kernel_size
-        self.timeline.take_rows(new.shape[0])
+        self.timeline.bind_batch_size(new.shape[0])
         if key in self._known:
             self._check_alike(key, new[..., :0], self._used(key)[..., :0])
             read = torch.cat([self._used(key), new], dim=-1)
@@ -61,7 +61,7 @@ class State:
 
     def set(self, key: Key, value: torch.Tensor) -> torch.Tensor:
         """Write a state [rows, ...]; returns it where it is kept."""
-        self.timeline.take_rows(value.shape[0])
+        self.timeline.bind_batch_size(value.shape[0])
         rows = self.timeline.max_rows if self.fixed else None
         if key not in self._held or len(self._held[key]) < (rows or 0):  # those from before a reset may be too few
             with torch.inference_mode(False):  # else this cache could not be continued outside of inference mode
@@ -100,13 +100,13 @@ class State:
         self._read.clear()
         self._dropped = self._last_step = 0
 
-    def can_drop(self, drop: int) -> bool:
-        """Whether the open step can be settled without its last `drop` tokens."""
-        return drop in (0, self.timeline.pending) or self._only_read_columns()
+    def can_reject(self, rejected: int) -> bool:
+        """Whether the open step can be settled without its last `rejected` tokens."""
+        return rejected in (0, self.timeline.pending) or self._only_read_columns()
 
-    def settle(self, drop: int) -> None:
+    def commit(self, rejected: int) -> None:
         self._last_step = self.timeline.pending
-        self.forget(drop)
+        self.roll_back(rejected)
 
     def abort(self) -> None:
         self._known = self._known_before
@@ -114,11 +114,11 @@ class State:
             self._used(key).copy_(self._before[key])
         self._forget_last()
 
-    def can_forget(self, tokens: int) -> bool:
+    def can_roll_back(self, tokens: int) -> bool:
         """Whether the last `tokens` committed ones can be taken back: no more than the last step's."""
         return tokens in (0, self._last_step) or (tokens < self._last_step and self._only_read_columns())
 
-    def forget(self, tokens: int) -> None:
+    def roll_back(self, tokens: int) -> None:
         if tokens and tokens == self._last_step:
             self.abort()
         elif tokens:
@@ -133,7 +133,7 @@ class State:
     def _only_read_columns(self) -> bool:
         return self._known <= set(self._read)
 
-    def rows(self, index: torch.Tensor) -> None:
+    def select_rows(self, index: torch.Tensor) -> None:
         with torch.inference_mode(False):
             before, read = chosen_rows(self._before, index), chosen_rows(self._read, index)
             held = {key: chosen_rows(self._used(key), index) for key in self._held}
@@ -155,24 +155,24 @@ class State:
         self.reset()
         self._held.clear()
 
-    def content(self) -> dict[str, torch.Tensor]:
+    def dense_state(self) -> dict[str, torch.Tensor]:
         """What is committed, by names such as "conv 0"."""
         return {f"{kind} {number}": self._used((kind, number)) for kind, number in sorted(self._known)}
 
-    def load(self, content: dict[str, torch.Tensor]) -> None:
+    def load_dense(self, content: dict[str, torch.Tensor]) -> None:
         """Hold exactly this content."""
         self.reset()
         for name, value in content.items():
             kind, number = name.split()
             self.set((kind, int(number)), value)
 
-    def written(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """All of it, also what it takes to go back."""
         held = {key: self._used(key) for key in self._known}
         last = {"known before": self._known_before, "dropped": self._dropped, "last step": self._last_step}
         return {"held": held, "before": dict(self._before), "read": dict(self._read)} | last
 
-    def load_written(self, written: dict[str, Any]) -> None:
+    def load_state_dict(self, written: dict[str, Any]) -> None:
         """Hold exactly this, and be able to go back as far."""
         self.reset()
         for key, value in written["held"].items():
@@ -182,7 +182,7 @@ class State:
         self._dropped, self._last_step = written["dropped"], written["last step"]
 
     @staticmethod
-    def agree(states: Sequence[State]) -> None:
+    def agree(states: Sequence[RecurrentState]) -> None:
         """Before their rows are put together: where the last steps differ, none of them can be taken back any more."""
         last = [(one._last_step, one._dropped, one._known_before, *map(frozenset, (one._before, one._read)))
                 for one in states]  # fmt: skip

@@ -20,7 +20,7 @@ from caches.timeline.timeline import Placement, Timeline
 
 
 @dataclass(frozen=True)
-class Run:
+class BlockRun:
     """Blocks one after the other, whole ones but for the last: the first `columns` columns from `column` on."""
 
     column: int
@@ -42,7 +42,7 @@ class BlockTimeline(Timeline):
         self.block, self.residual_room = block, max(residual, block - 1)
         self._residual = residual
         self.encoded = self.encoding = 0
-        self.runs: list[Run] = []
+        self.runs: list[BlockRun] = []
 
     @property
     def residual(self) -> int:
@@ -96,23 +96,23 @@ class BlockTimeline(Timeline):
         for run in self.runs:
             left = min(run.columns, run.column + run.columns - columns)
             if left > 0:
-                runs.append(Run(max(0, run.column - columns), max(0, run.block - blocks), left))
+                runs.append(BlockRun(max(0, run.column - columns), max(0, run.block - blocks), left))
         self.runs = runs
         self.start, self.end, self.encoded = self.start - columns, self.end - columns, self.encoded - columns
 
-    def settle(self, drop: int = 0) -> None:
+    def commit(self, rejected: int = 0) -> None:
         if self.encoding:
             last = self.runs[-1] if self.runs else None
             if last is not None and last.columns % self.block == 0:
-                self.runs[-1] = Run(last.column, last.block, last.columns + self.encoding)
+                self.runs[-1] = BlockRun(last.column, last.block, last.columns + self.encoding)
             else:
-                self.runs.append(Run(self.encoded, self.blocks, self.encoding))
+                self.runs.append(BlockRun(self.encoded, self.blocks, self.encoding))
             self.encoded += self.encoding
-        super().settle(drop)
+        super().commit(rejected)
         self._cut()
 
-    def forget(self, tokens: int) -> None:
-        super().forget(tokens)
+    def roll_back(self, tokens: int) -> None:
+        super().roll_back(tokens)
         self._cut()
 
     def _cut(self) -> None:
@@ -120,7 +120,7 @@ class BlockTimeline(Timeline):
         if self.encoded <= self.end:
             return
         self.encoded = self.end
-        runs = [Run(run.column, run.block, min(run.columns, self.end - run.column)) for run in self.runs]
+        runs = [BlockRun(run.column, run.block, min(run.columns, self.end - run.column)) for run in self.runs]
         self.runs = [run for run in runs if run.columns > 0]
 
     def close(self) -> None:
@@ -134,15 +134,15 @@ class BlockTimeline(Timeline):
     def adopt(self, seen: int, held: int | None, rows: int) -> None:
         super().adopt(seen, held, rows)
         self.encoded = self._to_encode(self.end)
-        self.runs = [Run(0, 0, self.encoded)] if self.encoded else []
+        self.runs = [BlockRun(0, 0, self.encoded)] if self.encoded else []
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        return self.seen, self.start, self.end, *self.runs
+        return self.total_tokens, self.start, self.end, *self.runs
 
     def adopt_like(self, other: Timeline, rows: int) -> None:
         assert isinstance(other, BlockTimeline)
         self.reset()
-        self.seen, self.start, self.end = other.seen, other.start, other.end
+        self.total_tokens, self.start, self.end = other.total_tokens, other.start, other.end
         self.encoded, self.runs, self.room = other.encoded, list(other.runs), other.room
-        self.take_rows(rows)
+        self.bind_batch_size(rows)

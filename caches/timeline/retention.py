@@ -14,7 +14,7 @@ class Retention(Protocol):
         """The most columns that ever survive a step; None when all do."""
 
     def surviving(self, held: int) -> int:
-        """How many of `held` columns survive: the most recent ones."""
+        """How many of `kept_tokens` columns survive: the most recent ones."""
 
 
 @dataclass(frozen=True)

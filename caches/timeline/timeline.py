@@ -50,13 +50,13 @@ class Timeline:
     ):
         self.retention, self.max_rows, self._fixed = retention, max_rows, all_room
         self._told_rows, self._made_rows = max_rows, 0  # what the caller said, and what fixed tensors were made for
-        self.seen = self.start = self.end = self.pending = self.room = 0
+        self.total_tokens = self.start = self.end = self.pending = self.room = 0
         self.rows: int | None = None
         self.overflow = False
-        self.grain = 64  # rooms are multiples of this many columns
+        self.growth_granularity = 64  # rooms are multiples of this many columns
         self.rewritten = 0  # columns that were gone when the first of those held were last written over
         self.graph = False
-        self.clock: torch.Tensor | None = None  # `seen` for compiled steps, where a number would be compiled in
+        self.clock: torch.Tensor | None = None  # `total_tokens` for compiled steps, where a number would be compiled in
         self._step_index: dict[torch.device, torch.Tensor] = {}
         self._decode_index: dict[torch.device, torch.Tensor] = {}
         bound = retention.bound
@@ -70,15 +70,15 @@ class Timeline:
             self.room = self._limit
 
     @property
-    def held(self) -> int:
+    def kept_tokens(self) -> int:
         return self.end - self.start
 
     @property
-    def gone(self) -> int:
+    def evicted_tokens(self) -> int:
         """Columns seen and no longer held."""
-        return self.seen - self.held
+        return self.total_tokens - self.kept_tokens
 
-    def take_rows(self, rows: int) -> None:
+    def bind_batch_size(self, rows: int) -> None:
         """Inside the forward: a step has so many rows. Raises `StepError` when the steps before had others."""
         if self.rows is None and (self.max_rows is None or rows <= self.max_rows):
             self.rows = rows
@@ -101,11 +101,12 @@ class Timeline:
             return Placement(self._grown(needed))
         if self.max_tokens is not None:
             raise CapacityError(
-                f"the cache holds {self.held} of at most {limit} tokens and cannot take {tokens} more: "
-                f"{self.held + tokens - limit} too many. Build it with max_cache_len={self.held + tokens} or more, "
+                f"the cache holds {self.kept_tokens} of at most {limit} tokens and cannot take {tokens} more: "
+                f"{self.kept_tokens + tokens - limit} too many. Build it with "
+                f"max_cache_len={self.kept_tokens + tokens} or more, "
                 "or use cache='dynamic', which grows."
             )
-        if self.held + tokens <= limit:
+        if self.kept_tokens + tokens <= limit:
             return Placement(limit, compact=True)
         return Placement(limit, overflow=True)
 
@@ -113,12 +114,12 @@ class Timeline:
         if needed <= self.room:
             return self.room
         room = max(needed, int(self.room * self.growth))
-        room = -(-room // self.grain) * self.grain
+        room = -(-room // self.growth_granularity) * self.growth_granularity
         return room if self._limit is None else min(room, self._limit)
 
     def compact(self) -> None:
         """What is held was moved to the front of the buffers."""
-        self.start, self.end = 0, self.held
+        self.start, self.end = 0, self.kept_tokens
 
     def take_room(self, room: int) -> None:
         """Every buffer of the group has so much room."""
@@ -151,7 +152,7 @@ class Timeline:
             for index in self._decode_index.values():
                 index.fill_(self.end)
         if graph and self.clock is not None:
-            self.clock.fill_(self.seen)
+            self.clock.fill_(self.total_tokens)
 
     def write_index(self, device: torch.device) -> torch.Tensor:
         """The columns that the open step writes, LongTensor [pending] on `device`."""
@@ -159,43 +160,43 @@ class Timeline:
             # The tensors for decode steps are made along with the first one, so that no graph sees them appear, and
             # outside of inference mode, so that a later step may write them wherever it runs.
             with torch.inference_mode(False):
-                self.clock = torch.tensor(self.seen, device=device) if self.clock is None else self.clock
+                self.clock = torch.tensor(self.total_tokens, device=device) if self.clock is None else self.clock
                 self._decode_index.setdefault(device, torch.full((1,), self.end, device=device))
                 self._step_index.setdefault(device, torch.arange(self.end, self.end + self.pending, device=device))
         return self._step_index[device]
 
-    def surviving(self, drop: int) -> int:
-        """Columns that stay when the open step is settled without its last `drop` tokens."""
-        return self.retention.surviving(self.held + self.pending - drop)
+    def surviving(self, rejected: int) -> int:
+        """Columns that stay when the open step is settled without its last `rejected` tokens."""
+        return self.retention.surviving(self.kept_tokens + self.pending - rejected)
 
-    def settle(self, drop: int = 0) -> None:
-        """Commit all pending tokens but the last `drop`, then forget what the retention does not keep."""
-        surviving, committed = self.surviving(drop), self.pending - drop
+    def commit(self, rejected: int = 0) -> None:
+        """Commit all pending tokens but the last `rejected`, then forget what the retention does not keep."""
+        surviving, committed = self.surviving(rejected), self.pending - rejected
         # An overflowing step is laid out anew from the front of the buffers.
         self.end = surviving if self.overflow else self.end + committed
         self.start = self.end - surviving
-        self.seen += committed
+        self.total_tokens += committed
         self.close()
 
     def close(self) -> None:
         """Forget the open step, if there is one."""
         self.pending, self.overflow, self.graph = 0, False, False
 
-    def can_forget(self, tokens: int) -> bool:
+    def can_roll_back(self, tokens: int) -> bool:
         """Whether the last `tokens` committed ones can still be taken back: nothing it would need was overwritten."""
-        remaining = self.seen - tokens
+        remaining = self.total_tokens - tokens
         surviving = self.retention.surviving(remaining)
         return remaining >= 0 and self.end - tokens >= surviving and remaining - surviving >= self.rewritten
 
-    def forget(self, tokens: int) -> None:
+    def roll_back(self, tokens: int) -> None:
         """Take back the last `tokens` committed ones; columns evicted since come back: nothing overwrote them yet."""
-        self.seen -= tokens
+        self.total_tokens -= tokens
         self.end -= tokens
-        self.start = self.end - self.retention.surviving(self.seen)
+        self.start = self.end - self.retention.surviving(self.total_tokens)
 
     def reset(self) -> None:
         self.close()
-        self.seen = self.start = self.end = self.rewritten = 0
+        self.total_tokens = self.start = self.end = self.rewritten = 0
         self.rows, self.max_rows = None, self._told_rows
 
     def release(self) -> None:
@@ -204,7 +205,8 @@ class Timeline:
         self._made_rows = 0
 
     def adopt(self, seen: int, held: int | None, rows: int) -> None:
-        """Start anew with `held` columns after `seen` tokens, at the front of the buffers; None: there are no columns.
+        """Start anew with `kept_tokens` columns after `total_tokens` tokens, at the front of the buffers; None: there
+        are no columns.
 
         Raises `CapacityError`, and `StepError` where other columns would be kept.
         """
@@ -216,17 +218,17 @@ class Timeline:
             )
         self.reset()
         self.room = self.place(expected).room
-        self.seen, self.end = seen, expected
-        self.take_rows(rows)
+        self.total_tokens, self.end = seen, expected
+        self.bind_batch_size(rows)
 
     @property
     def layout(self) -> tuple[Any, ...]:
         """What has to be the same in caches whose rows are put together as they are written down."""
-        return self.seen, self.held
+        return self.total_tokens, self.kept_tokens
 
     def adopt_like(self, other: Timeline, rows: int) -> None:
         """Hold what `other` does, which is of the same kind, for so many rows."""
-        self.adopt(other.seen, other.held, rows)
+        self.adopt(other.total_tokens, other.kept_tokens, rows)
 
     def mask_sizes(self, tokens: int, unsettled: int = 0) -> tuple[int, Any]:
         """(kv_length, kv_offset) in logical positions of what attention over the next `tokens` will see.
@@ -237,6 +239,6 @@ class Timeline:
         if self.graph:
             if self.clock is not None and self.retention.bound is not None and torch.compiler.is_compiling():
                 return self.room, self.clock - self._decode_index[self.clock.device]
-            return self.room, 0 if self.retention.bound is None else self.seen - self.end
-        held = self.retention.surviving(self.held + unsettled)
-        return held + tokens, self.seen + unsettled - held
+            return self.room, 0 if self.retention.bound is None else self.total_tokens - self.end
+        held = self.retention.surviving(self.kept_tokens + unsettled)
+        return held + tokens, self.total_tokens + unsettled - held

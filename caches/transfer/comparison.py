@@ -13,11 +13,11 @@ from transformers.cache_utils import StaticLayer
 
 from caches.attention.segmented_tensor import plain
 from caches.core.layer import Layer
-from caches.errors import Unknowable
-from caches.hf.adapter import ForeignCache
+from caches.errors import UnknownContentError
+from caches.hf.adapter import HFCacheAdapter
 from caches.hf.cache import Cache
 from caches.hf.encoder_decoder import EncoderDecoder
-from caches.protocol import Driven
+from caches.protocol import EngineCache
 from caches.stores.shared_prefix import ForkedTimeline
 from caches.timeline.timeline import Timeline
 
@@ -47,7 +47,7 @@ class HeldColumns:
         end = begin + expected.shape[2]
         held = self.held[:, :, begin:end].to(expected.device)
         if held.shape != expected.shape:
-            raise Unknowable(
+            raise UnknownContentError(
                 f"its first layer holds {_shape(self.held)}, where this model has {_shape(expected)} of {end - begin} "
                 "tokens: it was filled by another model"
             )
@@ -63,16 +63,16 @@ class HeldColumns:
         return ~(_norms(held - expected) <= allowed)  # also where one of them is no number
 
 
-def first_layer(cache: Driven) -> list[tuple[HeldColumns, HeldColumns]]:
+def first_layer(cache: EngineCache) -> list[tuple[HeldColumns, HeldColumns]]:
     """Keys and values of the first layer, of all tokens that the cache has seen, of a cache between two steps.
 
-    Of an encoder-decoder cache the decoder's, then the encoder's. Raises `Unknowable`, and `StepError` while our loop
-    has a step open.
+    Of an encoder-decoder cache the decoder's, then the encoder's. Raises `UnknownContentError`, and `StepError` while
+    our loop has a step open.
     """
-    if isinstance(cache, ForeignCache):
+    if isinstance(cache, HFCacheAdapter):
         return [_of_transformers(cache, part) for part in cache.sections]
     if not isinstance(cache, (Cache, EncoderDecoder)):
-        raise Unknowable(f"a {type(cache).__name__} does not say what its first layer holds")
+        raise UnknownContentError(f"a {type(cache).__name__} does not say what its first layer holds")
     cache.crop(0)  # lets the step of a foreign loop be settled
     for part in cache.parts:
         part.finish_step()
@@ -82,9 +82,13 @@ def first_layer(cache: Driven) -> list[tuple[HeldColumns, HeldColumns]]:
 def _of_ours(part: Cache) -> tuple[HeldColumns, HeldColumns]:
     layer = part.layers[0] if part.layers else None
     if not isinstance(layer, Layer) or "keys" not in layer.stores:
-        raise Unknowable("its first layer keeps no keys" + ("" if layer is None else f" ({layer.spec.layer_type})"))
-    if layer.keys is None or layer.timeline.held < part.seen:
-        raise Unknowable(f"its first layer holds the last {layer.timeline.held} of {part.seen} tokens")
+        raise UnknownContentError(
+            "its first layer keeps no keys" + ("" if layer is None else f" ({layer.spec.layer_type})")
+        )
+    if layer.keys is None or layer.timeline.kept_tokens < part.total_tokens:
+        raise UnknownContentError(
+            f"its first layer holds the last {layer.timeline.kept_tokens} of {part.total_tokens} tokens"
+        )
     return _columns(layer, "keys"), _columns(layer, "values")
 
 
@@ -92,35 +96,35 @@ def _columns(layer: Layer, name: str) -> HeldColumns:
     store = layer.stores[name]
     held = store.committed()
     assert held is not None
-    if not store.encodes:
+    if not store.is_quantized:
         return HeldColumns(plain(held))
-    codec = getattr(getattr(store, "trunk", store), "codec", None)
+    codec = getattr(getattr(store, "prefix", store), "codec", None)
     bits = getattr(codec, "bits", None)
     if bits is None:
-        raise Unknowable(f"nothing tells how the {type(store).__name__} of its first layer rounds")
+        raise UnknownContentError(f"nothing tells how the {type(store).__name__} of its first layer rounds")
     if bits < 2:  # tried: of tokens that were changed about every sixth went unnoticed, with 2 bits none
-        raise Unknowable("codes of 1 bit do not tell tokens apart")
+        raise UnknownContentError("codes of 1 bit do not tell tokens apart")
     timeline = layer.timeline
     if not isinstance(timeline, ForkedTimeline):
         return HeldColumns(plain(held), codec, _encoded(timeline))
-    begin = timeline.trunk.held
-    return HeldColumns(plain(held), codec, _encoded(timeline.trunk), range(begin, begin + _encoded(timeline.tail)))
+    begin = timeline.prefix.kept_tokens
+    return HeldColumns(plain(held), codec, _encoded(timeline.prefix), range(begin, begin + _encoded(timeline.suffix)))
 
 
 def _encoded(timeline: Timeline) -> int:
-    return getattr(timeline, "encoded", timeline.held)
+    return getattr(timeline, "encoded", timeline.kept_tokens)
 
 
-def _of_transformers(cache: ForeignCache, part: Any) -> tuple[HeldColumns, HeldColumns]:
+def _of_transformers(cache: HFCacheAdapter, part: Any) -> tuple[HeldColumns, HeldColumns]:
     layer = part.layers[0] if part.layers else None
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if layer is None or not isinstance(keys, torch.Tensor) or not isinstance(values, torch.Tensor):
-        raise Unknowable("its first layer keeps no keys")
+        raise UnknownContentError("its first layer keeps no keys")
     seen = int(layer.get_seq_length())
     if isinstance(layer, StaticLayer) and seen <= keys.shape[2]:
         keys, values = keys[:, :, :seen], values[:, :, :seen]
-    if keys.ndim != 4 or keys.shape[2] != seen or (part is cache.sections[0] and seen != cache.seen):
-        raise Unknowable(f"its first layer ({type(layer).__name__}) does not hold all {seen} tokens in full")
+    if keys.ndim != 4 or keys.shape[2] != seen or (part is cache.sections[0] and seen != cache.total_tokens):
+        raise UnknownContentError(f"its first layer ({type(layer).__name__}) does not hold all {seen} tokens in full")
     return HeldColumns(keys), HeldColumns(values)
 
 
@@ -137,7 +141,7 @@ def _rounded(codec: Any, numbers: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(whole, memory_format=torch.contiguous_format)
     scratch = torch.empty(whole.numel() // whole.shape[3] * -(-whole.shape[3] // 8) * 8, dtype=torch.uint8)
     piece = codec.decode(codec.encode(whole), lambda: (out, scratch.to(whole.device)))
-    return piece.numbers()[:, :, :columns]
+    return piece.materialize()[:, :, :columns]
 
 
 def _shape(columns: torch.Tensor) -> str:

@@ -17,9 +17,9 @@ from caches.core.sink_hook import SinkCache
 from caches.errors import StepError
 from caches.hf.cache import Cache
 from caches.hf.encoder_decoder import EncoderDecoder
-from caches.protocol import Log
+from caches.protocol import TokenLog
 from caches.stores.dense import chosen_rows, joined_rows
-from caches.stores.recurrent_state import State
+from caches.stores.recurrent_state import RecurrentState
 from caches.stores.shared_prefix import ForkedTimeline
 from caches.transfer.migrate import adopt, carry_out, compact
 
@@ -30,7 +30,7 @@ def deal_rows(cache: C, sizes: Sequence[int], rooms: Sequence[int | None]) -> li
     """Caches of the same backend: the first has the first `sizes[0]` rows of `cache`, which is empty afterwards.
 
     rooms: for how many rows each has room, None for any number. Raises `StepError` before anything has changed where
-    rows cannot be dealt out. Whatever fails later, `cache` gets back what it had: see `caches.move`.
+    rows cannot be dealt out. Whatever fails later, `cache` gets back what it had: see `caches.migrate`.
     """
     parts = [_empty_like(cache, room) for room in rooms]
     carry_out([cache], [_Dealt(share) for share in _shares(cache, parts, sizes)], "dealing out the rows of")
@@ -47,14 +47,16 @@ def gather_rows(parts: Sequence[C]) -> C:
     for same in zip(*(cache.parts for cache in parts), strict=True):
         if not _share_alike(same):
             for part in same:
-                part.unfork()
+                part.unshare()
         first = same[0]
-        if any((one.seen, one.specs, one.layout) != (first.seen, first.specs, first.layout) for one in same):
+        if any(
+            (one.total_tokens, one.specs, one.layout) != (first.total_tokens, first.specs, first.layout) for one in same
+        ):
             raise StepError(
                 f"{', '.join(map(repr, same))} cannot be put together: they need the same layers and tokens"
             )
         for states in zip(*(states_of(part) for part in same), strict=True):
-            State.agree(states)
+            RecurrentState.agree(states)
     whole = _empty_like(parts[0], None)
     # The decoder's part may be empty still, where the encoder's has rows.
     sizes = [max(0, *(part.batch_size for part in cache.parts)) for cache in parts]
@@ -77,7 +79,8 @@ def _empty_like(cache: C, room: int | None) -> C:
 def _share_alike(parts: Sequence[Cache]) -> bool:
     """Whether the same groups of layers share columns in all of them, of equally many rows."""
     found = {
-        tuple(one.siblings if isinstance(one, ForkedTimeline) else None for one in part._timelines) for part in parts
+        tuple(one.rows_per_prefix if isinstance(one, ForkedTimeline) else None for one in part._timelines)
+        for part in parts
     }
     return len(found) == 1
 
@@ -91,17 +94,17 @@ class _Share:
     indexes: list[torch.Tensor]
 
     def deal(self) -> None:
-        held = self.whole.written()
+        held = self.whole.state_dict()
         if held:
             for part, index in zip(self.parts, self.indexes, strict=True):
-                part.load_written(chosen_rows(held, index))
+                part.load_state_dict(chosen_rows(held, index))
         del held
         self.whole.release()
 
     def gather(self) -> None:
-        held = [part.written() for part in self.parts]
+        held = [part.state_dict() for part in self.parts]
         if all(held):  # a store that had no part in any step holds nothing, as one without columns does
-            self.whole.load_written(joined_rows(held))
+            self.whole.load_state_dict(joined_rows(held))
         del held
         for part in self.parts:
             part.release()
@@ -109,7 +112,7 @@ class _Share:
 
 @dataclass(eq=False)
 class _Dealt:
-    """See `moving.Passage`."""
+    """See `moving.TensorMigration`."""
 
     share: _Share
     gives_up = True
@@ -118,20 +121,20 @@ class _Dealt:
     def old(self) -> Any:
         return self.share.whole
 
-    def go(self) -> None:
+    def apply(self) -> None:
         self.share.deal()
 
-    def back(self) -> None:
+    def undo(self) -> None:
         self.share.gather()
 
-    def drop(self) -> None:
+    def rejected(self) -> None:
         for part in self.share.parts:
             part.release()
 
 
 @dataclass(eq=False)
 class _Gathered:
-    """See `moving.Passage`."""
+    """See `moving.TensorMigration`."""
 
     share: _Share
     gives_up = True
@@ -140,13 +143,13 @@ class _Gathered:
     def old(self) -> Any:
         return self.share.parts[0]
 
-    def go(self) -> None:
+    def apply(self) -> None:
         self.share.gather()
 
-    def back(self) -> None:
+    def undo(self) -> None:
         self.share.deal()
 
-    def drop(self) -> None:
+    def rejected(self) -> None:
         self.share.whole.release()
 
 
@@ -166,11 +169,13 @@ def _shares(whole: C, parts: Sequence[C], sizes: Sequence[int], like: C | None =
 
 def _shares_of(whole: Cache, parts: Sequence[Cache], sizes: Sequence[int], pattern: Cache) -> list[_Share]:
     is_dealt = pattern is whole
-    if any(forked.siblings > 1 and any(size % forked.siblings for size in sizes) for forked in whole._forks):
-        whole.unfork()
+    if any(
+        forked.rows_per_prefix > 1 and any(size % forked.rows_per_prefix for size in sizes) for forked in whole._forks
+    ):
+        whole.unshare()
     givers, takers = ([whole], list(parts)) if is_dealt else (list(parts), [whole])
     for giver in givers:
-        giver.stage.release()
+        giver.scratch.release()
         compact(giver, takers[0])
     rows = [sum(sizes)] if not is_dealt else list(sizes)
     indexes = list(torch.arange(sum(sizes)).split(list(sizes)))
@@ -182,14 +187,14 @@ def _shares_of(whole: Cache, parts: Sequence[Cache], sizes: Sequence[int], patte
     logs = [giver.log for giver in givers if giver.log is not None]
     if is_dealt:
         for part, index in zip(parts, indexes, strict=True):
-            part.log = None if whole.log is None else whole.log.rows(index)
+            part.log = None if whole.log is None else whole.log.select_rows(index)
     else:
-        whole.log = Log.joined(logs) if len(logs) == len(parts) else None
-    siblings = {forked.trunk: forked.siblings for forked in pattern._forks}
+        whole.log = TokenLog.joined(logs) if len(logs) == len(parts) else None
+    rows_per_prefix = {forked.prefix: forked.rows_per_prefix for forked in pattern._forks}
     pairs = zip(_leaves(whole), *map(_leaves, parts), strict=True)
     found = []
     for (leaf, *others), old in zip(pairs, _leaves(pattern), strict=True):
-        times = siblings.get(old.timeline, 1)
+        times = rows_per_prefix.get(old.timeline, 1)
         own = torch.arange(sum(sizes) // times).split([size // times for size in sizes])
         found.append(_Share(leaf, others, list(own)))
     return found
@@ -203,7 +208,7 @@ class _Everything(dict[Any, bool]):
 
 
 def _leaves(cache: Cache) -> list[Any]:
-    return [leaf for layer in cache.layers for leaf in layer.leaves()]
+    return [leaf for layer in cache.layers for leaf in layer.row_holders()]
 
 
 def _tell_pads(whole: Cache, parts: Sequence[Cache], indexes: list[torch.Tensor], is_dealt: bool) -> None:
@@ -211,7 +216,7 @@ def _tell_pads(whole: Cache, parts: Sequence[Cache], indexes: list[torch.Tensor]
         return
     if is_dealt:
         for part, index in zip(parts, indexes, strict=True):
-            part.take_pads(chosen_rows(whole.pads.told, index))
+            part.set_padding(chosen_rows(whole.pads.told, index))
     else:
         told = [part.pads.told for part in parts if isinstance(part, SinkCache)]
-        whole.take_pads(joined_rows(told))
+        whole.set_padding(joined_rows(told))

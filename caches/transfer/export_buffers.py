@@ -18,7 +18,7 @@ class Buffers(torch.nn.Module):
     """Keys, values and states of `cache`: its own tensors, not copies, as "layer_0_keys", "layer_3_conv_0", ..."""
 
     def __init__(self, cache: Cache):
-        if cache.why_not_compiled is not None or cache.seen == 0:
+        if cache.why_not_compiled is not None or cache.total_tokens == 0:
             raise StepError(
                 f"the tensors of this {cache.name} cache are not there to stay: it needs a fixed cache that has read a "
                 "prompt, such as cache='static' after its first step"
@@ -54,7 +54,10 @@ def places(cache: Cache) -> dict[str, torch.Tensor]:
     """Where the open step writes: write_index [groups], the column in each group of layers; seen [], tokens before."""
     device = next(tensor.device for layer in cache.layers for tensor in layer.tensors())
     columns = [timeline.end for timeline in cache._timelines]
-    return {"write_index": torch.tensor(columns, device=device), "seen": torch.tensor(cache.seen, device=device)}
+    return {
+        "write_index": torch.tensor(columns, device=device),
+        "seen": torch.tensor(cache.total_tokens, device=device),
+    }
 
 
 def _slots(cache: Cache) -> Iterator[tuple[str, _Slot]]:

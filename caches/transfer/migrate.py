@@ -33,10 +33,10 @@ _NOT_OF_A_CODEC = {*PlacedCacheConfig.option_names(), "residency", "folder", "re
 _OF_A_CODEC = set(QuantizedCacheConfig.option_names()) - _NOT_OF_A_CODEC
 
 
-def move(cache: C, name: str, **options: Any) -> C:
+def migrate(cache: C, name: str, **options: Any) -> C:
     """A cache of the backend `name` with `options`, holding what `cache` held, which is empty afterwards.
 
-    Rows that were only half chosen (see `Driven.unfinished`) are chosen on the way. Codes stay as they are, unless
+    Rows that were only half chosen (see `EngineCache.unfinished`) are chosen on the way. Codes stay as they are, unless
     `options` say how to write. Raises as `convert` does, before anything has changed. Whatever fails later, such as
     memory or a disk that is full, `cache` gets back what was moved and holds the same as before. Only where that fails
     too is it left empty, and a `StepError` says so; what was encoded comes back as the codes say.
@@ -50,16 +50,16 @@ def move(cache: C, name: str, **options: Any) -> C:
     return new
 
 
-def carry_out(givers: Sequence[Any], passages: Sequence[Passage], what: str) -> None:
+def carry_out(givers: Sequence[Any], passages: Sequence[TensorMigration], what: str) -> None:
     """All of them, in their order, or none: then the caches that had what they take have it still.
 
     what: is done with the caches, in words. Afterwards they are empty.
     """
-    done: list[Passage] = []
+    done: list[TensorMigration] = []
     failure: BaseException | None = None
     try:
         for passage in passages:
-            passage.go()
+            passage.apply()
             done.append(passage)
     except BaseException as error:
         failure = error
@@ -69,7 +69,7 @@ def carry_out(givers: Sequence[Any], passages: Sequence[Passage], what: str) -> 
     try:
         traceback.clear_frames(failure.__traceback__)  # they still have what was being moved
         for half_done in passages[len(done) : len(done) + 1]:
-            half_done.drop()
+            half_done.rejected()
         _bring_back(givers, done, failure, what)
         raise failure
     finally:
@@ -84,7 +84,7 @@ def _codec_of(cache: C, options: type[Any]) -> dict[str, Any]:
     return {name: getattr(own, name) for name in (*_OF_A_CODEC, "residual_length")}
 
 
-class Passage(Protocol):
+class TensorMigration(Protocol):
     """Something on its way from one place to another. old: what had it. gives_up: whether that has it no more."""
 
     @property
@@ -93,18 +93,18 @@ class Passage(Protocol):
     @property
     def gives_up(self) -> bool: ...
 
-    def go(self) -> None:
+    def apply(self) -> None:
         """There."""
 
-    def back(self) -> None:
+    def undo(self) -> None:
         """After it went: as it was."""
 
-    def drop(self) -> None:
+    def rejected(self) -> None:
         """What of it has arrived, when not all of it could."""
 
 
 @dataclass(eq=False)
-class _Passage:
+class _TensorMigration:
     """One store, or the states of a layer, on its way. as_written: `new` writes down as `old` does.
 
     index: the rows that still have to be chosen of it.
@@ -118,9 +118,9 @@ class _Passage:
     @property
     def gives_up(self) -> bool:
         """Codes that are decoded on the way would not be the same if they came back, and they are small."""
-        return self.as_written or not self.old.encodes
+        return self.as_written or not self.old.is_quantized
 
-    def go(self) -> None:
+    def apply(self) -> None:
         timeline = self.old.timeline
         # What was chosen already has the rows to come, although no clock has been told.
         with _rows_of(timeline, timeline.rows if self.index is not None else self.new.timeline.rows):
@@ -128,13 +128,13 @@ class _Passage:
             if self.gives_up:
                 self.old.release()
 
-    def back(self) -> None:
+    def undo(self) -> None:
         if self.gives_up:
             with _rows_of(self.old.timeline, self.new.timeline.rows):
                 _hand_over(self.new, self.old, self.as_written, None)
         self.new.release()
 
-    def drop(self) -> None:
+    def rejected(self) -> None:
         self.new.release()
 
 
@@ -148,15 +148,15 @@ def _rows_of(timeline: Timeline, rows: int | None) -> Iterator[None]:
 
 
 def _hand_over(giver: Any, taker: Any, as_written: bool, index: torch.Tensor | None) -> None:
-    held = giver.written() if as_written else giver.committed()
+    held = giver.state_dict() if as_written else giver.committed()
     if held is None or (as_written and not held):
         return  # it had no part in any step
     held = held if as_written else plain(held)
     held = held if index is None else chosen_rows(held, index)
     if as_written:
-        taker.load_written(held)
+        taker.load_state_dict(held)
     else:
-        taker.load(held)
+        taker.load_dense(held)
 
 
 def _release(caches: Sequence[Any]) -> None:
@@ -164,11 +164,11 @@ def _release(caches: Sequence[Any]) -> None:
         cache.release()
 
 
-def _bring_back(givers: Sequence[Any], done: list[Passage], failure: BaseException, what: str) -> None:
+def _bring_back(givers: Sequence[Any], done: list[TensorMigration], failure: BaseException, what: str) -> None:
     back = {id(passage.old) for passage in done if passage.gives_up}
     try:
         while done:
-            done[-1].back()
+            done[-1].undo()
             done.pop()
     except BaseException as error:
         _release(givers)
@@ -181,7 +181,7 @@ def _bring_back(givers: Sequence[Any], done: list[Passage], failure: BaseExcepti
         left[:] = [(one, index) for one, index in left if id(one) not in back]
 
 
-def _passages(old: Cache, new: Cache) -> list[_Passage]:
+def _passages(old: Cache, new: Cache) -> list[_TensorMigration]:
     """What there is to move, to a cache that has been told of it. Raises before any change is visible."""
     if not old.is_choosing:
         old.crop(0)  # lets the step of a foreign loop be settled
@@ -189,10 +189,10 @@ def _passages(old: Cache, new: Cache) -> list[_Passage]:
         return []
     old.still_to_choose()  # from here on it knows its forks, and the rows to come
     for timeline in new._timelines:
-        timeline.take_rows(old.rows_to_come)
+        timeline.bind_batch_size(old.rows_to_come)
     if not _can_share(old, new):
         old.finish()
-        old.unfork()
+        old.unshare()
         if not _can_share(old, new):
             raise StepError(
                 f"the {old.name} cache encoded tokens after its rows were forked, and a {new.name} cache that forgets "
@@ -202,25 +202,26 @@ def _passages(old: Cache, new: Cache) -> list[_Passage]:
     waiting = {id(part): index for part, index in old.still_to_choose()}
     if isinstance(old, SinkCache):
         told = old.pads.told
-        new.take_pads(told if id(old.pads) not in waiting else chosen_rows(told, waiting[id(old.pads)]))
+        new.set_padding(told if id(old.pads) not in waiting else chosen_rows(told, waiting[id(old.pads)]))
     leaves = [
         pair
         for one, other in zip(old.layers, new.layers, strict=True)
-        for pair in zip(one.leaves(), other.leaves(), strict=True)
+        for pair in zip(one.row_holders(), other.row_holders(), strict=True)
     ]
     alike = _alike(leaves)
     for one, other in _clocks(old, new):
         adopt(other, one, old.rows_to_come, alike)
-    old.stage.release()
+    old.scratch.release()
     compact(old, new)
     new.log = old.log_to_come
-    if any(forked.siblings == 1 for forked in new._forks):
+    if any(forked.rows_per_prefix == 1 for forked in new._forks):
         new._choice = Choice(unasked=True)  # trunks and tails are put together before the next step
     return [
-        _Passage(
+        _TensorMigration(
             one,
             other,
-            as_written=one.writing == other.writing and (one.writing is None or alike[other.timeline]),
+            as_written=one.storage_format == other.storage_format
+            and (one.storage_format is None or alike[other.timeline]),
             index=waiting.get(id(one)),
         )
         for one, other in leaves
@@ -241,7 +242,7 @@ def _alike(leaves: list[tuple[Any, Any]]) -> dict[Timeline, bool]:
     """Of the clocks to come, whether everything that follows them can be taken as it was written down."""
     alike: dict[Timeline, bool] = {}
     for old, new in leaves:
-        same = old.writing == new.writing and type(old.timeline) is type(new.timeline)
+        same = old.storage_format == new.storage_format and type(old.timeline) is type(new.timeline)
         same &= old.timeline.retention == new.timeline.retention
         alike[new.timeline] = alike.get(new.timeline, True) and same
     return alike
@@ -250,14 +251,14 @@ def _alike(leaves: list[tuple[Any, Any]]) -> dict[Timeline, bool]:
 def adopt(new: Timeline, old: Timeline, rows: int, alike: Mapping[Timeline, bool]) -> None:
     if isinstance(old, ForkedTimeline):
         assert isinstance(new, ForkedTimeline)
-        prompts, siblings = old.rows_to_come(rows)
-        adopt(new.trunk, old.trunk, prompts, alike)
-        adopt(new.tail, old.tail, rows, alike)
-        new.adopt_parts(siblings)
+        prompts, rows_per_prefix = old.rows_to_come(rows)
+        adopt(new.prefix, old.prefix, prompts, alike)
+        adopt(new.suffix, old.suffix, rows, alike)
+        new.adopt_parts(rows_per_prefix)
     elif alike.get(new):
         new.adopt_like(old, rows)
     else:
-        new.adopt(old.seen, old.held, rows)
+        new.adopt(old.total_tokens, old.kept_tokens, rows)
 
 
 def compact(old: Cache, new: Cache) -> None:

@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 from caches.core.layer import Layer
-from caches.errors import StepError, UnsupportedLayer
+from caches.errors import StepError, UnsupportedLayerError
 from caches.hf.cache import Cache
 from caches.registry import recipe
 from configs import SlidingWindowCacheConfig
 
 
-def slide(cache: Cache, window_length: int) -> Cache:
+def apply_window(cache: Cache, window_length: int) -> Cache:
     """A `sliding_window` cache that holds of every layer what of `cache` is in the window. `cache` stays as it is.
 
-    Raises `UnsupportedLayer` where no window can be imposed on the layers.
+    Raises `UnsupportedLayerError` where no window can be imposed on the layers.
     """
     options = SlidingWindowCacheConfig(window_length=window_length, max_batch_size=cache.max_rows)
     empty = recipe(options.name).build(cache.specs, options)
     assert isinstance(empty, Cache)
-    if cache.imposes_windows or cache.encodes:
-        raise UnsupportedLayer(f"the columns of a {cache.name} cache cannot go on in another window")
+    if cache.imposes_windows or cache.is_quantized:
+        raise UnsupportedLayerError(f"the columns of a {cache.name} cache cannot go on in another window")
     cache.crop(0)  # lets the step of a foreign loop be settled
     if cache.batch_size == -1:
         return empty
     contents = []
     for new, old in zip(empty.layers, cache.layers, strict=True):
-        content = old.content()
-        kept = new.timeline.retention.surviving(cache.seen)
+        content = old.dense_state()
+        kept = new.timeline.retention.surviving(cache.total_tokens)
         for name in [name for name in content if isinstance(old, Layer) and name in old.stores]:
             if content[name].shape[-2] < kept:
                 held = content[name].shape[-2]
                 raise StepError(f"a window of {window_length} tokens needs {kept} columns, and {held} are there")
             content[name] = content[name][..., content[name].shape[-2] - kept :, :]
         contents.append(content)
-    empty.load(cache.seen, cache.batch_size, contents)
+    empty.load_dense(cache.total_tokens, cache.batch_size, contents)
     empty.log = cache.log
     return empty

@@ -45,7 +45,7 @@ def caches(
         start_libraries(work, model)
         import caches
         from engine.model.loading import SHIPPED_MODEL, load_config
-        from engine.planning.model_footprint import study
+        from engine.planning.model_footprint import inspect_model
 
         work.doing("reading the model's configuration")
         recipes = [caches.recipe(one) for one in ([name] if name else caches.names())]
@@ -54,7 +54,7 @@ def caches(
         for recipe in recipes:
             work.doing(f"measuring {recipe.name}")
             found.append(_entry(recipe, config, tokens))
-        dtype = str(study(config).model.dtype).removeprefix("torch.")
+        dtype = str(inspect_model(config).model.dtype).removeprefix("torch.")
     report = {"model": str(model or "shipped"), "tokens": tokens, "dtype": dtype, "caches": found}
     if as_json:
         output.say(json.dumps(report))

@@ -24,7 +24,7 @@ from engine.cli.caches import caches
 from engine.cli.generate import generate
 from engine.cli.help import Command
 from engine.cli.plan import plan
-from engine.errors import EngineError, Interrupted, OptionError
+from engine.errors import EngineError, GenerationInterrupted, OptionError
 
 NAME = "engine"
 _settings = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda name: name.replace("_", "-")}
@@ -128,5 +128,5 @@ def _told(error: Any) -> tuple[int, str]:
         return error.exit_code, f"{error.format_message().rstrip('.')}{where}"
     errors = sys.modules.get("caches.errors")  # where it was not imported, no cache has raised
     if isinstance(error, EngineError) or (errors is not None and isinstance(error, errors.CacheError)):
-        return (1 if isinstance(error, Interrupted) else 2), str(error)
+        return (1 if isinstance(error, GenerationInterrupted) else 2), str(error)
     return 1, f"{type(error).__name__}: {error}"

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from configs import RUNGS, CacheConfig, presets
+from configs import FALLBACKS, CacheConfig, presets
 from configs.engine import COMPILE_CHOICES, LINEARS_CHOICES
 
 # What is completed.
@@ -27,7 +27,7 @@ def _linears() -> list[str]:
 
 
 def _rungs() -> list[str]:
-    return list(RUNGS)
+    return list(FALLBACKS)
 
 
 _of_prompt = partial(typer.Option, rich_help_panel="The prompt")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from engine.tables import Column, aligned
 
 if TYPE_CHECKING:
-    from engine.result import Generation, Piece
+    from engine.result import Generation, StreamChunk
 
 
 def as_text(result: Generation) -> str:
@@ -34,8 +34,8 @@ def as_json(result: Generation) -> str:
     return json.dumps({"rows": rows, "stats": asdict(result.stats)})
 
 
-def piece_as_json(piece: Piece) -> str:
-    """One object with the fields of `Piece`: `row`, `tokens`, `text`, `finish_reason`."""
+def piece_as_json(piece: StreamChunk) -> str:
+    """One object with the fields of `StreamChunk`: `row`, `tokens`, `text`, `finish_reason`."""
     return json.dumps(asdict(piece))
 
 

@@ -1,4 +1,4 @@
-"""The draft of a run: a second model that proposes tokens. What it has to fit, and the lane that it runs in."""
+"""The draft of a run: a second model that proposes tokens. What it has to fit, and the session that it runs in."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from transformers import PreTrainedModel
 
 import caches
-from caches import Driven
-from engine.decoding.model_session import Lane
+from caches import EngineCache
+from engine.decoding.model_session import ModelSession
 from engine.errors import InputError, OptionError
 from engine.model.accelerate_hooks import prompt_device
-from engine.model.forward import Runner
+from engine.model.forward import ModelRunner
 from engine.model.loading import unwrapped
 from engine.model.masks import Columns
 from engine.request.checks import check_model, most_positions
@@ -23,7 +23,7 @@ from engine.request.encoder import Recover, Source, encode, source_again
 from engine.request.model_kwargs import PER_TOKEN
 from engine.request.request import Request
 from engine.request.vocabulary import Translator
-from strategies import Drafts, Strategy, Translation
+from strategies import SpeculationStats, Strategy, Translation
 
 _LONGEST = 2**31  # tokens, where nothing limits them
 
@@ -32,14 +32,14 @@ _LONGEST = 2**31  # tokens, where nothing limits them
 class DraftRequest:
     """What the draft reads. mask [rows, prompt columns]. beginning: the ids of its first columns, which are not fed.
 
-    total: columns when the run ends. extras: further inputs. source: what its own encoder reads. translation: where its
-    vocabulary is another one.
+    total: columns when the run ends. model_kwargs: further inputs. source: what its own encoder reads. translation:
+    where its vocabulary is another one.
     """
 
     mask: torch.Tensor
     beginning: torch.Tensor | None
     total: int
-    extras: dict[str, Any]
+    model_kwargs: dict[str, Any]
     chunk_tokens: int | None
     translation: Translation | None
     source: Source | None = None
@@ -48,8 +48,8 @@ class DraftRequest:
         """The same with what the draft's encoder makes of its source: see `encode`."""
         if self.source is None:
             return self
-        extras, source = encode(draft.model, self.extras, self.source, recover)
-        return replace(self, extras=extras, source=source)
+        model_kwargs, source = encode(draft.model, self.model_kwargs, self.source, recover)
+        return replace(self, model_kwargs=model_kwargs, source=source)
 
 
 class Draft:
@@ -70,12 +70,12 @@ class Draft:
             check_model(model)
         except InputError as error:
             raise OptionError(f"assistant_model: {error}") from error
-        self.model, self._runner = model, Runner(model, linears=linears)
-        self._learned: tuple[Strategy, Drafts] | None = None
+        self.model, self._runner = model, ModelRunner(model, linears=linears)
+        self._learned: tuple[Strategy, SpeculationStats] | None = None
 
-    def drafts(self, strategy: Strategy) -> Drafts:
+    def drafts(self, strategy: Strategy) -> SpeculationStats:
         """Where the flow of this run counts; it begins with what was learned from the last one, if it may."""
-        found = Drafts()
+        found = SpeculationStats()
         if getattr(strategy, "num_assistant_tokens_schedule", None) == "heuristic":
             learned = self._learned
             if learned is not None and learned[0] == strategy:
@@ -83,24 +83,26 @@ class Draft:
             self._learned = strategy, found
         return found
 
-    def lane(
+    def session(
         self,
         request: DraftRequest,
         check: Callable[[], None],
-        recover: Callable[[Lane, BaseException], None] | None = None,
-    ) -> Lane:
-        """A lane of its own for one run, with an empty cache. check: see `Runner.feed`; recover: see `Lane`."""
+        recover: Callable[[ModelSession, BaseException], None] | None = None,
+    ) -> ModelSession:
+        """A session of its own for one run, with an empty cache. check: see `ModelRunner.feed`; recover: see
+        `ModelSession`.
+        """
         beginning = request.beginning
-        return Lane(
+        return ModelSession(
             self._runner,
             self._new_cache(),
             Columns(request.mask, request.total),
             rows=len(request.mask),
             before=0,
             embeds=None,
-            unnamed=0 if beginning is None else beginning.shape[1],
+            columns_without_ids=0 if beginning is None else beginning.shape[1],
             beginning=beginning,
-            extras=request.extras,
+            model_kwargs=request.model_kwargs,
             flags={},
             chunk_tokens=request.chunk_tokens,
             shares=False,
@@ -108,12 +110,12 @@ class Draft:
             recover=recover,
         )
 
-    def _new_cache(self) -> Driven:
+    def _new_cache(self) -> EngineCache:
         if not self._runner.takes_cache:
             return caches.build("none", self.model.config)
         try:
             return caches.build("dynamic", self.model.config)
-        except caches.UnsupportedLayer:
+        except caches.UnsupportedLayerError:
             return caches.build("none", self.model.config)
 
 
@@ -121,7 +123,7 @@ def read_draft_request(
     draft: Draft | None,
     model: PreTrainedModel,
     request: Request,
-    cache: Driven | None,
+    cache: EngineCache | None,
     tokenizer: Any,
     draft_tokenizer: Any,
 ) -> DraftRequest | None:
@@ -141,12 +143,12 @@ def read_draft_request(
         translator = Translator(tokenizer, draft_tokenizer, request.mask, beginning, total)
         mask = torch.ones(1, 1, dtype=torch.long, device=device)
         return DraftRequest(mask, None, total, {}, request.chunk_tokens, translator.translation)
-    extras: dict[str, Any] = {}
+    model_kwargs: dict[str, Any] = {}
     source = None
     if request.source is not None:
-        extras, source = source_again(draft.model, request.prompt, request.source, request.config)
+        model_kwargs, source = source_again(draft.model, request.prompt, request.source, request.config)
     mask = request.mask.to(device)
-    return DraftRequest(mask, beginning, request.total, extras, request.chunk_tokens, None, source)
+    return DraftRequest(mask, beginning, request.total, model_kwargs, request.chunk_tokens, None, source)
 
 
 def _check_fits(draft: PreTrainedModel, model: PreTrainedModel, request: Request) -> None:
@@ -156,7 +158,7 @@ def _check_fits(draft: PreTrainedModel, model: PreTrainedModel, request: Request
             f"the {has} has an encoder and the {lacks} has none, so they do not read the same: give a draft of the "
             "model's kind"
         )
-    media = [name for name in request.prompt.extras if name not in PER_TOKEN and not name.endswith("_mask")]
+    media = [name for name in request.prompt.model_kwargs if name not in PER_TOKEN and not name.endswith("_mask")]
     if request.prompt.embeds is not None or (media and request.source is None):
         raise OptionError(
             f"a draft sees token ids only, and the prompt has {', '.join(media) or 'inputs_embeds'}: leave "
@@ -175,9 +177,9 @@ def verifies(strategy: Strategy) -> bool:
     return bool(getattr(strategy, "verifies", False))
 
 
-def check_takes_back(runner: Runner, cache: Driven, request: Request) -> None:
+def check_takes_back(runner: ModelRunner, cache: EngineCache, request: Request) -> None:
     """Raise `OptionError` where `cache` cannot go back to what was accepted."""
-    why = cache.why_not_taken_back if isinstance(cache, caches.ForeignCache) else None
+    why = cache.why_not_taken_back if isinstance(cache, caches.HFCacheAdapter) else None
     if why is not None:
         raise OptionError(
             f"{request.strategy.name} takes back what was not accepted, and {why}: give a name instead, such as "
@@ -190,7 +192,7 @@ def check_takes_back(runner: Runner, cache: Driven, request: Request) -> None:
         )
 
 
-def _beginning(request: Request, cache: Driven | None) -> torch.Tensor | None:
+def _beginning(request: Request, cache: EngineCache | None) -> torch.Tensor | None:
     """The ids of what only the cache has read, which the draft has to read too."""
     if request.before == 0:
         return None

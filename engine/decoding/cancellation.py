@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from engine.errors import CtrlC
+from engine.errors import UserInterrupt
 
 
 class StopAsked(Exception):
@@ -22,7 +22,7 @@ class Cancellation:
         self._event, self._is_pressed = event, False
 
     def check(self) -> None:
-        """Raise `StopAsked` or `CtrlC` when the run shall stop."""
+        """Raise `StopAsked` or `UserInterrupt` when the run shall stop."""
         self.check_keys()
         if self._event is not None and self._event.is_set():
             raise StopAsked
@@ -30,7 +30,7 @@ class Cancellation:
     def check_keys(self) -> None:
         if self._is_pressed:
             self._is_pressed = False
-            raise CtrlC("generation was stopped with Ctrl-C; what was generated is in `partial`")
+            raise UserInterrupt("generation was stopped with Ctrl-C; what was generated is in `partial`")
 
     @contextmanager
     def noting_keys(self) -> Iterator[None]:

@@ -23,7 +23,7 @@ class _Given:
     states: torch.Tensor | None
 
 
-class Gathered:
+class CollectedOutputs:
     """hidden: whether the last hidden states of all columns are wanted. tokens: after how many of the last ones logits
     are; 1 takes them from the last forward."""
 

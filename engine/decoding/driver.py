@@ -12,29 +12,36 @@ import torch
 
 from caches.out_of_memory import is_out_of_memory
 from engine.decoding.cancellation import Cancellation, StopAsked
-from engine.decoding.loop import Run
-from engine.errors import BadLogits, Cancelled, CtrlC, Interrupted, OptionError, OutOfMemory
+from engine.decoding.loop import DecodingLoop
+from engine.errors import (
+    GenerationCancelled,
+    GenerationInterrupted,
+    InvalidLogitsError,
+    OptionError,
+    OutOfMemoryError,
+    UserInterrupt,
+)
 from engine.out_of_memory import Exhausted, empty_allocators, in_words, without_frames
-from engine.result import Generation, Piece
-from strategies import Flow, NoChoice
+from engine.result import Generation, StreamChunk
+from strategies import Flow, NoCandidateError
 
 _Result = TypeVar("_Result")
 
 
-class Play:
-    """A run under way. cancellation: the one that its lane asks."""
+class Driver:
+    """A run under way. cancellation: the one that its session asks."""
 
-    def __init__(self, run: Run, cancellation: Cancellation):
+    def __init__(self, run: DecodingLoop, cancellation: Cancellation):
         self._run, self._cancellation = run, cancellation
 
-    def pieces(self) -> Generator[Piece, None, None]:
+    def pieces(self) -> Generator[StreamChunk, None, None]:
         run = self._run
         flow = self._begun()
         failure: Exception | KeyboardInterrupt | None = None
         try:
             try:
                 yield from self._steps(flow)
-                run.outlet.close()
+                run.stream_buffer.close()
                 self._cancellation.check_keys()
             except (Exception, KeyboardInterrupt) as error:
                 # An error of memory holds on to what filled it, in the frames that it went through.
@@ -94,10 +101,10 @@ class Play:
             raise
         return flow
 
-    def _steps(self, flow: Flow) -> Generator[Piece, None, None]:
+    def _steps(self, flow: Flow) -> Generator[StreamChunk, None, None]:
         """Do what the flow says until all rows have ended."""
         with self._cancellation.noting_keys():
-            self._run.outlet.begin()
+            self._run.stream_buffer.begin()
         answer: Any = None
         while not self._run.done:
             with self._cancellation.noting_keys():
@@ -108,7 +115,7 @@ class Play:
             yield from self._shown(pieces)
         yield from self._shown(self._run.read_all())
 
-    def _step(self, flow: Flow, answer: Any) -> tuple[Any, list[Piece]] | None:
+    def _step(self, flow: Flow, answer: Any) -> tuple[Any, list[StreamChunk]] | None:
         """One operation of the flow; None at its end."""
         try:
             operation = flow.send(answer)
@@ -116,7 +123,7 @@ class Play:
             return None
         return self._run.perform(operation)
 
-    def _shown(self, pieces: list[Piece]) -> Generator[Piece, None, None]:
+    def _shown(self, pieces: list[StreamChunk]) -> Generator[StreamChunk, None, None]:
         for piece in pieces:
             left_s = time.perf_counter()
             try:
@@ -124,11 +131,11 @@ class Play:
             finally:
                 self._run.away_s += time.perf_counter() - left_s
 
-    def _broken_off(self, failure: Exception | KeyboardInterrupt) -> list[Piece]:
+    def _broken_off(self, failure: Exception | KeyboardInterrupt) -> list[StreamChunk]:
         try:
             return _without_grad(self._run.break_off)
         except Exception:
-            if not isinstance(failure, KeyboardInterrupt) or isinstance(failure, CtrlC):
+            if not isinstance(failure, KeyboardInterrupt) or isinstance(failure, UserInterrupt):
                 raise
             self._run.give_up()  # a second Ctrl-C comes anywhere, also while rows change places
             return []
@@ -147,13 +154,13 @@ class Play:
         told = f"after {max(map(len, result.tokens))} new tokens per row"
         kept = "what was generated is in `partial`, with its cache where that can be continued"
         if isinstance(failure, StopAsked):
-            raise Cancelled(f"generation was cancelled {told}; {kept}", result)
+            raise GenerationCancelled(f"generation was cancelled {told}; {kept}", result)
         if isinstance(failure, Exhausted):
-            raise OutOfMemory(f"memory was out {told} ({failure}); {kept}", result) from failure.__cause__
-        if isinstance(failure, NoChoice):
-            raise BadLogits(f"generation stopped {told}: {failure}; {kept}", result)
+            raise OutOfMemoryError(f"memory was out {told} ({failure}); {kept}", result) from failure.__cause__
+        if isinstance(failure, NoCandidateError):
+            raise InvalidLogitsError(f"generation stopped {told}: {failure}; {kept}", result)
         why = f"{type(failure).__name__}: {failure}"
-        raise Interrupted(f"generation stopped {told} ({why}); {kept}", result) from failure
+        raise GenerationInterrupted(f"generation stopped {told} ({why}); {kept}", result) from failure
 
 
 def _exhausted(error: Exception | KeyboardInterrupt) -> Exhausted:

@@ -1,4 +1,4 @@
-"""How the columns of a lane are computed: whole, in pieces or in parts, and with less memory when that is asked for."""
+"""Runs the forwards of a session: the full batch, chunked prefill or row groups, with less memory on request."""
 
 from __future__ import annotations
 
@@ -11,42 +11,43 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.utils import ModelOutput
 
-from caches import Cache, Driven, EncoderDecoder, StepError, move, slide
+from caches import Cache, EncoderDecoder, EngineCache, StepError, apply_window, migrate
 from caches.hf.split_rows import SplitCache, halves
-from engine.decoding.collected_outputs import Gathered, joined
-from engine.model.forward import Runner
+from engine.decoding.collected_outputs import CollectedOutputs, joined
+from engine.model.forward import ModelRunner
 from engine.model.linear_backend import TORCH
 from engine.model.masks import Columns
 from engine.model.rope_frequencies import Frequencies
 from engine.request.encoder import index_rows, largest_matrix_bytes
-from engine.request.model_kwargs import extend_extras
+from engine.request.model_kwargs import extend_model_kwargs
 
 _SMALLEST_PIECE = 8  # tokens of a prompt
 
 
-class Feeding:
+class ForwardExecutor:
     """cache: what the columns are kept in, another one after some of the ways to do with less memory.
 
-    For the rest see `Lane`. routes: whether linear layers are routed: not where the runner has no table of routes.
+    For the rest see `ModelSession`. routes: whether linear layers are routed: not where the runner has no table of
+    routes.
     """
 
     def __init__(
         self,
-        runner: Runner,
-        cache: Driven,
+        runner: ModelRunner,
+        cache: EngineCache,
         columns: Columns,
         *,
         rows: int,
         before: int,
         embeds: torch.Tensor | None,
-        extras: dict[str, Any],
+        model_kwargs: dict[str, Any],
         flags: dict[str, bool],
         chunk_tokens: int | None,
         check: Callable[[], None] | None,
     ):
         self.cache, self.columns, self.routes = cache, columns, runner.linears != TORCH
         self._runner, self._before, self._embeds, self._check = runner, before, embeds, check
-        self.extras, self._axes = extend_extras(runner.model, extras, columns.room)
+        self.model_kwargs, self._axes = extend_model_kwargs(runner.model, model_kwargs, columns.room)
         self._flags, self._chunk_tokens, self._asked_chunk_tokens = flags, chunk_tokens, chunk_tokens
         # Which row of the prompt each row goes on from: what belongs to the prompt is the same for all of its rows.
         self._origins = torch.arange(rows)
@@ -64,7 +65,9 @@ class Feeding:
         """See `Stats`."""
         return self._runner.linears if self.routes else TORCH
 
-    def computed(self, ids: torch.Tensor, prefill: bool, gathered: Gathered) -> tuple[ModelOutput, torch.Tensor | None]:
+    def computed(
+        self, ids: torch.Tensor, prefill: bool, gathered: CollectedOutputs
+    ) -> tuple[ModelOutput, torch.Tensor | None]:
         """Feed what the cache has not seen of `ids` [rows, tokens]: the last outputs, and the states of all."""
         self._reserve(self._before + ids.shape[1])
         try:
@@ -83,13 +86,15 @@ class Feeding:
     def _reserve(self, columns: int) -> None:
         """What is known of every column is known of so many."""
         self.columns.reserve(columns)
-        if any(self.extras[name].shape[axis] < columns for name, axis in self._axes.items()):
-            self.extras, _ = extend_extras(self._runner.model, self.extras, self.columns.room)
+        if any(self.model_kwargs[name].shape[axis] < columns for name, axis in self._axes.items()):
+            self.model_kwargs, _ = extend_model_kwargs(self._runner.model, self.model_kwargs, self.columns.room)
 
-    def _fed(self, ids: torch.Tensor, rows: slice, cache: Driven, prefill: bool, gathered: Gathered) -> ModelOutput:
+    def _fed(
+        self, ids: torch.Tensor, rows: slice, cache: EngineCache, prefill: bool, gathered: CollectedOutputs
+    ) -> ModelOutput:
         """The last outputs of a feed of these rows."""
-        gathered.forget(rows, cache.seen)
-        columns, extras = self._of_rows(rows)
+        gathered.forget(rows, cache.total_tokens)
+        columns, model_kwargs = self._of_rows(rows)
         return self._runner.feed(
             ids,
             columns,
@@ -97,7 +102,7 @@ class Feeding:
             before=self._before,
             prefill=prefill,
             embeds=None if self._embeds is None else self._embeds[rows],
-            extras=extras,
+            model_kwargs=model_kwargs,
             axes=self._axes,
             flags=self._flags | {"output_hidden_states": True} if gathered.hidden else self._flags,
             chunk_tokens=self._chunk_tokens,
@@ -110,7 +115,7 @@ class Feeding:
         )
 
     @property
-    def parts(self) -> list[tuple[slice, Driven]]:
+    def parts(self) -> list[tuple[slice, EngineCache]]:
         """Which rows are computed together, and with which cache."""
         if isinstance(self.cache, SplitCache):
             return list(self.cache.shares)
@@ -120,10 +125,10 @@ class Feeding:
         """What is known of the columns of these rows, and their further inputs."""
         count = len(self._origins)
         if rows == slice(0, count):
-            return self.columns, self.extras
+            return self.columns, self.model_kwargs
         index = torch.arange(rows.start, rows.stop, device=self.columns.device)
-        extras = {name: index_rows(value, index, count) for name, value in self.extras.items()}
-        return self.columns.of_rows(index), extras
+        model_kwargs = {name: index_rows(value, index, count) for name, value in self.model_kwargs.items()}
+        return self.columns.of_rows(index), model_kwargs
 
     def choosing(self, index: torch.Tensor) -> Callable[[], None] | None:
         """What makes row i row `index[i]`, an index on the CPU, in all but the cache, and cannot fail.
@@ -136,10 +141,10 @@ class Feeding:
         index = index.to(self.columns.device)
         columns = self.columns.of_rows(index)
         embeds = None if self._embeds is None else self._embeds[index]
-        extras = {name: index_rows(value, index, len(self._origins)) for name, value in self.extras.items()}
+        model_kwargs = {name: index_rows(value, index, len(self._origins)) for name, value in self.model_kwargs.items()}
 
         def choose() -> None:
-            self._origins, self.columns, self._embeds, self.extras = origins, columns, embeds, extras
+            self._origins, self.columns, self._embeds, self.model_kwargs = origins, columns, embeds, model_kwargs
 
         return choose
 
@@ -151,27 +156,29 @@ class Feeding:
         return largest_matrix_bytes(self._runner.model)
 
     def release(self) -> None:
-        """Go on without compiled graphs, and drop scratch memory: a step makes what it needs of it anew."""
+        """Go on without compiled graphs, and rejected scratch memory: a step makes what it needs of it anew."""
         self._graphs = False
         self._runner.drop_graphs()
         for _, cache in self.parts:
             if isinstance(cache, (Cache, EncoderDecoder)):
                 for part in cache.parts:
-                    part.stage.release()
+                    part.scratch.release()
 
     def read_in_smaller_pieces(self, waiting: int) -> int | None:
         """Cut the tokens that wait to be fed into smaller pieces: the tokens of one. None where that is no use."""
         tokens = waiting if self._chunk_tokens is None else min(waiting, self._chunk_tokens)
-        encodes = isinstance(self.cache, (Cache, EncoderDecoder)) and self.cache.encodes  # pieces would read codes
-        encodes &= not self._is_rounded
-        if tokens <= _SMALLEST_PIECE or encodes or self.cache.handle is None or self._sees:
+        is_quantized = (
+            isinstance(self.cache, (Cache, EncoderDecoder)) and self.cache.is_quantized
+        )  # pieces would read codes
+        is_quantized &= not self._is_rounded
+        if tokens <= _SMALLEST_PIECE or is_quantized or self.cache.handle is None or self._sees:
             return None
         self._chunk_tokens = max(_SMALLEST_PIECE, tokens // 4)
         return self._chunk_tokens
 
     @property
     def _sees(self) -> bool:
-        return bool(set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) & set(self.extras))
+        return bool(set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) & set(self.model_kwargs))
 
     def move_away(self, quantized: bool = False) -> str | None:
         """Move the cache where the device does not have to hold it; its new name and place. None where it is there."""
@@ -193,14 +200,14 @@ class Feeding:
 
     def impose(self, window_length: int) -> None:
         """Go on with the last columns of the cache alone."""
-        slid: list[Driven] = []
+        slid: list[EngineCache] = []
         for _, cache in self.parts:
             if not isinstance(cache, Cache):
                 raise StepError(f"a window cannot be imposed on a {cache.name} cache of an encoder-decoder model")
-            slid.append(slide(cache, window_length))
+            slid.append(apply_window(cache, window_length))
         self._take_parts(slid)
 
-    def _take_parts(self, caches: list[Driven]) -> None:
+    def _take_parts(self, caches: list[EngineCache]) -> None:
         """What the parts hold is in these caches from here on."""
         if not isinstance(self.cache, SplitCache):
             [self.cache] = caches
@@ -219,11 +226,11 @@ class Feeding:
         return len(cache.parts)
 
 
-def _moved_away(cache: Driven, residency: str, quantized: bool) -> Driven | None:
+def _moved_away(cache: EngineCache, residency: str, quantized: bool) -> EngineCache | None:
     if not isinstance(cache, (Cache, EncoderDecoder)):
         return None
     if isinstance(cache, Cache) and cache.imposes_windows:
         raise StepError(f"the {cache.name} cache imposes a window on the model, and no cache that lives elsewhere does")
-    name = "offloaded_quantized" if quantized or cache.encodes else "offloaded"
+    name = "offloaded_quantized" if quantized or cache.is_quantized else "offloaded"
     is_away = cache.name == name and (residency == "host" or "disk" in cache.bytes_by_place)
-    return None if is_away else move(cache, name, residency=residency)
+    return None if is_away else migrate(cache, name, residency=residency)

@@ -18,16 +18,16 @@ from torch.utils._pytree import tree_map
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from caches import Driven, Log, NoCache
+from caches import EngineCache, NoCache, TokenLog
 from caches.out_of_memory import is_out_of_memory
-from engine.decoding.model_session import Lane
+from engine.decoding.model_session import ModelSession
 from engine.errors import InputError, OptionError
 from engine.model.accelerate_hooks import prompt_device
-from engine.model.forward import Runner
+from engine.model.forward import ModelRunner
 from engine.model.masks import Columns
 from engine.prompt import Prompt, read_prompt
 from engine.request.checks import check_vocabulary
-from engine.request.model_kwargs import complete_extras
+from engine.request.model_kwargs import complete_model_kwargs
 
 ARGUMENTS = ("negative_prompt", "negative_prompt_ids", "negative_prompt_attention_mask")
 T = TypeVar("T")
@@ -85,7 +85,7 @@ def read_guidance(
     config: GenerationConfig,
     given: dict[str, Any],
     tokenizer: Any,
-    cache: Driven | None,
+    cache: EngineCache | None,
     infer_mask: Callable[[torch.Tensor], torch.Tensor],
 ) -> Guidance | None:
     """The guidance that `config` asks for, if any; none is left in it.
@@ -111,13 +111,13 @@ def read_guidance(
         torch.cat([pad(part, (columns - part.shape[1], 0)) for part in parts])
         for parts in ((prompt.ids, ids), (mask, other_mask))
     )
-    read, both_mask = complete_extras(model, Prompt(both, None), both_mask, cache, config)
+    read, both_mask = complete_model_kwargs(model, Prompt(both, None), both_mask, cache, config)
     return Guidance(float(scale), read, both_mask, columns - prompt.columns, prompt.columns != ids.shape[1])
 
 
-def _check_alone(prompt: Prompt, cache: Driven | None, scale: Any) -> None:
+def _check_alone(prompt: Prompt, cache: EngineCache | None, scale: Any) -> None:
     """Whether the prompts are ids and nothing else, and what is kept of them is kept from now on."""
-    more = ["inputs_embeds"] if prompt.embeds is not None else sorted(prompt.extras)
+    more = ["inputs_embeds"] if prompt.embeds is not None else sorted(prompt.model_kwargs)
     if more:
         raise OptionError(
             f"guidance_scale={scale} needs to know what the text without its prompt has in place of {', '.join(more)}, "
@@ -125,10 +125,11 @@ def _check_alone(prompt: Prompt, cache: Driven | None, scale: Any) -> None:
         )
     if cache is None:
         return
-    if cache.seen > 0:
+    if cache.total_tokens > 0:
         raise OptionError(
             f"guidance_scale={scale} needs the text without its prompt from the beginning, and the cache holds "
-            f"{cache.seen} tokens of the prompts' side alone: start with an empty cache and give the whole conversation"
+            f"{cache.total_tokens} tokens of the prompts' side alone: start with an empty cache and give the whole "
+            "conversation"
         )
     both = 2 * len(prompt.ids)
     if cache.batch_size not in (-1, both):
@@ -165,8 +166,8 @@ def _read_negative(
     return ids[:, first:], real[:, first:]
 
 
-def check_texts_bear_pads(runner: Runner, guidance: Guidance) -> None:
-    """Refuse a model that goes on with another text where there are pads before it. Found out by feeding it."""
+def check_texts_bear_pads(runner: ModelRunner, guidance: Guidance) -> None:
+    """Refuse a model that goes on with another text where there are pads before it. Found out by executor it."""
     if not guidance.pads:
         return
     model = runner.model
@@ -191,7 +192,7 @@ def check_texts_bear_pads(runner: Runner, guidance: Guidance) -> None:
         )
 
 
-def _logits_behind(runner: Runner, pads: int) -> torch.Tensor:
+def _logits_behind(runner: ModelRunner, pads: int) -> torch.Tensor:
     """The logits after a few tokens that have pads before them."""
     ids = pad(torch.arange(1, 4, device=prompt_device(runner.model))[None], (pads, 0))
     with torch.no_grad():
@@ -199,15 +200,15 @@ def _logits_behind(runner: Runner, pads: int) -> torch.Tensor:
     return outputs.logits[:, -1].float()
 
 
-class GuidedLane:
-    """A `Lane` of both texts that looks like one of the prompts' alone, with guided logits."""
+class GuidedSession:
+    """A `ModelSession` of both texts that looks like one of the prompts' alone, with guided logits."""
 
-    def __init__(self, lane: Lane, guidance: Guidance):
-        self._lane, self._scale, self._lead = lane, guidance.scale, guidance.lead
+    def __init__(self, session: ModelSession, guidance: Guidance):
+        self._lane, self._scale, self._lead = session, guidance.scale, guidance.lead
         self._others = guidance.prompt.ids.chunk(2)[1]  # what the other texts begin with, [rows, columns]
 
     @property
-    def cache(self) -> Driven:
+    def cache(self) -> EngineCache:
         return self._lane.cache
 
     @property
@@ -223,7 +224,9 @@ class GuidedLane:
         return self._lane.fed_ids.chunk(2)[0][:, self._lead :]
 
     def forward(self, tokens: torch.Tensor, *wanted: Any, **more: Any) -> tuple[ModelOutput, torch.Tensor | None]:
-        """As `Lane.forward`. The outputs are those of the prompts' rows, with their logits as `unguided_logits` too."""
+        """As `ModelSession.forward`. The outputs are those of the prompts' rows, with their logits as `unguided_logits`
+        too.
+        """
         rows, columns = tokens.shape
         outputs, states = self._lane.forward(self._beside(tokens), *wanted, **more)
         for name in ("attentions", "hidden_states"):
@@ -258,39 +261,39 @@ class GuidedLane:
         known = self._others[:, begin : begin + own.shape[1]]
         return torch.cat([known, own[:, known.shape[1] :]], dim=1)
 
-    def settle(self, drop: int = 0) -> None:
-        self._lane.settle(drop)
+    def commit(self, rejected: int = 0) -> None:
+        self._lane.commit(rejected)
 
     def go_back(self, fed: int) -> None:
         self._lane.go_back(fed + self._lead if fed else 0)
 
-    def rows(self, index: torch.Tensor) -> None:
+    def select_rows(self, index: torch.Tensor) -> None:
         others = self._others[index.to(self._others.device)]
-        self._lane.rows(torch.cat([index, index + len(self._others)]))
+        self._lane.select_rows(torch.cat([index, index + len(self._others)]))
         self._others = others
 
     def forget(self) -> None:
         self._lane.forget()
 
-    def close(self, log: Log) -> None:
+    def close(self, log: TokenLog) -> None:
         """End with a cache of the prompts' rows. With columns that are not the prompts' own it has to be empty."""
-        lane, fed = self._lane, self._lane.fed
+        session, fed = self._lane, self._lane.fed
         if fed > 0 and self._lead == 0:
-            lane.close(Log(torch.cat([log.ids, self._in_place_of(log.ids, 0)]), log.mask.repeat(2, 1)))
+            session.close(TokenLog(torch.cat([log.ids, self._in_place_of(log.ids, 0)]), log.mask.repeat(2, 1)))
         else:
             if fed > 0:
                 self.cache.abort()
-            lane.end()
+            session.end()
         if fed == 0:
             return
         own, known = torch.arange(len(log.ids)), self.cache.log
         try:
-            self.cache.rows(own)
+            self.cache.select_rows(own)
             if self._lead > 0:
                 self.cache.reset()
             else:
-                self.cache.log = None if known is None else known.rows(own)
+                self.cache.log = None if known is None else known.select_rows(own)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            lane.forget()  # better no cache than no text
+            session.forget()  # better no cache than no text

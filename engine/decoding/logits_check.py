@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.decoding.guidance import GuidedLane
-from engine.decoding.model_session import Lane
+from engine.decoding.guidance import GuidedSession
+from engine.decoding.model_session import ModelSession
 from engine.decoding.token_buffer import Sent, Tokens, arrived
 from engine.request.request import Request
-from strategies import NoChoice
+from strategies import NoCandidateError
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class _Logits:
     """What a forward returned: logits [rows, tokens, vocabulary], of type `dtype` before they were copied.
 
     column: the first one of the run that depends on them. number: for which new token the first of them are, from 1 on.
-    fed: tokens that the lane was fed before; None for a draft. peaks: of every row the highest, NaN where one column's
-    is not finite.
+    fed: tokens that the session was fed before; None for a draft. peaks: of every row the highest, NaN where one
+    column's is not finite.
     """
 
     column: int
@@ -51,15 +51,16 @@ class _Scores:
     peaks: Sent
 
 
-class Health:
-    """Of the scores of one run. Its methods raise `NoChoice`, which says what was found, for which token of which rows.
+class LogitsCheck:
+    """Of the scores of one run. Its methods raise `NoCandidateError`, which says what was found, for which token of
+    which rows.
 
-    lane: the model's, which is then brought back to where it was before the forward. running, everywhere: which rows
+    session: the model's, which is then brought back to where it was before the forward. running, everywhere: which rows
     have not ended; the others may get anything.
     """
 
-    def __init__(self, request: Request, tokens: Tokens, lane: Lane | GuidedLane):
-        self._processing, self._tokens, self._lane = request.processing, tokens, lane
+    def __init__(self, request: Request, tokens: Tokens, session: ModelSession | GuidedSession):
+        self._processing, self._tokens, self._lane = request.processing, tokens, session
         self._prompts, self._prompt_columns = len(request.prompt.ids), request.prompt.columns
         # +inf is the best there is, but nothing can be weighed against it.
         self._weighs = request.strategy.samples or getattr(request.strategy, "branches", 1) > 1
@@ -115,7 +116,7 @@ class Health:
             if rows:
                 if one.fed is not None:
                     self._lane.go_back(one.fed)
-                raise NoChoice(self._about_logits(one, rows, peaks))
+                raise NoCandidateError(self._about_logits(one, rows, peaks))
         self._logits = [one for one in self._logits if one.column > column]
 
     def _check_scores(self, running: Sequence[bool], column: float = math.inf) -> None:
@@ -125,7 +126,7 @@ class Health:
             each_counts = column < math.inf or len(peaks) == len(running) == self._prompts
             rows = [row for row in _counting(peaks, running) if self._is_lost(peaks[row], each_counts)]
             if rows:
-                raise NoChoice(self._about_scores(one, rows, peaks))
+                raise NoCandidateError(self._about_scores(one, rows, peaks))
         self._scores = [one for one in self._scores if one.column > column]
 
     def _is_lost(self, peak: float, each_counts: bool = True) -> bool:

@@ -1,5 +1,6 @@
-"""A strategy's flow says what to do and `Run` does it: it owns the tokens, the records and the clean end; the model's
-side of it is a `Lane`, the side of those who look on is an `Outlet`."""
+"""A strategy's flow says what to do and `DecodingLoop` does it: it owns the tokens, the records and the clean end; the
+model's side of it is a `ModelSession`, the side of those who look on is an `StreamBuffer`.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +18,18 @@ from transformers.utils import ModelOutput
 
 from caches import CacheError
 from caches.out_of_memory import is_out_of_memory
-from engine.decoding.guidance import GuidedLane
-from engine.decoding.logits_check import Health
-from engine.decoding.model_session import Lane
+from engine.decoding.guidance import GuidedSession
+from engine.decoding.logits_check import LogitsCheck
+from engine.decoding.model_session import ModelSession
 from engine.decoding.token_buffer import Tokens
 from engine.errors import EngineError
 from engine.model.device_state import Peak, random_state, set_random_state
 from engine.out_of_memory import Exhausted
-from engine.output.stream_buffer import Outlet
+from engine.output.stream_buffer import StreamBuffer
 from engine.request.encoder import encoder_records
 from engine.request.request import Request
-from engine.result import Fallback, Generation, Piece, Stats
-from strategies import Crop, Emit, Finish, Flow, Forward, Operation, Rows, Show, Text
+from engine.result import Fallback, Generation, Stats, StreamChunk
+from strategies import Crop, Emit, Finish, Flow, Forward, Hypothesis, Operation, Report, Rows
 
 T = TypeVar("T")
 _logger = logging.getLogger("engine")
@@ -51,39 +52,39 @@ class _Mark:
     generator: torch.Tensor | None
 
 
-class Run:
+class DecodingLoop:
     """One generation under way.
 
     tokenizer: None when no text is wanted. legacy: whether the result gives its cache as tuples. started: when the call
     began, of `time.perf_counter`. away_s: how much of the time since then its consumer took, which is none of ours.
-    draft: the lane of the model that proposes tokens, for strategies that need one. fallbacks: how the lanes went on
-    when memory was out, which they add to.
+    draft: the session of the model that proposes tokens, for strategies that need one. fallbacks: how the sessions went
+    on when memory was out, which they add to.
     """
 
     def __init__(
         self,
         request: Request,
-        lane: Lane | GuidedLane,
-        outlet: Outlet,
+        session: ModelSession | GuidedSession,
+        stream_buffer: StreamBuffer,
         *,
         tokenizer: Any,
         legacy: bool,
         started: float,
-        draft: Lane | None = None,
+        draft: ModelSession | None = None,
         fallbacks: Sequence[Fallback] = (),
     ):
         self._draft, self._logits_of_step = draft, 1
-        self._request, self._lane, self.outlet, self._tokenizer = request, lane, outlet, tokenizer
+        self._request, self._lane, self.stream_buffer, self._tokenizer = request, session, stream_buffer, tokenizer
         self._legacy, self._fallbacks = legacy, fallbacks
         prompt = request.prompt.ids
         self._device, self._generator = prompt.device, request.generator
-        self._prompt_tokens = int(request.mask[:, lane.cache.seen :].sum()) + request.source_tokens
+        self._prompt_tokens = int(request.mask[:, session.cache.total_tokens :].sum()) + request.source_tokens
         self._stopping = request.stopping()
-        columns = request.total - request.untold
-        self._tokens = Tokens(prompt, request.mask[:, request.untold :], columns, request.pad_id)
-        self._health = Health(request, self._tokens, lane)
+        columns = request.total - request.first_known_column
+        self._tokens = Tokens(prompt, request.mask[:, request.first_known_column :], columns, request.pad_id)
+        self._health = LogitsCheck(request, self._tokens, session)
         self._last_column = columns
-        self._best: Callable[[], list[Text] | None] | None = None  # what there is of texts that come in the end
+        self._best: Callable[[], list[Hypothesis] | None] | None = None  # what there is of texts that come in the end
         self._records: dict[str, list[Any]] = {
             name: [] for name, (asked, _) in _RECORDS.items() if getattr(request.config, asked, None)
         }
@@ -122,7 +123,7 @@ class Run:
         """Which rows have not ended, as far as tokens were read."""
         return [reason is None for reason in self._stopping.reasons]
 
-    def break_off(self) -> list[Piece]:
+    def break_off(self) -> list[StreamChunk]:
         """The run stops before its end: give what there is the shape of a result. What was not shown of it.
 
         Where texts come in the end it is the best there are; else rows that are only tried become what they came from.
@@ -143,22 +144,22 @@ class Run:
             self._return_to([text.row for text in texts])
             self._take([replace(text, row=row) for row, text in enumerate(texts)])
         else:
-            index = self.outlet.way_back()
+            index = self.stream_buffer.way_back()
             if index is not None:
                 self._return_to(index)
-        self.outlet.end_all()
+        self.stream_buffer.end_all()
         try:
-            return self.outlet.release()
+            return self.stream_buffer.release()
         except Exception:
             _logger.warning("the streamer did not take the last tokens", exc_info=True)
-        return self.outlet.release()
+        return self.stream_buffer.release()
 
     def _return_to(self, rows: list[int]) -> None:
         """Rows become those of a result, also when there is no memory for that in the cache: then it begins anew."""
         index = torch.tensor(rows)
         try:
             move = self._moving(index)
-            self._lane.rows(index)
+            self._lane.select_rows(index)
         except Exception as error:
             if not (isinstance(error, (CacheError, Exhausted)) or is_out_of_memory(error)):
                 raise
@@ -167,7 +168,7 @@ class Run:
             move = self._moving(index)
         move()
 
-    def perform(self, operation: Operation) -> tuple[Any, list[Piece]]:
+    def perform(self, operation: Operation) -> tuple[Any, list[StreamChunk]]:
         """Carry out one operation of the flow: its result, and what there is to show."""
         match operation:
             case Forward():
@@ -176,7 +177,7 @@ class Run:
                 pieces = self._emit(tokens, scores)
                 return self._tokens.ids, pieces
             case Crop(tokens, "main"):
-                self._lane.settle(drop=tokens)
+                self._lane.commit(rejected=tokens)
                 logits = self._records.get("logits", [])
                 del logits[len(logits) - min(tokens, self._logits_of_step) :]
                 return None, []
@@ -189,31 +190,31 @@ class Run:
                 self._health.before_rows(self._running)
                 self._reorder(index.cpu())
                 return None, pieces
-            case Show(final, best):
+            case Report(final, best):
                 self._best = best
-                if self.outlet.watched:
-                    self.outlet.hold(final(), self._stopping.why)
-                return None, self.outlet.release()
+                if self.stream_buffer.watched:
+                    self.stream_buffer.hold(final(), self._stopping.why)
+                return None, self.stream_buffer.release()
             case Finish():
                 return None, self._finish(operation)
 
     def _forward(self, forward: Forward) -> Any:
         if self._lane.fed and self._first_token_s is None:  # it is what is fed, and may be final only in the end
             self._first_token_s = self._now()
-        tokens = forward.tokens.shape[1] if forward.every else 1
-        lane = self._lane if forward.model == "main" else self._draft
-        assert lane is not None  # a strategy that needs one was given one
-        fed = lane.fed if forward.model == "main" else None
+        tokens = forward.tokens.shape[1] if forward.all_logits else 1
+        session = self._lane if forward.model == "main" else self._draft
+        assert session is not None  # a strategy that needs one was given one
+        fed = session.fed if forward.model == "main" else None
         if forward.model == "main":  # while there is a way to go on without the memory that this takes
             self._lane.attempt(lambda: self._tokens.reserve(tokens))
-        outputs, states = lane.forward(forward.tokens, forward.hidden, forward.every)
+        outputs, states = session.forward(forward.tokens, forward.hidden, forward.all_logits)
         self._peak.look()
-        logits = lane.attempt(lambda: outputs.logits[:, -tokens:].to(self._device, torch.float32, copy=True))
+        logits = session.attempt(lambda: outputs.logits[:, -tokens:].to(self._device, torch.float32, copy=True))
         self._health.look(logits, outputs.logits.dtype, fed, self._running)
         if forward.model == "main":
             own = outputs.get("unguided_logits", outputs.logits)
             self._record(outputs, own[:, -tokens:])
-        logits = logits if forward.every else logits[:, 0]
+        logits = logits if forward.all_logits else logits[:, 0]
         return (logits, states) if forward.hidden else logits
 
     def _process(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -261,7 +262,7 @@ class Run:
             elif found is not None:
                 values.append(found)
 
-    def _emit(self, tokens: torch.Tensor, scores: tuple[torch.Tensor, ...]) -> list[Piece]:
+    def _emit(self, tokens: torch.Tensor, scores: tuple[torch.Tensor, ...]) -> list[StreamChunk]:
         for column in range(tokens.shape[1]):
             if self._stopping.done:
                 break
@@ -276,21 +277,21 @@ class Run:
             at_once = at_once or self._tokens.written == self._last_column
             while self._tokens.unread > (0 if at_once else 1):
                 self._read_column()
-        return self.outlet.release()
+        return self.stream_buffer.release()
 
-    def _finish(self, end: Finish) -> list[Piece]:
+    def _finish(self, end: Finish) -> list[StreamChunk]:
         """Take over the tokens of all rows, which the strategy has ended by itself."""
         rows = zip(end.tokens.tolist(), end.lengths, strict=True)
         # A search may find fewer texts than are wanted: what is left is empty, and nothing has ended it.
-        texts = [Text(tokens[:length], length > 0, row) for row, (tokens, length) in enumerate(rows)]
+        texts = [Hypothesis(tokens[:length], length > 0, row) for row, (tokens, length) in enumerate(rows)]
         self._best = lambda: texts
         self._take(texts)
         if "scores" in self._records:
             self._records["scores"] += end.scores
         self._sequences_scores, self._beam_indices = end.sequences_scores, end.beam_indices
-        return self.outlet.release()
+        return self.stream_buffer.release()
 
-    def _take(self, texts: list[Text]) -> None:
+    def _take(self, texts: list[Hypothesis]) -> None:
         """These texts, one for each row, are what comes after the prompt: the run ends with them."""
         lengths = [len(text.tokens) for text in texts]
         pads = [[self._request.pad_id] * (max(lengths) - length) for length in lengths]
@@ -298,16 +299,16 @@ class Run:
         self._tokens.write_rows(torch.tensor(tokens, dtype=torch.long, device=self._device), lengths)
         self._best = None
         self._new_tokens = sum(lengths)
-        self.outlet.hold(texts, self._stopping.why)
-        self._stopping.reasons = self.outlet.reasons
+        self.stream_buffer.hold(texts, self._stopping.why)
+        self._stopping.reasons = self.stream_buffer.reasons
 
     def _mark(self) -> _Mark:
         generator = random_state(self._device, self._generator) if self._request.strategy.samples else None
         return _Mark({name: len(values) for name, values in self._records.items()}, generator)
 
-    def read_all(self) -> list[Piece]:
+    def read_all(self) -> list[StreamChunk]:
         self._read_unread()
-        return self.outlet.release()
+        return self.stream_buffer.release()
 
     def _read_unread(self) -> None:
         while self._tokens.unread and not self._stopping.done:
@@ -323,14 +324,14 @@ class Run:
         if self._first_token_s is None:
             self._first_token_s = self._now()
         self._new_tokens += sum(running)
-        self.outlet.push(new, running)
+        self.stream_buffer.push(new, running)
         try:
-            self._stopping.check(self._tokens.read, new, self.outlet.texts, self._seen_by_criteria)
+            self._stopping.check(self._tokens.read, new, self.stream_buffer.texts, self._seen_by_criteria)
         finally:
             for row, reason in enumerate(self._stopping.reasons):
                 if running[row] and reason is not None:
                     self._tokens.end_row(row)
-                    self.outlet.end(row, reason)
+                    self.stream_buffer.end(row, reason)
 
     def forget_unread(self) -> None:
         """As if nothing had been done after the column read last."""
@@ -354,12 +355,12 @@ class Run:
 
     def _reorder(self, index: torch.Tensor) -> None:
         move = self._moving(index)
-        self._lane.rows(index)
+        self._lane.select_rows(index)
         move()
         # What fails from here on ends the run, and what there is does without these.
         if self._draft is not None:
-            self._draft.rows(index)
-        self._request.processing.rows(index)
+            self._draft.select_rows(index)
+        self._request.processing.select_rows(index)
 
     def _moving(self, index: torch.Tensor) -> Callable[[], None]:
         """What makes row i row `index[i]` in what this side of the run keeps, and cannot fail."""
@@ -376,8 +377,8 @@ class Run:
             self._best = best
             for name, value in last.items():
                 self._records[name][-1] = value
-            self._stopping.rows(index)
-            self.outlet.rows(index)
+            self._stopping.select_rows(index)
+            self.stream_buffer.select_rows(index)
 
         return move
 
@@ -398,7 +399,7 @@ class Run:
         finally:
             self._ended_s = self._now()
             try:
-                self.outlet.close()
+                self.stream_buffer.close()
             except Exception:  # unless something has stopped the run, the streamer has ended before
                 _logger.warning("the streamer could not be ended", exc_info=True)
 
@@ -409,7 +410,7 @@ class Run:
             self._ended_s = self._now()
             self._lane.forget()
             with suppress(Exception):  # the streamer
-                self.outlet.close()
+                self.stream_buffer.close()
 
     def result(self) -> Generation:
         """What was generated. Ends the run. Raises `EngineError` after `give_up`."""
@@ -421,7 +422,7 @@ class Run:
         self.close()
         sequences = self._tokens.ids
         records = {name: tuple(values) for name, values in self._records.items()}
-        if "encoder_outputs" not in self._request.prompt.extras:  # GPT-2 returns an empty tuple of these
+        if "encoder_outputs" not in self._request.prompt.model_kwargs:  # GPT-2 returns an empty tuple of these
             records.pop("cross_attentions", None)
         return Generation(
             sequences=sequences,
@@ -434,13 +435,13 @@ class Run:
             sequences_scores=self._sequences_scores,
             beam_indices=self._beam_indices,
             **records,
-            **encoder_records(self._request.prompt.extras, self._request.output_flags),
+            **encoder_records(self._request.prompt.model_kwargs, self._request.output_flags),
         )
 
     def _text(self) -> list[str] | None:
         if self._tokenizer is None:
             return None
-        texts = self.outlet.flushed()
+        texts = self.stream_buffer.flushed()
         if texts is not None:
             return texts
         return [
@@ -472,10 +473,10 @@ class Run:
         )
 
 
-def _followed(best: Callable[[], list[Text] | None], index: list[int]) -> Callable[[], list[Text] | None]:
+def _followed(best: Callable[[], list[Hypothesis] | None], index: list[int]) -> Callable[[], list[Hypothesis] | None]:
     """`best` when row i has become row `index[i]`; None where a text has lost the row that goes on from it."""
 
-    def texts() -> list[Text] | None:
+    def texts() -> list[Hypothesis] | None:
         found = best()
         if found is None or not all(text.row in index for text in found):
             return None

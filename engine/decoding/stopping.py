@@ -37,19 +37,19 @@ def _checked(name: str, verdict: Any, rows: int) -> torch.Tensor:
 class Stopping:
     """`reasons[row]` is None while the row runs, then why it ended: the first of the reasons in the order below.
 
-    eos: `eos_ids`; stop_string: `texts`; criteria: `criteria`; time: `time_criteria`; length: `last_column` reached.
+    eos: `eos_ids`; stop_string: `texts`; criteria: `criteria`; time: `time_criteria`; length: `max_columns` reached.
     """
 
     def __init__(
         self,
         rows: int,
-        last_column: int,
+        max_columns: int,
         eos_ids: Sequence[int],
         criteria: StoppingCriteriaList,
         time_criteria: StoppingCriteriaList,
     ):
         self.reasons: list[str | None] = [None] * rows
-        self._last_column = last_column
+        self._last_column = max_columns
         self._eos_ids = frozenset(eos_ids)
         self._criteria = (("criteria", criteria), ("time", time_criteria))
 
@@ -92,5 +92,5 @@ class Stopping:
         told = [reason for reason, criteria in self._criteria if criteria and bool(criteria(ids[None], None).all())]
         return next(iter(told), "criteria")
 
-    def rows(self, index: torch.Tensor) -> None:
+    def select_rows(self, index: torch.Tensor) -> None:
         self.reasons = [self.reasons[row] for row in index.tolist()]

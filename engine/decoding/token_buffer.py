@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from caches import Log
+from caches import TokenLog
 from engine.model.growing_columns import room_for, widened
 
 _ASYNCHRONOUS = ("cuda", "xpu")
@@ -114,8 +114,8 @@ class Tokens:
         new, mask = (part[:, self.prompt : self.written].tolist() for part in (self._ids, self._mask))
         return [[token for token, real in zip(*row, strict=True) if real] for row in zip(new, mask, strict=True)]
 
-    def log(self) -> Log:
-        return Log(self.ids, self._mask[:, : self.written])
+    def log(self) -> TokenLog:
+        return TokenLog(self.ids, self._mask[:, : self.written])
 
 
 def arrived(sent: Sent) -> list[Any]:

@@ -16,13 +16,13 @@ from configs import (
     QuantizedCacheConfig,
     SlidingWindowCacheConfig,
 )
-from engine.decoding.model_session import Lane
+from engine.decoding.model_session import ModelSession
 from engine.errors import InputError
 from engine.model.accelerate_hooks import prompt_device
 from engine.out_of_memory import Exhausted
-from engine.planning.cache_size import Course
-from engine.planning.dry_run import rehearse
-from engine.planning.model_footprint import study
+from engine.planning.cache_size import RunShape
+from engine.planning.dry_run import dry_run
+from engine.planning.model_footprint import inspect_model
 from engine.result import Fallback
 
 _logger = logging.getLogger("engine")
@@ -37,21 +37,21 @@ class Budget:
     def __init__(self, most: int | None, action: str, taken: list[Fallback]):
         self._most, self._action, self._taken, self._has_acted = most, action, taken, False
 
-    def fitted(self, config: CacheConfig, course: Course, model: PreTrainedModel) -> CacheConfig:
+    def fitted(self, config: CacheConfig, run_shape: RunShape, model: PreTrainedModel) -> CacheConfig:
         """`config`, or another one where the cache would take too much as soon as the prompt is read.
 
         Raises `CapacityError` where there is none.
         """
         if self._most is None or config.name == "none":
             return config
-        first = replace(course, new_tokens=min(course.new_tokens, 129)) if course.ends_early else course
+        first = replace(run_shape, new_tokens=min(run_shape.new_tokens, 129)) if run_shape.ends_early else run_shape
         device = prompt_device(model).type
         try:
-            anatomy = study(model.config, model.dtype, type(model))
+            footprint = inspect_model(model.config, model.dtype, type(model))
         except InputError as error:  # then what is kept is seen as it comes
             _logger.info("max_cache_bytes is kept while the run goes on: %s", error)
             return config
-        places = rehearse(anatomy, config, first, pinned=device != "cpu").most.by_place
+        places = dry_run(footprint, config, first, pinned=device != "cpu").most.by_place
         needed = sum(size for place, size in places.items() if place != "disk" and (device == "cpu" or place != "host"))
         if needed <= self._most:
             return config
@@ -83,36 +83,36 @@ class Budget:
             return OffloadedQuantizedCacheConfig.from_dict(config.to_dict(), residency=residency)
         return OffloadedCacheConfig(residency=residency)
 
-    def keep(self, lane: Lane, tokens: int) -> None:
+    def keep(self, session: ModelSession, tokens: int) -> None:
         """Before `tokens` more are fed: act if there is no room for them. Raises `Exhausted` where that is no help."""
-        cache = lane.cache
-        if self._most is None or not isinstance(cache, (Cache, EncoderDecoder, SplitCache)) or cache.seen == 0:
+        cache = session.cache
+        if self._most is None or not isinstance(cache, (Cache, EncoderDecoder, SplitCache)) or cache.total_tokens == 0:
             return
         needed = int(cache.device_bytes * cache.growth(tokens))
         if needed <= self._most:
             return
         why = (
-            f"the {cache.name} cache needs {needed:,} bytes for {cache.seen + tokens} tokens per row, and "
+            f"the {cache.name} cache needs {needed:,} bytes for {cache.total_tokens + tokens} tokens per row, and "
             f"max_cache_bytes={self._most:,}"
         )
         if self._action == "error" or self._has_acted:
             raise Exhausted(f"{why}; over_budget={self._action!r}" + (" was not enough" if self._has_acted else ""))
         self._has_acted = True
-        seen, before = cache.seen, cache.device_bytes
-        what = self._act(lane, cache.device_bytes / cache.seen)
+        seen, before = cache.total_tokens, cache.device_bytes
+        what = self._act(session, cache.device_bytes / cache.total_tokens)
         if what is None:
             raise Exhausted(f"{why}; over_budget={self._action!r} is not possible: it is away already")
-        self._taken.append(Fallback(self._action, what, seen, before, lane.cache.device_bytes))
+        self._taken.append(Fallback(self._action, what, seen, before, session.cache.device_bytes))
         _logger.warning("%s; %s", why, self._taken[-1])
 
-    def _act(self, lane: Lane, bytes_per_token: float) -> str | None:
+    def _act(self, session: ModelSession, bytes_per_token: float) -> str | None:
         """What was done, in words."""
         assert self._most is not None
         if self._action == "offload":
-            moved = lane.feeding.move_away()
+            moved = session.executor.move_away()
             return None if moved is None else f"the cache goes on as {moved}"
         window = int(self._most / bytes_per_token / _WINDOW_ROOM)
-        lane.feeding.impose(window)
+        session.executor.impose(window)
         return f"the cache goes on with a window of {window} tokens, which changes what is generated"
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 
 import caches
-from caches import Driven
+from caches import EngineCache
 from configs import CacheConfig, EncoderDecoderCacheConfig, EngineConfig, nearest
 from engine.errors import InputError, OptionError
 from engine.memory.budget import Budget
@@ -26,7 +26,7 @@ AUTO = "auto"  # no backend: a plan chooses one
 class CacheChoice:
     """What a call says about its cache. live: the object given. chosen, options, max_cache_len: of a new one."""
 
-    live: Driven | None
+    live: EngineCache | None
     chosen: str | CacheConfig | None
     options: dict[str, Any] | CacheConfig | None
     max_cache_len: int | None = None
@@ -59,7 +59,7 @@ def read_cache_choice(model: PreTrainedModel, call: Call, config: EngineConfig) 
         raise OptionError("use_cache=False contradicts the live cache that was given: leave one of them out")
     if options is not None:
         raise OptionError("cache_config builds a new cache, but a live one was given: leave one of them out")
-    if not isinstance(chosen, (TransformersCache, Driven)):
+    if not isinstance(chosen, (TransformersCache, EngineCache)):
         raise OptionError(
             f"a cache is a name, a CacheConfig or a cache object, not a {type(chosen).__name__}; "
             f"names: {', '.join([*caches.names(), AUTO])}"
@@ -100,7 +100,7 @@ def new_cache(
     config: EngineConfig,
     budget: Budget,
     takes_cache: bool,
-) -> Driven:
+) -> EngineCache:
     """An empty cache for this request. takes_cache: whether the model's forward takes one of keys and values.
 
     Before an encoder has read its source neither `budget` nor a plan can tell what is needed: the cache is then one to
@@ -120,24 +120,26 @@ def new_cache(
     if chosen is None:  # only now the model's own setting, whose options are for its own choice
         chosen = request.config.cache_implementation or "dynamic"
         options = request.config.cache_config if options is None else options
-    course, compiled, build = request.course, config.compile != "off", functools.partial(_built, model.config)
+    run_shape, compiled, build = request.run_shape, config.compile != "off", functools.partial(_built, model.config)
     if chosen == AUTO and not request.is_encoded:
-        return fresh_cache(_configured("static" if compiled else "dynamic", None), course, build)
+        return fresh_cache(_configured("static" if compiled else "dynamic", None), run_shape, build)
     if chosen == AUTO:
         chosen = _planned(model, request, compiled)
     configured = _configured(chosen, options)
     _check_size(configured, choice.max_cache_len)
-    return fresh_cache(budget.fitted(configured, course, model) if request.is_encoded else configured, course, build)
+    return fresh_cache(
+        budget.fitted(configured, run_shape, model) if request.is_encoded else configured, run_shape, build
+    )
 
 
 def _configured(chosen: str | CacheConfig, options: dict[str, Any] | CacheConfig | None) -> CacheConfig:
-    """The configuration of the cache that was chosen. Raises `UnknownCache` and `ConfigError`."""
+    """The configuration of the cache that was chosen. Raises `UnknownCacheError` and `ConfigError`."""
     name = chosen if isinstance(chosen, str) else chosen.name
     try:
         recipe = caches.recipe(name)
-    except caches.UnknownCache:
+    except caches.UnknownCacheError:
         known = nearest(name, [*caches.names(), AUTO])
-        raise caches.UnknownCache(f"there is no cache named {name!r}; {known}") from None
+        raise caches.UnknownCacheError(f"there is no cache named {name!r}; {known}") from None
     values = {} if isinstance(chosen, str) else chosen.to_dict()
     return recipe.options.from_dict(values | dict(options or {}))
 
@@ -161,13 +163,13 @@ def _planned(model: PreTrainedModel, request: Request, compiled: bool) -> CacheC
     from engine.planning.plan import choose_cache  # which needs a Generator's parts
 
     try:
-        return choose_cache(model, replace(request.course, shares=not compiled), compiled)
+        return choose_cache(model, replace(request.run_shape, shares=not compiled), compiled)
     except InputError as error:
         _warn_once(f"cache='auto' cannot plan this model, so it is 'dynamic': {error}")
         return caches.recipe("dynamic").options()
 
 
-def _built(model_config: Any, config: CacheConfig) -> Driven:
+def _built(model_config: Any, config: CacheConfig) -> EngineCache:
     return caches.build(config.name, model_config, config)
 
 

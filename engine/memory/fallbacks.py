@@ -1,4 +1,4 @@
-"""What is tried, one rung after the other, when memory is out in a run, which then goes on where it stands."""
+"""What is tried, one fallback after the other, when memory is out in a run, which then goes on where it stands."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from collections.abc import Callable, Sequence
 from caches import CacheError
 from caches.out_of_memory import is_out_of_memory
 from configs import ConfigError
-from engine.decoding.model_session import Lane
+from engine.decoding.model_session import ModelSession
 from engine.out_of_memory import Exhausted, empty_allocators, in_words, without_frames
 from engine.result import Fallback
 
 _logger = logging.getLogger("engine")
 
 
-class Ladder:
-    """The rungs of one run: see `configs.RUNGS`. taken: those that were, in this order."""
+class Recovery:
+    """The fallbacks of one run: see `configs.FALLBACKS`. taken: those that were, in this order."""
 
-    def __init__(self, rungs: Sequence[str]):
-        self._left = list(rungs)
-        self._rungs = tuple(rungs)
+    def __init__(self, fallbacks: Sequence[str]):
+        self._left = list(fallbacks)
+        self._rungs = tuple(fallbacks)
         self.taken: list[Fallback] = []
 
-    def climb(self, lane: Lane, error: BaseException) -> None:
-        """Take the next rung that may help `lane`, whose last forward, choice of rows or scores failed with `error`.
+    def apply_next(self, session: ModelSession, error: BaseException) -> None:
+        """Take the next fallback that may help `session`, whose last forward, choice of rows or scores failed with
+        `error`.
 
         Raises `Exhausted` when there is none.
         """
@@ -32,8 +33,8 @@ class Ladder:
         why = in_words(error)
         refused = []
         for name in self._in_order():
-            before = lane.cache.device_bytes
-            what, refusal = _tried(_RUNGS[name], lane)
+            before = session.cache.device_bytes
+            what, refusal = _tried(_RUNGS[name], session)
             if refusal is not None:
                 refused.append(f"{name} ({refusal})")
             if what is None:
@@ -41,12 +42,12 @@ class Ladder:
             if name not in _TAKEN_AGAIN:
                 self._left.remove(name)
             empty_allocators()
-            self._note(why, Fallback(name, what, lane.cache.seen, before, lane.cache.device_bytes))
+            self._note(why, Fallback(name, what, session.cache.total_tokens, before, session.cache.device_bytes))
             return
         raise Exhausted(self._why_exhausted(why, refused)) from error
 
-    def climb_before(self, error: BaseException, parts: int, most: int) -> int:
-        """Take the next rung that may help an encoder, which reads before there is a cache. See `encoder.Recover`."""
+    def apply_before(self, error: BaseException, parts: int, most: int) -> int:
+        """Take the next fallback that may help an encoder, which runs before there is a cache."""
         why = in_words(error)
         if "release" in self._left:
             self._left.remove("release")
@@ -63,25 +64,25 @@ class Ladder:
         _logger.warning("out of memory (%s); %s", why, fallback)
 
     def _in_order(self) -> list[str]:
-        """The rungs that are left. Where pieces twice as small did not help, all else is tried before smaller ones."""
-        pieces = sum(fallback.rung == "chunk" for fallback in self.taken)
+        """The fallbacks that are left. If half the chunk size did not help, the others come before a smaller one."""
+        pieces = sum(fallback.name == "chunk" for fallback in self.taken)
         return sorted(self._left, key=lambda name: name == "chunk" and pieces >= 2)
 
     def _why_exhausted(self, why: str, refused: list[str]) -> str:
         if not self._rungs:
             return f"{why}; on_oom allows no way to go on"
-        taken = ", ".join(fallback.rung for fallback in self.taken) or "none"
+        taken = ", ".join(fallback.name for fallback in self.taken) or "none"
         could_not = f"; could not be taken: {', '.join(refused)}" if refused else ""
         return f"{why}; on_oom={list(self._rungs)}, taken: {taken}{could_not}"
 
 
-def _tried(rung: Callable[[Lane], str | None], lane: Lane) -> tuple[str | None, str | None]:
-    """What the rung has done, in words, or why it could not."""
-    seen = lane.cache.seen
+def _tried(fallback: Callable[[ModelSession], str | None], session: ModelSession) -> tuple[str | None, str | None]:
+    """What the fallback has done, in words, or why it could not."""
+    seen = session.cache.total_tokens
     try:
-        return rung(lane), None
+        return fallback(session), None
     except (CacheError, ConfigError) as error:
-        if lane.cache.seen < seen:
+        if session.cache.total_tokens < seen:
             raise Exhausted(in_words(error)) from without_frames(error)
         return None, in_words(error)
     except Exception as error:
@@ -90,34 +91,34 @@ def _tried(rung: Callable[[Lane], str | None], lane: Lane) -> tuple[str | None, 
         return None, in_words(error)
 
 
-def _release(lane: Lane) -> str | None:
-    lane.feeding.release()
+def _release(session: ModelSession) -> str | None:
+    session.executor.release()
     return "compiled graphs, scratch memory and what the allocator kept were dropped"
 
 
-def _chunk(lane: Lane) -> str | None:
-    tokens = lane.feeding.read_in_smaller_pieces(lane.waiting)
+def _chunk(session: ModelSession) -> str | None:
+    tokens = session.executor.read_in_smaller_pieces(session.waiting)
     return None if tokens is None else f"the prompt is read on in pieces of {tokens} tokens"
 
 
-def _offload(lane: Lane) -> str | None:
-    moved = lane.feeding.move_away()
+def _offload(session: ModelSession) -> str | None:
+    moved = session.executor.move_away()
     return None if moved is None else f"the cache goes on as {moved}"
 
 
-def _quantize(lane: Lane) -> str | None:
-    moved = lane.feeding.move_away(quantized=True)
+def _quantize(session: ModelSession) -> str | None:
+    moved = session.executor.move_away(quantized=True)
     return None if moved is None else f"the cache goes on as {moved}, which changes what is generated"
 
 
-def _split(lane: Lane) -> str | None:
-    if lane.waiting <= 0:  # between forwards what lacks memory is of all rows
+def _split(session: ModelSession) -> str | None:
+    if session.waiting <= 0:  # between forwards what lacks memory is of all rows
         return None
-    parts = lane.feeding.split()
+    parts = session.executor.split()
     return None if parts is None else f"the rows are computed in {parts} parts, one after the other"
 
 
-_RUNGS: dict[str, Callable[[Lane], str | None]] = {
+_RUNGS: dict[str, Callable[[ModelSession], str | None]] = {
     "release": _release,
     "chunk": _chunk,
     "offload": _offload,

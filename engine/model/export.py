@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from caches import Cache
 from caches.transfer.export_buffers import Buffers, places
 from engine.errors import OptionError
-from engine.model.forward import Runner
+from engine.model.forward import ModelRunner
 from engine.model.loading import unwrapped
 from engine.model.masks import Columns
 from engine.model.model_lock import turn_of
@@ -32,7 +32,7 @@ def export_step(model: PreTrainedModel, cache: Cache) -> torch.export.ExportedPr
     and so on, which are the tensors of `cache` until the program is saved: with `step_inputs` the cache goes on.
     """
     model = unwrapped(model)
-    Runner(model).check_graph("export_step")
+    ModelRunner(model).check_graph("export_step")
     if not isinstance(cache, Cache):
         raise OptionError(f"a {type(cache).__name__} has no tensors that can be exported: use cache='static'")
     with turn_of(model):  # whose parameters have no numbers while it is traced
@@ -55,17 +55,17 @@ def step_inputs(
 
     mask: [rows, tokens before and this one], 0 where a pad is; None when there are no pads.
     """
-    end = cache.seen + 1
+    end = cache.total_tokens + 1
     if mask is None:
         mask = torch.ones(len(input_ids), end, dtype=torch.long, device=input_ids.device)
-    return Runner(unwrapped(model)).graph_inputs(input_ids, Columns(mask, end), cache, end) | places(cache)
+    return ModelRunner(unwrapped(model)).graph_inputs(input_ids, Columns(mask, end), cache, end) | places(cache)
 
 
 class _Step(torch.nn.Module):
     def __init__(self, model: PreTrainedModel, cache: Cache):
         super().__init__()
         self.model, self.cache = model, Buffers(cache)
-        self._runner = Runner(model)
+        self._runner = ModelRunner(model)
 
     def forward(self, write_index: torch.Tensor, seen: torch.Tensor, **inputs: Any) -> torch.Tensor:
         with self.cache.in_use(write_index, seen) as cache:

@@ -13,7 +13,7 @@ class Reached(Exception):
 
 
 class FirstLayer(DynamicCache):
-    """Says that it has seen `seen` tokens. found: keys and values of the first layer; None before.
+    """Says that it has seen `total_tokens` tokens. found: keys and values of the first layer; None before.
 
     ends: whether the forward ends there.
     """

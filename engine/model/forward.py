@@ -16,7 +16,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.utils import ModelOutput
 
-from caches import Cache, Driven, Unknowable, UnsupportedLayer, build, mask_kinds, read_specs
+from caches import Cache, EngineCache, UnknownContentError, UnsupportedLayerError, build, mask_kinds, read_specs
 from engine.errors import InputError, OptionError
 from engine.model.accelerate_hooks import is_dispatched, prompt_device
 from engine.model.cache_argument import cache_argument
@@ -25,10 +25,10 @@ from engine.model.linear_backend import TORCH, active, table_for
 from engine.model.masks import Columns, contiguous, graph_mask, imposed_mask, of_all_rows, one_token_mask
 from engine.model.model_lock import turn_of
 from engine.model.rope_frequencies import Frequencies, dynamic_ropes
-from engine.request.model_kwargs import ENCODED, extend_extras
+from engine.request.model_kwargs import ENCODED, extend_model_kwargs
 
 
-class Runner:
+class ModelRunner:
     """Runs one model's forwards; threads take turns (`turn_of`).
 
     takes_cache: whether the model can be given a cache of keys and values. compile: "off", or the `torch.compile`
@@ -124,7 +124,7 @@ class Runner:
                 cache.begin(2)
                 inputs = self._inputs(ids, columns, cache, 0, begin, end, begin == 0, {}, {})
                 logits.append(self._call(inputs, cache, columns, end, graph=False).logits)
-                cache.settle()
+                cache.commit()
                 assert isinstance(cache, Cache)
                 states = [state for layer in cache.layers for state in layer.recurrent_states.values()]
                 for state in states:
@@ -135,12 +135,12 @@ class Runner:
         self,
         ids: torch.Tensor,
         columns: Columns,
-        cache: Driven,
+        cache: EngineCache,
         *,
         before: int = 0,
         prefill: bool = False,
         embeds: torch.Tensor | None = None,
-        extras: dict[str, Any] | None = None,
+        model_kwargs: dict[str, Any] | None = None,
         axes: dict[str, int] | None = None,
         flags: dict[str, bool] | None = None,
         chunk_tokens: int | None = None,
@@ -157,16 +157,16 @@ class Runner:
         the cache holds what the forwards before it committed.
 
         before: columns in the cache that come before `ids`. prefill: the first feed of a run. embeds: [rows, n, hidden
-        size], fed in place of the first ids. extras: further model inputs; axes: along which dimension those of them
-        go with the columns that do. flags: output_attentions, ... chunk_tokens: feed at most this many at a time. look:
-        called with the outputs of every forward and the column that it ends before. keep: after how many of the last
-        tokens logits are wanted; each forward's outputs end with its share of them. check: called before every forward,
-        and may raise. graphs: whether compiled steps are used. routes: whether linear layers are routed. resume:
-        called before every forward, in this model's turn.
+        size], fed in place of the first ids. model_kwargs: further model inputs; axes: along which dimension those of
+        them go with the columns that do. flags: output_attentions, ... chunk_tokens: feed at most this many at a time.
+        look: called with the outputs of every forward and the column that it ends before. keep: after how many of the
+        last tokens logits are wanted; each forward's outputs end with its share of them. check: called before every
+        forward, and may raise. graphs: whether compiled steps are used. routes: whether linear layers are routed.
+        resume: called before every forward, in this model's turn.
         """
         total = before + ids.shape[1]
         most = cache.step_tokens if isinstance(cache, Cache) else None
-        if most is not None and not set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) & set(extras or ()):
+        if most is not None and not set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) & set(model_kwargs or ()):
             chunk_tokens = most if chunk_tokens is None else min(chunk_tokens, most)
         while True:
             if check is not None:
@@ -174,16 +174,16 @@ class Runner:
             with self._turn:
                 if resume is not None:
                     resume()
-                begin = cache.seen
+                begin = cache.total_tokens
                 if (prefill or begin == 0) and isinstance(cache, Cache):
-                    cache.take_pads(columns.pads)
+                    cache.set_padding(columns.pads)
                 end = total if chunk_tokens is None else min(total, begin + chunk_tokens)
                 if self._has_states and cache.handle is not None:
                     # Models leave pads out of their states only where several tokens are read at once.
                     end = max(end, columns.first_full + 1) if begin == 0 else end
                     if begin > 0 and end - begin > 1 and not self._reads_on:
                         end = begin + 1
-                inputs = self._inputs(ids, columns, cache, before, begin, end, prefill, extras or {}, axes or {})
+                inputs = self._inputs(ids, columns, cache, before, begin, end, prefill, model_kwargs or {}, axes or {})
                 if (
                     "logits_to_keep" in inputs
                 ):  # some models that prepare their inputs themselves put their own number there
@@ -202,7 +202,7 @@ class Runner:
                         )
                     if begin > 0:
                         cache.reset()
-                        if cache.seen > 0:
+                        if cache.total_tokens > 0:
                             raise InputError(
                                 f"the model wants all tokens computed again, but a {cache.name} cannot be emptied"
                             )
@@ -222,7 +222,7 @@ class Runner:
                     raise
                 if end == total:
                     return outputs
-                cache.settle()
+                cache.commit()
 
     def first_keys(
         self,
@@ -232,19 +232,19 @@ class Runner:
         end: int,
         *,
         embeds: torch.Tensor | None,
-        extras: dict[str, Any],
+        model_kwargs: dict[str, Any],
         cross: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [rows, kv_heads, columns, head_dim] that the first layer makes of the columns of a text.
 
-        A forward that ends there. cross: those of the encoder's columns. For the rest see `feed`. Raises `Unknowable`
-        where the first layer hands over none.
+        A forward that ends there. cross: those of the encoder's columns. For the rest see `feed`. Raises
+        `UnknownContentError` where the first layer hands over none.
         """
         probe = Probe(begin, self.model.config.is_encoder_decoder, cross)
         with self._turn, torch.no_grad():
             Frequencies(self.model, self.dynamic_ropes).resume()  # those of a text of its own
-            extras, axes = extend_extras(self.model, extras, end)
-            inputs = self._inputs(ids, columns, probe, 0, begin, end, begin == 0, extras, axes)
+            model_kwargs, axes = extend_model_kwargs(self.model, model_kwargs, end)
+            inputs = self._inputs(ids, columns, probe, 0, begin, end, begin == 0, model_kwargs, axes)
             if embeds is not None and begin < embeds.shape[1]:
                 inputs["inputs_embeds"] = self._embedded(embeds, ids, begin, end)
                 inputs.pop("input_ids", None)
@@ -252,21 +252,21 @@ class Runner:
             with suppress(Reached):
                 self.model(**inputs, return_dict=True)
         if probe.found is None or not (cross or probe.found[0].shape[-2] == end - begin):
-            raise Unknowable(
+            raise UnknownContentError(
                 f"the first layer of {type(self.model).__name__} does not begin with the keys of its tokens"
             )
         return probe.found
 
-    def _check_kept(self, outputs: ModelOutput, cache: Driven) -> None:
+    def _check_kept(self, outputs: ModelOutput, cache: EngineCache) -> None:
         kept = outputs.get(self._cache_argument.name)
         if kept is not None and cache.handle is not None and kept is not cache.handle:
-            raise UnsupportedLayer(
+            raise UnsupportedLayerError(
                 f"{type(self.model).__name__} did not use the {cache.name} cache but made a {type(kept).__name__} of "
                 "its own: use cache='none'"
             )
 
     def _call(
-        self, inputs: dict[str, Any], cache: Driven, columns: Columns, end: int, graph: bool, routes: bool = True
+        self, inputs: dict[str, Any], cache: EngineCache, columns: Columns, end: int, graph: bool, routes: bool = True
     ) -> ModelOutput:
         if not graph:
             outer = active.table  # of a step that this one is inside of
@@ -288,7 +288,7 @@ class Runner:
                 f"cannot be one: {_first_reason(error)}. Leave compile off"
             ) from error
 
-    def graph_inputs(self, ids: torch.Tensor, columns: Columns, cache: Driven, end: int) -> dict[str, Any]:
+    def graph_inputs(self, ids: torch.Tensor, columns: Columns, cache: EngineCache, end: int) -> dict[str, Any]:
         """What a graph gets for the open step of one token per row, `ids` [rows, 1]: every shape is fixed."""
         positions = contiguous(columns.positions(end - 1, end))
         if isinstance(cache, Cache) and cache.imposes_windows:
@@ -299,7 +299,7 @@ class Runner:
             mask = None  # a new token is never a pad
         return {"input_ids": contiguous(ids), "position_ids": positions, "attention_mask": of_all_rows(mask, len(ids))}
 
-    def step_logits(self, inputs: dict[str, Any], cache: Driven) -> torch.Tensor:
+    def step_logits(self, inputs: dict[str, Any], cache: EngineCache) -> torch.Tensor:
         """Logits [rows, vocabulary] of the open step, from `graph_inputs`: what is exported."""
         inputs = inputs | self._cache_argument.inputs(cache.handle) | {"logits_to_keep": 1}
         return self.model(**self._taken(inputs), return_dict=True).logits[:, -1]
@@ -308,35 +308,35 @@ class Runner:
         self,
         ids: torch.Tensor,
         columns: Columns,
-        cache: Driven | Probe,
+        cache: EngineCache | Probe,
         before: int,
         begin: int,
         end: int,
         prefill: bool,
-        extras: dict[str, Any],
+        model_kwargs: dict[str, Any],
         axes: dict[str, int],
     ) -> dict[str, Any]:
         """What the model's forward gets for the columns from `begin` to `end`; `ids` are those after `before`."""
-        is_pair = self.model.config.is_encoder_decoder
+        is_encoder_decoder = self.model.config.is_encoder_decoder
         inputs: dict[str, Any] = {
-            "decoder_attention_mask" if is_pair else "attention_mask": self._mask(columns, begin, end),
+            "decoder_attention_mask" if is_encoder_decoder else "attention_mask": self._mask(columns, begin, end),
             **self._cache_argument.inputs(cache.handle),
             "logits_to_keep": 1,
         }
-        if self._prepares_itself or extras or is_pair:
+        if self._prepares_itself or model_kwargs or is_encoder_decoder:
             # As long as the text is, also where its beginning is only in the cache: some models look at that.
             ids = torch.nn.functional.pad(ids[:, : end - before], (before, 0))
-            if not is_pair:  # decoders reckon theirs themselves
+            if not is_encoder_decoder:  # decoders reckon theirs themselves
                 inputs["position_ids"] = contiguous(columns.positions(0, end))
-            extras = extras | {name: extras[name].narrow(axis, 0, end) for name, axis in axes.items()}
-            if ENCODED in extras:  # models write into the containers, and without a cache every step needs them
-                extras[ENCODED] = {kind: type(output)(**output) for kind, output in extras[ENCODED].items()}
+            model_kwargs = model_kwargs | {name: model_kwargs[name].narrow(axis, 0, end) for name, axis in axes.items()}
+            if ENCODED in model_kwargs:  # models write into the containers, and without a cache every step needs them
+                model_kwargs[ENCODED] = {kind: type(output)(**output) for kind, output in model_kwargs[ENCODED].items()}
             return self.model.prepare_inputs_for_generation(
                 ids,
                 next_sequence_length=end - begin,
                 is_first_iteration=prefill,
                 # It decides whether media are needed again, also where the model does not ask for it.
-                **(self._taken(inputs) | {"use_cache": inputs["use_cache"]} | extras),
+                **(self._taken(inputs) | {"use_cache": inputs["use_cache"]} | model_kwargs),
             )
         if end - begin == 1:
             mask = one_token_mask(self.model, cache.handle, self._mask_kinds, columns, end)

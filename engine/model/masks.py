@@ -13,7 +13,7 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from caches import Cache, UnsupportedLayer
+from caches import Cache, UnsupportedLayerError
 from engine.model.growing_columns import room_for, widened
 
 MaskKinds: TypeAlias = str | dict[str, str]
@@ -163,19 +163,19 @@ def one_token_mask(model: Any, cache: TransformersCache | None, kinds: MaskKinds
         if spec.layer_type in masks or not spec.keeps_kv:
             continue
         length, offset = cache.get_mask_sizes(1, layer)
-        if spec.reach.kind not in ("all", "window") or length > (spec.reach.size or length):
+        if spec.attention_span.kind not in ("all", "window") or length > (spec.attention_span.size or length):
             return None
         masks[spec.layer_type] = columns.step_mask(offset, offset + length, dtype)
     return with_parts(masks) if isinstance(kinds, dict) else next(iter(masks.values()))
 
 
 def check_takes_masks(model: Any, cache: Cache) -> None:
-    """Raise `UnsupportedLayer` where the windows that `cache` imposes cannot be told to the model."""
+    """Raise `UnsupportedLayerError` where the windows that `cache` imposes cannot be told to the model."""
     if cache.imposes_windows and _mask_dtype(model) is None:
         attention = model.config._attn_implementation
         own = "transformers does not mark the model as one that takes masks: use another cache"
         remedy = f"{attention!r} takes none: load the model with attn_implementation='sdpa', or use another cache"
-        raise UnsupportedLayer(
+        raise UnsupportedLayerError(
             f"cache={cache.name!r} imposes a window on {type(model).__name__}, by a mask of ours for its attention, "
             f"but {remedy if model._supports_attention_backend else own}"
         )
@@ -191,7 +191,7 @@ def imposed_mask(model: Any, cache: Cache, kinds: MaskKinds, columns: Columns, b
     for layer, spec in enumerate(cache.specs):
         if spec.layer_type in masks or not spec.keeps_kv:
             continue
-        window = cache.imposed_window(layer) or spec.reach.size
+        window = cache.imposed_window(layer) or spec.attention_span.size
         length, offset = cache.get_mask_sizes(end - begin, layer)
         copied = cache.copied(layer, end - begin)
         masks[spec.layer_type] = columns.window_mask(begin, end, offset, length, window, dtype, copied)

@@ -1,4 +1,4 @@
-"""Whether the keys of a model turn with their position as its configuration says: found out by feeding it."""
+"""Whether the keys of a model turn with their position as its configuration says: found out by executor it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from caches import Cache, UnsupportedLayer, build
+from caches import Cache, UnsupportedLayerError, build
 from engine.model.accelerate_hooks import prompt_device
-from engine.model.forward import Runner
+from engine.model.forward import ModelRunner
 from engine.model.masks import Columns
 
 _TOKENS, _FAR = 4, 1000
@@ -18,24 +18,24 @@ _found: WeakKeyDictionary[PreTrainedModel, tuple[int, list[torch.Tensor | None],
 _found = WeakKeyDictionary()
 
 
-def check_turning(runner: Runner, cache: Cache) -> None:
-    """Raise `UnsupportedLayer` where a key fed later is not the key fed first, turned as `cache` turns it."""
-    model, rotaries = runner.model, cache.rotaries
-    if not rotaries:
+def check_rope(runner: ModelRunner, cache: Cache) -> None:
+    """Raise `UnsupportedLayerError` where a key fed later is not the key fed first, rotated as `cache` turns it."""
+    model, rotations = runner.model, cache.rotations
+    if not rotations:
         return
     if model not in _found:
         last = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or _FAR
         far = max(1, min(_FAR, last - _TOKENS))
         _found[model] = far, _keys(runner, 0), _keys(runner, far)
     far, firsts, laters = _found[model]
-    for layer, rotary in rotaries.items():
+    for layer, rotary in rotations.items():
         first, later = firsts[layer], laters[layer]
         assert first is not None
         assert later is not None
-        difference = rotary.turned(first, torch.tensor([[far]])) - later
+        difference = rotary.rotated(first, torch.tensor([[far]])) - later
         error = float(difference.float().norm() / later.float().norm())
         if not error < (0.01 if first.dtype in (torch.float32, torch.float64) else 0.2):
-            raise UnsupportedLayer(
+            raise UnsupportedLayerError(
                 f"cache={cache.name!r} moves its first tokens along with the window by turning their keys, but the "
                 f"keys of layer {layer} ({cache.specs[layer].layer_type}) of {type(model).__name__} do not turn as its "
                 f"configuration says: {far} positions later they are off by {error:.0%}. Use cache='sliding_window' "
@@ -43,7 +43,7 @@ def check_turning(runner: Runner, cache: Cache) -> None:
             )
 
 
-def _keys(runner: Runner, begin: int) -> list[torch.Tensor | None]:
+def _keys(runner: ModelRunner, begin: int) -> list[torch.Tensor | None]:
     """The keys of every layer [1, kv_heads, tokens, head_dim] for a few tokens from position `begin` on."""
     ids = torch.arange(_TOKENS, device=prompt_device(runner.model))[None]
     positions = torch.arange(begin, begin + _TOKENS, device=ids.device)[None]
@@ -51,5 +51,5 @@ def _keys(runner: Runner, begin: int) -> list[torch.Tensor | None]:
     assert isinstance(cache, Cache)
     with torch.no_grad():
         runner.feed(ids, Columns(torch.ones_like(ids), _TOKENS, positions), cache, prefill=True)
-    cache.settle()
+    cache.commit()
     return [layer.keys for layer in cache.layers]

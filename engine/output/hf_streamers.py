@@ -9,28 +9,28 @@ import torch
 from transformers import TextStreamer
 
 from engine.output.detokenizer import RowText, ends_of
-from engine.result import Piece
+from engine.result import StreamChunk
 
 
-class Listener(Protocol):
+class StreamerAdapter(Protocol):
     """Is told what happens in this order: `begin`, then `rows` and `show` any number of times, then `end`."""
 
     def begin(self) -> None:
         """The run begins, with rows as the prompt has them."""
 
-    def rows(self, index: list[int]) -> None:
+    def select_rows(self, index: list[int]) -> None:
         """Row i becomes row `index[i]`."""
 
-    def show(self, pieces: Sequence[Piece]) -> None:
+    def show(self, pieces: Sequence[StreamChunk]) -> None:
         """This has come."""
 
     def end(self, is_lost: bool) -> None:
         """Nothing more comes. is_lost: it has raised before, and only wants to be told of the end."""
 
 
-def listener_for(
+def adapter_for(
     streamer: Any, prompts: torch.Tensor, mask: torch.Tensor, returned: int, pad_id: int, stop_strings: Sequence[str]
-) -> Listener | None:
+) -> StreamerAdapter | None:
     """prompts, mask: [rows, columns]. returned: texts per prompt."""
     if streamer is None:
         return None
@@ -56,11 +56,11 @@ class _Columns:
     def begin(self) -> None:
         self._streamer.put(self._prompt.cpu())
 
-    def rows(self, index: list[int]) -> None:
+    def select_rows(self, index: list[int]) -> None:
         self._waiting = [list(self._waiting[row]) for row in index]
         self._ended = [self._ended[row] for row in index]
 
-    def show(self, pieces: Sequence[Piece]) -> None:
+    def show(self, pieces: Sequence[StreamChunk]) -> None:
         for piece in pieces:
             self._waiting[piece.row] += piece.tokens
             self._ended[piece.row] |= piece.finish_reason is not None
@@ -105,13 +105,13 @@ class _Texts:
             self._begun = [text.begin(ids) for text, ids in zip(self._texts, self._prompts, strict=True)]
         self._say(self._begun[0])
 
-    def rows(self, index: list[int]) -> None:
+    def select_rows(self, index: list[int]) -> None:
         self._texts = [self._texts[row].copy() for row in index]
         self._begun = [self._begun[row] for row in index]
         self._waiting = [self._waiting[row] for row in index]
         self._ended = [self._ended[row] for row in index]
 
-    def show(self, pieces: Sequence[Piece]) -> None:
+    def show(self, pieces: Sequence[StreamChunk]) -> None:
         for piece in pieces:
             self._waiting[piece.row] += "".join(map(self._texts[piece.row].push, piece.tokens))
             if piece.finish_reason is not None:

@@ -10,10 +10,10 @@ import torch
 
 from engine.errors import EngineError
 from engine.output.detokenizer import RowText, ends_of
-from engine.output.hf_streamers import Listener, listener_for
+from engine.output.hf_streamers import StreamerAdapter, adapter_for
 from engine.request.request import Request
-from engine.result import Piece
-from strategies import Text
+from engine.result import StreamChunk
+from strategies import Hypothesis
 
 
 @dataclass
@@ -45,7 +45,7 @@ class _Row:
         return _Row(self.prompt, text, list(self.tokens), self.shown, self.delta, self.reason, self.has_ended)
 
 
-class Outlet:
+class StreamBuffer:
     """prompts: [rows, columns]. tokenizer: None when no text is wanted. listener: the streamer, if there is one.
 
     watched: whether anything is shown before the end.
@@ -56,7 +56,7 @@ class Outlet:
         prompts: torch.Tensor,
         tokenizer: Any,
         stop_strings: tuple[str, ...],
-        listener: Listener | None,
+        listener: StreamerAdapter | None,
         watched: bool,
     ):
         self.watched = watched or listener is not None
@@ -65,7 +65,7 @@ class Outlet:
         self._rows = [_Row(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
         self._holds = False
         self._moved: list[int] | None = None  # where each row was when tokens came last
-        self._pieces: list[Piece] = []
+        self._pieces: list[StreamChunk] = []
         self._listener, self._is_lost = listener, False  # what has raised once is only told the end
 
     def begin(self) -> None:
@@ -82,7 +82,7 @@ class Outlet:
 
     # Rows
 
-    def rows(self, index: torch.Tensor) -> None:
+    def select_rows(self, index: torch.Tensor) -> None:
         """Row i becomes row `index[i]`, an index on the CPU: carried out when tokens come, which may never be."""
         rows = index.tolist()
         self._moved = rows if self._moved is None else [self._moved[row] for row in rows]
@@ -104,7 +104,7 @@ class Outlet:
             return
         self._rows = [self._rows[row].copy() for row in index]
         if self._listener is not None:
-            self._listener.rows(index)
+            self._listener.select_rows(index)
 
     # Tokens
 
@@ -115,7 +115,7 @@ class Outlet:
             if runs:
                 row.add([token])
 
-    def hold(self, texts: list[Text], why: Callable[[torch.Tensor, RowText | None], str]) -> None:
+    def hold(self, texts: list[Hypothesis], why: Callable[[torch.Tensor, RowText | None], str]) -> None:
         """All that is known of the texts to be returned, whatever rows they are searched with.
 
         why: for the ids of a text that has ended, prompt included, and its text, why it has.
@@ -154,14 +154,14 @@ class Outlet:
         texts = self.texts
         return None if texts is None else [text.text for text in texts]
 
-    def release(self) -> list[Piece]:
+    def release(self) -> list[StreamChunk]:
         """What has come since the last time. The streamer is told last: when it raises, all else is done."""
         new = []
         for number, row in enumerate(self._rows):
             ends = row.reason is not None and not row.has_ended
             if row.shown < len(row.tokens) or row.delta or ends:
                 text = None if row.text is None else row.delta
-                new.append(Piece(number, tuple(row.tokens[row.shown :]), text, row.reason))
+                new.append(StreamChunk(number, tuple(row.tokens[row.shown :]), text, row.reason))
                 row.shown, row.delta, row.has_ended = len(row.tokens), "", row.reason is not None
         self._pieces += new
         self._tell(lambda listener: listener.show(new))
@@ -174,23 +174,23 @@ class Outlet:
         if listener is not None:
             listener.end(self._is_lost)
 
-    def _tell(self, what: Callable[[Listener], None]) -> None:
+    def _tell(self, what: Callable[[StreamerAdapter], None]) -> None:
         if self._listener is not None and not self._is_lost:
             self._is_lost = True
             what(self._listener)
             self._is_lost = False
 
 
-def outlet_for(request: Request, tokenizer: Any, streamer: Any, streams: bool) -> Outlet:
+def stream_buffer_for(request: Request, tokenizer: Any, streamer: Any, streams: bool) -> StreamBuffer:
     """streams: whether pieces are taken as they come."""
     prompts = request.prompt.ids
-    listener = listener_for(
+    listener = adapter_for(
         streamer,
         prompts,
-        request.mask[:, request.untold :],
+        request.mask[:, request.first_known_column :],
         returned=getattr(request.strategy, "num_return_sequences", 1),
         pad_id=request.pad_id,
         stop_strings=request.stop_strings,
     )
     wants_text = streams or request.stop_strings
-    return Outlet(prompts, tokenizer if wants_text else None, request.stop_strings, listener, streams)
+    return StreamBuffer(prompts, tokenizer if wants_text else None, request.stop_strings, listener, streams)

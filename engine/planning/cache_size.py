@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import caches
-from caches import CapacityError, Driven
+from caches import CapacityError, EngineCache
 from configs import CacheConfig, EncoderDecoderCacheConfig
 from engine.request.checks import is_fixed
 
@@ -15,7 +15,7 @@ _MOST_AT_ONCE = 2**21  # tokens per row that room is made for before they come, 
 
 
 @dataclass(frozen=True)
-class Course:
+class RunShape:
     """What memory depends on in a run.
 
     prompts: rows that are read; branches: rows that each of them becomes. new_tokens: for each row, at most.
@@ -46,30 +46,31 @@ class Course:
         return self.prompt_tokens + self.new_tokens - 1
 
 
-def fresh_cache(config: CacheConfig, course: Course, build: Callable[[CacheConfig], Driven]) -> Driven:
-    """An empty cache with room for this course. build: makes it for the model's layers."""
-    config = _sized(config, course)
+def fresh_cache(config: CacheConfig, run_shape: RunShape, build: Callable[[CacheConfig], EngineCache]) -> EngineCache:
+    """An empty cache with room for this run_shape. build: makes it for the model's layers."""
+    config = _sized(config, run_shape)
     cache = build(config)
-    if course.rows > course.prompts and is_fixed(cache):
-        cache = build(_with_rows(config, course.rows))
+    if run_shape.rows > run_shape.prompts and is_fixed(cache):
+        cache = build(_with_rows(config, run_shape.rows))
     # A row may end early: then room for all its tokens would be room for nothing.
-    as_they_come = course.ends_early or course.held > _MOST_AT_ONCE
-    cache.reserve(min(course.held, course.prompt_tokens + 128) if as_they_come else course.held)
+    as_they_come = run_shape.ends_early or run_shape.held > _MOST_AT_ONCE
+    cache.reserve(min(run_shape.held, run_shape.prompt_tokens + 128) if as_they_come else run_shape.held)
     return cache
 
 
-def _sized(choice: str | CacheConfig, course: Course) -> CacheConfig:
+def _sized(choice: str | CacheConfig, run_shape: RunShape) -> CacheConfig:
     """The cache's configuration, with a size where it needs one and has none, also in its parts."""
     config = caches.recipe(choice).options() if isinstance(choice, str) else choice
     if isinstance(config, EncoderDecoderCacheConfig):
-        config = replace(config, self_cache=_sized(config.self_cache, course))
+        config = replace(config, self_cache=_sized(config.self_cache, run_shape))
     if not config.needs_size or config.to_dict()["max_cache_len"] is not None:
         return config
-    wanted = max(course.held + 1, course.max_cache_len or 0)
+    wanted = max(run_shape.held + 1, run_shape.max_cache_len or 0)
     if wanted > _MOST_AT_ONCE:
         raise CapacityError(
-            f"cache={config.name!r} makes room for all tokens before the first one, and {course.prompt_tokens:,} of "
-            f"the prompt and {course.new_tokens:,} new ones are more than the {_MOST_AT_ONCE:,} per row that it makes "
+            f"cache={config.name!r} makes room for all tokens before the first one, and {run_shape.prompt_tokens:,} of "
+            f"the prompt and {run_shape.new_tokens:,} new ones are more than the {_MOST_AT_ONCE:,} per row "
+            f"that it makes "
             "room for by itself: ask for fewer, give max_cache_len in cache_config, or use cache='dynamic' or 'sink'"
         )
     # A compiled step is compiled for a size: calls of similar length share one.

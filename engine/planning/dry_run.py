@@ -10,14 +10,14 @@ from math import prod
 from typing import Any
 
 import caches
-from caches import Driven
-from caches.attention.segmented_tensor import Pieced, pieces_of
+from caches import EngineCache
+from caches.attention.segmented_tensor import SegmentedTensor, segments_of
 from caches.registry import build_layers
 from configs import CacheConfig
 from engine.model.masks import check_takes_masks
-from engine.planning.cache_size import Course, fresh_cache
-from engine.planning.model_footprint import Anatomy, Call
-from strategies import each
+from engine.planning.cache_size import RunShape, fresh_cache
+from engine.planning.model_footprint import CacheWrite, ModelFootprint
+from strategies import repeat_rows_index
 
 _FEW_QUERIES = 64  # with more of them attention wants its columns together
 _MOST_TOKENS = 2**24  # of a row; rehearsing them takes about a minute
@@ -25,9 +25,10 @@ _KINDS = {"all": "full attention", "window": "sliding window", "chunk": "chunks"
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Bytes of a cache at some time. by_place: see `Face.bytes_by_place`. by_kind: by what kind of layer keeps them,
-    memory that layers take turns in left out."""
+class UsageSample:
+    """Bytes of a cache at some time. by_place: see `LegacyNames.bytes_by_place`. by_kind: by what kind of layer keeps
+    them, memory that layers take turns in left out.
+    """
 
     by_place: dict[str, int]
     by_kind: dict[str, int]
@@ -35,43 +36,43 @@ class Moment:
     def at(self, places: Iterable[str]) -> int:
         return sum(self.by_place.get(place, 0) for place in places)
 
-    def times(self, number: float) -> Moment:
+    def times(self, number: float) -> UsageSample:
         """The same of so many times the rows."""
         place, kind = ({name: int(number * n) for name, n in of.items()} for of in (self.by_place, self.by_kind))
-        return Moment(place, kind)
+        return UsageSample(place, kind)
 
 
 @dataclass(frozen=True)
-class Kept:
+class CacheUsage:
     """What a cache takes in a run, at the times when it may be most. together: bytes of what a step of many tokens puts
     together of one layer in order to read it. chunk_tokens: how many tokens were read at once, 0 without a cache.
     positions: how many the model has to tell apart."""
 
-    moments: tuple[Moment, ...]
+    moments: tuple[UsageSample, ...]
     together: int
     chunk_tokens: int
     positions: int
 
     @property
-    def most(self) -> Moment:
+    def most(self) -> UsageSample:
         return max(self.moments, key=lambda moment: moment.at(moment.by_place))
 
     def at(self, *places: str) -> int:
         """The most bytes that there are in these places together."""
         return max(moment.at(places) for moment in self.moments)
 
-    def times(self, number: float) -> Kept:
+    def times(self, number: float) -> CacheUsage:
         """The same of so many times the rows: everything a cache keeps it keeps for each of them."""
         moments = tuple(moment.times(number) for moment in self.moments)
         return replace(self, moments=moments, together=int(number * self.together))
 
 
-def rehearse(anatomy: Anatomy, config: CacheConfig, course: Course, pinned: bool = False) -> Kept:
+def dry_run(footprint: ModelFootprint, config: CacheConfig, run_shape: RunShape, pinned: bool = False) -> CacheUsage:
     """What the cache of this configuration takes in a run. Raises what building and using it raises.
 
     pinned: what is in host memory is pinned, as it is where an accelerator computes.
     """
-    run = _Rehearsal(anatomy, config, course, pinned)
+    run = _Rehearsal(footprint, config, run_shape, pinned)
     if run.cache.handle is not None:
         run.check_length()
         run.read_prompt()
@@ -81,27 +82,27 @@ def rehearse(anatomy: Anatomy, config: CacheConfig, course: Course, pinned: bool
 
 
 class _Rehearsal:
-    def __init__(self, anatomy: Anatomy, config: CacheConfig, course: Course, pinned: bool):
-        self._anatomy, self._course, self._pinned = anatomy, course, pinned
-        self.cache: Any = fresh_cache(config, course, self._build)
+    def __init__(self, footprint: ModelFootprint, config: CacheConfig, run_shape: RunShape, pinned: bool):
+        self._anatomy, self._course, self._pinned = footprint, run_shape, pinned
+        self.cache: Any = fresh_cache(config, run_shape, self._build)
         if isinstance(self.cache, caches.Cache):
-            check_takes_masks(anatomy.model, self.cache)
-        if self.cache.max_tokens is not None and self.cache.max_tokens < course.held:
+            check_takes_masks(footprint.model, self.cache)
+        if self.cache.max_tokens is not None and self.cache.max_tokens < run_shape.held:
             raise caches.CapacityError(
-                f"the {config.name} cache holds at most {self.cache.max_tokens} tokens, but {course.prompt_tokens} "
-                f"prompt tokens and {course.new_tokens} new ones need {course.held}: raise max_cache_len"
+                f"the {config.name} cache holds at most {self.cache.max_tokens} tokens, but {run_shape.prompt_tokens} "
+                f"prompt tokens and {run_shape.new_tokens} new ones need {run_shape.held}: raise max_cache_len"
             )
-        self._rows = course.prompts
-        self._moments = [Moment({"device": 0}, {})]
+        self._rows = run_shape.prompts
+        self._moments = [UsageSample({"device": 0}, {})]
         self._together = self._chunk = 0
 
-    def _build(self, config: CacheConfig) -> Driven:
+    def _build(self, config: CacheConfig) -> EngineCache:
         return build_layers(config.name, self._anatomy.specs, self._anatomy.is_encoder_decoder, config)
 
-    def kept(self) -> Kept:
+    def kept(self) -> CacheUsage:
         held, known = self._course.held, isinstance(self.cache, caches.Cache)
         positions = self.cache.positions_needed(held) if known else held
-        return Kept(tuple(self._moments), self._together, self._chunk, positions)
+        return CacheUsage(tuple(self._moments), self._together, self._chunk, positions)
 
     # The run.
 
@@ -136,7 +137,7 @@ class _Rehearsal:
         if self._course.shares:
             self.cache.fork(times)
         else:
-            self.cache.rows(each(self._rows, times))
+            self.cache.select_rows(repeat_rows_index(self._rows, times))
         self._rows *= times
         self._weigh()
 
@@ -152,12 +153,12 @@ class _Rehearsal:
             tokens -= 1
             for part, shares in zip(self.cache.parts, self._anatomy.shares, strict=True):
                 if not shares:
-                    part.unfork()
+                    part.unshare()
         stride = max(16, min(64, min(windows) // 8)) if windows else tokens
         while tokens > 2:
             count = min(stride, tokens - 2)
             if self._course.ends_early or self._course.branches > 1:  # room is made as single tokens come
-                for seen in range(self.cache.seen + 1, self.cache.seen + count + 1):
+                for seen in range(self.cache.total_tokens + 1, self.cache.total_tokens + count + 1):
                     self.cache.reserve(seen)
             self._step(count, self._anatomy.later)
             tokens -= count
@@ -165,18 +166,22 @@ class _Rehearsal:
             self._step(1, self._anatomy.later, looks=left == 0)
         self._weigh()
 
-    def _step(self, tokens: int, calls: Iterable[Call], looks: bool = False) -> None:
+    def _step(self, tokens: int, calls: Iterable[CacheWrite], looks: bool = False) -> None:
         """looks: whether attention reads what it is handed, and takes the memory that this needs."""
         self.cache.begin(tokens)
         for call in calls:
             found = call.repeat(self.cache, self._rows, self._course.source_tokens if call.part else tokens)
-            views = [view for view in found if isinstance(view, Pieced)] if looks and isinstance(found, tuple) else []
+            views = (
+                [view for view in found if isinstance(view, SegmentedTensor)]
+                if looks and isinstance(found, tuple)
+                else []
+            )
             for view in views:
-                for _ in pieces_of(view):
+                for _ in segments_of(view):
                     pass
             if tokens > _FEW_QUERIES:
                 self._together = max(self._together, sum(prod(view.base) * view.dtype.itemsize for view in views))
-        self.cache.settle()
+        self.cache.commit()
 
     def _windows(self) -> tuple[list[int], bool]:
         """How many columns layers keep that forget some, and whether all layers do."""
@@ -192,30 +197,33 @@ class _Rehearsal:
             by_place[place] += size
             if place != "staging":
                 by_kind[kind] += size
-        self._moments.append(Moment(dict(by_place), dict(by_kind)))
+        self._moments.append(UsageSample(dict(by_place), dict(by_kind)))
 
     def _sizes(self) -> Iterator[tuple[str, str, int]]:
         """Kind, place and bytes of everything there is."""
         for number, part in enumerate(self.cache.parts):
             for layer, count in zip(part.layers, self._anatomy.counts, strict=True):
                 for kind, thing in _things(layer, number):
-                    away: Any = getattr(thing, "away", tuple)()
-                    places = {id(tensor): buffer.place for buffer in away for tensor in buffer.tensors()}
+                    away: Any = getattr(thing, "offloaded_buffers", tuple)()
+                    places = {id(tensor): buffer.tier for buffer in away for tensor in buffer.tensors()}
                     for tensor in thing.tensors():
                         place = places.get(id(tensor), "device")
                         size = tensor.nbytes
                         if place == "host" and self._pinned and size:  # torch takes a power of two of pinned bytes
                             size = 1 << (size - 1).bit_length()
                         yield kind, place, round(count * size)
-            yield from (("", "staging", tensor.nbytes) for tensor in part.stage.tensors())
+            yield from (("", "staging", tensor.nbytes) for tensor in part.scratch.tensors())
         per_row, per_token = self._anatomy.wrapped
         if per_row or per_token:
-            yield _KINDS["own"], "device", int(self._rows * (per_row + per_token * self.cache.seen))
+            yield _KINDS["own"], "device", int(self._rows * (per_row + per_token * self.cache.total_tokens))
 
 
 def _things(layer: Any, part: int) -> Iterator[tuple[str, Any]]:
     """The stores and the states of a layer, each with a word for what it keeps."""
     for name, store in getattr(layer, "stores", {}).items():
-        yield ("cross attention" if part else "index" if name == "index" else _KINDS[layer.spec.reach.kind]), store
+        yield (
+            ("cross attention" if part else "index" if name == "index" else _KINDS[layer.spec.attention_span.kind]),
+            store,
+        )
     if getattr(layer, "state", None) is not None:
         yield "states", layer.state

@@ -16,12 +16,12 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import caches
-from caches import Driven, LayerSpec, read_specs
+from caches import EngineCache, LayerSpec, read_specs
 from engine.errors import InputError
 from engine.model.cache_argument import cache_argument
 from engine.model.loading import auto_class
 from engine.out_of_memory import first_line, in_words
-from engine.planning.peak_memory import Fused, Live
+from engine.planning.peak_memory import Fused, PeakMemory
 from engine.request.checks import most_positions
 
 # Of the calls by which models write: which dimension of their tensors counts tokens.
@@ -35,7 +35,7 @@ _MORE, _LAST, _BEHIND = 512, 16, 4096  # tokens of the forwards that are tried, 
 
 
 @dataclass(frozen=True)
-class Given:
+class TensorSpec:
     """A tensor that a layer is given: its shape for one row, and which dimension counts tokens, if one does."""
 
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Call:
+class CacheWrite:
     """What a forward writes: the method `name` of the cache's part 0, or 1 for what an encoder has read."""
 
     part: int
@@ -60,7 +60,7 @@ class Call:
 
     def repeat(self, cache: Any, rows: int, tokens: int) -> Any:
         """The same of so many rows and tokens. Returns what the model would read."""
-        given = {name: one.made(rows, tokens) if isinstance(one, Given) else one for name, one in self.arguments}
+        given = {name: one.made(rows, tokens) if isinstance(one, TensorSpec) else one for name, one in self.arguments}
         return getattr(cache.parts[self.part], self.name)(**given, layer_idx=self.layer)
 
 
@@ -89,7 +89,7 @@ class Working:
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class ModelFootprint:
     """What is known of a model without its weights.
 
     model: itself. vocabulary: its words. specs: two layers of each kind it has, which stand for `counts` layers each.
@@ -103,8 +103,8 @@ class Anatomy:
     vocabulary: int
     specs: tuple[LayerSpec, ...]
     counts: tuple[float, ...]
-    first: tuple[Call, ...]
-    later: tuple[Call, ...]
+    first: tuple[CacheWrite, ...]
+    later: tuple[CacheWrite, ...]
     shares: tuple[bool, ...]
     wrapped: tuple[float, float]
     working: Working
@@ -120,7 +120,7 @@ class Anatomy:
         return self.model.config.is_encoder_decoder
 
 
-def skeleton(
+def meta_model(
     config: PreTrainedConfig, dtype: torch.dtype | None = None, kind: type[PreTrainedModel] | None = None
 ) -> PreTrainedModel:
     """The model of this configuration without any weights. Raises `InputError` when transformers knows none.
@@ -141,13 +141,14 @@ def skeleton(
         ) from error
 
 
-_studied: dict[tuple[Any, ...], Anatomy] = {}
+_studied: dict[tuple[Any, ...], ModelFootprint] = {}
 
 
-def study(
+def inspect_model(
     config: PreTrainedConfig, dtype: torch.dtype | None = None, kind: type[PreTrainedModel] | None = None
-) -> Anatomy:
-    """The anatomy of the model that a configuration describes. It is looked at once; see `skeleton` for the arguments.
+) -> ModelFootprint:
+    """The footprint of the model that a configuration describes. It is looked at once; see `meta_model` for the
+    arguments.
 
     Raises `InputError` where a forward without numbers cannot be.
     """
@@ -156,9 +157,9 @@ def study(
     if found is None:
         if len(_studied) >= 32:
             _studied.clear()
-        model = skeleton(config, dtype, kind)
+        model = meta_model(config, dtype, kind)
         try:
-            found = _studied[key] = _Study(model).anatomy()
+            found = _studied[key] = _Inspection(model).footprint()
         except (RuntimeError, NotImplementedError, TypeError, AttributeError, IndexError) as error:
             raise InputError(
                 f"what {type(model).__name__} takes cannot be found out without its weights: a forward on torch's meta "
@@ -167,11 +168,11 @@ def study(
     return found
 
 
-class _Study:
+class _Inspection:
     """The forwards of a model without weights that tell what it gives its cache and what it works with."""
 
     def __init__(self, model: PreTrainedModel):
-        self.model, self.config, self.is_pair = model, model.config, model.config.is_encoder_decoder
+        self.model, self.config, self.is_encoder_decoder = model, model.config, model.config.is_encoder_decoder
         text_config = self.config.get_text_config(decoder=True)
         names = ("max_position_embeddings", "max_seq_len")
         positions = next((most for name in names if (most := getattr(text_config, name, None))), _LAST + _BEHIND)
@@ -184,10 +185,10 @@ class _Study:
                 f"{type(model).__name__} reads {model.main_input_name}: what it keeps of them is not known here"
             )
 
-    def anatomy(self) -> Anatomy:
+    def footprint(self) -> ModelFootprint:
         model, config = self.model, self.config
         takes_cache = self._cache_argument.can_be_ours
-        bare = Anatomy(
+        bare = ModelFootprint(
             model=model,
             vocabulary=config.get_text_config(decoder=True).vocab_size,
             specs=(),
@@ -220,30 +221,30 @@ class _Study:
             working=self._working(first),
         )
 
-    def forward(self, cache: Driven | None, rows: int, tokens: int) -> None:
+    def forward(self, cache: EngineCache | None, rows: int, tokens: int) -> None:
         """A step of so many tokens; with an encoder its source has as many and the decoder reads one."""
         inputs: dict[str, Any] = {} if cache is None else self._cache_argument.inputs(cache.handle)
         if "logits_to_keep" in self._takes:
             inputs["logits_to_keep"] = 1
         ids = torch.zeros(rows, tokens, dtype=torch.long, device="meta")
-        if self.is_pair:
+        if self.is_encoder_decoder:
             inputs["decoder_input_ids"] = ids[:, :1]
         if cache is not None:
-            cache.begin(1 if self.is_pair else tokens)
+            cache.begin(1 if self.is_encoder_decoder else tokens)
         with torch.no_grad(), Fused():
             self.model(ids, **inputs)
         if cache is not None:
-            cache.settle()
+            cache.commit()
 
-    def _writes(self, cache: Any) -> tuple[list[Call], list[Call]]:
+    def _writes(self, cache: Any) -> tuple[list[CacheWrite], list[CacheWrite]]:
         """What a first step writes into an empty cache, and the step of one token after it."""
-        calls: list[list[Call]] = []
+        calls: list[list[CacheWrite]] = []
         for tokens in (self._few, 1):
             calls.append([])
             _watch(cache, nullcontext, calls[-1].append)
             self.forward(cache, 1, tokens)
         _watch(cache, nullcontext, lambda call: None)
-        wrapped = {layer for layer, spec in enumerate(read_specs(self.config)) if spec.reach.kind == "own"}
+        wrapped = {layer for layer, spec in enumerate(read_specs(self.config)) if spec.attention_span.kind == "own"}
         first, later = ([call for call in found if call.layer not in wrapped] for found in calls)
         return first, later
 
@@ -255,24 +256,24 @@ class _Study:
         return tuple(part.shares or not shared for part, shared in zip(cache.parts, are, strict=True))
 
     def _wrapped(self) -> tuple[float, float]:
-        if not any(spec.reach.kind == "own" for spec in read_specs(self.config)):
+        if not any(spec.attention_span.kind == "own" for spec in read_specs(self.config)):
             return 0, 0
         taken = []
         for tokens in (self._few, self._more):
             cache: Any = caches.build("dynamic", self.config)
             self.forward(cache, 1, tokens)
-            layers = [layer for layer in cache.layers if layer.spec.reach.kind == "own"]
+            layers = [layer for layer in cache.layers if layer.spec.attention_span.kind == "own"]
             taken.append(sum(tensor.nbytes for layer in layers for tensor in layer.tensors()))
         per_token = (taken[1] - taken[0]) / (self._more - self._few)
         return taken[0] - per_token * self._few, per_token
 
-    def _working(self, first: list[Call] | None) -> Working:
+    def _working(self, first: list[CacheWrite] | None) -> Working:
         """first: what fills a cache, None where there is none."""
         few, more = self._few, self._more
         at_few, at_more = (self._most(tokens, first) for tokens in (few, more))
         pair = max(0.0, (at_more * few / more - at_few) / (few * (more - few)))
         token = at_few / few - pair * few
-        if first is None or self.is_pair or not any(call.name == "update" for call in first):
+        if first is None or self.is_encoder_decoder or not any(call.name == "update" for call in first):
             return Working(token, pair)
         columns = []
         for last in (_LAST, 1):
@@ -280,7 +281,7 @@ class _Study:
             columns.append(max(0.0, self._most(last, first, self._behind) - known) / self._behind)
         return Working(token, pair, *columns)
 
-    def _most(self, tokens: int, first: list[Call] | None, behind: int = 0) -> int:
+    def _most(self, tokens: int, first: list[CacheWrite] | None, behind: int = 0) -> int:
         """Bytes that a forward of so many tokens works with, `behind` others."""
         cache = None if first is None else caches.build("dynamic", self.config)
         if cache is not None:
@@ -289,8 +290,8 @@ class _Study:
             cache.begin(behind)
             for call in first:
                 call.repeat(cache, 1, behind)
-            cache.settle()
-        with Live(self.model) as live:
+            cache.commit()
+        with PeakMemory(self.model) as live:
             if cache is not None:
                 _watch(cache, live.aside, lambda call: None)
             self.forward(cache, 1, tokens)
@@ -304,7 +305,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 _Around: TypeAlias = Callable[[], AbstractContextManager[None]]
-_Note: TypeAlias = Callable[[Call], None]
+_Note: TypeAlias = Callable[[CacheWrite], None]
 
 
 def _watch(cache: Any, around: _Around, note: _Note) -> None:
@@ -320,7 +321,7 @@ def _noted(
     name: str,
     method: Any,
     around: Callable[[], Any],
-    note: Callable[[Call], None],
+    note: Callable[[CacheWrite], None],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -328,17 +329,17 @@ def _noted(
     # Without a kernel's size it is a whole state.
     axes = {} if name == "update_conv_state" and given.get("conv_kernel_size") is None else _WRITES[name]
     arguments = tuple(
-        (key, Given(tuple(one.shape), one.dtype, axes.get(key)) if isinstance(one, torch.Tensor) else one)
+        (key, TensorSpec(tuple(one.shape), one.dtype, axes.get(key)) if isinstance(one, torch.Tensor) else one)
         for key, one in given.items()
         if key not in ("args", "kwargs", "layer_idx")
     )
-    note(Call(part, given["layer_idx"], name, arguments))
+    note(CacheWrite(part, given["layer_idx"], name, arguments))
     with around():
         return method(*args, **kwargs)
 
 
 def _of_each_kind(
-    specs: Sequence[LayerSpec], first: list[Call], later: list[Call]
+    specs: Sequence[LayerSpec], first: list[CacheWrite], later: list[CacheWrite]
 ) -> tuple[list[int], tuple[float, ...]]:
     """Two layers of each kind, layers take turns in some memory, and how many of the model each stands for."""
     kinds = [
@@ -350,5 +351,5 @@ def _of_each_kind(
     return chosen, tuple(there[kinds[layer]] / min(2, there[kinds[layer]]) for layer in chosen)
 
 
-def _renumbered(calls: list[Call], chosen: list[int]) -> tuple[Call, ...]:
+def _renumbered(calls: list[CacheWrite], chosen: list[int]) -> tuple[CacheWrite, ...]:
     return tuple(replace(call, layer=chosen.index(call.layer)) for call in calls if call.layer in chosen)

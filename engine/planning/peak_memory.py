@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from caches.attention.segmented_tensor import Pieced
+from caches.attention.segmented_tensor import SegmentedTensor
 
 
-class Live(TorchDispatchMode):
+class PeakMemory(TorchDispatchMode):
     """most: bytes of the tensors that were there at the same time, those of `model` and those made `aside` left out."""
 
     def __init__(self, model: nn.Module):
@@ -35,7 +35,7 @@ class Live(TorchDispatchMode):
         return out
 
     def _looks_up_experts(self, func: Any, args: Any) -> bool:
-        """Weights copied for every token, as only a skeleton does that computes all experts at once."""
+        """Weights copied for every token, as only a meta_model does that computes all experts at once."""
         return func is torch.ops.aten.index.Tensor and args[0].ndim > 2 and _key(args[0]) in self._weights
 
     def _note(self, tensor: torch.Tensor, counts: bool) -> None:
@@ -67,7 +67,7 @@ class Fused(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention:
             query, _, value = (*args, *kwargs.values())[:3]
-            if query.shape[-1] == value.shape[-1] and not isinstance(value, Pieced):
+            if query.shape[-1] == value.shape[-1] and not isinstance(value, SegmentedTensor):
                 return query.new_empty(query.shape)
         if func is torch.Tensor.__bool__ and args[0].is_meta:
             return True

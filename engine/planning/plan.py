@@ -19,11 +19,11 @@ from engine.model.accelerate_hooks import prompt_device
 from engine.model.loading import load, load_config
 from engine.model.placement import read_device, read_dtype
 from engine.notebook import plan_as_html, plan_in_short
-from engine.planning.cache_size import Course
-from engine.planning.dry_run import rehearse
+from engine.planning.cache_size import RunShape
+from engine.planning.dry_run import dry_run
 from engine.planning.free_memory import find_free
-from engine.planning.model_footprint import study, weight_bytes
-from engine.planning.planner import BackendPlan, Planner, Subject, choose, lossless
+from engine.planning.model_footprint import inspect_model, weight_bytes
+from engine.planning.planner import BackendPlan, PlannedModel, Planner, choose, lossless
 from engine.request.strategy import score_copies
 
 
@@ -150,7 +150,7 @@ def plan(
 
     Raises
     ------
-    InputError, OptionError, ConfigError, caches.UnknownCache
+    InputError, OptionError, ConfigError, caches.UnknownCacheError
         Before any work.
     """
     _check_numbers(
@@ -167,11 +167,11 @@ def plan(
             f"num_return_sequences={num_return_sequences} texts cannot come from num_beams={num_beams}: ask for fewer"
         )
     configs = _asked_about(cache, cache_config)
-    subject = read_subject(model, dtype, device)
-    is_pair = subject.anatomy.is_encoder_decoder
-    course = Course(
-        prompt_tokens=1 if is_pair else prompt_tokens,
-        source_tokens=prompt_tokens if is_pair else 0,
+    subject = read_planned_model(model, dtype, device)
+    is_encoder_decoder = subject.footprint.is_encoder_decoder
+    run_shape = RunShape(
+        prompt_tokens=1 if is_encoder_decoder else prompt_tokens,
+        source_tokens=prompt_tokens if is_encoder_decoder else 0,
         new_tokens=max_new_tokens,
         prompts=batch_size,
         branches=num_beams if num_beams > 1 else num_return_sequences,
@@ -186,22 +186,22 @@ def plan(
     if free_bytes is not None:
         free = replace(free, device=free_bytes)
     planner = Planner(subject, free)
-    backends = [planner.backend(config, course, search=True) for config in configs]
+    backends = [planner.backend(config, run_shape, search=True) for config in configs]
     candidates = backends if cache is not None else [backends[configs.index(config)] for config in chosen_from]
     if cache is None and all(one.refused is not None for one in candidates):  # a model that takes no cache
         candidates = [one for one in backends if one.cache == "none"]
     choice, why = choose(candidates, free)
     return Plan(
-        model=subject.anatomy.name,
-        dtype=str(subject.anatomy.model.dtype).removeprefix("torch."),
+        model=subject.footprint.name,
+        dtype=str(subject.footprint.model.dtype).removeprefix("torch."),
         device=str(subject.device),
         prompt_tokens=prompt_tokens,
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,
-        rows=course.rows,
+        rows=run_shape.rows,
         weight_bytes=subject.weight_bytes,
         weights_are_loaded=subject.is_loaded,
-        logits_bytes=planner.logits_bytes(course),
+        logits_bytes=planner.logits_bytes(run_shape),
         free_bytes=asdict(free),
         backends=tuple(backends),
         choice=None if choice is None else choice.title,
@@ -209,13 +209,13 @@ def plan(
     )
 
 
-def choose_cache(model: PreTrainedModel, course: Course, compiled: bool) -> CacheConfig:
+def choose_cache(model: PreTrainedModel, run_shape: RunShape, compiled: bool) -> CacheConfig:
     """What `cache="auto"` is for this run: the first of `lossless` that fits, or else the one that needs least."""
-    subject = read_subject(model, None, None)
+    subject = read_planned_model(model, None, None)
     free, found = find_free(subject.device), []
     planner, configs = Planner(subject, free), lossless(subject.device, compiled)
     for config in configs:
-        found.append(planner.backend(config, course))
+        found.append(planner.backend(config, run_shape))
         if found[-1].refused is None and found[-1].fits is not False:
             return config
     choice, why = choose(found, free)
@@ -243,8 +243,8 @@ def cache_bytes(
     config = caches.recipe(name).options.from_dict(options or {})
     # The last ones come one by one: what a cache only needs to read what it holds is there then too.
     single = min(2, tokens - 1)
-    course = Course(tokens - single, single + 1, prompts=rows, source_tokens=source_tokens)
-    return rehearse(study(model_config, dtype), config, course, pinned=device_type != "cpu").most.by_place
+    run_shape = RunShape(tokens - single, single + 1, prompts=rows, source_tokens=source_tokens)
+    return dry_run(inspect_model(model_config, dtype), config, run_shape, pinned=device_type != "cpu").most.by_place
 
 
 def _score_copies(num_beams: int, num_return_sequences: int, do_sample: bool) -> int:
@@ -274,17 +274,17 @@ def _asked_about(cache: str | CacheConfig | None, options: dict[str, Any] | Cach
     return [recipe.options.from_dict(values | dict(options or {}))]
 
 
-def read_subject(
+def read_planned_model(
     model: PreTrainedModel | PreTrainedConfig | str | Path,
     dtype: torch.dtype | str | None,
     device: torch.device | str | None,
-) -> Subject:
+) -> PlannedModel:
     model = load_config(model) if isinstance(model, (str, Path)) else model
     wanted = None if dtype is None else read_dtype(dtype)
     planned = _device(device)
     if isinstance(model, PreTrainedConfig):
-        anatomy = study(model, wanted)
-        return Subject(model, anatomy, planned, weight_bytes(anatomy.model), False, _has_end(model))
+        footprint = inspect_model(model, wanted)
+        return PlannedModel(model, footprint, planned, weight_bytes(footprint.model), False, _has_end(model))
     model, _ = load(model, None, EngineConfig())
     is_loaded = model.device.type != "meta"
     if is_loaded and (dtype is not None or device is not None):
@@ -294,8 +294,8 @@ def read_subject(
         )
     where = prompt_device(model) if is_loaded else planned
     has_end = model.generation_config.eos_token_id is not None
-    anatomy = study(model.config, wanted or model.dtype, type(model))
-    return Subject(model.config, anatomy, where, weight_bytes(model), is_loaded, has_end)
+    footprint = inspect_model(model.config, wanted or model.dtype, type(model))
+    return PlannedModel(model.config, footprint, where, weight_bytes(model), is_loaded, has_end)
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -13,10 +13,10 @@ from transformers import PreTrainedConfig
 import caches
 from configs import CacheConfig, ConfigError
 from engine.decoding.token_buffer import reads_late
-from engine.planning.cache_size import Course, fresh_cache
-from engine.planning.dry_run import Kept, rehearse
+from engine.planning.cache_size import RunShape, fresh_cache
+from engine.planning.dry_run import CacheUsage, dry_run
 from engine.planning.free_memory import Free
-from engine.planning.model_footprint import Anatomy
+from engine.planning.model_footprint import ModelFootprint
 
 _MARGIN = 1.1  # for what is not counted: fragments, libraries, other processes
 _MOST_TOKENS, _MOST_PROMPTS = 2**20, 2**14  # where searches end
@@ -24,11 +24,11 @@ _HOLES = 2  # a CPU's allocator leaves holes between what stays: as much again, 
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlannedModel:
     """The model of a plan. is_loaded: its weights are in memory. has_end: a token may end a text early."""
 
     config: PreTrainedConfig
-    anatomy: Anatomy
+    footprint: ModelFootprint
     device: torch.device
     weight_bytes: int
     is_loaded: bool
@@ -94,36 +94,36 @@ def lossless(device: torch.device, compiled: bool = False) -> list[CacheConfig]:
 
 
 class Planner:
-    def __init__(self, subject: Subject, free: Free):
+    def __init__(self, subject: PlannedModel, free: Free):
         self._subject, self._free = subject, asdict(free)
         self._on_cpu = subject.device.type == "cpu"
 
-    def backend(self, config: CacheConfig, course: Course, search: bool = False) -> BackendPlan:
+    def backend(self, config: CacheConfig, run_shape: RunShape, search: bool = False) -> BackendPlan:
         """What the run takes with the cache of this configuration. search: also what else would fit."""
         options = {name: value for name, value in config.to_dict(use_diff=True).items() if name != "name"}
         found = BackendPlan(config.name, options)
         try:
-            kept = self._rehearse(config, course)
+            kept = self._rehearse(config, run_shape)
         except (caches.CacheError, ConfigError) as error:
             return replace(found, refused=str(error))
-        need = self._need(kept, course)
+        need = self._need(kept, run_shape)
         found = replace(
             found,
             cache_bytes=kept.most.by_place,
             kind_bytes=kept.most.by_kind,
-            working_bytes=self._working(kept, course),
+            working_bytes=self._working(kept, run_shape),
             need_bytes=need,
             fits=self._fits(need),
         )
         if not search or found.fits is None:
             return found
-        longest, largest = self._longest_context(config, course, kept), self._largest_batch(kept, course)
+        longest, largest = self._longest_context(config, run_shape, kept), self._largest_batch(kept, run_shape)
         return replace(found, longest_context=longest, largest_batch=largest)
 
-    def _need(self, kept: Kept, course: Course) -> dict[str, int]:
+    def _need(self, kept: CacheUsage, run_shape: RunShape) -> dict[str, int]:
         """Bytes of the whole run by place."""
         weights = 0 if self._subject.is_loaded else self._subject.weight_bytes
-        beside = self._working(kept, course) + self.logits_bytes(course) + weights
+        beside = self._working(kept, run_shape) + self.logits_bytes(run_shape) + weights
         if self._on_cpu:
             need = {"device": kept.at("device", "staging", "host"), "disk": kept.at("disk")}
         else:
@@ -131,57 +131,58 @@ class Planner:
         need["device"] += beside
         return {place: size for place, size in need.items() if size}
 
-    def logits_bytes(self, course: Course) -> int:
+    def logits_bytes(self, run_shape: RunShape) -> int:
         """Those after the last token of every row, with the copies that a choice works with, in float32.
 
         Where tokens are read late there are those of the step before too.
         """
-        copies = course.score_copies + reads_late(self._subject.device)
-        return course.rows * self._subject.anatomy.vocabulary * copies * torch.float32.itemsize
+        copies = run_shape.score_copies + reads_late(self._subject.device)
+        return run_shape.rows * self._subject.footprint.vocabulary * copies * torch.float32.itemsize
 
-    def _rehearse(self, config: CacheConfig, course: Course) -> Kept:
-        anatomy = self._subject.anatomy
-        if not anatomy.takes_cache and config.name != "none":
-            raise caches.UnsupportedLayer(
-                f"{anatomy.name} takes no cache of keys and values (it keeps none, or a state of its own kind): use "
+    def _rehearse(self, config: CacheConfig, run_shape: RunShape) -> CacheUsage:
+        footprint = self._subject.footprint
+        if not footprint.takes_cache and config.name != "none":
+            raise caches.UnsupportedLayerError(
+                f"{footprint.name} takes no cache of keys and values (it keeps none, or a state of its own kind): use "
                 "cache='none'"
             )
-        self._check_positions(config, course)
+        self._check_positions(config, run_shape)
         try:
-            return rehearse(anatomy, config, course, pinned=not self._on_cpu)
+            return dry_run(footprint, config, run_shape, pinned=not self._on_cpu)
         except (caches.CacheError, ConfigError):
             # In terms of the model's own layers, of which the rehearsal has a few.
-            fresh_cache(config, course, partial(caches.build, config.name, self._subject.config))
+            fresh_cache(config, run_shape, partial(caches.build, config.name, self._subject.config))
             raise
 
-    def _check_positions(self, config: CacheConfig, course: Course) -> None:
+    def _check_positions(self, config: CacheConfig, run_shape: RunShape) -> None:
         """Raise `CapacityError` where the text is longer than the model can count: rehearsing it would take long."""
-        most = self._subject.anatomy.positions
-        if most is None or course.held <= most:
+        most = self._subject.footprint.positions
+        if most is None or run_shape.held <= most:
             return
-        # A short course builds any cache at once; a window of its own needs fewer positions.
+        # A short run_shape builds any cache at once; a window of its own needs fewer positions.
         build = partial(caches.build, config.name, self._subject.config)
-        cache = fresh_cache(config, replace(course, prompt_tokens=1, new_tokens=1), build)
-        needed = cache.positions_needed(course.held) if isinstance(cache, caches.Cache) else course.held
+        cache = fresh_cache(config, replace(run_shape, prompt_tokens=1, new_tokens=1), build)
+        needed = cache.positions_needed(run_shape.held) if isinstance(cache, caches.Cache) else run_shape.held
         if needed > most:
             raise caches.CapacityError(
-                f"{course.prompt_tokens:,} prompt tokens and {course.new_tokens:,} new ones need {needed:,} positions, "
+                f"{run_shape.prompt_tokens:,} prompt tokens and {run_shape.new_tokens:,} new ones need {needed:,} "
+                f"positions, "
                 f"but the model has {most:,}: its longest context is {most + 1:,} tokens, prompt and new ones together "
                 "(the last one is never read)"
             )
 
-    def _working(self, kept: Kept, course: Course) -> int:
-        return self._working_at_once(kept, course) * (_HOLES if self._on_cpu else 1)
+    def _working(self, kept: CacheUsage, run_shape: RunShape) -> int:
+        return self._working_at_once(kept, run_shape) * (_HOLES if self._on_cpu else 1)
 
-    def _working_at_once(self, kept: Kept, course: Course) -> int:
-        anatomy, working = self._subject.anatomy, self._subject.anatomy.working
-        if course.source_tokens:
-            return working.bytes(course.prompts, course.source_tokens, course.source_tokens)
+    def _working_at_once(self, kept: CacheUsage, run_shape: RunShape) -> int:
+        footprint, working = self._subject.footprint, self._subject.footprint.working
+        if run_shape.source_tokens:
+            return working.bytes(run_shape.prompts, run_shape.source_tokens, run_shape.source_tokens)
         if not kept.chunk_tokens:  # no cache: every step reads everything
-            return working.bytes(course.rows, course.held, course.held)
-        reading = working.bytes(course.prompts, kept.chunk_tokens, course.prompt_tokens) + kept.together
-        read_apart = course.prompts if all(anatomy.shares) else course.rows
-        return max(reading, working.of_one(course.rows, read_apart, course.held))
+            return working.bytes(run_shape.rows, run_shape.held, run_shape.held)
+        reading = working.bytes(run_shape.prompts, kept.chunk_tokens, run_shape.prompt_tokens) + kept.together
+        read_apart = run_shape.prompts if all(footprint.shares) else run_shape.rows
+        return max(reading, working.of_one(run_shape.rows, read_apart, run_shape.held))
 
     def _fits(self, need: dict[str, int]) -> bool | None:
         known = [(size, self._free[place]) for place, size in need.items() if size]
@@ -189,28 +190,31 @@ class Planner:
             return False
         return None if any(free is None for _, free in known) else True
 
-    def _longest_context(self, config: CacheConfig, course: Course, kept: Kept) -> int:
-        positions = self._subject.anatomy.positions
+    def _longest_context(self, config: CacheConfig, run_shape: RunShape, kept: CacheUsage) -> int:
+        positions = self._subject.footprint.positions
 
-        def read(tokens: int) -> Course:
-            if course.source_tokens:
-                return replace(course, source_tokens=tokens)
-            return replace(course, prompt_tokens=tokens)
+        def read(tokens: int) -> RunShape:
+            if run_shape.source_tokens:
+                return replace(run_shape, source_tokens=tokens)
+            return replace(run_shape, prompt_tokens=tokens)
 
-        is_limited = not course.source_tokens and kept.positions == course.held
-        begin, new = (course.source_tokens, 0) if course.source_tokens else (course.prompt_tokens, course.new_tokens)
+        is_limited = not run_shape.source_tokens and kept.positions == run_shape.held
+        begin, new = (
+            (run_shape.source_tokens, 0) if run_shape.source_tokens else (run_shape.prompt_tokens, run_shape.new_tokens)
+        )
         far = max(_MOST_TOKENS, begin)
-        most = far if positions is None or not is_limited else positions - course.new_tokens + 1
+        most = far if positions is None or not is_limited else positions - run_shape.new_tokens + 1
         longest = _largest(lambda tokens: self.backend(config, read(tokens)).fits is True, begin, most)
         return longest + new if longest else 0
 
-    def _largest_batch(self, kept: Kept, course: Course) -> int:
+    def _largest_batch(self, kept: CacheUsage, run_shape: RunShape) -> int:
         def fits(prompts: int) -> bool:
             return (
-                self._fits(self._need(kept.times(prompts / course.prompts), replace(course, prompts=prompts))) is True
+                self._fits(self._need(kept.times(prompts / run_shape.prompts), replace(run_shape, prompts=prompts)))
+                is True
             )
 
-        return _largest(fits, course.prompts, _MOST_PROMPTS)
+        return _largest(fits, run_shape.prompts, _MOST_PROMPTS)
 
 
 def _largest(fits: Callable[[int], bool], begin: int, most: int) -> int:

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from transformers.cache_utils import Cache as TransformersCache
     from transformers.generation.streamers import BaseStreamer
 
-    from caches import Driven
+    from caches import EngineCache
     from strategies import Strategy
 
-    AnyCache: TypeAlias = str | CacheConfig | TransformersCache | Driven
+    AnyCache: TypeAlias = str | CacheConfig | TransformersCache | EngineCache
 
 P = ParamSpec("P")
 R = TypeVar("R")

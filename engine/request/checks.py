@@ -11,7 +11,7 @@ from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
-from caches import Cache, CapacityError, Driven
+from caches import Cache, CapacityError, EngineCache
 from engine.errors import InputError, OptionError
 from engine.model.accelerate_hooks import input_embeddings
 from engine.prompt import Prompt
@@ -185,7 +185,7 @@ def check_embeds(model: PreTrainedModel, prompt: Prompt) -> None:
             f"inputs_embeds have shape {shape} where the model and the ids given with them ask for [{rows} "
             f"rows, columns, {width}]"
         )
-    if prompt.unnamed < 0:
+    if prompt.columns_without_ids < 0:
         raise InputError(
             f"there are {prompt.ids.shape[1]} token ids but only {prompt.columns} columns of inputs_embeds: ids given "
             "beside embeddings name the last of their columns"
@@ -196,8 +196,8 @@ def check_ids(model: PreTrainedModel, prompt: Prompt) -> None:
     rows, tokens = prompt.ids.shape
     if rows == 0 or prompt.columns == 0:
         raise InputError(f"the prompt is empty ({rows} rows of {tokens} tokens): the model needs a token to begin with")
-    is_pair = model.config.is_encoder_decoder
-    where, reader = ("decoder_input_ids: ", model.get_decoder()) if is_pair else ("", model)
+    is_encoder_decoder = model.config.is_encoder_decoder
+    where, reader = ("decoder_input_ids: ", model.get_decoder()) if is_encoder_decoder else ("", model)
     if prompt.mask is not None and prompt.mask.shape == prompt.ids.shape:
         check_vocabulary(reader, prompt.ids[prompt.mask != 0], where)
         where = "pad_token_id, or the id in place of a pad: "
@@ -246,10 +246,10 @@ def check_mask(prompt: Prompt, mask: torch.Tensor, cache_seen: int, name: str = 
     return before
 
 
-def check_extras(model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor) -> None:
+def check_model_kwargs(model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor) -> None:
     """Whether what has an entry per token is a tensor of the right shape, with numbers that the model can look up."""
     for name in PER_TOKEN:
-        value = prompt.extras.get(name)
+        value = prompt.model_kwargs.get(name)
         if value is None:
             continue
         if not isinstance(value, torch.Tensor):
@@ -307,7 +307,7 @@ def most_positions(model: PreTrainedModel) -> int | None:
     return None if positions <= 0 or rope_type == "dynamic" else positions
 
 
-def check_positions(model: PreTrainedModel, cache: Driven | None, prompt_columns: int, total: int) -> None:
+def check_positions(model: PreTrainedModel, cache: EngineCache | None, prompt_columns: int, total: int) -> None:
     positions = most_positions(model)
     if positions is None:
         return
@@ -321,12 +321,12 @@ def check_positions(model: PreTrainedModel, cache: Driven | None, prompt_columns
         )
 
 
-def is_fixed(cache: Driven) -> bool:
+def is_fixed(cache: EngineCache) -> bool:
     """Whether tensors of it never move, so that it cannot become more rows than they were made for."""
     return any(part.fixed for part in getattr(cache, "parts", ()))
 
 
-def check_room_for_rows(cache: Driven, prompts: int, first: int, rows: int) -> None:
+def check_room_for_rows(cache: EngineCache, prompts: int, first: int, rows: int) -> None:
     """Whether the rows that `prompts` are to become fit in a cache made for fewer. first: rows when it begins."""
     room = first if cache.max_rows is None and is_fixed(cache) else cache.max_rows
     if rows > prompts and room is not None and rows > room:
@@ -336,9 +336,9 @@ def check_room_for_rows(cache: Driven, prompts: int, first: int, rows: int) -> N
         )
 
 
-def check_places(cache: Driven, mask: torch.Tensor, positions: torch.Tensor | None) -> None:
+def check_places(cache: EngineCache, mask: torch.Tensor, positions: torch.Tensor | None) -> None:
     """Refuse gaps in a text of which the first tokens are to move with a window: by how much is counted in tokens."""
-    if not isinstance(cache, Cache) or not cache.rotaries:
+    if not isinstance(cache, Cache) or not cache.rotations:
         return
     holes = (mask[:, 1:] < mask[:, :-1]).any(dim=1).nonzero().flatten().tolist()
     if holes:
@@ -357,7 +357,7 @@ def check_places(cache: Driven, mask: torch.Tensor, positions: torch.Tensor | No
 
 
 def check_pieces(prompt: Prompt, chunk_tokens: int | None) -> None:
-    raw = sorted(set(prompt.extras) & set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL))
+    raw = sorted(set(prompt.model_kwargs) & set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL))
     if chunk_tokens is not None and raw:
         raise OptionError(
             f"{', '.join(raw)} cannot be cut into pieces of {chunk_tokens} tokens: read the prompt at once, without "

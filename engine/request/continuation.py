@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from caches import Driven, Log, Unknowable, first_layer
+from caches import EngineCache, TokenLog, UnknownContentError, first_layer
 from engine.errors import InputError
 from engine.model.masks import Columns
 from engine.request.encoder import source_of
@@ -16,7 +16,7 @@ from engine.request.model_kwargs import PER_TOKEN, has_placeholders
 
 if TYPE_CHECKING:
     from caches.transfer.comparison import HeldColumns
-    from engine.model.forward import Runner
+    from engine.model.forward import ModelRunner
     from engine.request.request import Request
 
 _PIECE = 4096  # tokens of all rows that are compared at a time
@@ -25,7 +25,7 @@ _OTHER_SOURCE = (
 )
 
 
-def known_mask(cache: Driven | None, ids: torch.Tensor) -> torch.Tensor:
+def known_mask(cache: EngineCache | None, ids: torch.Tensor) -> torch.Tensor:
     """The mask [rows, n] of the first columns of `ids` that the cache's log also begins with; n may be 0."""
     log = None if cache is None else cache.log
     if log is None or log.ids.shape[0] != ids.shape[0]:
@@ -36,7 +36,7 @@ def known_mask(cache: Driven | None, ids: torch.Tensor) -> torch.Tensor:
     return log.mask[:, :agreed].to(ids.device)
 
 
-def check_continues(cache: Driven, request: Request, reader: PreTrainedModel) -> bool:
+def check_continues(cache: EngineCache, request: Request, reader: PreTrainedModel) -> bool:
     """Raise `InputError` unless what `cache` is known to hold begins the prompt that `reader` is to read.
 
     Returns whether that is certain: not where another loop or another model has filled the cache, nor where the prompt
@@ -44,7 +44,7 @@ def check_continues(cache: Driven, request: Request, reader: PreTrainedModel) ->
     """
     prompt, mask, before = request.prompt, request.mask, request.before
     ids = prompt.ids
-    log, seen = cache.log, cache.seen
+    log, seen = cache.log, cache.total_tokens
     if cache.batch_size not in (-1, ids.shape[0]):
         raise InputError(f"the cache holds {cache.batch_size} rows, but the prompt has {ids.shape[0]}")
     if cache.max_rows is not None and len(ids) > cache.max_rows:
@@ -57,9 +57,9 @@ def check_continues(cache: Driven, request: Request, reader: PreTrainedModel) ->
             f"row {ended[0]} of the cache ended early and was filled up with pads, which take places in the model's "
             "sliding window or went into its state: go on with that row alone, from its own tokens"
         )
-    if log is None or log.ids.shape[1] < seen or prompt.unnamed > 0:
+    if log is None or log.ids.shape[1] < seen or prompt.columns_without_ids > 0:
         return False
-    source = source_of(prompt.extras)
+    source = source_of(prompt.model_kwargs)
     if source is not None and log.source is not None and not torch.equal(source, log.source.to(source.device)):
         raise InputError(_OTHER_SOURCE)
     known = log.first(seen)
@@ -74,7 +74,7 @@ def check_continues(cache: Driven, request: Request, reader: PreTrainedModel) ->
         )
     if log.live_reader not in (None, reader) or (source is not None and log.source is None):
         return False
-    positions = prompt.extras.get("position_ids")
+    positions = prompt.model_kwargs.get("position_ids")
     if positions is None and log.positions is None:
         return True
     usual = (mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -84,65 +84,78 @@ def check_continues(cache: Driven, request: Request, reader: PreTrainedModel) ->
 
 
 def check_content(
-    runner: Runner, cache: Driven, request: Request, columns: Columns, extras: dict[str, Any], tokenizer: Any
+    runner: ModelRunner,
+    cache: EngineCache,
+    request: Request,
+    columns: Columns,
+    model_kwargs: dict[str, Any],
+    tokenizer: Any,
 ) -> None:
     """Compare what the first layer of `cache` holds with what it makes of the prompt. Equal: the content is known then.
 
-    extras: inputs of the model beside ids and positions. Where only new tokens were given there is nothing to compare.
-    Raises `InputError`, which names the first token that differs, or why none can be compared.
+    model_kwargs: inputs of the model beside ids and positions. Where only new tokens were given there is nothing to
+    compare. Raises `InputError`, which names the first token that differs, or why none can be compared.
     """
-    seen = cache.seen
+    seen = cache.total_tokens
     if request.before > 0:
         return
     try:
         if cache.log is not None and cache.log.live_reader not in (None, runner.model):
-            raise Unknowable("another model has filled it, of which the first layer alone could be compared")
+            raise UnknownContentError("another model has filled it, of which the first layer alone could be compared")
         held = first_layer(cache)
         _check_comparable(runner.model, request, seen)
-        extras = extras if request.source is not None else {name: extras[name] for name in extras if name in PER_TOKEN}
-        _check_columns(runner, held[0], request, columns, extras, seen, tokenizer)
+        model_kwargs = (
+            model_kwargs
+            if request.source is not None
+            else {name: model_kwargs[name] for name in model_kwargs if name in PER_TOKEN}
+        )
+        _check_columns(runner, held[0], request, columns, model_kwargs, seen, tokenizer)
         if request.source is not None:
-            _check_source(runner, held[1], request, columns, extras)
-    except Unknowable as reason:
+            _check_source(runner, held[1], request, columns, model_kwargs)
+    except UnknownContentError as reason:
         raise InputError(
             f"the {cache.name} cache holds {seen} tokens of each row, and whether they begin this prompt cannot be "
             f"checked: {reason}. Start with an empty cache, or say trust_cache=True if you know that they do"
         ) from None
-    if request.prompt.unnamed == 0:
+    if request.prompt.columns_without_ids == 0:
         mask, ids = request.mask[:, :seen].clone(), request.prompt.ids[:, :seen].clone()
-        source = source_of(request.prompt.extras)
-        cache.log = Log(ids, mask, columns.own_positions(seen), source, weakref.ref(runner.model))
+        source = source_of(request.prompt.model_kwargs)
+        cache.log = TokenLog(ids, mask, columns.own_positions(seen), source, weakref.ref(runner.model))
 
 
 def _check_comparable(model: PreTrainedModel, request: Request, seen: int) -> None:
-    """Raise `Unknowable` where keys depend on more than a token and its position."""
-    ids = request.prompt.ids[:, : max(0, seen - request.prompt.unnamed)]
+    """Raise `UnknownContentError` where keys depend on more than a token and its position."""
+    ids = request.prompt.ids[:, : max(0, seen - request.prompt.columns_without_ids)]
     if request.prompt.embeds is None and request.source is None and has_placeholders(model, ids):
-        raise Unknowable("some of them stand for images or sounds, of which only the cache knows what was there")
+        raise UnknownContentError(
+            "some of them stand for images or sounds, of which only the cache knows what was there"
+        )
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
     trained = getattr(config, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
     trained = trained or getattr(config, "max_position_embeddings", None) or 0
     if kinds & {"dynamic", "longrope"} and seen > trained:
-        raise Unknowable(f"behind {trained} tokens the keys of this model also depend on how long the text was")
+        raise UnknownContentError(
+            f"behind {trained} tokens the keys of this model also depend on how long the text was"
+        )
 
 
 def _check_columns(
-    runner: Runner,
+    runner: ModelRunner,
     held: tuple[HeldColumns, HeldColumns],
     request: Request,
     columns: Columns,
-    extras: dict[str, Any],
+    model_kwargs: dict[str, Any],
     seen: int,
     tokenizer: Any,
 ) -> None:
     prompt, mask = request.prompt, request.mask != 0
-    ids = torch.nn.functional.pad(prompt.ids, (prompt.unnamed, 0))
+    ids = torch.nn.functional.pad(prompt.ids, (prompt.columns_without_ids, 0))
     step = max(1, _PIECE // len(ids))
     for begin in range(0, seen, step):
         end = min(begin + step, seen)
-        made = runner.first_keys(ids, columns, begin, end, embeds=prompt.embeds, extras=extras)
+        made = runner.first_keys(ids, columns, begin, end, embeds=prompt.embeds, model_kwargs=model_kwargs)
         different = [part.differ(expected, begin) for part, expected in zip(held, made, strict=True)]
         both = (different[0] | different[1]) & mask[:, begin:end]
         if bool(both.any()):
@@ -150,48 +163,52 @@ def _check_columns(
     if request.source is None:
         _check_places_tell(mask[:, :seen])
     if not bool(mask[:, :seen].all()):
-        _check_pads_show(runner, held[0], request, ids, extras, seen)
+        _check_pads_show(runner, held[0], request, ids, model_kwargs, seen)
 
 
 def _check_places_tell(mask: torch.Tensor) -> None:
-    """Raise `Unknowable` where other tokens may have been pads when the same positions were read.
+    """Raise `UnknownContentError` where other tokens may have been pads when the same positions were read.
 
     A pad is read at the position of the token before it, or at the first one. mask: of the columns in the cache.
     """
     holes = (mask[:, :-1] & ~mask[:, 1:]).any(dim=1).nonzero().flatten().tolist()
     if holes:
-        raise Unknowable(f"row {holes[0]} has pads after its first token, which may have been read in other places")
+        raise UnknownContentError(
+            f"row {holes[0]} has pads after its first token, which may have been read in other places"
+        )
     alone = (mask.sum(dim=1) == 1).nonzero().flatten().tolist()
     if alone:
-        raise Unknowable(f"a single token of row {alone[0]} is there, which may have been read as a pad")
+        raise UnknownContentError(f"a single token of row {alone[0]} is there, which may have been read as a pad")
 
 
 def _check_pads_show(
-    runner: Runner, keys: HeldColumns, request: Request, ids: torch.Tensor, extras: dict[str, Any], seen: int
+    runner: ModelRunner, keys: HeldColumns, request: Request, ids: torch.Tensor, model_kwargs: dict[str, Any], seen: int
 ) -> None:
-    """Raise `Unknowable` where keys are the same whether pads are masked or not: then masks cannot be compared."""
+    """Raise `UnknownContentError` where keys are the same whether pads are masked or not: then masks cannot be
+    compared.
+    """
     row = int((request.mask[:, :seen] == 0).any(dim=1).int().argmax())
     end = min(seen, int((request.mask[row] == 0).nonzero()[-1]) + 2)  # the token after its last pad
     if request.mask[row, end - 1] == 0:
         return  # it ends in pads: no token in the cache has come after them
     plain = Columns(torch.ones_like(request.mask), request.mask.shape[1])
-    keys_there = runner.first_keys(ids, plain, end - 1, end, embeds=request.prompt.embeds, extras=extras)[0]
+    keys_there = runner.first_keys(ids, plain, end - 1, end, embeds=request.prompt.embeds, model_kwargs=model_kwargs)[0]
     if not bool(keys.differ(keys_there, end - 1)[row, 0]):
-        raise Unknowable(
+        raise UnknownContentError(
             f"row {row} has pads, and the keys of this model do not tell whether they were masked when it was read"
         )
 
 
 def _check_source(
-    runner: Runner,
+    runner: ModelRunner,
     held: tuple[HeldColumns, HeldColumns],
     request: Request,
     columns: Columns,
-    extras: dict[str, Any],
+    model_kwargs: dict[str, Any],
 ) -> None:
-    made = runner.first_keys(request.prompt.ids, columns, 0, 1, embeds=None, extras=extras, cross=True)
+    made = runner.first_keys(request.prompt.ids, columns, 0, 1, embeds=None, model_kwargs=model_kwargs, cross=True)
     different = held[0].differ(made[0], 0) | held[1].differ(made[1], 0)
-    mask = extras.get("attention_mask")
+    mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.shape == different.shape:
         different = different & (mask != 0).to(different.device)
     if held[0].held.shape[2] != made[0].shape[2] or bool(different.any()):
@@ -218,17 +235,18 @@ def _differs(
     )
 
 
-def check_pads_ahead(runner: Runner, cache: Driven, mask: torch.Tensor) -> None:
+def check_pads_ahead(runner: ModelRunner, cache: EngineCache, mask: torch.Tensor) -> None:
     """Refuse pads behind what the cache holds where the model would read them into its states, one token at a time."""
-    pads = (mask[:, cache.seen :] == 0).any(dim=1).nonzero().flatten().tolist()
-    if cache.seen > 0 and pads and not runner.reads_on:
+    pads = (mask[:, cache.total_tokens :] == 0).any(dim=1).nonzero().flatten().tolist()
+    if cache.total_tokens > 0 and pads and not runner.reads_on:
         raise InputError(
-            f"row {pads[0]} has a pad behind the {cache.seen} tokens in the cache, and {type(runner.model).__name__} "
+            f"row {pads[0]} has a pad behind the {cache.total_tokens} tokens in the cache, and "
+            f"{type(runner.model).__name__} "
             "reads what comes after them one by one, pads too: go on with that row alone, from its own tokens"
         )
 
 
-def _remembers_pads(cache: Driven) -> bool:
+def _remembers_pads(cache: EngineCache) -> bool:
     """Whether pads after a row's end leave something behind that no mask can hide."""
     kinds = (getattr(cache.handle, name, ()) for name in ("is_sliding", "is_linear"))
     if getattr(cache.handle, "imposes_windows", False):

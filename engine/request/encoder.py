@@ -53,17 +53,17 @@ class Source:
 def read_source(
     model: PreTrainedModel,
     inputs: Any,
-    extras: dict[str, Any],
+    model_kwargs: dict[str, Any],
     tokenizer: Any,
     config: GenerationConfig,
     device: torch.device,
 ) -> tuple[Prompt, Source]:
     """The decoder's prompt, and what the encoder is to read for it. Nothing is computed; `encode` comes after.
 
-    inputs: the source in any form, as the model's main input (text, ids, features). extras: further inputs, among them
-    `encoder_outputs` in place of a source and `decoder_input_ids`. Raises `InputError` and `OptionError`.
+    inputs: the source in any form, as the model's main input (text, ids, features). model_kwargs: further inputs, among
+    them `encoder_outputs` in place of a source and `decoder_input_ids`. Raises `InputError` and `OptionError`.
     """
-    given = _read_source(model, inputs, extras, tokenizer, config.pad_token_id)
+    given = _read_source(model, inputs, model_kwargs, tokenizer, config.pad_token_id)
     if "attention_mask" in given:
         given["attention_mask"] = as_mask(given["attention_mask"])
     given = move(given, device)
@@ -94,15 +94,15 @@ def read_source(
 
 
 def encode(
-    model: PreTrainedModel, extras: dict[str, Any], source: Source, recover: Recover
+    model: PreTrainedModel, model_kwargs: dict[str, Any], source: Source, recover: Recover
 ) -> tuple[dict[str, Any], Source]:
-    """The prompt's `extras` with what the encoder makes of `source`, and the source with its tokens counted.
+    """The prompt's `model_kwargs` with what the encoder makes of `source`, and the source with its tokens counted.
 
     recover: what to do when memory is out. Raises `Exhausted`, and `InputError` where the encoder cannot read it.
     """
     with turn_of(model), torch.no_grad():
         try:
-            whole = _encoded(source, extras, recover, largest_matrix_bytes(model))
+            whole = _encoded(source, model_kwargs, recover, largest_matrix_bytes(model))
         except (ValueError, RuntimeError, IndexError) as error:  # what shapes it reads, each encoder knows by itself
             raise InputError(
                 f"the encoder of {type(model).__name__} ({str(model.dtype).removeprefix('torch.')}) cannot read "
@@ -236,11 +236,11 @@ def source_again(
             f"the encoder of the draft ({type(model).__name__}) reads {name}, and was given none: give the source "
             f"itself, not encoder_outputs or inputs_embeds, or leave assistant_model out"
         )
-    extras = {key: value for key, value in prompt.extras.items() if key != "encoder_outputs"}
+    model_kwargs = {key: value for key, value in prompt.model_kwargs.items() if key != "encoder_outputs"}
     device, takes = prompt_device(model), inspect.signature(model.forward).parameters
-    given = {name: source.inputs} | {key: value for key, value in extras.items() if key in takes}
+    given = {name: source.inputs} | {key: value for key, value in model_kwargs.items() if key in takes}
     own, again = read_source(model, None, move(given, device), None, copy.deepcopy(config), device)
-    return own.extras, again
+    return own.model_kwargs, again
 
 
 def _source_name(model: PreTrainedModel) -> str:
@@ -249,11 +249,11 @@ def _source_name(model: PreTrainedModel) -> str:
 
 
 def _read_source(
-    model: PreTrainedModel, inputs: Any, extras: dict[str, Any], tokenizer: Any, pad_id: Any
+    model: PreTrainedModel, inputs: Any, model_kwargs: dict[str, Any], tokenizer: Any, pad_id: Any
 ) -> dict[str, Any]:
     """All that was given, by name: prompts in any form as what the encoder reads, and the inputs beside them."""
     name = _source_name(model)
-    inputs, given = merged(inputs, extras)
+    inputs, given = merged(inputs, model_kwargs)
     if inputs is not None and name in given:
         raise InputError(f"{name} given twice: in the inputs and as a keyword")
     given = _complete_given(given)
@@ -263,7 +263,11 @@ def _read_source(
     if inputs is None and "input_ids" not in given:
         return given
     prompt = read_prompt(inputs, given, tokenizer, bos_id=None, pad_left=False, pad_id=pad_id)
-    given = prompt.extras | {"input_ids": prompt.ids, "attention_mask": prompt.mask, "inputs_embeds": prompt.embeds}
+    given = prompt.model_kwargs | {
+        "input_ids": prompt.ids,
+        "attention_mask": prompt.mask,
+        "inputs_embeds": prompt.embeds,
+    }
     return {key: value for key, value in given.items() if value is not None}
 
 
@@ -311,19 +315,19 @@ def _tokens_read(given: dict[str, Any]) -> int:
     return int((mask != 0).sum()) if mask is not None else states.shape[0] * states.shape[1]
 
 
-def encoder_records(extras: dict[str, Any], flags: dict[str, bool]) -> dict[str, Any]:
+def encoder_records(model_kwargs: dict[str, Any], flags: dict[str, bool]) -> dict[str, Any]:
     """What the encoder returned besides its states, of what was asked for, as transformers' `generate` gives it back.
 
     flags: `output_attentions`, `output_hidden_states`. Rows are those of the prompts, however many texts each has.
     """
-    outputs = extras.get("encoder_outputs") or {}
+    outputs = model_kwargs.get("encoder_outputs") or {}
     names = [name for name in ("attentions", "hidden_states") if flags.get(f"output_{name}")]
     return {f"encoder_{name}": outputs.get(name) for name in names}
 
 
-def source_of(extras: dict[str, Any]) -> torch.Tensor | None:
+def source_of(model_kwargs: dict[str, Any]) -> torch.Tensor | None:
     """What the encoder made of its source [rows, columns, width]; None without an encoder."""
-    outputs = extras.get("encoder_outputs")
+    outputs = model_kwargs.get("encoder_outputs")
     return None if outputs is None else outputs[0]
 
 

@@ -20,10 +20,10 @@ from transformers.generation.logits_process import (
 )
 
 from engine.errors import EngineError, OptionError
-from strategies import each
+from strategies import repeat_rows_index
 
 
-class Follower(Protocol):
+class StatefulLogitsProcessor(Protocol):
     """What a logits processor (or `prefix_allowed_tokens_fn`) has besides `__call__` to keep something per row.
 
     It is called with ids [rows, columns] and answers from what it knows of these columns, never from a count of its
@@ -32,7 +32,7 @@ class Follower(Protocol):
     about the same token.
     """
 
-    def rows(self, index: torch.Tensor) -> None:
+    def select_rows(self, index: torch.Tensor) -> None:
         """Row i becomes row `index[i]` in what is kept. index: LongTensor [new rows] on the CPU."""
 
     def crop(self, columns: int) -> None:
@@ -83,16 +83,16 @@ class Processing:
                     return name
         return " or ".join(self.names)
 
-    def rows(self, index: torch.Tensor) -> None:
+    def select_rows(self, index: torch.Tensor) -> None:
         """Row i of the run becomes row `index[i]`, an index on the CPU."""
         self._origins = self._origins[index]
-        self._misplaced = not torch.equal(self._origins, each(self._prompts, len(index) // self._prompts))
+        self._misplaced = not torch.equal(self._origins, repeat_rows_index(self._prompts, len(index) // self._prompts))
         # A strategy may process some of its rows at a time. Those that are kept are then others than the index is
         # about, and `_follow` finds out how little it knows of the next.
         if self._followed is not None and int(index.max()) < len(self._followed):
             self._followed = self._followed[index.to(self._followed.device)]
             for follower in self._followers:
-                follower.rows(index)
+                follower.select_rows(index)
 
     def _follow(self, ids: torch.Tensor) -> None:
         """Have forgotten what is not about these ids."""
@@ -130,10 +130,11 @@ def name_of(processor: Any) -> str:
 
 
 def _follows(processor: Any) -> bool:
-    verbs = [verb for verb in ("rows", "crop") if callable(getattr(processor, verb, None))]
+    verbs = [verb for verb in ("select_rows", "crop") if callable(getattr(processor, verb, None))]
     if len(verbs) == 1:
         raise OptionError(
-            f"{type(processor).__name__} has {verbs[0]}() alone of the two methods of an engine.Follower: with both it "
+            f"{type(processor).__name__} has {verbs[0]}() alone of the two methods of an "
+            f"engine.StatefulLogitsProcessor: with both it "
             "is told what becomes of its rows and columns, with neither it is a processor that keeps nothing"
         )
     return len(verbs) == 2

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
-from caches import Driven
+from caches import EngineCache
 from engine.errors import InputError
 from engine.model.model_lock import turn_of
 from engine.prompt import Prompt
@@ -23,11 +23,11 @@ PER_TOKEN = ("position_ids", *_TOKEN_TYPES)  # one entry per token of the prompt
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 
 
-def complete_extras(
+def complete_model_kwargs(
     model: PreTrainedModel,
     prompt: Prompt,
     mask: torch.Tensor,
-    cache: Driven | None,
+    cache: EngineCache | None,
     config: GenerationConfig,
 ) -> tuple[Prompt, torch.Tensor]:
     """The prompt, ready to be fed, and its mask.
@@ -37,21 +37,27 @@ def complete_extras(
     """
     if model.config.is_encoder_decoder:
         return prompt, mask
-    seen = 0 if cache is None else cache.seen
-    extras = dict(prompt.extras)
+    seen = 0 if cache is None else cache.total_tokens
+    model_kwargs = dict(prompt.model_kwargs)
     if seen > 0 and not _has_new_media(model, prompt, mask, seen):
-        extras = {name: value for name, value in extras.items() if name in PER_TOKEN or name.endswith("_mask")}
+        model_kwargs = {
+            name: value for name, value in model_kwargs.items() if name in PER_TOKEN or name.endswith("_mask")
+        }
     with turn_of(model), torch.no_grad():
-        if "position_ids" not in extras and _reckons_positions(model):
-            extras["position_ids"] = _own_positions(model, replace(prompt, extras=extras), mask, cache)
+        if "position_ids" not in model_kwargs and _reckons_positions(model):
+            model_kwargs["position_ids"] = _own_positions(
+                model, replace(prompt, model_kwargs=model_kwargs), mask, cache
+            )
         if hasattr(model, "_maybe_prepare_encoder_kwargs_for_generation"):  # missing in transformers 5.17
-            extras = model._maybe_prepare_encoder_kwargs_for_generation(prompt.ids, extras, "input_ids", config)
-    return replace(prompt, mask=None, extras=extras), mask
+            model_kwargs = model._maybe_prepare_encoder_kwargs_for_generation(
+                prompt.ids, model_kwargs, "input_ids", config
+            )
+    return replace(prompt, mask=None, model_kwargs=model_kwargs), mask
 
 
 def _has_new_media(model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor, seen: int) -> bool:
     """Whether a column that the cache has not seen stands for a part of an image, a video or a sound."""
-    types = prompt.extras.get("mm_token_type_ids")
+    types = prompt.model_kwargs.get("mm_token_type_ids")
     if types is not None:
         return bool(types[:, seen:].any())
     ids = prompt.ids[:, seen - mask.shape[1] :]
@@ -75,16 +81,16 @@ def _reckons_positions(model: PreTrainedModel) -> bool:
 
 
 def _own_positions(
-    model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor, cache: Driven | None
+    model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor, cache: EngineCache | None
 ) -> torch.Tensor | None:
     """Position ids of a model with a function of its own for them; None: it wants none at all (reformer).
 
     Those of the columns in the cache are remembered with it: models only keep the last conversation they had.
     """
-    extras = prompt.extras
-    seen = 0 if cache is None else cache.seen
+    model_kwargs = prompt.model_kwargs
+    seen = 0 if cache is None else cache.total_tokens
     log = None if cache is None else cache.log
-    has_media = any(name not in PER_TOKEN for name in extras)
+    has_media = any(name not in PER_TOKEN for name in model_kwargs)
     if seen > 0 and not has_media and log is not None and log.positions is not None:
         known = log.positions[..., :seen].to(mask.device)
         return torch.cat([known, known[..., -1:] + mask[:, seen:].cumsum(dim=1)], dim=-1)
@@ -92,7 +98,7 @@ def _own_positions(
     inputs = prompt.ids if prompt.embeds is None else prompt.embeds
     try:
         return model._prepare_position_ids_for_generation(
-            inputs, extras | {"attention_mask": mask, "past_key_values": handle, "input_ids": prompt.ids}
+            inputs, model_kwargs | {"attention_mask": mask, "past_key_values": handle, "input_ids": prompt.ids}
         )
     except (StopIteration, IndexError, RuntimeError, ValueError) as error:
         raise InputError(
@@ -101,17 +107,20 @@ def _own_positions(
         ) from error
 
 
-def extend_extras(
-    model: PreTrainedModel, extras: dict[str, Any], columns: int
+def extend_model_kwargs(
+    model: PreTrainedModel, model_kwargs: dict[str, Any], columns: int
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """`extras` with those that grow with every token extended to `columns` at least; second, along which dimension.
+    """`model_kwargs` with those that grow with every token extended to `columns` at least; second, along which
+    dimension.
 
     What a new token has there is asked of the model, by letting it add one.
     """
-    is_pair = model.config.is_encoder_decoder
-    grown = model._update_model_kwargs_for_generation(_NoOutputs(), dict(extras), is_encoder_decoder=is_pair)
-    extended, axes = dict(extras), {}
-    for name, value in extras.items():
+    is_encoder_decoder = model.config.is_encoder_decoder
+    grown = model._update_model_kwargs_for_generation(
+        _NoOutputs(), dict(model_kwargs), is_encoder_decoder=is_encoder_decoder
+    )
+    extended, axes = dict(model_kwargs), {}
+    for name, value in model_kwargs.items():
         longer = grown.get(name)
         if not isinstance(value, torch.Tensor) or not isinstance(longer, torch.Tensor) or longer.shape == value.shape:
             continue

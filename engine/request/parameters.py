@@ -18,7 +18,7 @@ import torch
 from transformers import GenerationConfig, WatermarkingConfig
 from transformers.cache_utils import Cache as TransformersCache
 
-from caches import Driven
+from caches import EngineCache
 from configs import CacheConfig
 from engine.errors import OptionError
 from engine.request.call import Call
@@ -251,7 +251,7 @@ def _cache_options(value: Any) -> Any:
 
 
 def _past(value: Any) -> Any:
-    if isinstance(value, (TransformersCache, Driven)):
+    if isinstance(value, (TransformersCache, EngineCache)):
         return value
     if not isinstance(value, (tuple, list)) or not value or not all(map(_is_layer, value)):
         raise _Wrong

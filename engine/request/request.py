@@ -12,24 +12,24 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin, MaxTimeCriteria, PreTrainedModel, StoppingCriteriaList
 
-from caches import Driven
+from caches import EngineCache
 from engine.decoding.guidance import ARGUMENTS, Guidance, check_guidance, read_guidance
 from engine.decoding.stopping import Criteria, Stopping
 from engine.errors import OptionError
 from engine.model.accelerate_hooks import prompt_device
 from engine.model.device_state import seeded
-from engine.planning.cache_size import Course
+from engine.planning.cache_size import RunShape
 from engine.prompt import Prompt, read_prompt
 from engine.request.call import Call, parameters
 from engine.request.checks import (
     check_applies,
     check_embeds,
-    check_extras,
     check_ids,
     check_ids_are_known,
     check_length,
     check_mask,
     check_model,
+    check_model_kwargs,
     check_pad_id,
     check_pieces,
     check_positions,
@@ -39,11 +39,11 @@ from engine.request.continuation import known_mask
 from engine.request.encoder import Recover, Source, encode, read_source
 from engine.request.generation_helpers import ended, processing, stop_strings, what_is_read
 from engine.request.logits_processors import Processing
-from engine.request.model_kwargs import complete_extras
+from engine.request.model_kwargs import complete_model_kwargs
 from engine.request.parameter_hints import hint
 from engine.request.parameters import read_own
 from engine.request.strategy import choose_strategy, score_copies, scored
-from strategies import Drafts, Strategy, Task, Translation
+from strategies import SpeculationStats, Strategy, Task, Translation
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Request:
     chunk_tokens: int | None
     use_cache: bool | None
     source: Source | None = None
-    drafts: Drafts = field(default_factory=Drafts)
+    drafts: SpeculationStats = field(default_factory=SpeculationStats)
     translation: Translation | None = None
     guidance: Guidance | None = None
     generator: torch.Generator | None = None
@@ -94,8 +94,8 @@ class Request:
         """The same with what the encoder of `model` makes of its source: see `encode`."""
         if self.source is None:
             return self
-        extras, source = encode(model, self.prompt.extras, self.source, recover)
-        return replace(self, prompt=replace(self.prompt, extras=extras), source=source)
+        model_kwargs, source = encode(model, self.prompt.model_kwargs, self.source, recover)
+        return replace(self, prompt=replace(self.prompt, model_kwargs=model_kwargs), source=source)
 
     @property
     def rows(self) -> int:
@@ -113,10 +113,10 @@ class Request:
         return self.read[1].shape[1] + self.new_tokens
 
     @property
-    def course(self) -> Course:
+    def run_shape(self) -> RunShape:
         """What memory depends on."""
-        outputs = self.prompt.extras.get("encoder_outputs")
-        return Course(
+        outputs = self.prompt.model_kwargs.get("encoder_outputs")
+        return RunShape(
             prompt_tokens=self.read[1].shape[1],
             new_tokens=self.new_tokens,
             prompts=len(self.read[0].ids),
@@ -129,9 +129,9 @@ class Request:
         )
 
     @property
-    def untold(self) -> int:
+    def first_known_column(self) -> int:
         """Columns before the first one of which the id was given."""
-        return self.before + self.prompt.unnamed
+        return self.before + self.prompt.columns_without_ids
 
     @property
     def new_tokens(self) -> int:
@@ -146,7 +146,7 @@ class Request:
             mask=self.mask[:, self.before :],
             process=self.processing,
             ended=self.ended,
-            last_column=self.total - self.untold,
+            max_columns=self.total - self.first_known_column,
             eos_ids=self.eos_ids,
             pad_id=self.pad_id,
             drafts=self.drafts,
@@ -163,7 +163,9 @@ class Request:
         time_criteria = StoppingCriteriaList()
         if self.config.max_time is not None:
             time_criteria.append(MaxTimeCriteria(self.config.max_time))
-        return Stopping(len(self.prompt.ids), self.total - self.untold, self.eos_ids, self.criteria, time_criteria)
+        return Stopping(
+            len(self.prompt.ids), self.total - self.first_known_column, self.eos_ids, self.criteria, time_criteria
+        )
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,7 @@ def read_request(
     model: PreTrainedModel,
     call: Call,
     tokenizer: Any,
-    cache: Driven | None,
+    cache: EngineCache | None,
     *,
     assistant: PreTrainedModel | None,
     chunk_tokens: int | None,
@@ -269,7 +271,7 @@ def _read_inputs(
     call: Call,
     tokenizer: Any,
     said: _Said,
-    cache: Driven | None,
+    cache: EngineCache | None,
     chunk_tokens: int | None,
 ) -> _Inputs:
     device, source, config = prompt_device(model), None, said.config
@@ -279,27 +281,27 @@ def _read_inputs(
         prompt, source = read_source(model, call.inputs, said.model_inputs, tokenizer, config, device)
     else:
         prompt = read_prompt(call.inputs, said.model_inputs, tokenizer, config.bos_token_id, pad_id=config.pad_token_id)
-        _refuse_unknown(model, prompt.extras)
+        _refuse_unknown(model, prompt.model_kwargs)
         prompt = prompt.to(device)
         model._prepare_special_tokens(config, prompt.mask is not None, device=device, batch_size=len(prompt.ids))
     check_embeds(model, prompt)
     check_ids(model, prompt)
     mask = prompt.mask
-    if mask is None and prompt.unnamed > 0:
+    if mask is None and prompt.columns_without_ids > 0:
         mask = torch.ones(len(prompt.ids), prompt.columns, dtype=torch.long, device=device)
     elif mask is None:
         known = known_mask(cache, prompt.ids)
         mask = torch.cat([known, _inferred_mask(model, prompt.ids[:, known.shape[1] :], config)], dim=1)
     mask = (mask != 0).long()
     name = "attention_mask" if source is None else "decoder_attention_mask"
-    before = check_mask(prompt, mask, 0 if cache is None else cache.seen, name)
-    check_extras(model, prompt, mask)
+    before = check_mask(prompt, mask, 0 if cache is None else cache.total_tokens, name)
+    check_model_kwargs(model, prompt, mask)
     if source is None:
         check_pieces(prompt, chunk_tokens)
     infer_mask = functools.partial(_inferred_mask, model, config=config)
     guidance = read_guidance(model, prompt, mask, config, said.negative, tokenizer, cache, infer_mask)
     if guidance is None:
-        prompt, mask = complete_extras(model, prompt, mask, cache, config)
+        prompt, mask = complete_model_kwargs(model, prompt, mask, cache, config)
     return _Inputs(prompt, mask, before, source, guidance, device)
 
 
@@ -315,7 +317,7 @@ def _read_length(model: PreTrainedModel, said: _Said, inputs: _Inputs) -> int:
         inputs_tensor=prompt.ids if prompt.embeds is None else prompt.embeds,
     )
     check_ids_are_known(what_is_read(prompt, inputs.source), said.options)
-    total = inputs.before + prompt.unnamed + config.max_length
+    total = inputs.before + prompt.columns_without_ids + config.max_length
     check_length(inputs.mask.shape[1], total)
     if inputs.source is not None:  # others need positions for what their cache lets them look at
         check_positions(model, None, inputs.mask.shape[1], total)
@@ -367,12 +369,12 @@ def _inferred_mask(model: PreTrainedModel, ids: torch.Tensor, config: Generation
     return model._prepare_attention_mask_for_generation(ids, config, {})
 
 
-def _refuse_unknown(model: PreTrainedModel, extras: dict[str, Any]) -> None:
+def _refuse_unknown(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
     """Refuse model inputs that the model does not take, among them every misspelt parameter."""
     takes = set(inspect.signature(model.forward).parameters)
     takes |= set(inspect.signature(model.prepare_inputs_for_generation).parameters)
     takes -= _SET_BY_THE_ENGINE
-    for name in extras:
+    for name in model_kwargs:
         if name in _SET_BY_THE_ENGINE:
             raise OptionError(f"{name!r} is set by the engine in every step and cannot be an input: leave it out")
         if name in takes:

@@ -14,16 +14,16 @@ _CONTEXT = 10  # tokens before new ones that a tokenizer is shown with them
 class Translator:
     """For one row. mask [1, prompt columns]: 0 where a pad is. beginning [1, n]: ids that come before those given.
 
-    last_column: the draft's texts get no longer.
+    max_columns: the draft's texts get no longer.
     """
 
     def __init__(
-        self, tokenizer: Any, draft_tokenizer: Any, mask: torch.Tensor, beginning: torch.Tensor | None, last_column: int
+        self, tokenizer: Any, draft_tokenizer: Any, mask: torch.Tensor, beginning: torch.Tensor | None, max_columns: int
     ):
         self._tokenizer, self._draft_tokenizer = tokenizer, draft_tokenizer
         self._beginning = [] if beginning is None else beginning[0].tolist()
         self._pads = mask[0].tolist()
-        self.translation = Translation(self._to_draft, self._to_model, last_column)
+        self.translation = Translation(self._to_draft, self._to_model, max_columns)
 
     def _to_draft(self, ids: torch.Tensor) -> torch.Tensor:
         draft = self._draft_tokenizer

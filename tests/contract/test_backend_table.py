@@ -48,12 +48,12 @@ def same_texts(names: list[str], cache: str) -> bool:
 def is_for(cache: str, name: str) -> bool:
     try:
         new_cache(cache, name)
-    except caches.UnsupportedLayer:
+    except caches.UnsupportedLayerError:
         return False
     return True
 
 
-def new_cache(cache: str, name: str) -> caches.Driven:
+def new_cache(cache: str, name: str) -> caches.EngineCache:
     return caches.build(cache, tiny_model(name).config, **needed(cache))
 
 
@@ -101,7 +101,7 @@ def growth(cache: str) -> str:
         model, few, many = wide_llama(), 992, 1248
     try:
         per_token = (bytes_after(model, cache, many) - bytes_after(model, cache, few)) / (many - few)
-    except caches.UnsupportedLayer:
+    except caches.UnsupportedLayerError:
         return "those of its parts"
     config = model.config.get_text_config()
     width = getattr(config, "head_dim", None) or config.hidden_size // max(1, getattr(config, "num_attention_heads", 1))
@@ -122,11 +122,11 @@ def trial_of(cache: str, kinds: list[str]) -> Trial | None:
 
 
 def follows_rows(cache: str) -> bool:
-    return bool(trial := trial_of(cache, list(KINDS))) and shows(trial, trial.rows, [2, 0])
+    return bool(trial := trial_of(cache, list(KINDS))) and shows(trial, trial.select_rows, [2, 0])
 
 
 def takes_more_rows(cache: str) -> bool:
-    return bool(trial := trial_of(cache, list(KINDS))) and shows(trial, trial.rows, [2, 0, 1, 1])
+    return bool(trial := trial_of(cache, list(KINDS))) and shows(trial, trial.select_rows, [2, 0, 1, 1])
 
 
 def drops_across_an_edge(cache: str) -> bool:

@@ -15,7 +15,7 @@ def fed(model, cache, ids):
         for column in ids.split(1, dim=1):
             cache.begin(1)
             logits = model(column, past_key_values=cache).logits[:, -1]
-            cache.settle()
+            cache.commit()
     return logits
 
 
@@ -37,7 +37,7 @@ def test_the_last_step_can_still_be_taken_back(name):
             else:
                 cache.abort()
                 break
-        assert (cache.seen, cache.is_open) == (64, False)
+        assert (cache.total_tokens, cache.is_open) == (64, False)
         cache.crop(-1)
         assert torch.equal(fed(model, cache, ids[:, 63:64]), expected)
     assert failed > 1
@@ -57,7 +57,7 @@ def test_an_empty_cache_takes_any_number_of_rows(backend, why, monkeypatch):
         layers = (model.backbone if backend == "mamba" else model.model).layers
         with monkeypatch.context() as patch:
             patch.setattr(layers[2], "forward", lambda *args, **kwargs: 1 / 0)
-            with pytest.raises(engine.Interrupted):
+            with pytest.raises(engine.GenerationInterrupted):
                 engine.generate(model, prompt(), cache=cache, max_new_tokens=4)
     for rows in (4, 1, 3):
         assert cache.max_rows is None

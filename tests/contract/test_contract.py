@@ -18,8 +18,12 @@ pytestmark = pytest.mark.covering("values", "pairs")
 def test_a_kind_is_taken_or_refused_with_a_remedy_that_works(backend, kind):
     if (backend, kind) in CELLS:
         cache = build(backend, KINDS[kind])
-        assert isinstance(cache, caches.Driven)
-        assert (cache.seen, cache.batch_size, cache.is_open if hasattr(cache, "is_open") else False) == (0, -1, False)
+        assert isinstance(cache, caches.EngineCache)
+        assert (cache.total_tokens, cache.batch_size, cache.is_open if hasattr(cache, "is_open") else False) == (
+            0,
+            -1,
+            False,
+        )
         return
     try:
         cache = build(backend, KINDS[kind])
@@ -28,13 +32,13 @@ def test_a_kind_is_taken_or_refused_with_a_remedy_that_works(backend, kind):
     else:  # it keeps nothing, whatever is done with it
         for operation, arguments in (
             ("begin", (5,)),
-            ("settle", (2,)),
+            ("commit", (2,)),
             ("abort", ()),
             ("reserve", (9,)),
             ("reset", ()),
         ):
             getattr(cache, operation)(*arguments)
-            assert (cache.handle, cache.seen, cache.bytes, cache.batch_size) == (None, 0, 0, -1)
+            assert (cache.handle, cache.total_tokens, cache.bytes, cache.batch_size) == (None, 0, 0, -1)
         return
     assert backend in message or "window_length" in message
     remedies = set(re.findall(r"cache='(\w+)'", message)) - {backend}
@@ -52,13 +56,13 @@ def test_steps(trial, rows):
     for count in STEPS:
         trial.step(count)
         trial.check()
-    assert trial.seen > WINDOW + 3 + 40
+    assert trial.total_tokens > WINDOW + 3 + 40
 
 
 @each_cell
 def test_a_loop_that_neither_begins_nor_settles(trial):
     for count in STEPS:
-        if trial.narrow is not None and trial.seen + count > trial.narrow and count > 1:
+        if trial.narrow is not None and trial.total_tokens + count > trial.narrow and count > 1:
             refused(trial, trial.feed, count, match="further back than the window")
             count = 1
         trial.feed(count)
@@ -104,18 +108,20 @@ def test_an_aborted_step_leaves_no_trace(trial):
 def test_dropped_tokens_are_forgotten_also_across_the_edge_of_a_window(trial):
     for size, last in zip(EDGES, [[], [], [], [], [], [], [(70, 7)]], strict=True):
         trial.step(size)
-        for count, drop in ((1, 1), (5, 2), (4, 4), (5, 0), (12, 7), *last):
+        for count, rejected in ((1, 1), (5, 2), (4, 4), (5, 0), (12, 7), *last):
             tokens = trial.fresh(count)
             trial.cache.begin(count)
             trial.forward(tokens)
-            assert trial.cache.can_drop(drop) == trial.can_drop(drop, count)
-            if trial.can_drop(drop, count):
-                trial.cache.settle(drop)
-                trial.commit(tokens, drop)
+            assert trial.cache.can_reject(rejected) == trial.can_reject(rejected, count)
+            if trial.can_reject(rejected, count):
+                trial.cache.commit(rejected)
+                trial.commit(tokens, rejected)
                 trial.check()
             else:
-                refused(trial, trial.cache.settle, drop, match=f"takes back whole steps only, not {drop} of {count}")
-    trial.step(30, drop=30)
+                refused(
+                    trial, trial.cache.commit, rejected, match=f"takes back whole steps only, not {rejected} of {count}"
+                )
+    trial.step(30, rejected=30)
     trial.check()
 
 
@@ -126,10 +132,10 @@ def test_cropping(trial):
     for count in (*EDGES, 30, 1, 2):
         trial.step(count)
         trial.crop(0)
-        trial.crop(trial.seen + 5)
+        trial.crop(trial.total_tokens + 5)
         trial.check()
-        for argument in (trial.seen - 1, -trial.last_step, -3, 4):
-            removed = trial.seen - argument if argument > 0 else -argument
+        for argument in (trial.total_tokens - 1, -trial.last_step, -3, 4):
+            removed = trial.total_tokens - argument if argument > 0 else -argument
             possible = trial.can_crop(removed)
             if possible is False:
                 refused(trial, trial.crop, argument)
@@ -142,12 +148,12 @@ def test_cropping(trial):
             copied.check()
             copied.step(2)
             copied.check()
-    refused(trial, trial.crop, -trial.seen - 1, match="cannot be removed")
+    refused(trial, trial.crop, -trial.total_tokens - 1, match="cannot be removed")
     if None not in trial.kind.bounds and trial.kind.bounds:
         trial.step(60)  # nothing is left of so long ago
         trial.step(9)
         refused(trial, trial.crop, 20, match="Reset the cache and feed the tokens to keep again")
-    trial.crop(-trial.seen)
+    trial.crop(-trial.total_tokens)
     trial.check()
     trial.step(3)
     trial.check()
@@ -158,14 +164,14 @@ def test_rows(trial, rows):
     for count in EDGES:
         trial.step(count)
         for index in (range(rows - 1, -1, -1), [rows - 1] * rows):
-            trial.rows(list(index))
+            trial.select_rows(list(index))
             trial.check()
         trial.step(1)
         trial.check()
     trial.cache.reorder_cache(torch.arange(rows))
     trial.check()
-    refused(trial, trial.cache.rows, torch.tensor([rows]), match="holds rows 0 to")
-    refused(trial, trial.cache.rows, torch.tensor([], dtype=torch.long), match="holds rows 0 to")
+    refused(trial, trial.cache.select_rows, torch.tensor([rows]), match="holds rows 0 to")
+    refused(trial, trial.cache.select_rows, torch.tensor([], dtype=torch.long), match="holds rows 0 to")
     if trial.cache.fixed:
         match = f"room for {rows} rows cannot hold {2 * rows}.*max_batch_size"
         refused(trial, trial.cache.batch_repeat_interleave, 2, match=match)
@@ -191,10 +197,15 @@ def test_a_fork_is_rows_repeated(backend, kind):
     trial.step(9)
     trial.fork(1)
     for count in EDGES:
-        for fork in ([trial.fork, 2], [trial.rows, [1, 0, 3, 3]], [trial.fork, 2], [trial.rows, [6, 7, 2, 2]]):
+        for fork in (
+            [trial.fork, 2],
+            [trial.select_rows, [1, 0, 3, 3]],
+            [trial.fork, 2],
+            [trial.select_rows, [6, 7, 2, 2]],
+        ):
             fork[0](fork[1])
             trial.check()
-            trial.step(count, drop=count if count % 2 else 0)
+            trial.step(count, rejected=count if count % 2 else 0)
             trial.check()
             trial.cache.begin(2)
             trial.forward(trial.fresh(2), range(2))
@@ -206,7 +217,7 @@ def test_a_fork_is_rows_repeated(backend, kind):
             copy.deepcopy(trial).step(2)
             step(1)
             trial.check()
-            trial.rows(index)
+            trial.select_rows(index)
             trial.check()
         trial.feed(1)
         trial.check()
@@ -233,7 +244,7 @@ def test_tokens_from_before_a_fork_can_be_taken_back(backend, kind):
         trial.crop(-removed)
         trial.check()
         trial.step(2)
-        trial.rows([2, 1, 0, 3, 4, 5])
+        trial.select_rows([2, 1, 0, 3, 4, 5])
         trial.step(30)
         trial.check()
 
@@ -247,14 +258,14 @@ def test_rows_that_there_is_room_for_can_come_later(backend, kind):
     trial = Trial(backend, kind, 2, max_batch_size=6)
     trial.step(9)
     for index in ([1], [0] * 6, [5, 3]):
-        trial.rows(index)
+        trial.select_rows(index)
         trial.check()
         trial.step(3)
         trial.check()
-    trial.rows([1] * 5)
+    trial.select_rows([1] * 5)
     trial.crop(-trial.last_step)
     trial.check()
-    refused(trial, trial.rows, [0] * 7, match="room for 6 rows cannot hold 7")
+    refused(trial, trial.select_rows, [0] * 7, match="room for 6 rows cannot hold 7")
     trial.cache.reset()
     trial.forget(7)
     with pytest.raises(caches.CapacityError, match="room for 6 rows, but the step has 7"):

@@ -29,10 +29,10 @@ def test_bytes(trial):
         # Columns: half as many again and a round number of them. States: also as they were, and what was read last.
         most = [1.5 * one.nbytes + 64 * one[:, :, :1].nbytes if one.ndim == 4 else 4 * one.nbytes for one in held]
         # A codec's scales are as many bytes as the two numbers they are for here.
-        most = [size * (1.25 if trial.own.encodes else 1) for size in most]
+        most = [size * (1.25 if trial.own.is_quantized else 1) for size in most]
         assert sizes[-1] - trial.cache.bytes_by_place.get("staging", 0) <= sum(most)
     if trial.kind.takes_back_in_part and trial.last_step:
-        trial.step(5, drop=2)
+        trial.step(5, rejected=2)
         assert trial.cache.bytes == sum(storage(trial.cache).values())
     trial.cache.reset()
     assert trial.cache.bytes == sum(storage(trial.cache).values())
@@ -86,11 +86,15 @@ def test_rows_are_copied_layer_by_layer(monkeypatch):
 
     trial = with_room("offloaded", "full", 8)
     trial.step(20)
-    for name in ("written", "load_written"):
+    for name in ("state_dict", "load_state_dict"):
         monkeypatch.setattr(Layer, name, telling(name, getattr(Layer, name)))
     caches.join_rows([caches.select_rows(trial.cache, torch.tensor([row])) for row in (1, 0)])
     layers = len(trial.cache.layers)
-    assert events == 2 * layers * ["written", "load_written"] + layers * ["written", "written", "load_written"]
+    assert events == 2 * layers * ["state_dict", "load_state_dict"] + layers * [
+        "state_dict",
+        "state_dict",
+        "load_state_dict",
+    ]
 
 
 @each_cell
@@ -99,10 +103,15 @@ def test_tuples(trial):
     specs = trial.kind.specs
     for count in (4, 20):
         trial.step(count)
-        says_all = all(spec.streams == {"kv"} and trial.held(index) == trial.seen for index, spec in enumerate(specs))
+        says_all = all(
+            spec.components == {"kv"} and trial.held(index) == trial.total_tokens for index, spec in enumerate(specs)
+        )
         if not says_all:
             refused(
-                trial, trial.cache.to_legacy_cache, error=caches.UnsupportedLayer, match=r"layer \d \(\w+\).*Keep the"
+                trial,
+                trial.cache.to_legacy_cache,
+                error=caches.UnsupportedLayerError,
+                match=r"layer \d \(\w+\).*Keep the",
             )
             continue
         tuples = trial.cache.to_legacy_cache()
@@ -153,11 +162,11 @@ def test_fixed_tensors_never_move(trial):
     assert before
     for count in STEPS:
         trial.step(count)
-        trial.rows([2, 0, 1])
+        trial.select_rows([2, 0, 1])
         trial.cache.begin(4)
         trial.forward(trial.fresh(4))
         trial.cache.abort()
-        trial.step(3, drop=3)
+        trial.step(3, rejected=3)
     trial.crop(-trial.last_step)
     trial.cache.reserve(250)
     trial.step(2)
@@ -184,7 +193,7 @@ def test_compiled_steps_are_handed_the_whole_room(trial):
                 trial.own.update(*[torch.full((3, 2, 3, 2), float("nan"), dtype=torch.float64)] * 2, layer)
         trial.cache.abort()
         trial.step(1, graph=True)
-        trial.step(1, drop=1, graph=True)
+        trial.step(1, rejected=1, graph=True)
         trial.check()
     for _ in range(30):
         trial.step(1, graph=True)

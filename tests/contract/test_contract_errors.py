@@ -39,11 +39,11 @@ def refuses(trial, error, match, operation, *arguments):
 
 
 def first(trial, stream):
-    return next((index for index, spec in enumerate(trial.kind.specs) if stream in spec.streams), None)
+    return next((index for index, spec in enumerate(trial.kind.specs) if stream in spec.components), None)
 
 
 def last(trial, stream):
-    return max((index for index, spec in enumerate(trial.kind.specs) if stream in spec.streams), default=None)
+    return max((index for index, spec in enumerate(trial.kind.specs) if stream in spec.components), default=None)
 
 
 @pytest.mark.parametrize("wrong", WRONG_STEPS)
@@ -53,7 +53,7 @@ def test_steps_of_another_model(trial, wrong):
     layer = last(trial, KV)
     keys = keys_of(trial.fresh(1), 0)
     if layer is None:
-        refuses(trial, caches.UnsupportedLayer, "keeps no keys and values", trial.own.update, keys, keys, 0)
+        refuses(trial, caches.UnsupportedLayerError, "keeps no keys and values", trial.own.update, keys, keys, 0)
         return
     wrong_keys = WRONG_STEPS[wrong](keys)
     match = "the step has" if wrong == "more rows" else "a cache belongs to one model"
@@ -77,7 +77,7 @@ def test_layers_that_are_not_there(trial, layer):
         lambda: own.update_conv_state(keys[:, 0], layer, conv_kernel_size=4),
         lambda: own.update_recurrent_state(keys[:, 0], layer),
     ):
-        refuses(trial, caches.UnsupportedLayer, rf"layer {layer} was asked for.*numbered", call)
+        refuses(trial, caches.UnsupportedLayerError, rf"layer {layer} was asked for.*numbered", call)
 
 
 @each_cell
@@ -90,9 +90,9 @@ def test_streams_that_a_layer_does_not_keep(trial):
     }
     tried = 0
     for layer, spec in enumerate(trial.kind.specs):
-        for stream in calls.keys() - spec.streams:
+        for stream in calls.keys() - spec.components:
             match = rf"layer {layer} \({spec.layer_type}\) keeps no .*configuration of the model"
-            refuses(trial, caches.UnsupportedLayer, match, calls[stream], layer)
+            refuses(trial, caches.UnsupportedLayerError, match, calls[stream], layer)
             tried += 1
     assert tried or trial.kind.specs[0] == HYBRID
 
@@ -101,7 +101,7 @@ def test_streams_that_a_layer_does_not_keep(trial):
 def test_states_of_another_model(trial):
     layer = first(trial, STATE)
     if layer is None:
-        refuses(trial, caches.UnsupportedLayer, "keeps no state", trial.own.get_conv_state, 0)
+        refuses(trial, caches.UnsupportedLayerError, "keeps no state", trial.own.get_conv_state, 0)
         return
     conv = trial.own.layers[layer].conv_states[0]
     for wrong, match in ((conv.repeat(2, 1, 1), "the step has"), (conv.repeat(1, 2, 1), "belongs to one model")):
@@ -115,7 +115,7 @@ def test_more_than_there_is_room_for(trial):
         trial.step(SIZE + 1)
         trial.check()
         return
-    trial.step(SIZE - trial.seen - 2)
+    trial.step(SIZE - trial.total_tokens - 2)
     match = f"holds {SIZE - 2} of at most {SIZE} tokens and cannot take 3 more: 1 too many.*max_cache_len={SIZE + 1}"
     for attempt in (lambda: trial.cache.begin(3), lambda: trial.feed(3)):
         if trial.kind.has_states or any(spec.keeps_kv for spec in trial.kind.specs):
@@ -130,17 +130,17 @@ def test_more_than_there_is_room_for(trial):
 def test_steps_out_of_order(trial):
     cache = trial.cache
     with pytest.raises(caches.StepError, match="without begin"):
-        cache.settle()
+        cache.commit()
     cache.begin(2)
-    for operation, arguments in (("begin", (2,)), ("rows", (torch.tensor([0]),)), ("crop", (1,))):
+    for operation, arguments in (("begin", (2,)), ("select_rows", (torch.tensor([0]),)), ("crop", (1,))):
         with pytest.raises(caches.StepError, match=r"open: settle\(\) or abort\(\)"):
             getattr(cache, operation)(*arguments)
     tokens = trial.fresh(2)
     trial.forward(tokens)
-    for drop in (3, -1):
-        with pytest.raises(caches.StepError, match=f"drop={drop}.*has 2 tokens"):
-            cache.settle(drop)
-    cache.settle()
+    for rejected in (3, -1):
+        with pytest.raises(caches.StepError, match=f"rejected={rejected}.*has 2 tokens"):
+            cache.commit(rejected)
+    cache.commit()
     trial.commit(tokens)
     trial.check()
 
@@ -149,17 +149,17 @@ def test_steps_out_of_order(trial):
 def test_numbers_that_are_not_finite(trial):
     trial.cache.check_finite()
     specs = trial.kind.specs
-    layer = max(index for index, spec in enumerate(specs) if spec.streams)
-    if KV in specs[layer].streams:
+    layer = max(index for index, spec in enumerate(specs) if spec.components)
+    if KV in specs[layer].components:
         name, tokens = "keys", trial.fresh(1)
         trial.cache.begin(1)
         trial.forward(tokens, [index for index in range(len(specs)) if index != layer])
         keys = keys_of(tokens, layer)
         keys[1, 1] = float("nan")
         trial.own.update(keys, keys, layer)
-        trial.cache.settle()
+        trial.cache.commit()
     else:
-        name, held = next(iter(trial.own.layers[layer].content().items()))
+        name, held = next(iter(trial.own.layers[layer].dense_state().items()))
         held[1, ..., -1] = float("nan")
     with pytest.raises(caches.StepError, match=f"layer {layer}: .*numbers of {name} in row 1 are NaN"):
         trial.cache.check_finite()

@@ -12,7 +12,7 @@ from exact_codecs import Exactly
 import caches
 from caches import backends
 from caches.core.prefix_sharing import Forking
-from caches.protocol import Log
+from caches.protocol import TokenLog
 from caches.transfer.comparison import first_layer
 from configs import SinkCacheConfig
 
@@ -35,7 +35,7 @@ def test_where_layers_compute():
 
 def test_which_layers_a_window_with_sinks_can_be_for():
     cache = caches.recipe("sink").build(None, SinkCacheConfig(window_length=64))
-    with pytest.raises(caches.UnsupportedLayer, match="would never show its first tokens"):
+    with pytest.raises(caches.UnsupportedLayerError, match="would never show its first tokens"):
         cache.empty_like().check_fits(tiny_model("mistral").config)
 
 
@@ -51,7 +51,7 @@ def test_the_reader_of_joined_logs():
     ids = torch.ones(1, 3, dtype=torch.long)
 
     def joined(*readers):
-        return Log.joined([Log(ids, ids, reader=reader) for reader in readers])
+        return TokenLog.joined([TokenLog(ids, ids, reader=reader) for reader in readers])
 
     assert joined(weakref.ref(one), weakref.ref(one)).live_reader is one
     assert joined(weakref.ref(one), weakref.ref(other)).live_reader is None
@@ -63,26 +63,26 @@ def test_the_reader_of_joined_logs():
 def test_a_full_disk_does_not_undo_a_step_that_is_settled(monkeypatch):
     cache = filled("dynamic")
     cache.fork(2)
-    monkeypatch.setattr("caches.stores.shared_prefix.ForkedTimeline.would_be_cheaper_apart", True)
+    monkeypatch.setattr("caches.stores.shared_prefix.ForkedTimeline.should_unshare", True)
 
     def starved(self):
         raise caches.CapacityError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Forking, "start_unfork", starved)
+        patch.setattr(Forking, "start_unshare", starved)
         patch.setattr("caches.memory.buffers.DeviceBuffer._allocate", starved)
-        patch.setattr("caches.stores.dense.GrowingStore.rows", lambda store, index: starved(store))
-        cache.unfork_if_read_whole()
+        patch.setattr("caches.stores.dense.GrowingStore.select_rows", lambda store, index: starved(store))
+        cache.unshare_if_materialized()
     assert not cache.unfinished
     cache.crop(0)
     assert not cache.shares
-    assert (cache.seen, cache.batch_size) == (40, 4)
+    assert (cache.total_tokens, cache.batch_size) == (40, 4)
 
 
 def test_a_codec_that_does_not_say_its_bits_is_not_compared(monkeypatch):
     monkeypatch.setattr(backends, "new_codec", lambda options, name: Exactly())
     cache = filled("quantized", residual_length=4)
-    with pytest.raises(caches.Unknowable, match=r"nothing tells how the .* rounds"):
+    with pytest.raises(caches.UnknownContentError, match=r"nothing tells how the .* rounds"):
         first_layer(cache)
 
 
@@ -95,7 +95,7 @@ def test_only_encoded_columns_may_differ_by_a_rounding():
     with torch.no_grad():
         model(prompt(rows=4, tokens=30, pads=0)["input_ids"], past_key_values=cache)
     keys = first_layer(cache)[0][0]
-    tail = cache.layers[0].timeline.tail.encoded
+    tail = cache.layers[0].timeline.suffix.encoded
     assert 0 < trunk < 40
     assert 0 < tail < 30
     assert (keys.exact, keys.later) == (trunk, range(40, 40 + tail))

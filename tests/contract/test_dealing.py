@@ -15,7 +15,7 @@ from unfinished import OUT, asked
 import caches
 from caches.transfer import dealing
 from caches.transfer.dealing import deal_rows, gather_rows
-from engine.planning.peak_memory import Live
+from engine.planning.peak_memory import PeakMemory
 
 INDEXES = [[0, 1], [2, 3]]
 
@@ -24,7 +24,7 @@ def four_rows(backend: str, kind: str, forks: bool) -> Trial:
     """Two prompts that became two rows each: forked rows go on sharing what they have in common."""
     trial = with_room(backend, kind, 4)
     trial.step(9)
-    trial.fork(2) if forks else trial.rows([0, 0, 1, 1])
+    trial.fork(2) if forks else trial.select_rows([0, 0, 1, 1])
     trial.step(3)
     trial.step(1)
     return trial
@@ -40,8 +40,8 @@ def gathered(trial: Trial, parts: list[Trial]) -> Trial:
     return trial.holding(gather_rows([part.cache for part in parts]))
 
 
-def log_of(cache: caches.Driven, ids: torch.Tensor) -> None:
-    cache.log = caches.Log(ids, torch.ones_like(ids))
+def log_of(cache: caches.EngineCache, ids: torch.Tensor) -> None:
+    cache.log = caches.TokenLog(ids, torch.ones_like(ids))
 
 
 def cases() -> list:
@@ -59,7 +59,7 @@ def test_everything_is_there_afterwards(backend, kind, forks):
     log_of(trial.cache, torch.arange(8).view(4, 2))
     shared = any(part.shares for part in trial.cache.parts)
     parts = dealt(trial)
-    assert (trial.cache.seen, trial.cache.batch_size, trial.cache.bytes) == (0, -1, 0)
+    assert (trial.cache.total_tokens, trial.cache.batch_size, trial.cache.bytes) == (0, -1, 0)
     for part in parts:
         part.check()
         assert any(one.shares for one in part.cache.parts) == shared
@@ -112,9 +112,9 @@ def test_what_fails_on_the_way_changes_nothing(backend, kind):
 @pytest.mark.parametrize("backend", ["dynamic", "static", "quantized", "offloaded"])
 def test_hardly_more_than_a_layer_is_there_twice(backend):
     trial = with_room(backend, "full", 4)
-    with Live(torch.nn.Module()) as live:
+    with PeakMemory(torch.nn.Module()) as live:
         trial.step(200)
-        trial.rows([0, 0, 1, 1])
+        trial.select_rows([0, 0, 1, 1])
         before, layers = trial.cache.bytes, len(trial.cache.layers)
         live.most = start = live._now
         parts = dealt(trial)
@@ -218,4 +218,4 @@ def test_what_can_neither_be_gathered_nor_brought_back_is_empty_everywhere(monke
     monkeypatch.setattr(dealing._Share, "deal", fails)
     with pytest.raises(caches.StepError, match="so did bringing back"):
         gather_rows([part.cache for part in parts])
-    assert [(part.cache.seen, part.cache.batch_size, part.cache.bytes) for part in parts] == [(0, -1, 0)] * 2
+    assert [(part.cache.total_tokens, part.cache.batch_size, part.cache.bytes) for part in parts] == [(0, -1, 0)] * 2

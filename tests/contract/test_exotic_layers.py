@@ -61,22 +61,22 @@ def test_a_step_is_undone_as_a_whole(model):
     with torch.no_grad():
         for live in (cache, untouched):
             step(live, ids)
-            live.settle()
+            live.commit()
         step(cache, ids[:, :5] * 0 + 7)
         with pytest.raises(caches.StepError, match="takes back whole steps only"):
-            cache.settle(drop=2)
-        cache.settle(drop=5)
+            cache.commit(rejected=2)
+        cache.commit(rejected=5)
         step(cache, ids[:, :3] * 0 + 9)
         cache.abort()
-        assert cache.seen == untouched.seen == 13
+        assert cache.total_tokens == untouched.total_tokens == 13
         if "Qwen4" not in type(model).__name__:  # its states keep what it takes to go back one step
             assert cache.bytes == untouched.bytes
         torch.testing.assert_close(step(cache, ids[:, :1]), step(untouched, ids[:, :1]))
-        cache.settle()
+        cache.commit()
     with pytest.raises(caches.StepError, match="only the last step can be taken back"):
         cache.crop(-1)
     cache.reset()
-    assert cache.seen == cache.bytes == 0
+    assert cache.total_tokens == cache.bytes == 0
 
 
 def test_a_failed_forward_leaves_no_trace(model, monkeypatch):
@@ -94,7 +94,7 @@ def test_a_failed_forward_leaves_no_trace(model, monkeypatch):
         return forward(self, *arguments, **options)
 
     monkeypatch.setattr(type(model.model.layers[-1]), "forward", fails_once)
-    with pytest.raises(engine.Interrupted) as failure:
+    with pytest.raises(engine.GenerationInterrupted) as failure:
         engine.generate(model, inputs, max_new_tokens=NEW, on_oom=[])
     partial = failure.value.partial
     rest = engine.generate(model, partial.sequences, cache=partial.cache, max_new_tokens=NEW - 7)
@@ -102,7 +102,7 @@ def test_a_failed_forward_leaves_no_trace(model, monkeypatch):
 
 
 def test_static_refuses_them(model):
-    with pytest.raises(caches.UnsupportedLayer, match=r"only transformers' own layer knows.*cache='dynamic'"):
+    with pytest.raises(caches.UnsupportedLayerError, match=r"only transformers' own layer knows.*cache='dynamic'"):
         engine.generate(model, prompt(), cache="static", max_new_tokens=NEW)
 
 
@@ -111,5 +111,7 @@ def test_a_kind_that_nobody_has_tried_is_refused():
     config.layer_types = ["full_attention", "reference_sliding_attention"]
     for cache in ("dynamic", "static"):
         options = {"max_cache_len": 9} if cache == "static" else {}
-        with pytest.raises(caches.UnsupportedLayer, match=r"reference_sliding_attention.* keeps something unknown"):
+        with pytest.raises(
+            caches.UnsupportedLayerError, match=r"reference_sliding_attention.* keeps something unknown"
+        ):
             caches.build(cache, config, **options)

@@ -14,8 +14,8 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from trial import storage, with_room
 
 import caches
-from caches.attention.segmented_tensor import Pieced, plain
-from caches.attention.segments import Apart, Exact
+from caches.attention.segmented_tensor import SegmentedTensor, plain
+from caches.attention.segments import DenseSegment, PerRowSegment
 from caches.memory.buffers import HostBuffer
 
 pytestmark = pytest.mark.covering("values", "pairs")
@@ -33,8 +33,8 @@ CLOSE = {"atol": 1e-3, "rtol": 1e-4}
 @pytest.fixture
 def wholes(monkeypatch):
     """Every view that was needed whole."""
-    found, whole = [], Pieced.whole
-    monkeypatch.setattr(Pieced, "whole", lambda view: found.append(view) or whole(view))
+    found, whole = [], SegmentedTensor.whole
+    monkeypatch.setattr(SegmentedTensor, "whole", lambda view: found.append(view) or whole(view))
     return found
 
 
@@ -47,7 +47,7 @@ def both(model, cache="dynamic", tokens=1, **options) -> tuple[Loop, torch.Tenso
     """The loop that forked, its logits, and those of one that copied."""
     forked, copied = Loop(model, cache, **options), Loop(model, cache, **options)
     forked.fork(SIBLINGS)
-    copied.rows(REPEATED)
+    copied.select_rows(REPEATED)
     return forked, forked.beams(tokens), copied.beams(tokens)
 
 
@@ -95,7 +95,7 @@ def test_any_backend(name, cache, as_they_are, wholes):
     assert not wholes
     assert forked.forks
     if "quantized" in cache:
-        assert any(not fork.tail.is_in_full for fork in forked.forks)
+        assert any(not fork.suffix.is_in_full for fork in forked.forks)
 
 
 # Nothing is copied.
@@ -108,8 +108,8 @@ def test_a_prompt_stays_where_it_is(name):
     loop.fork(SIBLINGS)
     loop.beams()
     assert loop.storage == before
-    loop.rows(torch.tensor([3, 5, 0, 1]))  # fewer of each, and the prompts in another order
-    assert [(fork.trunk.rows, fork.siblings) for fork in loop.forks] == [(2, 2)] * len(loop.forks)
+    loop.select_rows(torch.tensor([3, 5, 0, 1]))  # fewer of each, and the prompts in another order
+    assert [(fork.prefix.rows, fork.rows_per_prefix) for fork in loop.forks] == [(2, 2)] * len(loop.forks)
     loop.step()
 
 
@@ -121,18 +121,18 @@ def test_only_a_step_of_one_token_that_needs_the_whole_ends_the_sharing(backend,
     shares = [2 for part in trial.cache.parts for _ in part._forks]
     assert bool(shares) == (KINDS[kind].cross or (None in trial.kind.bounds and kind != "indexed"))
 
-    def siblings() -> list[int]:
-        return [fork.siblings for part in trial.cache.parts for fork in part._forks]
+    def rows_per_prefix() -> list[int]:
+        return [fork.rows_per_prefix for part in trial.cache.parts for fork in part._forks]
 
     for layer in trial.all_layers:
-        for columns in layer.content().values():
+        for columns in layer.dense_state().values():
             columns.clone()  # between steps, which says nothing about the model
     trial.step(1)
-    assert siblings() == shares
+    assert rows_per_prefix() == shares
     trial.step_whole(3)
-    assert siblings() == shares
+    assert rows_per_prefix() == shares
     trial.step_whole(1)
-    assert set(siblings()) <= {1}
+    assert set(rows_per_prefix()) <= {1}
     trial.check()
 
 
@@ -146,7 +146,7 @@ def test_bytes_are_those_of_the_prompts_and_the_tails():
     assert cache.bytes == prompts * (1 + 16 * 16 / 1024)
     cache.reserve(1024 + 100)  # in all
     assert cache.bytes == prompts * (1 + 112 * 16 / 1024)
-    cache.unfork()
+    cache.unshare()
     assert cache.bytes >= prompts * 16
 
 
@@ -171,9 +171,9 @@ def test_the_order_that_there_is_costs_nothing(trial):
 
     trial.step(9)
     stays = held()
-    trial.rows([0, 1, 2])
+    trial.select_rows([0, 1, 2])
     assert held() == stays
-    trial.rows([2, 0, 1])
+    trial.select_rows([2, 0, 1])
     assert trial.cache.fixed or held() != stays or "offloaded" in trial.backend
 
 
@@ -186,7 +186,7 @@ def test_what_a_layer_was_handed_lasts_where_later_layers_read_it(backend):
     for _ in range(4):
         cache.begin(1)
         handed = [cache.update(*[torch.randn(ROWS, 2, 1, 8)] * 2, layer)[0] for layer in range(5)]
-        cache.settle()
+        cache.commit()
         for layer, keys in enumerate(handed):
             assert torch.equal(plain(keys), plain(cache.layers[layer].keys))
 
@@ -200,15 +200,15 @@ def test_who_goes_on_alone_is_an_ordinary_row_again(index):
         forked.fork(SIBLINGS)
         before = forked.storage
         forked.step()
-        forked.rows(index)
+        forked.select_rows(index)
         assert not forked.forks
-        assert forked.cache.stage.tail is None
+        assert forked.cache.scratch.suffix is None
         if index[0] < index[1]:  # else prompts change places
             assert forked.storage == before  # the tail was added to what was there
     for _ in range(20):
-        copied.rows(REPEATED)
+        copied.select_rows(REPEATED)
         copied.step()
-        copied.rows(index)
+        copied.select_rows(index)
     torch.testing.assert_close(forked.step(), copied.step(), **CLOSE)
     assert forked.cache.bytes == copied.cache.bytes
 
@@ -240,13 +240,13 @@ def test_codes_are_shared():
     cache.fork(SIBLINGS)
     for _ in range(70):
         feed_columns(cache, 1, ROWS)
-    trunks = [layer.stores["keys"].trunk for layer in cache.layers]
+    trunks = [layer.stores["keys"].prefix for layer in cache.layers]
     assert [part.buffer._memory.data_ptr() for trunk in trunks for part in trunk.parts.values()] == codes
-    assert all(layer.timeline.tail.encoded >= 60 for layer in cache.layers)
+    assert all(layer.timeline.suffix.encoded >= 60 for layer in cache.layers)
     for layer, held in zip(cache.layers, before, strict=True):
         assert torch.equal(plain(layer.keys)[:, :, :300], held[REPEATED])
-    cache.rows(torch.tensor([5]))
-    assert [fork.siblings for fork in cache._forks] == [
+    cache.select_rows(torch.tensor([5]))
+    assert [fork.rows_per_prefix for fork in cache._forks] == [
         1
     ]  # what was encoded since stays apart from the trunk's residual
     chosen = caches.join_rows([caches.select_rows(cache, torch.tensor([0, 0])), cache])
@@ -270,9 +270,9 @@ def test_rows_that_nobody_can_look_at_are_copied():
         one.fork(SIBLINGS)
         one.step()
     index = torch.tensor([1, 0, 2, 5, 5, 3])
-    loop.cache.rows(index.as_subclass(Elsewhere))
+    loop.cache.select_rows(index.as_subclass(Elsewhere))
     loop.mask, loop.cache.log = loop.mask[index], None
-    other.rows(index)
+    other.select_rows(index)
     assert other.forks
     assert not loop.forks
     torch.testing.assert_close(loop.step(), other.step(), **CLOSE)
@@ -295,10 +295,10 @@ def test_no_graph_and_room_to_the_end():
     with pytest.raises(caches.CapacityError, match="holds 88 of at most 90 tokens and cannot take 3 more: 1 too many"):
         cache.begin(3)
     feed_columns(cache, 2, ROWS)
-    assert max(layer.stores["keys"].tail.buffer.shape[2] for layer in cache.layers) <= 80
-    cache.unfork()
+    assert max(layer.stores["keys"].suffix.buffer.shape[2] for layer in cache.layers) <= 80
+    cache.unshare()
     assert cache.why_not_compiled is None
-    assert cache.seen == 90
+    assert cache.total_tokens == 90
 
 
 def test_a_step_of_another_model_is_refused():
@@ -327,7 +327,7 @@ def test_tuples_and_looking_for_numbers_that_are_not_finite(wholes):
     loop.step()
     assert loop.forks
     assert torch.equal(other.key_cache[2], loop.cache.key_cache[2][:, :, :-1])
-    loop.cache.layers[2].stores["values"].trunk.buffer[1, 0, 0] = float("nan")
+    loop.cache.layers[2].stores["values"].prefix.buffer[1, 0, 0] = float("nan")
     with pytest.raises(caches.StepError, match="numbers of values in row 3 are NaN"):
         loop.cache.check_finite()
 
@@ -355,10 +355,10 @@ def test_transformers_own_caches_copy():
     cache.fork(2)
     cache.begin(3)
     cache.handle.update(*[keys_of([[1, 2, 3]], 0)] * 2, 0)
-    cache.settle()
+    cache.commit()
     cache.fork(2)
     before = cache.handle.layers[0].keys
-    cache.rows(torch.tensor([0, 1]))
+    cache.select_rows(torch.tensor([0, 1]))
     assert cache.handle.layers[0].keys is before
     assert torch.equal(before, keys_of([[1, 2, 3]] * 2, 0))
 
@@ -390,10 +390,12 @@ TAKEN_WHOLE = {
 }
 
 
-def columns_in_pieces() -> tuple[Pieced, torch.Tensor]:
+def columns_in_pieces() -> tuple[SegmentedTensor, torch.Tensor]:
     """[4 rows of 2 prompts, 2 heads, 5 columns, 6], and the same as one tensor."""
     trunk, tail = torch.randn(2, 2, 3, 6, dtype=torch.float64), torch.randn(4, 2, 2, 6, dtype=torch.float64)
-    view = Pieced(lambda: iter([Exact(trunk), Apart(Exact(tail), 2)]), (4, 2, 5, 6), tail, siblings=2)
+    view = SegmentedTensor(
+        lambda: iter([DenseSegment(trunk), PerRowSegment(DenseSegment(tail), 2)]), (4, 2, 5, 6), tail, rows_per_prefix=2
+    )
     return view, torch.cat([trunk.repeat_interleave(2, dim=0), tail], dim=2)
 
 
@@ -401,7 +403,7 @@ def columns_in_pieces() -> tuple[Pieced, torch.Tensor]:
 def test_followed(name, wholes):
     view, numbers = columns_in_pieces()
     found, must = FOLLOWED[name](view), FOLLOWED[name](numbers)
-    assert isinstance(found, Pieced)
+    assert isinstance(found, SegmentedTensor)
     assert (found.shape, found.dtype, found.ndim, found.size(1)) == (must.shape, must.dtype, 4, must.size(1))
     left = torch.randn(4, must.shape[1], 3, must.shape[2], dtype=torch.float64)
     for product in (left @ found, torch.matmul(left, found), left.matmul(found)):
@@ -448,5 +450,5 @@ def test_on_a_gpu(name, cache, as_they_are):
     model = copy.deepcopy(model_with(name)).to("cuda", torch.float64)
     forked, found, must = both(model, cache, **options)
     torch.testing.assert_close(found, must, atol=1e-5, rtol=1e-5)
-    forked.cache.rows(torch.tensor([1, 0, 5], device="cuda"))
-    assert all(fork.siblings == 1 for fork in forked.forks)
+    forked.cache.select_rows(torch.tensor([1, 0, 5], device="cuda"))
+    assert all(fork.rows_per_prefix == 1 for fork in forked.forks)

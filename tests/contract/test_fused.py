@@ -11,8 +11,8 @@ from helpers import needs_kernels
 
 import caches
 import engine
-from caches.attention.segmented_tensor import Pieced
-from caches.attention.segments import Exact
+from caches.attention.segmented_tensor import SegmentedTensor
+from caches.attention.segments import DenseSegment
 from caches.quantization import fused_attention, kernel_build
 from caches.quantization.codec import CHOICES, Affine, new_codec
 from configs import ConfigError, QuantizedCacheConfig
@@ -42,7 +42,7 @@ def test_products_are_those_of_the_numbers(width, group, backend, bits, over_col
             close = CLOSE if over_columns else CLOSE | {"atol": 5e-3}
             torch.testing.assert_close(decode(kernel).scores(queries), decode(plain).scores(queries), **close)
             torch.testing.assert_close(decode(kernel).mixed(weights), decode(plain).mixed(weights), **close)
-        assert torch.equal(decode(kernel).numbers(), decode(plain).numbers())
+        assert torch.equal(decode(kernel).materialize(), decode(plain).materialize())
 
 
 CLOSE = {"atol": 1e-3, "rtol": 1e-4}
@@ -74,8 +74,8 @@ def test_attention_is_that_of_the_numbers(width, group, tokens, repeats, backend
             )
             for numbers in (torch.randn(3, 2, count, width) * 2 + 0.5 for count in columns[:-1])
         ]
-        pieces = [*coded, Exact(torch.randn(3, 2, 10, width)[:, :, : columns[-1]])]
-        views.append(Pieced(partial(list, pieces), (3, 2, sum(columns), width), query, attend=codec.attend))
+        pieces = [*coded, DenseSegment(torch.randn(3, 2, 10, width)[:, :, : columns[-1]])]
+        views.append(SegmentedTensor(partial(list, pieces), (3, 2, sum(columns), width), query, attend=codec.attend))
     attn_mask = None
     if mask is not None:
         attn_mask = torch.rand(3, 1, tokens, sum(columns)) > 0.3
@@ -83,7 +83,7 @@ def test_attention_is_that_of_the_numbers(width, group, tokens, repeats, backend
     if mask == "added":
         attn_mask = torch.where(attn_mask, torch.randn(attn_mask.shape), torch.finfo(torch.float32).min)
     attend = partial(torch.nn.functional.scaled_dot_product_attention, attn_mask=attn_mask, enable_gqa=True)
-    expected = attend(query, *(view.numbers() for view in views))
+    expected = attend(query, *(view.materialize() for view in views))
     torch.testing.assert_close(attend(query, *views), expected, atol=2e-3, rtol=1e-4)
     query[1, 0, 0, 0] = float("nan")
     spoilt = attend(query, *views).isnan().flatten(2).any(-1)
@@ -152,9 +152,11 @@ def test_columns_are_not_kept_alive(change):
 def test_other_types_are_refused_with_the_first_step():
     model = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
     options = {"cache": "quantized", "cache_config": {"fused": True, "residual_length": 4}}
-    with pytest.raises(engine.Interrupted, match=r"fused=True is for keys of float32 on a CPU.*bfloat16") as stopped:
+    with pytest.raises(
+        engine.GenerationInterrupted, match=r"fused=True is for keys of float32 on a CPU.*bfloat16"
+    ) as stopped:
         engine.generate(model, prompt(), **options)
-    assert stopped.value.partial.cache.seen == 0
+    assert stopped.value.partial.cache.total_tokens == 0
 
 
 @needs_kernels
@@ -163,7 +165,7 @@ def test_the_largest_codes_and_queries_do_not_overflow(group):
     """512 channels of 255 times 32767 are more than an integer of 32 bits holds."""
     codes = torch.full((1, 1, 5, 512), 255, dtype=torch.uint8)
     scale = torch.full((1, 1, 5, 512 // group), 1e-3)
-    keys = fused_attention.Coded(codes, scale, None, 8, 0, lambda: Exact(codes * 1e-3))
+    keys = fused_attention.QuantizedSegment(codes, scale, None, 8, 0, lambda: DenseSegment(codes * 1e-3))
     queries = torch.full((1, 1, 2, 512), 3.0)
     queries[:, :, 1] *= -1
     torch.testing.assert_close(keys.scores(queries), queries @ (codes * 1e-3).mT, rtol=1e-4, atol=0)

@@ -41,8 +41,14 @@ def options_for(target: str, kind: str) -> tuple[str, dict]:
 def moved(trial: Trial, target: str, kind: str) -> Trial:
     name, options = options_for(target, kind)
     source, (log, last_step) = trial.cache, (trial.cache.log, trial.last_step)
-    other = trial.holding(caches.move(source, name, **options))
-    assert (source.seen, source.batch_size, source.bytes, source.unfinished, source.log) == (0, -1, 0, False, None)
+    other = trial.holding(caches.migrate(source, name, **options))
+    assert (source.total_tokens, source.batch_size, source.bytes, source.unfinished, source.log) == (
+        0,
+        -1,
+        0,
+        False,
+        None,
+    )
     assert other.cache.log is log
     other.last_step, other.room_for_rows = last_step, 8 if other.cache.fixed else None
     return other
@@ -81,7 +87,7 @@ def test_everything_is_there_afterwards_or_it_is_refused(backend, kind, choices,
         name, options = options_for(target, kind)
         if not takes(target, kind):
             with pytest.raises((caches.CacheError, ConfigError)):
-                caches.move(trial.cache, name, **options)
+                caches.migrate(trial.cache, name, **options)
             trial.check()
             continue
         other = moved(trial, target, kind)
@@ -121,13 +127,13 @@ def test_what_fails_on_the_way_changes_nothing(backend, kind, choices, most):
     """Of a cache whose rows are half chosen what has been moved may come back chosen."""
     whole, half = forked(prepared(backend, kind)), forked(prepared(backend, kind))
     with memory(3), pytest.raises(OUT):
-        half.cache.rows(torch.tensor([3, 3, 0]))
+        half.cache.select_rows(torch.tensor([3, 3, 0]))
     for target, trial in itertools.product([target for target in choices if takes(target, kind)], (whole, half)):
         name, options = options_for(target, kind)
-        for moment in moments(asked(trial, lambda other: caches.move(other.cache, name, **options)), most):  # noqa: B023
+        for moment in moments(asked(trial, lambda other: caches.migrate(other.cache, name, **options)), most):  # noqa: B023
             other = copy.deepcopy(trial)
             with memory(moment), pytest.raises(OUT):
-                caches.move(other.cache, name, **options)
+                caches.migrate(other.cache, name, **options)
             assert other.cache.unfinished == trial.cache.unfinished
             if trial is half:
                 other.cache.finish()
@@ -138,14 +144,14 @@ def test_what_fails_on_the_way_changes_nothing(backend, kind, choices, most):
 def test_what_cannot_come_back_either_is_empty_and_says_so():
     trial = prepared("dynamic", "full")
     with memory() as counted:
-        caches.move(copy.deepcopy(trial).cache, "offloaded")
+        caches.migrate(copy.deepcopy(trial).cache, "offloaded")
     memory_is_out = memory(range(counted.count - 1, 10**6))
     with (
         memory_is_out,
         pytest.raises(caches.StepError, match=r"(?s)moving a dynamic cache failed.*so did bringing back"),
     ):
-        caches.move(trial.cache, "offloaded")
-    assert (trial.cache.seen, trial.cache.bytes) == (0, 0)
+        caches.migrate(trial.cache, "offloaded")
+    assert (trial.cache.total_tokens, trial.cache.bytes) == (0, 0)
     trial.forget(3)
     trial.step(2)
     trial.check()
@@ -191,7 +197,7 @@ def test_to_the_disk_it_takes_no_memory_on_the_way(backend):
     trial = with_room(backend, "full", 8)
     trial.step(200)
     with Largest() as largest:
-        other = caches.move(trial.cache, "offloaded", residency="disk")
+        other = caches.migrate(trial.cache, "offloaded", residency="disk")
     assert largest.numbers == 0
     trial.holding(other).check()
 
@@ -212,7 +218,7 @@ def codes(cache) -> list[torch.Tensor]:
         part.buffer.read(0, store.span(name, 0, 0)[1])
         for layer in cache.layers
         for whole in layer.stores.values()
-        for store in getattr(whole, "leaves", (whole,))
+        for store in getattr(whole, "row_holders", (whole,))
         for name, part in store._open_parts()
     ]
 
@@ -232,14 +238,14 @@ def test_codes_stay_as_they_are(options, encoded):
         one.step(70)
     before, count = codes(loop.cache), len(encoded)
     for target, place in (("offloaded_quantized", "host"), ("quantized", "device"), ("offloaded_quantized", "disk")):
-        loop.cache = caches.move(loop.cache, target, residency=place)
+        loop.cache = caches.migrate(loop.cache, target, residency=place)
         assert all(torch.equal(one, other) for one, other in zip(codes(loop.cache), before, strict=True))
     assert len(encoded) == count
     assert loop.forks
     assert torch.equal(loop.beams(), must.beams())
     before, count = codes(loop.cache), len(encoded)
-    loop.cache = caches.move(loop.cache, "quantized", residual_length=40)
-    if options["backend"] != "fp8":  # which encodes as many columns at a time as stay in full
+    loop.cache = caches.migrate(loop.cache, "quantized", residual_length=40)
+    if options["backend"] != "fp8":  # which is_quantized as many columns at a time as stay in full
         assert len(encoded) == count
         assert all(torch.equal(one, other) for one, other in zip(codes(loop.cache), before, strict=True))
     assert torch.isfinite(loop.step(3)).all()
@@ -250,7 +256,7 @@ def test_another_way_to_write_is_written_anew(encoded):
     feed_columns(cache, 100)
     held = [plain(layer.keys) for layer in cache.layers]
     count = len(encoded)
-    new = caches.move(cache, "quantized", backend="fp8", residual_length=5)
+    new = caches.migrate(cache, "quantized", backend="fp8", residual_length=5)
     assert len(encoded) == count + 8
     for layer, keys in zip(new.layers, held, strict=True):
         torch.testing.assert_close(plain(layer.keys), keys, atol=0.3, rtol=0.1)
@@ -262,9 +268,9 @@ def test_a_prompt_is_moved_once_for_all_its_rows():
     cache.fork(SIBLINGS)
     feed_columns(cache, 1, ROWS)
     before = cache.bytes
-    new = caches.move(cache, "offloaded")
+    new = caches.migrate(cache, "offloaded")
     assert new.bytes == before
-    assert [(fork.trunk.rows, fork.siblings) for fork in new._forks] == [(2, 3)]
+    assert [(fork.prefix.rows, fork.rows_per_prefix) for fork in new._forks] == [(2, 3)]
 
 
 @pytest.mark.parametrize("target", ["offloaded", "offloaded to disk", "static", "dynamic"])
@@ -276,25 +282,25 @@ def test_the_next_steps_compute_the_same(name, target):
         for one in (loop, must):
             prepare(one)
         name, options = options_for(target, "full")
-        loop.cache = caches.move(loop.cache, name, **options)
+        loop.cache = caches.migrate(loop.cache, name, **options)
         assert torch.equal(loop.step(), must.step())
 
 
 def test_a_fixed_cache_has_room_for_all_rows_that_share_a_prompt():
     trial = forked(prepared("dynamic", "full"))
-    other = trial.holding(caches.move(trial.cache, "static", max_cache_len=256))
+    other = trial.holding(caches.migrate(trial.cache, "static", max_cache_len=256))
     assert (other.cache.max_rows, len(other.cache._forks)) == (4, 1)
-    other.cache.unfork()
+    other.cache.unshare()
     other.room_for_rows = 4
     goes_on(other)
 
 
 def test_rows_that_share_nothing_any_more_are_ordinary_ones_after_the_next_step():
     trial = forked(prepared("dynamic", "full"))
-    must = chosen(trial, lambda one: one.rows([3, 1]))
+    must = chosen(trial, lambda one: one.select_rows([3, 1]))
     with memory(2), pytest.raises(OUT):
-        trial.cache.rows(torch.tensor([3, 1]))
-    other = must.holding(caches.move(trial.cache, "offloaded"))
+        trial.cache.select_rows(torch.tensor([3, 1]))
+    other = must.holding(caches.migrate(trial.cache, "offloaded"))
     other.step(1)
     other.check()
     assert not other.cache._forks
@@ -302,14 +308,14 @@ def test_rows_that_share_nothing_any_more_are_ordinary_ones_after_the_next_step(
 
 def test_rows_that_cannot_share_there_get_all_they_need():
     trial = forked(prepared("dynamic", "full"))
-    other = trial.holding(caches.move(trial.cache, "sliding_window", window_length=100, max_batch_size=8))
+    other = trial.holding(caches.migrate(trial.cache, "sliding_window", window_length=100, max_batch_size=8))
     other.check()
     assert not other.cache._forks
     quantized = with_room("quantized", "full", 8)
     quantized.step(3)
     quantized.fork(2)
     quantized.step(20)
-    to_window = partial(caches.move, quantized.cache, "sliding_window", window_length=100)
+    to_window = partial(caches.migrate, quantized.cache, "sliding_window", window_length=100)
     refused(quantized, to_window, match=r"has no place for them: convert\(\)")
 
 
@@ -318,20 +324,22 @@ def test_rows_that_cannot_share_there_get_all_they_need():
 
 def test_caches_that_are_not_ours_are_refused():
     for cache in (DynamicCache(), caches.driven(DynamicCache()), caches.NoCache()):
-        with pytest.raises(caches.UnsupportedLayer, match=r"is none of caches\.build"):
-            caches.move(cache, "offloaded")
+        with pytest.raises(caches.UnsupportedLayerError, match=r"is none of caches\.build"):
+            caches.migrate(cache, "offloaded")
     trial = prepared("dynamic", "full")
-    refused(trial, lambda: caches.move(trial.cache, "none"), error=caches.UnsupportedLayer, match="would be lost")
-    refused(trial, lambda: caches.move(trial.cache, "static", max_cache_len=5), error=caches.CapacityError)
+    refused(
+        trial, lambda: caches.migrate(trial.cache, "none"), error=caches.UnsupportedLayerError, match="would be lost"
+    )
+    refused(trial, lambda: caches.migrate(trial.cache, "static", max_cache_len=5), error=caches.CapacityError)
     refused(
         trial,
-        lambda: caches.move(trial.cache, "static", max_cache_len=50, max_batch_size=1),
+        lambda: caches.migrate(trial.cache, "static", max_cache_len=50, max_batch_size=1),
         error=caches.CapacityError,
     )
-    refused(trial, lambda: caches.move(trial.cache, "sliding_window", window_length=5), match="would be lost")
+    refused(trial, lambda: caches.migrate(trial.cache, "sliding_window", window_length=5), match="would be lost")
     trial.cache.begin(1)
     with pytest.raises(caches.StepError, match="a step is open"):
-        caches.move(trial.cache, "offloaded")
+        caches.migrate(trial.cache, "offloaded")
 
 
 def test_a_copy_leaves_the_cache_alone():
@@ -351,7 +359,7 @@ def test_bytes_of_the_device_that_computes():
     assert on_disk.device_bytes == 0
     assert on_disk.bytes > 0
     for layer in on_host.layers:  # as if a GPU did
-        for buffer in layer.away():
+        for buffer in layer.offloaded_buffers():
             buffer.device = torch.device("cuda")
     assert on_host.device_bytes == 0
     assert caches.NoCache().device_bytes == 0
@@ -362,8 +370,8 @@ def test_bytes_of_the_device_that_computes():
 
 def test_the_log_comes_along():
     trial = prepared("dynamic", "full")
-    trial.cache.log = caches.Log(torch.arange(28).view(2, 14), torch.ones(2, 14))
+    trial.cache.log = caches.TokenLog(torch.arange(28).view(2, 14), torch.ones(2, 14))
     with memory(4), pytest.raises(OUT):
-        trial.cache.rows(torch.tensor([1, 1, 0]))
-    new = caches.move(trial.cache, "offloaded")
+        trial.cache.select_rows(torch.tensor([1, 1, 0]))
+    new = caches.migrate(trial.cache, "offloaded")
     assert new.log.ids[:, 0].tolist() == [14, 14, 0]

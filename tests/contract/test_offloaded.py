@@ -21,8 +21,8 @@ from walk import walk
 import caches
 import engine
 from caches.memory.buffers import DeviceBuffer, DiskBuffer, HostBuffer
-from caches.memory.disk_file import Slab
-from caches.memory.prefetch import Beside, Staging
+from caches.memory.disk_file import DiskFile
+from caches.memory.prefetch import CopyStream, Prefetcher
 from configs import ConfigError
 
 pytestmark = pytest.mark.covering("values", "pairs")
@@ -104,7 +104,7 @@ def test_any_sequence_of_operations_on_disk(backend, kind, tmp_path):
 
 
 def held_by(cache):
-    return [held for layer in cache.layers for held in layer.content().values()]
+    return [held for layer in cache.layers for held in layer.dense_state().values()]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -136,9 +136,9 @@ def test_layers_with_windows_may_stay():
             options = {} if stay is None else {"offload_only_non_sliding": stay}
             trial = Trial(backend, "full + sliding", **options)
             trial.step(5)
-            is_away = [any(True for _ in layer.away()) for layer in trial.cache.layers]
+            is_away = [any(True for _ in layer.offloaded_buffers()) for layer in trial.cache.layers]
             keeps_windows = default if stay is None else stay
-            assert is_away == [spec.reach.size is None or not keeps_windows for spec in trial.kind.specs]
+            assert is_away == [spec.attention_span.size is None or not keeps_windows for spec in trial.kind.specs]
             assert (trial.cache.bytes_by_place["device"] > 0) == keeps_windows
 
 
@@ -184,7 +184,7 @@ def test_a_step_moves_what_it_reads_once_and_what_it_adds_once(monkeypatch):
         trial.cache.reserve(64)
         moved.update(read=0, write=0)
         trial.step(1)
-        new = held // (trial.seen - 1)
+        new = held // (trial.total_tokens - 1)
         # The first layer's columns of the next step are fetched before this one ends: with those that it added.
         assert moved == {"read": held + new // 4, "write": new}
 
@@ -192,7 +192,7 @@ def test_a_step_moves_what_it_reads_once_and_what_it_adds_once(monkeypatch):
 # The order of things where copies run beside the computation.
 
 
-class Late(Beside):
+class Late(CopyStream):
     """Copies come as late as they may: when they are waited for."""
 
     started = 0
@@ -212,7 +212,7 @@ class Late(Beside):
 @pytest.mark.parametrize("kind", ["full", "full + sliding", "indexed", "windows with states", "shared"])
 def test_what_is_read_is_waited_for(kind, monkeypatch):
     trial = Trial("offloaded", kind)
-    trial.cache.stage.staging = Staging(Late)
+    trial.cache.scratch.prefetcher = Prefetcher(Late)
     monkeypatch.setattr(Late, "started", 0)
     for count in [*EDGES, 1, 1, 1]:
         trial.step(count)
@@ -248,7 +248,7 @@ def test_streams_and_events(monkeypatch):
 
     monkeypatch.setattr(torch, "Stream", lambda device: FakeStream("side"))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: FakeStream("compute"))
-    beside = Beside(torch.device("cuda"))
+    beside = CopyStream(torch.device("cuda"))
     copied = beside.start(lambda: log.append("copy"), FakeMemory())
     beside.wait(copied)
     assert log == [
@@ -270,7 +270,7 @@ def test_what_a_layer_read_lasts_where_later_layers_read_it_too():
         for step in range(4):
             cache.begin(1)
             read = [cache.update(new(10 * step + layer), new(-layer), layer)[0] for layer in range(4)]
-            cache.settle()
+            cache.commit()
         return all(bool((keys[0, 0, -1] == 30 + layer).all()) for layer, keys in enumerate(read))
 
     assert lasts(READS_OTHERS)
@@ -285,14 +285,14 @@ def test_models_of_few_layers(layers, monkeypatch):
     for count in EDGES:
         trial.step(count)
         trial.check()
-        trial.step(3, drop=2)
+        trial.step(3, rejected=2)
         trial.feed(1)
 
 
 # Buffers.
 
 
-@pytest.mark.parametrize("new_buffer", [DeviceBuffer, HostBuffer, lambda: DiskBuffer(Slab())])
+@pytest.mark.parametrize("new_buffer", [DeviceBuffer, HostBuffer, lambda: DiskBuffer(DiskFile())])
 @pytest.mark.parametrize("rows_room", [None, 5])
 def test_buffers(new_buffer, rows_room, monkeypatch):
     """Codes too: any data type, and rows rearranged in place in small pieces."""
@@ -304,7 +304,7 @@ def test_buffers(new_buffer, rows_room, monkeypatch):
     buffer.write(0, held)
     for index in ([2, 0, 1], [1, 1], [0, 1, 1, 0, 0], [4], [0, 0, 0]):
         twin, before = copy.deepcopy(buffer), held
-        buffer.rows(torch.tensor(index), 9)
+        buffer.select_rows(torch.tensor(index), 9)
         held = held[index]
         assert torch.equal(twin.read(0, 9), before)
         assert buffer.shape == (len(index), 2, 4)
@@ -314,7 +314,7 @@ def test_buffers(new_buffer, rows_room, monkeypatch):
     buffer.reserve(20, keep=5)
     buffer.write(5, held)
     assert torch.equal(buffer.read(2, 14), torch.cat([held[:, :, 4:], held], dim=2)[:, :, 2:])
-    space = buffer.space(torch.empty(buffer.numbers(20), dtype=torch.uint8), 20)
+    space = buffer.space(torch.empty(buffer.materialize(20), dtype=torch.uint8), 20)
     assert torch.equal(buffer.read(5, 14, space), held)
     buffer.clear()
     assert list(buffer.tensors()) == []
@@ -373,7 +373,7 @@ def test_a_full_disk_keeps_what_was_generated(tmp_path):
     model, ids = tiny_model("llama"), prompt(pads=0)["input_ids"]
     expected = model.generate(ids, max_new_tokens=150, do_sample=False, pad_token_id=0)
     ours = caches.build("offloaded", model.config, **on_disk(tmp_path))
-    failed = pytest.raises(engine.Interrupted, match=r"CapacityError: .* bytes are free")
+    failed = pytest.raises(engine.GenerationInterrupted, match=r"CapacityError: .* bytes are free")
     with files_of_at_most(160_000), failed as raised:
         engine.generate(model, ids, cache=ours, max_new_tokens=150)
     partial = raised.value.partial
@@ -386,12 +386,12 @@ def test_a_full_disk_keeps_what_was_generated(tmp_path):
 
 def test_space_is_taken_before_it_is_used(tmp_path):
     """A full disk cannot come as a signal when a column is written."""
-    buffer = DiskBuffer(Slab(str(tmp_path)))
+    buffer = DiskBuffer(DiskFile(str(tmp_path)))
     for columns in (10_000, 30_000):
         if buffer.shape is None:
             buffer.open(torch.empty(1, 2, 0, 8), columns)
         buffer.reserve(columns, keep=0)
-        assert os.fstat(buffer.slab._file.fileno()).st_blocks * 512 >= columns * 2 * 8 * 4
+        assert os.fstat(buffer.disk_file._file.fileno()).st_blocks * 512 >= columns * 2 * 8 * 4
 
 
 LIVES_UNTIL_KILLED = """
@@ -453,5 +453,5 @@ def test_options_that_contradict_each_other():
     with pytest.raises(ConfigError, match="folder='/x' is for residency='disk'"):
         caches.build("offloaded", tiny_model("llama").config, folder="/x")
     specs = [LayerSpec("unknown", frozenset({"something unknown"}))]
-    with pytest.raises(caches.UnsupportedLayer, match="offloaded"):
+    with pytest.raises(caches.UnsupportedLayerError, match="offloaded"):
         caches.recipe("offloaded").build(specs, caches.recipe("offloaded").options())

@@ -50,7 +50,7 @@ def test_a_run_goes_on_from_what_was_written_down(backend, residency):
         options = {"cache": backend, "cache_config": options_of(backend, residency), "max_new_tokens": NEW}
         try:
             first = engine.generate(model, inputs, **options)
-        except (caches.UnsupportedLayer, ConfigError):
+        except (caches.UnsupportedLayerError, ConfigError):
             continue
         copies = [pickle.loads(pickle.dumps(first)), copy.deepcopy(first)] + ([saved(first)] if runs == 0 else [])
         go_on = {"max_new_tokens": NEW} if first.cache is not None else options

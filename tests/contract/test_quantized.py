@@ -16,8 +16,8 @@ from walk import walk
 import caches
 import engine
 from caches import backends
-from caches.attention.segmented_tensor import Pieced
-from caches.attention.segments import Piece
+from caches.attention.segmented_tensor import SegmentedTensor
+from caches.attention.segments import Segment
 from caches.quantization.codec import CHOICES, Affine, new_codec
 from configs import CODECS, ConfigError, QuantizedCacheConfig
 
@@ -44,13 +44,13 @@ def columns_like_keys(rows=2, heads=2, count=64, width=32, seed=0):
     return torch.randn(rows, heads, count, width, generator=generator) * sizes + sizes
 
 
-def read(codec: Affine, columns: torch.Tensor) -> Piece:
+def read(codec: Affine, columns: torch.Tensor) -> Segment:
     place = torch.empty_like(columns), torch.empty(columns.numel(), dtype=torch.uint8)
     return codec.decode(codec.encode(columns), lambda: place)
 
 
 def written_and_read(codec: Affine, columns: torch.Tensor) -> torch.Tensor:
-    return read(codec, columns).numbers()
+    return read(codec, columns).materialize()
 
 
 # What is written.
@@ -164,7 +164,7 @@ def fed(cache, columns: torch.Tensor, steps: list[int]) -> torch.Tensor:
     for part in columns.split(steps, dim=2):
         cache.begin(part.shape[2])
         cache.update(part, -part, 0)
-        cache.settle()
+        cache.commit()
     return cache.layers[0].keys
 
 
@@ -175,7 +175,7 @@ def quantized(**options) -> caches.Cache:
 
 @each_writing
 def test_the_error_does_not_grow(options):
-    """However many blocks were encoded since: transformers encodes all of them again each time."""
+    """However many blocks were encoded since: transformers is_quantized all of them again each time."""
     cache, columns = quantized(**options), columns_like_keys(count=200)
     first = fed(cache, columns[:, :, :40], [40])[:, :, :32].clone()
     assert not torch.equal(first, columns[:, :, :32])
@@ -208,7 +208,7 @@ def test_crop_in_a_block_encodes_nothing_again(options, removed):
     assert error <= (before - columns[:, :, :60]).abs().mean() * 1.5
 
 
-# That nothing else is lost: with a codec that writes exactly, everything equals a cache that encodes nothing.
+# That nothing else is lost: with a codec that writes exactly, everything equals a cache that is_quantized nothing.
 
 
 class Lazily(Exactly):
@@ -222,14 +222,14 @@ class Lazily(Exactly):
 
 @dataclass
 class Unread:
-    read: Callable[[], Piece]
+    read: Callable[[], Segment]
 
     @property
     def columns(self):
         return self.read().columns
 
-    def numbers(self):
-        return self.read().numbers()
+    def materialize(self):
+        return self.read().materialize()
 
 
 @pytest.mark.covering("values")
@@ -269,7 +269,7 @@ def test_text_equals_transformers(as_they_are, name, pads, chunk):
         inputs, cache_config={"residual_length": 6}, max_new_tokens=16
     )
     assert torch.equal(out.sequences, model.generate(**inputs, max_new_tokens=16, do_sample=False))
-    assert out.cache.encodes
+    assert out.cache.is_quantized
 
 
 def test_beams_and_turns(as_they_are):
@@ -293,7 +293,7 @@ def test_four_bits_are_a_fifth_of_float32(backend):
     columns = torch.randn(1, 4, 4096, 64)
     cache = quantized(backend=backend, residual_length=128)
     fed(cache, columns, [1024] * 4)
-    beside = sum(tensor.nbytes for tensor in cache.stage.tensors())
+    beside = sum(tensor.nbytes for tensor in cache.scratch.tensors())
     assert cache.bytes - beside <= 0.2 * 2 * columns.nbytes
     assert beside <= 1.2 * 2 * columns.nbytes  # of one layer, whatever their number
     many = caches.recipe("quantized").build([KINDS["full"].specs[0]] * 5, QuantizedCacheConfig(backend=backend))
@@ -301,8 +301,8 @@ def test_four_bits_are_a_fifth_of_float32(backend):
         many.begin(count)
         for layer in range(5):
             many.update(columns[:, :, :count], columns[:, :, :count], layer)
-        many.settle()
-    assert sum(tensor.nbytes for tensor in many.stage.tensors()) <= 1.1 * beside
+        many.commit()
+    assert sum(tensor.nbytes for tensor in many.scratch.tensors()) <= 1.1 * beside
 
 
 @pytest.mark.parametrize(
@@ -311,8 +311,8 @@ def test_four_bits_are_a_fifth_of_float32(backend):
 @pytest.mark.parametrize("pads", [0, 4])
 def test_a_step_never_decodes_a_layer_whole(monkeypatch, backend, options, pads):
     """Where attention takes it piece by piece."""
-    wholes, whole = [], Pieced.whole
-    monkeypatch.setattr(Pieced, "whole", lambda view: wholes.append(view) or whole(view))
+    wholes, whole = [], SegmentedTensor.whole
+    monkeypatch.setattr(SegmentedTensor, "whole", lambda view: wholes.append(view) or whole(view))
     model, options = tiny_model("llama"), options | {"residual_length": 4}
     inputs = prompt(pads=pads)
     first = engine.generate(model, inputs, cache=backend, cache_config=options, max_new_tokens=2)
@@ -368,7 +368,7 @@ def test_a_library_that_is_not_installed(monkeypatch, backend, package):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=f"needs the package {package}, .*: pip install {package}"):
         caches.build("quantized", tiny_model("llama").config, backend=backend)
-    assert caches.build("quantized", tiny_model("llama").config, backend="kivi").encodes
+    assert caches.build("quantized", tiny_model("llama").config, backend="kivi").is_quantized
 
 
 def test_no_graph():
@@ -389,8 +389,8 @@ def test_every_codec_is_described_and_there():
 def test_models_of_which_some_layers_encode_nothing():
     """Windows shorter than the residual and states stay as they are, and the cache says how much of it is encoded."""
     cache = caches.build("quantized", tiny_model("gemma2").config, residual_length=16)
-    assert [layer.spec.layer_type for layer in cache.layers if layer.encodes] == ["full_attention"] * 2
-    with pytest.raises(caches.UnsupportedLayer, match="would encode nothing of this model: it has no keys"):
+    assert [layer.spec.layer_type for layer in cache.layers if layer.is_quantized] == ["full_attention"] * 2
+    with pytest.raises(caches.UnsupportedLayerError, match="would encode nothing of this model: it has no keys"):
         caches.build("quantized", tiny_model("mamba").config)
-    with pytest.raises(caches.UnsupportedLayer, match="windows of 8 tokens are no longer than what stays"):
+    with pytest.raises(caches.UnsupportedLayerError, match="windows of 8 tokens are no longer than what stays"):
         caches.build("quantized", tiny_model("mistral").config)

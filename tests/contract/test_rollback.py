@@ -70,7 +70,7 @@ def test_a_failed_step_leaves_no_trace_in_states(name, cache, new_tokens, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(layer, "forward", fails_at_last)
-        with pytest.raises(engine.Interrupted, match="ZeroDivisionError") as failure:
+        with pytest.raises(engine.GenerationInterrupted, match="ZeroDivisionError") as failure:
             engine.generate(model, inputs, cache=cache, max_new_tokens=NEW)
     part = failure.value.partial
     whole = text_of(name)
@@ -91,17 +91,17 @@ def test_a_processor_that_fails_after_the_forward(name):
         calls.append(0)
         return scores if len(calls) < 6 else 1 / 0
 
-    with pytest.raises(engine.Interrupted) as failure:
+    with pytest.raises(engine.GenerationInterrupted) as failure:
         engine.generate(model, inputs, logits_processor=[fails], max_new_tokens=NEW)
     part = failure.value.partial
-    assert part.cache.seen == 13 + 4
+    assert part.cache.total_tokens == 13 + 4
     out = engine.generate(model, part.sequences, cache=part.cache, max_new_tokens=NEW - 5)
     assert torch.equal(out.sequences, model.generate(**inputs, max_new_tokens=NEW, do_sample=False))
 
 
 @pytest.mark.parametrize("name", ["mamba2", "bamba"])
 def test_a_rows_end_goes_into_its_state(name):
-    """Pads after a row's end cannot be hidden from a state: such a batch is not continued."""
+    """LeftPadding after a row's end cannot be hidden from a state: such a batch is not continued."""
     model, inputs = tiny_model(name), prompt(pads=0)
     whole = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     end = int(whole[0, 16])

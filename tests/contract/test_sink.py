@@ -48,15 +48,15 @@ class SlotPositions(transformers.DynamicCache):
         self.rows = {}
 
     @property
-    def seen(self):
+    def total_tokens(self):
         return self.rows[0][0].shape[2] if self.rows else 0
 
     def get_seq_length(self, layer_idx=0):
-        return self.seen
+        return self.total_tokens
 
     def get_mask_sizes(self, query_length, layer_idx):
-        length = min(self.seen + query_length, self.window)
-        return length, self.seen + query_length - length
+        length = min(self.total_tokens + query_length, self.window)
+        return length, self.total_tokens + query_length - length
 
     def reorder_cache(self, beam_idx):
         self.rows = {layer: tuple(both[beam_idx] for both in held) for layer, held in self.rows.items()}
@@ -66,11 +66,11 @@ class SlotPositions(transformers.DynamicCache):
         nope = getattr(config, "no_rope_layers", None)
         if (nope and not nope[layer]) or (config.model_type == "cohere2" and spec.layer_type == "full_attention"):
             return keys
-        rotary, module = self.model.base_model.rotary_emb, sys.modules[type(self.model).__module__]
-        typed = "layer_type" in inspect.signature(rotary.forward).parameters
+        rotation, module = self.model.base_model.rotary_emb, sys.modules[type(self.model).__module__]
+        typed = "layer_type" in inspect.signature(rotation.forward).parameters
         # Only the angle: what a variant multiplies by has been multiplied already.
-        scaling = getattr(rotary, f"{spec.layer_type}_attention_scaling" if typed else "attention_scaling")
-        cos, sin = rotary(keys, positions[None], *([spec.layer_type] if typed else []))
+        scaling = getattr(rotation, f"{spec.layer_type}_attention_scaling" if typed else "attention_scaling")
+        cos, sin = rotation(keys, positions[None], *([spec.layer_type] if typed else []))
         width = cos.shape[-1]
         part = keys[..., :width]
         part = module.apply_rotary_pos_emb(part, part, cos / scaling, sign * sin / scaling)[1]
@@ -85,7 +85,7 @@ class SlotPositions(transformers.DynamicCache):
         new = (self._rotate(key_states, torch.arange(last + 1 - count, last + 1), layer_idx, -1), value_states)
         held = new if held is None else tuple(torch.cat(both, dim=2) for both in zip(held, new, strict=True))
         self.rows[layer_idx] = held
-        reach = self.specs[layer_idx].reach.size
+        reach = self.specs[layer_idx].attention_span.size
         tokens = list(range(seen + 1))
         slots = {token: last - (seen - token) for token in tokens}
         if reach is not None and reach <= self.window:
@@ -179,8 +179,10 @@ def test_inside_the_generate_of_transformers():
     cache = caches.SinkCache(W, S, config=model.config, pads=[3, 0])
     arguments = dict(max_new_tokens=NEW, do_sample=False)
     assert torch.equal(model.generate(**inputs, past_key_values=cache, **arguments)[:, 6:], expected)
-    untold = model.generate(**inputs, past_key_values=caches.SinkCache(W, S, config=model.config), **arguments)
-    assert not torch.equal(untold[0, 6:], expected[0])
+    first_known_column = model.generate(
+        **inputs, past_key_values=caches.SinkCache(W, S, config=model.config), **arguments
+    )
+    assert not torch.equal(first_known_column[0, 6:], expected[0])
     with pytest.raises(caches.StepError, match=r"pads were told for 3 rows, but the step has 2"):
         model.generate(**inputs, past_key_values=caches.SinkCache(W, S, model.config, [1, 0, 0]), **arguments)
     with pytest.raises(caches.StepError, match="further back than the window of 10"):
@@ -190,7 +192,7 @@ def test_inside_the_generate_of_transformers():
 
 
 def test_beams_inside_the_generate_of_transformers():
-    """Beams take each other's places, and their sinks with them, which differ while most of the text is sinks."""
+    """BeamState take each other's places, and their sinks with them, which differ while most of the text is sinks."""
     model, inputs = model_of("llama"), prompt(tokens=1, pads=0, rows=5, seed=1)
     found = [
         model.generate(**inputs, past_key_values=cache, num_beams=6, do_sample=False, max_new_tokens=12)
@@ -216,11 +218,11 @@ def test_memory_stays_constant_and_positions_are_no_limit():
 
 
 def test_it_stays_exact_in_bfloat16_however_long_the_text():
-    """Keys are turned from how they were fed, never from how they were turned before."""
+    """Keys are rotated from how they were fed, never from how they were rotated before."""
     model = copy.deepcopy(model_of("llama")).to(torch.bfloat16)
     cache = generate(model, prompt(rows=1, pads=0), max_new_tokens=300).cache
-    delta = torch.tensor([[cache.seen + 1 - W]])
-    must = cache.rotaries[0].turned(cache.layers[0].keys[:, :, :S].float(), delta)
+    delta = torch.tensor([[cache.total_tokens + 1 - W]])
+    must = cache.rotations[0].rotated(cache.layers[0].keys[:, :, :S].float(), delta)
     cache.begin(1)
     shown, _ = cache.update(*[torch.zeros(1, 2, 1, 8, dtype=torch.bfloat16)] * 2, 0)
     assert (shown[:, :, :S].float() - must).norm() / must.norm() < 0.004
@@ -247,7 +249,7 @@ def test_a_compiled_step(name):
     ],
 )
 def test_impossible_windows(options, match):
-    with pytest.raises((configs.ConfigError, caches.UnsupportedLayer), match=match):
+    with pytest.raises((configs.ConfigError, caches.UnsupportedLayerError), match=match):
         caches.build("sink", tiny_model("llama").config, **options)
 
 
@@ -279,7 +281,7 @@ def test_models_whose_first_tokens_cannot_be_moved(name, changes, match):
     usual = engine.generate(model, prompt(), max_new_tokens=5).sequences
     for field, value in changes.items():
         setattr(model.config, field, value)
-    with pytest.raises(caches.UnsupportedLayer, match=match):
+    with pytest.raises(caches.UnsupportedLayerError, match=match):
         generate(model, prompt())
     for field in changes:
         setattr(model.config, field, getattr(tiny_model(name).config, field, None))
@@ -287,17 +289,19 @@ def test_models_whose_first_tokens_cannot_be_moved(name, changes, match):
 
 
 def test_models_with_an_encoder_or_with_images():
-    with pytest.raises(caches.UnsupportedLayer, match="do not turn with the position"):
+    with pytest.raises(caches.UnsupportedLayerError, match="do not turn with the position"):
         engine.generate(tiny_encoder_decoder("t5"), **source("t5"), max_new_tokens=3, **SINK)
-    with pytest.raises(caches.UnsupportedLayer, match="turn by positions in several dimensions"):
+    with pytest.raises(caches.UnsupportedLayerError, match="turn by positions in several dimensions"):
         engine.generate(seeing_model("qwen2_vl"), seen_prompt("qwen2_vl"), max_new_tokens=3, **SINK)
 
 
 def test_keys_that_turn_otherwise_than_the_configuration_says():
-    """Found out before the first token, by feeding the model."""
+    """Found out before the first token, by executor the model."""
     model = copy.deepcopy(tiny_model("llama"))
     model.model.rotary_emb.inv_freq *= 0.5
-    with pytest.raises(caches.UnsupportedLayer, match=r"layer 0 .* LlamaForCausalLM do not turn as .* off by \d+%"):
+    with pytest.raises(
+        caches.UnsupportedLayerError, match=r"layer 0 .* LlamaForCausalLM do not turn as .* off by \d+%"
+    ):
         generate(model, prompt())
 
 
@@ -324,5 +328,5 @@ def test_gaps_in_a_text_are_refused():
 
 def test_a_model_without_keys_and_values_told_later():
     """A `SinkCache` that is built without a configuration learns of its layers with the first call."""
-    with pytest.raises(caches.UnsupportedLayer, match="no layer of this model keeps any"):
+    with pytest.raises(caches.UnsupportedLayerError, match="no layer of this model keeps any"):
         engine.generate(tiny_model("mamba2"), torch.tensor([[3, 4, 5]]), cache=caches.SinkCache(W, S))

@@ -22,7 +22,7 @@ from places import ROOT
 import caches
 import engine
 from caches.hf.split_rows import SplitCache, halves
-from caches.memory.disk_file import _PAGE, Slab
+from caches.memory.disk_file import _PAGE, DiskFile
 
 
 def fed(cache, layers: int, tokens: int = 6, rows: int = 2) -> None:
@@ -137,14 +137,14 @@ def test_too_many_open_files():
 # Space.
 
 
-def blocks(slab: Slab) -> int:
+def blocks(slab: DiskFile) -> int:
     """Bytes that the file takes on the disk."""
     return 512 * os.fstat(slab._file.fileno()).st_blocks
 
 
 def test_windows_keep_what_is_in_them(tmp_path):
     """Whatever the order in which they grow and go."""
-    choose, slab, known, most = random.Random(0), Slab(str(tmp_path)), {}, 0
+    choose, slab, known, most = random.Random(0), DiskFile(str(tmp_path)), {}, 0
     for number in range(300):
         name = choose.randrange(8)
         if name in known and choose.random() < 0.3:
@@ -166,7 +166,7 @@ def test_windows_keep_what_is_in_them(tmp_path):
 
 
 def test_pages_are_used_again(tmp_path):
-    slab = Slab(str(tmp_path))
+    slab = DiskFile(str(tmp_path))
     one, two, three = (slab.window(4 * _PAGE) for _ in range(3))
     assert slab._size == 12 * _PAGE
     del one, three
@@ -191,7 +191,7 @@ def test_a_tensor_keeps_its_pages():
 
 
 def test_a_full_disk_leaves_the_file_as_it_was(tmp_path):
-    slab = Slab(str(tmp_path))
+    slab = DiskFile(str(tmp_path))
     held, gone = slab.window(4 * _PAGE), slab.window(2 * _PAGE)
     del gone
     with limited(resource.RLIMIT_FSIZE, 8 * _PAGE):
@@ -203,7 +203,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path):
 
 
 def test_memory_that_cannot_be_mapped(tmp_path):
-    slab = Slab(str(tmp_path))
+    slab = DiskFile(str(tmp_path))
     held = slab.window(_PAGE)
     with open("/proc/self/statm") as statm:
         taken = int(statm.read().split()[0]) * resource.getpagesize()
@@ -216,7 +216,7 @@ def test_memory_that_cannot_be_mapped(tmp_path):
 
 
 def test_a_fork_of_the_process_leaves_the_file_alone(tmp_path):
-    slab = Slab(str(tmp_path))
+    slab = DiskFile(str(tmp_path))
     window = slab.window(_PAGE)
     window[:4] = b"kept"
     with forked() as is_child:
@@ -243,7 +243,7 @@ def forked():
 
 
 def test_a_fork_of_the_process_has_a_file_of_its_own(tmp_path):
-    slab = Slab(str(tmp_path))
+    slab = DiskFile(str(tmp_path))
     window, gone = slab.window(_PAGE), slab.window(_PAGE)
     window[:4] = b"kept"
     del gone
@@ -267,7 +267,7 @@ def test_a_fork_of_the_process_has_a_file_of_its_own(tmp_path):
 
 
 def test_a_slab_from_before_a_fork_gives_back_too(tmp_path):
-    slab = Slab(str(tmp_path))
+    slab = DiskFile(str(tmp_path))
     with forked() as is_child:
         if is_child:
             window = slab.window(_PAGE)
@@ -278,7 +278,7 @@ def test_a_slab_from_before_a_fork_gives_back_too(tmp_path):
 @pytest.mark.parametrize(("given", "then"), [(None, "there"), ("mine", "mine")])
 def test_a_pickled_slab_asks_for_its_folder_where_it_is_loaded(given, then, monkeypatch):
     monkeypatch.setattr("caches.memory.disk_file.disk_folder", lambda folder: folder or "here")
-    written = pickle.dumps(Slab(given))
+    written = pickle.dumps(DiskFile(given))
     monkeypatch.setattr("caches.memory.disk_file.disk_folder", lambda folder: folder or "there")
     assert pickle.loads(written).folder == then
 
@@ -307,8 +307,8 @@ for backend in ON_DISK:
     most = max(most, descriptors())
     print(backend, out.cache.bytes_by_place["disk"], descriptors(), flush=True)
     del parts
-moved = caches.move(tokens("dynamic").cache, "offloaded", residency="disk")
-moved = caches.move(moved, "offloaded_quantized", residency="disk")
+moved = caches.migrate(tokens("dynamic").cache, "offloaded", residency="disk")
+moved = caches.migrate(moved, "offloaded_quantized", residency="disk")
 beams = engine.generate(model, ids, cache="offloaded", cache_config={"residency": "disk"}, num_beams=2,
     max_new_tokens=4)
 print("most", max(most, descriptors()))

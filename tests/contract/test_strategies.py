@@ -78,7 +78,7 @@ def test_what_changes_the_text_has_its_shape_all_the_same(strategy, kind, cache)
     assert out.sequences.shape == expected(strategy, kind).shape
     assert torch.equal(out.sequences[:, :-NEW], expected(strategy, kind)[:, :-NEW])
     assert out.finish_reasons == ["length"] * len(out.sequences)
-    assert out.cache.seen <= out.sequences.shape[1] - 1
+    assert out.cache.total_tokens <= out.sequences.shape[1] - 1
 
 
 @pytest.mark.parametrize("strategy", strategies.names())

@@ -43,7 +43,7 @@ def test_choosing_rows_goes_on_where_it_failed(backend, kind, choices, most):
 
 def test_the_log_turns_once():
     trial = forked(prepared("offloaded", "full"))  # where putting trunks and tails together takes memory too
-    trial.cache.log = caches.Log(torch.arange(6)[:, None].repeat(1, 16), torch.ones(6, 16))
+    trial.cache.log = caches.TokenLog(torch.arange(6)[:, None].repeat(1, 16), torch.ones(6, 16))
     choose = CHOICES["one of each"][1]
     for moment in range(1, asked(trial, choose) + 1):
         other = copy.deepcopy(trial)
@@ -57,9 +57,9 @@ def _is_unfinished(cache) -> None:
     assert cache.unfinished
     for refused in (
         lambda: cache.begin(1),
-        lambda: cache.rows(torch.tensor([0])),
+        lambda: cache.select_rows(torch.tensor([0])),
         lambda: cache.fork(2),
-        lambda: cache.unfork(),
+        lambda: cache.unshare(),
         lambda: cache.crop(1),
         lambda: cache.reserve(50),
         lambda: cache[0],
@@ -75,7 +75,7 @@ def _is_unfinished(cache) -> None:
 # Steps.
 
 
-def step(trial: Trial, count: int, drop: int = 0, fails_at: int = 0, begins: bool = True) -> None:
+def step(trial: Trial, count: int, rejected: int = 0, fails_at: int = 0, begins: bool = True) -> None:
     """A step that may fail: then it is done again, and where only settling failed, only that."""
     tokens, done = trial.fresh(count), []
     try:
@@ -85,23 +85,25 @@ def step(trial: Trial, count: int, drop: int = 0, fails_at: int = 0, begins: boo
             trial.forward(tokens)
             done.append("forward")
             if begins:
-                trial.cache.settle(drop)
+                trial.cache.commit(rejected)
     except OUT:
         assert not trial.cache.unfinished
         if done:
-            trial.cache.settle(drop)
-            trial.commit(tokens, drop)
+            trial.cache.commit(rejected)
+            trial.commit(tokens, rejected)
             return
         if begins:
             trial.cache.abort()
-        elif trial.cache.seen > trial.seen:  # every layer had its tokens: it is not told that reading them failed
+        elif (
+            trial.cache.total_tokens > trial.total_tokens
+        ):  # every layer had its tokens: it is not told that reading them failed
             trial.commit(tokens)
             return
         trial.cache.crop(0)
         trial.check()
-        step(trial, count, drop, begins=begins)
+        step(trial, count, rejected, begins=begins)
     else:
-        trial.commit(tokens, drop)
+        trial.commit(tokens, rejected)
 
 
 def looked_at_whole(trial: Trial, **options) -> None:
@@ -122,8 +124,11 @@ def on_disk(backend: str, kind: str) -> Trial:
 
 STEPS = {
     "one token": (prepared, lambda trial, **options: step(trial, 1, **options)),
-    "in part": (prepared, lambda trial, **options: step(trial, 5, drop=2 if trial.can_drop(2, 5) else 0, **options)),
-    "all of it": (prepared, lambda trial, **options: step(trial, 5, drop=5, **options)),
+    "in part": (
+        prepared,
+        lambda trial, **options: step(trial, 5, rejected=2 if trial.can_reject(2, 5) else 0, **options),
+    ),
+    "all of it": (prepared, lambda trial, **options: step(trial, 5, rejected=5, **options)),
     "past windows": (prepared, lambda trial, **options: step(trial, 70, **options)),
     "fed by others": (prepared, lambda trial, **options: step(trial, 1, begins=False, **options)),
     "the first": (empty, lambda trial, **options: step(trial, 9, **options)),
@@ -148,7 +153,7 @@ def fed_theirs(name: str) -> Loop:
     loop = Loop(model_with(name))
     config = loop.model.config.get_text_config(decoder=True)
     new = DynamicCache(config=config)
-    loop.cache = caches.driven(EncoderDecoderCache(new, DynamicCache()) if loop.is_pair else new)
+    loop.cache = caches.driven(EncoderDecoderCache(new, DynamicCache()) if loop.is_encoder_decoder else new)
     loop.mask = loop.mask[:, :0]
     loop.step(9)
     return loop
@@ -158,15 +163,19 @@ def fed_theirs(name: str) -> Loop:
 def test_transformers_own_caches_go_on_too(name):
     index, must = torch.tensor([1, 0, 0]), fed_theirs(name)
     with memory() as counted:
-        must.cache.rows(index)
+        must.cache.select_rows(index)
     must._others(index)
     logits = must.step()
     for moment in range(1, counted.count + 1):
         other = fed_theirs(name)
         with memory(moment), pytest.raises(OUT):
-            other.cache.rows(index)
+            other.cache.select_rows(index)
         assert other.cache.unfinished
-        for refused in (lambda: other.cache.begin(1), lambda: other.cache.rows(index), lambda: other.cache.crop(1)):  # noqa: B023
+        for refused in (
+            lambda: other.cache.begin(1),  # noqa: B023
+            lambda: other.cache.select_rows(index),  # noqa: B023
+            lambda: other.cache.crop(1),  # noqa: B023
+        ):
             with pytest.raises(caches.StepError, match=r"failed half-way.*finish\(\) goes on"):
                 refused()
         other.cache.finish()
@@ -174,6 +183,6 @@ def test_transformers_own_caches_go_on_too(name):
         assert torch.equal(other.step(), logits)
     assert counted.count >= 3
     with memory(1), pytest.raises(OUT):
-        other.cache.rows(index)
+        other.cache.select_rows(index)
     other.cache.reset()
     assert not other.cache.unfinished

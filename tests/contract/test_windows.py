@@ -100,21 +100,21 @@ def test_an_imposed_window_in_a_foreign_loop():
 def test_refusals():
     build = caches.build
     with pytest.raises(
-        caches.UnsupportedLayer, match=r"layer 1 \(full_attention\) looks at everything\. Give a window"
+        caches.UnsupportedLayerError, match=r"layer 1 \(full_attention\) looks at everything\. Give a window"
     ):
         build("sliding_window", tiny_model("gemma2").config)
-    with pytest.raises(caches.UnsupportedLayer, match="which looks at chunks"):
+    with pytest.raises(caches.UnsupportedLayerError, match="which looks at chunks"):
         build("sliding_window", tiny_model("llama4_text").config, window_length=5)
-    with pytest.raises(caches.UnsupportedLayer, match=r"all look at everything\. Use cache='static'"):
+    with pytest.raises(caches.UnsupportedLayerError, match=r"all look at everything\. Use cache='static'"):
         build("hybrid", tiny_model("llama").config, max_cache_len=9)
-    with pytest.raises(caches.UnsupportedLayer, match=r"all look at a window\. Use cache='sliding_window'"):
+    with pytest.raises(caches.UnsupportedLayerError, match=r"all look at a window\. Use cache='sliding_window'"):
         build("hybrid", tiny_model("mistral").config, max_cache_len=9)
-    with pytest.raises(caches.UnsupportedLayer, match="cache='mamba'"):
+    with pytest.raises(caches.UnsupportedLayerError, match="cache='mamba'"):
         build("sliding_window", tiny_model("mamba").config)
     with pytest.raises(
-        caches.UnsupportedLayer, match=r"layer 1 \(full_attention\) keeps keys and values, which cache='mamba' has"
+        caches.UnsupportedLayerError, match=r"layer 1 \(full_attention\) keeps keys and values, which cache='mamba' has"
     ):
         build("mamba", tiny_model("bamba").config)
     model = tiny_model("bloom")
-    with pytest.raises(caches.UnsupportedLayer, match="does not mark the model as one that takes masks"):
+    with pytest.raises(caches.UnsupportedLayerError, match="does not mark the model as one that takes masks"):
         engine.generate(model, prompt(), cache="sliding_window", cache_config={"window_length": 5})

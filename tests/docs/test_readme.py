@@ -257,12 +257,12 @@ def assisted_table(report):
 def out_of_memory_table(report):
     lines = [
         f"{machine(report)}; seconds of a whole call.\n",
-        "| | rows x prompt + new | memory beyond the model | with all memory | transformers | ours | rungs |",
+        "| | rows x prompt + new | memory beyond the model | with all memory | transformers | ours | fallbacks |",
         "|---|---|--:|--:|---|---|---|",
     ]
     for name, case in report["cases"].items():
         ours = case["engines"]["ours"]
-        assert ours["same_text"] or any(taken["rung"] == "quantize" for taken in ours["fallbacks"])
+        assert ours["same_text"] or any(taken["name"] == "quantize" for taken in ours["fallbacks"])
         told = [
             "out of memory" if run["error"] else f"{run['seconds']:.1f} s{'' if run['same_text'] else ', another text'}"
             for run in case["engines"].values()
@@ -271,7 +271,7 @@ def out_of_memory_table(report):
         cells += [
             f"{case['unlimited_s']:.1f} s",
             *told,
-            ", ".join(taken["rung"] for taken in ours["fallbacks"]) or "none needed",
+            ", ".join(taken["name"] for taken in ours["fallbacks"]) or "none needed",
         ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     first = next(iter(report["cases"].values()))

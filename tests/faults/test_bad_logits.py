@@ -45,7 +45,7 @@ def breaking(module, value, after, rows=slice(None)):
 
 
 def stopped(model, inputs, match, **options):
-    with pytest.raises(engine.BadLogits, match=match) as error:
+    with pytest.raises(engine.InvalidLogitsError, match=match) as error:
         engine.generate(model, inputs, **{"max_new_tokens": NEW} | options)
     return error.value.partial
 
@@ -136,9 +136,12 @@ def test_rows_that_have_ended_may_get_anything(late):
 def test_the_prompt_in_pieces_of_which_the_first_was_bad():
     model, inputs = tiny("llama")
     generator = engine.Generator(model, config=engine.EngineConfig(prefill_chunk_tokens=5))
-    with breaking(model.model.layers[1], NAN, 0), pytest.raises(engine.BadLogits, match="after 0 new tokens") as error:
+    with (
+        breaking(model.model.layers[1], NAN, 0),
+        pytest.raises(engine.InvalidLogitsError, match="after 0 new tokens") as error,
+    ):
         generator.generate(inputs, max_new_tokens=NEW)
-    assert error.value.partial.cache.seen == 0
+    assert error.value.partial.cache.total_tokens == 0
     check_goes_on(model, inputs, error.value.partial)
 
 
@@ -148,11 +151,11 @@ def test_the_turn_before_is_kept(late, name):
     first = engine.generate(model, inputs, max_new_tokens=NEW)
     mask = torch.ones_like(first.sequences)
     whole = engine.generate(model, first.sequences, attention_mask=mask, max_new_tokens=NEW)
-    seen = first.cache.seen
+    seen = first.cache.total_tokens
     with breaking(model.get_submodule(LAYERS[name]), NAN, 0):
         part = stopped(model, first.sequences, "after 0 new tokens per row", cache=first.cache)
     assert part.cache is first.cache
-    assert part.cache.seen == seen
+    assert part.cache.total_tokens == seen
     assert engine.generate(model, part.sequences, cache=part.cache, max_new_tokens=NEW).tokens == whole.tokens
 
 
@@ -336,7 +339,7 @@ class Misshapen:
 def test_a_processor_that_returns_another_shape_is_named(options, what, told):
     model, inputs = tiny("llama")
     begin = inputs["input_ids"].shape[1]
-    with pytest.raises(engine.Interrupted, match=told) as stopped:
+    with pytest.raises(engine.GenerationInterrupted, match=told) as stopped:
         engine.generate(model, inputs, max_new_tokens=6, logits_processor=[Misshapen(what, begin)], **options)
     assert isinstance(stopped.value.__cause__, engine.OptionError)
     assert [len(tokens) for tokens in stopped.value.partial.tokens] == [1, 1]

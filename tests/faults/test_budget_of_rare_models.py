@@ -46,9 +46,9 @@ def test_a_model_that_cannot_be_studied_is_kept_to_its_budget(caplog):
         out = within(most, "offload", model, inputs)
     assert any("while the run goes on" in record.message for record in caplog.records)
     assert torch.equal(out.sequences, whole.sequences)
-    assert [one.rung for one in out.stats.fallbacks] == ["offload"]
+    assert [one.name for one in out.stats.fallbacks] == ["offload"]
     assert out.cache.device_bytes <= most
-    with pytest.raises(engine.OutOfMemory, match="max_cache_bytes="):
+    with pytest.raises(engine.OutOfMemoryError, match="max_cache_bytes="):
         within(most, "error", model, inputs)
 
 

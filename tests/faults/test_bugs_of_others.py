@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 from architectures import tiny_model
-from rungs import expected, prompt
+from fallbacks import expected, prompt
 
 import caches
 import engine
@@ -25,7 +25,7 @@ class Follows:
     def __call__(self, ids, scores):
         return scores
 
-    def rows(self, index):
+    def select_rows(self, index):
         self.left -= 1
         if self.left < 0:
             raise TypeError("a bug in rows()")
@@ -38,12 +38,15 @@ class Follows:
 def test_a_processor_that_cannot_follow_leaves_the_cache_whole(choices, caplog):
     model, cache = tiny_model("llama"), caches.build("dynamic", tiny_model("llama").config)
     follows = Follows(choices)
-    with caplog.at_level(logging.WARNING, logger="engine"), pytest.raises(engine.Interrupted, match="a bug in") as told:
+    with (
+        caplog.at_level(logging.WARNING, logger="engine"),
+        pytest.raises(engine.GenerationInterrupted, match="a bug in") as told,
+    ):
         engine.generate(model, prompt(), cache=cache, max_new_tokens=NEW, logits_processor=[follows], num_beams=3)
     partial = told.value.partial
     assert isinstance(told.value.__cause__, TypeError)
     assert partial.cache is cache
-    assert cache.seen == partial.sequences.shape[1] - 1
+    assert cache.total_tokens == partial.sequences.shape[1] - 1
     assert not any("emptied" in record.message for record in caplog.records)
     # It can be continued, to the text of a run that reads everything.
     mask = torch.cat([prompt()["attention_mask"], torch.ones(3, NEW, dtype=torch.long)], dim=1)
@@ -59,11 +62,11 @@ def test_what_a_criterion_raises_is_told():
         return torch.zeros(len(ids), dtype=torch.bool)
 
     cache = caches.build("dynamic", tiny_model("llama").config)
-    with pytest.raises(engine.Interrupted, match="criterion") as told:
+    with pytest.raises(engine.GenerationInterrupted, match="criterion") as told:
         engine.generate(tiny_model("llama"), prompt(), cache=cache, max_new_tokens=NEW, stopping_criteria=[stops])
     made = told.value.partial.sequences.shape[1]
     assert torch.equal(told.value.partial.sequences, expected().sequences[:, :made])
-    assert cache.seen == made - 1
+    assert cache.total_tokens == made - 1
 
 
 def test_a_late_reading_that_fails_once_more_is_logged(caplog, monkeypatch):
@@ -73,8 +76,8 @@ def test_a_late_reading_that_fails_once_more_is_logged(caplog, monkeypatch):
     def process(ids, scores):
         raise TypeError("a bug")
 
-    monkeypatch.setattr("engine.decoding.loop.Run._read_unread", fails)
-    with caplog.at_level(logging.WARNING, logger="engine"), pytest.raises(engine.Interrupted, match="a bug"):
+    monkeypatch.setattr("engine.decoding.loop.DecodingLoop._read_unread", fails)
+    with caplog.at_level(logging.WARNING, logger="engine"), pytest.raises(engine.GenerationInterrupted, match="a bug"):
         engine.generate(tiny_model("llama"), prompt(), max_new_tokens=NEW, logits_processor=[process])
     assert any("a bug that comes again" in str(record.exc_info) for record in caplog.records)
 
@@ -84,17 +87,17 @@ def test_a_bug_in_putting_rows_apart_is_not_hidden(monkeypatch):
     with torch.no_grad():
         tiny_model("llama")(torch.arange(5, 15)[None], past_key_values=cache)
     cache.fork(2)
-    monkeypatch.setattr("caches.stores.shared_prefix.ForkedTimeline.would_be_cheaper_apart", True)
+    monkeypatch.setattr("caches.stores.shared_prefix.ForkedTimeline.should_unshare", True)
 
     def broken(self):
         raise TypeError("a bug")
 
     monkeypatch.setattr(Forking, "finish", broken)
     with pytest.raises(TypeError, match="a bug"):
-        cache.unfork_if_read_whole()
+        cache.unshare_if_materialized()
 
     def starved(self):
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(Forking, "finish", starved)
-    cache.unfork_if_read_whole()
+    cache.unshare_if_materialized()

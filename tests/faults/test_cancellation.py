@@ -30,7 +30,9 @@ class AtStep:
 
 
 def cancelled(model, inputs, step, **options):
-    with pytest.raises(engine.Cancelled, match=r"generation was cancelled after \d+ new tokens per row") as stopped:
+    with pytest.raises(
+        engine.GenerationCancelled, match=r"generation was cancelled after \d+ new tokens per row"
+    ) as stopped:
         engine.generate(model, inputs, cancellation=AtStep(step), **{"max_new_tokens": NEW} | options)
     return stopped.value.partial
 
@@ -59,7 +61,7 @@ def test_it_goes_on_as_if_nothing_had_happened(name, cache, sample):
         assert [len(tokens) for tokens in part.tokens] in ([made, made], [made + 1, made + 1])
         assert part.finish_reasons == [None, None]
         step, made = step + 1, len(part.tokens[0])
-        kept = {"cache": part.cache} if part.cache is not None and part.cache.seen else options
+        kept = {"cache": part.cache} if part.cache is not None and part.cache.total_tokens else options
         rest = again(model, inputs, part, **kept | {"do_sample": sample}, max_new_tokens=NEW - made)
         assert torch.equal(rest.sequences, whole.sequences)
     assert step >= NEW  # one more where the prompt is read in several
@@ -154,7 +156,7 @@ def test_beams_of_a_prompt_that_is_done():
         stream = engine.stream(model, inputs, max_new_tokens=NEW, cancellation=AtStep(step), **options)
         try:
             pieces.extend(stream)
-        except engine.Cancelled as stopped:
+        except engine.GenerationCancelled as stopped:
             part = stopped.partial
         else:
             break
@@ -184,11 +186,11 @@ def test_a_prompt_in_pieces_is_stopped_between_them(name):
     model, inputs = tiny(name)
     generator = engine.Generator(model, config=engine.EngineConfig(prefill_chunk_tokens=3))
     whole = generator.generate(inputs, max_new_tokens=NEW)
-    with pytest.raises(engine.Cancelled) as stopped:
+    with pytest.raises(engine.GenerationCancelled) as stopped:
         generator.generate(inputs, max_new_tokens=NEW, cancellation=AtStep(2))
     part = stopped.value.partial
     assert part.tokens == [[], []]
-    assert 0 < part.cache.seen < 13
+    assert 0 < part.cache.total_tokens < 13
     with pytest.raises(engine.InputError, match="that do not begin this prompt"):
         engine.generate(model, part.sequences + 1, cache=part.cache)
     rest = engine.generate(model, part.sequences, cache=part.cache, max_new_tokens=NEW)
@@ -207,7 +209,7 @@ def test_stopped_while_tokens_taken_back_are_read_again(name):
                 model, inputs, strategy=looks_ahead(whole.sequences, 3), max_new_tokens=NEW, cancellation=AtStep(step)
             )
             stopped = False
-        except engine.Cancelled as error:
+        except engine.GenerationCancelled as error:
             part = error.partial
             rest = again(model, inputs, part, cache=part.cache, max_new_tokens=NEW - len(part.tokens[0]))
             assert torch.equal(rest.sequences, whole.sequences)
@@ -226,13 +228,13 @@ def test_from_another_thread(shipped):
 
     thread = threading.Thread(target=lambda: begun.wait(60) and event.set())
     thread.start()
-    with pytest.raises(engine.Cancelled) as stopped:
+    with pytest.raises(engine.GenerationCancelled) as stopped:
         shipped.generate("import os\n", max_new_tokens=1500, cancellation=event, streamer=Watch())
     thread.join()
     part = stopped.value.partial
     assert 5 <= part.stats.new_tokens < 1500
     assert part.text == [shipped.tokenizer.decode(part.tokens[0], skip_special_tokens=True)]
-    assert isinstance(stopped.value, engine.Interrupted)
+    assert isinstance(stopped.value, engine.GenerationInterrupted)
 
 
 def test_a_stream_cancelled_by_its_consumer(shipped):
@@ -241,7 +243,7 @@ def test_a_stream_cancelled_by_its_consumer(shipped):
     for _ in range(4):
         next(stream)
     event.set()
-    with pytest.raises(engine.Cancelled, match="after 4 new tokens"):
+    with pytest.raises(engine.GenerationCancelled, match="after 4 new tokens"):
         next(stream)
     assert stream.result().stats.new_tokens == 4
     assert streamer.ends == 1
@@ -253,7 +255,7 @@ def test_set_before_the_call_and_never_set(shipped):
     event = threading.Event()
     whole = shipped.generate("import os\n", max_new_tokens=5, cancellation=event)
     event.set()
-    with pytest.raises(engine.Cancelled, match="after 0 new tokens") as stopped:
+    with pytest.raises(engine.GenerationCancelled, match="after 0 new tokens") as stopped:
         shipped.generate("import os\n", max_new_tokens=5, cancellation=event)
     assert stopped.value.partial.text == [""]
     rest = shipped.generate(stopped.value.partial.sequences, max_new_tokens=5)
@@ -292,7 +294,7 @@ def test_ctrl_c_finishes_the_step(strategy):
     with pytest.raises(KeyboardInterrupt, match="stopped with Ctrl-C") as stopped:
         engine.generate(model, inputs, logits_processor=[press_at(2)], **options)
     assert handler() is signal.default_int_handler
-    assert isinstance(stopped.value, engine.CtrlC)
+    assert isinstance(stopped.value, engine.UserInterrupt)
     assert not isinstance(stopped.value, Exception)  # who goes on after any failure does not go on after this
     part = stopped.value.partial
     steps = 1 if strategy == "assisted" else 2  # of which the second one is the draft's
@@ -315,7 +317,7 @@ def test_the_second_ctrl_c_interrupts_at_once():
     with pytest.raises(KeyboardInterrupt) as stopped:
         engine.generate(model, inputs, max_new_tokens=NEW, logits_processor=[look])
     assert [*handlers, handler()] == [signal.default_int_handler] * 2  # whatever it interrupts
-    assert not isinstance(stopped.value, engine.CtrlC)
+    assert not isinstance(stopped.value, engine.UserInterrupt)
     part = stopped.value.partial
     assert part.tokens == [tokens[:3] for tokens in whole.tokens]
     rest = again(model, inputs, part, cache=part.cache, max_new_tokens=NEW - 3)
@@ -325,7 +327,7 @@ def test_the_second_ctrl_c_interrupts_at_once():
 def test_ctrl_c_in_the_last_step_is_not_lost():
     model, inputs = tiny("llama")
     whole = engine.generate(model, inputs, max_new_tokens=NEW)
-    with pytest.raises(engine.CtrlC) as stopped:
+    with pytest.raises(engine.UserInterrupt) as stopped:
         engine.generate(model, inputs, max_new_tokens=NEW, logits_processor=[press_at(NEW - 1)])
     assert stopped.value.partial.tokens == whole.tokens
     assert stopped.value.partial.finish_reasons == ["length", "length"]
@@ -363,7 +365,7 @@ def test_a_stream_noted_ctrl_c_and_was_left():
     assert stream.result().stats.new_tokens == 4
     stream = engine.stream(model, inputs, max_new_tokens=NEW, logits_processor=[press_at(1)])
     pieces = []
-    with pytest.raises(engine.CtrlC) as stopped:
+    with pytest.raises(engine.UserInterrupt) as stopped:
         pieces.extend(stream)
     assert len(pieces) == stopped.value.partial.stats.new_tokens == 4
 
@@ -458,17 +460,17 @@ def test_a_cache_that_cannot_follow_is_read_again(monkeypatch):
 
     def press(ids, scores):
         if ids.shape[1] == 16:
-            monkeypatch.setattr(caches.Cache, "rows", fails)
+            monkeypatch.setattr(caches.Cache, "select_rows", fails)
             raise RuntimeError("no memory")
         return scores
 
     whole = engine.generate(model, inputs, num_beams=3, max_new_tokens=3)
-    with pytest.raises(engine.Interrupted, match="no memory") as stopped:
+    with pytest.raises(engine.GenerationInterrupted, match="no memory") as stopped:
         engine.generate(model, inputs, num_beams=3, max_new_tokens=NEW, logits_processor=[press])
     monkeypatch.undo()
     part = stopped.value.partial
     assert part.tokens == whole.tokens
-    assert part.cache.seen == 0
+    assert part.cache.total_tokens == 0
     check_goes_on(model, inputs, part)
 
 

@@ -66,7 +66,10 @@ def failing_layer(model, at):
 
 def interrupted(model, inputs, what, at, **options):
     told = r"generation stopped after (\d+) new tokens per row \(RuntimeError: no more of this\); what was generated is"
-    with failing_layer(model, at if what == "a layer" else 0), pytest.raises(engine.Interrupted, match=told) as error:
+    with (
+        failing_layer(model, at if what == "a layer" else 0),
+        pytest.raises(engine.GenerationInterrupted, match=told) as error,
+    ):
         engine.generate(model, inputs, **{"max_new_tokens": NEW} | options | ARGUMENTS[what](at))
     part = error.value.partial
     assert str(error.value.__cause__) == "no more of this"
@@ -87,7 +90,7 @@ def test_the_text_goes_on_as_if_nothing_had_happened(name, cache, what, late, mo
         assert at - 1 <= made <= at + late  # read late, one more is on its way
         assert part.finish_reasons == [None, None]
         assert part.tokens == [tokens[:made] for tokens in whole.tokens]
-        kept = {"cache": part.cache} if part.cache.seen else {}
+        kept = {"cache": part.cache} if part.cache.total_tokens else {}
         assert torch.equal(again(model, inputs, part, **kept, max_new_tokens=NEW - made).sequences, whole.sequences)
 
 

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 from architectures import tiny_model
-from rungs import OutAt, prompt, run
+from fallbacks import OutAt, prompt, run
 
 import engine
 from caches.out_of_memory import is_out_of_memory
@@ -39,7 +39,7 @@ NO = [
     RuntimeError("bad allocation of slots"),
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
     RuntimeError("could not create a primitive"),
-    RuntimeError("could not create a primitive descriptor for the matmul primitive. Run workload with"),
+    RuntimeError("could not create a primitive descriptor for the matmul primitive. DecodingLoop workload with"),
     ValueError("DefaultCPUAllocator: can't allocate memory"),
     OSError(errno.ENOSPC, "No space left on device"),
     OSError(errno.EMFILE, "Too many open files"),
@@ -74,16 +74,16 @@ def of_onednn():
 
 
 def test_what_torch_cannot_do_either_is_told_as_it_is():
-    with pytest.raises(engine.Interrupted, match="could not create a primitive") as raised:
+    with pytest.raises(engine.GenerationInterrupted, match="could not create a primitive") as raised:
         run([2, 3], EngineConfig().on_oom, of_onednn)
-    assert not isinstance(raised.value, engine.OutOfMemory)
+    assert not isinstance(raised.value, engine.OutOfMemoryError)
     assert raised.value.partial.stats.fallbacks == ()
 
 
 def test_an_error_of_a_plug_in_is_told_as_it_is():
-    with pytest.raises(engine.Interrupted, match="memory slots") as raised:
+    with pytest.raises(engine.GenerationInterrupted, match="memory slots") as raised:
         run([2], EngineConfig().on_oom, lambda: RuntimeError("not enough memory slots"))
-    assert not isinstance(raised.value, engine.OutOfMemory)
+    assert not isinstance(raised.value, engine.OutOfMemoryError)
 
 
 class Told(MemoryError):
@@ -107,7 +107,7 @@ def test_the_error_itself_is_the_cause(where):
 
     model = tiny_model("llama")
     options = {"logits_processor": [fails]} if where == "processor" else {}
-    with OutAt(model, [1] if where == "forward" else [], error), pytest.raises(engine.OutOfMemory) as raised:
+    with OutAt(model, [1] if where == "forward" else [], error), pytest.raises(engine.OutOfMemoryError) as raised:
         engine.generate(model, prompt(), max_new_tokens=4, on_oom=[], **options)
     cause = raised.value.__cause__
     assert isinstance(cause, Told)

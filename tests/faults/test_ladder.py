@@ -1,11 +1,11 @@
-"""What a run does when memory is out: the rungs one by one, in the order that was asked for."""
+"""What a run does when memory is out: the fallbacks one by one, in the order that was asked for."""
 
 import logging
 
 import pytest
 import torch
 from architectures import tiny_model
-from rungs import NEW, OOM, OutAt, expected, prompt, run, same
+from fallbacks import NEW, OOM, OutAt, expected, prompt, run, same
 
 import caches
 import engine
@@ -14,9 +14,9 @@ from configs import EngineConfig
 
 @pytest.mark.parametrize("error", OOM.values(), ids=OOM)
 @pytest.mark.parametrize("forward", [0, 1, 4, NEW - 1])
-@pytest.mark.parametrize("rung", ["release", "offload", "split"])
-def test_every_rung_by_itself_gives_the_undisturbed_text(rung, forward, error):
-    assert same(run([forward], [rung], error), expected()) == [rung]
+@pytest.mark.parametrize("fallback", ["release", "offload", "split"])
+def test_every_rung_by_itself_gives_the_undisturbed_text(fallback, forward, error):
+    assert same(run([forward], [fallback], error), expected()) == [fallback]
 
 
 def test_the_prompt_is_read_in_ever_smaller_pieces():
@@ -49,18 +49,18 @@ def test_searches_and_samples_go_on_with_the_same_rows(cache, options):
 
 def test_what_was_generated_comes_back_when_no_rung_is_left():
     reference = expected()
-    with pytest.raises(engine.OutOfMemory, match=r"after 3 new tokens.*release.*split") as raised:
+    with pytest.raises(engine.OutOfMemoryError, match=r"after 3 new tokens.*release.*split") as raised:
         run(range(3, 12), EngineConfig().on_oom)
     partial = raised.value.partial
     assert [len(row) for row in partial.tokens] == [3] * 3
     assert torch.equal(partial.sequences, reference.sequences[:, : partial.sequences.shape[1]])
-    assert [fallback.rung for fallback in partial.stats.fallbacks] == ["release", "offload", "split", "split"]
+    assert [fallback.name for fallback in partial.stats.fallbacks] == ["release", "offload", "split", "split"]
     rest = engine.generate(tiny_model("llama"), partial.sequences, cache=partial.cache, max_new_tokens=NEW - 3)
     assert torch.equal(rest.sequences, reference.sequences)
 
 
 def test_an_empty_ladder_gives_up_at_once():
-    with pytest.raises(engine.OutOfMemory, match="on_oom allows no way to go on") as raised:
+    with pytest.raises(engine.OutOfMemoryError, match="on_oom allows no way to go on") as raised:
         run([2], [])
     assert raised.value.partial.stats.fallbacks == ()
 
@@ -71,15 +71,15 @@ def test_memory_that_is_out_between_forwards_is_told_with_what_there_is():
             raise torch.OutOfMemoryError("CUDA out of memory")
         return scores
 
-    with pytest.raises(engine.OutOfMemory, match="after 3 new tokens") as raised:
+    with pytest.raises(engine.OutOfMemoryError, match="after 3 new tokens") as raised:
         run([], EngineConfig().on_oom, logits_processor=[process])
     assert len(raised.value.partial.tokens[0]) == 3
 
 
 def test_other_errors_are_not_taken_for_it():
-    with pytest.raises(engine.Interrupted, match="no such thing") as raised:
+    with pytest.raises(engine.GenerationInterrupted, match="no such thing") as raised:
         run([2], EngineConfig().on_oom, error=lambda: RuntimeError("no such thing"))
-    assert not isinstance(raised.value, engine.OutOfMemory)
+    assert not isinstance(raised.value, engine.OutOfMemoryError)
 
 
 def test_rows_of_one_prompt_stay_together():
@@ -89,18 +89,18 @@ def test_rows_of_one_prompt_stay_together():
 
 
 def test_a_cache_that_cannot_be_moved_stays_where_it_is():
-    with pytest.raises(engine.OutOfMemory, match=r"could not be taken: offload .*imposes a window"):
+    with pytest.raises(engine.OutOfMemoryError, match=r"could not be taken: offload .*imposes a window"):
         run([2], ["offload"], cache="sink", cache_config={"window_length": 32})
 
 
 @pytest.mark.parametrize(
-    ("rungs", "message"), [("offload", "a list of rungs"), (["swap"], "swap"), (["split", "split"], "twice")]
+    ("fallbacks", "message"), [("offload", "a list of fallbacks"), (["swap"], "swap"), (["split", "split"], "twice")]
 )
-def test_what_is_no_ladder_is_refused(rungs, message):
+def test_what_is_no_ladder_is_refused(fallbacks, message):
     with pytest.raises(engine.ConfigError, match=message):
-        engine.generate(tiny_model("llama"), prompt(), on_oom=rungs)
+        engine.generate(tiny_model("llama"), prompt(), on_oom=fallbacks)
     with pytest.raises(engine.ConfigError, match="on_oom"):
-        EngineConfig(on_oom=rungs)
+        EngineConfig(on_oom=fallbacks)
 
 
 def test_a_live_cache_goes_on_as_another():
@@ -128,12 +128,12 @@ def test_a_budget_is_kept_before_more_memory_is_taken():
     per_token = undisturbed.stats.cache_bytes / 192
     out = within(int(100 * per_token), "offload")
     assert torch.equal(out.sequences, undisturbed.sequences)
-    assert [fallback.rung for fallback in out.stats.fallbacks] == ["offload"]
+    assert [fallback.name for fallback in out.stats.fallbacks] == ["offload"]
     assert out.stats.fallbacks[0].tokens == 64
     assert out.stats.fallbacks[0].bytes_before <= 100 * per_token
     assert out.cache.device_bytes <= 100 * per_token
 
-    with pytest.raises(engine.OutOfMemory, match="max_cache_bytes=") as raised:
+    with pytest.raises(engine.OutOfMemoryError, match="max_cache_bytes=") as raised:
         within(int(100 * per_token), "error")
     assert len(raised.value.partial.tokens[0]) == 64 - 30 + 1
     assert raised.value.partial.cache.device_bytes <= 100 * per_token
@@ -143,14 +143,14 @@ def test_a_window_that_fits_the_budget_goes_on():
     undisturbed = engine.generate(tiny_model("llama"), long_prompt(), max_new_tokens=120)
     most = int(undisturbed.stats.cache_bytes * 100 / 192)
     out = within(most, "slide")
-    assert [fallback.rung for fallback in out.stats.fallbacks] == ["slide"]
+    assert [fallback.name for fallback in out.stats.fallbacks] == ["slide"]
     assert out.stats.cache == "sliding_window"
     assert out.stats.cache_bytes <= most
     assert torch.equal(out.sequences[:, :66], undisturbed.sequences[:, :66])
     assert not torch.equal(out.sequences, undisturbed.sequences)
     # The window is the one that was announced: from there on the text is that of a window from the beginning.
     window = int(out.stats.fallbacks[0].what.split("window of ")[1].split()[0])
-    live = caches.slide(prefix_cache(undisturbed.sequences[:, :64]), window)
+    live = caches.apply_window(prefix_cache(undisturbed.sequences[:, :64]), window)
     rest = engine.generate(tiny_model("llama"), undisturbed.sequences[:, :65], cache=live, max_new_tokens=85)
     assert torch.equal(out.sequences, rest.sequences)
 
@@ -178,6 +178,6 @@ def test_a_budget_too_small_for_the_prompt_is_kept_from_the_beginning(action):
             generator.generate(prompt(rows=1, columns=100), max_new_tokens=20)
         return
     out = generator.generate(prompt(rows=1, columns=100), max_new_tokens=20)
-    assert [fallback.rung for fallback in out.stats.fallbacks] == [action]
+    assert [fallback.name for fallback in out.stats.fallbacks] == [action]
     assert out.cache.device_bytes <= most
     assert (action == "offload") == torch.equal(out.sequences, undisturbed.sequences)

@@ -9,8 +9,8 @@ from resuming import NEW, check_goes_on
 
 import caches
 import engine
-from engine.decoding.model_session import Lane
-from engine.memory.fallbacks import Ladder
+from engine.decoding.model_session import ModelSession
+from engine.memory.fallbacks import Recovery
 from engine.model.linear_backend import has_onednn
 
 BEAMS = {"num_beams": 3, "do_sample": False, "max_new_tokens": NEW}
@@ -23,7 +23,7 @@ class Pressed(KeyboardInterrupt):
 @pytest.mark.parametrize("number", [1, 2, 4])
 def test_interrupted_as_the_cache_has_chosen_rows(number, monkeypatch):
     model, inputs = tiny("llama")
-    turn, calls = Lane._turn, []
+    turn, calls = ModelSession._turn, []
 
     def interrupted(lane, choose):
         turn(lane, choose)
@@ -32,17 +32,17 @@ def test_interrupted_as_the_cache_has_chosen_rows(number, monkeypatch):
             raise Pressed
 
     with monkeypatch.context() as patch:
-        patch.setattr(Lane, "_turn", interrupted)
+        patch.setattr(ModelSession, "_turn", interrupted)
         with pytest.raises(Pressed) as stopped:
             engine.generate(model, inputs, **BEAMS)
     part = stopped.value.partial
-    assert part.cache.seen == 0
+    assert part.cache.total_tokens == 0
     check_goes_on(model, inputs, part)
 
 
 def ends_with(monkeypatch, error, model, inputs, **options):
     """A guided run whose cache cannot give up the rows of the other texts."""
-    rows = caches.Cache.rows
+    rows = caches.Cache.select_rows
 
     def fails(cache, index):
         if len(index) == 2:
@@ -50,7 +50,7 @@ def ends_with(monkeypatch, error, model, inputs, **options):
         rows(cache, index)
 
     with monkeypatch.context() as patch:
-        patch.setattr(caches.Cache, "rows", fails)
+        patch.setattr(caches.Cache, "select_rows", fails)
         return engine.generate(model, inputs, guidance_scale=1.7, max_new_tokens=NEW, **options)
 
 
@@ -62,13 +62,13 @@ def test_a_guided_text_is_not_lost_with_its_cache(lead, monkeypatch):
     whole = engine.generate(model, inputs, guidance_scale=1.7, max_new_tokens=NEW, **options)
     out = ends_with(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"), model, inputs, **options)
     assert out.tokens == whole.tokens
-    assert out.cache.seen == 0
+    assert out.cache.total_tokens == 0
 
 
 def test_a_guided_run_ends_the_keeping_of_the_past(monkeypatch):
     model, inputs = tiny("llama")
-    ended, end = [], Lane.end
-    monkeypatch.setattr(Lane, "end", lambda lane: ended.append(1) or end(lane))
+    ended, end = [], ModelSession.end
+    monkeypatch.setattr(ModelSession, "end", lambda lane: ended.append(1) or end(lane))
     options = {"guidance_scale": 1.7, "max_new_tokens": 2}
     for columns in (4, 30):
         engine.generate(model, inputs, negative_prompt_ids=torch.arange(20, 20 + columns)[None], **options)
@@ -78,7 +78,7 @@ def test_a_guided_run_ends_the_keeping_of_the_past(monkeypatch):
 @pytest.fixture
 def pressed_twice(monkeypatch):
     """Ctrl-C as beams change places, and another one while their rows become those of a result."""
-    rows, calls = Lane.rows, []
+    rows, calls = ModelSession.select_rows, []
 
     def press(lane, index):
         calls.append(1)
@@ -86,7 +86,7 @@ def pressed_twice(monkeypatch):
             raise Pressed
         rows(lane, index)
 
-    monkeypatch.setattr(Lane, "rows", press)
+    monkeypatch.setattr(ModelSession, "select_rows", press)
 
 
 @pytest.mark.usefixtures("pressed_twice")
@@ -138,13 +138,13 @@ def test_a_processor_draws_the_same_again(do_sample):
 
 def test_what_others_have_drawn_meanwhile_is_not_drawn_again(monkeypatch):
     model, inputs = tiny("llama")
-    climb, others = Ladder.climb, []
+    apply_next, others = Recovery.apply_next, []
 
-    def draws(ladder, lane, error):
+    def draws(recovery, lane, error):
         others.append(torch.rand(()).item())  # as another thread may
-        climb(ladder, lane, error)
+        apply_next(recovery, lane, error)
 
-    monkeypatch.setattr(Ladder, "climb", draws)
+    monkeypatch.setattr(Recovery, "apply_next", draws)
     torch.manual_seed(3)
     processor = Draws(True)
     engine.generate(model, inputs, logits_processor=[processor], max_new_tokens=NEW)
@@ -193,5 +193,5 @@ def test_the_end_of_routes_is_told(caplog):
 def test_without_routes_the_error_is_told_as_it_is():
     model, inputs = tiny("llama")
     generator = engine.Generator(model, config=engine.EngineConfig(linears="default"))
-    with OneDNNFails(model), pytest.raises(engine.Interrupted, match="could not create a primitive"):
+    with OneDNNFails(model), pytest.raises(engine.GenerationInterrupted, match="could not create a primitive"):
         generator.generate(inputs, max_new_tokens=NEW)

@@ -65,7 +65,7 @@ def test_an_error_that_is_dropped(interrupt):
         return scores
 
     def act():
-        with suppress(KeyboardInterrupt, engine.Interrupted):
+        with suppress(KeyboardInterrupt, engine.GenerationInterrupted):
             engine.generate(tiny_model("llama"), prompt(), logits_processor=[stop])
 
     assert not left_by(act)
@@ -76,7 +76,7 @@ def test_what_a_result_keeps():
     model, kept = tiny_model("llama"), []
     assert set(left_by(lambda: kept.append(engine.generate(model, prompt())))) >= {"Generation", "Cache", "Tensor"}
     found = left_by(lambda: kept.append(engine.generate(model, prompt())))
-    assert not {"Run", "Lane", "Play", "Request", "Outlet"} & set(found)
+    assert not {"DecodingLoop", "ModelSession", "Driver", "Request", "StreamBuffer"} & set(found)
 
 
 def in_another_process(*arguments) -> dict:
@@ -91,7 +91,14 @@ def in_another_process(*arguments) -> dict:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_200_calls_leave_nothing():
     found = in_another_process("200")
-    assert set(found["made"]) == {"done", "Cancelled", "Interrupted", "BadLogits", "OptionError", "OutOfMemory"}
+    assert set(found["made"]) == {
+        "done",
+        "GenerationCancelled",
+        "GenerationInterrupted",
+        "InvalidLogitsError",
+        "OptionError",
+        "OutOfMemoryError",
+    }
     assert not found["alive"]
     first, *rest = found["objects"][1:]
     assert rest == [first] * len(rest)
@@ -159,7 +166,7 @@ def test_what_failed_is_not_kept_by_the_generator():
 
     def act():
         for options in ({"logits_processor": [fails]}, {}):
-            with suppress(engine.Interrupted), out_of_memory(generator.model, 2):
+            with suppress(engine.GenerationInterrupted), out_of_memory(generator.model, 2):
                 generator.generate(prompt(), on_oom=[], **options)
 
     assert not left_by(act)

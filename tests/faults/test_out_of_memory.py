@@ -27,7 +27,7 @@ pytestmark = pytest.mark.covering("values", "pairs")
 
 NEW = 8
 FIELDS = ("scores", "logits", "sequences_scores", "beam_indices")
-RUNGS = ("release", "chunk", "offload", "split")
+FALLBACKS = ("release", "chunk", "offload", "split")
 AT = "prompt", "first", "middle", "last"
 
 
@@ -58,16 +58,18 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Run:
+class DecodingLoop:
     """What came of it; the random state after it; forwards of the model, and of the draft."""
 
     out: engine.Generation
     random: torch.Tensor
     forwards: tuple[int, ...]
-    pieces: tuple[engine.Piece, ...] = ()
+    pieces: tuple[engine.StreamChunk, ...] = ()
 
 
-def run(cell: Cell, at=((), ()), error: str = "device", late: bool = False, streams: bool = False, **more: Any) -> Run:
+def run(
+    cell: Cell, at=((), ()), error: str = "device", late: bool = False, streams: bool = False, **more: Any
+) -> DecodingLoop:
     """at: where the model fails, and where its draft does."""
     model, inputs = cell.read()
     models = [one for one in (model, cell.draft) if one is not None]
@@ -81,11 +83,11 @@ def run(cell: Cell, at=((), ()), error: str = "device", late: bool = False, stre
             pieces, out = tuple(shown), shown.result()
         else:
             pieces, out = (), engine.generate(model, inputs, **cell.options | more)
-    return Run(out, torch.get_rng_state(), tuple(one.forwards for one in found), pieces)
+    return DecodingLoop(out, torch.get_rng_state(), tuple(one.forwards for one in found), pieces)
 
 
 @functools.cache
-def undisturbed(cell: Cell) -> Run:
+def undisturbed(cell: Cell) -> DecodingLoop:
     if "sink" in cell.cache:
         run(cell)  # how the model turns keys is tried once, in forwards that are none of a run
     return run(cell)
@@ -101,19 +103,19 @@ def points(cell: Cell, moment: str, layer: int, times: int, draft: bool) -> tupl
     return ((), planned) if in_draft else (planned, ())
 
 
-def same(found: Run, whole: Run) -> list[str]:
-    """The rungs that were taken. To try again changes nothing at all; the others compute in another order."""
-    rungs = [taken.rung for taken in found.out.stats.fallbacks]
+def same(found: DecodingLoop, whole: DecodingLoop) -> list[str]:
+    """The fallbacks that were taken. To try again changes nothing at all; the others compute in another order."""
+    fallbacks = [taken.name for taken in found.out.stats.fallbacks]
     assert found.out.tokens == whole.out.tokens
     assert torch.equal(found.out.sequences, whole.out.sequences)
     assert found.out.finish_reasons == whole.out.finish_reasons
     assert found.out.stats.new_tokens == whole.out.stats.new_tokens
     assert found.out.stats.accepted_tokens == whole.out.stats.accepted_tokens
     assert torch.equal(found.random, whole.random)
-    close = {"atol": 1e-3, "rtol": 1e-3} if set(rungs) - {"release"} else {"atol": 0, "rtol": 0}
+    close = {"atol": 1e-3, "rtol": 1e-3} if set(fallbacks) - {"release"} else {"atol": 0, "rtol": 0}
     for name in FIELDS:
         torch.testing.assert_close(getattr(found.out, name), getattr(whole.out, name), **close)
-    return rungs
+    return fallbacks
 
 
 def check(names: tuple[str, str, str], rows: int, times: int, **failure: Any) -> None:
@@ -122,15 +124,15 @@ def check(names: tuple[str, str, str], rows: int, times: int, **failure: Any) ->
     how = {name: failure.pop(name) for name in ("error", "late")}
     at = points(cell, times=times, **failure)
     try:
-        rungs = same(run(cell, at, **how), undisturbed(cell))
-    except engine.OutOfMemory as stopped:
-        rungs = [taken.rung for taken in stopped.partial.stats.fallbacks]
+        fallbacks = same(run(cell, at, **how), undisturbed(cell))
+    except engine.OutOfMemoryError as stopped:
+        fallbacks = [taken.name for taken in stopped.partial.stats.fallbacks]
         check_goes_on(*cell.read(), stopped.partial, new_tokens=3)
-        assert 0 < len(rungs) < times
+        assert 0 < len(fallbacks) < times
     else:
-        assert len(rungs) == times
-    assert rungs[0] == "release"
-    assert set(rungs) <= set(RUNGS)
+        assert len(fallbacks) == times
+    assert fallbacks[0] == "release"
+    assert set(fallbacks) <= set(FALLBACKS)
 
 
 def cells() -> list[tuple[str, str, str]]:
@@ -142,7 +144,7 @@ def cells() -> list[tuple[str, str, str]]:
 def suits(kind: str, cache: str) -> bool:
     try:
         caches.build(cache, tiny(MODELS[kind])[0].config, **needed(cache))
-    except caches.UnsupportedLayer:
+    except caches.UnsupportedLayerError:
         return False
     return True
 
@@ -206,7 +208,7 @@ def test_what_was_shown_is_not_shown_again(strategy, cache, kind, moment):
 def test_without_a_way_out_what_there_is_goes_on_to_the_same_text(strategy, kind, moment):
     cell = Cell(strategy, kind, "dynamic")
     whole, at = undisturbed(cell).out, points(cell, moment, layer=1, times=1, draft=False)
-    with pytest.raises(engine.OutOfMemory, match="on_oom") as stopped:
+    with pytest.raises(engine.OutOfMemoryError, match="on_oom") as stopped:
         run(cell, at, late=True, on_oom=())
     part = stopped.value.partial
     made = len(part.tokens[0])
@@ -222,6 +224,6 @@ def test_without_a_way_out_what_there_is_goes_on_to_the_same_text(strategy, kind
 @pytest.mark.parametrize(("strategy", "cache", "moment"), in_turn(AT))
 def test_every_strategy_gives_what_there_is(strategy, cache, moment):
     cell = Cell(strategy, "full", cache, rows=3)
-    with pytest.raises(engine.OutOfMemory) as stopped:
+    with pytest.raises(engine.OutOfMemoryError) as stopped:
         run(cell, points(cell, moment, layer=-1, times=1, draft=False), on_oom=[])
     check_goes_on(*cell.read(), stopped.value.partial)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.covering("values", "pairs")
 EACH = [["release"], ["chunk"], ["offload"], ["split"]]
 
 
-def check(model, generate, rungs):
+def check(model, generate, fallbacks):
     """Failures are tried one by one and change nothing: how many of them were recovered from."""
     torch.manual_seed(3)
     whole, found = generate(), 0
@@ -30,52 +30,52 @@ def check(model, generate, rungs):
         torch.manual_seed(3)
         with failing(model, [(forward, -1)], late=late):
             try:
-                out = generate(on_oom=rungs)
-            except engine.OutOfMemory:
+                out = generate(on_oom=fallbacks)
+            except engine.OutOfMemoryError:
                 continue
-        assert [taken.rung for taken in out.stats.fallbacks] == rungs
+        assert [taken.name for taken in out.stats.fallbacks] == fallbacks
         assert torch.equal(out.sequences, whole.sequences)
         found += 1
     return found
 
 
-def recovered(model, inputs, rungs, **options):
-    return check(model, partial(engine.generate, model, inputs, max_new_tokens=NEW, **options), rungs)
+def recovered(model, inputs, fallbacks, **options):
+    return check(model, partial(engine.generate, model, inputs, max_new_tokens=NEW, **options), fallbacks)
 
 
-each_rung = pytest.mark.parametrize("rungs", EACH, ids="".join)
+each_rung = pytest.mark.parametrize("fallbacks", EACH, ids="".join)
 
 
 @each_rung
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
-def test_embeddings(rungs, options):
+def test_embeddings(fallbacks, options):
     model, inputs = tiny("llama")
     embeds = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]).detach()}
     embeds["attention_mask"] = inputs["attention_mask"]
-    assert recovered(model, embeds, rungs, **options)
+    assert recovered(model, embeds, fallbacks, **options)
 
 
 @each_rung
 @pytest.mark.parametrize("name", MULTIMODAL)
-def test_images(rungs, name):
+def test_images(fallbacks, name):
     model, inputs = seeing_model(name), seen_prompt(name)
-    assert bool(recovered(model, inputs, rungs)) == (
-        rungs not in (["chunk"], ["split"])
+    assert bool(recovered(model, inputs, fallbacks)) == (
+        fallbacks not in (["chunk"], ["split"])
     )  # an image is read whole, and with its own rows
 
 
 @each_rung
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 2}], ids=str)
-def test_guidance(rungs, options):
+def test_guidance(fallbacks, options):
     model, inputs = tiny("llama")
     options |= {"guidance_scale": 1.5, "negative_prompt": torch.tensor([[7, 8, 9]] * 2)}
-    assert recovered(model, inputs, rungs, **options)
+    assert recovered(model, inputs, fallbacks, **options)
 
 
 @each_rung
 @pytest.mark.parametrize("name", ["llama", "mistral", "jamba", "t5"])
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
-def test_caches_of_transformers(rungs, name, kind):
+def test_caches_of_transformers(fallbacks, name, kind):
     """They are not ours to move or to split. What cannot be taken back of them is read again from the beginning."""
     model, inputs = tiny(name)
     if kind is StaticCache and name == "jamba":
@@ -88,8 +88,8 @@ def test_caches_of_transformers(rungs, name, kind):
             cache = EncoderDecoderCache(cache, DynamicCache(config=model.config))
         return engine.generate(model, inputs, cache=cache, max_new_tokens=NEW, **more)
 
-    reads_on = rungs == ["release"] or (rungs == ["chunk"] and name != "t5")  # whose prompt is a single token
-    assert bool(check(model, generate, rungs)) == reads_on
+    reads_on = fallbacks == ["release"] or (fallbacks == ["chunk"] and name != "t5")  # whose prompt is a single token
+    assert bool(check(model, generate, fallbacks)) == reads_on
 
 
 def failing_encoder(monkeypatch, model, failures):
@@ -107,9 +107,9 @@ def failing_encoder(monkeypatch, model, failures):
     return calls
 
 
-@pytest.mark.parametrize(("failures", "rungs"), [(1, ["release"]), (2, ["release", "split"]), (3, None)])
+@pytest.mark.parametrize(("failures", "fallbacks"), [(1, ["release"]), (2, ["release", "split"]), (3, None)])
 @pytest.mark.parametrize("of", ["t5", "bart", "whisper", "draft"])
-def test_an_encoder(of, failures, rungs, monkeypatch):
+def test_an_encoder(of, failures, fallbacks, monkeypatch):
     """Before there is a cache to go on with. Two rows are two parts at most."""
     name = "t5" if of == "draft" else of
     model, inputs = tiny_encoder_decoder(name), source(name)
@@ -118,17 +118,17 @@ def test_an_encoder(of, failures, rungs, monkeypatch):
     generate = partial(generate, output_hidden_states=of != "draft")
     whole = generate()
     calls = failing_encoder(monkeypatch, assistant or model, failures)
-    if rungs is None:
-        with pytest.raises(engine.OutOfMemory, match=r"can't allocate memory.*taken: release, split") as raised:
+    if fallbacks is None:
+        with pytest.raises(engine.OutOfMemoryError, match=r"can't allocate memory.*taken: release, split") as raised:
             generate()
         nothing = raised.value.partial
         assert torch.equal(nothing.sequences, whole.sequences[:, :-NEW])
         assert nothing.tokens == [[], []]
-        assert [taken.rung for taken in nothing.stats.fallbacks] == ["release", "split"]
+        assert [taken.name for taken in nothing.stats.fallbacks] == ["release", "split"]
         return
     out = generate()
-    assert [taken.rung for taken in out.stats.fallbacks] == rungs
-    assert len(calls) == failures + len(rungs)
+    assert [taken.name for taken in out.stats.fallbacks] == fallbacks
+    assert len(calls) == failures + len(fallbacks)
     assert torch.equal(out.sequences, whole.sequences)
     if of != "draft":  # the parts of all rows, together
         torch.testing.assert_close(out.encoder_hidden_states, whole.encoder_hidden_states, atol=1e-3, rtol=1e-4)
@@ -149,16 +149,16 @@ def test_compiled_steps(monkeypatch):
 
     monkeypatch.setattr(generator._runner, "_compiled", fails_once)
     out = generate()
-    assert [taken.rung for taken in out.stats.fallbacks] == ["release"]
+    assert [taken.name for taken in out.stats.fallbacks] == ["release"]
     assert len(calls) == 2
     assert torch.equal(out.sequences, whole.sequences)
     assert torch.equal(generate().sequences, whole.sequences)
     assert len(calls) > 3
 
 
-@pytest.mark.parametrize("rungs", [*EACH, ["offload", "split"]], ids="-".join)
+@pytest.mark.parametrize("fallbacks", [*EACH, ["offload", "split"]], ids="-".join)
 @pytest.mark.parametrize("cache", ["dynamic", "static", "offloaded", "quantized"])
-def test_the_next_turn(cache, rungs):
+def test_the_next_turn(cache, fallbacks):
     model, inputs = tiny("llama")
 
     def turns(**more):
@@ -166,10 +166,10 @@ def test_the_next_turn(cache, rungs):
         said = torch.cat([first.sequences, torch.tensor([[11, 12, 13]] * 2)], dim=1)
         return first, engine.generate(model, said, cache=first.cache, max_new_tokens=NEW)
 
-    if (cache, rungs) == ("quantized", ["chunk"]):
+    if (cache, fallbacks) == ("quantized", ["chunk"]):
         pytest.skip("pieces would read codes")
-    at = [(number, -1) for number, _ in enumerate(rungs)]
+    at = [(number, -1) for number, _ in enumerate(fallbacks)]
     with failing(model, at):
-        first, second = turns(on_oom=rungs)
-    assert len(first.stats.fallbacks) == len(rungs)
+        first, second = turns(on_oom=fallbacks)
+    assert len(first.stats.fallbacks) == len(fallbacks)
     assert torch.equal(second.sequences, turns()[1].sequences)

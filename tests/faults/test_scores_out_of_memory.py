@@ -7,17 +7,17 @@ import functools
 import pytest
 import torch
 from architectures import randomised, tiny_model
+from fallbacks import prompt
 from helpers import needed
 from injection import quick_collections
 from references import draft_of, tiny
-from rungs import prompt
 from strategy_cases import OPTIONS
 
 import engine
 import engine.request.request
 import strategies
-from engine.decoding.model_session import Lane
-from engine.planning.peak_memory import Live
+from engine.decoding.model_session import ModelSession
+from engine.planning.peak_memory import PeakMemory
 from engine.request import strategy
 
 NEW = 6
@@ -51,7 +51,7 @@ def quick():
 @pytest.fixture
 def failing(monkeypatch):
     """What is attempted fails late, at these numbers."""
-    whole = Lane.attempt
+    whole = ModelSession.attempt
 
     def fail_at(*numbers):
         done = iter(range(10**6))
@@ -65,7 +65,7 @@ def failing(monkeypatch):
 
             return whole(lane, fails, *repeats)
 
-        monkeypatch.setattr(Lane, "attempt", attempt)
+        monkeypatch.setattr(ModelSession, "attempt", attempt)
 
     return fail_at
 
@@ -76,7 +76,7 @@ def test_the_text_goes_on_as_if_nothing_had_been(name, number, failing):
     whole, state = generated(name)
     failing(number)
     out, after = generated(name)
-    assert [one.rung for one in out.stats.fallbacks] == ["release"]
+    assert [one.name for one in out.stats.fallbacks] == ["release"]
     assert torch.equal(out.sequences, whole.sequences)
     assert all(torch.equal(one, other) for one, other in zip(out.scores, whole.scores, strict=True))
     assert torch.equal(after, state)
@@ -97,12 +97,12 @@ def test_only_rungs_that_can_help_are_taken(name, kind, cache, failing):
     whole, _ = generated(name, cache, kind)
     failing(4, 5)
     if cache == "none":
-        with pytest.raises(engine.OutOfMemory, match="no memory for scores") as raised:
+        with pytest.raises(engine.OutOfMemoryError, match="no memory for scores") as raised:
             generated(name, cache, kind)
-        assert [one.rung for one in raised.value.partial.stats.fallbacks] == ["release"]
+        assert [one.name for one in raised.value.partial.stats.fallbacks] == ["release"]
         return
     out, _ = generated(name, cache, kind)
-    assert [one.rung for one in out.stats.fallbacks] == ["release", "offload"]
+    assert [one.name for one in out.stats.fallbacks] == ["release", "offload"]
     assert torch.equal(out.sequences, whole.sequences)
 
 
@@ -111,7 +111,7 @@ def test_with_guidance(failing):
     whole = engine.generate(model, prompt(), guidance_scale=2.0, max_new_tokens=NEW)
     failing(0, 1)
     out = engine.generate(model, prompt(), guidance_scale=2.0, max_new_tokens=NEW)
-    assert [one.rung for one in out.stats.fallbacks] == ["release", "offload"]
+    assert [one.name for one in out.stats.fallbacks] == ["release", "offload"]
     assert torch.equal(out.sequences, whole.sequences)
 
 
@@ -126,7 +126,7 @@ def test_a_processor_that_wrote_into_the_scores_is_not_asked_again():
             raise torch.OutOfMemoryError("CUDA out of memory")
         return scores
 
-    with pytest.raises(engine.OutOfMemory, match="after 2 new tokens") as raised:
+    with pytest.raises(engine.OutOfMemoryError, match="after 2 new tokens") as raised:
         engine.generate(tiny_model("llama"), prompt(), max_new_tokens=NEW, logits_processor=[process])
     assert asked == [40, 41, 42]
     assert raised.value.partial.stats.fallbacks == ()
@@ -148,7 +148,7 @@ def again(batch, ids):
     return [5 + (int(ids[-1]) - 4) % 3]
 
 
-class Copies(Live):
+class Copies(PeakMemory):
     """How many tensors of [rows, vocabulary] float32 numbers are there at most."""
 
     def most_copies(self, rows: int) -> float:
@@ -203,7 +203,7 @@ def test_no_step_needs_more_than_its_strategy_says(name, options, processed, mon
 @pytest.mark.parametrize("records", [False, True])
 def test_groups_of_beams_are_put_together_only_where_scores_are_asked_for(records, monkeypatch):
     together, attempted = [], []
-    whole, stack = Lane.attempt, torch.stack
+    whole, stack = ModelSession.attempt, torch.stack
 
     def attempt(lane, work, *repeats):
         attempted.append(work)
@@ -216,7 +216,7 @@ def test_groups_of_beams_are_put_together_only_where_scores_are_asked_for(record
         together.extend([bool(attempted)] if tensors[0].shape[-1] == VOCABULARY else [])
         return stack(tensors, dim)
 
-    monkeypatch.setattr(Lane, "attempt", attempt)
+    monkeypatch.setattr(ModelSession, "attempt", attempt)
     monkeypatch.setattr(torch, "stack", stacked)
     options = {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5, "output_scores": records}
     engine.generate(wide_model(), torch.tensor([[5, 6, 7]]), max_new_tokens=3, **options)

@@ -33,7 +33,7 @@ def test_where_transformers_survives_so_do_we_in_its_time(number, found):
     case = found[number]
     print(case)
     assert case["died"] == {"ours": None, "theirs": None}
-    assert case["rungs"] == []
+    assert case["fallbacks"] == []
     assert case["same"]
     assert case["ratio"] <= 3  # the script measures it; here the machine may be busy
 
@@ -41,7 +41,7 @@ def test_where_transformers_survives_so_do_we_in_its_time(number, found):
 @pytest.mark.parametrize("number", range(len(TIMES)))
 def test_the_plan_says_what_the_run_does(number, found):
     case = found[number]
-    plan, undisturbed = case["plan"], case["rungs"] == [] and case["died"]["ours"] is None
+    plan, undisturbed = case["plan"], case["fallbacks"] == [] and case["died"]["ours"] is None
     print(case)
     if plan["fits"]:
         assert undisturbed

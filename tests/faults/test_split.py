@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from architectures import tiny_model
-from rungs import OutAt
+from fallbacks import OutAt
 
 import caches
 import engine
 from caches.hf.split_rows import halves
 from configs import EngineConfig
-from engine.planning.peak_memory import Live
+from engine.planning.peak_memory import PeakMemory
 
 
 @pytest.mark.parametrize("backend", ["dynamic", "static"])
@@ -20,11 +20,11 @@ def test_splitting_takes_about_a_layer(backend):
     model = tiny_model("llama")
     options = {"max_cache_len": 128} if backend == "static" else {}
     cache = caches.build(backend, model.config, **options)
-    with Live(model) as live, torch.no_grad():
+    with PeakMemory(model) as live, torch.no_grad():
         model(torch.randint(3, 90, (8, 100)), past_key_values=cache)
         cache.crop(0)
         before, layers, peaks = cache.bytes, len(cache.layers), []
-        split: caches.Driven | None = cache
+        split: caches.EngineCache | None = cache
         for _ in range(3):
             live.most = start = live._now
             split = halves(split, torch.arange(8))
@@ -49,11 +49,11 @@ def test_a_budget_is_kept_by_rows_in_parts(action):
     with OutAt(model, [5]):
         generator = engine.Generator(model, config=config)
         if action == "error":
-            with pytest.raises(engine.OutOfMemory, match="max_cache_bytes=") as raised:
+            with pytest.raises(engine.OutOfMemoryError, match="max_cache_bytes=") as raised:
                 generator.generate(prompts, cache=live, max_new_tokens=100)
             assert raised.value.partial.stats.cache_bytes <= most
             return
         out = generator.generate(prompts, cache=live, max_new_tokens=100)
-    assert [one.rung for one in out.stats.fallbacks] == ["split", action]
+    assert [one.name for one in out.stats.fallbacks] == ["split", action]
     assert out.stats.fallbacks[1].bytes_after <= most
     assert (action == "offload") == torch.equal(out.sequences, undisturbed.sequences)

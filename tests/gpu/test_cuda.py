@@ -77,7 +77,7 @@ def test_the_exported_step(name, cache, on_gpu):
         live.begin(1, graph=True)
         with torch.no_grad():
             logits = step(**engine.step_inputs(model, live, ids[:, -1:]))
-        live.settle()
+        live.commit()
         ids = torch.cat([ids, logits.argmax(dim=-1, keepdim=True)], dim=1)
     assert torch.equal(ids, expected)
 

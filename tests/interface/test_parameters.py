@@ -425,10 +425,10 @@ def test_a_flow_that_is_no_generator(flow):
     strategy = type("Own", (), {"name": "own", "samples": False, "flow": lambda self, task: flow})()
     with pytest.raises(engine.OptionError, match=r"the strategy's flow\(\) returned .* where a generator"):
         texts(model, ids, strategy=strategy)
-    seen = first.cache.seen
+    seen = first.cache.total_tokens
     with pytest.raises(engine.OptionError, match=r"the strategy's flow\(\) returned"):
         texts(model, first.sequences, strategy=strategy, cache=first.cache)
-    assert first.cache.seen == seen
+    assert first.cache.total_tokens == seen
     out = engine.generate(model, first.sequences, cache=first.cache, max_new_tokens=4)
     assert torch.equal(out.sequences, texts(model, first.sequences, max_new_tokens=4))
 
@@ -452,7 +452,9 @@ def test_what_a_criterion_may_not_say_is_told_with_its_name(said):
         return said if ids.shape[1] >= 15 else False
 
     model, ids = llama()
-    with pytest.raises(engine.Interrupted, match=r"criterion ends_soon returns whether each of 2 rows ends") as failure:
+    with pytest.raises(
+        engine.GenerationInterrupted, match=r"criterion ends_soon returns whether each of 2 rows ends"
+    ) as failure:
         texts(model, ids, stopping_criteria=ends_soon)
     assert isinstance(failure.value.__cause__, engine.OptionError)
 

@@ -21,10 +21,10 @@ import engine
 import engine.request.request
 from engine.memory.cache_choice import new_cache
 from engine.planning import plan
-from engine.planning.cache_size import Course
+from engine.planning.cache_size import RunShape
 from engine.planning.free_memory import Free, find_free
-from engine.planning.model_footprint import study
-from engine.planning.plan import cache_bytes, read_subject
+from engine.planning.model_footprint import inspect_model
+from engine.planning.plan import cache_bytes, read_planned_model
 from engine.planning.planner import BackendPlan, Planner, choose
 
 PROMPT, NEW = 40, 20
@@ -78,14 +78,20 @@ class Watched(engine.Generator):
 
 def planned(model, batch_size, cache, options=None, new=NEW, prompt=PROMPT, chunk=None, **parameters):
     """The plan of one backend, without what else would fit: that takes longer."""
-    subject = read_subject(model, None, None)
-    is_pair = subject.anatomy.is_encoder_decoder
+    subject = read_planned_model(model, None, None)
+    is_encoder_decoder = subject.footprint.is_encoder_decoder
     branches = parameters.get("num_beams", parameters.get("num_return_sequences", 1))
-    course = Course(
-        1 if is_pair else prompt, new, batch_size, branches, prompt if is_pair else 0, chunk, subject.has_end
+    run_shape = RunShape(
+        1 if is_encoder_decoder else prompt,
+        new,
+        batch_size,
+        branches,
+        prompt if is_encoder_decoder else 0,
+        chunk,
+        subject.has_end,
     )
     config = caches.recipe(cache).options.from_dict(options or {})
-    found = Planner(subject, Free(10**12, 10**12, 10**12)).backend(config, course)
+    found = Planner(subject, Free(10**12, 10**12, 10**12)).backend(config, run_shape)
     if found.refused is not None:
         pytest.skip(found.refused)
     return found
@@ -270,7 +276,7 @@ def test_a_plan_is_a_table_and_json():
     ids=str,
 )
 def test_impossible_plans_are_refused(arguments, message, monkeypatch):
-    monkeypatch.setattr(plan, "study", lambda *_: pytest.fail("work was done"))
+    monkeypatch.setattr(plan, "inspect_model", lambda *_: pytest.fail("work was done"))
     arguments = {"prompt_tokens": 10, "max_new_tokens": 10} | arguments
     with pytest.raises((engine.EngineError, caches.CacheError), match=message):
         engine.plan(CONFIG, **arguments)
@@ -329,8 +335,8 @@ def auto(caplog, **arguments):
 
 
 def test_auto_takes_what_fits(caplog, free):
-    course = Course(30, 20, prompts=2)
-    need = [one.need_bytes["device"] for one in needs(tiny_model("llama"), course)]
+    run_shape = RunShape(30, 20, prompts=2)
+    need = [one.need_bytes["device"] for one in needs(tiny_model("llama"), run_shape)]
     free(10**12)
     assert auto(caplog)[0].name == "dynamic"
     assert auto(caplog, compile="eager")[0].name == "static"
@@ -345,10 +351,10 @@ def test_auto_takes_what_fits(caplog, free):
     assert "of 10 free" in log
 
 
-def needs(model, course):
-    subject = read_subject(model, None, None)
+def needs(model, run_shape):
+    subject = read_planned_model(model, None, None)
     planner = Planner(subject, Free(1, 1, 1))
-    return [planner.backend(config, course) for config in plan.lossless(subject.device)]
+    return [planner.backend(config, run_shape) for config in plan.lossless(subject.device)]
 
 
 def test_a_model_that_takes_no_cache_runs_without():
@@ -369,7 +375,7 @@ def test_auto_gives_the_same_text_and_is_no_backend():
     assert torch.equal(engine.generate(model, ids, cache="auto").sequences, expected)
     assert torch.equal(engine.generate(model, ids, cache_implementation="auto", num_beams=2).sequences[:, :9], ids)
     assert engine.generate(tiny_encoder_decoder("t5"), ids, cache="auto").stats.cache == "dynamic"
-    with pytest.raises(caches.UnknownCache, match="did you mean 'auto'"):
+    with pytest.raises(caches.UnknownCacheError, match="did you mean 'auto'"):
         engine.generate(model, ids, cache="autoo")
     with pytest.raises(engine.OptionError, match="leave it out"):
         engine.generate(model, ids, cache="auto", cache_config={"max_batch_size": 2})
@@ -399,13 +405,13 @@ def test_copies_of_scores_are_those_of_the_run(num_beams, do_sample, monkeypatch
 
 def test_scores_are_counted_where_attention_makes_them():
     config = copy.deepcopy(CONFIG)
-    assert study(config).working.pair == 0
+    assert inspect_model(config).working.pair == 0
     config._attn_implementation = "eager"
-    assert 4 * 4 <= study(config).working.pair < 4 * 4 * 4  # of four heads, in float32
+    assert 4 * 4 <= inspect_model(config).working.pair < 4 * 4 * 4  # of four heads, in float32
     # Gate, up and their product, and four times the hidden states.
-    assert study(CONFIG).working.token == pytest.approx((3 * 128 + 4 * 64) * 4, rel=0.15)
+    assert inspect_model(CONFIG).working.token == pytest.approx((3 * 128 + 4 * 64) * 4, rel=0.15)
     # Keys and values repeated for the queries that share them.
-    assert study(CONFIG).working.column == pytest.approx(2 * 64 * 4, rel=0.15)
+    assert inspect_model(CONFIG).working.column == pytest.approx(2 * 64 * 4, rel=0.15)
 
 
 @pytest.mark.slow

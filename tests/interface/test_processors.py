@@ -115,7 +115,7 @@ def test_columns_that_the_host_reads_late_are_pads_in_the_end(options, monkeypat
 
 
 class Rooted(Constraint):
-    def rows(self, index):
+    def select_rows(self, index):
         """Every row stays where it is, or is a copy of the first."""
         self.states = [list(self.states[min(row, len(self.states) - 1)]) for row in range(len(index))]
 
@@ -151,7 +151,7 @@ class Recorder:
         self.told.append(tuple(ids.shape))
         return scores
 
-    def rows(self, index):
+    def select_rows(self, index):
         assert index.device.type == "cpu"
         self.told.append(index.tolist())
 
@@ -183,7 +183,7 @@ def called(texts_and_rows):
     processing = Processing([recorder], torch.tensor([[1, 2], [3, 4]]))
     for given in texts_and_rows:
         if isinstance(given, torch.Tensor):
-            processing.rows(given)
+            processing.select_rows(given)
         else:
             processing(torch.tensor(given), torch.zeros(len(given), 5))
     return recorder.told
@@ -224,7 +224,7 @@ def test_half_a_follower_is_refused(monkeypatch):
 
     model, inputs = tiny("llama")
     for options in ({"logits_processor": [Half()]}, {"prefix_allowed_tokens_fn": Half()}):
-        with pytest.raises(engine.OptionError, match=r"Half has rows\(\) alone of the two methods of an engine"):
+        with pytest.raises(engine.OptionError, match=r"Half has select_rows\(\) alone of the two methods of an engine"):
             engine.generate(model, inputs, **options)
 
 
@@ -243,7 +243,7 @@ class Allowed:
             states.append(states[-1].get(token, {}))
         return list(states[-1]) or [END]
 
-    rows, crop = Constraint.rows, Constraint.crop
+    select_rows, crop = Constraint.select_rows, Constraint.crop
 
 
 @pytest.mark.parametrize("options", ["greedy", "5 beams", "contrastive", "drafting"])
@@ -381,7 +381,9 @@ LOOKS_AT_PADS = pytest.mark.skipif(not TAKES_PADS, reason="this release of trans
 )
 def test_what_knows_prompts_by_their_place_is_refused_where_they_change_it(options, name):
     model, inputs = tiny("llama")
-    with pytest.raises(engine.Interrupted, match=rf"{name}LogitsProcessor knows by its place which prompt a row is of"):
+    with pytest.raises(
+        engine.GenerationInterrupted, match=rf"{name}LogitsProcessor knows by its place which prompt a row is of"
+    ):
         engine.generate(model, inputs, strategy=Swapping(), max_new_tokens=NEW, **options)
 
 

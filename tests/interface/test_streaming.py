@@ -120,7 +120,9 @@ def test_what_was_generated_survives_a_failure(shipped, cache):
     if cache == "static":
         options["cache_config"] = {"max_cache_len": 99}
     whole = shipped.generate(PROMPTS, **options)
-    with pytest.raises(engine.Interrupted, match=r"after 4 new tokens per row \(ArithmeticError: no fifth") as failure:
+    with pytest.raises(
+        engine.GenerationInterrupted, match=r"after 4 new tokens per row \(ArithmeticError: no fifth"
+    ) as failure:
         shipped.generate(PROMPTS, logits_processor=[Broken()], **options)
     part = failure.value.partial
     assert isinstance(failure.value.__cause__, ArithmeticError)
@@ -142,7 +144,7 @@ def test_a_forward_that_fails_leaves_a_usable_cache(shipped, monkeypatch):
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(layer, "forward", fails_once)
-    with pytest.raises(engine.Interrupted, match="layer 3 is gone") as failure:
+    with pytest.raises(engine.GenerationInterrupted, match="layer 3 is gone") as failure:
         shipped.generate(PROMPTS[0], **OPTIONS)
     part = failure.value.partial
     assert part.stats.new_tokens == 11
@@ -161,7 +163,7 @@ def test_an_ended_streamer_even_after_a_failure(shipped):
             self.ended += 1
 
     recorder = Recorder()
-    with pytest.raises(engine.Interrupted):
+    with pytest.raises(engine.GenerationInterrupted):
         shipped.generate(PROMPTS[0], **OPTIONS, streamer=recorder, logits_processor=[Broken()])
     assert recorder.ended == 1
 

@@ -143,12 +143,16 @@ class Overhasty:
 
     def flow(self, task):
         yield strategies.Forward(task.ids)
-        yield strategies.Show(lambda: [strategies.Text([7, 8], False, 0)], lambda: [strategies.Text([7], False, 0)])
+        yield strategies.Report(
+            lambda: [strategies.Hypothesis([7, 8], False, 0)], lambda: [strategies.Hypothesis([7], False, 0)]
+        )
         yield strategies.Finish(torch.tensor([[7, 9]]), [2])
 
 
 def test_a_strategy_may_only_show_what_is_final(shipped):
-    with pytest.raises(engine.Interrupted, match=r"row 0 was shown with tokens \[7, 8\].*only show what is final"):
+    with pytest.raises(
+        engine.GenerationInterrupted, match=r"row 0 was shown with tokens \[7, 8\].*only show what is final"
+    ):
         list(shipped.stream(PROMPTS[0], strategy=Overhasty()))
 
 
@@ -318,7 +322,7 @@ def test_a_streamer_that_raises_costs_no_token(shipped, name, kind):
     says = {"logits_processor": [Says(shipped, PROMPTS, "for number in range(10):\n    print(number)\n    x")]}
     whole = run(shipped, PROMPTS, name, **says)
     shown, pieces = stream(shipped, PROMPTS, name, **says, streamer=streamer), []
-    with pytest.raises(engine.Interrupted, match="ArithmeticError: the fifth is too much") as failure:
+    with pytest.raises(engine.GenerationInterrupted, match="ArithmeticError: the fifth is too much") as failure:
         pieces.extend(shown)
     part = failure.value.partial
     check(pieces, part)  # who iterates beside it misses nothing
@@ -336,7 +340,7 @@ def test_a_row_that_ends_as_the_streamer_fails_has_ended(shipped):
     """The column that it raises for has been looked at like any other."""
     whole = shipped.generate(PROMPTS, max_new_tokens=8)
     eos = whole.tokens[1][3]
-    with pytest.raises(engine.Interrupted) as failure:
+    with pytest.raises(engine.GenerationInterrupted) as failure:
         shipped.generate(PROMPTS, max_new_tokens=8, eos_token_id=eos, streamer=fails_in(Columns, "put"))
     assert failure.value.partial.finish_reasons[1] == "eos"
     assert failure.value.partial.tokens[1] == whole.tokens[1][:4]
@@ -351,7 +355,7 @@ def test_a_streamer_ends_once_whatever_happens(shipped, kind):
         return kind() if kind is Columns else kind(shipped.tokenizer)
 
     streamer = new()
-    with pytest.raises(engine.Interrupted):
+    with pytest.raises(engine.GenerationInterrupted):
         shipped.generate(PROMPTS, streamer=streamer, logits_processor=[fails])
     assert streamer.ends == 1
     streamer = new()
@@ -374,7 +378,7 @@ def test_a_streamer_that_cannot_end_is_a_failure_too(shipped):
             raise ArithmeticError("no end")
 
     streamer = Endless()
-    with pytest.raises(engine.Interrupted, match="no end") as failure:
+    with pytest.raises(engine.GenerationInterrupted, match="no end") as failure:
         shipped.generate(PROMPTS, streamer=streamer, max_new_tokens=4)
     assert failure.value.partial.finish_reasons == ["length"] * 3
     assert streamer.ends == 1
@@ -402,7 +406,7 @@ def test_a_failure_comes_after_the_rest_was_shown(shipped, name):
     for kind in (Columns, Hearing):
         streamer, pieces = kind() if kind is Columns else kind(shipped.tokenizer, skip_prompt=True), []
         shown = stream(shipped, PROMPTS, name, logits_processor=[fails], streamer=streamer)
-        with pytest.raises(engine.Interrupted, match="ZeroDivisionError") as failure:
+        with pytest.raises(engine.GenerationInterrupted, match="ZeroDivisionError") as failure:
             pieces.extend(shown)
         partial = failure.value.partial
         steps = 1 if name == "assisted" else 5  # what is only proposed is nothing yet

@@ -15,7 +15,7 @@ import engine
 from engine.request.call import parameters
 
 FACES = [engine.generate, engine.stream, engine.Generator.generate, engine.Generator.stream]
-RECORDS = [engine.Generation, engine.Stats, engine.Piece, engine.Plan, engine.BackendPlan, engine.Fallback]
+RECORDS = [engine.Generation, engine.Stats, engine.StreamChunk, engine.Plan, engine.BackendPlan, engine.Fallback]
 SCRIPT = """
 import torch
 from transformers import PreTrainedModel

@@ -79,7 +79,7 @@ def test_every_backend(name, cache):
 def is_refused(model, inputs, given):
     try:
         greedy(model, inputs, **given | {"max_new_tokens": 1})
-    except caches.UnsupportedLayer:
+    except caches.UnsupportedLayerError:
         return True
     return False
 
@@ -235,7 +235,7 @@ def test_the_next_turn(name, cache):
     model, inputs = tiny(name, pads=0) if name != "t5" else tiny(name)
     given = exact(cache, model)
     first = assisted(model, inputs, draft_of(name), max_new_tokens=9, **given)
-    assert first.cache.seen == first.sequences.shape[1] - 1
+    assert first.cache.total_tokens == first.sequences.shape[1] - 1
     both = conversation(first, inputs) if name != "t5" else next_turn_of_pair(first, inputs)
     expected = greedy(model, both, cache="none", max_new_tokens=9)
     for draft in (draft_of(name), bad_draft(name)):
@@ -256,7 +256,7 @@ def test_a_text_that_ends_among_what_was_verified_leaves_nothing_behind_it(name,
             first = assisted(model, inputs, model, tokens=6, max_new_tokens=20, **end, **given)
             assert first.tokens[0] == free[: len(first.tokens[0])]
             assert 0 < len(first.tokens[0]) <= column + 1
-            assert first.cache.seen < first.sequences.shape[1]
+            assert first.cache.total_tokens < first.sequences.shape[1]
             both = conversation(first, inputs)
             second = engine.generate(model, both, max_new_tokens=9, cache=first.cache)
             same(second, greedy(model, both, cache="none", max_new_tokens=9))
@@ -272,7 +272,7 @@ def test_a_turn_of_which_only_the_new_tokens_are_given():
     model, inputs = tiny("llama")
     first = greedy(model, inputs, max_new_tokens=9)
     both = conversation(first, inputs)
-    seen = first.cache.seen
+    seen = first.cache.total_tokens
     new = both | {"input_ids": both["input_ids"][:, seen:]}
     expected = greedy(model, both, cache="none", max_new_tokens=9)
     for draft in (model, draft_of("llama"), tiny_model("mamba")):
@@ -290,7 +290,7 @@ def test_a_model_that_would_have_to_read_the_cache_again_needs_the_conversation(
     model, inputs = tiny("jamba", pads=0)
     first = greedy(model, inputs, max_new_tokens=9)
     both = conversation(first, inputs)
-    new = both | {"input_ids": both["input_ids"][:, first.cache.seen :]}
+    new = both | {"input_ids": both["input_ids"][:, first.cache.total_tokens :]}
     with pytest.raises(engine.OptionError, match="21 tokens in the cache were not given: give the whole conversation"):
         engine.generate(model, new, cache=first.cache, prompt_lookup_num_tokens=3, max_new_tokens=4)
 
@@ -394,7 +394,7 @@ def test_a_sampled_token_is_drawn_from_the_models_distribution():
 def test_the_draft_is_made_once_and_its_lane_once_per_run(monkeypatch):
     from engine.decoding import assistant as room
 
-    made = {"Runner": 0, "Lane": 0, "caches": 0}
+    made = {"ModelRunner": 0, "ModelSession": 0, "caches": 0}
 
     def counted(name, make):
         def wrapper(*arguments, **options):
@@ -403,17 +403,17 @@ def test_the_draft_is_made_once_and_its_lane_once_per_run(monkeypatch):
 
         return wrapper
 
-    monkeypatch.setattr(room, "Runner", counted("Runner", room.Runner))
-    monkeypatch.setattr(room, "Lane", counted("Lane", room.Lane))
+    monkeypatch.setattr(room, "ModelRunner", counted("ModelRunner", room.ModelRunner))
+    monkeypatch.setattr(room, "ModelSession", counted("ModelSession", room.ModelSession))
     monkeypatch.setattr(room.caches, "build", counted("caches", room.caches.build))
     model, inputs = tiny("llama")
     generator = engine.Generator(model)
     for run in (1, 2, 3):
         generator.generate(inputs, assistant_model=draft_of("llama"), cache=DynamicCache(), max_new_tokens=NEW)
-        assert made == {"Runner": 1, "Lane": run, "caches": run}
+        assert made == {"ModelRunner": 1, "ModelSession": run, "caches": run}
     other = copy.deepcopy(draft_of("llama"))
     generator.generate(inputs, assistant_model=other, max_new_tokens=NEW)
-    assert made["Runner"] == 2
+    assert made["ModelRunner"] == 2
     generator.generate(inputs, assistant_model=draft_of("llama"), max_new_tokens=NEW)
     alive = weakref.ref(other)
     del other
@@ -458,7 +458,7 @@ def test_a_failure_of_the_draft_leaves_a_cache_that_can_be_continued(monkeypatch
         return 1 / 0 if len(calls) == 9 else forward(*arguments, **options)
 
     monkeypatch.setattr(draft.model.layers[2], "forward", fails)
-    with pytest.raises(engine.Interrupted, match="ZeroDivisionError") as failure:
+    with pytest.raises(engine.GenerationInterrupted, match="ZeroDivisionError") as failure:
         assisted(model, inputs, draft)
     part = failure.value.partial
     new = part.sequences.shape[1] - 13

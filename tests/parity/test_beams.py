@@ -293,7 +293,7 @@ class Fails:
 @pytest.mark.parametrize("name", ["llama", "gemma2", "bamba"])
 def test_a_search_that_fails_on_the_way(name, cache):
     model, inputs = tiny(name)
-    with pytest.raises(engine.Interrupted, match=r"4 new tokens per row .*enough") as failed:
+    with pytest.raises(engine.GenerationInterrupted, match=r"4 new tokens per row .*enough") as failed:
         engine.generate(
             model, inputs, **exact(cache, model), num_beams=3, max_new_tokens=NEW, logits_processor=[Fails()]
         )
@@ -311,7 +311,7 @@ def test_a_cache_without_room_for_the_beams_is_refused_before_any_work():
         live = caches.build("static", model.config, max_cache_len=64, **options)
         with pytest.raises(caches.CapacityError, match=r"2 prompts are to become 8 rows.*max_batch_size=8"):
             engine.generate(model, inputs, cache=live, num_beams=4)
-        assert live.seen == 0
+        assert live.total_tokens == 0
     live = caches.build("static", model.config, max_cache_len=64, max_batch_size=8)
     same(engine.generate(model, inputs, cache=live, max_new_tokens=NEW, **MIXED), theirs(model, inputs, **MIXED))
 

@@ -44,7 +44,7 @@ def test_the_examples_of_the_classes(name):
     assert torch.equal(model.generate(**inputs, max_new_tokens=NEW, do_sample=False, **{argument: build()}), expected)
     assert torch.equal(engine.generate(model, inputs, cache=build(), max_new_tokens=NEW).sequences, expected)
     if other is not None:
-        with pytest.raises(caches.UnsupportedLayer):
+        with pytest.raises(caches.UnsupportedLayerError):
             getattr(caches, name)(config=tiny_model(other).config, **arguments)
 
 
@@ -164,10 +164,10 @@ def test_legacy_tuples_of_windows():
         assert ours.key_cache[0].shape[-2] == WINDOW - 1
         logits = model(ids[:, :1], past_key_values=ours).logits
         torch.testing.assert_close(logits, model(torch.cat([ids, ids[:, :1]], 1)).logits[:, -1:], atol=1e-4, rtol=1e-4)
-    with pytest.raises(caches.UnsupportedLayer, match="holds keys and values of 7 of 14 tokens"):
+    with pytest.raises(caches.UnsupportedLayerError, match="holds keys and values of 7 of 14 tokens"):
         ours.to_legacy_cache()
     out = engine.generate(tiny_model("mamba"), ids, max_new_tokens=2, return_legacy_cache=True)
-    with pytest.raises(caches.UnsupportedLayer, match="holds keys and values of 0 of 14 tokens and more"):
+    with pytest.raises(caches.UnsupportedLayerError, match="holds keys and values of 0 of 14 tokens and more"):
         _ = out.past_key_values
 
 
@@ -195,7 +195,7 @@ def test_refusals():
         caches.from_legacy_cache([(torch.zeros(1, 1, 1, 1),)])
     with pytest.raises(caches.StepError, match="the model has 4 layers, but the legacy cache 1"):
         caches.from_legacy_cache([(torch.zeros(1, 1, 1, 1),) * 2], model.config)
-    with pytest.raises(caches.UnsupportedLayer, match="pass transformers' own"):
+    with pytest.raises(caches.UnsupportedLayerError, match="pass transformers' own"):
         caches.EncoderDecoderCache(caches.DynamicCache(), object())
     elsewhere = {"device": "meta"}, {"layer_device_map": {2: 0}}, {"dtype": torch.bfloat16}
     for place in elsewhere:
@@ -249,8 +249,8 @@ def test_quantized_caches_by_their_names(build, backend):
     texts = [model.generate(**inputs, **options, past_key_values=ours) for ours in (with_layers, without)]
     assert torch.equal(*texts)
     assert len(without) == len(with_layers) == model.config.num_hidden_layers
-    assert with_layers.encodes
-    assert without.encodes
+    assert with_layers.is_quantized
+    assert without.is_quantized
     named = caches.build("quantized", model.config, backend=backend, residual_length=4)
     assert type(with_layers) is type(named)
     assert with_layers.bytes < caches.convert(with_layers, "dynamic").bytes

@@ -139,7 +139,7 @@ def test_nothing_between_the_steps_costs_a_graph_or_moves_a_tensor(name, cache, 
     assert torch.equal(generate(inputs, strategy=Swaps(), max_new_tokens=NEW).sequences, swapped)
 
     live.reset()
-    with pytest.raises(engine.Interrupted, match="enough") as raised:
+    with pytest.raises(engine.GenerationInterrupted, match="enough") as raised:
         generate(inputs, logits_processor=[FailsAfter(9)], max_new_tokens=NEW)
     begun = raised.value.partial.sequences
     assert begun.shape[1] == 13 + 8
@@ -213,7 +213,7 @@ def test_a_model_that_is_known_not_to_be_one_graph_is_refused():
 def test_a_model_that_turns_out_not_to_be_one_graph_can_go_on_without(graphs):
     model, inputs = tiny_model("falcon_alibi"), prompt(pads=0)
     with pytest.raises(
-        engine.Interrupted, match=r"cannot be one: .*modeling_falcon\.py, line \d+.* compile off"
+        engine.GenerationInterrupted, match=r"cannot be one: .*modeling_falcon\.py, line \d+.* compile off"
     ) as found:
         engine.Generator(model, config=AOT_EAGER).generate(inputs, max_new_tokens=5)
     assert isinstance(found.value.__cause__, engine.OptionError)
@@ -232,9 +232,9 @@ def test_architectures_are_one_graph_or_refused(name, graphs):
     new = 20 if name == "deepseek_v32" else NEW  # exact ties in its index go by the room
     try:
         out = engine.Generator(model, config=AOT_EAGER).generate(inputs, max_new_tokens=new)
-    except (caches.UnsupportedLayer, engine.OptionError) as error:
+    except (caches.UnsupportedLayerError, engine.OptionError) as error:
         pytest.skip(str(error))
-    except engine.Interrupted as error:
+    except engine.GenerationInterrupted as error:
         if isinstance(error.__cause__, engine.OptionError):
             pytest.skip(str(error.__cause__))
         raise

@@ -149,4 +149,4 @@ def test_a_cache_that_holds_tokens_is_refused_before_any_work(monkeypatch):
     never_run(model, monkeypatch)
     with pytest.raises(engine.OptionError, match="those of the 17 in the cache are not known: start with an empty"):
         engine.generate(model, conversation(first, inputs), cache=first.cache, **USUAL)
-    assert first.cache.seen == 17
+    assert first.cache.total_tokens == 17

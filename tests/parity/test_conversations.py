@@ -107,7 +107,7 @@ def test_a_stream_that_starts_late_on_a_cache_that_has_changed():
     late = engine.stream(model, first.sequences, cache=first.cache, max_new_tokens=4)
     never = engine.stream(model, first.sequences, cache=first.cache, max_new_tokens=4)
     second = engine.generate(model, first.sequences, cache=first.cache, max_new_tokens=4)
-    with pytest.raises(engine.Interrupted, match="another run or loop used it"):
+    with pytest.raises(engine.GenerationInterrupted, match="another run or loop used it"):
         next(late)
     assert never.result().stats.new_tokens == 0
     whole = model.generate(**inputs, max_new_tokens=12, do_sample=False)
@@ -119,7 +119,7 @@ def test_a_cache_made_in_inference_mode(cache):
     model, inputs = tiny_model("llama"), prompt()
     with torch.inference_mode():
         first = engine.generate(model, inputs, cache=cache, max_new_tokens=4)
-        first.cache.rows(torch.tensor([0, 1]))
+        first.cache.select_rows(torch.tensor([0, 1]))
     second = engine.generate(model, first.sequences.clone(), cache=first.cache, max_new_tokens=4)
     assert torch.equal(second.sequences, model.generate(**inputs, max_new_tokens=8, do_sample=False))
 
@@ -135,7 +135,7 @@ def test_what_a_processor_raises_leaves_a_cache_to_continue_from(failure):
         return scores
 
     stream = engine.stream(model, inputs, max_new_tokens=12, logits_processor=[stop])
-    with pytest.raises((KeyboardInterrupt, engine.Interrupted)):
+    with pytest.raises((KeyboardInterrupt, engine.GenerationInterrupted)):
         list(stream)
     part = stream.result()
     assert torch.equal(part.sequences, whole[:, :16])

@@ -109,7 +109,7 @@ def test_streams_and_failures_count_the_new_tokens_only():
         next(stream)
     part = stream.result()
     assert torch.equal(part.sequences, whole.sequences[:, :7])
-    assert part.cache.seen == 13 + 6
+    assert part.cache.total_tokens == 13 + 6
 
 
 @pytest.mark.parametrize(

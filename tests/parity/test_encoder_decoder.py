@@ -49,7 +49,7 @@ def test_greedy(name, pair):
     if pair != "none":
         assert isinstance(out.cache, EncoderDecoder)
         assert out.cache.self_attention_cache.fixed == pair.startswith("static")
-        assert out.cache.seen == NEW
+        assert out.cache.total_tokens == NEW
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "hybrid", "static", "none"])
@@ -95,7 +95,7 @@ def test_ours_in_transformers_generate(name, cache):
     for options in ({}, {"num_beams": 3}):
         ours = caches.build(cache, model.config, **({"max_cache_len": 40} if cache == "static" else {}))
         assert torch.equal(theirs(model, inputs, past_key_values=ours, **options), theirs(model, inputs, **options))
-        assert ours.seen == NEW
+        assert ours.total_tokens == NEW
 
 
 @pytest.mark.parametrize("name", DEFAULT)
@@ -109,7 +109,7 @@ def test_theirs_in_ours(name):
     ):
         out = engine.generate(model, inputs, cache=EncoderDecoderCache(*parts), max_new_tokens=NEW)
         assert torch.equal(out.sequences, theirs(model, inputs))
-    with pytest.raises(caches.UnsupportedLayer, match="the model needs an EncoderDecoderCache"):
+    with pytest.raises(caches.UnsupportedLayerError, match="the model needs an EncoderDecoderCache"):
         engine.generate(model, inputs, cache=DynamicCache(), max_new_tokens=NEW)
 
 
@@ -150,11 +150,11 @@ def test_a_failed_step_leaves_no_trace(cache, new_tokens, where, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(layer.encoder_attn, "forward", fails_at_last)
-        with pytest.raises(engine.Interrupted, match="no more") as failure:
+        with pytest.raises(engine.GenerationInterrupted, match="no more") as failure:
             engine.generate(model, inputs, cache=cache, max_new_tokens=NEW)
     part = failure.value.partial
     assert part.sequences.shape[1] == new_tokens
-    assert part.cache.cross_attention_cache.seen == (0 if new_tokens == 1 else 13)
+    assert part.cache.cross_attention_cache.total_tokens == (0 if new_tokens == 1 else 13)
     rest = NEW - new_tokens + 1
     out = engine.generate(model, inputs, decoder_input_ids=part.sequences, cache=part.cache, max_new_tokens=rest)
     assert torch.equal(out.sequences, theirs(model, inputs))
@@ -179,7 +179,7 @@ def test_rows():
     index = torch.tensor([1, 1, 0])
     cache = engine.generate(model, inputs, max_new_tokens=5).cache
     whole = theirs(model, inputs, max_new_tokens=20)
-    cache.rows(index)
+    cache.select_rows(index)
     chosen = {name: value[index] for name, value in inputs.items()}
     out = engine.generate(model, chosen, decoder_input_ids=whole[index, :6], cache=cache, max_new_tokens=15)
     assert torch.equal(out.sequences, whole[index])
@@ -194,7 +194,7 @@ def test_rows_that_only_one_part_has_room_for():
     pair = {"self_cache": "dynamic", "cross_cache": "static"}
     cache = engine.generate(model, inputs, cache="encoder_decoder", cache_config=pair, max_new_tokens=5).cache
     with pytest.raises(caches.StepError, match="room for 2 rows cannot hold 3"):
-        cache.rows(torch.tensor([0, 1, 1]))
+        cache.select_rows(torch.tensor([0, 1, 1]))
     assert [part.batch_size for part in cache.parts] == [2, 2]
 
 
@@ -252,15 +252,15 @@ def test_refusals():
         engine.generate(model, torch.tensor([[5, 500]]), max_new_tokens=5)
     with pytest.raises(engine.OptionError, match="decoder_inputs_ids"):
         engine.generate(model, inputs, decoder_inputs_ids=first.sequences)
-    with pytest.raises(caches.UnsupportedLayer, match="cannot impose a window"):
+    with pytest.raises(caches.UnsupportedLayerError, match="cannot impose a window"):
         engine.generate(model, inputs, cache="sliding_window", cache_config={"window_length": 4})
-    with pytest.raises(caches.UnsupportedLayer, match="looks at everything"):
+    with pytest.raises(caches.UnsupportedLayerError, match="looks at everything"):
         caches.build("dynamic", model.config, cross_cache="sliding_window")
-    with pytest.raises(caches.UnsupportedLayer, match="a part of an encoder-decoder cache keeps keys"):
+    with pytest.raises(caches.UnsupportedLayerError, match="a part of an encoder-decoder cache keeps keys"):
         caches.build("encoder_decoder", model.config, self_cache="none")
-    with pytest.raises(caches.UnsupportedLayer, match="no encoder"):
+    with pytest.raises(caches.UnsupportedLayerError, match="no encoder"):
         caches.build("encoder_decoder", transformers.LlamaConfig())
-    with pytest.raises(caches.UnsupportedLayer, match="no encoder"):
+    with pytest.raises(caches.UnsupportedLayerError, match="no encoder"):
         first.cache.check_fits(transformers.LlamaConfig())
     with pytest.raises(engine.InputError, match="input_features"):
         engine.generate(tiny_encoder_decoder("whisper"), max_new_tokens=5)

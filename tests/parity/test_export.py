@@ -26,7 +26,7 @@ def go_on(step, model, cache, inputs, new):
         cache.begin(1, graph=True)
         with torch.no_grad():
             logits = step(**engine.step_inputs(model, cache, sequences[:, -1:], mask))
-        cache.settle()
+        cache.commit()
         sequences = torch.cat([sequences, logits.argmax(dim=-1, keepdim=True)], dim=1)
     return sequences
 
@@ -88,7 +88,7 @@ def test_to_export_leaves_the_cache_as_it_was():
     engine.generate(model, inputs, cache=cache, max_new_tokens=5)
     before = {name: buffer.clone() for name, buffer in Buffers(cache).named_buffers()}
     engine.export_step(model, cache)
-    assert cache.seen == 13 + 4
+    assert cache.total_tokens == 13 + 4
     assert not cache.is_open
     for name, buffer in Buffers(cache).named_buffers():
         assert torch.equal(buffer, before.pop(name))
@@ -102,7 +102,7 @@ def test_what_cannot_be_exported():
     cache = engine.generate(model, prompt(), cache="dynamic", max_new_tokens=1).cache
     with pytest.raises(caches.StepError, match="tensors of this dynamic cache are not there to stay"):
         engine.export_step(model, cache)
-    with pytest.raises(caches.UnsupportedLayer, match="was built for"):
+    with pytest.raises(caches.UnsupportedLayerError, match="was built for"):
         engine.export_step(tiny_model("mistral"), cache)
     with pytest.raises(engine.OptionError, match="NoCache has no tensors"):
         engine.export_step(model, caches.build("none", model.config))

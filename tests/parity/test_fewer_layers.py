@@ -30,7 +30,7 @@ def test_layers_cut_off_the_model(name, layers):
     options = {"max_new_tokens": 9, "do_sample": False}
     expected = model.generate(**inputs, **options, past_key_values=DynamicCache(config=model.config))
     assert torch.equal(model.generate(**inputs, **options, past_key_values=cache), expected)
-    assert cache.seen == 13 + 8
+    assert cache.total_tokens == 13 + 8
     assert torch.equal(engine.generate(model, inputs, max_new_tokens=9).sequences, expected)
 
 
@@ -79,7 +79,7 @@ def test_a_forward_that_failed_can_be_made_again(name, seen, monkeypatch, caplog
 
 COPIES = {
     "converted": lambda cache: caches.convert(cache, "quantized", residual_length=64),
-    "moved": lambda cache: caches.move(cache, "offloaded"),
+    "moved": lambda cache: caches.migrate(cache, "offloaded"),
     "selected": lambda cache: caches.select_rows(cache, torch.tensor([0, 1])),
     "joined": lambda cache: caches.join_rows([caches.select_rows(cache, torch.tensor([row])) for row in (0, 1)]),
     "gathered": lambda cache: gather_rows(deal_rows(cache, [1, 1], [None, None])),
@@ -98,5 +98,5 @@ def test_a_copy_waits_for_no_more_layers(name, copied, caplog):
         for column in range(7, 13):
             logits = [model(ids[:, column : column + 1], past_key_values=one).logits for one in both]
         torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
-    assert [one.seen for one in both] == [13, 13]
+    assert [one.total_tokens for one in both] == [13, 13]
     assert not caplog.records

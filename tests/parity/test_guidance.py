@@ -229,7 +229,7 @@ def test_the_next_turn_goes_on_without_guidance(cache):
         given |= STRATEGIES[strategy][0] | {"guidance_scale": SCALE, "max_new_tokens": 5}
         first = engine.generate(model, inputs, **exact(cache, model), **given)
         if negative == "longer":
-            assert (first.cache.seen, first.cache.log) == (0, None)
+            assert (first.cache.total_tokens, first.cache.log) == (0, None)
         else:
             assert torch.equal(first.cache.log.ids, first.sequences)
             assert first.cache.batch_size == len(first.sequences) or (name, strategy) == ("jamba", "4 beams")
@@ -287,7 +287,7 @@ def test_records_are_those_of_the_same_text_without_guidance(monkeypatch):
     assert len(out.attentions) == NEW + 1
     for name in ("logits", "attentions", "hidden_states"):
         torch.testing.assert_close(getattr(out, name), getattr(plain, name), **CLOSE)
-    assert out.cache.seen == plain.cache.seen
+    assert out.cache.total_tokens == plain.cache.total_tokens
     assert torch.equal(out.cache.log.ids, plain.cache.log.ids)
 
 
@@ -392,7 +392,7 @@ def test_texts_and_a_stream(shipped):
     out = shipped.generate(
         texts, negative_prompt_ids=wider[:1], negative_prompt_attention_mask=wider[:1] != pad, **options
     )
-    assert out.cache.seen > 0
+    assert out.cache.total_tokens > 0
 
 
 def test_tokens_of_both_texts_are_read():
@@ -417,7 +417,7 @@ def test_after_a_failure_the_cache_is_of_the_prompts_or_empty(ours, negative, ca
     check_pads_once(model, inputs)
     monkeypatch.setattr(model, "forward", failing)
     live = caches.build("dynamic", model.config) if ours else DynamicCache(config=model.config)
-    with pytest.raises(engine.Interrupted, match="enough") as failed:
+    with pytest.raises(engine.GenerationInterrupted, match="enough") as failed:
         engine.Generator(model, config=engine.EngineConfig(prefill_chunk_tokens=8)).generate(
             inputs, cache=live, guidance_scale=SCALE, max_new_tokens=NEW, **padded(NEGATIVES[negative])
         )
@@ -463,7 +463,7 @@ def test_beams_that_fail_leave_what_they_have(monkeypatch):
         return forward(*arguments, **options)
 
     monkeypatch.setattr(model, "forward", failing)
-    with pytest.raises(engine.Interrupted, match="after 3 new tokens per row") as failed:
+    with pytest.raises(engine.GenerationInterrupted, match="after 3 new tokens per row") as failed:
         engine.generate(model, inputs, **options)
     monkeypatch.undo()
     assert torch.equal(failed.value.partial.sequences[:, :13], inputs["input_ids"])
@@ -474,9 +474,9 @@ def test_a_cache_that_another_run_has_used_meanwhile_is_left_alone():
     live = caches.build("dynamic", model.config)
     stream = engine.stream(model, inputs, cache=live, guidance_scale=SCALE)
     engine.generate(model, inputs, cache=live, max_new_tokens=3)
-    with pytest.raises(engine.Interrupted, match="another run or loop used it"):
+    with pytest.raises(engine.GenerationInterrupted, match="another run or loop used it"):
         next(stream)
-    assert live.seen == 15
+    assert live.total_tokens == 15
 
 
 def check_pads_once(model, inputs):

@@ -111,7 +111,7 @@ def test_theirs_after_a_failed_step(name, new_tokens, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(layer, "forward", fails_at_last)
-        with pytest.raises(engine.Interrupted, match="ZeroDivisionError") as failure:
+        with pytest.raises(engine.GenerationInterrupted, match="ZeroDivisionError") as failure:
             engine.generate(model, inputs, cache=theirs, max_new_tokens=30)
     part = failure.value.partial
     whole = model.generate(**inputs, max_new_tokens=30, do_sample=False)
@@ -119,7 +119,7 @@ def test_theirs_after_a_failed_step(name, new_tokens, monkeypatch):
     go_on = {"cache": part.cache, "max_new_tokens": 30 - new_tokens + 1}
     if name == "mistral" and new_tokens == 20:
         assert part.cache is None
-        with pytest.raises(engine.Interrupted, match="could not be taken back"):
+        with pytest.raises(engine.GenerationInterrupted, match="could not be taken back"):
             engine.generate(model, whole[:, :25], cache=theirs, max_new_tokens=5)
     else:
         mask = torch.ones_like(part.sequences)

@@ -102,7 +102,7 @@ def test_reading_late_changes_nothing(late, monkeypatch, name, cache, sample):
     assert torch.equal(torch.rand(1), drawn_after)  # the draw for the column that was forgotten is undone
     assert forgotten == ([1] if out.sequences.shape[1] < 13 + NEW else [])
     if cache != "none":
-        assert out.cache.seen == out.sequences.shape[1] - 1
+        assert out.cache.total_tokens == out.sequences.shape[1] - 1
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

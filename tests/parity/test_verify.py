@@ -24,7 +24,7 @@ class Player:
 
     def play(self, strategy, prompt, new, **of_task):
         ids, columns = prompt, prompt.shape[1] + new
-        self.task = task(prompt, last_column=columns, eos_ids=self.eos_ids, **of_task)
+        self.task = task(prompt, max_columns=columns, eos_ids=self.eos_ids, **of_task)
         flow, answer, over = strategy.flow(self.task), None, torch.zeros(len(prompt), dtype=torch.bool)
         while ids.shape[1] < columns and not over.all():
             match flow.send(answer):
@@ -179,7 +179,7 @@ def test_an_unsure_draft_stops_after_the_token_it_is_unsure_of():
 
 def test_a_memory_of_the_length_is_begun_with():
     strategy, target = Assisted(3, "heuristic", 0.0), torch.eye(40).roll(1, dims=1)
-    player, drafts = Player(target, target), strategies.Drafts(length=9)
+    player, drafts = Player(target, target), strategies.SpeculationStats(length=9)
     player.play(strategy, torch.tensor([[0]]), 30, drafts=drafts)
     assert player.forwards.index(("main", 10)) > 0
     assert drafts.length > 9
@@ -351,11 +351,11 @@ def test_a_draft_with_a_vocabulary_of_its_own():
     player = Player(target, draft)
     player.check_goes_on = lambda ids, tokens, model, columns: None
     player.fed["draft"] = torch.zeros(1, 99, dtype=torch.long)
-    translation = Translation(to_draft, to_model, last_column=99)
+    translation = Translation(to_draft, to_model, max_columns=99)
     out = player.play(Assisted(4, assistant_confidence_threshold=0.0), PROMPT[:1], 11, translation=translation)
     assert torch.equal(out, greedy(target, PROMPT[:1], 11))
     assert player.task.drafts.accepted == player.task.drafts.drafted == 8
-    short = Translation(to_draft, to_model, last_column=6)  # room for one proposal only
+    short = Translation(to_draft, to_model, max_columns=6)  # room for one proposal only
     out = player.play(Assisted(4, assistant_confidence_threshold=0.0), PROMPT[:1], 11, translation=short)
     assert torch.equal(out, greedy(target, PROMPT[:1], 11))
     assert player.task.drafts.drafted == 1

@@ -19,12 +19,12 @@ BREAKAGES = {
         lambda self, expected, begin: torch.zeros(len(expected), expected.shape[2], dtype=torch.bool),
     ),
     "what others do to a cache of transformers is not noticed": (
-        caches.ForeignCache,
+        caches.HFCacheAdapter,
         "log",
-        property(lambda self: adapter._logs.get(self._cache, (None,))[0], caches.ForeignCache.log.fset),
+        property(lambda self: adapter._logs.get(self._cache, (None,))[0], caches.HFCacheAdapter.log.fset),
     ),
-    "the log is the result's memory": (caches.Log, "copied", lambda self: self),
-    "the log keeps its rows": (caches.Log, "rows", lambda self, index: self),
+    "the log is the result's memory": (caches.TokenLog, "copied", lambda self: self),
+    "the log keeps its rows": (caches.TokenLog, "select_rows", lambda self, index: self),
     "a source is another's": (continuation, "_check_source", lambda *arguments: None),
 }
 

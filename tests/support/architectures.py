@@ -351,7 +351,7 @@ def _suits(backend: str, config) -> bool:
     options = {"max_cache_len": 64} if caches.recipe(backend).has_a_size else {}
     try:
         caches.build(backend, config, **options)
-    except caches.UnsupportedLayer:
+    except caches.UnsupportedLayerError:
         return False
     return True
 

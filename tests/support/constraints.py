@@ -30,7 +30,7 @@ class Constraint:
             constrained[row, allowed] = scores[row, allowed]
         return constrained
 
-    def rows(self, index):
+    def select_rows(self, index):
         self.states = [list(self.states[row]) for row in index.tolist()]
 
     def crop(self, columns):  # to none when a run begins
@@ -76,7 +76,7 @@ class Drafting:
         for step in range(2 * NEW):
             drafted = torch.stack([ids[:, 0] % 9 + 40 + (step + column) % 20 for column in range(3)], dim=1)
             scores = [task.process(torch.cat([ids, drafted[:, :n]], dim=1), logits) for n in range(4)]
-            if ids.shape[1] < task.last_column - 3:
+            if ids.shape[1] < task.max_columns - 3:
                 yield Forward(drafted)
                 yield Crop(3)
             ids = yield Emit(scores[0].argmax(dim=-1, keepdim=True), scores[:1])

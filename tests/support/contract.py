@@ -11,22 +11,22 @@ from transformers import LlamaConfig
 
 import caches
 from caches.spec import rope
-from caches.spec.layer_spec import INDEX, KV, STATE, LayerSpec, Reach
+from caches.spec.layer_spec import INDEX, KV, STATE, AttentionSpan, LayerSpec
 from configs import ConfigError, EncoderDecoderCacheConfig
 
 WINDOW, KERNEL, CROSS = 6, 4, 5
 SIZE = 256  # tokens that a backend with a size is built for
-REFUSALS = (caches.UnsupportedLayer, ConfigError)
+REFUSALS = (caches.UnsupportedLayerError, ConfigError)
 
 FULL = LayerSpec("full_attention", frozenset({KV}))
-UNROTATED = replace(FULL, rotary=lambda: rope.UNROTATED)  # its keys know nothing of their position
-SLIDING = LayerSpec("sliding_attention", frozenset({KV}), Reach("window", WINDOW))
-CHUNKED = LayerSpec("chunked_attention", frozenset({KV}), Reach("chunk", WINDOW + 3))
+UNROTATED = replace(FULL, rotation=lambda: rope.UNROTATED)  # its keys know nothing of their position
+SLIDING = LayerSpec("sliding_attention", frozenset({KV}), AttentionSpan("window", WINDOW))
+CHUNKED = LayerSpec("chunked_attention", frozenset({KV}), AttentionSpan("chunk", WINDOW + 3))
 INDEXED = LayerSpec("indexed_attention", frozenset({KV, INDEX}))
 CONV = LayerSpec("conv", frozenset({STATE}))
 LINEAR = LayerSpec("linear_attention", frozenset({STATE}))
 HYBRID = LayerSpec("hybrid", frozenset({KV, STATE}))
-HYBRID_SLIDING = LayerSpec("hybrid_sliding", frozenset({KV, STATE}), Reach("window", WINDOW))
+HYBRID_SLIDING = LayerSpec("hybrid_sliding", frozenset({KV, STATE}), AttentionSpan("window", WINDOW))
 READS_OTHERS = LayerSpec("full_attention", frozenset())
 
 
@@ -42,11 +42,13 @@ class Kind:
 
     def bound(self, spec: LayerSpec) -> int | None:
         """Columns that survive a step; None for all."""
-        return min((size - 1 for size in (spec.reach.size, self.window) if size is not None), default=None)
+        return min((size - 1 for size in (spec.attention_span.size, self.window) if size is not None), default=None)
 
     def sinks_of(self, spec: LayerSpec) -> int:
         """First tokens that stay in the layer."""
-        narrow = spec.reach.size is not None and self.window is not None and spec.reach.size <= self.window
+        narrow = (
+            spec.attention_span.size is not None and self.window is not None and spec.attention_span.size <= self.window
+        )
         return 0 if narrow or not spec.keeps_kv else self.sinks or 0
 
     @property
@@ -98,14 +100,14 @@ def options_of(backend: str, kind: Kind) -> dict[str, int]:
     return size | {name: value for name, value in asked.items() if value is not None}
 
 
-def build(backend: str, kind: Kind, **options) -> caches.Driven:
+def build(backend: str, kind: Kind, **options) -> caches.EngineCache:
     """An empty cache, or the backend's refusal."""
     recipe = caches.recipe(backend)
     chosen = recipe.options.from_dict(options_of(backend, kind) | options)
-    is_pair = recipe.options is EncoderDecoderCacheConfig
-    if is_pair and not kind.cross:
+    is_encoder_decoder = recipe.options is EncoderDecoderCacheConfig
+    if is_encoder_decoder and not kind.cross:
         return caches.build(backend, LlamaConfig())  # layers do not tell: the model's configuration does
-    if kind.cross and not is_pair:
+    if kind.cross and not is_encoder_decoder:
         recipe, chosen = caches.recipe("encoder_decoder"), EncoderDecoderCacheConfig(self_cache=chosen)
     return recipe.build(kind.specs, chosen)
 
@@ -181,9 +183,9 @@ def forward_layer(own: caches.Cache, spec: LayerSpec, layer: int, tokens: Tokens
     With one token it writes states in place, as transformers' models do.
     """
     handed = {}
-    if INDEX in spec.streams:
+    if INDEX in spec.components:
         handed["index"] = own.update_indexer(index_of(tokens, layer), layer)[:, None]
-    if KV in spec.streams:
+    if KV in spec.components:
         handed["keys"], handed["values"] = own.update(keys_of(tokens, layer), -keys_of(tokens, layer), layer)
     convolutions, recurrent = states_of(spec)
     for number in range(convolutions):

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from caches.core.sink_hook import Sinks
-from caches.memory.prefetch import Staging
+from caches.memory.prefetch import Prefetcher
 from caches.stores.dense import FixedStore, GrowingStore
 from caches.stores.quantized import QuantizedStore
-from caches.stores.recurrent_state import State
+from caches.stores.recurrent_state import RecurrentState
 from caches.timeline.timeline import Timeline
 from engine.decoding import loop
 from engine.model.masks import Columns
@@ -70,29 +70,31 @@ def compact_one_off(patch: Patch) -> None:
 
     def compact(self: Any) -> None:
         original(self)
-        self.buffer[:, :, : self.timeline.held] = self.buffer[:, :, : self.timeline.held].roll(1, dims=2)
+        self.buffer[:, :, : self.timeline.kept_tokens] = self.buffer[:, :, : self.timeline.kept_tokens].roll(1, dims=2)
 
     patch.setattr(GrowingStore, "compact", compact)
 
 
 def shift_what_a_convolution_reads(patch: Patch) -> None:
-    original = State.append_conv
-    patch.setattr(State, "append_conv", lambda self, *arguments: original(self, *arguments).roll(1, dims=-1))
+    original = RecurrentState.append_conv
+    patch.setattr(RecurrentState, "append_conv", lambda self, *arguments: original(self, *arguments).roll(1, dims=-1))
 
 
 def keep_states_as_they_were(patch: Patch) -> None:
     """A step that writes its states in place writes into a copy."""
-    patch.setattr(State, "get", lambda self, key: self._used(key).clone() if key in self._known else None)
+    patch.setattr(RecurrentState, "get", lambda self, key: self._used(key).clone() if key in self._known else None)
     # What models of transformers 5.17 ask for.
-    numbered = State.numbered
+    numbered = RecurrentState.numbered
     patch.setattr(
-        State, "numbered", lambda self, kind: {number: state.clone() for number, state in numbered(self, kind).items()}
+        RecurrentState,
+        "numbered",
+        lambda self, kind: {number: state.clone() for number, state in numbered(self, kind).items()},
     )
 
 
 def forget_states(patch: Patch) -> None:
-    original = State.set
-    patch.setattr(State, "set", lambda self, key, value: original(self, key, torch.zeros_like(value)))
+    original = RecurrentState.set
+    patch.setattr(RecurrentState, "set", lambda self, key, value: original(self, key, torch.zeros_like(value)))
 
 
 def read_pads_into_states(patch: Patch) -> None:
@@ -110,21 +112,21 @@ def read_the_encoder_of_another_row(patch: Patch) -> None:
 
 
 def keep_what_was_dropped(patch: Patch) -> None:
-    original = Timeline.settle
-    patch.setattr(Timeline, "settle", lambda self, drop=0: original(self, 0))
+    original = Timeline.commit
+    patch.setattr(Timeline, "commit", lambda self, rejected=0: original(self, 0))
 
 
 def take_back_one_too_few(patch: Patch) -> None:
-    original = Timeline.forget
-    patch.setattr(Timeline, "forget", lambda self, tokens: original(self, max(0, tokens - 1)))
+    original = Timeline.roll_back
+    patch.setattr(Timeline, "roll_back", lambda self, tokens: original(self, max(0, tokens - 1)))
 
 
 def take_back_what_was_overwritten(patch: Patch) -> None:
-    patch.setattr(Timeline, "can_forget", lambda self, tokens: self.seen >= tokens)
+    patch.setattr(Timeline, "can_roll_back", lambda self, tokens: self.total_tokens >= tokens)
 
 
 def leave_rows_where_they_are(patch: Patch) -> None:
-    patch.setattr(FixedStore, "rows", lambda self, index: None)
+    patch.setattr(FixedStore, "select_rows", lambda self, index: None)
 
 
 def fork_rows_in_turn(patch: Patch) -> None:
@@ -132,7 +134,7 @@ def fork_rows_in_turn(patch: Patch) -> None:
 
 
 def forget_no_staged_columns(patch: Patch) -> None:
-    patch.setattr(Staging, "forget", lambda self, reader: None)
+    patch.setattr(Prefetcher, "discard", lambda self, reader: None)
 
 
 def encode_one_column_early(patch: Patch) -> None:
@@ -154,7 +156,7 @@ def hand_over_one_token_more(patch: Patch) -> None:
 
     def adopt(self: Timeline, seen: int, held: int | None, rows: int) -> None:
         original(self, seen, held, rows)
-        self.seen += 1
+        self.total_tokens += 1
 
     patch.setattr(Timeline, "adopt", adopt)
 
@@ -173,7 +175,7 @@ def keep_the_worst_beams(patch: Patch) -> None:
         best = scores.topk(self._candidates + 1)
         return best.values[:, 1:], best.indices[:, 1:]
 
-    patch.setattr("strategies.beam_search.Beams._choose", choose)
+    patch.setattr("strategies.beam_search.BeamState._choose", choose)
 
 
 def show_half_stop_strings(patch: Patch) -> None:
@@ -181,7 +183,7 @@ def show_half_stop_strings(patch: Patch) -> None:
 
 
 def leave_streams_where_they_are(patch: Patch) -> None:
-    patch.setattr("engine.output.stream_buffer.Outlet._reorder", lambda self, index: None)
+    patch.setattr("engine.output.stream_buffer.StreamBuffer._reorder", lambda self, index: None)
 
 
 def look_for_stop_strings_in_new_text_alone(patch: Patch) -> None:
@@ -228,7 +230,7 @@ def record_no_attentions(patch: Patch) -> None:
 
 
 def record_states_of_the_last_token_alone(patch: Patch) -> None:
-    original = loop.Run._record
+    original = loop.DecodingLoop._record
 
     def record(self: Any, *given: Any) -> None:
         original(self, *given)
@@ -236,7 +238,7 @@ def record_states_of_the_last_token_alone(patch: Patch) -> None:
         if states:
             states[-1] = tuple(layer[:, -1:] for layer in states[-1])
 
-    patch.setattr(loop.Run, "_record", record)
+    patch.setattr(loop.DecodingLoop, "_record", record)
 
 
 DAMAGES: dict[str, Callable[[Patch], None]] = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from caches import backends
-from caches.attention.segments import Exact
+from caches.attention.segments import DenseSegment
 
 
 class Exactly:
@@ -22,7 +22,7 @@ class Exactly:
     def decode(self, parts, place):
         out, _ = place()
         firsts = parts["first"].repeat_interleave(self.block, dim=2)[:, :, : out.shape[2]]
-        return Exact(torch.add(parts["codes"], firsts, out=out))
+        return DenseSegment(torch.add(parts["codes"], firsts, out=out))
 
     def per_block(self, name):
         return name != "codes"
@@ -41,7 +41,7 @@ class AsTheyAre(Exactly):
         for number in range(out.shape[2] // self.block):
             whole = parts["codes"][:, :, number * self.block : (number + 1) * self.block]
             assert torch.allclose(whole.sum(dim=2), parts["sums"][:, :, number], atol=1e-4)
-        return Exact(out)
+        return DenseSegment(out)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from contract import CELLS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from caches.memory.disk_file import Slab
+from caches.memory.disk_file import DiskFile
 
 
 class Counting(TorchDispatchMode):
@@ -60,18 +60,18 @@ def _asked_by_caches() -> bool:
 def memory(fails_at: int | Container[int] = ()) -> Iterator[Counting]:
     """Files count too."""
     counting = Counting([fails_at] if isinstance(fails_at, int) else fails_at)
-    take = Slab._take
+    take = DiskFile._take
 
-    def taken(slab: Slab, size: int) -> list:
+    def taken(slab: DiskFile, size: int) -> list:
         counting.ask(lambda: OSError(errno.ENOSPC, "No space left on device"))
         return take(slab, size)
 
-    Slab._take = taken
+    DiskFile._take = taken
     try:
         with counting:
             yield counting
     finally:
-        Slab._take = take
+        DiskFile._take = take
 
 
 def each_cell_with(choices: Iterable[str]) -> pytest.MarkDecorator:

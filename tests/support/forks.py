@@ -39,16 +39,16 @@ class Loop:
     def __init__(self, model, cache="dynamic", **options):
         self.model, self.takes = model, inspect.signature(model.forward).parameters
         self.cache = caches.build(cache, model.config, **options)
-        self.extras, self.is_pair = {}, model.config.is_encoder_decoder
-        inputs = source(model.config.model_type) if self.is_pair else prompt()
+        self.model_kwargs, self.is_encoder_decoder = {}, model.config.is_encoder_decoder
+        inputs = source(model.config.model_type) if self.is_encoder_decoder else prompt()
         inputs = {name: value.to(model.device) for name, value in inputs.items()}
-        ids = prompt()["input_ids"][:, 4:].to(model.device) if self.is_pair else inputs["input_ids"]
-        mask = torch.ones_like(ids) if self.is_pair else inputs["attention_mask"]
-        if self.is_pair:
+        ids = prompt()["input_ids"][:, 4:].to(model.device) if self.is_encoder_decoder else inputs["input_ids"]
+        mask = torch.ones_like(ids) if self.is_encoder_decoder else inputs["attention_mask"]
+        if self.is_encoder_decoder:
             with torch.no_grad():
-                self.extras["encoder_outputs"] = (model.get_encoder()(**inputs).last_hidden_state,)
+                self.model_kwargs["encoder_outputs"] = (model.get_encoder()(**inputs).last_hidden_state,)
             if model.config.model_type != "whisper":
-                self.extras["attention_mask"] = inputs["attention_mask"]
+                self.model_kwargs["attention_mask"] = inputs["attention_mask"]
         self.mask = mask[:, :0]
         self.tokens = torch.Generator().manual_seed(1)
         self.feed(ids, mask)
@@ -57,21 +57,21 @@ class Loop:
     def feed(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         self.mask = torch.cat([self.mask, torch.ones_like(ids) if mask is None else mask], dim=1)
         arguments = {"past_key_values" if "past_key_values" in self.takes else "cache_params": self.cache.handle}
-        arguments |= {"decoder_input_ids" if self.is_pair else "input_ids": ids} | self.extras
-        if not self.is_pair:
+        arguments |= {"decoder_input_ids" if self.is_encoder_decoder else "input_ids": ids} | self.model_kwargs
+        if not self.is_encoder_decoder:
             arguments["attention_mask"] = self.mask
             if "position_ids" in self.takes:
                 arguments["position_ids"] = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         self.cache.begin(ids.shape[1])
         logits = self.model(**arguments, use_cache=True).logits
-        self.cache.settle()
+        self.cache.commit()
         return logits
 
     def step(self, tokens: int = 1) -> torch.Tensor:
         return self.feed(torch.randint(3, 95, (len(self.mask), tokens), generator=self.tokens).to(self.mask.device))
 
-    def rows(self, index: torch.Tensor) -> None:
-        self.cache.rows(index)
+    def select_rows(self, index: torch.Tensor) -> None:
+        self.cache.select_rows(index)
         self._others(index)
 
     def fork(self, times: int) -> None:
@@ -80,15 +80,15 @@ class Loop:
 
     def _others(self, index: torch.Tensor) -> None:
         self.mask = self.mask[index]
-        if "attention_mask" in self.extras:
-            self.extras["attention_mask"] = self.extras["attention_mask"][index]
-        if self.is_pair:
-            self.extras["encoder_outputs"] = (self.extras["encoder_outputs"][0][index],)
+        if "attention_mask" in self.model_kwargs:
+            self.model_kwargs["attention_mask"] = self.model_kwargs["attention_mask"][index]
+        if self.is_encoder_decoder:
+            self.model_kwargs["encoder_outputs"] = (self.model_kwargs["encoder_outputs"][0][index],)
 
     def reorder(self) -> None:
         """Within prompts, as beams do."""
         chosen = torch.randint(0, SIBLINGS, (ROWS,), generator=self.tokens)
-        self.rows(torch.arange(ROWS) // SIBLINGS * SIBLINGS + chosen)
+        self.select_rows(torch.arange(ROWS) // SIBLINGS * SIBLINGS + chosen)
 
     def beams(self, tokens: int = 1) -> torch.Tensor:
         """The logits of all steps."""
@@ -106,7 +106,9 @@ class Loop:
     def storage(self) -> set[int]:
         """Where the trunks are."""
         layers = [layer for part in self.cache.parts for layer in part.layers]
-        stores = [getattr(store, "trunk", store) for layer in layers for store in getattr(layer, "stores", {}).values()]
+        stores = [
+            getattr(store, "prefix", store) for layer in layers for store in getattr(layer, "stores", {}).values()
+        ]
         return {tensor.data_ptr() for store in stores for tensor in store.tensors()}
 
 
@@ -114,4 +116,4 @@ def feed_columns(cache, count: int, rows: int = PROMPTS, layers: int = 4) -> Non
     cache.begin(count)
     for layer in range(layers):
         cache.update(*[torch.randn(rows, 2, count, 8)] * 2, layer)
-    cache.settle()
+    cache.commit()

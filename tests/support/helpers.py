@@ -44,12 +44,12 @@ def toy_flow(rows: list[list[int]]):
     return Scripted()
 
 
-def new_cache(name: str, model, tokens: int = 64) -> caches.Driven:
+def new_cache(name: str, model, tokens: int = 64) -> caches.EngineCache:
     """An empty cache of this backend for the model; skips the test where the backend is not for this kind of model."""
     options = {"max_cache_len": tokens} if caches.recipe(name).has_a_size else {}
     try:
         return caches.build(name, model.config, **options)
-    except caches.UnsupportedLayer as error:
+    except caches.UnsupportedLayerError as error:
         pytest.skip(str(error))
 
 
@@ -117,15 +117,15 @@ def looks_ahead(text: torch.Tensor, ahead: int):
     return LooksAhead()
 
 
-def task(ids, process=lambda ids, scores: scores, last_column=10, eos_ids=(), mask=None, **more):
-    """What a flow gets for the prompt `ids`; texts end with an eos id or at `last_column`."""
+def task(ids, process=lambda ids, scores: scores, max_columns=10, eos_ids=(), mask=None, **more):
+    """What a flow gets for the prompt `ids`; texts end with an eos id or at `max_columns`."""
     eos = torch.tensor(list(eos_ids))
     return Task(
         ids=ids,
         mask=torch.ones_like(ids) if mask is None else mask,
         process=process,
-        ended=lambda ids: torch.isin(ids[:, -1], eos) | (ids.shape[1] >= last_column),
-        last_column=last_column,
+        ended=lambda ids: torch.isin(ids[:, -1], eos) | (ids.shape[1] >= max_columns),
+        max_columns=max_columns,
         eos_ids=frozenset(eos_ids),
         **more,
     )

@@ -79,10 +79,10 @@ def pairs() -> list[tuple[str, str]]:
 def _is_lossless(name: str, backend: str) -> bool:
     try:
         built = new_cache(name, backend)
-    except (caches.UnsupportedLayer, ConfigError):
+    except (caches.UnsupportedLayerError, ConfigError):
         return False
     imposes = any(part.imposes_windows for part in getattr(built, "parts", ()))
-    return built.handle is not None and not built.encodes and not imposes
+    return built.handle is not None and not built.is_quantized and not imposes
 
 
 def new_cache(name: str, backend: str) -> Any:
@@ -120,7 +120,7 @@ class Content:
     def first(self, columns: int) -> Content:
         return Content(*(part[:, :columns] for part in self.parts))
 
-    def rows(self, index: torch.Tensor) -> Content:
+    def select_rows(self, index: torch.Tensor) -> Content:
         return Content(*(part[index] for part in self.parts))
 
     def then(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, reader: int) -> Content:
@@ -153,7 +153,7 @@ class History:
         self.random, self.counts = random.Random(seed), Counter()
         self.name, self.backend = pairs()[seed % len(pairs())]
         self.model = generator(self.name).model
-        self.is_pair = self.model.config.is_encoder_decoder
+        self.is_encoder_decoder = self.model.config.is_encoder_decoder
         self.has_states = self.name in ("lfm2", "mamba")
         self.numbers = torch.Generator().manual_seed(seed)
         self.row_count = self.random.choice([1, 2, 3])
@@ -177,7 +177,7 @@ class History:
     @property
     def operations(self) -> list[str]:
         return ["nothing", "crop", "select", "copy", "back", "plain", "plain", "theirs", "theirs", "careless", "dies",
-                "other_model", "forget"]  # fmt: skip
+                "other_model", "roll_back"]  # fmt: skip
 
     def _ids(self, columns: int) -> torch.Tensor:
         return torch.randint(3, VOCABULARY, (self.row_count, columns), generator=self.numbers)
@@ -188,13 +188,13 @@ class History:
         """The first tokens, by our engine or another loop, padded on the left."""
         columns = self.random.randint(3, 6)
         ids, mask = self._ids(columns), torch.ones(self.row_count, columns, dtype=torch.long)
-        if self.row_count > 1 and not self.is_pair:
+        if self.row_count > 1 and not self.is_encoder_decoder:
             mask[0, : self.random.randint(0, 2)] = 0
         ids[mask == 0] = 0
-        if self.is_pair:
+        if self.is_encoder_decoder:
             ids[:, 0] = START
         ways = [self._turn_of, self._feed, self._generate]
-        self.random.choice(ways[:2] if self.is_pair else ways)(ids, mask)
+        self.random.choice(ways[:2] if self.is_encoder_decoder else ways)(ids, mask)
 
     def nothing(self) -> None:
         """Two turns in succession."""
@@ -222,7 +222,7 @@ class History:
             return None
         except Exception:
             return False  # transformers' fixed and state layers cannot
-        self.content = self.content.rows(index)
+        self.content = self.content.select_rows(index)
         self.sources = [source[index] for source in self.sources]
         self.row_count = len(index)
         return None
@@ -269,7 +269,7 @@ class History:
             handle.remove()
         return None if self.backend not in THEIRS else False
 
-    def forget(self) -> None:
+    def roll_back(self) -> None:
         self.cache.reset()
         self.content = self.content.first(0)
         if self.backend in THEIRS:  # what a reset of transformers' leaves is another matter
@@ -278,7 +278,7 @@ class History:
 
     def _inputs(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
         """Of a plain call, of which `mask` is for all columns."""
-        if self.is_pair:
+        if self.is_encoder_decoder:
             return {"input_ids": self.sources[0], "decoder_input_ids": ids}
         if self.name == "mamba":
             return {"input_ids": ids} | ({"attention_mask": mask} if ids.shape == mask.shape else {})
@@ -301,7 +301,7 @@ class History:
 
     @torch.no_grad()
     def _generate(self, new: torch.Tensor, mask: torch.Tensor) -> None:
-        if self.is_pair:  # transformers begins such a text itself
+        if self.is_encoder_decoder:  # transformers begins such a text itself
             return self._feed(new, mask)
         ids = torch.cat([self.content.ids, new], dim=1)
         whole = torch.cat([self.content.mask, mask], dim=1)
@@ -325,18 +325,18 @@ class History:
         what = self.random.choice(["own", "own", "own", "edited", "shorter", "pads", "rows", "source", "in place"])
         self.done.append(f"turn: {what}")
         self.counts[f"turn: {what}"] += 1
-        columns, source, first = ids.shape[1] - new.shape[1], 0, int(self.is_pair)
+        columns, source, first = ids.shape[1] - new.shape[1], 0, int(self.is_encoder_decoder)
         if what == "edited" and columns > first:
             row, column = self.random.randrange(self.row_count), self.random.randrange(first, columns)
             ids[row, column] = (ids[row, column] + self.random.randint(1, 90)) % 97 + 2
         elif what == "shorter" and columns > first:
             column = self.random.randrange(first, columns)
             ids = torch.cat([ids[:, :column], ids[:, column + 1 :], self._ids(1)], dim=1)
-        elif what == "pads" and not self.is_pair:
+        elif what == "pads" and not self.is_encoder_decoder:
             mask[self.random.randrange(self.row_count), : self.random.randint(1, 2)] ^= 1
         elif what == "rows":
             ids, mask = ids.flip(0), mask.flip(0)
-        elif what == "source" and self.is_pair:
+        elif what == "source" and self.is_encoder_decoder:
             source = 1
         elif what == "in place" and self.last is not None and self.last.shape[0] == self.row_count:
             # What the last turn returned is the caller's: he may write into it.
@@ -359,7 +359,7 @@ class History:
             if how == "another mask" and not self.content.is_plain:
                 return  # windows and states remember pads
             assert how == "cannot be checked", f"refused although it is right: {out}"
-            could = self.name in PREFIX_IS_KNOWN and (self.is_pair or self.content.is_plain)
+            could = self.name in PREFIX_IS_KNOWN and (self.is_encoder_decoder or self.content.is_plain)
             assert not could, f"refused although it could be checked: {out}"
             out = self._text(ids, mask, source, trust=True)  # the caller knows that it is right
             assert not isinstance(out, str), f"refused although it was trusted: {out}"
@@ -371,14 +371,14 @@ class History:
 
     def _text(self, ids: torch.Tensor, mask: torch.Tensor, source: int, trust: bool) -> engine.Generation | str:
         """What comes of the call: a generation, or why it is refused."""
-        given: dict[str, Any] = {"attention_mask": mask} if not self.is_pair else {"decoder_input_ids": ids}
-        inputs = self.sources[source] if self.is_pair else ids
+        given: dict[str, Any] = {"attention_mask": mask} if not self.is_encoder_decoder else {"decoder_input_ids": ids}
+        inputs = self.sources[source] if self.is_encoder_decoder else ids
         given |= {"trust_cache": True} if trust else {}
         try:
             return generator(self.name).generate(inputs, cache=self.cache, max_new_tokens=NEW, **given)
         except (engine.InputError, caches.CacheError) as error:
             return str(error)
-        except engine.Interrupted as error:  # what a cache says at its first step
+        except engine.GenerationInterrupted as error:  # what a cache says at its first step
             if not isinstance(error.__cause__, caches.CacheError):
                 raise
             return str(error)
@@ -405,7 +405,7 @@ class History:
         sequences = out.sequences[:, :-1]
         whole = torch.cat([mask, mask.new_ones(len(mask), NEW - 1)], dim=1)
         inputs = self._inputs(sequences, whole)
-        if self.is_pair:
+        if self.is_encoder_decoder:
             inputs["input_ids"] = self.sources[source]
         logits = self.model(**inputs, use_cache=False).logits[:, -NEW:]
         new = out.sequences[:, -NEW:]

@@ -156,7 +156,7 @@ def cells(count: int) -> list[tuple[Callable[..., None], str, str, str]]:
 def suits(cache: str, kind: str) -> bool:
     try:
         caches.build(cache, tiny(MODELS[kind])[0].config, **(LOSSY.get(cache) or needed(cache)))
-    except caches.UnsupportedLayer:
+    except caches.UnsupportedLayerError:
         return False
     return True
 

@@ -2,7 +2,8 @@
 
 Both say the same, or what differs is told on the page docs/differences.md: refusals by the beginnings of their
 messages, other texts by one of the narrow cases in `random_outcomes.py`. A call is kept as the source of its arguments,
-so a failure prints a script. Run as a program to make many: `python tests/support/random_calls.py 20000 --workers 2`.
+so a failure prints a script. Run as a program to make many: `python tests/support/random_calls.py 20000
+--workers 2`.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ def _is_lossless(name: str, backend: str) -> bool:
     options = {"max_cache_len": 64} if caches.recipe(backend).has_a_size else {}
     try:
         built = caches.build(backend, model(name).config, **options)
-    except (caches.UnsupportedLayer, ConfigError):
+    except (caches.UnsupportedLayerError, ConfigError):
         return False
     if built.handle is None:
         return True
-    return not built.encodes and not any(part.imposes_windows for part in getattr(built, "parts", ()))
+    return not built.is_quantized and not any(part.imposes_windows for part in getattr(built, "parts", ()))
 
 
 @dataclass
@@ -114,13 +115,13 @@ class _Drawn:
         # torch multiplies the experts of mixtral in float32 alone.
         dtype = "torch.float64" if self.maybe(0.15) and name != "mixtral" else "torch.float32"
         self.call = Call(seed, name, dtype, backend, mode)
-        self.is_pair = name in PAIRS
+        self.is_encoder_decoder = name in PAIRS
         self.rows, self.columns = self.random.choice([1, 1, 2, 2, 3]), self.random.randint(1, WINDOW + 5)
         if mode in ("draft", "lookup") and self.maybe(0.8):
             self.rows = 1  # transformers can no more
         self.given = self.call.given
         self.ends: list[int] | None = None
-        self.source() if self.is_pair else self.prompt()
+        self.source() if self.is_encoder_decoder else self.prompt()
         for draw in (self.strategy, self.length, self.stops, self.processors, self.warpers, self.records, self.rare):
             draw()
         self.place()

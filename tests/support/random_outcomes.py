@@ -183,7 +183,7 @@ def _outcome(call: Call, theirs: Any) -> tuple[str, str]:
         return "no such configuration", ""
     if isinstance(ours, Exception) and not isinstance(ours, REFUSALS):
         return "different", f"the engine raises a bare {type(ours).__name__}: {ours}"
-    if isinstance(ours, engine.Interrupted) and not isinstance(ours, engine.BadLogits):
+    if isinstance(ours, engine.GenerationInterrupted) and not isinstance(ours, engine.InvalidLogitsError):
         return "different", f"the engine stops late, {ours}, where transformers says {theirs!r}"
     if isinstance(ours, Exception) and isinstance(theirs, Exception):
         return "both refuse", ""

@@ -191,7 +191,7 @@ def exact(cache: str, model: PreTrainedModel) -> dict[str, Any]:
     options = needed(cache)
     try:
         caches.build(cache, model.config, **options)
-    except caches.UnsupportedLayer as refusal:
+    except caches.UnsupportedLayerError as refusal:
         pytest.skip(str(refusal))
     return {"cache": cache, "cache_config": options}
 

@@ -3,7 +3,7 @@
     python tests/support/scored.py '{"times": [0.6, 1, 2], "runs": 3}'
 
 The limits are multiples of the least with which `model.generate` comes to its end, RLIMIT_DATA beyond what the process
-has. One JSON line: for each of them the seconds of both in turns, how they ended, the rungs taken, and what
+has. One JSON line: for each of them the seconds of both in turns, how they ended, the fallbacks taken, and what
 `engine.plan` says. Linux only.
 """
 
@@ -36,7 +36,7 @@ def planned(model: Any) -> dict[str, Any]:
 def run(generator: engine.Generator, ids: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:
     try:
         out = generator.generate(ids, **options)
-    except engine.OutOfMemory as stopped:
+    except engine.OutOfMemoryError as stopped:
         return {"died": str(stopped)} | told(stopped.partial)
     return told(out)
 
@@ -63,7 +63,7 @@ def compare(margin: int, runs: int, model: Any, ids: torch.Tensor, linears: str)
         "plan": in_a_fork(planned, model, margin_bytes=margin),
         "seconds": seconds,
         "ratio": statistics.median(ratios) if ratios else None,
-        "rungs": last_ours.get("rungs"),
+        "fallbacks": last_ours.get("fallbacks"),
         "died": {"ours": last_ours.get("died"), "theirs": last_theirs.get("died")},
         "same": last_ours.get("tokens") == last_theirs.get("tokens"),
     }

@@ -47,15 +47,15 @@ def data_bytes() -> int:
 def ours(model: PreTrainedModel, ids: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:
     try:
         out = engine.generate(model, ids, **options)
-    except engine.OutOfMemory as stopped:
+    except engine.OutOfMemoryError as stopped:
         return {"died": str(stopped)} | told(stopped.partial)
     return told(out)
 
 
 def told(out: engine.Generation) -> dict[str, Any]:
     taken = out.stats.fallbacks
-    rungs, seen = [one.rung for one in taken], [one.tokens for one in taken]
-    return {"tokens": out.tokens, "rungs": rungs, "seen": seen, "fallbacks": [str(one) for one in taken]}
+    names, seen = [one.name for one in taken], [one.tokens for one in taken]
+    return {"tokens": out.tokens, "names": names, "seen": seen, "fallbacks": [str(one) for one in taken]}
 
 
 def theirs(model: PreTrainedModel, ids: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ import engine
 import strategies
 
 NAMES = ("llama", "mistral", "gemma2", "gpt2", "mamba", "jamba", "bamba", "lfm2", "falcon_h1", "t5", "bart")
-RUNGS = ("release", "chunk", "offload", "split")
+FALLBACKS = ("release", "chunk", "offload", "split")
 PER_SCENE = 4  # seeds that share a scene, and so its undisturbed run
 BATCH = 100
 ANOTHER_ORDER = {"atol": 5e-2, "rtol": 5e-3}  # of computing; some models amplify rounding
@@ -132,12 +132,12 @@ class Attack:
             again = max(at[side], default=-1) + 1  # the one that tries again what failed
             number = again if again and draw.random() < 0.5 else draw.randrange(forwards[side])
             at[side][number] = draw.choice([0, 1, -1])
-        some = tuple(rung for rung in RUNGS if draw.random() < 0.5)
+        some = tuple(fallback for fallback in FALLBACKS if draw.random() < 0.5)
         return Attack(
             at=tuple(tuple(points.items()) for points in at),
             error=draw.choice(list(ERRORS)),
             late=draw.random() < 0.5,
-            on_oom=RUNGS if draw.random() < 0.6 else some,
+            on_oom=FALLBACKS if draw.random() < 0.6 else some,
         )
 
     @property
@@ -146,7 +146,7 @@ class Attack:
 
 
 @dataclass(frozen=True)
-class Run:
+class DecodingLoop:
     """What came of it, the random state after it, and how many forwards there were."""
 
     out: engine.Generation
@@ -154,7 +154,7 @@ class Run:
     forwards: tuple[int, ...]
 
 
-def run(scene: Scene, attack: Attack = Attack(((), ()), "device", False, RUNGS)) -> Run:
+def run(scene: Scene, attack: Attack = Attack(((), ()), "device", False, FALLBACKS)) -> DecodingLoop:
     models = [scene.read()[0]] + [draft for draft in [scene.draft] if draft is not None]
     with ExitStack() as stack:
         found = [
@@ -162,16 +162,16 @@ def run(scene: Scene, attack: Attack = Attack(((), ()), "device", False, RUNGS))
             for model, points in zip(models, attack.at, strict=False)
         ]
         out = scene.generate(on_oom=attack.on_oom)
-    return Run(out, torch.get_rng_state(), tuple(one.forwards for one in found))
+    return DecodingLoop(out, torch.get_rng_state(), tuple(one.forwards for one in found))
 
 
 @functools.lru_cache(maxsize=4)
-def undisturbed(scene: Scene) -> Run:
+def undisturbed(scene: Scene) -> DecodingLoop:
     return run(scene)
 
 
 def torture(seed: int) -> list[str]:
-    """The rungs that were taken, and "gave up" where they were not enough. Raises AssertionError."""
+    """The fallbacks that were taken, and "gave up" where they were not enough. Raises AssertionError."""
     scene = Scene.drawn(seed // PER_SCENE)
     whole = undisturbed(scene)
     attack = Attack.drawn(seed, whole.forwards)
@@ -182,28 +182,28 @@ def torture(seed: int) -> list[str]:
         raise AssertionError(f"{told}: {type(error).__name__}: {error}") from error
 
 
-def _play(scene: Scene, attack: Attack, whole: Run) -> list[str]:
+def _play(scene: Scene, attack: Attack, whole: DecodingLoop) -> list[str]:
     try:
         found = run(scene, attack)
-    except engine.OutOfMemory as stopped:
+    except engine.OutOfMemoryError as stopped:
         part = stopped.partial
     else:
         assert found.out.tokens == whole.out.tokens
         assert torch.equal(found.out.sequences, whole.out.sequences)
         assert found.out.finish_reasons == whole.out.finish_reasons
         assert torch.equal(found.random, whole.random)
-        rungs = [taken.rung for taken in found.out.stats.fallbacks]
-        close = ANOTHER_ORDER if set(rungs) - {"release"} else {"atol": 0, "rtol": 0}
+        fallbacks = [taken.name for taken in found.out.stats.fallbacks]
+        close = ANOTHER_ORDER if set(fallbacks) - {"release"} else {"atol": 0, "rtol": 0}
         for name in ("scores", "sequences_scores", "beam_indices"):
             torch.testing.assert_close(getattr(found.out, name), getattr(whole.out, name), **close)
-        assert len(rungs) == attack.failures
-        return rungs
-    rungs = [taken.rung for taken in part.stats.fallbacks]
-    assert len(rungs) < attack.failures
-    assert "release" in rungs or "release" not in attack.on_oom
+        assert len(fallbacks) == attack.failures
+        return fallbacks
+    fallbacks = [taken.name for taken in part.stats.fallbacks]
+    assert len(fallbacks) < attack.failures
+    assert "release" in fallbacks or "release" not in attack.on_oom
     if not scene.eos:
         check_goes_on(*scene.read(), part)
-    return [*rungs, "gave up"]
+    return [*fallbacks, "gave up"]
 
 
 @functools.lru_cache(maxsize=1)
@@ -226,7 +226,7 @@ def starve(seed: int) -> bool:
         assert out.tokens == whole.tokens
         assert found.raised > 0
         return True
-    except engine.OutOfMemory as stopped:
+    except engine.OutOfMemoryError as stopped:
         part = stopped.partial
     except Exception as error:
         raise AssertionError(f"seed {seed}: {scene}, at {at} of {made}: {type(error).__name__}: {error}") from error
@@ -236,17 +236,17 @@ def starve(seed: int) -> bool:
 
 
 def torture_all(seeds: Iterable[int]) -> Counter[str]:
-    """How often each rung was taken, how many runs recovered and how many gave up."""
+    """How often each fallback was taken, how many runs recovered and how many gave up."""
     taken: Counter[str] = Counter()
     for seed in seeds:
-        rungs = torture(seed)
-        taken.update(rungs)
-        taken["recovered"] += "gave up" not in rungs
+        fallbacks = torture(seed)
+        taken.update(fallbacks)
+        taken["recovered"] += "gave up" not in fallbacks
     return taken
 
 
 def _quietly() -> None:
-    logging.getLogger("engine").setLevel(logging.ERROR)  # every rung that is taken is a warning
+    logging.getLogger("engine").setLevel(logging.ERROR)  # every fallback that is taken is a warning
 
 
 def main() -> None:

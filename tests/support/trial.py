@@ -44,7 +44,7 @@ class Trial:
         self.encoded: list[list[int]] | None = None
         self.last_step = 0  # tokens of it that can be taken back from states
 
-    def holding(self, cache: caches.Driven, rows: Sequence[int] | None = None) -> Trial:
+    def holding(self, cache: caches.EngineCache, rows: Sequence[int] | None = None) -> Trial:
         """A trial of another cache that has to hold the same, or some of the rows."""
         other = copy.copy(self)
         index = range(len(self.tokens)) if rows is None else rows
@@ -54,7 +54,7 @@ class Trial:
         return other
 
     @property
-    def seen(self) -> int:
+    def total_tokens(self) -> int:
         return len(self.tokens[0])
 
     @property
@@ -71,7 +71,7 @@ class Trial:
     @property
     def last_layer(self) -> int:
         """The last that keeps anything: a forward that has reached it is whole."""
-        return max(layer for layer, spec in enumerate(self.kind.specs) if spec.streams)
+        return max(layer for layer, spec in enumerate(self.kind.specs) if spec.components)
 
     @property
     def own(self) -> caches.Cache:
@@ -86,7 +86,7 @@ class Trial:
         """Tokens never fed before: which feed, row and position they are."""
         self.feeds += 1
         rows = len(self.tokens) if rows is None else rows
-        begin = 1_000_000 * self.feeds + self.seen
+        begin = 1_000_000 * self.feeds + self.total_tokens
         return [[begin + 10_000 * row + column for column in range(count)] for row in range(rows)]
 
     # Steps.
@@ -103,13 +103,16 @@ class Trial:
             if not self.own.is_compileable:  # a compiled step reads the whole room
                 assert not spec.keeps_kv or (length, offset) == self.mask_sizes(layer, count)
             for name in handed.keys() & {"keys", "values", "index"}:
-                read, first = handed[name], max(0, self.seen - self.held(layer))
+                read, first = handed[name], max(0, self.total_tokens - self.held(layer))
                 assert read.isfinite().all()
                 read = self.without_copies(read, layer, name, together)
                 assert read.shape[2] == length
                 sinks = self.kind.sinks_of(spec) if first else 0
                 must = [self.shown(row, first, sinks if count == 1 else 0) for row in together]
-                read, must = read[:, :, first - offset : self.seen + count - offset], columns_of(must, layer, name)
+                read, must = (
+                    read[:, :, first - offset : self.total_tokens + count - offset],
+                    columns_of(must, layer, name),
+                )
                 hidden = sinks if count > 1 else 0  # the copies are looked at instead
                 assert torch.equal(read[:, :, hidden:], must[:, :, hidden:])
             for name in handed.keys() - {"keys", "values", "index"}:
@@ -127,8 +130,8 @@ class Trial:
 
     def without_copies(self, read: torch.Tensor, layer: int, name: str, together: Tokens) -> torch.Tensor:
         """What is handed out after the copies of first tokens, that come once for each token of a long step."""
-        sinks, count = self.kind.sinks_of(self.kind.specs[layer]), len(together[0]) - self.seen
-        if not sinks or count == 1 or self.seen + count <= self.narrow:
+        sinks, count = self.kind.sinks_of(self.kind.specs[layer]), len(together[0]) - self.total_tokens
+        if not sinks or count == 1 or self.total_tokens + count <= self.narrow:
             return read
         must = columns_of([row[:sinks] * count for row in together], layer, name)
         assert torch.equal(read[:, :, : sinks * count], must)
@@ -145,19 +148,19 @@ class Trial:
         assert torch.equal(self.look(keys), keys_of(encoder, layer))
         assert torch.equal(self.look(values), -keys_of(encoder, layer))
 
-    def commit(self, tokens: Tokens, drop: int = 0) -> None:
+    def commit(self, tokens: Tokens, rejected: int = 0) -> None:
         """The oracle's side of a step that was settled."""
-        kept = len(tokens[0]) - drop
+        kept = len(tokens[0]) - rejected
         self.tokens = [old + list(new[:kept]) for old, new in zip(self.tokens, tokens, strict=True)]
         self.last_fed = len(tokens[0])
         self.last_step, self.encoded = kept, self._encoder if self.kind.cross else None
 
-    def step(self, count: int, drop: int = 0, graph: bool = False) -> None:
+    def step(self, count: int, rejected: int = 0, graph: bool = False) -> None:
         tokens = self.fresh(count)
         self.cache.begin(count, graph)
         self.forward(tokens)
-        self.cache.settle(drop)
-        self.commit(tokens, drop)
+        self.cache.commit(rejected)
+        self.commit(tokens, rejected)
 
     def step_whole(self, count: int) -> None:
         """A step of a model that cannot work on views of pieces."""
@@ -171,8 +174,8 @@ class Trial:
         self.forward(tokens)
         self.commit(tokens)
 
-    def rows(self, index: Sequence[int]) -> None:
-        self.cache.rows(torch.tensor(index))
+    def select_rows(self, index: Sequence[int]) -> None:
+        self.cache.select_rows(torch.tensor(index))
         self.tokens = [list(self.tokens[row]) for row in index]
         self.encoded = None if self.encoded is None else [self.encoded[row] for row in index]
 
@@ -184,14 +187,14 @@ class Trial:
 
     def crop(self, tokens: int) -> None:
         self.cache.crop(tokens)
-        removed = max(0, self.seen - tokens) if tokens > 0 else -tokens
-        self.last_step = 0 if removed == self.seen else max(0, self.last_step - removed)
+        removed = max(0, self.total_tokens - tokens) if tokens > 0 else -tokens
+        self.last_step = 0 if removed == self.total_tokens else max(0, self.last_step - removed)
         self.tokens = [row[: len(row) - removed] for row in self.tokens]
 
     # What must be so.
 
-    def can_drop(self, drop: int, count: int) -> bool:
-        return drop in (0, count) or self._in_part(count)
+    def can_reject(self, rejected: int, count: int) -> bool:
+        return rejected in (0, count) or self._in_part(count)
 
     def _in_part(self, count: int) -> bool:
         """Whether a step of so many tokens can be taken back in part: what long ones read is not kept."""
@@ -199,30 +202,30 @@ class Trial:
 
     def can_crop(self, removed: int) -> bool | None:
         """Whether so many of the last tokens can be removed; None where it depends on what a window has overwritten."""
-        if removed in (0, self.seen):
+        if removed in (0, self.total_tokens):
             return True
-        if removed > self.seen:
+        if removed > self.total_tokens:
             return False
         whole = removed == self.last_step or (removed < self.last_step and self._in_part(self.last_fed))
         if self.kind.has_states and not whole:
             return False
-        lost = [bound is not None and self.seen > bound for bound in self.kind.bounds]
+        lost = [bound is not None and self.total_tokens > bound for bound in self.kind.bounds]
         return None if any(lost) else True
 
     def held(self, layer: int) -> int:
         bound = self.kind.bound(self.kind.specs[layer])
-        return self.seen if bound is None else min(self.seen, bound)
+        return self.total_tokens if bound is None else min(self.total_tokens, bound)
 
     def mask_sizes(self, layer: int, count: int) -> tuple[int, int]:
-        return self.held(layer) + count, self.seen - self.held(layer)
+        return self.held(layer) + count, self.total_tokens - self.held(layer)
 
     def expected(self) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
         """Of every layer: what it says it holds, and what it must hold."""
-        for layer, spec in enumerate(self.kind.specs if self.seen else ()):
-            first = self.seen - self.held(layer)
+        for layer, spec in enumerate(self.kind.specs if self.total_tokens else ()):
+            first = self.total_tokens - self.held(layer)
             sinks = self.kind.sinks_of(spec)
             kept = [self.shown(row, first, sinks if first else 0) for row in self.tokens]
-            names = ["keys", "values"] * (KV in spec.streams) + ["index"] * (INDEX in spec.streams)
+            names = ["keys", "values"] * (KV in spec.components) + ["index"] * (INDEX in spec.components)
             must = {name: columns_of(kept, layer, name) for name in names}
             convolutions, recurrent = states_of(spec)
             must |= {f"conv {number}": last_read(self.tokens, layer, number, KERNEL) for number in range(convolutions)}
@@ -230,15 +233,15 @@ class Trial:
                 must["recurrent 0"] = recurrent_of(self.tokens, layer)
             if self.kind.sinks is not None and spec.keeps_kv:
                 must["pads"] = torch.zeros(len(self.tokens), dtype=torch.long)
-            yield self.own.layers[layer].content(), must
+            yield self.own.layers[layer].dense_state(), must
         for layer in range(len(self.kind.specs) if self.encoded is not None else 0):
             must = {name: columns_of(self.encoded, layer, name) for name in ("keys", "values")}
-            yield self.cache.cross_attention_cache.layers[layer].content(), must
+            yield self.cache.cross_attention_cache.layers[layer].dense_state(), must
 
     def check(self) -> None:
         """The cache holds what it must, and says so."""
-        cache, seen = self.cache, self.seen
-        assert (cache.seen, cache.get_seq_length(), cache.max_tokens) == (seen, seen, self.limit)
+        cache, seen = self.cache, self.total_tokens
+        assert (cache.total_tokens, cache.get_seq_length(), cache.max_tokens) == (seen, seen, self.limit)
         assert cache.batch_size == (len(self.tokens) if seen else -1)
         for layer, spec in enumerate(self.kind.specs):
             assert not spec.keeps_kv or cache.get_mask_sizes(3, layer) == self.mask_sizes(layer, 3)
@@ -249,7 +252,7 @@ class Trial:
             for name, held in found.items():
                 assert torch.equal(held, must[name]), f"{name}: {held} instead of {must[name]}"
         if not seen:
-            assert not any(layer.content() for layer in self.own.layers)
+            assert not any(layer.dense_state() for layer in self.own.layers)
         if self.encoded is None and self.kind.cross:
             kept = [layer.keys for layer in self.cache.cross_attention_cache.layers]
             assert all(keys is None or keys.shape[2] == 0 for keys in kept)

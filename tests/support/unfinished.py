@@ -28,11 +28,11 @@ def forked(trial: Trial) -> Trial:
 
 
 CHOICES = {
-    "rows": (lambda trial: trial, lambda trial: trial.rows([1, 1, 0])),
+    "rows": (lambda trial: trial, lambda trial: trial.select_rows([1, 1, 0])),
     "fork": (lambda trial: trial, lambda trial: trial.fork(3)),
-    "rows of forked ones": (forked, lambda trial: trial.rows([4, 4, 5, 1, 0, 0])),
-    "one of each": (forked, lambda trial: trial.rows([5, 1])),
-    "unfork": (forked, lambda trial: trial.cache.unfork()),
+    "rows of forked ones": (forked, lambda trial: trial.select_rows([4, 4, 5, 1, 0, 0])),
+    "one of each": (forked, lambda trial: trial.select_rows([5, 1])),
+    "unshare": (forked, lambda trial: trial.cache.unshare()),
 }
 
 
@@ -56,6 +56,6 @@ def goes_on(trial: Trial) -> None:
     for count in (1, 3):
         trial.step(count)
         trial.check()
-    trial.rows([len(trial.tokens) - 1, 0])
+    trial.select_rows([len(trial.tokens) - 1, 0])
     trial.step(1)
     trial.check()

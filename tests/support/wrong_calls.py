@@ -321,7 +321,7 @@ def fault_of(call: Call) -> str | None:
         eval(str(call), names)
         return "it was accepted"
     except (engine.EngineError, caches.CacheError) as error:
-        if isinstance(error, engine.Interrupted):
+        if isinstance(error, engine.GenerationInterrupted):
             return f"it was interrupted late: {error}"
         if forwards:
             return f"{forwards[0]} was run before: {type(error).__name__}: {error}"

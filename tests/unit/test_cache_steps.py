@@ -8,7 +8,7 @@ from contract import KINDS, WINDOW, build, each_cell, keys_of
 from trial import Trial
 
 import caches
-from caches.spec.layer_spec import LayerSpec, Reach
+from caches.spec.layer_spec import AttentionSpan, LayerSpec
 from configs import DynamicCacheConfig
 
 pytestmark = pytest.mark.covering("values", "pairs")
@@ -84,7 +84,7 @@ def test_a_fixed_cache_smaller_than_the_window(max_cache_len):
     for layer in range(4):
         keys = keys_of([range(max_cache_len)], layer)
         cache.update(keys, keys, layer)
-    cache.settle()
+    cache.commit()
     with pytest.raises(caches.CapacityError):
         cache.begin(1)
 
@@ -94,26 +94,26 @@ def test_a_cache_made_in_inference_mode_goes_on_outside(backend, kind):
     trial = Trial(backend, kind)
     with torch.inference_mode():
         trial.step(3)
-    trial.rows([2, 0, 1])
+    trial.select_rows([2, 0, 1])
     trial.step(2)
     trial.check()
 
 
 def test_a_window_that_no_row_of_the_table_has():
-    specs = [LayerSpec("sliding_attention", frozenset({"kv"}), Reach("window", 1))]
+    specs = [LayerSpec("sliding_attention", frozenset({"kv"}), AttentionSpan("window", 1))]
     cache = caches.recipe("dynamic").build(specs, DynamicCacheConfig())
     for position in range(3):
         cache.begin(1)
         keys, _ = cache.update(*[keys_of([[position]], 0)] * 2, 0)
-        cache.settle()
+        cache.commit()
         assert torch.equal(keys, keys_of([[position]], 0))
 
 
 def test_the_log_follows(growing):
     cache = growing.cache
     growing.step(9)
-    cache.log = caches.Log(torch.arange(27).view(3, 9), torch.ones(3, 9))
-    growing.rows([2, 1, 0])
+    cache.log = caches.TokenLog(torch.arange(27).view(3, 9), torch.ones(3, 9))
+    growing.select_rows([2, 1, 0])
     growing.crop(-2)
     assert cache.log.ids.tolist() == [list(range(begin, begin + 7)) for begin in (18, 9, 0)]
     assert cache.log.mask.shape == (3, 7)

@@ -155,7 +155,7 @@ def test_several_tokens_may_be_emitted_at_once():
     assert out.stats.new_tokens == 2 + 5
 
 
-# Beams, groups and candidates by hand, over a vocabulary of 4: 3 ends a text.
+# BeamState, groups and candidates by hand, over a vocabulary of 4: 3 ends a text.
 
 
 def logits(*rows):
@@ -178,7 +178,7 @@ def step(flow, *probabilities):
     rows = flow.send(logits(*probabilities) if probabilities else None)
     assert isinstance(rows, Rows)
     operation = flow.send(None)
-    if isinstance(operation, strategies.Show):
+    if isinstance(operation, strategies.Report):
         operation = flow.send(None)
     if isinstance(operation, Forward):
         return rows.index.tolist(), operation.tokens.flatten().tolist()
@@ -187,7 +187,7 @@ def step(flow, *probabilities):
 
 
 def test_beams_change_places_and_the_best_text_wins():
-    flow = begun(strategies.Beam(num_beams=2, num_return_sequences=2), [0.6, 0.4, 0.0, 0.0], last_column=4)
+    flow = begun(strategies.Beam(num_beams=2, num_return_sequences=2), [0.6, 0.4, 0.0, 0.0], max_columns=4)
     assert step(flow) == ([0, 0], [0, 1])
     # 0.6 * 0.3 = 0.18 and 0.4 * 0.9 = 0.36: the second beam has the better child, and takes the first place.
     assert step(flow, [0.3, 0.25, 0.25, 0.2], [0.05, 0.9, 0.05, 0.0]) == ([1, 0], [1, 0])
@@ -202,7 +202,7 @@ def test_beams_change_places_and_the_best_text_wins():
 
 def test_an_end_counts_only_among_the_best_as_many_as_there_are_beams():
     beams = strategies.Beam(num_beams=2, early_stopping=True, length_penalty=0.0)
-    flow = begun(beams, [0.5, 0.4, 0.0, 0.1], last_column=9)
+    flow = begun(beams, [0.5, 0.4, 0.0, 0.1], max_columns=9)
     step(flow)  # the end is third
     # Ends are first (0.5 * 0.7) and, of the other beam, third (0.4 * 0.3): only one of them is a text.
     assert step(flow, [0.3, 0.0, 0.0, 0.7], [0.0, 0.7, 0.0, 0.3]) == ([1, 0], [1, 0])
@@ -217,7 +217,7 @@ def shown(flow, *probabilities):
     """Answers the open Forward, and goes on to the next: what is final, and what is best, after this step."""
     flow.send(logits(*probabilities) if probabilities else None)
     operation = flow.send(None)
-    assert isinstance(operation, strategies.Show)
+    assert isinstance(operation, strategies.Report)
     found = operation.final(), operation.best()
     assert isinstance(flow.send(None), Forward)
     return found
@@ -242,7 +242,7 @@ def test_what_all_beams_have_in_common_is_final():
 def test_a_text_that_has_ended_counts_as_long_as_it_may_be_returned():
     for returned, agreed in ((1, [[0]]), (2, [[], []])):
         beams = strategies.Beam(num_beams=2, num_return_sequences=returned, length_penalty=0.0)
-        flow = begun(beams, [0.7, 0.1, 0.0, 0.2], last_column=9)
+        flow = begun(beams, [0.7, 0.1, 0.0, 0.2], max_columns=9)
         assert tokens_of(shown(flow)[0]) == [[]] * returned  # 3, or more than one
         # 0.7 * 0.4 = 0.28 for 0 3 is more than 0.2 for 3, which only is the second best from now on.
         final, best = shown(flow, [0.35, 0.25, 0.0, 0.4], [1.0, 0.0, 0.0, 0.0])
@@ -266,7 +266,7 @@ def test_a_prompt_that_is_done_is_shown_with_its_end():
 
 def test_beams_of_a_group_that_is_done_do_not_count():
     groups = strategies.DiverseBeam(2, 2, diversity_penalty=1.0, early_stopping=True, length_penalty=0.0)
-    flow = begun(groups, [0.5, 0.3, 0.2, 0.0], last_column=9)
+    flow = begun(groups, [0.5, 0.3, 0.2, 0.0], max_columns=9)
     final, best = shown(flow)
     assert (tokens_of(final), tokens_of(best)) == ([[]], [[0]])
     # The first group has its text, 0 3. Its beam 0 0 runs on, is more probable than that of the second, and in vain.
@@ -274,10 +274,10 @@ def test_beams_of_a_group_that_is_done_do_not_count():
     assert (tokens_of(final), tokens_of(best)) == ([[]], [[1, 1]])
 
 
-def play_to_the_end(early_stopping, length_penalty, first_end=0.2, end=0.7, last_column=9):
+def play_to_the_end(early_stopping, length_penalty, first_end=0.2, end=0.7, max_columns=9):
     """Every step a text ends, with `end` of the probability: how many steps there are, and the best text."""
     beams = strategies.Beam(num_beams=2, early_stopping=early_stopping, length_penalty=length_penalty)
-    flow = begun(beams, [1 - first_end, 0.0, 0.0, first_end], last_column=last_column)
+    flow = begun(beams, [1 - first_end, 0.0, 0.0, first_end], max_columns=max_columns)
     goes_on = [1 - end, 0.0, 0.0, end]
     _, finish = step(flow)
     steps = 1
@@ -300,14 +300,14 @@ def test_a_search_ends_when_its_rule_says_so():
     assert play_to_the_end("never", 3.0) == (8, [0] * 7 + [3])
     # Or length is a loss: what may yet come is as long as what runs, not as long as it may get. log 0.045 * 2 = -6.2 is
     # more than log (0.9 * 0.95 ** 10) * 11, and less than with a token less.
-    assert play_to_the_end("never", -1.0, first_end=0.1, end=0.05, last_column=60) == (11, [3])
+    assert play_to_the_end("never", -1.0, first_end=0.1, end=0.05, max_columns=60) == (11, [3])
 
 
 def test_beams_can_be_drawn():
     beams, drawn = strategies.Beam(num_beams=2, do_sample=True), set()
     for seed in range(40):
         torch.manual_seed(seed)
-        flow = begun(beams, [0.3, 0.2, 0.18, 0.0, 0.13, 0.11, 0.08], last_column=9)
+        flow = begun(beams, [0.3, 0.2, 0.18, 0.0, 0.13, 0.11, 0.08], max_columns=9)
         drawn.add(tuple(step(flow)[1]))
     assert all(first < second for first, second in drawn)  # the more probable one is the first
     assert len(drawn) > 3
@@ -315,7 +315,7 @@ def test_beams_can_be_drawn():
 
 def test_groups_avoid_what_groups_before_them_chose():
     groups = strategies.DiverseBeam(4, 2, diversity_penalty=1.0, num_return_sequences=4)
-    flow = begun(groups, [0.5, 0.3, 0.2, 0.0], last_column=3)
+    flow = begun(groups, [0.5, 0.3, 0.2, 0.0], max_columns=3)
     # log 0.5 - 1 and log 0.3 - 1 are less than log 0.2: the second group begins with 2, and then 0.
     assert step(flow) == ([0, 0, 2, 2], [0, 1, 2, 0])
     certain = [0.9, 0.05, 0.05, 0.0]
@@ -332,7 +332,7 @@ def test_groups_avoid_what_groups_before_them_chose():
 
 def test_a_group_that_is_done_counts_as_choosing_the_pad():
     groups = strategies.DiverseBeam(2, 2, diversity_penalty=5.0, num_return_sequences=2, early_stopping=True)
-    flow = begun(groups, [0.5, 0.4, 0.1, 0.0], last_column=9)
+    flow = begun(groups, [0.5, 0.4, 0.1, 0.0], max_columns=9)
     assert step(flow) == ([0, 1], [0, 1])
     _, tokens = step(flow, [0.1, 0.0, 0.0, 0.9], [0.0, 0.6, 0.4, 0.0])
     assert tokens[1] == 1
@@ -346,7 +346,7 @@ def test_a_group_that_is_done_counts_as_choosing_the_pad():
 
 def test_groups_avoid_each_other_in_the_last_step_too():
     groups = strategies.DiverseBeam(2, 2, diversity_penalty=5.0, num_return_sequences=2)
-    flow = begun(groups, [0.2, 0.5, 0.3, 0.0], last_column=2)
+    flow = begun(groups, [0.2, 0.5, 0.3, 0.0], max_columns=2)
     flow.send(None)
     end = flow.send(None)
     assert end.tokens.tolist() == [[1], [2]]

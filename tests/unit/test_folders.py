@@ -55,7 +55,7 @@ def test_not_where_files_are_memory(mounts, temporary, kind):
     mounts((temporary[0], kind))
     assert disk_folder() == str(temporary[1])
     cache = caches.build("offloaded", tiny_model("llama").config, residency="disk")
-    assert cache.stage.slab.folder == str(temporary[1])
+    assert cache.scratch.disk_file.folder == str(temporary[1])
 
 
 def test_nowhere(mounts, temporary):
@@ -105,7 +105,7 @@ def test_a_folder_that_was_given_is_taken_with_a_warning(mounts, temporary, capl
         for _ in range(2):
             options = {"residency": "disk", "folder": str(temporary[0])}
             cache = caches.build("offloaded", tiny_model("llama").config, **options)
-    assert cache.stage.slab.folder == str(temporary[0])
+    assert cache.scratch.disk_file.folder == str(temporary[0])
     [record] = caplog.records
     assert "is a tmpfs: a cache there is in memory and not on a disk" in record.message
 
@@ -114,19 +114,21 @@ def test_the_offload_rung(mounts, temporary):
     model = tiny_model("llama")
     expected = engine.generate(model, prompt(), max_new_tokens=4).sequences
 
-    def recovered(*rungs):
+    def recovered(*fallbacks):
         """Memory is out in the second forward."""
         with failing(model, [(1, 2)]):
-            out = engine.generate(model, prompt(), max_new_tokens=4, on_oom=rungs)
+            out = engine.generate(model, prompt(), max_new_tokens=4, on_oom=fallbacks)
         assert torch.equal(out.sequences, expected)
-        assert [fallback.rung for fallback in out.stats.fallbacks] == [rungs[-1]]
+        assert [fallback.name for fallback in out.stats.fallbacks] == [fallbacks[-1]]
         return out
 
     mounts((temporary[0], "tmpfs"))
-    assert recovered("offload").cache.stage.slab.folder == str(temporary[1])
+    assert recovered("offload").cache.scratch.disk_file.folder == str(temporary[1])
     mounts((temporary[0], "tmpfs"), (temporary[1], "tmpfs"))
     recovered("offload", "split")
-    with pytest.raises(engine.OutOfMemory, match=r"offload \(CapacityError: no folder on a disk .*TMPDIR") as raised:
+    with pytest.raises(
+        engine.OutOfMemoryError, match=r"offload \(CapacityError: no folder on a disk .*TMPDIR"
+    ) as raised:
         recovered("offload")
     assert torch.equal(raised.value.partial.sequences, expected[:, :14])
 

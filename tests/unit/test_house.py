@@ -122,32 +122,35 @@ def test_strategies_know_no_models():
 
 PUBLIC = {
     engine: {
-        "SHIPPED_MODEL", "BackendPlan", "BadLogits", "Cancelled", "ConfigError", "CtrlC", "EngineConfig",
-        "EngineError", "Fallback", "Follower", "Generation", "Generator", "InputError", "Interrupted", "OptionError",
-        "OutOfMemory", "Piece", "Plan", "Stats", "Stream", "__version__", "export_step", "generate", "plan",
-        "step_inputs", "stream",
+        "__version__", "BackendPlan", "ConfigError", "EngineConfig", "EngineError", "export_step", "Fallback",
+        "generate", "Generation", "GenerationCancelled", "GenerationInterrupted", "Generator", "InputError",
+        "InvalidLogitsError", "OptionError", "OutOfMemoryError", "Plan", "plan", "SHIPPED_MODEL",
+        "StatefulLogitsProcessor", "Stats", "step_inputs", "Stream", "stream", "StreamChunk", "UserInterrupt",
     },
     caches: {
-        "Cache", "CacheConfig", "CacheError", "CapacityError", "Driven", "DynamicCache", "EncoderDecoder",
-        "EncoderDecoderCache", "FixedStore", "ForeignCache", "GrowingStore", "HQQQuantizedCache", "HybridCache",
-        "HybridChunkedCache", "HybridMambaAttentionDynamicCache", "LayerSpec", "Log", "MambaCache", "NoCache",
-        "OffloadedCache", "OffloadedStaticCache", "QuantizedCache", "QuantizedCacheConfig", "QuantoQuantizedCache",
-        "Recipe", "SinkCache", "SlidingWindowCache", "StaticCache", "StepError", "Store", "Timeline", "Unknowable",
-        "UnknownCache", "UnsupportedLayer", "build", "convert", "driven", "first_layer", "from_legacy_cache",
-        "join_rows", "mask_kinds", "move", "names", "read_specs", "recipe", "register", "select_rows", "slide",
+        "build", "Cache", "CacheConfig", "CacheError", "CapacityError", "convert", "driven", "DynamicCache",
+        "EncoderDecoder", "EncoderDecoderCache", "EngineCache", "first_layer", "FixedStore", "from_legacy_cache",
+        "GrowingStore", "HFCacheAdapter", "HQQQuantizedCache", "HybridCache", "HybridChunkedCache",
+        "HybridMambaAttentionDynamicCache", "join_rows", "LayerSpec", "MambaCache", "mask_kinds", "migrate", "names",
+        "NoCache", "OffloadedCache", "OffloadedStaticCache", "QuantizedCache", "QuantizedCacheConfig",
+        "QuantoQuantizedCache", "read_specs", "recipe", "Recipe", "register", "select_rows", "SinkCache",
+        "apply_window",
+        "SlidingWindowCache", "StaticCache", "StepError", "Store", "Timeline", "TokenLog", "UnknownCacheError",
+        "UnknownContentError", "UnsupportedLayerError",
     },
     configs: {
-        "CODECS", "CacheConfig", "CodecFacts", "Config", "ConfigError", "DynamicCacheConfig",
-        "EncoderDecoderCacheConfig", "EngineConfig", "EngineError", "HybridCacheConfig", "MambaCacheConfig",
-        "NoCacheConfig", "OffloadedCacheConfig", "OffloadedQuantizedCacheConfig", "OffloadedStaticCacheConfig",
-        "PlacedCacheConfig", "QuantizedCacheConfig", "QuantizedSinkCacheConfig", "RUNGS", "SinkCacheConfig",
-        "SlidingWindowCacheConfig", "StaticCacheConfig", "checked_rungs", "nearest", "preset", "presets",
-        "require_positive",
+        "CacheConfig", "checked_fallbacks", "CodecFacts", "CODECS", "Config", "ConfigError", "DynamicCacheConfig",
+        "EncoderDecoderCacheConfig", "EngineConfig", "EngineError", "FALLBACKS", "HybridCacheConfig",
+        "MambaCacheConfig", "nearest", "NoCacheConfig", "OffloadedCacheConfig", "OffloadedQuantizedCacheConfig",
+        "OffloadedStaticCacheConfig", "PlacedCacheConfig", "preset", "presets", "QuantizedCacheConfig",
+        "QuantizedSinkCacheConfig", "require_positive", "SinkCacheConfig", "SlidingWindowCacheConfig",
+        "StaticCacheConfig",
     },
     strategies: {
-        "Assisted", "Beam", "Contrastive", "Crop", "DiverseBeam", "Drafts", "Emit", "Finish", "Flow", "Forward",
-        "Greedy", "NoChoice", "Operation", "Process", "PromptLookup", "Rows", "Sampling", "Show", "Strategy", "Task",
-        "Text", "Translation", "build", "each", "names", "one_token_per_step", "options", "read_prompt", "register",
+        "Assisted", "Beam", "build", "Contrastive", "Crop", "DiverseBeam", "Emit", "Finish", "Flow", "Forward",
+        "Greedy", "names", "NoCandidateError", "one_token_per_step", "Operation", "options", "Process",
+        "PromptLookup", "read_prompt", "register", "repeat_rows_index", "Report", "Rows", "Sampling",
+        "SpeculationStats", "Strategy", "Task", "Hypothesis", "Translation",
     },
 }  # fmt: skip
 
@@ -157,6 +160,24 @@ def test_public_names(room):
     assert set(room.__all__) == PUBLIC[room]
     for name in PUBLIC[room]:
         assert getattr(room, name) is not None
+
+
+@pytest.mark.parametrize(
+    ("room", "old", "new"),
+    [
+        (engine, "CtrlC", "UserInterrupt"),
+        (engine, "Piece", "StreamChunk"),
+        (caches, "Driven", "EngineCache"),
+        (caches, "move", "migrate"),
+        (strategies, "each", "repeat_rows_index"),
+        (configs, "RUNGS", "FALLBACKS"),
+    ],
+)
+def test_old_names_warn(room, old, new):
+    with pytest.warns(DeprecationWarning, match=f"{room.__name__}.{old} is now {room.__name__}.{new}"):
+        assert getattr(room, old) is getattr(room, new)
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        room.nonsense  # noqa: B018
 
 
 def test_every_error_has_its_root():

@@ -183,7 +183,9 @@ def test_a_model_that_wants_everything_computed_again(longrope, cache, chunk, to
 def test_a_model_that_wants_tokens_that_were_not_given(longrope):
     first = engine.generate(longrope, prompt(pads=0), max_new_tokens=3)
     mask = torch.ones(2, 16)
-    with pytest.raises(engine.Interrupted, match="15 in the cache were not given again: give the whole conversation"):
+    with pytest.raises(
+        engine.GenerationInterrupted, match="15 in the cache were not given again: give the whole conversation"
+    ):
         engine.generate(longrope, first.sequences[:, -1:], attention_mask=mask, cache=first.cache, max_new_tokens=12)
 
 
@@ -380,7 +382,7 @@ def test_a_chat_without_a_template(tokenizer):
 
 
 def test_unknown_cache_names_the_nearest(idle_model):
-    with pytest.raises(caches.UnknownCache, match="no cache named 'statik'; did you mean 'static'"):
+    with pytest.raises(caches.UnknownCacheError, match="no cache named 'statik'; did you mean 'static'"):
         engine.generate(idle_model, IDS, cache="statik")
 
 
@@ -400,7 +402,7 @@ def test_a_live_cache_that_does_not_fit_the_prompt():
     theirs = model(IDS, use_cache=True).past_key_values
     with pytest.raises(engine.InputError, match="2 rows, but the prompt has 1"):
         engine.generate(model, other[:1], cache=theirs, max_new_tokens=5)
-    with pytest.raises(caches.UnsupportedLayer, match=r"built for 4 layers \(full_attention\), but the model"):
+    with pytest.raises(caches.UnsupportedLayerError, match=r"built for 4 layers \(full_attention\), but the model"):
         engine.generate(tiny_model("mistral"), other, cache=cache, max_new_tokens=5)
     twin = copy.deepcopy(cache)
     with pytest.raises(engine.InputError, match="do not begin this prompt"):
@@ -444,7 +446,7 @@ def test_training_mode():
 def test_a_layer_kind_no_backend_keeps():
     unheard = copy.deepcopy(tiny_model("llama").config)
     unheard.layer_types = ["full_attention"] * 3 + ["telepathy"]
-    with pytest.raises(caches.UnsupportedLayer, match=r"layer 3 \(telepathy\) keeps something unknown"):
+    with pytest.raises(caches.UnsupportedLayerError, match=r"layer 3 \(telepathy\) keeps something unknown"):
         caches.build("static", unheard, max_cache_len=9)
     assert caches.build("none", unheard).handle is None
 

@@ -222,7 +222,7 @@ def test_a_failing_forward_ends_the_routes(monkeypatch):
     model = tiny_model("llama")
     monkeypatch.setattr(model.model.layers[1], "forward", lambda *args, **kwargs: 1 / 0)
     generator = engine.Generator(model, config=engine.EngineConfig(linears="onednn"))
-    with pytest.raises(engine.Interrupted, match="ZeroDivisionError"):
+    with pytest.raises(engine.GenerationInterrupted, match="ZeroDivisionError"):
         generator.generate(prompt(), max_new_tokens=5)
     assert active.table is None
 

@@ -140,7 +140,7 @@ def test_packages_that_bring_some_along(package, caplog):
     [record] = caplog.records
     assert "the plug-in 'broken' of packed (packed_broken) cannot be loaded" in record.getMessage()
     assert "there_is_no_such_module" in str(record.exc_info[1])
-    with pytest.raises(caches.UnknownCache, match="packed"):
+    with pytest.raises(caches.UnknownCacheError, match="packed"):
         caches.recipe("packet")
 
 

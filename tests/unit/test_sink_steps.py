@@ -10,7 +10,7 @@ from exact_codecs import AsTheyAre
 
 import caches
 from caches import backends
-from caches.spec.rope import Rotary
+from caches.spec.rope import RopeRotation
 from engine.model.masks import Columns
 
 
@@ -19,22 +19,22 @@ class Feeder:
 
     def __init__(self, pads, window=7, sinks=2, backend="sink"):
         self.window, self.sinks, self.pads = window, sinks, list(pads)
-        self.rotary = Rotary((1.0, 0.3), interleaved=True)
-        spec = dataclasses.replace(caches.spec.layer_spec.PLAIN, rotary=lambda: self.rotary)
+        self.rotation = RopeRotation((1.0, 0.3), interleaved=True)
+        spec = dataclasses.replace(caches.spec.layer_spec.PLAIN, rotation=lambda: self.rotation)
         self.backend, chosen = backend, caches.recipe(backend)
         self.options = {"window_length": window, "num_sink_tokens": sinks, "max_batch_size": 6}
         if backend == "quantized_sink":
             self.options["residual_length"] = 2
         self.cache = chosen.build([spec], chosen.options(**self.options))
-        self.cache.take_pads(self.pads)
+        self.cache.set_padding(self.pads)
         self.keys = [torch.zeros(0, 5, dtype=torch.float64) for _ in pads]
 
     @property
-    def seen(self):
+    def total_tokens(self):
         return len(self.keys[0])
 
-    def step(self, count, drop=0):
-        rows, seen = len(self.keys), self.seen
+    def step(self, count, rejected=0):
+        rows, seen = len(self.keys), self.total_tokens
         new = torch.randn(rows, 1, count, 5, dtype=torch.float64)
         mask = (torch.arange(200) >= torch.tensor(self.pads)[:, None]).long()
         columns = Columns(mask, 200)
@@ -56,14 +56,14 @@ class Feeder:
                     must = torch.cat([must[: self.sinks], must[len(must) - self.window + self.sinks :]])
                 torch.testing.assert_close(seen_values, must + 1)
                 if first:
-                    moved = self.rotary.turned(must[None, None, : self.sinks], torch.tensor([[first]]))[0, 0]
+                    moved = self.rotation.rotated(must[None, None, : self.sinks], torch.tensor([[first]]))[0, 0]
                     must = torch.cat([moved, must[self.sinks :]])
                 torch.testing.assert_close(seen_keys, must)
-        self.cache.settle(drop)
-        self.keys = [held[: seen + count - drop] for held in together]
+        self.cache.commit(rejected)
+        self.keys = [held[: seen + count - rejected] for held in together]
 
-    def rows(self, index):
-        self.cache.rows(torch.tensor(index))
+    def select_rows(self, index):
+        self.cache.select_rows(torch.tensor(index))
         self.keys, self.pads = [self.keys[row] for row in index], [self.pads[row] for row in index]
 
     def abort(self, count):
@@ -93,24 +93,24 @@ def test_every_token_sees_its_own_sinks_whatever_happens_to_the_cache(backend, s
     """Rows with different pads; long and short steps, dropped tokens, crops, aborts, rows, copies, in any order."""
     chance = random.Random(seed)
     feeder = Feeder([chance.choice([0, 0, 1, 3, 9, 14]) for _ in range(3)], 7, chance.choice([0, 1, 3, 6]), backend)
-    while feeder.seen < 60:
+    while feeder.total_tokens < 60:
         count = chance.choice([1, 1, 1, 1, 2, 5, 12])
-        feeder.step(count, drop=chance.choice([0, 0, 0, chance.randrange(count + 1)]))
+        feeder.step(count, rejected=chance.choice([0, 0, 0, chance.randrange(count + 1)]))
         match chance.randrange(6):
             case 0:
-                feeder.rows([chance.randrange(len(feeder.pads)) for _ in range(chance.choice([2, 3, 5]))])
+                feeder.select_rows([chance.randrange(len(feeder.pads)) for _ in range(chance.choice([2, 3, 5]))])
             case 1:
                 feeder.abort(count)
-            case 2 if feeder.seen > 14:
+            case 2 if feeder.total_tokens > 14:
                 feeder.try_crop(chance.randrange(1, 5))
             case 3:
                 feeder.cache = copy.deepcopy(feeder.cache)
-            case 4 if feeder.seen:
+            case 4 if feeder.total_tokens:
                 feeder.cache = caches.convert(feeder.cache, backend, **feeder.options)
-            case 5 if feeder.seen:
+            case 5 if feeder.total_tokens:
                 first = [caches.select_rows(feeder.cache, torch.tensor([row])) for row in range(len(feeder.pads))]
                 joined = caches.join_rows(first)
-                assert [layer.content().keys() for layer in joined.layers] == [{"keys", "values", "pads"}]
+                assert [layer.dense_state().keys() for layer in joined.layers] == [{"keys", "values", "pads"}]
 
 
 def test_the_last_step_can_be_taken_back_at_once():
@@ -125,13 +125,13 @@ def test_the_last_step_can_be_taken_back_at_once():
 def test_pads_are_told_before_anything_is_forgotten():
     feeder = Feeder([1, 0])
     feeder.step(5)
-    feeder.cache.take_pads([2, 0])
-    feeder.cache.take_pads([1, 0])
+    feeder.cache.set_padding([2, 0])
+    feeder.cache.set_padding([1, 0])
     feeder.step(5)
     with pytest.raises(caches.StepError, match=r"begin with \[1, 0\] pads have forgotten .* with \[0, 0\]"):
-        feeder.cache.take_pads(None)
+        feeder.cache.set_padding(None)
     feeder.cache.reset()
-    feeder.cache.take_pads([0, 2])
+    feeder.cache.set_padding([0, 2])
     feeder.pads, feeder.keys = [0, 2], [held[:0] for held in feeder.keys]
     for count in (5, 5, 1):
         feeder.step(count)

@@ -68,4 +68,4 @@ def expected(inputs=None, **options):
 def same(out, reference):
     assert torch.equal(out.sequences, reference.sequences)
     torch.testing.assert_close(out.scores, reference.scores, atol=1e-4, rtol=1e-4)
-    return [fallback.rung for fallback in out.stats.fallbacks]
+    return [fallback.name for fallback in out.stats.fallbacks]
