@@ -11,7 +11,7 @@ import_transformers()
 from transformers.cache_utils import Cache as _TransformersCache
 
 import caches.backends  # noqa: F401 - registers the recipes
-from caches.core.row_copies import convert, join_rows, select_rows
+from caches.core.row_copies import join_rows, select_rows
 from caches.errors import (
     CacheError,
     CapacityError,
@@ -47,6 +47,7 @@ from caches.spec.layer_spec import LayerSpec, mask_kinds, read_specs
 from caches.stores.dense import FixedStore, GrowingStore, Store
 from caches.timeline.timeline import Timeline
 from caches.transfer.comparison import first_layer
+from caches.transfer.convert import convert
 from caches.transfer.migrate import migrate
 from caches.transfer.window import apply_window
 from configs import CacheConfig, QuantizedCacheConfig

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from caches.core.layer import Slot, StoreFactory
-from caches.core.layer_stack import needed_by_attention
-from caches.core.sink_hook import SinkCache, SinkStore
+from caches.core.cache_layout import MOVES, CacheLayout, needed_by_attention
+from caches.core.sink_hook import SinkHook
 from caches.errors import UnsupportedLayerError
 from caches.hf.cache import Cache
 from caches.hf.encoder_decoder import EncoderDecoder
@@ -22,6 +21,8 @@ from caches.stores.dense import FixedStore, GrowingStore, Store
 from caches.stores.offloaded import FixedOffloadedStore, OffloadedStore
 from caches.stores.quantized import QuantizedStore
 from caches.stores.quantized_sink import QuantizedSinkStore
+from caches.stores.sink import SinkStore
+from caches.stores.slot import Slot, StoreFactory
 from caches.timeline.block_timeline import BlockTimeline
 from caches.timeline.retention import KeepRecent, KeepSinks, Retention
 from caches.timeline.timeline import Timeline
@@ -45,7 +46,8 @@ from configs import (
 )
 
 Layers = Sequence[LayerSpec] | None
-C = TypeVar("C", bound=Cache)
+_FETCHED = "a graph knows where all tensors are before it begins, and here they are fetched layer by layer"
+_ENCODES = "how many blocks are encoded, and when, is decided from step to step, and a graph has one way to go"
 _IN_WORDS = {KV: "keys and values", INDEX: "an index", STATE: "states"}
 
 
@@ -103,31 +105,31 @@ def sliding_window(specs: Layers, options: SlidingWindowCacheConfig) -> Cache:
 def offloaded(specs: Layers, options: OffloadedCacheConfig) -> Cache:
     """`dynamic` in host memory or on disk: the device only has the layers at work."""
     _refuse_all_but("offloaded", specs, {KV, INDEX, STATE, MODEL_SPECIFIC})
-    return _cache(specs, options, partial(_offloaded, options, _is_read_later(specs)), fetched=True)
+    return _cache(specs, options, partial(_offloaded, options, _is_read_later(specs)), compile_blocker=_FETCHED)
 
 
 @register(OffloadedStaticCacheConfig)
 def offloaded_static(specs: Layers, options: OffloadedStaticCacheConfig) -> Cache:
     """`offloaded` with a fixed size."""
-    new_store = partial(_offloaded_fixed, options, _is_read_later(specs))
-    return _fixed_size(specs, options, new_store, fetched=True)
+    make_store = partial(_offloaded_fixed, options, _is_read_later(specs))
+    return _fixed_size(specs, options, make_store, compile_blocker=_FETCHED)
 
 
 @register(SinkCacheConfig)
-def sink(specs: Layers, options: SinkCacheConfig) -> SinkCache:
+def sink(specs: Layers, options: SinkCacheConfig) -> Cache:
     """The first tokens and the last: text without end, in constant memory."""
-    return _cache(specs, options, _fixed, SinkCache, **_sinks(specs, options))
+    return _cache(specs, options, _fixed, **_sinks(specs, options))
 
 
 @register(QuantizedSinkCacheConfig)
-def quantized_sink(specs: Layers, options: QuantizedSinkCacheConfig) -> SinkCache:
+def quantized_sink(specs: Layers, options: QuantizedSinkCacheConfig) -> Cache:
     """`sink` whose window is `quantized`: the first tokens and the most recent ones stay in full."""
-    cache = _cache(specs, options, kind=SinkCache, **_sinks(specs, options), **_blocks(specs, options))
+    cache = _cache(specs, options, **_sinks(specs, options), **_blocks(specs, options))
     return _encoding(cache, options)
 
 
 def _sinks(specs: Layers, options: SinkCacheConfig) -> dict[str, Any]:
-    """What a cache with sinks is built with. Refuses layers that cannot have them."""
+    """Fields of the layout of a cache with sinks. Raises `UnsupportedLayerError` for layers that cannot have them."""
     name, window = options.name, options.window_length
     keeps = None if specs is None else [spec for spec in specs if spec.keeps_kv]
     if keeps == []:
@@ -140,7 +142,10 @@ def _sinks(specs: Layers, options: SinkCacheConfig) -> dict[str, Any]:
     check = partial(_check_sinks, name, window)
     if specs is not None:
         check(specs)
-    return {"retention": partial(_with_sinks, window, options.num_sink_tokens), "check": check}
+    return {
+        "retention": partial(_with_sinks, window, options.num_sink_tokens),
+        "make_hook": partial(SinkHook, window, check),
+    }
 
 
 @register(MambaCacheConfig)
@@ -158,16 +163,18 @@ def quantized(specs: Layers, options: QuantizedCacheConfig) -> Cache:
 
 
 def _blocks(specs: Layers, options: QuantizedCacheConfig) -> dict[str, Any]:
-    """What a cache that encodes in blocks is built with."""
+    """Fields of the layout of a cache that encodes in blocks."""
     codecs: dict[str, Codec] = {name: new_codec(options, name) for name in ("keys", "values")}
     block = max(codec.block for codec in codecs.values())
     return {
-        "new_store": partial(_quantized, options, codecs, _is_read_later(specs)),
-        "new_timeline": partial(_block_timeline, block if block > 1 else options.block, options.residual_length),
+        "make_store": partial(_quantized, options, codecs, _is_read_later(specs)),
+        "make_timeline": partial(_block_timeline, block if block > 1 else options.block, options.residual_length),
+        "compile_blocker": _ENCODES,
     }
 
 
-def _encoding(cache: C, options: QuantizedCacheConfig) -> C:
+def _encoding(cache: Cache, options: QuantizedCacheConfig) -> Cache:
+    """Raise `UnsupportedLayerError` where nothing would be encoded."""
     if not cache.finds_layers and not cache.is_quantized:
         windows = [
             spec.attention_span.size for spec in cache.specs if spec.keeps_kv and spec.attention_span.size is not None
@@ -240,7 +247,7 @@ def _quantized(options: QuantizedCacheConfig, codecs: dict[str, Codec], is_read_
 
 
 def _block_timeline(
-    block: int, residual: int, retention: Retention, max_tokens: int | None, max_rows: int | None, all_room: bool
+    block: int, residual: int, retention: Retention, max_tokens: int | None, max_rows: int | None, *, all_room: bool
 ) -> Timeline:
     """Of a window that is no longer than the residual nothing would ever be encoded."""
     if retention.bound is not None and retention.bound <= max(residual, block):
@@ -272,30 +279,38 @@ def _is_read_later(specs: Layers) -> bool:
     return specs is None or any(not spec.components for spec in specs)
 
 
-def _cache(specs: Layers, options: PlacedCacheConfig, new_store: StoreFactory, kind: type[C] = Cache, **more: Any) -> C:
-    place = ExpectedDevice(options)
-    cache = kind(
+def _cache(specs: Layers, options: PlacedCacheConfig, make_store: StoreFactory, **fields: Any) -> Cache:
+    """fields: further ones of the `CacheLayout`."""
+    expected, is_fixed = ExpectedDevice(options), make_store is _fixed
+    layout = CacheLayout(
         options.name,
         specs,
-        new_store,
+        make_store,
+        options,
         max_rows=options.max_batch_size,
-        place=place if place.is_told else None,
-        **({"fixed": new_store is _fixed} | more),
+        expected=expected if expected.is_given else None,
+        **({"preallocated": is_fixed, "compile_blocker": None if is_fixed else MOVES} | fields),
     )
-    cache.options = options
-    return cache
+    return Cache(layout)
 
 
 def _fixed_size(
     specs: Layers,
     options: StaticCacheConfig | OffloadedStaticCacheConfig,
-    new_store: StoreFactory = _fixed,
-    fetched: bool = False,
+    make_store: StoreFactory = _fixed,
+    compile_blocker: str | None = None,
 ) -> Cache:
     _refuse_all_but(options.name, specs, {KV, INDEX, STATE})
     if options.max_cache_len is None and any(spec != CROSS for spec in _known(specs, options)):
         raise ConfigError(f"a {options.name} cache built by hand needs max_cache_len, the tokens it can hold per row")
-    return _cache(specs, options, new_store, fixed=True, fetched=fetched, max_tokens=options.max_cache_len)
+    return _cache(
+        specs,
+        options,
+        make_store,
+        preallocated=True,
+        compile_blocker=compile_blocker,
+        max_tokens=options.max_cache_len,
+    )
 
 
 def _within(window: int | None, spec: LayerSpec) -> Retention:

@@ -1,10 +1,9 @@
-"""One layer of a cache: the streams its spec names, each in a store, and its states."""
+"""One layer of a cache: the components its spec names, each in stores, and its states."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 
@@ -15,49 +14,60 @@ from caches.memory.scratch import Scratch
 from caches.spec.layer_spec import INDEX, KV, STATE, LayerSpec
 from caches.stores.dense import Store
 from caches.stores.recurrent_state import CONV, RECURRENT, RecurrentState
+from caches.stores.shared_prefix import ForkedStore
+from caches.stores.slot import Slot, StoreFactory
 from caches.timeline.timeline import Timeline
 
-if TYPE_CHECKING:
-    from caches.core.sink_hook import Sinks
-
-_STORES_OF_STREAM = {KV: ("keys", "values"), INDEX: ("index",)}
+_STORES_OF = {KV: ("keys", "values"), INDEX: ("index",)}
 
 
-@dataclass(frozen=True)
-class Slot:
-    """What a store is for: the tensor `name` ("keys", "values", "index") of a layer.
+class RowHolder(Protocol):
+    """Something that keeps rows of its own."""
 
-    timeline: its group's. scratch: what all layers of the cache take turns in. sinks: first tokens that have to stay.
-    """
-
-    spec: LayerSpec
-    name: str
-    timeline: Timeline
-    scratch: Scratch
-    sinks: Sinks | None = None
+    def select_rows(self, index: torch.Tensor) -> None:
+        """Row i becomes a copy of row `index[i]`. When this raises, nothing has changed."""
 
 
-StoreFactory = Callable[[Slot], Store]
+class TensorHolder(RowHolder, Protocol):
+    """A store, the states of a layer, or a layer of transformers': what is moved as a whole to another cache."""
+
+    @property
+    def timeline(self) -> Timeline: ...
+
+    @property
+    def is_quantized(self) -> bool: ...
+
+    @property
+    def storage_format(self) -> object:
+        """How: what one holder has encoded can be held by another with the same format. None: in full."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, written: dict[str, Any], /) -> None: ...
+
+    def release(self) -> None: ...
 
 
 class Layer:
     """Keys and values of one layer, the keys of its index, its states, or nothing. Its group shares `timeline`.
 
-    new_store: makes the store of each stream. fixed: whether its tensors never move.
+    make_store: makes the store of each tensor. preallocated: its states never move.
     """
 
     supports_early_init = False  # transformers asks: shapes are learned from the first step
     record_past = False  # models of transformers 5.17 ask the layer: see `LegacyNames.is_recording_past`
 
-    def __init__(self, spec: LayerSpec, timeline: Timeline, scratch: Scratch, new_store: StoreFactory, fixed: bool):
+    def __init__(
+        self, spec: LayerSpec, timeline: Timeline, scratch: Scratch, make_store: StoreFactory, preallocated: bool
+    ):
         self.spec = spec
         self.timeline = timeline
-        names = [name for stream, names in _STORES_OF_STREAM.items() if stream in spec.components for name in names]
-        self.stores: dict[str, Store] = {name: new_store(Slot(spec, name, timeline, scratch)) for name in names}
-        self.state = RecurrentState(timeline, fixed) if STATE in spec.components else None
+        names = [name for component, names in _STORES_OF.items() if component in spec.components for name in names]
+        self.stores: dict[str, Store] = {name: make_store(Slot(spec, name, timeline, scratch)) for name in names}
+        self.state = RecurrentState(timeline, preallocated) if STATE in spec.components else None
 
     def follow(self, timeline: Timeline, stores: dict[str, Store]) -> None:
-        """Keep what it has in these stores from here on, in step with another clock."""
+        """Use these stores, and this timeline, from here on."""
         self.timeline, self.stores = timeline, stores
         if self.state is not None:
             self.state.timeline = timeline
@@ -76,7 +86,7 @@ class Layer:
         return self.stores["index"].append(keys[:, None])[:, 0]
 
     def prepare(self) -> None:
-        """What `begin` needs memory for: it may fail, and changes nothing that is visible."""
+        """Allocate what `begin` needs: may fail, and changes nothing that is visible."""
         if self.state is not None:
             self.state.prepare()
 
@@ -107,7 +117,7 @@ class Layer:
         return self.state is None or self.state.can_roll_back(tokens)
 
     def roll_back(self, tokens: int) -> None:
-        """Take back the last `tokens` committed ones; the timeline does that for what is kept in columns."""
+        """Take back the last `tokens` committed ones in the states; the timeline does so for the stores."""
         if self.state is not None:
             self.state.roll_back(tokens)
 
@@ -116,22 +126,22 @@ class Layer:
             part.reset()
 
     def release(self) -> None:
-        """A reset that keeps no memory."""
+        """Reset, and free all memory."""
         for part in self._parts():
             part.release()
 
-    def mask_sizes(self, tokens: int, unsettled: int = 0) -> tuple[int, Any]:
+    def mask_sizes(self, tokens: int, uncommitted: int = 0) -> tuple[int, int | torch.Tensor]:
         """See `Timeline.mask_sizes`."""
-        return self.timeline.mask_sizes(tokens, unsettled)
+        return self.timeline.mask_sizes(tokens, uncommitted)
 
     def dense_state(self) -> dict[str, torch.Tensor]:
-        """What is committed, by name: columns [rows, heads, held, width] of the stores, states [rows, ...]."""
+        """What is committed, by name: [rows, heads, tokens, width] of the stores, states [rows, ...]."""
         stores = {name: store.committed() for name, store in self.stores.items()}
-        held = {name: columns for name, columns in stores.items() if columns is not None}
-        return held | ({} if self.state is None else self.state.dense_state())
+        kept = {name: tensor for name, tensor in stores.items() if tensor is not None}
+        return kept | ({} if self.state is None else self.state.dense_state())
 
     def load_dense(self, content: dict[str, torch.Tensor]) -> None:
-        """Hold exactly this content. The timeline has been told of it."""
+        """Hold exactly this content, to which the timeline is set already."""
         for name, store in self.stores.items():
             if name in content:
                 store.load_dense(plain(content[name]))
@@ -139,30 +149,30 @@ class Layer:
             self._load_states(content)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is committed as it is written down, for a layer of the same kind: a dict of each store, states."""
+        """What is committed as it is encoded, for a layer of the same kind: a dict of each store, states."""
         stores = {name: store.state_dict() for name, store in self.stores.items()}
-        held = {name: written for name, written in stores.items() if written}
-        return held | ({} if self.state is None else self.state.dense_state())
+        kept = {name: state for name, state in stores.items() if state}
+        return kept | ({} if self.state is None else self.state.dense_state())
 
-    def load_state_dict(self, written: dict[str, Any]) -> None:
-        """Hold exactly this. The timeline has been told of it."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Hold exactly this, to which the timeline is set already."""
         for name, store in self.stores.items():
-            if name in written:
-                store.load_state_dict(written[name])
+            if name in state:
+                store.load_state_dict(state[name])
         if self.state is not None:
-            self._load_states(written)
+            self._load_states(state)
 
     def _load_states(self, content: dict[str, Any]) -> None:
         assert self.state is not None
-        self.state.load_dense({name: held for name, held in content.items() if name.split()[0] in (CONV, RECURRENT)})
+        self.state.load_dense({name: state for name, state in content.items() if name.split()[0] in (CONV, RECURRENT)})
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Everything the layer keeps."""
+        """All tensors that the layer keeps."""
         for part in self._parts():
             yield from part.tensors()
 
     def offloaded_buffers(self) -> Iterator[Buffer]:
-        """Where what of it is that does not live where layers compute."""
+        """Buffers that are not on the device that computes."""
         for store in self.stores.values():
             yield from store.offloaded_buffers()
 
@@ -171,19 +181,32 @@ class Layer:
         if self.state is not None:
             yield self.state
 
-    def row_holders(self) -> Iterator[Any]:
-        """Stores and states that hold rows each for itself: of a store whose rows share columns its two parts."""
+    def row_holders(self) -> Iterator[TensorHolder]:
+        """Stores and states that keep rows of their own: of a store whose rows share a prefix its two parts."""
         for part in self._parts():
-            yield from getattr(part, "row_holders", (part,))
+            if isinstance(part, ForkedStore):
+                yield from part.row_holders
+            else:
+                yield part
+
+    def drop_suffix(self, prefix: Timeline) -> None:
+        """Where rows shared a prefix: keep what is in the prefix alone, whose timeline is given."""
+        stores = {}
+        for name, store in self.stores.items():
+            if isinstance(store, ForkedStore):
+                store.suffix.reset()
+                store = store.prefix
+            stores[name] = store
+        self.follow(prefix, stores)
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """Committed keys [rows, kv_heads, held, head_dim], or None before the first step."""
+        """Committed keys [rows, kv_heads, tokens, head_dim], or None before the first step."""
         return self.stores["keys"].committed() if "keys" in self.stores else None
 
     @property
     def values(self) -> torch.Tensor | None:
-        """Committed values [rows, kv_heads, held, head_dim], or None before the first step."""
+        """Committed values [rows, kv_heads, tokens, head_dim], or None before the first step."""
         return self.stores["values"].committed() if "keys" in self.stores else None
 
     @property
@@ -198,7 +221,7 @@ class Layer:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its keys and values are kept in fewer bits than they come in."""
+        """Whether keys and values are kept in fewer bits than they come in."""
         return any(store.is_quantized for store in self.stores.values())
 
     @property
@@ -210,4 +233,4 @@ class Layer:
         return self.spec.attention_span.size is not None
 
     def __repr__(self) -> str:
-        return f"Layer({self.spec.layer_type}, held={self.timeline.kept_tokens})"
+        return f"Layer({self.spec.layer_type}, kept_tokens={self.timeline.kept_tokens})"

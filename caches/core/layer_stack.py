@@ -1,126 +1,137 @@
-"""The layers of a cache and the transaction that a step is on them, as our own loop drives it."""
+"""The layers of a cache, and the transaction that a step is on them.
+
+`begin` makes room and decides where new tokens go, the forward appends, `commit` keeps them and evicts what is out of
+reach, `abort` undoes everything.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from caches.core.layer import Layer, StoreFactory
+from caches.core.cache_layout import CacheLayout
+from caches.core.layer import Layer
 from caches.core.wrapped_layer import WrappedLayer
 from caches.errors import StepError, UnsupportedLayerError
-from caches.hf.legacy_names import LegacyNames
-from caches.memory.expected_device import ExpectedDevice
 from caches.memory.scratch import Scratch
 from caches.protocol import TokenLog
-from caches.spec.layer_spec import MODEL_SPECIFIC, PLAIN, AttentionSpan, LayerSpec, read_specs
-from caches.spec.rope import RopeRotation
-from caches.timeline.retention import KeepAll, KeepRecent, Retention
+from caches.spec.layer_spec import INDEX, KV, MODEL_SPECIFIC, PLAIN, STATE, AttentionSpan, LayerSpec
+from caches.stores.dense import Store
+from caches.stores.slot import Slot
+from caches.timeline.shared_timeline import ForkedTimeline
 from caches.timeline.timeline import Timeline
-from configs import CacheConfig
 
-S = TypeVar("S", bound="Steps")
-
-
-def needed_by_attention(spec: LayerSpec) -> Retention:
-    """Keep exactly what the layer may still look at."""
-    return KeepAll() if spec.attention_span.columns is None else KeepRecent(spec.attention_span.columns)
+_IN_WORDS = {KV: "keys and values", INDEX: "index", STATE: "state"}
 
 
-class Steps(LegacyNames):
-    """Keys, values and states of a model's layers, kept as its recipe says. For the methods of a step see
-    `EngineCache`.
+class LayerStack:
+    """Keys, values and states of a model's layers, kept as `layout` says.
 
-    name: the recipe's name. specs: one per layer; None makes a layer of full attention whenever one is first used.
-    new_store: makes the store of each stream. fixed: whether its tensors never move. max_rows, max_tokens: what it has
-    room for, None without limit (a fixed one: the rows of the first step). fetched: what attention reads lives
-    elsewhere before. retention: which columns a layer keeps. new_timeline: makes the timeline of a group of layers.
-    place: where the keys of a step have to come from.
+    log: the tokens it holds, where they are known. timelines: one per group of layers with the same attention span.
+    is_open: a step was begun and neither committed nor aborted. is_announced: by `begin`, whose caller also ends it.
+    finds_layers: layers are added as they are used.
     """
 
-    def __init__(
-        self,
-        name: str,
-        specs: Sequence[LayerSpec] | None,
-        new_store: StoreFactory,
-        *,
-        fixed: bool = False,
-        fetched: bool = False,
-        max_rows: int | None = None,
-        max_tokens: int | None = None,
-        retention: Callable[[LayerSpec], Retention] = needed_by_attention,
-        new_timeline: Callable[..., Timeline] = Timeline,
-        place: ExpectedDevice | None = None,
-    ):
-        super().__init__(layers=[])
-        self.name, self.fixed, self._fetched, self._place = name, fixed, fetched, place
+    layers: list[Layer | WrappedLayer]
+    timelines: list[Timeline]
+    specs: tuple[LayerSpec, ...]
+
+    def __init__(self, layout: CacheLayout):
+        self.layout = layout
+        self.hook = layout.make_hook()
         self.log: TokenLog | None = None
-        self.options: CacheConfig | None = None  # that its recipe was given
-        self._max_rows, self._max_tokens = max_rows, max_tokens
-        self._new_store, self._retention, self._new_timeline = new_store, retention, new_timeline
-        self.is_open = False  # a step was begun and neither settled nor aborted
-        self._timelines: list[Timeline] = []
-        self.finds_layers = specs is None
-        self._make_layers(specs or ())
+        self.is_open = self.is_announced = False
+        self.finds_layers = layout.specs is None
+        self._make_layers(layout.specs or ())
 
     def _make_layers(self, specs: Sequence[LayerSpec]) -> None:
-        self.specs = tuple(specs)
-        self.scratch = Scratch()
-        kept = [(spec.attention_span, self._retention(spec)) for spec in specs]
-        # Without any layer that keeps columns there is still a clock.
-        used = [group for group, spec in zip(kept, specs, strict=True) if spec.keeps_kv]
-        used = used or kept[:1] or [(AttentionSpan(), self._retention(PLAIN))]
+        layout, self.specs, self.scratch = self.layout, tuple(specs), Scratch()
+        groups = [(spec.attention_span, layout.retention(spec)) for spec in specs]
+        # Without any layer that keeps tokens there is still a timeline, which counts them.
+        used = [group for group, spec in zip(groups, specs, strict=True) if spec.keeps_kv]
+        used = used or groups[:1] or [(AttentionSpan(), layout.retention(PLAIN))]
         timelines = {
-            group: self._new_timeline(group[1], self._max_tokens, self._max_rows, all_room=self.fixed)
+            group: layout.make_timeline(group[1], layout.max_tokens, layout.max_rows, all_room=layout.preallocated)
             for group in dict.fromkeys(used)
         }
-        self._timelines = list(timelines.values())
-        clock = self._timelines[0]
+        self.timelines = list(timelines.values())
+        clock = self.timelines[0]
         self.layers = [
-            self._new_layer(spec, timelines.get(group, clock)) for spec, group in zip(specs, kept, strict=True)
+            self._new_layer(spec, timelines.get(group, clock)) for spec, group in zip(specs, groups, strict=True)
         ]
 
     def _new_layer(self, spec: LayerSpec, timeline: Timeline) -> Layer | WrappedLayer:
         if MODEL_SPECIFIC in spec.components:
             return WrappedLayer(spec, timeline)
-        return Layer(spec, timeline, self.scratch, self._new_store, self.fixed)
+        return Layer(spec, timeline, self.scratch, self.new_store, self.layout.preallocated)
 
-    def check_fits(self, model_config: Any) -> None:
-        specs = read_specs(model_config)
-        if self.finds_layers and self.total_tokens == 0:
-            self.bind_layers(specs)
-        if specs != self.specs:
+    def new_store(self, slot: Slot) -> Store:
+        return self.layout.make_store(self.hook.filled(slot))
+
+    def layer(self, layer_idx: int | None, component: str) -> Layer | WrappedLayer:
+        """The layer that a model uses. Raises `UnsupportedLayerError` where it keeps no such component."""
+        if layer_idx is None or not 0 <= layer_idx < len(self.layers):
+            raise UnsupportedLayerError(
+                f"the cache has {len(self.layers)} layers, but layer {layer_idx} was asked for: the model's layers "
+                "have to be numbered from 0 (`layer_idx`), and the cache built with its configuration"
+            )
+        spec = self.specs[layer_idx]
+        if component not in spec.components and not (component in (KV, INDEX) and MODEL_SPECIFIC in spec.components):
+            raise UnsupportedLayerError(
+                f"layer {layer_idx} ({spec.layer_type}) keeps no {_IN_WORDS[component]}: build the cache with the "
+                "configuration of the model that uses it"
+            )
+        return self.layers[layer_idx]
+
+    def add_layer(self, spec: LayerSpec) -> None:
+        self.specs += (spec,)
+        self.layers.append(self._new_layer(spec, self.timelines[0]))
+
+    def bind_layers(self, specs: Sequence[LayerSpec]) -> None:
+        """Have these layers, in place of adding them as they are used. Only while it is empty."""
+        self.hook.check_layers(specs)
+        self.finds_layers = False
+        self._make_layers(specs)
+
+    def check_specs(self, specs: Sequence[LayerSpec]) -> None:
+        """Raise `UnsupportedLayerError` unless a model has these layers."""
+        if tuple(specs) != self.specs:
             raise UnsupportedLayerError(
                 f"it was built for {_layers_in_words(self.specs)}, but the model has {_layers_in_words(specs)}; "
                 "build one with the model's own configuration"
             )
 
-    def bind_layers(self, specs: Sequence[LayerSpec]) -> None:
-        """Be for these layers, instead of finding them as they are used. Only while it is empty."""
-        self.finds_layers = False
-        self._make_layers(specs)
+    def empty_layout(self, max_rows: int | None = None) -> CacheLayout:
+        """For an empty cache with the same layers; a preallocated one with room for the rows of its first step."""
+        specs = None if self.finds_layers and not self.layers else self.specs
+        return replace(self.layout, specs=specs, max_rows=max_rows)
 
     # One step is a transaction.
 
     def begin(self, tokens: int, graph: bool = False) -> None:
+        """See `EngineCache.begin`."""
         if graph and self.why_not_compiled is not None:
-            raise StepError(f"cache={self.name!r} cannot be in a compiled step: {self.why_not_compiled}")
-        self._between_steps()
-        self._begin_columns(tokens, graph)
-        self.is_open = True
+            raise StepError(f"cache={self.layout.name!r} cannot be in a compiled step: {self.why_not_compiled}")
+        self.check_closed()
+        self.place(tokens, graph)
+        self.is_open = self.is_announced = True
 
-    def _between_steps(self) -> None:
+    def check_closed(self) -> None:
         """Raise `StepError` while a step is open."""
         if self.is_open:
-            raise StepError("a step is open: settle() or abort() it first")
+            raise StepError("a step is open: commit() or abort() it first")
 
-    def _begin_columns(self, tokens: int, graph: bool = False) -> None:
-        placements = {timeline: timeline.place(tokens) for timeline in self._timelines}
-        # What may fail comes first, and changes nothing that can be seen.
+    def place(self, tokens: int, graph: bool = False) -> None:
+        """Make room for a step of `tokens` and decide where they go. When this raises, nothing has changed."""
+        placements = {timeline: timeline.place(tokens) for timeline in self.timelines}
+        finish = self.hook.before_begin(self.layers, tokens)
         if not self.is_open:
             self._prepare_layers()
         self._make_room({timeline: placement.room for timeline, placement in placements.items()})
+        # Nothing below can fail.
         if not self.is_open:
             self._begin_layers()
         for layer in self.layers:
@@ -128,13 +139,18 @@ class Steps(LegacyNames):
                 layer.compact()
         for timeline, placement in placements.items():
             timeline.begin(tokens, placement, graph)
+        finish()
+
+    def open_states(self) -> None:
+        """Begin a step of which the number of tokens is not known yet: states can be written."""
+        self._prepare_layers()
+        self._begin_layers()
 
     def _prepare_layers(self) -> None:
         for layer in self.layers:
             layer.prepare()
 
     def _begin_layers(self) -> None:
-        """What cannot fail once the layers are prepared."""
         for layer in self.layers:
             layer.begin()
 
@@ -150,108 +166,42 @@ class Steps(LegacyNames):
         return all(layer.can_reject(rejected) for layer in self.layers)
 
     def commit(self, rejected: int = 0) -> None:
+        """See `EngineCache.commit`."""
         if not self.is_open:
-            raise StepError("settle() without begin()")
-        pending = self._timelines[0].pending
-        if not 0 <= rejected <= pending:
-            raise StepError(f"settle(rejected={rejected}), but the open step has {pending} tokens")
+            raise StepError("commit() without begin()")
+        if not 0 <= rejected <= self.pending:
+            raise StepError(f"commit(rejected={rejected}), but the open step has {self.pending} tokens")
         if not self.can_reject(rejected):
             kind = next(layer.spec.layer_type for layer in self.layers if not layer.can_reject(rejected))
             raise StepError(
-                f"a {kind} layer takes back whole steps only, not {rejected} of {pending} tokens: abort() the step and "
-                "feed the tokens to keep again"
+                f"a {kind} layer takes back whole steps only, not {rejected} of {self.pending} tokens: abort() the "
+                "step and feed the tokens to keep again"
             )
-        self._prepare_to_settle(rejected)
+        self.hook.before_commit(self.layers, rejected)
         for layer in self.layers:
             layer.commit(rejected)
-        for timeline in self._timelines:
+        for timeline in self.timelines:
             timeline.commit(rejected)
         self._close()
-        self._empty_if_nothing_is_held()
-
-    def _prepare_to_settle(self, rejected: int) -> None:
-        """What settling needs memory for: it may fail, and changes nothing that is visible."""
 
     def abort(self) -> None:
+        """See `EngineCache.abort`."""
         if not self.is_open:
             return
         for layer in self.layers:
             layer.abort()
-        for timeline in self._timelines:
+        for timeline in self.timelines:
             timeline.close()
         self._close()
-        self._empty_if_nothing_is_held()
-
-    def _empty_if_nothing_is_held(self) -> None:
-        if self._timelines[0].total_tokens == 0:  # not even the number of rows is settled
-            self._empty()
 
     def _close(self) -> None:
-        self.is_open = False
-
-    def reserve(self, tokens: int) -> None:
-        self._make_room({timeline: timeline.room_for(tokens) for timeline in self._timelines})
-
-    def growth(self, tokens: int) -> float:
-        """How many times as large buffers will be when there is room for `tokens` more."""
-        rooms = [(timeline.place(tokens).room, timeline.room) for timeline in self._timelines if timeline.room]
-        return max((after / before for after, before in rooms), default=1.0)
-
-    def load_dense(self, seen: int, rows: int, contents: Sequence[dict[str, Any]]) -> None:
-        """Hold exactly this content of every layer (see `Layer.content`) after `total_tokens` tokens."""
-        held = {
-            layer.timeline: content["keys"].shape[-2]
-            for layer, content in zip(self.layers, contents, strict=True)
-            if isinstance(layer, Layer) and "keys" in content
-        }
-        for timeline in self._timelines:
-            timeline.adopt(seen, held.get(timeline), rows)
-        for layer, content in zip(self.layers, contents, strict=True):
-            layer.load_dense(content)
-
-    def load_state_dict(self, like: Steps, rows: int, written: Iterable[dict[str, Any]]) -> None:
-        """Hold exactly this of every layer (see `Layer.written`) where `like`, of the same recipe, holds it."""
-        for timeline, other in zip(self._timelines, like._timelines, strict=True):
-            timeline.adopt_like(other, rows)
-        for layer, held in zip(self.layers, written, strict=True):
-            layer.load_state_dict(held)
-
-    @property
-    def layout(self) -> list[tuple[Any, ...]]:
-        """What has to be the same in caches whose rows are put together."""
-        return [timeline.layout for timeline in self._timelines]
-
-    def load_columns(self, columns: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Hold these keys and values [rows, kv_heads, tokens, head_dim] of all tokens seen, one pair per layer."""
-        seen, rows = columns[0][0].shape[-2], columns[0][0].shape[0]
-        if self.finds_layers:
-            self._make_layers([PLAIN] * len(columns))
-        contents = []
-        for layer, (keys, values) in zip(self.layers, columns, strict=True):
-            kept = layer.timeline.retention.surviving(seen)
-            contents.append({"keys": keys[:, :, seen - kept :], "values": values[:, :, seen - kept :]})
-        self.load_dense(seen, rows, contents)
-
-    def empty_like(self: S, max_rows: int | None = None) -> S:
-        """An empty cache of the same recipe and layers; a fixed one with room for the rows that it is given first."""
-        empty = type(self)(
-            self.name,
-            None if self.finds_layers and not self.layers else self.specs,
-            self._new_store,
-            fixed=self.fixed,
-            fetched=self._fetched,
-            max_rows=max_rows,
-            max_tokens=self._max_tokens,
-            retention=self._retention,
-            new_timeline=self._new_timeline,
-            place=self._place,
-        )
-        empty.options = self.options
-        return empty
+        self.is_open = self.is_announced = False
+        if self.total_tokens == 0:  # not even the number of rows is committed
+            self._empty()
 
     def crop(self, tokens: int) -> None:
-        """Positive: the new size. Negative: how many of the last tokens to remove. 0 removes nothing."""
-        self._between_steps()
+        """See `EngineCache.crop`. 0 removes nothing."""
+        self.check_closed()
         remove = max(0, self.total_tokens - tokens) if tokens > 0 else -tokens
         if remove > self.total_tokens:
             raise StepError(
@@ -261,6 +211,14 @@ class Steps(LegacyNames):
             self.log = None
             self._empty()
             return
+        self._check_rolls_back(remove, tokens)
+        for layer in self.layers:
+            layer.roll_back(remove)
+        for timeline in self.timelines:
+            timeline.roll_back(remove)
+        self.log = None if self.log is None else self.log.first(self.total_tokens)
+
+    def _check_rolls_back(self, remove: int, tokens: int) -> None:
         again = "Reset the cache and feed the tokens to keep again."
         for layer in self.layers:
             if not layer.can_roll_back(remove):
@@ -273,105 +231,153 @@ class Steps(LegacyNames):
                     f"crop({tokens}) of {self.total_tokens} tokens: a {layer.spec.layer_type} layer keeps "
                     f"{layer.timeline.kept_tokens} of them and the ones before are gone. {again}"
                 )
-        for layer in self.layers:
-            layer.roll_back(remove)
-        for timeline in self._timelines:
-            timeline.roll_back(remove)
-        self.log = None if self.log is None else self.log.first(self.total_tokens)
 
     def reset(self) -> None:
-        """Forget everything. Fixed buffers stay where they are."""
-        self._close()
+        """Evict everything. Preallocated buffers stay where they are."""
+        self.is_open = self.is_announced = False
         self.log = None
         self._empty()
+        self.hook.reset()
 
     def release(self) -> None:
-        """Forget everything and keep no memory, so that the next step makes fixed buffers anew."""
+        """Reset, and free all memory: the next step allocates it anew."""
         for layer in self.layers:
             layer.release()
         self.scratch.release()
         self.reset()
-        for timeline in self._timelines:
+        for timeline in self.timelines:
             timeline.release()
 
     def _empty(self) -> None:
-        for timeline in self._timelines:
+        self.drop_suffixes()
+        for timeline in self.timelines:
             timeline.reset()
         for layer in self.layers:
             layer.reset()
 
+    def reserve(self, tokens: int) -> None:
+        """See `EngineCache.reserve`."""
+        self._make_room({timeline: timeline.room_for(tokens) for timeline in self.timelines})
+
+    def growth(self, tokens: int) -> float:
+        """How many times as large buffers will be when there is room for `tokens` more."""
+        rooms = [(timeline.place(tokens).room, timeline.room) for timeline in self.timelines if timeline.room]
+        return max((after / before for after, before in rooms), default=1.0)
+
+    # Groups of layers, which share a timeline.
+
+    @property
+    def shared_timelines(self) -> list[ForkedTimeline]:
+        """Those of groups whose rows share prefixes."""
+        return [timeline for timeline in self.timelines if isinstance(timeline, ForkedTimeline)]
+
+    def layers_of(self, timeline: Timeline) -> list[Layer | WrappedLayer]:
+        """The layers of a group."""
+        return [layer for layer in self.layers if layer.timeline is timeline]
+
+    def drop_suffixes(self, shared: Iterable[ForkedTimeline] | None = None) -> None:
+        """Groups whose rows share prefixes, by default all, keep what is in the prefixes alone."""
+        for timeline in self.shared_timelines if shared is None else shared:
+            for layer in self.layers_of(timeline):
+                if isinstance(layer, Layer):
+                    layer.drop_suffix(timeline.prefix)
+            self.timelines[self.timelines.index(timeline)] = timeline.prefix
+        if not self.shared_timelines:
+            self.scratch.drop_tail()
+
+    # Content, from another cache or from tensors.
+
+    def load_dense(
+        self, total_tokens: int, rows: int, contents: Sequence[dict[str, Any]], hook_state: dict[str, Any] | None = None
+    ) -> None:
+        """Hold exactly this content of every layer after `total_tokens` tokens: see `Layer.dense_state`."""
+        self.hook.load_state_dict(hook_state or {})
+        self.drop_suffixes()
+        kept = {
+            layer.timeline: content["keys"].shape[-2]
+            for layer, content in zip(self.layers, contents, strict=True)
+            if isinstance(layer, Layer) and "keys" in content
+        }
+        for timeline in self.timelines:
+            timeline.adopt(total_tokens, kept.get(timeline), rows)
+        for layer, content in zip(self.layers, contents, strict=True):
+            layer.load_dense(content)
+
+    def load_state_dict(
+        self, like: LayerStack, rows: int, states: Iterable[dict[str, Any]], hook_state: dict[str, Any]
+    ) -> None:
+        """Hold exactly this of every layer, where `like`, of the same layout, has it: see `Layer.state_dict`.
+
+        Groups share prefixes already where those of `like` do.
+        """
+        self.hook.load_state_dict(hook_state)
+        for timeline, other in zip(self.timelines, like.timelines, strict=True):
+            timeline.adopt_like(other, rows)
+        for layer, state in zip(self.layers, states, strict=True):
+            layer.load_state_dict(state)
+
+    def load_columns(self, columns: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Hold these keys and values [rows, kv_heads, tokens, head_dim] of all tokens, one pair per layer."""
+        rows, _, total_tokens, _ = columns[0][0].shape
+        if self.finds_layers:
+            self._make_layers([PLAIN] * len(columns))
+        contents = []
+        for layer, (keys, values) in zip(self.layers, columns, strict=True):
+            evicted = total_tokens - layer.timeline.retention.surviving(total_tokens)
+            contents.append({"keys": keys[:, :, evicted:], "values": values[:, :, evicted:]})
+        self.load_dense(total_tokens, rows, contents)
+
+    @property
+    def placements(self) -> list[tuple[object, ...]]:
+        """What has to be the same in caches whose rows are put together."""
+        return [timeline.layout for timeline in self.timelines]
+
+    # What it holds, and can hold.
+
     @property
     def why_not_compiled(self) -> str | None:
-        if self._fetched:
-            return "a graph knows where all tensors are before it begins, and here they are fetched layer by layer"
-        if self.is_quantized:
-            return "how many blocks are encoded, and when, is decided from step to step, and a graph has one way to go"
-        return None if self.fixed else "a graph needs tensors that never move, and here they move as room is made"
+        """See `EngineCache.why_not_compiled`."""
+        if self.shared_timelines:
+            return "a graph reads one tensor per layer, and here rows share the prefix of their prompt"
+        return self.layout.compile_blocker
 
     @property
     def total_tokens(self) -> int:
-        return self._timelines[0].total_tokens
+        """Tokens committed per row."""
+        return self.timelines[0].total_tokens
 
     @property
     def pending(self) -> int:
         """Tokens of the open step."""
-        return self._timelines[0].pending
+        return self.timelines[0].pending
 
     @property
     def max_tokens(self) -> int | None:
-        """Tokens it can hold per row; None without limit, also when every layer forgets what is out of its reach."""
-        return next((t.max_tokens for t in self._timelines if t.max_tokens is not None), None)
+        """Tokens it can hold per row; None without limit, also when every layer evicts what is out of its span."""
+        return next((t.max_tokens for t in self.timelines if t.max_tokens is not None), None)
 
     @property
     def max_rows(self) -> int | None:
         """Rows it has room for; None without limit."""
-        return self._timelines[0].max_rows
+        return self.timelines[0].max_rows
 
     @property
     def batch_size(self) -> int:
         """Rows, or -1 before the first step."""
-        return next((t.rows for t in self._timelines if t.rows is not None), -1)
+        return next((t.rows for t in self.timelines if t.rows is not None), -1)
 
     @property
     def is_quantized(self) -> bool:
         """Whether some of it is kept in fewer bits than it came in."""
         return any(layer.is_quantized for layer in self.layers)
 
-    @property
-    def rotations(self) -> dict[int, RopeRotation]:
-        """How it turns the keys of which layers, where it does."""
-        return {}
-
-    def positions_needed(self, tokens: int) -> int:
-        """Positions that a model has to tell apart in a text of `tokens`."""
-        return tokens
-
-    @property
-    def step_tokens(self) -> int | None:
-        """Tokens that a step should have at most; None for any number."""
-        return None
-
-    def set_padding(self, pads: torch.Tensor | Sequence[int] | None) -> None:
-        """Say how many pads each row begins with. Only masks need to know, unless places depend on them."""
-
-    def copied(self, layer_idx: int, tokens: int) -> int:
-        """Columns of copies that attention over the next `tokens` finds before those that `get_mask_sizes` counts."""
-        return 0
-
-    @property
-    def imposes_windows(self) -> bool:
-        return any(self.imposed_window(index) is not None for index in range(len(self.layers)))
-
     def imposed_window(self, layer_idx: int) -> int | None:
-        """Columns that a token can look at, itself included, where that is fewer than the layer's own reach."""
+        """Tokens that a token can attend to, itself included, where that is fewer than the layer's attention span."""
         spec, bound = self.specs[layer_idx], self.layers[layer_idx].timeline.retention.bound
-        if (
-            bound is None
-            or not spec.keeps_kv
-            or (spec.attention_span.size is not None and spec.attention_span.size <= bound + 1)
-        ):
+        if bound is None or not spec.keeps_kv:
             return None
-        return bound + 1
+        size = spec.attention_span.size
+        return bound + 1 if size is None or size > bound + 1 else None
 
 
 def _layers_in_words(specs: Sequence[LayerSpec]) -> str:

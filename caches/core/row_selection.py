@@ -1,163 +1,205 @@
-"""Choosing rows: every part of a cache does it as a whole or not at all, so a failure can only come between two parts.
+"""Row selection that can be resumed after a failed allocation.
 
-What has been chosen by then stays, and `finish` goes on with the others.
+Every holder of rows selects all of its rows or none, so a failure leaves some holders with the new rows and the others
+with the rows of before. `finish` then goes on with the others.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from caches.core.layer_stack import Steps
-from caches.errors import StepError
+from caches.core.layer import RowHolder
+from caches.core.layer_stack import LayerStack
+from caches.core.prefix_sharing import PrefixSharing
+from caches.errors import CapacityError, StepError
+from caches.out_of_memory import is_out_of_memory
 from caches.protocol import TokenLog
 
 
 @dataclass(eq=False)
 class Choice:
-    """Rows that are being chosen: those of `index`, or every row `times` times, or all as they are, but `apart`.
+    """One selection of rows: those of `index`, or every row `times` times, or all, without shared prefixes.
 
-    unasked: it only saves time, and may come later. left: the parts that still have the rows of before, and which of
-    those they need; None until that was looked up. is_told: clocks and log know of the new rows.
+    deferred: an optimization that may run later. left: the holders that still have the rows of before, and the index of
+    each; None until it was computed. is_counted: timelines and token log have the new rows.
     """
 
     index: torch.Tensor | None = None
     times: int | None = None
-    apart: bool = False
-    unasked: bool = False
-    left: list[tuple[Any, torch.Tensor]] | None = None
-    is_told: bool = False
+    unshare: bool = False
+    deferred: bool = False
+    left: list[tuple[RowHolder, torch.Tensor]] | None = None
+    is_counted: bool = False
 
 
 def repeated(rows: int, times: int) -> torch.Tensor:
-    """The index of `rows` that `fork` stands for."""
+    """The index that repeats each of `rows` `times` times."""
     check_times(times)
     return torch.arange(max(0, rows)).repeat_interleave(times)
 
 
 def check_times(times: int) -> None:
     if times < 1:
-        raise StepError(f"fork({times}): of every row there has to be one at least")
+        raise StepError(f"fork({times}): every row has to stay at least once")
 
 
 def is_every_row(index: torch.Tensor, rows: int) -> bool:
-    """Whether `index` is known to leave all rows where they are. On an accelerator it is not looked at."""
+    """Whether `index` is known to leave all rows where they are. An index on an accelerator is not read."""
     return len(index) == rows and index.device.type == "cpu" and index.tolist() == list(range(rows))
 
 
-class Choosing(Steps):
-    """See `Steps`."""
+class RowSelection:
+    """Selects rows of everything in `stack`. `plan_*` checks and changes nothing; `start` and `finish` carry it out."""
 
-    _choice: Choice | None = None
+    def __init__(self, stack: LayerStack, sharing: PrefixSharing):
+        self.stack, self.sharing = stack, sharing
+        self._pending: Choice | None = None
 
-    def select_rows(self, index: torch.Tensor) -> None:
-        """Row i becomes a copy of row `index[i]`. See `unfinished` for what is there when memory is out."""
-        self.start_rows(index)
-        self.finish()
-
-    def start_rows(self, index: torch.Tensor) -> None:
-        """`rows` up to its first change; `finish` does the rest."""
-        self._between_steps()
-        self.check_rows(index)
-        if self.batch_size != -1:
-            self._choice = Choice(None if is_every_row(index, self.batch_size) else index)
-
-    def check_rows(self, index: torch.Tensor) -> None:
-        """Raise `StepError` unless `select_rows(index)` can be done."""
-        rows = self.batch_size
+    def plan_rows(self, index: torch.Tensor) -> Choice | None:
+        """Row i becomes a copy of row `index[i]`. Raises `StepError` where it cannot."""
+        rows = self.stack.batch_size
         if rows == -1:
-            return
-        # On an accelerator, looking at the index would wait for the device.
+            return None
+        # Reading an index on an accelerator would wait for the device.
         known = index.tolist() if index.device.type == "cpu" else [0] * len(index)
         if not known or min(known) < 0 or max(known) >= rows:
-            raise StepError(f"rows({index.tolist()}), but the cache holds rows 0 to {rows - 1}")
+            raise StepError(f"select_rows({index.tolist()}), but the cache holds rows 0 to {rows - 1}")
         self._check_room(len(index))
+        return Choice(None if is_every_row(index, rows) else index)
+
+    def plan_fork(self, times: int) -> Choice | None:
+        """Every row `times` times, next to each other. Raises `StepError` where there is no room for them."""
+        check_times(times)
+        self._check_room(self.stack.batch_size * times)
+        return Choice(times=times) if self.stack.batch_size != -1 and times > 1 else None
+
+    def plan_unshare(self) -> Choice | None:
+        """Every row gets all its tokens for itself."""
+        return Choice(unshare=True) if self.stack.shared_timelines else None
 
     def _check_room(self, rows: int) -> None:
-        if self.max_rows is not None and rows > self.max_rows:
+        most = self.stack.max_rows
+        if most is not None and rows > most:
             raise StepError(
-                f"a cache with room for {self.max_rows} rows cannot hold {rows}: build it with a larger "
-                "max_batch_size, or use cache='dynamic'"
+                f"a cache with room for {most} rows cannot hold {rows}: build it with a larger max_batch_size, or use "
+                "cache='dynamic'"
             )
 
-    @property
-    def unfinished(self) -> bool:
-        """Whether choosing rows has begun and failed: `finish` goes on with it, `reset` forgets it."""
-        return self._choice is not None and not self._choice.unasked
+    def start(self, choice: Choice | None) -> None:
+        """Carry out a plan with the next `finish`."""
+        self._pending = choice
+
+    def discard(self) -> None:
+        """Forget a selection that was started: the cache is about to be emptied."""
+        self._pending = None
+
+    def defer_merge(self) -> None:
+        """Merge suffixes that no rows share before the next step."""
+        if any(forked.rows_per_prefix == 1 for forked in self.stack.shared_timelines):
+            self._pending = Choice(deferred=True)
 
     def finish(self) -> None:
-        """Go on choosing rows where that failed. When it fails again, this can be called again."""
-        choice, left = self._choice, self.still_to_choose()
+        """Carry out what was started. When it fails it can be called again."""
+        choice, left = self._pending, self.rows_left()
         if choice is None:
             return
         while left:
-            part, index = left[-1]
-            part.select_rows(index)
+            holder, index = left[-1]
+            holder.select_rows(index)
             left.pop()
-        if not choice.is_told:
-            self._tell()
-            choice.is_told = True
-        self._tidy()
-        self._choice = None
+        if not choice.is_counted:
+            self._count()
+            choice.is_counted = True
+        self.sharing.merge_suffixes()
+        self._pending = None
+
+    def _count(self) -> None:
+        rows, log = self.rows_to_come, self.log_to_come
+        for timeline in self.stack.timelines:
+            timeline.after_rows(rows)
+        self.stack.log = log
+
+    def check_finished(self) -> None:
+        """Carry out what was deferred. Raises `StepError` while rows are half selected."""
+        if self.unfinished:
+            raise StepError(
+                "the last selection of rows failed half-way, so some layers still have the rows of before: finish() "
+                "goes on where it stopped, reset() empties the cache"
+            )
+        self.finish()
+
+    def unshare_if_materialized(self) -> None:
+        """Stop sharing if the model materialized the shared prefix in a decode step, as it would do in each.
+
+        The step stays committed: what fails for want of memory is deferred to the next one.
+        """
+        if self.sharing.should_stop:
+            self._pending = Choice(unshare=True, deferred=True)
+            try:
+                self.finish()
+            except Exception as error:
+                if not (isinstance(error, CapacityError) or is_out_of_memory(error)):
+                    raise
 
     @property
-    def is_choosing(self) -> bool:
-        """Whether `finish` has anything to do, asked for or not."""
-        return self._choice is not None
+    def unfinished(self) -> bool:
+        """Whether a selection was started and failed: `finish` resumes it."""
+        return self._pending is not None and not self._pending.deferred
 
-    def still_to_choose(self) -> list[tuple[Any, torch.Tensor]]:
-        """The parts that have the rows of before, and which of those they need."""
-        if self._choice is None:
+    @property
+    def is_pending(self) -> bool:
+        """Whether `finish` has anything to do, deferred or not."""
+        return self._pending is not None
+
+    def rows_left(self) -> list[tuple[RowHolder, torch.Tensor]]:
+        """The holders that have the rows of before, and the index that each selects with."""
+        if self._pending is None:
             return []
-        if self._choice.left is None:
-            self._choice.left = self._to_choose(self._choice)
-        return self._choice.left
+        if self._pending.left is None:
+            self._pending.left = self._holders(self._pending)
+        return self._pending.left
+
+    def _holders(self, choice: Choice) -> list[tuple[RowHolder, torch.Tensor]]:
+        """Changes nothing that is visible, and may be called again.
+
+        Of forked rows only the suffix is copied, as long as all prompts have equally many rows next to each other. An
+        index on an accelerator is not read: there every row gets a copy of its prefix.
+        """
+        stack = self.stack
+        if choice.times is not None:
+            self.sharing.share()
+            choice.index = repeated(stack.batch_size, choice.times)
+        if choice.index is not None:
+            for timeline in stack.timelines:
+                timeline.before_rows(choice.index)
+        elif choice.unshare:
+            for forked in stack.shared_timelines:
+                forked.before_unshare()
+        prompts = {forked.prefix: forked.prompts for forked in stack.shared_timelines}
+        found: list[tuple[RowHolder, torch.Tensor]] = []
+        for layer in stack.layers:
+            for holder in layer.row_holders():
+                index = prompts.get(holder.timeline, choice.index)
+                if index is not None:
+                    found.append((holder, index))
+        if choice.index is not None:
+            found += [(holder, choice.index) for holder in stack.hook.row_holders()]
+        return found
 
     @property
     def rows_to_come(self) -> int:
         """Rows there are once `finish` has come to its end."""
         index = self._index_to_come
-        return self.batch_size if index is None else len(index)
+        return self.stack.batch_size if index is None else len(index)
 
     @property
     def log_to_come(self) -> TokenLog | None:
-        log, index = self.log, self._index_to_come
+        """The token log once `finish` has come to its end."""
+        log, index = self.stack.log, self._index_to_come
         return log if log is None or index is None else log.select_rows(index)
 
     @property
     def _index_to_come(self) -> torch.Tensor | None:
-        return None if self._choice is None or self._choice.is_told else self._choice.index
-
-    @abstractmethod
-    def _to_choose(self, choice: Choice) -> list[tuple[Any, torch.Tensor]]:
-        """What it takes: see `Choice.left`. Changes nothing that is visible, and may be asked again."""
-
-    def _tell(self) -> None:
-        rows, log = self.rows_to_come, self.log_to_come
-        for timeline in self._timelines:
-            timeline.after_rows(rows)
-        self.log = log
-
-    @abstractmethod
-    def _tidy(self) -> None:
-        """Rows were chosen. When this raises it is done again."""
-
-    def check_whole(self) -> None:
-        """Raise `StepError` while rows are only half chosen."""
-        if self.unfinished:
-            raise StepError(
-                "the last choice of rows failed half-way, so some layers still have the rows of before: finish() goes "
-                "on where it stopped, reset() empties the cache"
-            )
-        self.finish()
-
-    def _between_steps(self) -> None:
-        super()._between_steps()
-        self.check_whole()
-
-    def reserve(self, tokens: int) -> None:
-        self.check_whole()
-        super().reserve(tokens)
+        return None if self._pending is None or self._pending.is_counted else self._pending.index

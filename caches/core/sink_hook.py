@@ -1,347 +1,110 @@
-"""A window that begins with a row's first tokens, the sinks, however far the window has come (StreamingLLM).
-
-The window itself is that of `KeepRecent`. Once a row has forgotten tokens, copies of its sinks take the places of the
-first columns held: before a step of one token they are written there, to longer steps they are handed besides. The keys
-of a copy are rotated, from their originals, to where the window begins. Nothing else is ever moved.
-"""
+"""A window that begins with a row's first tokens, the sinks: what is done for its stores around every step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from caches.core.layer import Layer, Slot, StoreFactory
-from caches.core.layer_stack import Steps
-from caches.core.row_selection import Choice
+from caches.core.layer import Layer, RowHolder
+from caches.core.step_hook import Layers, StepHook
+from caches.core.wrapped_layer import WrappedLayer
 from caches.errors import StepError
-from caches.hf.cache import Cache
-from caches.spec.layer_spec import MODEL_SPECIFIC, PLAIN, LayerSpec
+from caches.spec.layer_spec import LayerSpec
 from caches.spec.rope import UNROTATED, RopeRotation
-from caches.stores.dense import FixedStore, Store
+from caches.stores.dense import Store
+from caches.stores.sink import LeftPadding, Sinks, SinkStore
+from caches.stores.slot import Slot
 from caches.timeline.retention import KeepSinks
-from caches.timeline.timeline import Timeline
 
-K = TypeVar("K", bound="SinkCache")
+_PADDING = "left_padding"
 
 
-class LeftPadding:
-    """How many pads every row begins with, as far as that was told.
+class SinkHook(StepHook):
+    """See `StepHook`.
 
-    least, most: bounds that can be asked without waiting for the device.
+    window: tokens that a token attends to, itself included. check: raises for layers that cannot have sinks.
+
+    Rows may begin with padding once the cache knows how much: the engine says so, in other loops call `set_padding`. A
+    reset discards it.
     """
 
-    def __init__(self) -> None:
-        self.least = self.most = 0
-        self._told: torch.Tensor | None = None
+    def __init__(self, window: int, check: Callable[[Sequence[LayerSpec]], None]):
+        self.window, self._check = window, check
+        self.padding = LeftPadding()
 
-    def take(self, counts: torch.Tensor | Sequence[int] | None) -> None:
-        """None: there are no pads."""
-        self._told = None if counts is None else torch.as_tensor(counts, dtype=torch.long)
-        known = [0] if self._told is None else self._told.tolist()
-        self.least, self.most = min(known), max(known)
+    def check_layers(self, specs: Sequence[LayerSpec]) -> None:
+        self._check(specs)
 
-    @property
-    def told(self) -> torch.Tensor | None:
-        """LongTensor [rows]; None where there are none."""
-        return self._told
+    def filled(self, slot: Slot) -> Slot:
+        if not isinstance(slot.timeline.retention, KeepSinks):  # the layer's own window is narrower: it needs no sinks
+            return slot
+        rotation: RopeRotation | None = UNROTATED
+        if slot.name == "keys":
+            rotation = None if slot.spec.rotation is None else slot.spec.rotation()
+        return replace(slot, sinks=Sinks(slot.timeline, self.padding, rotation))
 
-    def select_rows(self, index: torch.Tensor) -> None:
-        self._told = None if self._told is None else self._told[index.to(self._told.device)]
+    def before_begin(self, layers: Layers, tokens: int) -> Callable[[], None]:
+        stores = [store for store in _stores(layers) if tokens == 1 and isinstance(store, SinkStore)]
+        stores = [store for store in stores if store.sinks.count and store.sinks.are_left_behind(1)]
+        fronts = [store.front() for store in stores]
 
-    def check(self, rows: int) -> None:
-        if self._told is not None and len(self._told) != rows:
+        def write() -> None:
+            for store, front in zip(stores, fronts, strict=True):
+                store.write_front(front)
+                store.timeline.rewritten = store.timeline.evicted_tokens
+
+        return write
+
+    def before_commit(self, layers: Layers, rejected: int) -> None:
+        for store in _stores(layers):
+            if isinstance(store, SinkStore):
+                store.keep_sinks(rejected)
+
+    def set_padding(self, layers: Layers, padding: torch.Tensor | Sequence[int] | None, rows: int) -> None:
+        """See `StepHook`. Raises `StepError` for another padding than before once tokens were evicted."""
+        before = self.padding.of(max(rows, 0), torch.device("cpu")).tolist()
+        after = [0] * len(before) if padding is None else torch.as_tensor(padding).tolist()
+        if before != after and any(sinks.timeline.evicted_tokens for sinks in _sinks(layers)):
             raise StepError(
-                f"pads were told for {len(self._told)} rows, but the step has {rows}: tell one number for each row"
+                f"rows that begin with {before} padding tokens have evicted tokens by now, so they cannot begin with "
+                f"{after}. Set the padding before the first step, or reset the cache"
             )
+        self.padding.take(padding)
 
-    def of(self, rows: int, device: torch.device) -> torch.Tensor:
-        """LongTensor [rows]."""
-        if self._told is None:
-            return torch.zeros(rows, dtype=torch.long, device=device)
-        self._told = self._told.to(device)
-        return self._told
+    def rotations(self, layers: Layers) -> dict[int, RopeRotation]:
+        found = {index: _sinks_of_keys(layer) for index, layer in enumerate(layers)}
+        return {index: one.rotation for index, one in found.items() if one is not None and one.rotation is not None}
 
-
-class Sinks:
-    """The first tokens of every row in one stream of one layer, and how far they are from where they have to be.
-
-    rotation: how they turn on the way; None where that is not known.
-    """
-
-    def __init__(self, timeline: Timeline, pads: LeftPadding, rotation: RopeRotation | None):
-        assert isinstance(timeline.retention, KeepSinks)
-        self.timeline, self.pads, self.rotation = timeline, pads, rotation
-        self.count, self._window = timeline.retention.sinks, timeline.retention.columns + 1
-        self.originals: torch.Tensor | None = None  # [rows, heads, count, head_dim]; of rows that have forgotten tokens
-
-    def are_left_behind(self, tokens: int) -> bool:
-        """Whether one of the next `tokens` can no longer see all of its row."""
-        return self.timeline.total_tokens + tokens - self._window > self.pads.least
-
-    def delta(self, tokens: int, device: torch.device) -> torch.Tensor:
-        """Tokens of its row that each of the next `tokens` no longer sees: LongTensor [rows, tokens]."""
-        assert self.timeline.rows is not None
-        first = self.timeline.total_tokens + 1 - self._window
-        gone = torch.arange(first, first + tokens, device=device)
-        return (gone - self.pads.of(self.timeline.rows, device)[:, None]).clamp(min=0)
-
-    def rotated(self, sinks: torch.Tensor, tokens: int) -> torch.Tensor:
-        """`sinks` as each of the next `tokens` has to see them: [rows, heads, tokens * count, head_dim].
-
-        sinks: as they were fed [rows, heads, count, head_dim].
-        """
-        if self.rotation is None:
-            raise StepError(
-                "the first tokens have to move with the window now, and this sink cache was not told how the model "
-                "turns its keys: build it with config=model.config"
-            )
-        return self.rotation.rotated(sinks, self.delta(tokens, sinks.device))
-
-    def found(self, columns: torch.Tensor) -> torch.Tensor:
-        """The sinks as they were fed [rows, heads, count, head_dim], of rows that have none yet any numbers.
-
-        columns: what the store holds, the columns of the open step included.
-        """
-        rows, heads, held, width = columns.shape
-        first = self.pads.of(rows, columns.device) - self.timeline.evicted_tokens
-        places = first.clamp(min=0)[:, None] + torch.arange(self.count, device=columns.device)
-        places = places.clamp(max=held - 1)[:, None, :, None].expand(-1, heads, -1, width)
-        found = columns.gather(2, places)
-        if self.originals is None:
-            return found
-        return torch.where((first < 0)[:, None, None, None], self.originals[:rows], found)
-
-    def instead_of(self, front: torch.Tensor) -> torch.Tensor:
-        """The sinks of rows that have forgotten tokens, and what others have in `front`, their first columns held."""
-        assert self.originals is not None
-        forgot = self.pads.of(len(front), front.device) < self.timeline.evicted_tokens
-        return torch.where(forgot[:, None, None, None], self.originals[: len(front)], front)
-
-    def take(self, columns: torch.Tensor, room_for_rows: int) -> None:
-        """Keep the sinks among what a store holds, before it forgets any."""
-        found = self.found(columns)
-        self.make_room(columns, room_for_rows)
-        assert self.originals is not None
-        self.originals[: len(found)] = found
-
-    def make_room(self, like: torch.Tensor, rows: int) -> None:
-        if self.originals is None or len(self.originals) < rows:
-            with torch.inference_mode(False):
-                self.originals = like.new_zeros((rows, like.shape[1], self.count, like.shape[3]))
-
-    def chosen(self, index: torch.Tensor) -> torch.Tensor | None:
-        """The originals of these rows."""
-        return None if self.originals is None else self.originals.index_select(0, index.to(self.originals.device))
-
-
-class SinkStore(FixedStore):
-    """A fixed store that shows copies of the sinks where a row has forgotten tokens."""
-
-    def __init__(self, sinks: Sinks):
-        super().__init__(sinks.timeline)
-        self.sinks = sinks
-
-    def front(self) -> torch.Tensor:
-        """The first columns held, as the next token has to see them. Changes nothing."""
-        assert self.buffer is not None
-        held = super()._visible(self._used(self.buffer))
-        behind = self.sinks.delta(1, held.device)[:, :, None, None] > 0
-        return torch.where(behind, self.sinks.rotated(self.sinks.found(held), 1), held[:, :, : self.sinks.count])
-
-    def write_front(self, front: torch.Tensor) -> None:
-        assert self.buffer is not None
-        start = self.timeline.start
-        self._used(self.buffer)[:, :, start : start + self.sinks.count] = front
-
-    def append(self, new: torch.Tensor) -> torch.Tensor:
-        self.sinks.pads.check(new.shape[0])
-        columns = super().append(new)
-        if self.buffer is not None:
-            self.sinks.make_room(self.buffer, len(self.buffer))
-        tokens = self.timeline.pending
-        if tokens == 1 or not self.sinks.count or not self.sinks.are_left_behind(tokens):
-            return columns
-        return torch.cat([self.sinks.rotated(self.sinks.found(columns), tokens), columns], dim=-2)
-
-    def keep_sinks(self, rejected: int) -> None:
-        """Before `commit` forgets them. Until it has, they are not read, so this may be done in vain."""
-        timeline = self.timeline
-        gone = timeline.total_tokens + timeline.pending - rejected - timeline.surviving(rejected)
-        if gone > self.sinks.pads.least and timeline.evicted_tokens <= self.sinks.pads.most and self.buffer is not None:
-            held = self._used(self.buffer)[:, :, timeline.start : timeline.end + timeline.pending]
-            self.sinks.take(held if self.overflow is None else self.overflow, len(self.buffer))
-
-    def select_rows(self, index: torch.Tensor) -> None:
-        originals = self.sinks.chosen(index)
-        super().select_rows(index)
-        if originals is not None and self.sinks.originals is not None:
-            self.sinks.originals[: len(index)] = originals
-
-    def release(self) -> None:
-        super().release()
-        self.sinks.originals = None
-
-    def committed(self) -> torch.Tensor | None:
-        """As they were fed: copies are of use to one step only."""
-        held = super().committed()
-        if held is None or self.timeline.graph or self.timeline.evicted_tokens <= self.sinks.pads.least:
-            return held
-        front, others = held[:, :, : self.sinks.count], held[:, :, self.sinks.count :]
-        return torch.cat([self.sinks.instead_of(front), others], dim=-2)
-
-    def load_dense(self, columns: torch.Tensor) -> None:
-        super().load_dense(columns)
-        assert self.buffer is not None
-        self.sinks.make_room(self.buffer, len(self.buffer))
-        if self.timeline.evicted_tokens > self.sinks.pads.least:
-            assert self.sinks.originals is not None
-            self.sinks.originals[: len(columns)] = columns[:, :, : self.sinks.count]
-
-    def tensors(self) -> Any:
-        yield from super().tensors()
-        if self.sinks.originals is not None:
-            yield self.sinks.originals
-
-
-class SinkLayer(Layer):
-    """A layer that also says how many pads its rows begin with: without that its content could not be continued."""
-
-    pads: LeftPadding
-
-    def dense_state(self) -> dict[str, torch.Tensor]:
-        return self._with_pads(super().dense_state())
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._with_pads(super().state_dict())
-
-    def _with_pads(self, content: dict[str, Any]) -> dict[str, Any]:
-        if "keys" not in content:
-            return content
-        assert self.keys is not None
-        return content | {"pads": self.pads.of(len(self.keys), self.keys.device)}
-
-
-class SinkCache(Cache):
-    """See `Steps` for the arguments. check: refuses layers that it cannot be for, when it is told of them later.
-
-    Rows may begin with pads once it has been told how many: our engine does so, in other loops say `set_padding`. A
-    reset forgets them.
-    """
-
-    def __init__(
-        self, *arguments: Any, check: Callable[[Sequence[LayerSpec]], None] | None = None, **options: Any
-    ) -> None:
-        self.pads, self._check = LeftPadding(), check
-        super().__init__(*arguments, **options)
-
-    def _new_layer(self, spec: LayerSpec, timeline: Timeline) -> Any:
-        if MODEL_SPECIFIC in spec.components:
-            return super()._new_layer(spec, timeline)
-        layer = SinkLayer(spec, timeline, self.scratch, partial(_with_sinks, self.pads, self._new_store), self.fixed)
-        layer.pads = self.pads
-        return layer
-
-    def empty_like(self: K, max_rows: int | None = None) -> K:
-        empty = super().empty_like(max_rows)
-        empty._check = self._check
-        return empty
-
-    def bind_layers(self, specs: Sequence[LayerSpec]) -> None:
-        if self._check is not None:
-            self._check(specs)
-        super().bind_layers(specs)
-
-    @property
-    def window(self) -> int:
-        """Tokens that a token looks at, itself included."""
-        bound = self._retention(PLAIN).bound
-        assert bound is not None
-        return bound + 1
-
-    def get_max_length(self, layer_idx: int | None = None) -> int | None:
-        """Tokens that it shows to a token; there is no limit to those it can be fed."""
-        return self.window
-
-    @property
-    def rotations(self) -> dict[int, RopeRotation]:
-        stores = {index: getattr(layer, "stores", {}).get("keys") for index, layer in enumerate(self.layers)}
-        sinks = {index: getattr(store, "sinks", None) for index, store in stores.items()}
-        return {index: one.rotation for index, one in sinks.items() if one is not None and one.rotation is not None}
-
-    def positions_needed(self, tokens: int) -> int:
-        return min(tokens, self.window)
-
-    @property
-    def step_tokens(self) -> int | None:
-        return self.window
-
-    def copied(self, layer_idx: int, tokens: int) -> int:
-        sinks = next(iter(self._sinks(self.layers[layer_idx : layer_idx + 1])), None)
+    def extra_slots(self, layer: Layer | WrappedLayer, tokens: int) -> int:
+        sinks = next(iter(_sinks([layer])), None)
         return sinks.count * tokens if sinks is not None and tokens > 1 and sinks.are_left_behind(tokens) else 0
 
-    def _sinks(self, layers: Sequence[Any]) -> list[Sinks]:
-        stores = [store for layer in layers for store in getattr(layer, "stores", {}).values()]
-        return [store.sinks for store in stores if getattr(store, "sinks", None) is not None]
+    def row_holders(self) -> Iterator[RowHolder]:
+        yield self.padding
 
-    def set_padding(self, pads: torch.Tensor | Sequence[int] | None) -> None:
-        """Say how many pads each row begins with; None for none. Later than that only before a token is forgotten."""
-        self._between_steps()
-        before = self.pads.of(max(self.batch_size, 0), torch.device("cpu")).tolist()
-        after = [0] * len(before) if pads is None else torch.as_tensor(pads).tolist()
-        if before != after and any(sinks.timeline.evicted_tokens for sinks in self._sinks(self.layers)):
-            raise StepError(
-                f"rows that begin with {before} pads have forgotten tokens by now: they cannot begin with {after}. "
-                "Say so before the first step, or reset the cache"
-            )
-        self.pads.take(pads)
+    def state_dict(self, rows: int) -> dict[str, Any]:
+        return {_PADDING: self.padding.of(rows, torch.device("cpu"))}
 
-    def _begin_columns(self, tokens: int, graph: bool = False) -> None:
-        stores = [store for layer in self.layers if tokens == 1 for store in getattr(layer, "stores", {}).values()]
-        stores = [store for store in stores if isinstance(store, SinkStore) and store.sinks.are_left_behind(1)]
-        stores = [store for store in stores if store.sinks.count]
-        fronts = [store.front() for store in stores]  # may fail, and changes nothing
-        super()._begin_columns(tokens, graph)
-        for store, front in zip(stores, fronts, strict=True):
-            store.write_front(front)
-            store.timeline.rewritten = store.timeline.evicted_tokens
-
-    def _prepare_to_settle(self, rejected: int) -> None:
-        for layer in self.layers:
-            for store in getattr(layer, "stores", {}).values():
-                if isinstance(store, SinkStore):
-                    store.keep_sinks(rejected)
-
-    def _to_choose(self, choice: Choice) -> list[tuple[Any, torch.Tensor]]:
-        parts = super()._to_choose(choice)  # which says what the index of a fork is
-        return parts if choice.index is None else [*parts, (self.pads, choice.index)]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        padding = state.get(_PADDING)
+        self.padding.take(padding if padding is not None and bool(padding.any()) else None)
 
     def reset(self) -> None:
-        super().reset()
-        self.pads.take(None)
-
-    def load_dense(self, seen: int, rows: int, contents: Sequence[dict[str, Any]]) -> None:
-        self.pads.take(None)
-        super().load_dense(seen, rows, [self._with_pads(content) for content in contents])
-
-    def load_state_dict(self, like: Steps, rows: int, written: Iterable[dict[str, Any]]) -> None:
-        self.pads.take(None)
-        super().load_state_dict(like, rows, map(self._with_pads, written))
-
-    def _with_pads(self, content: dict[str, Any]) -> dict[str, Any]:
-        if "pads" in content:
-            self.pads.take(content["pads"])
-        return content
+        self.padding.take(None)
 
 
-def _with_sinks(pads: LeftPadding, new_store: StoreFactory, slot: Slot) -> Store:
-    """Layers that look back no further than their own window have no use for sinks."""
-    if not isinstance(slot.timeline.retention, KeepSinks):
-        return new_store(slot)
-    rotation: RopeRotation | None = UNROTATED
-    if slot.name == "keys":
-        rotation = None if slot.spec.rotation is None else slot.spec.rotation()
-    return new_store(replace(slot, sinks=Sinks(slot.timeline, pads, rotation)))
+def _stores(layers: Layers) -> Iterator[Store]:
+    for layer in layers:
+        yield from layer.stores.values() if isinstance(layer, Layer) else ()
+
+
+def _sinks(layers: Layers) -> list[Sinks]:
+    found = [getattr(store, "sinks", None) for store in _stores(layers)]
+    return [sinks for sinks in found if sinks is not None]
+
+
+def _sinks_of_keys(layer: Layer | WrappedLayer) -> Sinks | None:
+    return getattr(layer.stores.get("keys"), "sinks", None) if isinstance(layer, Layer) else None

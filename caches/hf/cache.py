@@ -1,196 +1,158 @@
 """A cache as transformers' models see it: what they call in a forward.
 
-Our own loop drives it with `begin / settle / abort`. A foreign loop (`model.generate`, or plain `model(...)`) does
-not call those: there the first use of a layer opens a step and settles the one before, and what is asked in between is
-answered as if that had already happened.
+The engine's loop drives it with `begin / commit / abort`. Another loop (transformers' `generate`, your own) does not
+call those: see `ImplicitSteps`.
 """
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
+from transformers.cache_utils import Cache as TransformersCache
 
-from caches.core.prefix_sharing import Forking
-from caches.errors import StepError, UnsupportedLayerError
-from caches.spec.layer_spec import INDEX, KV, MODEL_SPECIFIC, PLAIN, STATE, LayerSpec
+from caches.core.cache_layout import CacheLayout
+from caches.core.implicit_steps import ImplicitSteps
+from caches.core.layer import Layer
+from caches.core.layer_stack import LayerStack
+from caches.core.prefix_sharing import PrefixSharing
+from caches.core.row_selection import RowSelection
+from caches.core.wrapped_layer import WrappedLayer
+from caches.hf.legacy_names import LegacyNames
+from caches.memory.scratch import Scratch
+from caches.protocol import AttentionView, TokenLog
+from caches.spec.layer_spec import INDEX, KV, MODEL_SPECIFIC, STATE, LayerSpec, read_specs
+from caches.spec.rope import RopeRotation
 from caches.stores.recurrent_state import CONV, RECURRENT, RecurrentState
+from caches.stores.slot import StoreFactory
 from caches.timeline.retention import KeepAll
-
-_logger = logging.getLogger("caches")
-_IN_WORDS = {KV: "keys and values", INDEX: "index", STATE: "state"}
+from configs import CacheConfig
 
 
-class Cache(Forking):
-    """Keys, values and states of a model's layers, kept as its recipe says: see `Steps` for the arguments.
+class Cache(LegacyNames, TransformersCache):
+    """Keys, values and states of a model's layers, kept as its layout says. For a step see `EngineCache`.
 
-    For the methods of a step see `EngineCache`.
+    layout: a `CacheLayout`; a name, `specs` (None: layers are added as they are used), `make_store` and further fields
+    of a `CacheLayout` stand for one.
     """
 
-    def _make_layers(self, specs: Sequence[LayerSpec]) -> None:
-        super()._make_layers(specs)
-        self._driven = False  # the open step was begun by our loop, which will also close it
-        # Of a foreign loop's open step: the calls there were, and the streams of layers that they reached.
-        self._calls: set[tuple[int, str]] = set()
-        self._reached: set[tuple[int, str]] = set()
-        self._required = {use for index, spec in enumerate(specs) for use in _uses(index, spec)}
+    layer_class_to_replicate, offloading = None, False  # of transformers' own cache: layers and buffers are ours
 
-    # Foreign loops.
+    def __init__(
+        self,
+        layout: CacheLayout | str,
+        specs: Sequence[LayerSpec] | None = None,
+        make_store: StoreFactory | None = None,
+        **fields: Any,
+    ):
+        if isinstance(layout, str):
+            assert make_store is not None
+            layout = CacheLayout(layout, specs, make_store, **fields)
+        self.stack = LayerStack(layout)
+        self.sharing = PrefixSharing(self.stack)
+        self.selection = RowSelection(self.stack, self.sharing)
+        self.implicit = ImplicitSteps(self.stack, self.selection)
 
-    @property
-    def _is_complete(self) -> bool:
-        """Whether a foreign loop's open step has reached every layer."""
-        return self.is_open and not self._driven and self._reached >= self._required
+    def empty_like(self, max_rows: int | None = None) -> Cache:
+        """An empty cache of the same layout; a preallocated one with room for the rows of its first step."""
+        return Cache(self.stack.empty_layout(max_rows))
 
-    @property
-    def _unsettled(self) -> int:
-        """Tokens of a foreign loop's step that is complete but not settled yet."""
-        # A step of one token may pass a model without columns in silence: it writes its states in place.
-        return (self._timelines[0].pending or 1) if self._is_complete else 0
+    def check_fits(self, model_config: Any) -> None:
+        specs = read_specs(model_config)
+        if self.stack.finds_layers and self.total_tokens == 0:
+            self.bind_layers(specs)
+        self.stack.check_specs(specs)
 
-    @property
-    def total_tokens(self) -> int:
-        return super().total_tokens + self._unsettled
+    def bind_layers(self, specs: Sequence[LayerSpec]) -> None:
+        """Have these layers, in place of adding them as they are used. Only while it is empty."""
+        self.stack.bind_layers(specs)
+        self.implicit.require_all()
+
+    def load_columns(self, columns: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Hold these keys and values [rows, kv_heads, tokens, head_dim] of all tokens, one pair per layer."""
+        self.stack.load_columns(columns)
+        self.implicit.require_all()
+
+    # One step is a transaction: see `EngineCache`.
 
     def begin(self, tokens: int, graph: bool = False) -> None:
-        super().begin(tokens, graph)
-        self._driven = True
+        self.implicit.end()
+        self.stack.begin(tokens, graph)
+
+    def can_reject(self, rejected: int) -> bool:
+        return self.stack.can_reject(rejected)
 
     def commit(self, rejected: int = 0) -> None:
-        required = self._required
-        if self._driven and super().total_tokens == 0:  # the whole forward ran: layers it did not reach never take part
-            required = self._required_and_held
-        super().commit(rejected)
-        self._required = required
+        tokens, is_first = self.stack.pending, self.stack.is_announced and self.stack.total_tokens == 0
+        used = self.implicit.required_and_used() if is_first else self.implicit.required
+        self.stack.commit(rejected)
+        self.implicit.required = used
+        if tokens == 1:
+            self.selection.unshare_if_materialized()
 
-    @property
-    def _required_and_held(self) -> set[tuple[int, str]]:
-        return {(index, stream) for index, stream in self._required if self.layers[index].is_initialized}
+    def abort(self) -> None:
+        self.stack.abort()
 
-    def _close(self) -> None:
-        super()._close()
-        self._driven = False
-        self._calls.clear()
-        self._reached.clear()
+    def crop(self, tokens: int) -> None:
+        self.implicit.end()
+        self.stack.crop(tokens)
 
-    def _between_steps(self) -> None:
-        """Finish a foreign loop's step, whole or half."""
-        if self._driven or not self.is_open:
-            super()._between_steps()
-        elif not self._is_complete:
-            self._give_up()
-        else:
-            if self._timelines[0].pending == 0:
-                self._begin_columns(1)
-            self.commit()
+    def reserve(self, tokens: int) -> None:
+        self.selection.check_finished()
+        self.stack.reserve(tokens)
 
-    def _give_up(self) -> None:
-        """A forward failed half-way, as far as that can be known: the step has never been."""
-        layers, needed = ({index for index, _ in uses} for uses in (self._reached, self._required | self._reached))
-        _logger.warning(
-            "a forward reached %d of the %d layers of this %s cache (up to layer %d) before the next one began: it "
-            "counts as failed, and its %d tokens were not kept. If the model has only these layers, build the cache "
-            "with a configuration that says so (num_hidden_layers)",
-            *(len(layers), len(needed), self.name, max(layers, default=-1), self._timelines[0].pending),
-        )
-        self.abort()
+    def reset(self) -> None:
+        self.selection.discard()
+        self.stack.reset()
 
-    def _require_layers_of(self, model: Any) -> None:
-        """Wait for the layers that a model uses, where those are fewer than the cache has. None: for all."""
-        self._required = {use for index, spec in enumerate(self.specs) for use in _uses(index, spec)}
-        if model is not None:
-            found = {getattr(module, "layer_idx", None) for module in model.modules()}
-            config = model.config.get_text_config(decoder=True)
-            count = getattr(config, "num_decoder_layers", None) or getattr(config, "num_hidden_layers", None)
-            used = {use for use in self._required if use[0] in found and (count is None or use[0] < count)}
-            self._required = used or self._required
-
-    def has_reached(self, layer_idx: int) -> bool:
-        """Whether a foreign loop's open step has reached this layer."""
-        return any(index == layer_idx for index, _ in self._reached)
+    def release(self) -> None:
+        """Reset, and free all memory: the next step allocates it anew."""
+        self.selection.discard()
+        self.stack.release()
 
     def finish_step(self, whole: bool = False) -> None:
-        """Settle a foreign loop's step once it has reached every layer: then what layers hold can be looked at.
+        """Commit another loop's step once it has reached every layer: see `ImplicitSteps.end_if_complete`."""
+        self.implicit.end_if_complete(whole)
 
-        whole: the forward is known to have come to its end, so what it did not reach never takes part.
+    # Rows.
+
+    def select_rows(self, index: torch.Tensor) -> None:
+        """Row i becomes a copy of row `index[i]`. See `EngineCache.unfinished` for what is there when memory is out."""
+        self.implicit.end()
+        self.selection.start(self.selection.plan_rows(index))
+        self.selection.finish()
+
+    def fork(self, times: int) -> None:
+        self.implicit.end()
+        self.selection.start(self.selection.plan_fork(times))
+        self.selection.finish()
+
+    def unshare(self) -> None:
+        """Every row gets all its tokens for itself. What was encoded since a fork stays in a suffix."""
+        self.implicit.end()
+        self.selection.start(self.selection.plan_unshare())
+        self.selection.finish()
+
+    @property
+    def shares(self) -> bool:
+        """Whether rows share a prefix at present."""
+        return self.sharing.is_shared
+
+    @property
+    def unfinished(self) -> bool:
+        return self.selection.unfinished
+
+    def finish(self) -> None:
+        self.selection.finish()
+
+    def set_padding(self, padding: torch.Tensor | Sequence[int] | None) -> None:
+        """Say how many padding tokens each row begins with; None for none. Only sinks need to know.
+
+        Raises `StepError` for another padding than before once tokens were evicted.
         """
-        if whole and self.is_open:
-            self._required &= self._reached
-        if self._is_complete or not self.is_open:
-            self._between_steps()
-
-    def _touch(self, layer_idx: int, stream: str, call: str, tokens: int | None = None) -> Any:
-        """A model uses a layer: that may open a foreign loop's step, and finish the one before. Returns the layer."""
-        if self.finds_layers and not self._driven and layer_idx is not None and layer_idx >= len(self.layers):
-            self._find_layer(layer_idx, stream)
-        if layer_idx is None or not 0 <= layer_idx < len(self.layers):
-            raise UnsupportedLayerError(
-                f"the cache has {len(self.layers)} layers, but layer {layer_idx} was asked for: the model's layers "
-                "have to be numbered from 0 (`layer_idx`), and the cache built with its configuration"
-            )
-        spec = self.specs[layer_idx]
-        if stream not in spec.components and not (stream in (KV, INDEX) and MODEL_SPECIFIC in spec.components):
-            raise UnsupportedLayerError(
-                f"layer {layer_idx} ({spec.layer_type}) keeps no {_IN_WORDS[stream]}: build the cache with the "
-                "configuration of the model that uses it"
-            )
-        if not self._driven:
-            if (layer_idx, call) in self._calls:
-                self._between_steps()
-            is_new = not self.is_open
-            if is_new:
-                self.check_whole()
-                is_compiling = torch.compiler.is_compiling()
-                if super().total_tokens > 0 and not is_compiling:
-                    # Maybe steps of another cache, which have shown what layers take part.
-                    self._required = self._required_and_held
-                elif not self.finds_layers and not is_compiling:
-                    self._require_layers_of(model_at_work())
-            if tokens is not None and self._timelines[0].pending == 0:
-                self._check_windows(tokens)
-                self._begin_columns(tokens)
-            elif is_new:
-                self._prepare_layers()
-                self._begin_layers()
-            if is_new:
-                self.is_open, self.log = True, None  # what a foreign loop feeds is not known
-            if super().total_tokens == 0 and all(index != layer_idx for index, _ in self._required):
-                self._require_layers_of(None)  # a model that numbers its layers while it computes
-            self._calls.add((layer_idx, call))
-        return self.layers[layer_idx]
-
-    def _reach(self, layer_idx: int, stream: str) -> None:
-        """A foreign loop's step has come so far: what a layer was given is there."""
-        if not self._driven:
-            self._reached.add((layer_idx, stream))
-
-    def _check_windows(self, tokens: int) -> None:
-        """Only our own loop hides from a token what is further back than a window that the cache imposes."""
-        windows = [self.imposed_window(index) for index in range(len(self.layers))]
-        narrow = min((window for window in windows if window is not None), default=None)
-        if narrow is not None and tokens > 1 and self.total_tokens + tokens > narrow:
-            raise StepError(
-                f"a step of {tokens} tokens after {self.total_tokens} would look further back than the "
-                f"window of {narrow} that the {self.name} cache imposes: generate with our engine, or feed the tokens "
-                f"after the first {narrow} one by one"
-            )
-
-    def _find_layer(self, layer_idx: int, stream: str) -> None:
-        if stream != KV or self._timelines[0].total_tokens > 0:
-            raise StepError(
-                f"layer {layer_idx} appears in a cache that was built without a configuration"
-                + (" and keeps a state" if stream != KV else " after the first step, so that step died half-way")
-                + ": build it with config=model.config"
-            )
-        while len(self.layers) <= layer_idx:
-            self.specs += (PLAIN,)
-            self._required |= set(_uses(len(self.layers), PLAIN))
-            self.layers.append(self._new_layer(PLAIN, self._timelines[0]))
+        self.implicit.end()
+        self.stack.hook.set_padding(self.layers, padding, self.batch_size)
 
     # What models call.
 
@@ -201,36 +163,35 @@ class Cache(Forking):
 
         Further arguments (`cache_kwargs` of older releases) are accepted: nothing in them is needed.
         """
-        if self._place is not None:
-            self._place.check(layer_idx, key_states)
-        both = self._touch(layer_idx, KV, "update", key_states.shape[-2]).append(key_states, value_states)
-        self._reach(layer_idx, KV)
-        return both
+        layer = self._used(layer_idx, KV, "update", key_states.shape[-2], key_states)
+        keys_and_values = layer.append(key_states, value_states)
+        self._reached(layer_idx, KV)
+        return keys_and_values
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Append the keys [rows, tokens, index_dim] by which a sparse layer chooses what to attend to; returns all."""
-        layer = self._touch(layer_idx, INDEX, "index", indexer_key_states.shape[1])
+        layer = self._used(layer_idx, INDEX, "index", indexer_key_states.shape[1])
         keys = layer.append_index(indexer_key_states)
-        self._reach(layer_idx, INDEX)
+        self._reached(layer_idx, INDEX)
         return keys
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """Conv state `state_idx` [rows, channels, kernel], to be written in place; None before the first step."""
         state = self._state(layer_idx, f"get conv {state_idx}").get((CONV, state_idx))
-        self._reach(layer_idx, STATE)
+        self._reached(layer_idx, STATE)
         return state
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """Recurrent state `state_idx` [rows, ...], to be written in place; None before the first step."""
         state = self._state(layer_idx, f"get recurrent {state_idx}").get((RECURRENT, state_idx))
-        self._reach(layer_idx, STATE)
+        self._reached(layer_idx, STATE)
         return state
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Whether a layer's state was ever written; without `layer_idx`, that of the last layer with a state."""
-        if layer_idx is not None:  # in transformers 5.17 this is all that models ask before they write a state in place
-            self._touch(layer_idx, STATE, f"has {state_idx}")
-            self._reach(layer_idx, STATE)
+        if layer_idx is not None:  # in transformers 5.17 models call only this before they write a state in place
+            self._used(layer_idx, STATE, f"has {state_idx}")
+            self._reached(layer_idx, STATE)
         return super().has_previous_state(layer_idx, state_idx)
 
     def update_conv_state(
@@ -241,13 +202,11 @@ class Cache(Forking):
         conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Add what a convolution reads [rows, channels, tokens]; returns it with the columns before."""
-        if self._place is not None:
-            self._place.check(layer_idx, conv_states)
+        """Add what a convolution reads [rows, channels, tokens]; returns it with the tokens before."""
         tokens = None if conv_kernel_size is None else conv_states.shape[-1]
-        state = self._state(layer_idx, f"conv {state_idx}", tokens)
+        state = self._state(layer_idx, f"conv {state_idx}", tokens, conv_states)
         read = state.append_conv(conv_states, state_idx, conv_kernel_size)
-        self._reach(layer_idx, STATE)
+        self._reached(layer_idx, STATE)
         return read
 
     def update_recurrent_state(
@@ -255,7 +214,7 @@ class Cache(Forking):
     ) -> torch.Tensor:
         """Set recurrent state `state_idx` [rows, ...]; returns it."""
         state = self._state(layer_idx, f"recurrent {state_idx}").set((RECURRENT, state_idx), recurrent_states)
-        self._reach(layer_idx, STATE)
+        self._reached(layer_idx, STATE)
         return state
 
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
@@ -266,47 +225,175 @@ class Cache(Forking):
         """MiniMax's name for setting recurrent state 0, [rows, heads, head_dim, head_dim]."""
         self.update_recurrent_state(linear_cache, layer_idx)
 
-    def _state(self, layer_idx: int, call: str, tokens: int | None = None) -> RecurrentState:
-        return self._touch(layer_idx, STATE, call, tokens).state
+    def _state(
+        self, layer_idx: int, call: str, tokens: int | None = None, new: torch.Tensor | None = None
+    ) -> RecurrentState:
+        state = self._used(layer_idx, STATE, call, tokens, new).state
+        assert state is not None
+        return state
+
+    def _used(
+        self, layer_idx: int, component: str, call: str, tokens: int | None = None, new: torch.Tensor | None = None
+    ) -> Layer | WrappedLayer:
+        """The layer that a model uses: that may begin another loop's step, and end the one before.
+
+        tokens: of the step, where the call tells. new: what the layer is about to keep.
+        """
+        stack = self.stack
+        if new is not None and stack.layout.expected is not None:
+            stack.layout.expected.check(layer_idx, new)
+        if stack.finds_layers and not stack.is_announced and layer_idx is not None and layer_idx >= len(stack.layers):
+            self.implicit.find_layer(layer_idx, component)
+        layer = stack.layer(layer_idx, component)
+        if not stack.is_announced:
+            self.implicit.use(layer_idx, call, tokens)
+        return layer
+
+    def _reached(self, layer_idx: int, component: str) -> None:
+        """Another loop's step has come so far: what a layer was given is there."""
+        if not self.stack.is_announced:
+            self.implicit.reached.add((layer_idx, component))
 
     def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
         """Tokens committed; a tensor while a compiled step is open."""
-        timeline = self._timelines[0]
+        timeline = self.stack.timelines[0]
         return timeline.clock if timeline.graph and timeline.clock is not None else self.total_tokens
 
-    def get_query_offset(self, layer_idx: int = 0) -> Any:
+    def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
         return self.get_seq_length()
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        if layer_idx >= len(self.layers):  # not found yet
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, Any]:
+        if layer_idx >= len(self.layers):  # not added yet
             return query_length, 0
-        return self.layers[layer_idx].mask_sizes(query_length, self._unsettled)
+        return self.layers[layer_idx].mask_sizes(query_length, self.implicit.uncommitted)
 
     @property
     def is_compileable(self) -> bool:
-        # transformers would compile around our bookkeeping; only our loop knows how to keep that out of the graph.
-        return self._driven and self._timelines[0].graph
+        # transformers would compile around our bookkeeping; the engine keeps it out of the graph.
+        return self.stack.is_announced and self.stack.timelines[0].graph
 
     @property
     def is_croppable(self) -> bool:
-        return all(isinstance(timeline.retention, KeepAll) for timeline in self._timelines) and not any(
+        return all(isinstance(timeline.retention, KeepAll) for timeline in self.stack.timelines) and not any(
             spec.components & {STATE, MODEL_SPECIFIC} for spec in self.specs
         )
 
+    # What it is made of, and holds.
 
-def _uses(index: int, spec: LayerSpec) -> list[tuple[int, str]]:
-    """The streams that every whole forward reaches in a layer."""
-    return [(index, KV if stream == MODEL_SPECIFIC else stream) for stream in spec.components]
+    @property
+    def layers(self) -> list[Layer | WrappedLayer]:
+        return self.stack.layers
 
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        return self.stack.specs
 
-def model_at_work() -> PreTrainedModel | None:
-    """The innermost model whose forward is running in this thread; None where there is none."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        # Their variables alone are looked at: what they hold lives as long as the call in any case.
-        if frame.f_code is nn.Module._wrapped_call_impl.__code__:
-            module = frame.f_locals.get("self")
-            if isinstance(module, PreTrainedModel):
-                return module
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+    @property
+    def name(self) -> str:
+        """The recipe's name."""
+        return self.stack.layout.name
+
+    @property
+    def view(self) -> AttentionView:
+        """What attention over it has to know: see `attention_view`."""
+        return self
+
+    @property
+    def parts(self) -> tuple[Cache, ...]:
+        """The caches of layers it consists of."""
+        return (self,)
+
+    @property
+    def stacks(self) -> tuple[LayerStack, ...]:
+        return (self.stack,)
+
+    @property
+    def options(self) -> CacheConfig | None:
+        """The recipe's options."""
+        return self.stack.layout.config
+
+    @property
+    def fixed(self) -> bool:
+        """Whether buffers are made once and never move."""
+        return self.stack.layout.preallocated
+
+    @property
+    def finds_layers(self) -> bool:
+        """Whether layers are added as they are used."""
+        return self.stack.finds_layers
+
+    @property
+    def scratch(self) -> Scratch:
+        return self.stack.scratch
+
+    @property
+    def log(self) -> TokenLog | None:
+        return self.stack.log
+
+    @log.setter
+    def log(self, log: TokenLog | None) -> None:
+        self.stack.log = log
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens committed per row, or of another loop's step that is complete."""
+        return self.stack.total_tokens + self.implicit.uncommitted
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, or -1 before the first step."""
+        return self.stack.batch_size
+
+    @property
+    def max_tokens(self) -> int | None:
+        return self.stack.max_tokens
+
+    @property
+    def max_rows(self) -> int | None:
+        return self.stack.max_rows
+
+    def get_max_length(self, layer_idx: int | None = None) -> int | None:
+        """Tokens it can hold per row, or shows to a token; None when it has no limit."""
+        return self.max_tokens if self.max_step_tokens is None else self.max_step_tokens
+
+    @property
+    def why_not_compiled(self) -> str | None:
+        return self.stack.why_not_compiled
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether some of it is kept in fewer bits than it came in."""
+        return self.stack.is_quantized
+
+    def growth(self, tokens: int) -> float:
+        """How many times as large buffers will be when there is room for `tokens` more."""
+        return self.stack.growth(tokens)
+
+    # What attention over it has to know.
+
+    @property
+    def rotations(self) -> dict[int, RopeRotation]:
+        """How it rotates the keys of which layers, where it does."""
+        return self.stack.hook.rotations(self.layers)
+
+    @property
+    def max_step_tokens(self) -> int | None:
+        """Tokens that a step should have at most; None for any number."""
+        return self.stack.hook.window
+
+    def positions_needed(self, tokens: int) -> int:
+        """Positions that a model has to tell apart in a text of `tokens`."""
+        window = self.stack.hook.window
+        return tokens if window is None else min(tokens, window)
+
+    def extra_slots(self, layer_idx: int, tokens: int) -> int:
+        """Slots that attention over the next `tokens` finds before those that `get_mask_sizes` counts."""
+        return self.stack.hook.extra_slots(self.layers[layer_idx], tokens)
+
+    @property
+    def imposes_windows(self) -> bool:
+        return any(self.imposed_window(index) is not None for index in range(len(self.layers)))
+
+    def imposed_window(self, layer_idx: int) -> int | None:
+        """Tokens that a token can attend to, itself included, where that is fewer than the layer's attention span."""
+        return self.stack.imposed_window(layer_idx)

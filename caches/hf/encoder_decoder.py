@@ -2,55 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers.cache_utils import EncoderDecoderCache as TransformersEncoderDecoderCache
 
+from caches.core.layer import Layer
+from caches.core.layer_stack import LayerStack
+from caches.core.row_selection import Choice, RowSelection
+from caches.core.wrapped_layer import WrappedLayer
 from caches.errors import UnsupportedLayerError
 from caches.hf.cache import Cache
 from caches.hf.legacy_names import LegacyNames
 from caches.protocol import TokenLog
+from caches.spec.layer_spec import LayerSpec
 
 
 class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
     """Two caches as one. Steps are those of the decoder; the first also writes the cross part, which then stays.
 
-    For the methods of a step see `EngineCache`.
+    See `EngineCache` for the methods of a step.
     """
 
     def __init__(self, own: Cache, cross: Cache):
         self.self_attention_cache, self.cross_attention_cache = own, cross
         self.is_updated = Updated(cross)
-        self._cross_seen_before = 0  # before the open step
+        self._cross_tokens_before = 0  # before the open step
 
     @property
-    def name(self) -> str:
-        return self.self_attention_cache.name
+    def parts(self) -> tuple[Cache, Cache]:
+        """The decoder's cache, and the encoder's."""
+        return self.self_attention_cache, self.cross_attention_cache
 
     @property
-    def fixed(self) -> bool:
-        return all(part.fixed for part in self.parts)
+    def stacks(self) -> tuple[LayerStack, ...]:
+        return tuple(part.stack for part in self.parts)
 
-    @property
-    def why_not_compiled(self) -> str | None:
-        return next((part.why_not_compiled for part in self.parts if part.why_not_compiled is not None), None)
-
-    @property
-    def log(self) -> TokenLog | None:
-        return self.self_attention_cache.log
-
-    @log.setter
-    def log(self, log: TokenLog | None) -> None:
-        self.self_attention_cache.log = log
-
-    @property
-    def layers(self) -> list[Any]:  # type: ignore[override]
-        return self.self_attention_cache.layers
-
-    @property
-    def specs(self) -> tuple[Any, ...]:
-        return self.self_attention_cache.specs
+    def empty_like(self, max_rows: int | None = None) -> EncoderDecoder:
+        """An empty cache of the same layouts."""
+        return EncoderDecoder(*(part.empty_like(max_rows) for part in self.parts))
 
     def check_fits(self, model_config: Any) -> None:
         if not model_config.is_encoder_decoder:
@@ -60,46 +51,55 @@ class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
     # One step is a transaction.
 
     def begin(self, tokens: int, graph: bool = False) -> None:
-        self._check_whole()
+        self._check_finished()
         self.self_attention_cache.begin(tokens, graph)
-        self._cross_seen_before = self.cross_attention_cache.total_tokens
-        self.cross_attention_cache.forget_reads()
-
-    def can_reject(self, rejected: int) -> bool:
-        return self.self_attention_cache.can_reject(rejected)
+        self._cross_tokens_before = self.cross_attention_cache.total_tokens
+        self.cross_attention_cache.sharing.forget_reads()
 
     def commit(self, rejected: int = 0) -> None:
-        tokens = self.self_attention_cache.pending
+        tokens = self.self_attention_cache.stack.pending
         self.self_attention_cache.commit(rejected)
         self.cross_attention_cache.finish_step(whole=True)
         if tokens == 1:
-            self.cross_attention_cache.unshare_if_materialized()
+            self.cross_attention_cache.selection.unshare_if_materialized()
 
     def abort(self) -> None:
-        if self.self_attention_cache.is_open and self._cross_seen_before == 0:
+        if self.self_attention_cache.stack.is_open and self._cross_tokens_before == 0:
             self.cross_attention_cache.reset()
         self.self_attention_cache.abort()
 
-    def select_rows(self, index: torch.Tensor) -> None:
-        self._check_whole()
+    def finish_step(self, whole: bool = False) -> None:
         for part in self.parts:
-            part.check_rows(index)
-        for part in self.parts:  # so that both are to be finished, whichever of them fails
-            part.start_rows(index)
-        self.finish()
+            part.finish_step(whole)
+
+    def reset(self) -> None:
+        for part in self.parts:
+            part.reset()
+
+    def release(self) -> None:
+        """Reset, and free all memory: the next step allocates it anew."""
+        for part in self.parts:
+            part.release()
+
+    # Rows: both parts select them, or can be finished, whichever fails.
+
+    def select_rows(self, index: torch.Tensor) -> None:
+        self._select(lambda selection: selection.plan_rows(index))
 
     def fork(self, times: int) -> None:
-        self._check_whole()
-        for part in self.parts:
-            part.check_fork(times)
-        for part in self.parts:
-            part.start_fork(times)
-        self.finish()
+        self._select(lambda selection: selection.plan_fork(times))
 
     def unshare(self) -> None:
-        self._check_whole()
+        """Every row gets all its tokens for itself. What was encoded since a fork stays in a suffix."""
+        self._select(RowSelection.plan_unshare)
+
+    def _select(self, plan: Callable[[RowSelection], Choice | None]) -> None:
+        self._check_finished()
         for part in self.parts:
-            part.start_unshare()
+            part.implicit.end()
+        choices = [plan(part.selection) for part in self.parts]
+        for part, choice in zip(self.parts, choices, strict=True):
+            part.selection.start(choice)
         self.finish()
 
     @property
@@ -110,12 +110,17 @@ class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
         for part in self.parts:
             part.finish()
 
-    def _check_whole(self) -> None:
+    def _check_finished(self) -> None:
         for part in self.parts:
-            part.check_whole()
+            part.selection.check_finished()
+
+    # What the decoder's cache is, can and does.
+
+    def can_reject(self, rejected: int) -> bool:
+        return self.self_attention_cache.can_reject(rejected)
 
     def reserve(self, tokens: int) -> None:
-        self._check_whole()
+        self._check_finished()
         self.self_attention_cache.reserve(tokens)
 
     def growth(self, tokens: int) -> float:
@@ -123,16 +128,31 @@ class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
 
     def crop(self, tokens: int) -> None:
         """Of the decoder's tokens. Positive: the new size. Negative: how many of the last ones to remove."""
-        self._check_whole()
+        self._check_finished()
         self.self_attention_cache.crop(tokens)
 
-    def reset(self) -> None:
-        self.self_attention_cache.reset()
-        self.cross_attention_cache.reset()
+    def set_padding(self, padding: torch.Tensor | Sequence[int] | None) -> None:
+        self.self_attention_cache.set_padding(padding)
 
-    def release(self) -> None:
-        for part in self.parts:
-            part.release()
+    @property
+    def name(self) -> str:
+        return self.self_attention_cache.name
+
+    @property
+    def log(self) -> TokenLog | None:
+        return self.self_attention_cache.log
+
+    @log.setter
+    def log(self, log: TokenLog | None) -> None:
+        self.self_attention_cache.log = log
+
+    @property
+    def layers(self) -> list[Layer | WrappedLayer]:
+        return self.self_attention_cache.layers
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        return self.self_attention_cache.specs
 
     @property
     def is_quantized(self) -> bool:
@@ -155,18 +175,22 @@ class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
         return self.self_attention_cache.max_rows
 
     @property
-    def parts(self) -> tuple[Cache, Cache]:
-        return self.self_attention_cache, self.cross_attention_cache
+    def fixed(self) -> bool:
+        return all(part.fixed for part in self.parts)
+
+    @property
+    def why_not_compiled(self) -> str | None:
+        return next((part.why_not_compiled for part in self.parts if part.why_not_compiled is not None), None)
 
     # What transformers asks.
 
     def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
         return self.self_attention_cache.get_seq_length(layer_idx)
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
+    def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
         return self.self_attention_cache.get_query_offset(layer_idx)
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, Any]:
         return self.self_attention_cache.get_mask_sizes(query_length, layer_idx)
 
     @property
@@ -194,10 +218,9 @@ class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
 
 
 class Updated(dict):
-    """Which layers of the cross part hold the encoder's keys: what models ask before they compute them.
+    """Which layers of the cross part hold the encoder's keys: models read it before they compute them.
 
-    None does until all do: a forward that died half-way left keys of which it is not known whether they belong to the
-    next one.
+    No layer counts until all hold them: those of a forward that failed half-way may not belong to the next one.
     """
 
     def __init__(self, cross: Cache):
@@ -205,9 +228,9 @@ class Updated(dict):
         self._cross = cross
 
     def get(self, layer_idx: int, default: Any = None) -> bool:
-        if self._cross.has_reached(layer_idx):  # in a forward before this one
+        if self._cross.implicit.has_reached(layer_idx):  # in a forward before this one
             self._cross.finish_step()
-        return self._cross.batch_size != -1 and not self._cross.is_open
+        return self._cross.batch_size != -1 and not self._cross.stack.is_open
 
     def __getitem__(self, layer_idx: int) -> bool:
         return self.get(layer_idx)

@@ -1,25 +1,44 @@
-"""The classic names of transformers' cache classes: a thin face on the few verbs of a cache."""
+"""The names that transformers' cache classes have or had, and those of release 0.1, in terms of a cache's few verbs."""
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
 from caches.attention.segmented_tensor import plain
+from caches.core.layer import Layer
+from caches.core.layer_stack import LayerStack
+from caches.core.row_copies import select_rows
+from caches.core.wrapped_layer import WrappedLayer
 from caches.errors import StepError, UnsupportedLayerError
 from caches.spec.layer_spec import KV, STATE
 
+L = TypeVar("L", bound="LegacyNames")
 
-class LegacyNames(TransformersCache):
-    """What users and transformers' loops ask of a cache, in terms of its layers and `rows`, `crop`, `total_tokens`."""
 
-    layers: list[Any]
+class LegacyNames:
+    """What users and transformers' loops call. Stateless: a cache class has these beside its own methods."""
 
     # What everything here is said in.
+
+    @property
+    @abstractmethod
+    def stacks(self) -> tuple[LayerStack, ...]:
+        """The layers it consists of: the decoder's, and those for the encoder's tokens where there are such."""
+
+    @abstractmethod
+    def empty_like(self: L, max_rows: int | None = None) -> L:
+        """An empty cache of the same backend and layers."""
+
+    @property
+    @abstractmethod
+    def layers(self) -> list[Layer | WrappedLayer]:
+        """The decoder's layers."""
 
     @property
     @abstractmethod
@@ -36,13 +55,70 @@ class LegacyNames(TransformersCache):
     def max_tokens(self) -> int | None:
         """Tokens it can hold per row; None without limit."""
 
+    @property
+    @abstractmethod
+    def is_quantized(self) -> bool:
+        """Whether some of it is kept in fewer bits than it came in."""
+
+    @abstractmethod
+    def finish_step(self, whole: bool = False) -> None:
+        """Commit another loop's step once it has reached every layer."""
+
     @abstractmethod
     def select_rows(self, index: torch.Tensor) -> None:
         """Row i becomes a copy of row `index[i]` in everything it holds."""
 
+    @abstractmethod
+    def commit(self, rejected: int = 0) -> None:
+        """See `EngineCache.commit`."""
+
+    @abstractmethod
+    def can_reject(self, rejected: int) -> bool:
+        """See `EngineCache.can_reject`."""
+
+    @abstractmethod
+    def unshare(self) -> None:
+        """Every row gets all its tokens for itself."""
+
+    @abstractmethod
+    def set_padding(self, padding: torch.Tensor | Sequence[int] | None) -> None:
+        """Say how many padding tokens each row begins with; None for none."""
+
     @property
     def handle(self) -> TransformersCache:
         return self
+
+    # Names of release 0.1.
+
+    def settle(self, drop: int = 0) -> None:
+        _renamed("settle(drop)", "commit(rejected)")
+        self.commit(drop)
+
+    def can_drop(self, drop: int) -> bool:
+        _renamed("can_drop(drop)", "can_reject(rejected)")
+        return self.can_reject(drop)
+
+    def rows(self, index: torch.Tensor) -> None:
+        _renamed("rows(index)", "select_rows(index)")
+        self.select_rows(index)
+
+    def unfork(self) -> None:
+        _renamed("unfork()", "unshare()")
+        self.unshare()
+
+    def take_pads(self, pads: torch.Tensor | Sequence[int] | None) -> None:
+        _renamed("take_pads(pads)", "set_padding(padding)")
+        self.set_padding(pads)
+
+    @property
+    def seen(self) -> int:
+        _renamed("seen", "total_tokens")
+        return self.total_tokens
+
+    @property
+    def encodes(self) -> bool:
+        _renamed("encodes", "is_quantized")
+        return self.is_quantized
 
     # Sizes.
 
@@ -55,21 +131,21 @@ class LegacyNames(TransformersCache):
     def bytes_by_place(self) -> dict[str, int]:
         """`bytes` by where they are: "device", "host", "disk", and "staging", on the device too.
 
-        The device is where the model computes, also where that is the host.
+        The device is where the model computes, also where that is the host. "staging" is memory that all layers share.
         """
-        layers = [layer for part in self.parts for layer in part.layers]
+        layers = [layer for stack in self.stacks for layer in stack.layers]
         found = {"device": sum(tensor.nbytes for layer in layers for tensor in layer.tensors())}
         for buffer in (buffer for layer in layers for buffer in layer.offloaded_buffers()):
             found[buffer.tier] = found.get(buffer.tier, 0) + buffer.bytes
             found["device"] -= buffer.bytes
-        staging = sum(tensor.nbytes for part in self.parts for tensor in part.scratch.tensors())
+        staging = sum(tensor.nbytes for stack in self.stacks for tensor in stack.scratch.tensors())
         return found | ({"staging": staging} if staging else {})
 
     @property
     def device_bytes(self) -> int:
         """Those of `bytes` that are on the device that computes; where that is the host, all that are not in files."""
-        away = (buffer for part in self.parts for layer in part.layers for buffer in layer.offloaded_buffers())
-        return self.bytes - sum(buffer.bytes for buffer in away if buffer.is_off_device)
+        offloaded = (buffer for stack in self.stacks for layer in stack.layers for buffer in layer.offloaded_buffers())
+        return self.bytes - sum(buffer.bytes for buffer in offloaded if buffer.is_off_device)
 
     @property
     def seen_tokens(self) -> int:
@@ -99,40 +175,23 @@ class LegacyNames(TransformersCache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self.select_rows(indices)
 
-    def batch_split(self, full_batch_size: int, split_size: int, num_hidden_layers: int | None = None) -> list[Any]:
+    def batch_split(self: L, full_batch_size: int, split_size: int, num_hidden_layers: int | None = None) -> list[L]:
         """Caches of `split_size` rows each, the last one of what is left. The layers count themselves."""
-        from caches.core.row_copies import select_rows  # which is written for caches, and so for this face of theirs
-
         if full_batch_size != self.batch_size:
             raise StepError(f"batch_split({full_batch_size}, ...), but the cache holds {self.batch_size} rows")
         return [select_rows(self, rows) for rows in torch.arange(full_batch_size).split(split_size)]
 
-    def to_backend(self, name: str, **options: Any) -> Any:
-        """A cache of the backend `name` with `options` that holds the same: see `caches.convert`. This one stays.
+    # Layers, as the tensors they hold. A step of another loop that is complete counts as committed.
 
-        `caches.migrate` takes what this one holds instead, so that it is never there twice.
-        """
-        from caches.core.row_copies import convert  # which is written for caches, and so for this face of theirs
-
-        return convert(self, name, **options)
-
-    # Layers, as the tensors they hold. A foreign loop's step that is complete counts as settled.
-
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        """The caches of layers it consists of."""
-        return (self,)
-
-    def _settled_layers(self) -> list[Any]:
-        for part in self.parts:
-            part.finish_step()
+    def _committed_layers(self) -> list[Layer | WrappedLayer]:
+        self.finish_step()
         return self.layers
 
     def __len__(self) -> int:
         return len(self.layers)
 
     def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor | None, ...]:
-        layer = self._settled_layers()[layer_idx]
+        layer = self._committed_layers()[layer_idx]
         return _plain(layer.keys), _plain(layer.values)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, ...]]:
@@ -140,23 +199,23 @@ class LegacyNames(TransformersCache):
 
     @property
     def key_cache(self) -> list[torch.Tensor | None]:
-        """Committed keys of every layer [rows, kv_heads, held, head_dim]; None before the first step."""
-        return [_plain(layer.keys) for layer in self._settled_layers()]
+        """Committed keys of every layer [rows, kv_heads, tokens, head_dim]; None before the first step."""
+        return [_plain(layer.keys) for layer in self._committed_layers()]
 
     @property
     def value_cache(self) -> list[torch.Tensor | None]:
-        """Committed values of every layer [rows, kv_heads, held, head_dim]; None before the first step."""
-        return [_plain(layer.values) for layer in self._settled_layers()]
+        """Committed values of every layer [rows, kv_heads, tokens, head_dim]; None before the first step."""
+        return [_plain(layer.values) for layer in self._committed_layers()]
 
     @property
     def conv_states(self) -> list[torch.Tensor | None]:
         """The first conv state of every layer [rows, channels, kernel]; None where there is none."""
-        return [layer.conv_states.get(0) for layer in self._settled_layers()]
+        return [layer.conv_states.get(0) for layer in self._committed_layers()]
 
     @property
     def ssm_states(self) -> list[torch.Tensor | None]:
         """The first recurrent state of every layer [rows, ...]; None where there is none."""
-        return [layer.recurrent_states.get(0) for layer in self._settled_layers()]
+        return [layer.recurrent_states.get(0) for layer in self._committed_layers()]
 
     @property
     def intermediate_size(self) -> int | None:
@@ -165,7 +224,7 @@ class LegacyNames(TransformersCache):
 
     @property
     def conv_kernel_size(self) -> int | None:
-        """Columns of the first conv state; None before the first step, and without one."""
+        """Width of the first conv state's kernel; None before the first step, and without one."""
         return next((state.shape[-1] for state in self.conv_states if state is not None), None)
 
     @property
@@ -176,34 +235,33 @@ class LegacyNames(TransformersCache):
     def to_legacy_cache(self) -> tuple[tuple[torch.Tensor | None, ...], ...]:
         """Keys and values of every layer, as transformers had them before there were caches.
 
-        Raises `UnsupportedLayerError` where they are not the whole content: states, windows that have forgotten
-        something.
+        Raises `UnsupportedLayerError` where they are not the whole content: states, windows that evicted tokens.
         """
-        for index, layer in enumerate(self._settled_layers()):
-            held = 0 if layer.keys is None else layer.keys.shape[-2]
-            if held != self.total_tokens or layer.spec.components != {KV}:
+        for index, layer in enumerate(self._committed_layers()):
+            kept = 0 if layer.keys is None else layer.keys.shape[-2]
+            if kept != self.total_tokens or layer.spec.components != {KV}:
                 raise UnsupportedLayerError(
-                    f"layer {index} ({layer.spec.layer_type}) holds keys and values of {held} of {self.total_tokens} "
+                    f"layer {index} ({layer.spec.layer_type}) holds keys and values of {kept} of {self.total_tokens} "
                     f"tokens{' and more' if layer.spec.components - {KV} else ''}: tuples of them cannot say "
                     "everything. Keep the cache object"
                 )
         return tuple(self)
 
     def check_finite(self) -> None:
-        """Look for keys, values and states that are not finite. Raises `StepError` naming the first layer and row."""
-        for index, layer in enumerate(self._settled_layers()):
-            for name, held in layer.dense_state().items():
-                if not isinstance(held, torch.Tensor) or not held.is_floating_point():
+        """Raise `StepError`, with the first layer and row, where keys, values or states are not finite."""
+        for index, layer in enumerate(self._committed_layers()):
+            for name, kept in layer.dense_state().items():
+                if not isinstance(kept, torch.Tensor) or not kept.is_floating_point():
                     continue
-                wrong = ~plain(held).isfinite().flatten(1)
+                wrong = ~plain(kept).isfinite().flatten(1)
                 if bool(wrong.any()):
                     row = int(wrong.any(dim=1).nonzero()[0])
                     raise StepError(
-                        f"layer {index}: {int(wrong[row].sum())} numbers of {name} in row {row} are NaN or infinite, "
+                        f"layer {index}: {int(wrong[row].sum())} elements of {name} in row {row} are NaN or infinite, "
                         "so is what is computed from them. Look at the inputs, or compute in a wider data type"
                     )
 
-    # What transformers asks about its kind.
+    # What transformers reads about its kind.
 
     @property
     def is_initialized(self) -> bool:
@@ -222,7 +280,7 @@ class LegacyNames(TransformersCache):
         return [not layer.spec.components for layer in self.layers]
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Never: a step can be taken back because the states before it are copied."""
+        """False: a step can be taken back because the states before it are copied."""
         return False
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -235,11 +293,13 @@ class LegacyNames(TransformersCache):
         return bool(written) if state_idx is None else state_idx in written
 
     def __repr__(self) -> str:
-        name = getattr(self, "name", "")
-        return (
-            f"{type(self).__name__}({name!r}, layers={len(self.layers)}, seen={self.total_tokens}, bytes={self.bytes})"
-        )
+        kind, layers = f"{type(self).__name__}({getattr(self, 'name', '')!r}", len(self.layers)
+        return f"{kind}, layers={layers}, total_tokens={self.total_tokens}, bytes={self.bytes})"
 
 
-def _plain(columns: torch.Tensor | None) -> torch.Tensor | None:
-    return None if columns is None else plain(columns)
+def _renamed(old: str, new: str) -> None:
+    warnings.warn(f"a cache's {old} is now {new}; the old name goes in release 0.3", DeprecationWarning, stacklevel=3)
+
+
+def _plain(kept: torch.Tensor | None) -> torch.Tensor | None:
+    return None if kept is None else plain(kept)

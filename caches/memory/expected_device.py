@@ -1,4 +1,4 @@
-"""Where a cache was told that its layers compute, and in which data type."""
+"""The device and data type that a cache's options give for its layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from configs import PlacedCacheConfig
 
 @dataclass(frozen=True)
 class ExpectedDevice:
-    """What the keys of a step have to be. Buffers are made where they come from, so this is only checked."""
+    """Where the keys of a step have to be. Buffers are made where keys are, so this is only checked."""
 
     options: PlacedCacheConfig
 
@@ -33,6 +33,6 @@ class ExpectedDevice:
             )
 
     @property
-    def is_told(self) -> bool:
+    def is_given(self) -> bool:
         """Whether there is anything to check."""
         return any((self.options.device, self.options.dtype, self.options.layer_device_map))

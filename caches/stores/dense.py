@@ -21,6 +21,10 @@ class Store(Protocol):
     """One stream of one layer."""
 
     @property
+    def timeline(self) -> Timeline:
+        """Which slots are in use."""
+
+    @property
     def fixed(self) -> bool:
         """Whether its tensors never move."""
 

@@ -11,9 +11,9 @@ from typing import ClassVar
 
 import torch
 
-from caches.core.layer import Slot
 from caches.memory.buffers import Buffer
 from caches.stores.dense import check_alike
+from caches.stores.slot import Slot
 
 
 class OffloadedStore:

@@ -11,10 +11,10 @@ import torch
 
 from caches.attention.segmented_tensor import SegmentedTensor
 from caches.attention.segments import DenseSegment, Segment
-from caches.core.layer import Slot
 from caches.memory.buffers import Buffer
 from caches.quantization.codec import Codec, Parts
 from caches.stores.dense import check_alike
+from caches.stores.slot import Slot
 from caches.timeline.block_timeline import BlockRun, BlockTimeline
 
 _PIECE = 4096  # columns that are decoded at a time, so that scratch does not grow with the context

@@ -8,10 +8,10 @@ import torch
 
 from caches.attention.segmented_tensor import SegmentedTensor
 from caches.attention.segments import DenseSegment, Segment
-from caches.core.layer import Slot
 from caches.memory.buffers import Buffer
 from caches.quantization.codec import Codec
 from caches.stores.quantized import QuantizedStore
+from caches.stores.slot import Slot
 
 
 class QuantizedSinkStore(QuantizedStore):

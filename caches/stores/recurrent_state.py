@@ -25,6 +25,7 @@ class RecurrentState:
     A step can be taken back as a whole; in part only where all states are those of convolutions.
     """
 
+    is_quantized: ClassVar[bool] = False
     storage_format: ClassVar[None] = None
 
     def __init__(self, timeline: Timeline, fixed: bool):

@@ -18,7 +18,7 @@ from caches.hf.adapter import HFCacheAdapter
 from caches.hf.cache import Cache
 from caches.hf.encoder_decoder import EncoderDecoder
 from caches.protocol import EngineCache
-from caches.stores.shared_prefix import ForkedTimeline
+from caches.timeline.shared_timeline import ForkedTimeline
 from caches.timeline.timeline import Timeline
 
 # How far numbers in full precision may be apart, relative to their norm: products of other shapes round otherwise.

@@ -1,7 +1,7 @@
-"""Rows of one cache dealt out to several, and those of several gathered in one, store by store.
+"""Rows of one cache dealt to several, and those of several gathered in one, store by store.
 
-What has arrived is given up where it was, so no more than about one layer is there twice. Rows that share columns go on
-sharing them. Everything is taken as it is written down.
+What has arrived is freed where it was, so no more than about one layer is there twice. Rows go on sharing prefixes.
+Everything is taken as it is encoded.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from caches.core.layer import TensorHolder
 from caches.core.row_copies import states_of
-from caches.core.sink_hook import SinkCache
 from caches.errors import StepError
 from caches.hf.cache import Cache
 from caches.hf.encoder_decoder import EncoderDecoder
 from caches.protocol import TokenLog
 from caches.stores.dense import chosen_rows, joined_rows
 from caches.stores.recurrent_state import RecurrentState
-from caches.stores.shared_prefix import ForkedTimeline
+from caches.timeline.shared_timeline import ForkedTimeline
 from caches.transfer.migrate import adopt, carry_out, compact
 
 C = TypeVar("C", Cache, EncoderDecoder)
@@ -32,7 +32,7 @@ def deal_rows(cache: C, sizes: Sequence[int], rooms: Sequence[int | None]) -> li
     rooms: for how many rows each has room, None for any number. Raises `StepError` before anything has changed where
     rows cannot be dealt out. Whatever fails later, `cache` gets back what it had: see `caches.migrate`.
     """
-    parts = [_empty_like(cache, room) for room in rooms]
+    parts = [cache.empty_like(room) for room in rooms]
     carry_out([cache], [_Dealt(share) for share in _shares(cache, parts, sizes)], "dealing out the rows of")
     return parts
 
@@ -50,14 +50,16 @@ def gather_rows(parts: Sequence[C]) -> C:
                 part.unshare()
         first = same[0]
         if any(
-            (one.total_tokens, one.specs, one.layout) != (first.total_tokens, first.specs, first.layout) for one in same
+            (one.total_tokens, one.specs, one.stack.placements)
+            != (first.total_tokens, first.specs, first.stack.placements)
+            for one in same
         ):
             raise StepError(
                 f"{', '.join(map(repr, same))} cannot be put together: they need the same layers and tokens"
             )
-        for states in zip(*(states_of(part) for part in same), strict=True):
+        for states in zip(*(states_of(part.stack) for part in same), strict=True):
             RecurrentState.agree(states)
-    whole = _empty_like(parts[0], None)
+    whole = parts[0].empty_like()
     # The decoder's part may be empty still, where the encoder's has rows.
     sizes = [max(0, *(part.batch_size for part in cache.parts)) for cache in parts]
     carry_out(parts, [_Gathered(share) for share in _shares(whole, parts, sizes, like=parts[0])], "putting together")
@@ -65,21 +67,15 @@ def gather_rows(parts: Sequence[C]) -> C:
 
 
 def _check_between_steps(part: Cache) -> None:
-    part.check_whole()
-    if part.is_open:
-        raise StepError(f"a step of the {part.name} cache is open: settle() or abort() it first")
-
-
-def _empty_like(cache: C, room: int | None) -> C:
-    if isinstance(cache, EncoderDecoder):
-        return EncoderDecoder(*(part.empty_like(room) for part in cache.parts))
-    return cache.empty_like(room)
+    part.selection.check_finished()
+    if part.stack.is_open:
+        raise StepError(f"a step of the {part.name} cache is open: commit() or abort() it first")
 
 
 def _share_alike(parts: Sequence[Cache]) -> bool:
-    """Whether the same groups of layers share columns in all of them, of equally many rows."""
+    """Whether the same groups of layers share prefixes in all of them, each with as many rows per prefix."""
     found = {
-        tuple(one.rows_per_prefix if isinstance(one, ForkedTimeline) else None for one in part._timelines)
+        tuple(one.rows_per_prefix if isinstance(one, ForkedTimeline) else None for one in part.stack.timelines)
         for part in parts
     }
     return len(found) == 1
@@ -89,8 +85,8 @@ def _share_alike(parts: Sequence[Cache]) -> bool:
 class _Share:
     """One store, or the states of a layer, whole and in parts. indexes: the rows of each part."""
 
-    whole: Any
-    parts: list[Any]
+    whole: TensorHolder
+    parts: list[TensorHolder]
     indexes: list[torch.Tensor]
 
     def deal(self) -> None:
@@ -103,7 +99,7 @@ class _Share:
 
     def gather(self) -> None:
         held = [part.state_dict() for part in self.parts]
-        if all(held):  # a store that had no part in any step holds nothing, as one without columns does
+        if all(held):  # a store that no step used holds nothing
             self.whole.load_state_dict(joined_rows(held))
         del held
         for part in self.parts:
@@ -112,7 +108,7 @@ class _Share:
 
 @dataclass(eq=False)
 class _Dealt:
-    """See `moving.TensorMigration`."""
+    """See `migrate.TensorMigration`."""
 
     share: _Share
     gives_up = True
@@ -134,7 +130,7 @@ class _Dealt:
 
 @dataclass(eq=False)
 class _Gathered:
-    """See `moving.TensorMigration`."""
+    """See `migrate.TensorMigration`."""
 
     share: _Share
     gives_up = True
@@ -154,7 +150,7 @@ class _Gathered:
 
 
 def _shares(whole: C, parts: Sequence[C], sizes: Sequence[int], like: C | None = None) -> list[_Share]:
-    """What there is to deal out of `whole`, or to gather in it, where the clocks of both have been told.
+    """What there is to deal out of `whole`, or to gather in it. The timelines of the takers are set already.
 
     like: which of them to be like, `whole` by default.
     """
@@ -170,53 +166,53 @@ def _shares(whole: C, parts: Sequence[C], sizes: Sequence[int], like: C | None =
 def _shares_of(whole: Cache, parts: Sequence[Cache], sizes: Sequence[int], pattern: Cache) -> list[_Share]:
     is_dealt = pattern is whole
     if any(
-        forked.rows_per_prefix > 1 and any(size % forked.rows_per_prefix for size in sizes) for forked in whole._forks
+        forked.rows_per_prefix > 1 and any(size % forked.rows_per_prefix for size in sizes)
+        for forked in whole.stack.shared_timelines
     ):
         whole.unshare()
     givers, takers = ([whole], list(parts)) if is_dealt else (list(parts), [whole])
     for giver in givers:
         giver.scratch.release()
-        compact(giver, takers[0])
+        compact(giver.stack, takers[0].stack)
     rows = [sum(sizes)] if not is_dealt else list(sizes)
     indexes = list(torch.arange(sum(sizes)).split(list(sizes)))
-    _tell_pads(whole, parts, indexes, is_dealt)
+    _hand_over_hooks(whole, parts, sizes, is_dealt)
     for taker, count in zip(takers, rows, strict=True):
-        taker.split_like(pattern)
-        for new, old in zip(taker._timelines, pattern._timelines, strict=True):
-            adopt(new, old, count, _Everything())
+        taker.sharing.share_like(pattern.stack)
+        for new, like in zip(taker.stack.timelines, pattern.stack.timelines, strict=True):
+            adopt(new, like, count, _Everything())
     logs = [giver.log for giver in givers if giver.log is not None]
     if is_dealt:
         for part, index in zip(parts, indexes, strict=True):
             part.log = None if whole.log is None else whole.log.select_rows(index)
     else:
         whole.log = TokenLog.joined(logs) if len(logs) == len(parts) else None
-    rows_per_prefix = {forked.prefix: forked.rows_per_prefix for forked in pattern._forks}
-    pairs = zip(_leaves(whole), *map(_leaves, parts), strict=True)
+    rows_per_prefix = {forked.prefix: forked.rows_per_prefix for forked in pattern.stack.shared_timelines}
+    pairs = zip(_holders(whole), *map(_holders, parts), strict=True)
     found = []
-    for (leaf, *others), old in zip(pairs, _leaves(pattern), strict=True):
+    for (whole_holder, *others), old in zip(pairs, _holders(pattern), strict=True):
         times = rows_per_prefix.get(old.timeline, 1)
         own = torch.arange(sum(sizes) // times).split([size // times for size in sizes])
-        found.append(_Share(leaf, others, list(own)))
+        found.append(_Share(whole_holder, others, list(own)))
     return found
 
 
 class _Everything(dict[Any, bool]):
-    """All clocks follow those that they are like, in every respect."""
+    """Of all timelines: what follows them is taken as it is encoded."""
 
     def get(self, key: Any, default: Any = None) -> bool:
         return True
 
 
-def _leaves(cache: Cache) -> list[Any]:
-    return [leaf for layer in cache.layers for leaf in layer.row_holders()]
+def _holders(cache: Cache) -> list[TensorHolder]:
+    return [holder for layer in cache.layers for holder in layer.row_holders()]
 
 
-def _tell_pads(whole: Cache, parts: Sequence[Cache], indexes: list[torch.Tensor], is_dealt: bool) -> None:
-    if not isinstance(whole, SinkCache):
-        return
+def _hand_over_hooks(whole: Cache, parts: Sequence[Cache], sizes: Sequence[int], is_dealt: bool) -> None:
     if is_dealt:
-        for part, index in zip(parts, indexes, strict=True):
-            part.set_padding(chosen_rows(whole.pads.told, index))
+        state = whole.stack.hook.state_dict(sum(sizes))
+        for part, index in zip(parts, torch.arange(sum(sizes)).split(list(sizes)), strict=True):
+            part.stack.hook.load_state_dict(chosen_rows(state, index))
     else:
-        told = [part.pads.told for part in parts if isinstance(part, SinkCache)]
-        whole.set_padding(joined_rows(told))
+        states = [part.stack.hook.state_dict(size) for part, size in zip(parts, sizes, strict=True)]
+        whole.stack.hook.load_state_dict(joined_rows(states))

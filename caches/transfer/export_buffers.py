@@ -8,8 +8,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from caches.core.layer import Layer
 from caches.errors import StepError
 from caches.hf.cache import Cache
+from caches.stores.dense import FixedStore
 
 _Slot: TypeAlias = tuple[MutableMapping[Any, Any], Any]  # where a tensor is kept: in which mapping, under which key
 
@@ -36,7 +38,7 @@ class Buffers(torch.nn.Module):
         They are those of `places`.
         """
         given: list[tuple[_Slot, torch.Tensor]] = [(slot, self.get_buffer(name)) for name, slot in self._slots.items()]
-        for group, timeline in enumerate(self._cache._timelines):
+        for group, timeline in enumerate(self._cache.stack.timelines):
             given.append(((vars(timeline), "clock"), seen))
             index = timeline._decode_index
             given += [((index, device), write_index[group : group + 1]) for device in index]
@@ -53,7 +55,7 @@ class Buffers(torch.nn.Module):
 def places(cache: Cache) -> dict[str, torch.Tensor]:
     """Where the open step writes: write_index [groups], the column in each group of layers; seen [], tokens before."""
     device = next(tensor.device for layer in cache.layers for tensor in layer.tensors())
-    columns = [timeline.end for timeline in cache._timelines]
+    columns = [timeline.end for timeline in cache.stack.timelines]
     return {
         "write_index": torch.tensor(columns, device=device),
         "seen": torch.tensor(cache.total_tokens, device=device),
@@ -62,8 +64,9 @@ def places(cache: Cache) -> dict[str, torch.Tensor]:
 
 def _slots(cache: Cache) -> Iterator[tuple[str, _Slot]]:
     for index, layer in enumerate(cache.layers):
+        assert isinstance(layer, Layer)  # others keep nothing that never moves
         for name, store in layer.stores.items():
-            if store.buffer is not None:
+            if isinstance(store, FixedStore) and store.buffer is not None:
                 yield f"layer_{index}_{name}", (vars(store), "buffer")
         if layer.state is not None:
             for kind, number in layer.state._held:

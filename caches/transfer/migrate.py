@@ -1,7 +1,7 @@
-"""Moving what a cache holds to another backend, store by store: what has arrived is given up where it was.
+"""Migration of a live cache to another backend, store by store: what has arrived is freed where it was.
 
-So no more than about one layer is there twice. Rows that share columns go on sharing them, and codes are taken as they
-are where both caches write alike.
+So no more than about one layer is there twice. Rows go on sharing prefixes, and codes stay as they are where both
+caches encode alike.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
 from caches.attention.segmented_tensor import plain
-from caches.core.row_copies import empty_for
-from caches.core.row_selection import Choice
-from caches.core.sink_hook import SinkCache
+from caches.core.layer import TensorHolder
+from caches.core.layer_stack import LayerStack
 from caches.errors import StepError
 from caches.hf.cache import Cache
 from caches.hf.encoder_decoder import EncoderDecoder
 from caches.registry import recipe
-from caches.stores.dense import chosen_rows
-from caches.stores.shared_prefix import ForkedTimeline
+from caches.stores.dense import Store, chosen_rows
+from caches.timeline.shared_timeline import ForkedTimeline
 from caches.timeline.timeline import Timeline
+from caches.transfer.convert import empty_for
 from configs import PlacedCacheConfig, QuantizedCacheConfig
 
 C = TypeVar("C", Cache, EncoderDecoder)
@@ -36,10 +36,10 @@ _OF_A_CODEC = set(QuantizedCacheConfig.option_names()) - _NOT_OF_A_CODEC
 def migrate(cache: C, name: str, **options: Any) -> C:
     """A cache of the backend `name` with `options`, holding what `cache` held, which is empty afterwards.
 
-    Rows that were only half chosen (see `EngineCache.unfinished`) are chosen on the way. Codes stay as they are, unless
-    `options` say how to write. Raises as `convert` does, before anything has changed. Whatever fails later, such as
-    memory or a disk that is full, `cache` gets back what was moved and holds the same as before. Only where that fails
-    too is it left empty, and a `StepError` says so; what was encoded comes back as the codes say.
+    Rows that were only half selected (see `EngineCache.unfinished`) are selected on the way. Codes stay as they are,
+    unless `options` say how to encode. Raises as `convert` does, before anything has changed. When memory or a disk is
+    full later, `cache` gets back what was moved and holds the same as before; what was encoded comes back as the codes
+    say. Only where that fails too is it left empty, with a `StepError`.
     """
     chosen = recipe(name).options
     if _OF_A_CODEC.isdisjoint(options):
@@ -51,9 +51,9 @@ def migrate(cache: C, name: str, **options: Any) -> C:
 
 
 def carry_out(givers: Sequence[Any], passages: Sequence[TensorMigration], what: str) -> None:
-    """All of them, in their order, or none: then the caches that had what they take have it still.
+    """Apply all of them, in their order, and leave `givers` empty; or none, then `givers` hold what they held.
 
-    what: is done with the caches, in words. Afterwards they are empty.
+    what: is done with the caches, in words.
     """
     done: list[TensorMigration] = []
     failure: BaseException | None = None
@@ -67,7 +67,7 @@ def carry_out(givers: Sequence[Any], passages: Sequence[TensorMigration], what: 
         _release(givers)
         return
     try:
-        traceback.clear_frames(failure.__traceback__)  # they still have what was being moved
+        traceback.clear_frames(failure.__traceback__)  # they refer to what was being moved
         for half_done in passages[len(done) : len(done) + 1]:
             half_done.rejected()
         _bring_back(givers, done, failure, what)
@@ -77,15 +77,15 @@ def carry_out(givers: Sequence[Any], passages: Sequence[TensorMigration], what: 
 
 
 def _codec_of(cache: C, options: type[Any]) -> dict[str, Any]:
-    """How `cache` writes, for a backend that can be told."""
-    own = getattr(next(iter(getattr(cache, "parts", ())), None), "options", None)
+    """How `cache` encodes, for a backend that has such options."""
+    own = getattr(next(iter(getattr(cache, "parts", ())), None), "options", None)  # none of what is no cache of ours
     if not isinstance(own, QuantizedCacheConfig) or not issubclass(options, QuantizedCacheConfig):
         return {}
     return {name: getattr(own, name) for name in (*_OF_A_CODEC, "residual_length")}
 
 
 class TensorMigration(Protocol):
-    """Something on its way from one place to another. old: what had it. gives_up: whether that has it no more."""
+    """One step of a migration. old: what had the tensors. gives_up: whether `apply` frees them there."""
 
     @property
     def old(self) -> Any: ...
@@ -94,24 +94,24 @@ class TensorMigration(Protocol):
     def gives_up(self) -> bool: ...
 
     def apply(self) -> None:
-        """There."""
+        """Move them."""
 
     def undo(self) -> None:
-        """After it went: as it was."""
+        """After `apply`: restore what was before."""
 
     def rejected(self) -> None:
-        """What of it has arrived, when not all of it could."""
+        """After `apply` failed: free what has arrived."""
 
 
 @dataclass(eq=False)
 class _TensorMigration:
-    """One store, or the states of a layer, on its way. as_written: `new` writes down as `old` does.
+    """One store, or the states of a layer. as_written: `new` encodes as `old` does.
 
-    index: the rows that still have to be chosen of it.
+    index: the rows that still have to be selected of it.
     """
 
-    old: Any
-    new: Any
+    old: TensorHolder
+    new: TensorHolder
     as_written: bool
     index: torch.Tensor | None
 
@@ -122,7 +122,7 @@ class _TensorMigration:
 
     def apply(self) -> None:
         timeline = self.old.timeline
-        # What was chosen already has the rows to come, although no clock has been told.
+        # These tensors already have the new row count; timelines not yet.
         with _rows_of(timeline, timeline.rows if self.index is not None else self.new.timeline.rows):
             _hand_over(self.old, self.new, self.as_written, self.index)
             if self.gives_up:
@@ -147,16 +147,16 @@ def _rows_of(timeline: Timeline, rows: int | None) -> Iterator[None]:
         timeline.rows = before
 
 
-def _hand_over(giver: Any, taker: Any, as_written: bool, index: torch.Tensor | None) -> None:
-    held = giver.state_dict() if as_written else giver.committed()
-    if held is None or (as_written and not held):
-        return  # it had no part in any step
-    held = held if as_written else plain(held)
-    held = held if index is None else chosen_rows(held, index)
+def _hand_over(giver: TensorHolder, taker: TensorHolder, as_written: bool, index: torch.Tensor | None) -> None:
     if as_written:
-        taker.load_state_dict(held)
-    else:
-        taker.load_dense(held)
+        state = giver.state_dict()
+        if state:  # else no step used it
+            taker.load_state_dict(state if index is None else chosen_rows(state, index))
+        return
+    kept = cast(Store, giver).committed()  # states and transformers' layers are taken as they are
+    if kept is not None:
+        kept = plain(kept)
+        cast(Store, taker).load_dense(kept if index is None else chosen_rows(kept, index))
 
 
 def _release(caches: Sequence[Any]) -> None:
@@ -177,45 +177,46 @@ def _bring_back(givers: Sequence[Any], done: list[TensorMigration], failure: Bas
             f"what had been moved ({type(error).__name__}: {error}): it is empty, all tokens have to be read again"
         ) from failure
     for part in (part for cache in givers for part in cache.parts):
-        left = part.still_to_choose()
+        left = part.selection.rows_left()
         left[:] = [(one, index) for one, index in left if id(one) not in back]
 
 
 def _passages(old: Cache, new: Cache) -> list[_TensorMigration]:
-    """What there is to move, to a cache that has been told of it. Raises before any change is visible."""
-    if not old.is_choosing:
-        old.crop(0)  # lets the step of a foreign loop be settled
+    """What there is to move to `new`, which is set to hold it. Raises before any change is visible."""
+    selection = old.selection
+    if not selection.is_pending:
+        old.crop(0)  # commits the step of another loop
     if old.batch_size == -1:
         return []
-    old.still_to_choose()  # from here on it knows its forks, and the rows to come
-    for timeline in new._timelines:
-        timeline.bind_batch_size(old.rows_to_come)
+    waiting = {id(holder): index for holder, index in selection.rows_left()}  # from here on shared prefixes are known
+    for timeline in new.stack.timelines:
+        timeline.bind_batch_size(selection.rows_to_come)
     if not _can_share(old, new):
         old.finish()
         old.unshare()
+        waiting = {}
         if not _can_share(old, new):
             raise StepError(
-                f"the {old.name} cache encoded tokens after its rows were forked, and a {new.name} cache that forgets "
+                f"the {old.name} cache encoded tokens after its rows were forked, and a {new.name} cache that evicts "
                 "what is out of a window has no place for them: convert() it, which decodes everything first"
             )
-    new.split_like(old)
-    waiting = {id(part): index for part, index in old.still_to_choose()}
-    if isinstance(old, SinkCache):
-        told = old.pads.told
-        new.set_padding(told if id(old.pads) not in waiting else chosen_rows(told, waiting[id(old.pads)]))
-    leaves = [
+    new.sharing.share_like(old.stack)
+    hook_state = old.stack.hook.state_dict(old.batch_size)
+    for holder in old.stack.hook.row_holders():
+        hook_state = chosen_rows(hook_state, waiting[id(holder)]) if id(holder) in waiting else hook_state
+    new.stack.hook.load_state_dict(hook_state)
+    holders = [
         pair
         for one, other in zip(old.layers, new.layers, strict=True)
         for pair in zip(one.row_holders(), other.row_holders(), strict=True)
     ]
-    alike = _alike(leaves)
-    for one, other in _clocks(old, new):
-        adopt(other, one, old.rows_to_come, alike)
+    alike = _alike(holders)
+    for one, other in _groups(old, new):
+        adopt(other, one, selection.rows_to_come, alike)
     old.scratch.release()
-    compact(old, new)
-    new.log = old.log_to_come
-    if any(forked.rows_per_prefix == 1 for forked in new._forks):
-        new._choice = Choice(unasked=True)  # trunks and tails are put together before the next step
+    compact(old.stack, new.stack)
+    new.log = selection.log_to_come
+    new.selection.defer_merge()
     return [
         _TensorMigration(
             one,
@@ -224,24 +225,24 @@ def _passages(old: Cache, new: Cache) -> list[_TensorMigration]:
             and (one.storage_format is None or alike[other.timeline]),
             index=waiting.get(id(one)),
         )
-        for one, other in leaves
+        for one, other in holders
     ]
 
 
 def _can_share(old: Cache, new: Cache) -> bool:
-    """Whether rows can share columns wherever they do."""
-    return all(new._can_fork(other) for one, other in _clocks(old, new) if isinstance(one, ForkedTimeline))
+    """Whether rows can share prefixes wherever they do."""
+    return all(new.sharing.can_share(other) for one, other in _groups(old, new) if isinstance(one, ForkedTimeline))
 
 
-def _clocks(old: Cache, new: Cache) -> list[tuple[Timeline, Timeline]]:
-    """Groups of layers are those of the same reach, whatever the backend."""
-    return list(zip(old._timelines, new._timelines, strict=True))
+def _groups(old: Cache, new: Cache) -> list[tuple[Timeline, Timeline]]:
+    """The timelines of the same group of layers, which has the same attention span, whatever the backend."""
+    return list(zip(old.stack.timelines, new.stack.timelines, strict=True))
 
 
-def _alike(leaves: list[tuple[Any, Any]]) -> dict[Timeline, bool]:
-    """Of the clocks to come, whether everything that follows them can be taken as it was written down."""
+def _alike(holders: list[tuple[TensorHolder, TensorHolder]]) -> dict[Timeline, bool]:
+    """Of the new timelines, whether all that follows them can be taken as it is encoded."""
     alike: dict[Timeline, bool] = {}
-    for old, new in leaves:
+    for old, new in holders:
         same = old.storage_format == new.storage_format and type(old.timeline) is type(new.timeline)
         same &= old.timeline.retention == new.timeline.retention
         alike[new.timeline] = alike.get(new.timeline, True) and same
@@ -261,11 +262,11 @@ def adopt(new: Timeline, old: Timeline, rows: int, alike: Mapping[Timeline, bool
         new.adopt(old.total_tokens, old.kept_tokens, rows)
 
 
-def compact(old: Cache, new: Cache) -> None:
-    """What comes back is put at the front of a buffer, so all has to be there."""
-    moved = [timeline for timeline in old._timelines if timeline.start]
+def compact(old: LayerStack, new: LayerStack) -> None:
+    """Move what is kept to the front of the buffers: what comes back after a failure is put there."""
+    moved = [timeline for timeline in old.timelines if timeline.start]
     for layer in old.layers:
         if layer.timeline in moved:
             layer.compact()
-    for timeline in (*moved, *(timeline for timeline in new._timelines if timeline.start)):
+    for timeline in (*moved, *(timeline for timeline in new.timelines if timeline.start)):
         timeline.compact()

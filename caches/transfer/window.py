@@ -32,6 +32,6 @@ def apply_window(cache: Cache, window_length: int) -> Cache:
                 raise StepError(f"a window of {window_length} tokens needs {kept} columns, and {held} are there")
             content[name] = content[name][..., content[name].shape[-2] - kept :, :]
         contents.append(content)
-    empty.load_dense(cache.total_tokens, cache.batch_size, contents)
+    empty.stack.load_dense(cache.total_tokens, cache.batch_size, contents)
     empty.log = cache.log
     return empty

@@ -12,7 +12,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from transformers.utils import ModelOutput
 
 from caches import Cache, EncoderDecoder, EngineCache, StepError, apply_window, migrate
-from caches.hf.split_rows import SplitCache, halves
+from caches.transfer.split_rows import SplitCache, halves
 from engine.decoding.collected_outputs import CollectedOutputs, joined
 from engine.model.forward import ModelRunner
 from engine.model.linear_backend import TORCH

@@ -12,8 +12,8 @@ import torch
 from transformers.utils import ModelOutput
 
 from caches import CacheError, EngineCache, HFCacheAdapter, TokenLog
-from caches.hf.split_rows import SplitCache
 from caches.out_of_memory import is_of_onednn, is_out_of_memory
+from caches.transfer.split_rows import SplitCache
 from engine.decoding.collected_outputs import CollectedOutputs
 from engine.decoding.forward_executor import ForwardExecutor
 from engine.errors import EngineError, InputError

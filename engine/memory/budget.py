@@ -8,7 +8,7 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from caches import Cache, CapacityError, EncoderDecoder
-from caches.hf.split_rows import SplitCache
+from caches.transfer.split_rows import SplitCache
 from configs import (
     CacheConfig,
     OffloadedCacheConfig,

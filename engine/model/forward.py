@@ -165,7 +165,7 @@ class ModelRunner:
         resume: called before every forward, in this model's turn.
         """
         total = before + ids.shape[1]
-        most = cache.step_tokens if isinstance(cache, Cache) else None
+        most = cache.max_step_tokens if isinstance(cache, Cache) else None
         if most is not None and not set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) & set(model_kwargs or ()):
             chunk_tokens = most if chunk_tokens is None else min(chunk_tokens, most)
         while True:

@@ -193,7 +193,7 @@ def imposed_mask(model: Any, cache: Cache, kinds: MaskKinds, columns: Columns, b
             continue
         window = cache.imposed_window(layer) or spec.attention_span.size
         length, offset = cache.get_mask_sizes(end - begin, layer)
-        copied = cache.copied(layer, end - begin)
+        copied = cache.extra_slots(layer, end - begin)
         masks[spec.layer_type] = columns.window_mask(begin, end, offset, length, window, dtype, copied)
     if isinstance(kinds, str):
         return next(iter(masks.values()))

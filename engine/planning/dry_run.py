@@ -116,7 +116,7 @@ class _Rehearsal:
 
     def read_prompt(self) -> None:
         tokens, calls = self._course.prompt_tokens, self._anatomy.first
-        most = self.cache.step_tokens if isinstance(self.cache, caches.Cache) else None
+        most = self.cache.max_step_tokens if isinstance(self.cache, caches.Cache) else None
         self._chunk = min(tokens, self._course.chunk_tokens or tokens, most or tokens)
         whole, rest = divmod(tokens, self._chunk)
         windows, all_forget = self._windows()

@@ -161,5 +161,5 @@ def test_numbers_that_are_not_finite(trial):
     else:
         name, held = next(iter(trial.own.layers[layer].dense_state().items()))
         held[1, ..., -1] = float("nan")
-    with pytest.raises(caches.StepError, match=f"layer {layer}: .*numbers of {name} in row 1 are NaN"):
+    with pytest.raises(caches.StepError, match=f"layer {layer}: .*elements of {name} in row 1 are NaN"):
         trial.cache.check_finite()

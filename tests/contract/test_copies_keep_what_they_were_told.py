@@ -11,7 +11,7 @@ from exact_codecs import Exactly
 
 import caches
 from caches import backends
-from caches.core.prefix_sharing import Forking
+from caches.core.row_selection import RowSelection
 from caches.protocol import TokenLog
 from caches.transfer.comparison import first_layer
 from configs import SinkCacheConfig
@@ -63,16 +63,16 @@ def test_the_reader_of_joined_logs():
 def test_a_full_disk_does_not_undo_a_step_that_is_settled(monkeypatch):
     cache = filled("dynamic")
     cache.fork(2)
-    monkeypatch.setattr("caches.stores.shared_prefix.ForkedTimeline.should_unshare", True)
+    monkeypatch.setattr("caches.timeline.shared_timeline.ForkedTimeline.should_unshare", True)
 
     def starved(self):
         raise caches.CapacityError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Forking, "start_unshare", starved)
+        patch.setattr(RowSelection, "plan_unshare", starved)
         patch.setattr("caches.memory.buffers.DeviceBuffer._allocate", starved)
         patch.setattr("caches.stores.dense.GrowingStore.select_rows", lambda store, index: starved(store))
-        cache.unshare_if_materialized()
+        cache.selection.unshare_if_materialized()
     assert not cache.unfinished
     cache.crop(0)
     assert not cache.shares

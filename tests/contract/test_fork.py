@@ -118,11 +118,11 @@ def test_only_a_step_of_one_token_that_needs_the_whole_ends_the_sharing(backend,
     trial = with_room(backend, kind, 4)
     trial.step(9)
     trial.fork(2)
-    shares = [2 for part in trial.cache.parts for _ in part._forks]
+    shares = [2 for part in trial.cache.parts for _ in part.stack.shared_timelines]
     assert bool(shares) == (KINDS[kind].cross or (None in trial.kind.bounds and kind != "indexed"))
 
     def rows_per_prefix() -> list[int]:
-        return [fork.rows_per_prefix for part in trial.cache.parts for fork in part._forks]
+        return [fork.rows_per_prefix for part in trial.cache.parts for fork in part.stack.shared_timelines]
 
     for layer in trial.all_layers:
         for columns in layer.dense_state().values():
@@ -246,7 +246,7 @@ def test_codes_are_shared():
     for layer, held in zip(cache.layers, before, strict=True):
         assert torch.equal(plain(layer.keys)[:, :, :300], held[REPEATED])
     cache.select_rows(torch.tensor([5]))
-    assert [fork.rows_per_prefix for fork in cache._forks] == [
+    assert [fork.rows_per_prefix for fork in cache.stack.shared_timelines] == [
         1
     ]  # what was encoded since stays apart from the trunk's residual
     chosen = caches.join_rows([caches.select_rows(cache, torch.tensor([0, 0])), cache])
@@ -286,8 +286,8 @@ def test_no_graph_and_room_to_the_end():
     feed_columns(cache, 20)
     assert cache.why_not_compiled is None
     cache.fork(SIBLINGS)
-    assert "rows share the columns of their prompt" in cache.why_not_compiled
-    with pytest.raises(caches.StepError, match="rows share the columns"):
+    assert "rows share the prefix of their prompt" in cache.why_not_compiled
+    with pytest.raises(caches.StepError, match="rows share the prefix"):
         cache.begin(1, graph=True)
     feed_columns(cache, 30, ROWS)
     cache.crop(10)  # there is more room for tails now
@@ -328,7 +328,7 @@ def test_tuples_and_looking_for_numbers_that_are_not_finite(wholes):
     assert loop.forks
     assert torch.equal(other.key_cache[2], loop.cache.key_cache[2][:, :, :-1])
     loop.cache.layers[2].stores["values"].prefix.buffer[1, 0, 0] = float("nan")
-    with pytest.raises(caches.StepError, match="numbers of values in row 3 are NaN"):
+    with pytest.raises(caches.StepError, match="elements of values in row 3 are NaN"):
         loop.cache.check_finite()
 
 

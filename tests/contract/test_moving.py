@@ -19,9 +19,9 @@ from unfinished import CHOICES, OUT, asked, chosen, goes_on, prepared
 
 import caches
 from caches.attention.segmented_tensor import plain
-from caches.core.row_copies import empty_for
 from caches.quantization.codec import Affine
 from caches.transfer import migrate
+from caches.transfer.convert import empty_for
 from configs import ConfigError
 
 pytestmark = pytest.mark.covering("values", "pairs")
@@ -270,7 +270,7 @@ def test_a_prompt_is_moved_once_for_all_its_rows():
     before = cache.bytes
     new = caches.migrate(cache, "offloaded")
     assert new.bytes == before
-    assert [(fork.prefix.rows, fork.rows_per_prefix) for fork in new._forks] == [(2, 3)]
+    assert [(fork.prefix.rows, fork.rows_per_prefix) for fork in new.stack.shared_timelines] == [(2, 3)]
 
 
 @pytest.mark.parametrize("target", ["offloaded", "offloaded to disk", "static", "dynamic"])
@@ -289,7 +289,7 @@ def test_the_next_steps_compute_the_same(name, target):
 def test_a_fixed_cache_has_room_for_all_rows_that_share_a_prompt():
     trial = forked(prepared("dynamic", "full"))
     other = trial.holding(caches.migrate(trial.cache, "static", max_cache_len=256))
-    assert (other.cache.max_rows, len(other.cache._forks)) == (4, 1)
+    assert (other.cache.max_rows, len(other.cache.stack.shared_timelines)) == (4, 1)
     other.cache.unshare()
     other.room_for_rows = 4
     goes_on(other)
@@ -303,14 +303,14 @@ def test_rows_that_share_nothing_any_more_are_ordinary_ones_after_the_next_step(
     other = must.holding(caches.migrate(trial.cache, "offloaded"))
     other.step(1)
     other.check()
-    assert not other.cache._forks
+    assert not other.cache.stack.shared_timelines
 
 
 def test_rows_that_cannot_share_there_get_all_they_need():
     trial = forked(prepared("dynamic", "full"))
     other = trial.holding(caches.migrate(trial.cache, "sliding_window", window_length=100, max_batch_size=8))
     other.check()
-    assert not other.cache._forks
+    assert not other.cache.stack.shared_timelines
     quantized = with_room("quantized", "full", 8)
     quantized.step(3)
     quantized.fork(2)
@@ -345,7 +345,7 @@ def test_caches_that_are_not_ours_are_refused():
 def test_a_copy_leaves_the_cache_alone():
     for kind in ("full", "encoder, full"):
         trial = prepared("dynamic", kind)
-        other = trial.holding(trial.cache.to_backend("offloaded", residency="disk"))
+        other = trial.holding(caches.convert(trial.cache, "offloaded", residency="disk"))
         other.check()
         trial.check()
         assert other.cache.name == "offloaded"
@@ -354,7 +354,7 @@ def test_a_copy_leaves_the_cache_alone():
 def test_bytes_of_the_device_that_computes():
     trial = prepared("dynamic", "full + sliding")
     assert trial.cache.device_bytes == trial.cache.bytes
-    on_host, on_disk = (trial.cache.to_backend("offloaded", residency=place) for place in ("host", "disk"))
+    on_host, on_disk = (caches.convert(trial.cache, "offloaded", residency=place) for place in ("host", "disk"))
     assert on_host.device_bytes == on_host.bytes  # the host computes
     assert on_disk.device_bytes == 0
     assert on_disk.bytes > 0

@@ -21,8 +21,8 @@ from places import ROOT
 
 import caches
 import engine
-from caches.hf.split_rows import SplitCache, halves
 from caches.memory.disk_file import _PAGE, DiskFile
+from caches.transfer.split_rows import SplitCache, halves
 
 
 def fed(cache, layers: int, tokens: int = 6, rows: int = 2) -> None:
@@ -289,7 +289,7 @@ DEEP = """
 import os, resource, sys, torch, transformers
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 import caches, engine
-from caches.hf.split_rows import halves
+from caches.transfer.split_rows import halves
 from on_disk import ON_DISK, built, descriptors
 config = transformers.LlamaConfig(vocab_size=101, hidden_size=16, intermediate_size=16, num_hidden_layers=80,
     num_attention_heads=2, num_key_value_heads=2, head_dim=8, eos_token_id=None, pad_token_id=0)

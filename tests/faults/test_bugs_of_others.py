@@ -11,7 +11,7 @@ from fallbacks import expected, prompt
 
 import caches
 import engine
-from caches.core.prefix_sharing import Forking
+from caches.core.row_selection import RowSelection
 
 NEW = 8
 
@@ -87,17 +87,17 @@ def test_a_bug_in_putting_rows_apart_is_not_hidden(monkeypatch):
     with torch.no_grad():
         tiny_model("llama")(torch.arange(5, 15)[None], past_key_values=cache)
     cache.fork(2)
-    monkeypatch.setattr("caches.stores.shared_prefix.ForkedTimeline.should_unshare", True)
+    monkeypatch.setattr("caches.timeline.shared_timeline.ForkedTimeline.should_unshare", True)
 
     def broken(self):
         raise TypeError("a bug")
 
-    monkeypatch.setattr(Forking, "finish", broken)
+    monkeypatch.setattr(RowSelection, "finish", broken)
     with pytest.raises(TypeError, match="a bug"):
-        cache.unshare_if_materialized()
+        cache.selection.unshare_if_materialized()
 
     def starved(self):
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(Forking, "finish", starved)
-    cache.unshare_if_materialized()
+    monkeypatch.setattr(RowSelection, "finish", starved)
+    cache.selection.unshare_if_materialized()

@@ -9,7 +9,7 @@ from fallbacks import OutAt
 
 import caches
 import engine
-from caches.hf.split_rows import halves
+from caches.transfer.split_rows import halves
 from configs import EngineConfig
 from engine.planning.peak_memory import PeakMemory
 

@@ -216,10 +216,10 @@ def test_numbers_that_are_not_finite_are_found_on_request():
     ours = engine.generate(model, inputs, max_new_tokens=3).cache
     ours.check_finite()
     ours.key_cache[2][1, 0, 5, 3] = float("inf")
-    with pytest.raises(caches.StepError, match="layer 2: 1 numbers of keys in row 1 are NaN or infinite"):
+    with pytest.raises(caches.StepError, match="layer 2: 1 elements of keys in row 1 are NaN or infinite"):
         ours.check_finite()
     ours.ssm_states[1][0] = float("nan")
-    with pytest.raises(caches.StepError, match=r"layer 1: \d+ numbers of recurrent 0 in row 0"):
+    with pytest.raises(caches.StepError, match=r"layer 1: \d+ elements of recurrent 0 in row 0"):
         ours.check_finite()
 
 

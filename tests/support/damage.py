@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from caches.core.sink_hook import Sinks
 from caches.memory.prefetch import Prefetcher
 from caches.stores.dense import FixedStore, GrowingStore
 from caches.stores.quantized import QuantizedStore
 from caches.stores.recurrent_state import RecurrentState
+from caches.stores.sink import Sinks
 from caches.timeline.timeline import Timeline
 from engine.decoding import loop
 from engine.model.masks import Columns
@@ -130,7 +130,7 @@ def leave_rows_where_they_are(patch: Patch) -> None:
 
 
 def fork_rows_in_turn(patch: Patch) -> None:
-    patch.setattr("caches.core.prefix_sharing.repeated", lambda rows, times: torch.arange(max(0, rows)).repeat(times))
+    patch.setattr("caches.core.row_selection.repeated", lambda rows, times: torch.arange(max(0, rows)).repeat(times))
 
 
 def forget_no_staged_columns(patch: Patch) -> None:

@@ -11,7 +11,7 @@ from architectures import prompt, tiny_model
 from encoder_decoders import source, tiny_encoder_decoder
 
 import caches
-from caches.stores.shared_prefix import ForkedTimeline
+from caches.timeline.shared_timeline import ForkedTimeline
 
 PROMPTS, SIBLINGS, STEPS = 2, 3, 6
 ROWS = PROMPTS * SIBLINGS
@@ -100,7 +100,7 @@ class Loop:
 
     @property
     def forks(self) -> list[ForkedTimeline]:
-        return [fork for part in self.cache.parts for fork in part._forks]
+        return [fork for part in self.cache.parts for fork in part.stack.shared_timelines]
 
     @property
     def storage(self) -> set[int]:

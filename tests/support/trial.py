@@ -231,8 +231,6 @@ class Trial:
             must |= {f"conv {number}": last_read(self.tokens, layer, number, KERNEL) for number in range(convolutions)}
             if recurrent:
                 must["recurrent 0"] = recurrent_of(self.tokens, layer)
-            if self.kind.sinks is not None and spec.keeps_kv:
-                must["pads"] = torch.zeros(len(self.tokens), dtype=torch.long)
             yield self.own.layers[layer].dense_state(), must
         for layer in range(len(self.kind.specs) if self.encoded is not None else 0):
             must = {name: columns_of(self.encoded, layer, name) for name in ("keys", "values")}
@@ -251,6 +249,9 @@ class Trial:
             assert found.keys() == must.keys()
             for name, held in found.items():
                 assert torch.equal(held, must[name]), f"{name}: {held} instead of {must[name]}"
+        padding = self.own.stack.hook.state_dict(len(self.tokens))
+        assert padding.keys() == ({"left_padding"} if self.kind.sinks is not None else set())
+        assert all(counts.tolist() == [0] * len(self.tokens) for counts in padding.values())
         if not seen:
             assert not any(layer.dense_state() for layer in self.own.layers)
         if self.encoded is None and self.kind.cross:

@@ -38,7 +38,7 @@ class Feeder:
         new = torch.randn(rows, 1, count, 5, dtype=torch.float64)
         mask = (torch.arange(200) >= torch.tensor(self.pads)[:, None]).long()
         columns = Columns(mask, 200)
-        copied = self.cache.copied(0, count)
+        copied = self.cache.extra_slots(0, count)
         length, offset = self.cache.get_mask_sizes(count, 0)
         visible = columns.window_mask(seen, seen + count, offset, length, self.window, torch.bool, copied)
         self.cache.begin(count)
@@ -110,7 +110,8 @@ def test_every_token_sees_its_own_sinks_whatever_happens_to_the_cache(backend, s
             case 5 if feeder.total_tokens:
                 first = [caches.select_rows(feeder.cache, torch.tensor([row])) for row in range(len(feeder.pads))]
                 joined = caches.join_rows(first)
-                assert [layer.dense_state().keys() for layer in joined.layers] == [{"keys", "values", "pads"}]
+                assert [layer.dense_state().keys() for layer in joined.layers] == [{"keys", "values"}]
+                assert joined.stack.hook.state_dict(len(feeder.pads))["left_padding"].tolist() == feeder.pads
 
 
 def test_the_last_step_can_be_taken_back_at_once():
@@ -128,7 +129,7 @@ def test_pads_are_told_before_anything_is_forgotten():
     feeder.cache.set_padding([2, 0])
     feeder.cache.set_padding([1, 0])
     feeder.step(5)
-    with pytest.raises(caches.StepError, match=r"begin with \[1, 0\] pads have forgotten .* with \[0, 0\]"):
+    with pytest.raises(caches.StepError, match=r"begin with \[1, 0\] padding .* evicted .* with \[0, 0\]"):
         feeder.cache.set_padding(None)
     feeder.cache.reset()
     feeder.cache.set_padding([0, 2])

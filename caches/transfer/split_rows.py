@@ -8,7 +8,11 @@ from functools import partial
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
-from caches import Cache, CacheError, EncoderDecoder, EngineCache, NoCache, StepError, TokenLog
+from caches.errors import CacheError, StepError
+from caches.hf.cache import Cache
+from caches.hf.encoder_decoder import EncoderDecoder
+from caches.hf.no_cache import NoCache
+from caches.protocol import EngineCache, TokenLog
 from caches.transfer.dealing import deal_rows, gather_rows
 
 

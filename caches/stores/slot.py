@@ -1,0 +1,30 @@
+"""What a store is made for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from caches.memory.scratch import Scratch
+from caches.spec.layer_spec import LayerSpec
+from caches.stores.dense import Store
+from caches.stores.sink import Sinks
+from caches.timeline.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The tensor `name` ("keys", "values", "index") of a layer, for which a store is made.
+
+    timeline: its group's. scratch: memory that all layers of the cache share. sinks: the first tokens that stay, where
+    the cache keeps such.
+    """
+
+    spec: LayerSpec
+    name: str
+    timeline: Timeline
+    scratch: Scratch
+    sinks: Sinks | None = None
+
+
+StoreFactory = Callable[[Slot], Store]

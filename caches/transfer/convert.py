@@ -1,0 +1,51 @@
+"""A cache of another backend with the same content. Written once over what layers hold, so every backend has it."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from caches.errors import UnsupportedLayerError
+from caches.hf.cache import Cache
+from caches.hf.encoder_decoder import EncoderDecoder
+from caches.registry import recipe
+from configs import CacheConfig, EncoderDecoderCacheConfig
+
+C = TypeVar("C", Cache, EncoderDecoder)
+
+
+def convert(cache: C, name: str, **options: object) -> C:
+    """A cache of the backend `name` with `options`, holding what `cache` holds, which stays as it is.
+
+    Of an encoder-decoder cache `name` is for the decoder's tokens, unless it is "encoder_decoder".
+    Raises `StepError` where the backend would keep other tokens than there are, `CapacityError` where it is too small,
+    `UnsupportedLayerError` where it cannot keep such layers.
+    """
+    empty = empty_for(cache, recipe(name).options.from_dict(options))
+    for new, old in zip(empty.parts, cache.parts, strict=True):
+        old.crop(0)  # commits the step of another loop
+        if old.batch_size != -1:
+            contents = [layer.dense_state() for layer in old.layers]
+            hook_state = old.stack.hook.state_dict(old.batch_size)
+            new.stack.load_dense(old.total_tokens, old.batch_size, contents, hook_state)
+            new.log = old.log
+    return empty
+
+
+def empty_for(cache: C, config: CacheConfig) -> C:
+    """An empty cache of the backend that `config` is for, with the layers of `cache`."""
+    if not isinstance(cache, (Cache, EncoderDecoder)):
+        raise UnsupportedLayerError(
+            f"a {type(cache).__name__} was not made by caches.build, so its content cannot be read: only such caches "
+            "can become others"
+        )
+    name = config.name
+    if len(cache.parts) == 2 and not isinstance(config, EncoderDecoderCacheConfig):
+        config = EncoderDecoderCacheConfig(self_cache=config)
+    finds_layers = cache.stacks[0].finds_layers and not cache.layers
+    empty = recipe(config.name).build(None if finds_layers else cache.specs, config)
+    if type(empty) is not type(cache):
+        raise UnsupportedLayerError(
+            f"cache={name!r} cannot hold what is in a {type(cache).__name__} named {cache.name!r}: some of it would be "
+            "lost. Choose another, or keep the cache"
+        )
+    return empty
