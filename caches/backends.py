@@ -279,7 +279,7 @@ def _cache(specs: Layers, options: PlacedCacheConfig, new_store: StoreFactory, k
         specs,
         new_store,
         max_rows=options.max_batch_size,
-        place=place if place.is_told else None,
+        place=place if place.is_given else None,
         **({"fixed": new_store is _fixed} | more),
     )
     cache.options = options

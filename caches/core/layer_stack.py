@@ -25,7 +25,7 @@ S = TypeVar("S", bound="Steps")
 
 def needed_by_attention(spec: LayerSpec) -> Retention:
     """Keep exactly what the layer may still look at."""
-    return KeepAll() if spec.attention_span.columns is None else KeepRecent(spec.attention_span.columns)
+    return KeepAll() if spec.attention_span.past_tokens is None else KeepRecent(spec.attention_span.past_tokens)
 
 
 class Steps(LegacyNames):

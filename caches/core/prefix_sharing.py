@@ -127,7 +127,7 @@ class Forking(Choosing):
             layer.follow(forked.prefix, trunks)
         self._timelines[self._timelines.index(forked)] = forked.prefix
         if not self._forks:
-            self.scratch.drop_tail()
+            self.scratch.release_suffix()
 
     @property
     def shares(self) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 
 from caches.out_of_memory import is_out_of_memory
-from caches.quantization.machine import cache_folder, processor, write_whole
+from caches.quantization.machine import cache_folder, processor, write_atomically
 from engine.model.linear_backend import ROW_LIMITS, TORCH, Route, routes
 
 _MEASUREMENT = 2  # which one this is: verdicts of another are not read
@@ -82,7 +82,7 @@ def _read(size: str) -> tuple[str, ...] | None:
 def _write(size: str, names: tuple[str, ...]) -> None:
     content = json.dumps(_stored() | {size: list(names)}, indent=1)
     try:
-        write_whole(path(), content.encode())
+        write_atomically(path(), content.encode())
     except OSError:
         return  # the verdict holds for this process alone
 

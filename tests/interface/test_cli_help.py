@@ -197,12 +197,12 @@ def test_every_option_of_a_cache_has_a_meaning(name):
 
 def test_meanings_come_from_docstrings():
     assert configs.StaticCacheConfig.meanings()["max_cache_len"] == (
-        "tokens it can hold per row; None means prompt + new tokens of the first call that uses it."
+        "tokens per row; None is prompt + new tokens of the first call that uses it."
     )
     quantized = configs.OffloadedQuantizedCacheConfig
     assert quantized.meanings()["axis_key"] == quantized.meanings()["axis_value"] != ""
     assert quantized.values()["backend"] == list(configs.CODECS)
-    assert configs.EngineConfig.meanings()["over_budget"].startswith("what is done before it takes more.")
+    assert configs.EngineConfig.meanings()["over_budget"].startswith("what happens when the cache would need more.")
 
 
 @pytest.mark.parametrize("choices", [kind for kind in configs.CacheConfig._by_name.values() if kind.choices])
