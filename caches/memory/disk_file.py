@@ -159,7 +159,7 @@ class DiskFile:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             return _no_descriptor(error)
         is_there = os.path.isdir(self.folder)
-        free = f"which has {shutil.disk_usage(self.folder).free:,} bytes free" if is_there else "which is no folder"
+        free = f"where {shutil.disk_usage(self.folder).free:,} bytes are free" if is_there else "which is no folder"
         return (
             f"the cache needs a file of {self._size + size:,} bytes in {self.folder}, {free}: {error.strerror}. "
             "Choose another `folder`, free some space, or generate fewer tokens or rows"

@@ -106,7 +106,7 @@ class Timeline:
             return Placement(self._grown(needed))
         if self.max_tokens is not None:
             raise CapacityError(
-                f"the cache has {self.kept_tokens} of at most {limit} tokens and cannot take {tokens} more: "
+                f"the cache holds {self.kept_tokens} of at most {limit} tokens and cannot take {tokens} more: "
                 f"{self.kept_tokens + tokens - limit} too many. Build it with "
                 f"max_cache_len={self.kept_tokens + tokens} or more, "
                 "or use cache='dynamic', which grows."

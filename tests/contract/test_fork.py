@@ -33,8 +33,8 @@ CLOSE = {"atol": 1e-3, "rtol": 1e-4}
 @pytest.fixture
 def wholes(monkeypatch):
     """Every view that was needed whole."""
-    found, whole = [], SegmentedTensor.whole
-    monkeypatch.setattr(SegmentedTensor, "whole", lambda view: found.append(view) or whole(view))
+    found, whole = [], SegmentedTensor.materialize_for_model
+    monkeypatch.setattr(SegmentedTensor, "materialize_for_model", lambda view: found.append(view) or whole(view))
     return found
 
 

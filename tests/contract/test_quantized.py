@@ -311,8 +311,8 @@ def test_four_bits_are_a_fifth_of_float32(backend):
 @pytest.mark.parametrize("pads", [0, 4])
 def test_a_step_never_decodes_a_layer_whole(monkeypatch, backend, options, pads):
     """Where attention takes it piece by piece."""
-    wholes, whole = [], SegmentedTensor.whole
-    monkeypatch.setattr(SegmentedTensor, "whole", lambda view: wholes.append(view) or whole(view))
+    wholes, whole = [], SegmentedTensor.materialize_for_model
+    monkeypatch.setattr(SegmentedTensor, "materialize_for_model", lambda view: wholes.append(view) or whole(view))
     model, options = tiny_model("llama"), options | {"residual_length": 4}
     inputs = prompt(pads=pads)
     first = engine.generate(model, inputs, cache=backend, cache_config=options, max_new_tokens=2)

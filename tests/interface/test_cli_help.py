@@ -160,7 +160,7 @@ def test_a_model_that_samples_by_itself_does_so_here_too(cli, shipped, own_setti
 
 def test_a_terminal_is_told_that_the_limit_ended_a_text(cli, monkeypatch):
     monkeypatch.setattr("engine.cli.output._is_watched", lambda: True)
-    assert "(ended after 20 tokens, which is the limit: --max-new-tokens" in cli(["generate", PROMPT]).stderr
+    assert "(ended at the limit of 20 tokens: --max-new-tokens" in cli(["generate", PROMPT]).stderr
     assert cli(["generate", PROMPT, "-n", "5"]).stderr == ""
 
 
