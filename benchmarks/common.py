@@ -111,7 +111,7 @@ def encoded_bytes_per_token(config: Any, item_bytes: int, options: configs.Quant
     beside = item_bytes * (1 if options.backend == "fp8" else 2)
     per_number = 0.0
     for name in ("keys", "values"):
-        group = options.group if options.groups_over_columns(name) else min(options.group, config.head_dim)
+        group = options.group if options.is_per_channel(name) else min(options.group, config.head_dim)
         per_number += (options.bits / 8 + beside / group) / 2
     return full_bytes_per_token(config, 1) * per_number
 

@@ -62,8 +62,8 @@ def variants() -> dict[str, Variant]:
         for bits in sorted(facts.bits, reverse=True):
             options = {"backend": backend, "nbits": bits, "residual_length": RESIDUAL}
             name = backend if len(facts.bits) == 1 else f"{backend}, {bits} bit{'s' if bits > 1 else ''}"
-            for axis, over_columns in facts.axes.items():
-                groups = "per channel" if over_columns else "per token"
+            for axis, per_channel in facts.axes.items():
+                groups = "per channel" if per_channel else "per token"
                 found[f"{name}, {groups}"] = Variant(options | {"axis_key": axis, "axis_value": axis})
             if not facts.axes:
                 found[name] = Variant(options)

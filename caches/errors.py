@@ -1,11 +1,11 @@
 """Errors of the caches.
 
 CacheError (an `EngineError`)
-├── UnknownCacheError (also a ValueError)       a name that is not registered
-├── CapacityError (also a ValueError)      more tokens than a fixed cache can hold
-├── UnsupportedLayerError (also a ValueError)   a layer kind that a backend cannot keep
-├── UnknownContentError (also a ValueError)         what a cache holds cannot be compared with a text
-└── StepError (also a RuntimeError)        begin / settle / abort called out of order, or tokens that are gone
+├── UnknownCacheError (also a ValueError)      a name that is not registered
+├── CapacityError (also a ValueError)          more tokens or rows than the cache has room for
+├── UnsupportedLayerError (also a ValueError)  a kind of layer that a backend cannot keep
+├── UnknownContentError (also a ValueError)    the content of a cache cannot be compared with a text
+└── StepError (also a RuntimeError)            begin / commit / abort out of order, or tokens that were evicted
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ class CacheError(EngineError):
 
 
 class UnknownCacheError(CacheError, ValueError):
-    """A backend name that is not registered."""
+    """The name of a backend is not registered."""
 
 
 class CapacityError(CacheError, ValueError):
-    """More tokens than the cache can hold. Nothing was changed."""
+    """More tokens or rows than the cache has room for. The cache is unchanged."""
 
 
 class UnsupportedLayerError(CacheError, ValueError):
-    """A model has a kind of layer that this backend cannot keep."""
+    """The model has a kind of layer that this backend cannot keep."""
 
 
 class UnknownContentError(CacheError, ValueError):
-    """What a cache holds cannot be compared with a text. The message is the reason."""
+    """The content of a cache cannot be compared with a text. The message says why."""
 
 
 class StepError(CacheError, RuntimeError):
-    """The steps of a cache were used out of order, or tokens are asked for that it no longer has."""
+    """Steps were called out of order, or an operation needs tokens that the cache has evicted."""

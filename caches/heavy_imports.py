@@ -1,7 +1,4 @@
-"""torch and transformers, imported in less time than import statements take.
-
-What a program sees of them is the same, whether it has imported them before, does so later or never.
-"""
+"""Imports torch and transformers faster than plain import statements, with the same result."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from typing import Any
 
 _HQQ = "hqq.core.quantize"
 _FROZEN_BY_PYTHON = 1000
-"""Objects, at most: Python 3.12 freezes 375 by itself. A bare program has 5,000 that it could freeze."""
+"""Objects: Python 3.12 freezes 375 by itself. A program that calls `gc.freeze` freezes 5,000 or more."""
 _MODULES = (
     "torch",
     "transformers.cache_utils",
@@ -27,12 +24,12 @@ _MODULES = (
 
 
 def import_transformers() -> None:
-    """Import what every run needs of them, unless the program has done so."""
+    """Import the modules that every run needs, unless the program has imported transformers already."""
     if "transformers.modeling_utils" in sys.modules:
         return
     with _collections_paused():
         for shortcut in (_import_cache_utils, _import_models):
-            with suppress(Exception):  # a release of transformers that it does not fit imports them its own way, below
+            with suppress(Exception):  # if it does not fit the release of transformers, the plain import below does
                 shortcut()
         for name in _MODULES:
             importlib.import_module(name)
@@ -40,10 +37,10 @@ def import_transformers() -> None:
 
 @contextmanager
 def _collections_paused() -> Iterator[None]:
-    """Python's garbage collector does not run inside.
+    """A context without garbage collections.
 
-    Imports make several 100,000 objects that stay. The collector goes through them many times and finds nothing, which
-    is a quarter of the time.
+    Imports create several 100,000 objects that stay. Collections during the imports find no garbage and take a quarter
+    of their time.
     """
     if not gc.isenabled():
         yield
@@ -52,20 +49,19 @@ def _collections_paused() -> Iterator[None]:
     try:
         yield
     finally:
-        if gc.get_freeze_count() <= _FROZEN_BY_PYTHON:  # else what the program froze would be unfrozen
+        if gc.get_freeze_count() <= _FROZEN_BY_PYTHON:  # or objects that the program froze would be unfrozen
             gc.freeze()
-            gc.unfreeze()  # into the oldest generation, where a collection would have moved them
+            gc.unfreeze()  # moves them to the oldest generation, as collections would have done
         gc.enable()
 
 
 def _import_cache_utils() -> None:
-    """Import `transformers.cache_utils`, which imports hqq where it is installed, without hqq.
+    """Import `transformers.cache_utils` without hqq, which it imports if installed.
 
-    hqq imports the whole of torch's compiler, and is needed by transformers' own HQQ caches alone: they get it on first
-    use. In releases of transformers in which other modules import hqq too, they get it then.
+    hqq imports torch's compiler and is needed only by transformers' own HQQ caches, which import it on first use.
     """
     name = "transformers.cache_utils"
-    importlib.import_module("transformers.configuration_utils")  # first, so that little is imported meanwhile
+    importlib.import_module("transformers.configuration_utils")  # before the stand-in for hqq is in sys.modules
     if name in sys.modules or _HQQ in sys.modules:
         return
     sys.modules[_HQQ] = _HqqModule(_HQQ)
@@ -76,15 +72,15 @@ def _import_cache_utils() -> None:
 
 
 def _import_models() -> None:
-    """Import `transformers.models` with the names that `transformers` has found in the files of all its models.
+    """Import `transformers.models` with the import structure that `import transformers` has built already.
 
-    By itself it reads those 2,000 files a second time, which takes 0.2 s.
+    Without this, transformers reads its 2,000 model files a second time, which takes 0.2 s.
     """
     name, prefix = "transformers.models", "models."
     utils: Any = importlib.import_module("transformers.utils.import_utils")
     if name in sys.modules:
         return
-    find = utils.define_import_structure  # keeps what it has found
+    find = utils.define_import_structure  # cached
     folder = Path(utils.__file__).parents[1] / "models"
     found = {
         needed: {file.removeprefix(prefix): names for file, names in files.items() if file.startswith(prefix)}
@@ -105,7 +101,7 @@ def _quantizer() -> Any:
 
 
 class _HqqModule(ModuleType):
-    """What `transformers.cache_utils` imports in place of hqq's module."""
+    """Stands in for hqq's module while `transformers.cache_utils` is imported."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -113,10 +109,10 @@ class _HqqModule(ModuleType):
 
 
 class _Quantizer:
-    """hqq's `Quantizer`, a class of class methods, imported when one of them is asked for."""
+    """hqq's `Quantizer`, a class of class methods, imported when one of them is used."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_quantizer(), name)
 
-    def __reduce__(self) -> Any:  # a copy is the class itself
+    def __reduce__(self) -> Any:  # copies and pickles are hqq's class
         return _quantizer, ()

@@ -1,4 +1,4 @@
-"""What running out of memory looks like: the kinds of errors, and the exact forms of those that have no kind."""
+"""Recognizes errors of failed allocations, by class or, for plain RuntimeErrors, by the exact message."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 
 import torch
 
-# Of RuntimeErrors: what torch and the libraries below it say, from the beginning of the message.
-_FORMS = re.compile(
+# The beginnings of messages of torch and its libraries for plain RuntimeErrors.
+_MESSAGES = re.compile(
     r"(\[enforce fail at \S+:\d+\] .{0,40})?DefaultCPUAllocator: (can't allocate|not enough) memory"
     r"|MPS backend out of memory"
     r"|(CUDA|HIP|XPU)( driver)? error: out of memory"
@@ -17,15 +17,15 @@ _FORMS = re.compile(
     r"|(std::bad_alloc|bad allocation)$"
     r"|unable to mmap \d+ bytes .*: Cannot allocate memory \(12\)$"
 )
-# oneDNN says the same when it has no memory and when it cannot do what it was asked for.
-_OF_ONEDNN = ("could not create a memory object", "could not create a primitive", "could not execute a primitive")
+# oneDNN's messages are the same for a failed allocation and for an unsupported operation.
+_ONEDNN_MESSAGES = ("could not create a memory object", "could not create a primitive", "could not execute a primitive")
 
 
 def is_out_of_memory(error: BaseException, size: int = 0) -> bool:
-    """Whether it is an allocation that failed, on a device or in host memory.
+    """Whether `error` is a failed allocation, on a device or in host memory.
 
-    size: bytes that may have been asked for. Where the message does not tell, as with oneDNN, an allocation of so many
-    is tried now; 0 says that memory is not the reason.
+    size: bytes that may have been requested. Where the message is ambiguous (oneDNN), an allocation of `size` bytes is
+    tried; with 0 the answer is no.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -33,12 +33,12 @@ def is_out_of_memory(error: BaseException, size: int = 0) -> bool:
         return error.errno == errno.ENOMEM
     if is_of_onednn(error):
         return size > 0 and not _is_free(size)
-    return isinstance(error, RuntimeError) and _FORMS.match(str(error).strip()) is not None
+    return isinstance(error, RuntimeError) and _MESSAGES.match(str(error).strip()) is not None
 
 
 def is_of_onednn(error: BaseException) -> bool:
-    """Whether oneDNN failed for a reason that its message does not tell."""
-    return isinstance(error, RuntimeError) and str(error).strip() in _OF_ONEDNN
+    """Whether it is one of oneDNN's ambiguous errors."""
+    return isinstance(error, RuntimeError) and str(error).strip() in _ONEDNN_MESSAGES
 
 
 def _is_free(size: int) -> bool:

@@ -1,6 +1,6 @@
-"""Cache backends by name. A recipe is a function from a model's layers and the backend's options to a cache.
+"""The registry of cache backends: a recipe builds a cache from a model's layers and the backend's options.
 
-Without any layers (None) it makes a cache that finds them as they are used, where it can.
+A recipe that gets None for the layers builds a cache that learns them as they are used, or refuses.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from configs.plugins import check_name, load_plugins
 
 @dataclass(frozen=True)
 class Recipe:
-    """name: what users write. options: the backend's configuration class. summary: one line on what it is for.
+    """One registered backend.
 
-    any_layers: it suits every model, also one of whose layers nothing is known.
+    name: what users write. options: its configuration class. build: (layers, options) -> an empty cache.
+    summary: one line for lists. any_layers: it works for every model, without knowing its layers.
     """
 
     name: str
@@ -32,7 +33,7 @@ class Recipe:
 
     @property
     def has_a_size(self) -> bool:
-        """Whether it has to be told how many tokens it will hold."""
+        """Whether the number of tokens, max_cache_len, is needed to build it."""
         return self.options.needs_size
 
 
@@ -42,16 +43,16 @@ _recipes: dict[str, Recipe] = {}
 def register(
     options: type[CacheConfig], *, any_layers: bool = False, replace: bool = False
 ) -> Callable[[Callable], Callable]:
-    """Make a function the recipe for `options.name`. Its docstring's first line becomes the summary.
+    """Decorator: register a function as the recipe for `options.name`.
 
-    The same definitions may be executed again. Raises `configs.ConfigError` where the name is taken by others, unless
-    `replace` says that these take their place.
+    The first line of its docstring becomes the summary. Executing the same definition again is allowed, as in a
+    notebook; for another definition of the same name, `replace=True` is needed, or `configs.ConfigError` is raised.
     """
 
     def decorate(build: Callable) -> Callable:
         if options.name in _recipes:
-            holder = _recipes[options.name]
-            check_name(f"a cache named {options.name!r}", [holder.options, holder.build], [options, build], replace)
+            old = _recipes[options.name]
+            check_name(f"a cache named {options.name!r}", [old.options, old.build], [options, build], replace)
         summary = (build.__doc__ or "").strip().splitlines()
         _recipes[options.name] = Recipe(options.name, options, build, summary[0] if summary else "", any_layers)
         return build
@@ -60,7 +61,7 @@ def register(
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe of that name. Raises `UnknownCacheError` with the nearest names."""
+    """The recipe for `name`. Raises `UnknownCacheError` with the nearest names."""
     if name not in _recipes:
         load_plugins(CACHE_PLUGINS)
     if name not in _recipes:
@@ -69,16 +70,17 @@ def recipe(name: str) -> Recipe:
 
 
 def names() -> list[str]:
-    """All there are, those of plug-ins too: entry points of the group "kvengine.caches"."""
+    """The names of all backends, plug-ins (entry points of the group "kvengine.caches") included."""
     load_plugins(CACHE_PLUGINS)
     return list(_recipes)
 
 
 def build(name: str, model_config: Any, options: CacheConfig | None = None, **changes: Any) -> EngineCache:
-    """An empty cache for a model with this configuration (a `PreTrainedConfig`).
+    """Build an empty cache.
 
-    options: the backend's configuration; `changes` override its fields, or stand alone. For an encoder-decoder model
-    the backend keeps the decoder's tokens; `cross_cache` (a name or a `CacheConfig`) chooses another for the encoder's.
+    name: the backend. model_config: the model's `PreTrainedConfig`. options: the backend's configuration, by default
+    all defaults; changes: fields that override it. For an encoder-decoder model the backend keeps the decoder's tokens,
+    and `cross_cache` (a name or a `CacheConfig`) selects the backend for the encoder's.
     Raises `UnknownCacheError`, `configs.ConfigError` (an unknown or impossible option), `UnsupportedLayerError`.
     """
     chosen = recipe(name)
@@ -90,18 +92,18 @@ def build(name: str, model_config: Any, options: CacheConfig | None = None, **ch
 def build_layers(
     name: str, specs: Sequence[LayerSpec], is_encoder_decoder: bool, options: CacheConfig | None = None, **changes: Any
 ) -> EngineCache:
-    """`build` for these layers, whatever model they are of."""
+    """`build` for layers that are given as specs."""
     chosen = recipe(name)
-    is_pair = chosen.options is EncoderDecoderCacheConfig
-    if is_pair and not is_encoder_decoder:
+    builds_both_caches = chosen.options is EncoderDecoderCacheConfig
+    if builds_both_caches and not is_encoder_decoder:
         raise UnsupportedLayerError(
             f"cache={name!r} is for encoder-decoder models, and this one has no encoder: leave it out"
         )
-    if is_pair or chosen.any_layers or not is_encoder_decoder:
+    if builds_both_caches or chosen.any_layers or not is_encoder_decoder:
         return chosen.build(specs, _complete(chosen, options, changes))
     cross_cache = changes.pop("cross_cache", None)
-    pair = EncoderDecoderCacheConfig(self_cache=_complete(chosen, options, changes), cross_cache=cross_cache)
-    return recipe(pair.name).build(specs, pair)
+    both = EncoderDecoderCacheConfig(self_cache=_complete(chosen, options, changes), cross_cache=cross_cache)
+    return recipe(both.name).build(specs, both)
 
 
 def _complete(chosen: Recipe, options: CacheConfig | None, changes: dict[str, Any]) -> CacheConfig:

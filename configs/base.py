@@ -1,4 +1,4 @@
-"""What every configuration can do: come from and go to a dict, JSON or a file, and refuse what it does not know."""
+"""The base class of configurations: conversion from and to dicts and JSON, and checks of keys and types."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _IN_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "tru
 
 
 def nearest(word: str, known: Iterable[str], most: int = 24) -> str:
-    """A hint for error messages: up to three known words close to `word`.
+    """A hint for error messages: up to three of the `known` words that are close to `word`.
 
-    When none is close it is all of them, or nothing at all where there are more than `most`.
+    If none is close: all of them, or an empty text if there are more than `most`.
     """
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
@@ -33,22 +33,22 @@ def nearest(word: str, known: Iterable[str], most: int = 24) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Base of all configurations: frozen fields, checked when built. `dict(config)` is `config.to_dict()`.
+    """Base of all configurations: frozen fields that are checked on construction.
 
-    Data types and devices are kept as strings, torch's own are taken too. Where a configuration is expected, a dict
-    stands for one.
+    Data types and devices are stored as strings; torch's objects are converted. A field that expects a configuration
+    takes a dict too. `dict(config)` is `config.to_dict()`.
     """
 
     absent: ClassVar[dict[str, str]] = {}
-    """Options of others that this one does not have, and why."""
+    """Options of related configurations that this one lacks, with the reason for the error message."""
     choices: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Of options that are one of a few values, those."""
+    """The values of options that have a fixed set of them."""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
         for name in self.option_names():
             kinds = _kinds(hints[name])
-            value = _kept(getattr(self, name), kinds)
+            value = _stored(getattr(self, name), kinds)
             if not any(_fits(value, kind) for kind in kinds):
                 expected = " or ".join(
                     "None" if kind is NoneType else getattr(kind, "__name__", str(kind)) for kind in kinds
@@ -61,7 +61,7 @@ class Config:
         return iter(self.to_dict().items())
 
     def validate(self) -> None:
-        """Raise `ConfigError` for values that cannot work; their types are right. Nothing to check by default."""
+        """Raise `ConfigError` for impossible values. Types were checked before. By default every value is possible."""
 
     @classmethod
     def option_names(cls) -> list[str]:
@@ -69,9 +69,9 @@ class Config:
 
     @classmethod
     def meanings(cls) -> dict[str, str]:
-        """What every option means, as the docstrings of the class and its bases say.
+        """The description of every option, from the docstrings of the class and its bases.
 
-        There an entry is a line `name: text` or `name, name: text`, four spaces in, and further lines below it.
+        An entry is a line `name: text` or `name, name: text`; its further lines are indented by four spaces.
         """
         found = dict.fromkeys(cls.option_names(), "")
         for kind in reversed(cls.__mro__):
@@ -81,7 +81,7 @@ class Config:
 
     @classmethod
     def values(cls) -> dict[str, list[str]]:
-        """What every option may be beside None, in words."""
+        """The values that every option takes, in words; None is not listed."""
         hints, found = get_type_hints(cls), {}
         for name in cls.option_names():
             kinds = [get_origin(kind) or kind for kind in _kinds(hints[name]) if kind is not NoneType]
@@ -91,12 +91,12 @@ class Config:
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """Every option's default."""
+        """The default of every option."""
         return {field.name: field.default for field in dataclasses.fields(cls)}
 
     @classmethod
     def from_dict(cls: type[C], data: dict[str, Any], **overrides: Any) -> C:
-        """Build from a dict, `overrides` winning. An unknown key is a `ConfigError` that names the valid ones."""
+        """Build from a dict; `overrides` win. Raises `ConfigError` with the nearest names for an unknown key."""
         values = {**data, **overrides}
         for key in values:
             if key not in cls.option_names():
@@ -107,7 +107,7 @@ class Config:
 
     @classmethod
     def from_json_file(cls: type[C], path: str | Path, **overrides: Any) -> C:
-        """`from_dict` of the object in a file. Every `ConfigError` names the file, and the place that is no JSON."""
+        """`from_dict` of a JSON file. Every `ConfigError` names the file, and the position of a syntax error."""
         try:
             data = json.loads(Path(path).read_bytes())
         except ValueError as error:
@@ -120,16 +120,16 @@ class Config:
             raise ConfigError(f"{path}: {error}") from error
 
     def update(self: C, **changes: Any) -> tuple[C, dict[str, Any]]:
-        """A copy with these changes, and those of them that are no options."""
+        """A copy with these changes, and a dict of those that are not options."""
         known = {name: value for name, value in changes.items() if name in self.option_names()}
         return dataclasses.replace(self, **known), {name: changes[name] for name in changes if name not in known}
 
     def to_dict(self, use_diff: bool = False) -> dict[str, Any]:
-        """What `from_dict` takes. use_diff: only what differs from the defaults."""
+        """The dict that `from_dict` takes. use_diff: only values that differ from the defaults."""
         values = {name: getattr(self, name) for name in self.option_names()}
         if use_diff:
             values = {name: value for name, value in values.items() if value != self.defaults()[name]}
-        return {name: _told(value, use_diff) for name, value in values.items()}
+        return {name: _as_json(value, use_diff) for name, value in values.items()}
 
     def to_json_string(self, use_diff: bool = False) -> str:
         return json.dumps(self.to_dict(use_diff), indent=2, sort_keys=True) + "\n"
@@ -138,8 +138,8 @@ class Config:
         Path(path).write_text(self.to_json_string(use_diff))
 
 
-def _told(value: Any, use_diff: bool) -> Any:
-    """A value as JSON has it."""
+def _as_json(value: Any, use_diff: bool) -> Any:
+    """A value as JSON represents it."""
     if isinstance(value, Config):
         return value.to_dict(use_diff)
     return list(value) if isinstance(value, tuple) else value
@@ -150,8 +150,8 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
-def _kept(value: Any, kinds: tuple[Any, ...]) -> Any:
-    """A value as it is kept: what stands for a configuration is built, torch's data types and devices are named."""
+def _stored(value: Any, kinds: tuple[Any, ...]) -> Any:
+    """A value as a field stores it: dicts become configurations, torch's data types and devices become strings."""
     if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device"):
         return str(value).removeprefix("torch.")
     for kind in kinds:
@@ -161,11 +161,11 @@ def _kept(value: Any, kinds: tuple[Any, ...]) -> Any:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type; containers are looked at from outside only."""
+    """Whether a value is of a type. The elements of containers are not checked."""
     kind = get_origin(kind) or kind
     if kind is Any or not isinstance(kind, type):
         return True
-    if isinstance(value, bool):  # an int to Python, a mistake to us
+    if isinstance(value, bool):  # Python's bool is an int, but True for a number is a mistake
         return kind is bool
     return isinstance(value, (int, float) if kind is float else kind)
 
@@ -178,7 +178,7 @@ def require_positive(owner: str, **values: int | None) -> None:
 
 
 def _entries(docstring: str) -> Iterator[tuple[str, str]]:
-    """Names and texts of the entries of a docstring, see `Config.meanings`."""
+    """(names, text) of each entry of a docstring, see `Config.meanings`."""
     names, lines = "", list[str]()
     for line in [*inspect.cleandoc(docstring).splitlines(), ""]:
         begins = re.match(r"([a-z_]+(?:, [a-z_]+)*): (.+)", line)

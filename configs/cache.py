@@ -1,4 +1,4 @@
-"""One frozen dataclass per cache family; its fields are the options of that family."""
+"""The configuration of each cache backend: a frozen dataclass whose fields are the backend's options."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ C = TypeVar("C", bound="CacheConfig")
 
 @dataclass(frozen=True)
 class CacheConfig(Config):
-    """Base of the cache configurations. `name` is the backend's name in the registry and travels with the options.
+    """Base of the cache configurations.
 
-    `CacheConfig.from_dict` and `from_json_file` build the subclass that has the name, yours too once it is defined. A
-    name that another class has is a `ConfigError`, unless the class is defined with `replace=True`, as in
-    `class Mine(CacheConfig, replace=True)`; the same class may be defined again.
+    `name` is the backend's name in the registry; `to_dict` includes it. `CacheConfig.from_dict` and `from_json_file`
+    build the subclass with that name, your own subclasses included. Defining a second class with the same name raises
+    `ConfigError`, unless it is `class Mine(CacheConfig, replace=True)`. The same class may be defined again.
     """
 
     name: ClassVar[str]
     needs_size: ClassVar[bool] = False
-    """Whether it has to be told, as max_cache_len, how many tokens it will hold."""
+    """Whether the backend needs max_cache_len, the number of tokens per row."""
     _by_name: ClassVar[dict[str, type[CacheConfig]]] = {}
 
     def __init_subclass__(cls, replace: bool = False, **keywords: Any) -> None:
@@ -32,19 +32,19 @@ class CacheConfig(Config):
         if "name" not in vars(cls):
             return
         if cls.name in CacheConfig._by_name:
-            holder = CacheConfig._by_name[cls.name]
-            check_name(f"a cache configuration named {cls.name!r}", [holder], [cls], replace)
+            old = CacheConfig._by_name[cls.name]
+            check_name(f"a cache configuration named {cls.name!r}", [old], [cls], replace)
         CacheConfig._by_name[cls.name] = cls
 
     @classmethod
     def names(cls) -> list[str]:
-        """The names that have a configuration, those of plug-ins too."""
+        """The names of all cache configurations, those of plug-ins included."""
         load_plugins(CACHE_PLUGINS)
         return list(CacheConfig._by_name)
 
     @classmethod
     def from_dict(cls: type[C], data: dict[str, Any], **overrides: Any) -> C:
-        """As `Config.from_dict`. The key "name" picks the class; a class that has one does without the key."""
+        """As `Config.from_dict`. The key "name" selects the class; classes with a name do not need the key."""
         values = {**data, **overrides}
         own = getattr(cls, "name", None)
         name = values.pop("name", own)
@@ -62,19 +62,19 @@ class CacheConfig(Config):
         return super().from_dict(values)
 
     def to_dict(self, use_diff: bool = False) -> dict[str, Any]:
-        """What `from_dict` takes, the name included. use_diff: else only what differs from the defaults."""
+        """The dict that `from_dict` takes, with "name". use_diff: only values that differ from the defaults."""
         return {"name": self.name} | super().to_dict(use_diff)
 
 
 @dataclass(frozen=True)
 class PlacedCacheConfig(CacheConfig):
-    """Base of the caches that keep tensors.
+    """Base of the configurations of caches that keep tensors.
 
-    max_batch_size: rows there is room for; None for any number, of a fixed cache those of the first step.
-    device: where the model's keys are expected to be. Tensors are made where each layer computes; a step that comes
-        from elsewhere is refused.
+    max_batch_size: the most rows; None is no limit, and for caches of fixed size the rows of the first step.
+    device: the device on which the model's keys are expected; a step with keys on another one is refused. The cache
+        allocates its tensors on the device of each layer in any case.
     dtype: the data type that the model's keys are expected to have, such as "bfloat16".
-    layer_device_map: where those of some layers are expected to be, by layer number.
+    layer_device_map: the expected devices of single layers, by layer number.
     """
 
     max_batch_size: int | None = None
@@ -83,7 +83,7 @@ class PlacedCacheConfig(CacheConfig):
     layer_device_map: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.layer_device_map, dict):  # numbers are names in JSON
+        if isinstance(self.layer_device_map, dict):  # JSON has no integer keys
             by_name = {str(layer): str(device) for layer, device in self.layer_device_map.items()}
             object.__setattr__(self, "layer_device_map", by_name)
         super().__post_init__()
@@ -94,16 +94,16 @@ class PlacedCacheConfig(CacheConfig):
 
 @dataclass(frozen=True)
 class DynamicCacheConfig(PlacedCacheConfig):
-    """A cache that makes room as tokens come."""
+    """A cache that grows with the text."""
 
     name: ClassVar[str] = "dynamic"
 
 
 @dataclass(frozen=True)
 class StaticCacheConfig(PlacedCacheConfig):
-    """A cache of fixed size whose tensors never move.
+    """A cache of fixed size, whose tensors keep their addresses.
 
-    max_cache_len: tokens it can hold per row; None means prompt + new tokens of the first call that uses it.
+    max_cache_len: tokens per row; None is prompt + new tokens of the first call that uses it.
     """
 
     name: ClassVar[str] = "static"
@@ -117,17 +117,17 @@ class StaticCacheConfig(PlacedCacheConfig):
 
 @dataclass(frozen=True)
 class HybridCacheConfig(StaticCacheConfig):
-    """A static cache for models of which some layers look back at a window only."""
+    """A static cache for models that have layers with sliding windows."""
 
     name: ClassVar[str] = "hybrid"
 
 
 @dataclass(frozen=True)
 class SlidingWindowCacheConfig(PlacedCacheConfig):
-    """Only the last tokens: the model's own window, or one imposed on its full attention.
+    """A cache of the last tokens: the model's own window, or one that is imposed on its full attention.
 
-    window_length: columns a token can look at, itself included; None is the model's own window.
-    max_cache_len: tokens per row, where fewer than a window will come; None has room for the window.
+    window_length: tokens that a token attends to, itself included; None is the model's own window.
+    max_cache_len: tokens per row, if there will be fewer than a window; None is room for the window.
     """
 
     name: ClassVar[str] = "sliding_window"
@@ -141,7 +141,7 @@ class SlidingWindowCacheConfig(PlacedCacheConfig):
 
 
 def check_residency(residency: str, folder: str | None, known: tuple[str, ...]) -> None:
-    """Raise `ConfigError` unless it is one of those known, and a folder is given for "disk" only."""
+    """Raise `ConfigError` unless `residency` is one of `known` and `folder` is given only for "disk"."""
     if residency not in known:
         raise ConfigError(f"residency={residency!r}, but it has to be {' or '.join(map(repr, known))}")
     if folder is not None and residency != "disk":
@@ -150,11 +150,11 @@ def check_residency(residency: str, folder: str | None, known: tuple[str, ...]) 
 
 @dataclass(frozen=True)
 class OffloadedCacheConfig(PlacedCacheConfig):
-    """A cache of which the device only has the layers at work; it makes room as tokens come.
+    """A growing cache outside of the device; the device has only the layers that are being computed.
 
-    residency: where the others are: in host memory, or on disk, in a file in `folder` that leaves nothing behind.
-    folder: for files on disk; None is the system's folder for temporary files, or /var/tmp where that is in memory.
-    offload_only_non_sliding: whether layers that look back at a window stay on the device.
+    residency: "host": in host memory; "disk": in a temporary file in `folder`.
+    folder: the folder for the file; None is the system's folder for temporary files, or /var/tmp if that is in memory.
+    offload_only_non_sliding: whether layers with sliding windows stay on the device.
     """
 
     name: ClassVar[str] = "offloaded"
@@ -172,7 +172,7 @@ class OffloadedCacheConfig(PlacedCacheConfig):
 class OffloadedStaticCacheConfig(OffloadedCacheConfig):
     """`OffloadedCacheConfig` with a fixed size.
 
-    max_cache_len: tokens it can hold per row; None means prompt + new tokens of the first call that uses it.
+    max_cache_len: tokens per row; None is prompt + new tokens of the first call that uses it.
     """
 
     name: ClassVar[str] = "offloaded_static"
@@ -187,16 +187,16 @@ class OffloadedStaticCacheConfig(OffloadedCacheConfig):
 
 @dataclass(frozen=True)
 class SinkCacheConfig(PlacedCacheConfig):
-    """The first tokens and the last: text without end, in constant memory (StreamingLLM, arXiv 2309.17453).
+    """A cache of the first and the last tokens: endless text in constant memory (StreamingLLM, arXiv 2309.17453).
 
-    window_length: tokens that a token looks at once there are as many, itself included. It has to be given.
-    num_sink_tokens: how many of them are a row's first ones.
+    window_length: tokens that a token attends to at most, itself and the sinks included. It has to be given.
+    num_sink_tokens: the number of sinks, the first tokens of each row.
     """
 
     name: ClassVar[str] = "sink"
     absent: ClassVar[dict[str, str]] = {
-        "residency": "its window, of constant size, stays where layers compute; what cache='quantized_sink' encodes "
-        "can be elsewhere"
+        "residency": "its window has a constant size and stays on the device; cache='quantized_sink' can keep its "
+        "codes in host memory or on disk"
     }
     window_length: int | None = None
     num_sink_tokens: int = 4
@@ -205,28 +205,28 @@ class SinkCacheConfig(PlacedCacheConfig):
         super().validate()
         require_positive(type(self).__name__, window_length=self.window_length)
         if self.num_sink_tokens < 0:
-            raise ConfigError(f"num_sink_tokens={self.num_sink_tokens}, but there are 0 or more of them")
+            raise ConfigError(f"num_sink_tokens={self.num_sink_tokens}, but it has to be 0 or more")
         if self.window_length is not None and self.window_length <= self.num_sink_tokens:
             raise ConfigError(
                 f"window_length={self.window_length} is a window smaller than the sinks: num_sink_tokens="
-                f"{self.num_sink_tokens} of them and the token being fed have to fit in: choose "
+                f"{self.num_sink_tokens} and the current token have to fit in: choose "
                 f"window_length={self.num_sink_tokens + 1} or more"
             )
 
 
 @dataclass(frozen=True)
 class MambaCacheConfig(PlacedCacheConfig):
-    """The states of a model without attention."""
+    """A cache of conv and recurrent states, for models without attention."""
 
     name: ClassVar[str] = "mamba"
 
 
 @dataclass(frozen=True)
 class EncoderDecoderCacheConfig(CacheConfig):
-    """The two caches of an encoder-decoder model, each a backend's name or its configuration.
+    """The two caches of an encoder-decoder model, each the name of a backend or its configuration.
 
-    self_cache: for the decoder's own tokens.
-    cross_cache: for the encoder's, which are written once; None is "static" beside a cache whose tensors never move,
+    self_cache: for the decoder's tokens.
+    cross_cache: for the encoder's tokens, which are written once; None is "static" if the self cache is of fixed size,
         else "dynamic".
     """
 
@@ -237,6 +237,6 @@ class EncoderDecoderCacheConfig(CacheConfig):
 
 @dataclass(frozen=True)
 class NoCacheConfig(CacheConfig):
-    """No cache: every step computes the whole sequence again. It has no options."""
+    """No cache: every step computes the whole sequence again. There are no options."""
 
     name: ClassVar[str] = "none"

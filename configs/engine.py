@@ -21,26 +21,25 @@ _PRESETS = Path(__file__).parent / "presets"
 class EngineConfig(Config):
     """Options of a `Generator`.
 
-    cache: used when a call names none: a backend's name, or its `CacheConfig`, in a dict or JSON an object like
-        {"name": "static", "max_cache_len": 4096}; None is the model's own setting, or else "dynamic".
-    prefill_chunk_tokens: the prompt is read in pieces of at most this many tokens; None reads it at once.
-    compile: "off", or the `torch.compile` backend that turns the decode step of a fixed-size cache into one graph.
-    linears: which matrix product float32 linear layers on a CPU take: "default", torch's own; "onednn"; "auto": for
-        each number of rows and size of the matrix the fastest, if by a tenth faster than torch's own, as measured once
-        per machine (1 s; kept in `$KVENGINE_CACHE`, by default the user's cache folder); or "gemv": single rows in a
-        kernel that is compiled when it is first needed (which takes a C++ compiler, about 20 seconds, once per
-        machine), others as "onednn". They differ by rounding. `Stats.linears` says what was taken.
-    on_oom: what is tried, in this order, when memory is out in the middle of a run, before it gives up with
-        `engine.OutOfMemory`. "release": drop compiled graphs and idle memory. "chunk": read the prompt in ever smaller
-        pieces. "offload": move the live cache to host memory, on a machine that computes there to disk. "quantize":
-        move it there in few bits, the only one that changes the text. "split": compute the rows of some prompts after
-        those of others, in ever smaller parts.
-    max_cache_bytes: what the cache of a call may take of the device's memory; None is no limit.
-    over_budget: what is done before it takes more. "offload": as on_oom does. "slide": only the last tokens that have
-        room stay, which changes the text. "error": `engine.OutOfMemory` with what was generated so far.
-    dtype, device_map: how a model given as a path is loaded (`from_pretrained`'s words).
-    trust_remote_code: whether Python code that a model's repository brings may run while the model is loaded. Without
-        it such a repository is an `InputError`: nothing is asked on standard input.
+    cache: the cache of calls that do not set one: a backend's name, or its `CacheConfig` (in JSON an object such as
+        {"name": "static", "max_cache_len": 4096}); None is the model's generation config's, else "dynamic".
+    prefill_chunk_tokens: the prompt is computed in chunks of at most this many tokens; None computes it at once.
+    compile: "off", or the `torch.compile` backend that compiles the decode step of a cache of fixed size.
+    linears: the matrix product of float32 linear layers on a CPU. "default": torch's own; "onednn"; "auto": the fastest
+        for each number of rows and size of the matrix, if it is at least 10 % faster than torch's own, as measured once
+        per machine (1 s; stored in `$KVENGINE_CACHE`, by default the user's cache folder); "gemv": for single rows a
+        kernel that is compiled on first use (about 20 s, once per machine, needs a C++ compiler), else as "onednn".
+        Results differ by rounding. `Stats.linears` reports the choice.
+    on_oom: the fallbacks, in this order, when an allocation fails during a run; after the last one the run ends with
+        `engine.OutOfMemoryError`. "release": free compiled graphs and idle memory. "chunk": compute the prompt in
+        smaller chunks. "offload": move the live cache to host memory, or to disk if the model computes on the CPU.
+        "quantize": the same in few bits; the only fallback that changes the text. "split": compute the batch in parts.
+    max_cache_bytes: the most bytes of device memory for the cache of a call; None is no limit.
+    over_budget: what happens when the cache would need more. "offload": as in on_oom. "slide": keep only the last
+        tokens that fit, which changes the text. "error": `engine.OutOfMemoryError` with the text so far.
+    dtype, device_map: arguments of `from_pretrained` for a model that is given as a path.
+    trust_remote_code: whether Python code in the model's repository may run while the model is loaded; if not, such a
+        repository raises `InputError`.
     """
 
     cache: str | CacheConfig | None = None
@@ -69,26 +68,26 @@ class EngineConfig(Config):
 
 
 def checked_fallbacks(fallbacks: Any) -> tuple[str, ...]:
-    """What `on_oom` says, as a tuple. Raises `ConfigError` for what is no fallback, and for one that is there twice."""
+    """`on_oom` as a tuple. Raises `ConfigError` for an unknown fallback and for one that is listed twice."""
     if isinstance(fallbacks, str) or not isinstance(fallbacks, (tuple, list)):
         raise ConfigError(
-            f"on_oom={fallbacks!r}, but it is a list of fallbacks, such as ['offload'], or [] to give up at once"
+            f"on_oom={fallbacks!r}, but it has to be a list of fallbacks, such as ['offload'], or [] for none"
         )
     for fallback in fallbacks:
         if fallback not in FALLBACKS:
             raise ConfigError(f"on_oom has {fallback!r}; {nearest(str(fallback), list(FALLBACKS))}")
         if list(fallbacks).count(fallback) > 1:
-            raise ConfigError(f"on_oom has {fallback!r} twice: each fallback has one place in the order")
+            raise ConfigError(f"on_oom has {fallback!r} twice: list each fallback once")
     return tuple(fallbacks)
 
 
 def presets() -> list[str]:
-    """Names of the ready configurations."""
+    """The names of the presets, configurations that come with the package."""
     return sorted(file.stem for file in _PRESETS.glob("*.json"))
 
 
 def preset(name: str) -> EngineConfig:
-    """The ready configuration of that name. Raises `ConfigError` with the nearest names."""
+    """The preset `name`. Raises `ConfigError` with the nearest names."""
     if name not in presets():
         raise ConfigError(f"there is no preset named {name!r}; {nearest(name, presets())}")
     return EngineConfig.from_json_file(_PRESETS / f"{name}.json")

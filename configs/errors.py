@@ -1,4 +1,4 @@
-"""The root of the engine's errors stands here because configurations raise them too and import nothing."""
+"""The base of all errors, and the error of configurations."""
 
 
 class EngineError(Exception):
@@ -6,4 +6,4 @@ class EngineError(Exception):
 
 
 class ConfigError(EngineError, ValueError):
-    """A configuration with an unknown key or an impossible value."""
+    """A configuration has an unknown key or an impossible value."""

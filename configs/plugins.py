@@ -1,4 +1,4 @@
-"""Caches and strategies of others: when a name may be given again, and packages that bring some along."""
+"""Plug-ins: caches and strategies of other packages, and rules for registering a name twice."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ _loaded: set[str] = set()
 _loading = threading.RLock()
 
 
-def check_name(what: str, holder: Sequence[Any], new: Sequence[Any], replace: bool) -> None:
-    """Raise `ConfigError` where a name is taken by other definitions, unless they are to be replaced.
+def check_name(what: str, old: Sequence[Any], new: Sequence[Any], replace: bool) -> None:
+    """Raise `ConfigError` if a name is registered by other definitions, unless `replace`.
 
-    what: the name, in words. holder, new: classes and functions. A definition that is executed again, such as a cell of
-    a notebook, is the same one: its module and its qualified name are those of before.
+    what: the name, in words. old, new: the classes and functions that are registered, and those to register. They are
+    the same if their modules and qualified names are equal, as when a notebook's cell is executed again.
     """
-    if not replace and list(map(_place, holder)) != list(map(_place, new)):
-        places = " and ".join(map(_place, holder))
-        raise ConfigError(f"{what} is registered already, by {places}: choose another name, or say replace=True")
+    if not replace and list(map(_qualified_name, old)) != list(map(_qualified_name, new)):
+        owners = " and ".join(map(_qualified_name, old))
+        raise ConfigError(f"{what} is registered already, by {owners}: choose another name, or pass replace=True")
 
 
-def _place(definition: Any) -> str:
+def _qualified_name(definition: Any) -> str:
     if not hasattr(definition, "__qualname__"):  # such as a functools.partial
         return repr(definition)
     return f"{definition.__module__}.{definition.__qualname__}"
 
 
 def load_plugins(group: str) -> None:
-    """Import what installed packages name as entry points of `group`, once: importing it registers it.
+    """Import the entry points of `group` of all installed packages, once; on import they register themselves.
 
-    One that cannot be imported is a warning, with its traceback.
+    An entry point that cannot be imported is logged as a warning, with its traceback.
     """
     with _loading:
         if group in _loaded:

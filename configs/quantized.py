@@ -1,4 +1,4 @@
-"""What the codecs of quantized caches can do, and the options of those caches."""
+"""The configurations of quantized caches, and what each codec supports."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from configs.errors import ConfigError
 
 @dataclass(frozen=True)
 class CodecFacts:
-    """What a codec library can do.
+    """What a codec supports.
 
-    bits: those of a code that it supports, the first is the default. axes: what its axes mean: whether a group is one
-    channel of a block of columns, not neighbouring channels of one column; the first is the default. package: the
-    module to import, None for torch alone; distribution: its name for pip. group: numbers in a group by default.
+    bits: the numbers of bits per code; the first is the default. axes: by the library's axis, whether groups are per
+    channel (else per token); the first is the default; empty if fixed. package: the module that it imports; None if it
+    needs only torch. distribution: the package's name for pip. group: elements per group by default.
     """
 
     bits: tuple[int, ...]
@@ -32,27 +32,27 @@ CODECS = {
     "fp8": CodecFacts((8,), {}),
     "kivi": CodecFacts((4, 2, 3, 8), {}, group=32),
 }
-"""The backends of a quantized cache. fp8 groups neighbouring channels; kivi keys over columns, values over channels."""
+"""By backend. fp8 has groups per token; kivi per channel for keys and per token for values."""
 
 
 @dataclass(frozen=True)
 class QuantizedCacheConfig(PlacedCacheConfig):
-    """Keys and values in few bits, the most recent ones in full.
+    """A cache of keys and values in few bits, with the most recent tokens in full precision.
 
-    backend: the codec that writes the bits.
-    nbits: bits of a number; None is 4, of fp8 8.
-    axis_key, axis_value: what a group is, as the library counts axes: of quanto 0 and of hqq 1, the defaults, it is
-        neighbouring channels of one token, of quanto -1 and of hqq 0 one channel of q_group_size tokens. fp8 and kivi
-        have none to choose.
-    q_group_size: numbers that share a scale; None is 64, of kivi 32. Where it does not divide the head's width, the
-        largest number below that does.
-    residual_length: the most recent tokens that stay in full.
+    backend: the codec.
+    nbits: bits per element; None is 4, for fp8 8.
+    axis_key, axis_value: the grouping, by the axis that the library uses. Per token (neighbouring channels of one
+        token), the default: 0 for quanto, 1 for hqq. Per channel (one channel of q_group_size tokens): -1 for quanto, 0
+        for hqq. Fixed for fp8 and kivi.
+    q_group_size: elements that share a scale; None is 64, for kivi 32. If it does not divide the size of a head, the
+        next smaller divisor.
+    residual_length: the number of most recent tokens in full precision.
     compute_dtype: the data type of scales and of the arithmetic of decoding; None is the model's.
-    fused: whether attention multiplies with the codes as they are, in kernels that are compiled when they are first
-        needed, by a C++ compiler: the fastest where it can be, for float32 on a CPU, and not of 3 bits or fp8. What
-        they are multiplied with is rounded to 16 bits, thousands of times finer than the codes are.
-    residency: where the codes are: on the device, in host memory, or on disk, in a file in `folder`.
-    folder: for files on disk; None is the system's folder for temporary files, or /var/tmp where that is in memory.
+    fused: whether attention multiplies with the packed codes, in kernels that a C++ compiler builds on first use. The
+        fastest choice for float32 on a CPU; not for 3 bits or fp8. Queries and attention weights are rounded to 16
+        bits, thousands of times finer than the codes.
+    residency: "device": the codes are on the device; "host": in host memory; "disk": in a temporary file in `folder`.
+    folder: the folder for the file; None is the system's folder for temporary files, or /var/tmp if that is in memory.
     """
 
     name: ClassVar[str] = "quantized"
@@ -64,9 +64,7 @@ class QuantizedCacheConfig(PlacedCacheConfig):
         "compute_dtype": ("float16", "bfloat16", "float32", "float64"),
         "residency": ("device", "host", "disk"),
     }
-    absent: ClassVar[dict[str, str]] = {
-        "max_cache_len": "blocks are made as tokens come, so it has no fixed size and needs none"
-    }
+    absent: ClassVar[dict[str, str]] = {"max_cache_len": "the cache grows block by block and has no fixed size"}
     backend: str = "quanto"
     nbits: int | None = None
     axis_key: int | None = None
@@ -91,7 +89,7 @@ class QuantizedCacheConfig(PlacedCacheConfig):
         facts = CODECS[self.backend]
         if self.nbits is not None and self.nbits not in facts.bits:
             raise ConfigError(
-                f"backend={self.backend!r} cannot write {self.nbits} bits, only {_either(sorted(facts.bits))}: "
+                f"backend={self.backend!r} does not support {self.nbits} bits, only {_either(sorted(facts.bits))}: "
                 "choose one of them, or another backend"
             )
         for name, axis in (("axis_key", self.axis_key), ("axis_value", self.axis_value)):
@@ -102,7 +100,7 @@ class QuantizedCacheConfig(PlacedCacheConfig):
                     f"{name}={axis}, but backend={self.backend!r} has the axes {_either(sorted(facts.axes))}"
                 )
         if self.residual_length < 0:
-            raise ConfigError(f"residual_length={self.residual_length}, but it counts tokens: 0 or more")
+            raise ConfigError(f"residual_length={self.residual_length}, but it has to be 0 or more")
         check_residency(self.residency, self.folder, self.choices["residency"])
         if self.compute_dtype not in (None, *self.choices["compute_dtype"]):
             raise ConfigError(f"compute_dtype={self.compute_dtype!r} is no floating-point type to decode in")
@@ -118,18 +116,18 @@ class QuantizedCacheConfig(PlacedCacheConfig):
 
     @property
     def group(self) -> int:
-        """Numbers that share a scale, at most."""
+        """Elements that share a scale, at most."""
         return CODECS[self.backend].group if self.q_group_size is None else self.q_group_size
 
     @property
     def block(self) -> int:
-        """Tokens that are encoded together."""
-        if self.groups_over_columns("keys") or self.groups_over_columns("values"):
+        """Tokens that are quantized together."""
+        if self.is_per_channel("keys") or self.is_per_channel("values"):
             return self.group
         return max(1, min(64, self.residual_length))
 
-    def groups_over_columns(self, name: str) -> bool:
-        """Whether a group of "keys" or "values" is one channel of a block of tokens."""
+    def is_per_channel(self, name: str) -> bool:
+        """Whether a group of `name`, "keys" or "values", is one channel of a block of tokens."""
         axes, axis = CODECS[self.backend].axes, self.axis_key if name == "keys" else self.axis_value
         if not axes:
             return self.backend == "kivi" and name == "keys"
@@ -138,7 +136,7 @@ class QuantizedCacheConfig(PlacedCacheConfig):
 
 @dataclass(frozen=True)
 class OffloadedQuantizedCacheConfig(QuantizedCacheConfig):
-    """`QuantizedCacheConfig` of which the device only has the codes of the layers at work."""
+    """`QuantizedCacheConfig` with the codes in host memory or on disk; they are fetched layer by layer."""
 
     name: ClassVar[str] = "offloaded_quantized"
     residency: str = "host"
@@ -146,17 +144,17 @@ class OffloadedQuantizedCacheConfig(QuantizedCacheConfig):
 
 @dataclass(frozen=True)
 class QuantizedSinkCacheConfig(SinkCacheConfig, QuantizedCacheConfig):
-    """`SinkCacheConfig` whose window, longer than what stays in full, is kept as `QuantizedCacheConfig` says."""
+    """`SinkCacheConfig` with a quantized window, which has to be longer than the tokens in full precision."""
 
     name: ClassVar[str] = "quantized_sink"
 
     def validate(self) -> None:
         super().validate()
-        in_full = max(self.residual_length, self.block)
-        if self.window_length is not None and self.window_length - 1 <= in_full:
+        unquantized = max(self.residual_length, self.block)
+        if self.window_length is not None and self.window_length - 1 <= unquantized:
             raise ConfigError(
-                f"window_length={self.window_length}, but up to {in_full} tokens stay in full, so nothing would be "
-                "encoded: give a wider window or a smaller residual_length, or use cache='sink'"
+                f"window_length={self.window_length}, but up to {unquantized} tokens stay in full precision: nothing "
+                "would be quantized: give a wider window or a smaller residual_length, or use cache='sink'"
             )
 
 

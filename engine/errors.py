@@ -1,16 +1,16 @@
 """Errors of the engine.
 
 EngineError
-├── caches.CacheError                     what a cache raises: see `caches.errors`
-├── ConfigError (also a ValueError)       a configuration with an unknown key or an impossible value
-├── InputError (also a ValueError)        a prompt that the model cannot be given
-├── OptionError (also a ValueError, a TypeError)   an option that is unknown or cannot apply
-└── GenerationInterrupted (also a RuntimeError)     something failed while generating; carries what was generated so far
-    ├── InvalidLogitsError                         the model, its draft or a processor left no token to choose
-    ├── GenerationCancelled                         the call's `cancellation` was set
-    └── OutOfMemoryError                       memory is out, and no way to go on is left
+├── caches.CacheError                              errors of caches: see `caches.errors`
+├── ConfigError (also a ValueError)                a configuration has an unknown key or an impossible value
+├── InputError (also a ValueError)                 a model, a prompt or another input cannot be used
+├── OptionError (also a ValueError, a TypeError)   an option is unknown or does not apply
+└── GenerationInterrupted (also a RuntimeError)    a run failed; `partial` is the result so far
+    ├── InvalidLogitsError                         logits or scores with NaN, or with no token to choose
+    ├── GenerationCancelled                        the call's `cancellation` was set
+    └── OutOfMemoryError                           an allocation failed, and no fallback is left
 
-UserInterrupt (a KeyboardInterrupt, no EngineError)     the same for Ctrl-C
+UserInterrupt (a KeyboardInterrupt, no EngineError)    Ctrl-C during a run; `partial` is the result so far
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ __all__ = [
 
 
 class InputError(EngineError, ValueError):
-    """A prompt that the model cannot be given."""
+    """A model, a prompt or another input cannot be used."""
 
 
 class OptionError(EngineError, ValueError, TypeError):
-    """An option that is unknown, contradicts another, or cannot apply to this model."""
+    """An option is unknown, contradicts another, or does not apply to this model."""
 
 
 class GenerationInterrupted(EngineError, RuntimeError):
-    """Something raised while generating. `partial` holds all tokens emitted before, and the cache to continue.
+    """A run failed. `partial` is the result so far: all tokens that were emitted, and the cache to continue with.
 
-    Of a search it holds the best beams so far. Before the first tokens it has the rows of the prompt.
+    For beam search it has the best beams so far; before the first token it has the prompts.
     """
 
     def __init__(self, message: str, partial: Generation):
@@ -55,21 +55,21 @@ class GenerationInterrupted(EngineError, RuntimeError):
 
 
 class InvalidLogitsError(GenerationInterrupted):
-    """NaN, infinite, or only -inf: scores that no token can be chosen by. `partial` ends before the step of them."""
+    """Scores from which no token can be chosen: NaN, +inf, or only -inf. `partial` ends before that step."""
 
 
 class GenerationCancelled(GenerationInterrupted):
-    """The event that was given as `cancellation` was set."""
+    """The call's `cancellation` event was set."""
 
 
 class OutOfMemoryError(GenerationInterrupted):
-    """Memory is out, and `on_oom` leaves no way to go on. `partial.stats.fallbacks` says what was tried."""
+    """An allocation failed, and no fallback of `on_oom` is left. `partial.stats.fallbacks` lists those applied."""
 
 
 class UserInterrupt(KeyboardInterrupt):
-    """Ctrl-C was pressed while generating. `partial` as of `GenerationInterrupted`.
+    """Ctrl-C was pressed during a run. `partial` is the same as for `GenerationInterrupted`.
 
-    As every KeyboardInterrupt it is no Exception: code that goes on after whatever fails lets it pass.
+    It is a KeyboardInterrupt, so `except Exception` does not catch it.
     """
 
     partial: Generation

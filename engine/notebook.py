@@ -1,4 +1,4 @@
-"""How results show themselves where they are looked at by hand: in a few words, or as tables of a notebook."""
+"""Short `repr`s of results and plans, and HTML tables for notebooks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NO_TEXT = "none: no tokenizer was given (tokenizer=..., or the model as a path)
 
 
 def generation_in_short(out: Generation) -> str:
-    """Two or three lines, however many rows, tokens and records there are."""
+    """A `repr` of two or three lines for a result of any size."""
     text = f"text={_NO_TEXT}" if out.text is None else f"text[0]={_cut(out.text[0], _SHORT)!r}"
     optional = [field.name for field in fields(out) if field.default is None]
     records = [name for name in optional if getattr(out, name) is not None]
@@ -29,7 +29,7 @@ def generation_in_short(out: Generation) -> str:
 
 
 def generation_as_html(out: Generation) -> str:
-    """A line for each of the first rows, and what was measured."""
+    """A table of the first rows, and the measurements."""
     texts: Sequence[str | None] = out.text or [None] * len(out.tokens)
     rows = []
     for row, text in enumerate(texts[:_MOST_ROWS]):
@@ -44,7 +44,7 @@ def generation_as_html(out: Generation) -> str:
 
 
 def plan_in_short(plan: Plan) -> str:
-    """A line; `print(plan)` shows the table."""
+    """A `repr` of one line; `print(plan)` shows the table."""
     fitting = sum(backend.fits is True for backend in plan.backends)
     return (
         f"Plan({plan.model}, {plan.dtype} on {plan.device}, {plan.batch_size} x ({plan.prompt_tokens} + "
@@ -54,7 +54,7 @@ def plan_in_short(plan: Plan) -> str:
 
 
 def plan_as_html(plan: Plan) -> str:
-    """A line for each cache, with the reason where it is refused, and the choice."""
+    """A table with a line per cache, the reasons of refusals, and the choice."""
     rows = [_backend_cells(backend) for backend in plan.backends]
     run = f"{plan.batch_size} x {plan.prompt_tokens:,} tokens, {plan.max_new_tokens:,} new ones, in {plan.rows} rows"
     below = [
@@ -67,7 +67,7 @@ def plan_as_html(plan: Plan) -> str:
 def _backend_cells(backend: BackendPlan) -> list[Any]:
     if backend.refused is not None:
         return [backend.title, "", "", "", "", backend.refused]
-    needs = ", ".join(f"{size / 1e6:,.1f} MB ({place})" for place, size in backend.need_bytes.items())
+    needs = ", ".join(f"{size / 1e6:,.1f} MB ({tier})" for tier, size in backend.need_bytes.items())
     searched = [f"{n:,}" if n is not None else "?" for n in (backend.longest_context, backend.largest_batch)]
     return [backend.title, needs, {True: "yes", False: "no", None: "?"}[backend.fits], *searched, ""]
 
@@ -91,9 +91,9 @@ def _cut(text: str, most: int) -> str:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]], below: Sequence[str]) -> str:
-    """HTML in which nothing of what is shown is read as HTML."""
+    """An HTML table, and lines below it; all content is escaped."""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     style = ' style="text-align: left; white-space: pre-wrap"'
     body = "".join("<tr>" + "".join(f"<td{style}>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-    told = "".join(f"<p>{escape(line)}</p>" for line in below)
-    return f"<div><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{told}</div>"
+    lines = "".join(f"<p>{escape(line)}</p>" for line in below)
+    return f"<div><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{lines}</div>"

@@ -1,4 +1,4 @@
-"""What a generation gives back."""
+"""The result of a call: tokens, text, statistics, and chunks of a stream."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from engine.notebook import generation_as_html, generation_in_short
 
 @dataclass(frozen=True)
 class Fallback:
-    """How a run went on after memory was out.
+    """A fallback that a run applied when memory was out.
 
     Attributes
     ----------
     name : str
-        Which of the ways was taken: see `configs.EngineConfig.on_oom`.
+        Which one: see `configs.EngineConfig.on_oom`.
     what : str
-        What was done, in words.
+        What it did, in words.
     tokens : int
-        Tokens of each row in the cache when it was taken.
+        Tokens per row in the cache at that time.
     bytes_before, bytes_after : int
-        Bytes of the cache on the device that computes.
+        Bytes of the cache on the compute device.
     """
 
     name: str
@@ -43,35 +43,35 @@ class Fallback:
 
 @dataclass(frozen=True)
 class Stats:
-    """Measured over one call. Rates count the tokens of all rows; a rate is None when nothing was timed for it.
+    """Measurements of one call. Rates are over all rows; a rate is None if nothing was timed for it.
 
     Attributes
     ----------
     cache : str
-        The name of the backend that was used, or the class of a cache of transformers' own.
+        The name of the cache backend, or the class of one of transformers' caches.
     prompt_tokens : int
-        Tokens read, pads and tokens already in the cache not counted.
+        Prompt tokens that were computed, without padding and tokens that were already in the cache.
     new_tokens : int
-        Tokens emitted, pads of ended rows not counted.
+        Tokens emitted, without the padding of ended rows.
     ttft_s : float or None
         Seconds from the call to the first token.
     prefill_tokens_per_s, decode_tokens_per_s : float or None
-        Tokens read per second until the first token, and new ones per second from then on.
+        Prompt tokens per second until the first token, and new tokens per second after it.
     total_s : float
-        Seconds of the whole call.
+        Seconds of the call.
     cache_bytes : int
-        Size of the cache at the end.
+        Bytes of the cache at the end.
     peak_bytes : int or None
-        Most device memory allocated during the call, by all that runs there; None where the device does not report it
-        (CPU). Where it stayed below what the process had allocated before, it is the most after any step.
+        The most bytes allocated on the device during the call, by the whole process; None if the device does not report
+        it (CPU). If an earlier peak of the process was higher, it is the most after any step.
     drafted_tokens, accepted_tokens, verifications : int or None
-        Tokens that a draft or the text proposed to the model, those of them that were found right, and forwards of the
-        model that looked at some. None where nothing was proposed.
+        Speculative decoding: tokens proposed by a draft model or prompt lookup, those accepted, and forwards of the
+        model that verified some. None without it.
     fallbacks : tuple of Fallback
-        How the run went on whenever memory was out.
+        The fallbacks that were applied when memory was out, in order.
     linears : str
-        Which matrix products the model's linear layers of float32 on a CPU took, by rows and by size of the matrix:
-        "torch", "onednn", ... (see `EngineConfig.linears`).
+        The matrix products of float32 linear layers on a CPU, by rows and by size of the matrix: "torch", "onednn", ...
+        (see `EngineConfig.linears`).
     """
 
     cache: str
@@ -94,43 +94,42 @@ class Stats:
 class Generation:
     """The result of one call, with the fields of transformers' `return_dict_in_generate`.
 
-    A result equals only itself: compare the fields of two, with `torch.equal` those that are tensors.
+    `==` compares identity. To compare two results, compare their fields, tensors with `torch.equal`.
 
     Attributes
     ----------
     sequences : LongTensor [rows, prompt + new]
-        Laid out as by transformers' `generate`: prompts with their left pads, rows that ended early filled up with the
-        pad id.
+        As from transformers' `generate`: prompts with their left padding, and ended rows filled with the pad id.
     tokens : list of list of int
-        The new token ids of every row, without the pads after its end.
+        The new token ids of every row, without padding.
     text : list of str or None
-        The new text of every row, without special tokens and without the stop string that ended it; None when the
-        call had no tokenizer.
+        The new text of every row, without special tokens and without the stop string that ended it; None without a
+        tokenizer.
     finish_reasons : list of str or None
-        Per row "eos", "stop_string", "criteria", "time", "length", or None when the run ended before the row did,
-        or where a search has found fewer texts than were asked for: that row has no tokens.
+        Per row "eos", "stop_string", "criteria", "time" or "length". None if the run ended before the row did, or if a
+        search found fewer texts than `num_return_sequences`: that row has no tokens.
     stats : Stats
-        What was measured.
+        Measurements.
     cache : Cache or None
-        The live cache, holding everything but the last token (nothing where guidance took a negative prompt longer
-        than the prompts, whose columns are not theirs); None for cache="none", where an encoder had no memory, and
-        for one of transformers' own that a failed step has spoilt. (transformers' fixed and sliding layers cannot take
-        a token back: after a failure between a forward and the choice of its token they hold that last token too.)
+        The live cache, with all tokens but the last one. It is empty after guidance with a negative prompt longer than
+        the prompts. None for cache="none", if memory ran out in the encoder, and for a cache of transformers' own that
+        a failed step left inconsistent. (transformers' static and sliding layers cannot remove a token: after a
+        failure between a forward and the choice of its token they have the last token too.)
     scores, logits : tuple of Tensor [rows, vocabulary], or None
         Per new token, float32, after / before the logits processors; None unless `output_scores` / `output_logits`.
     attentions, hidden_states, cross_attentions : tuple or None
-        What the model (its decoder) returned in each of its forwards; None unless asked for with `output_attentions` /
-        `output_hidden_states`, the last one without an encoder too.
+        The outputs of the decoder, one entry per forward; None unless `output_attentions` / `output_hidden_states`.
+        cross_attentions: only for encoder-decoder models.
     encoder_attentions, encoder_hidden_states : tuple or None
-        What the encoder returned, one tensor per layer, [prompts, heads, columns, columns] and [prompts, columns,
-        width]: a row per prompt, however many texts it has. None unless asked for, without an encoder, and where
-        `encoder_outputs` that were given hold none.
+        The outputs of the encoder, a tensor per layer, [prompts, heads, columns, columns] and [prompts, columns,
+        width]; one row per prompt. None unless requested as above, without an encoder, and if the given
+        `encoder_outputs` have none.
     sequences_scores : Tensor [rows] or None
-        Of beam search, what its texts were compared by, float32. None for other strategies.
+        For beam search: the scores of the texts, float32.
     beam_indices : LongTensor [rows, new] or None
-        Of beam search, in which row of the step each new token was chosen, -1 after the end.
+        For beam search: the row from which each new token was chosen, -1 after the end.
     legacy : bool
-        Whether `past_key_values` are tuples: the call said `return_legacy_cache=True`.
+        Whether `past_key_values` is a tuple, as requested with `return_legacy_cache=True`.
     """
 
     sequences: torch.Tensor
@@ -152,9 +151,9 @@ class Generation:
 
     @property
     def past_key_values(self) -> TransformersCache | tuple | None:
-        """transformers' name for `cache`; tuples of keys and values where the call said `return_legacy_cache=True`.
+        """transformers' name for `cache`; a tuple of keys and values per layer with `return_legacy_cache=True`.
 
-        Raises `caches.UnsupportedLayerError` where tuples cannot say everything that is in it.
+        Raises `caches.UnsupportedLayerError` if tuples cannot represent the cache.
         """
         return self.cache.to_legacy_cache() if self.legacy and self.cache is not None else self.cache
 
@@ -168,7 +167,7 @@ class Generation:
 def nothing_generated(
     prompts: torch.Tensor, with_text: bool, fallbacks: Sequence[Fallback], total_s: float
 ) -> Generation:
-    """The result of a run that ended before it had a cache. prompts: its rows, [rows, columns]."""
+    """The result of a run that ended before its first forward. prompts: [rows, columns]."""
     stats = Stats(
         cache="none",
         prompt_tokens=0,
@@ -193,19 +192,19 @@ def nothing_generated(
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """One row's share of a stream. What was in a piece is final.
+    """New tokens and text of one row of a stream. They are final.
 
     Attributes
     ----------
     row : int
-        Its number in the result.
+        The row's index in the result.
     tokens : tuple of int
         The new token ids.
     text : str or None
-        The new text, held back while it may still change (half a character, the beginning of a stop string); None
+        The new text; withheld while it may change (an incomplete character, the beginning of a stop string). None
         without a tokenizer.
     finish_reason : str or None
-        As in `Generation`; set on the row's last piece.
+        As in `Generation`; set in the row's last chunk.
     """
 
     row: int

@@ -1,4 +1,4 @@
-"""Tables of plain text as wide as a terminal. No word, name or number is ever cut in two."""
+"""Plain-text tables for a terminal. Words are never broken."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from dataclasses import dataclass
 from textwrap import fill, wrap
 
 _GAP = 2  # columns between columns
-_READABLE = 24  # the narrowest column of running text
+_READABLE = 24  # characters: the narrowest column of running text
 
 
 @dataclass(frozen=True)
 class Column:
-    """title: lines of it are separated by newlines. wraps: its cells are running text, which takes the width left."""
+    """title: may have several lines. wraps: cells are running text, wrapped to the remaining width."""
 
     title: str = ""
     wraps: bool = False
 
 
 def terminal_width(unknown: int) -> int:
-    """Columns of the terminal, or of `$COLUMNS`."""
+    """The terminal's width in characters, or `$COLUMNS`. unknown: the width if there is no terminal."""
     return shutil.get_terminal_size((unknown, 24)).columns
 
 
 def wrapped(text: str, width: int, indent: str = "") -> str:
-    """A paragraph; lines after its first begin with `indent`."""
+    """`text` as a paragraph; all lines but the first begin with `indent`."""
     return fill(text, max(width, len(indent) + 1), subsequent_indent=indent, break_long_words=False,
                 break_on_hyphens=False)  # fmt: skip
 
 
 def aligned(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int) -> str:
-    """The table, however wide it becomes: only columns of running text give way."""
+    """The table. Only columns of running text are fitted to `width`; it may become wider."""
     return _table(columns, [[column.title for column in columns], *rows], width)
 
 
 def fits(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int) -> bool:
-    """Whether the table would be no wider than that, with text in columns that can be read."""
+    """Whether `aligned` would fit into `width` with readable columns of running text."""
     least = sum(_least(column, cells) for column, cells in _by_column(columns, rows)) + _GAP * (len(columns) - 1)
     return least <= width
 
 
 def blocks(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int) -> str:
-    """The same row below row: the first cell as a heading, then a line for each of the others."""
+    """The table as one block per row: the first cell as a heading, then a line for each other cell."""
     names = [" ".join(column.title.split()) for column in columns[1:]]
     parts = []
     for first, *rest in rows:
@@ -64,7 +64,7 @@ def _least(column: Column, cells: Sequence[str]) -> int:
 def _table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> str:
     room = [_least(column, [row[number] for row in rows]) for number, column in enumerate(columns)]
     running = [number for number, column in enumerate(columns) if column.wraps]
-    for number in running:  # what is left, in equal parts
+    for number in running:  # they share the remaining width
         left = width - sum(room) - _GAP * (len(columns) - 1)
         widest = max(len(line) for row in rows for line in row[number].splitlines() or [""])
         longest_word = max((len(word) for row in rows for word in row[number].split()), default=0)

@@ -1,8 +1,8 @@
-"""The version of what is installed."""
+"""The version of the installed package."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 try:
     __version__ = version("kvengine")
-except PackageNotFoundError:  # a checkout on the path
+except PackageNotFoundError:  # imported from a checkout
     __version__ = "0.1.0+unknown"

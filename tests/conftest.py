@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 from trial import Trial
 
 import engine
-from caches.quantization.machine import write_whole
+from caches.quantization.machine import write_atomically
 from engine.model import linear_timings
 
 # Kernels are compiled once and kept; which matrix product is the fastest is not measured here, in no command either.
@@ -33,7 +33,7 @@ _FASTEST = ["torch", "mm", "onednn", "swapped", "onednn"]
 
 
 def pytest_configure():
-    write_whole(linear_timings.path(), json.dumps(dict.fromkeys(("medium", "large"), _FASTEST)).encode())
+    write_atomically(linear_timings.path(), json.dumps(dict.fromkeys(("medium", "large"), _FASTEST)).encode())
 
 
 def pytest_addoption(parser):

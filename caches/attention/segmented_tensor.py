@@ -1,8 +1,8 @@
-"""What attention is handed when the columns are not there as one tensor: segments of it, put together when looked at.
+"""Keys or values in segments, as a tensor subclass: models compute attention with it without knowing.
 
-The products of attention are computed segment by segment, so that the whole is never there. Views that models take
-before them (heads repeated for the queries that share them, keys transposed) are remembered, not made. Whatever else a
-model does with such a tensor gets it whole, and does not notice.
+Matrix products and `scaled_dot_product_attention` run segment by segment, so the keys or values are never one tensor in
+memory. Views that models take before (heads repeated for grouped queries, keys transposed) are recorded, not computed.
+Any other operation gets an ordinary tensor.
 """
 
 from __future__ import annotations
@@ -16,47 +16,52 @@ from torch.utils._pytree import tree_map
 
 from caches.attention.segments import Attend, DenseSegment, Segment, group_rows, ungroup_rows
 
-_FEW = 64  # queries: with more of them scores would be larger than what is put together
+_FEW = 64  # tokens: above it the scores would take more memory than the materialized keys
 Segments: TypeAlias = Callable[[], Iterable[Segment]]
 
 
 @dataclass(frozen=True)
-class _Form:
-    """How columns [rows, heads, columns, width] are looked at: each head `repeats` times, `spread` along a dimension of
-    its own behind the heads, or with the last two dimensions `transposed`."""
+class _View:
+    """A view of keys or values [rows, heads, slots, width].
+
+    repeats: each head so many times. spread: the repeats are a dimension of their own, behind the heads. transposed:
+    the last two dimensions are swapped.
+    """
 
     repeats: int = 1
     spread: bool = False
     transposed: bool = False
 
-    def of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         rows, heads, *last = shape
         last = last[::-1] if self.transposed else last
         return (rows, heads, self.repeats, *last) if self.spread else (rows, heads * self.repeats, *last)
 
-    def applied(self, numbers: torch.Tensor) -> torch.Tensor:
+    def applied(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.spread:
-            numbers = numbers[:, :, None].expand(-1, -1, self.repeats, -1, -1)
+            tensor = tensor[:, :, None].expand(-1, -1, self.repeats, -1, -1)
         elif self.repeats > 1:
-            numbers = numbers.repeat_interleave(self.repeats, dim=1)
-        return numbers.mT if self.transposed else numbers
+            tensor = tensor.repeat_interleave(self.repeats, dim=1)
+        return tensor.mT if self.transposed else tensor
 
 
-_PLAIN = _Form()
+_PLAIN = _View()
 
 
 class SegmentedTensor(torch.Tensor):
-    """Columns [rows, heads, columns, width] made of what `segments` yields, one after the other.
+    """Keys or values [rows, heads, slots, width] that consist of the segments which `segments()` yields.
 
-    A segment may be overwritten when the next one is asked for, unless there is `attend`. base: their shape. like: has
-    their type and device. noted: called when the whole is needed. rows_per_prefix: segments are asked for so many rows
-    together. attend: see `Attend`, for one row.
+    Segments share scratch memory: consume one before requesting the next, unless `attend` is set.
+
+    base: the shape without the view. like: a tensor with the data type and the device. on_materialize: called when the
+    model needs an ordinary tensor. rows_per_prefix: consecutive rows that share a prefix, see `group_rows`. attend: a
+    kernel for all segments at once, see `Attend`; for rows_per_prefix = 1.
     """
 
     segments: Segments
     base: tuple[int, int, int, int]
-    form: _Form
-    noted: Callable[[], None] | None
+    form: _View
+    on_materialize: Callable[[], None] | None
     rows_per_prefix: int
     attend: Attend | None
 
@@ -66,74 +71,76 @@ class SegmentedTensor(torch.Tensor):
         segments: Segments,
         base: tuple[int, int, int, int],
         like: torch.Tensor,
-        noted: Callable[[], None] | None = None,
-        form: _Form = _PLAIN,
+        on_materialize: Callable[[], None] | None = None,
+        form: _View = _PLAIN,
         rows_per_prefix: int = 1,
         attend: Attend | None = None,
     ) -> SegmentedTensor:
-        view = torch.Tensor._make_wrapper_subclass(cls, form.of(base), dtype=like.dtype, device=like.device)
-        view.segments, view.base, view.form, view.noted = segments, base, form, noted
+        view = torch.Tensor._make_wrapper_subclass(cls, form.shape_of(base), dtype=like.dtype, device=like.device)
+        view.segments, view.base, view.form, view.on_materialize = segments, base, form, on_materialize
         view.rows_per_prefix, view.attend = rows_per_prefix, attend
         return view
 
     def materialize(self) -> torch.Tensor:
-        """An ordinary tensor of it."""
+        """The same as an ordinary tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             out = torch.empty(self.base, dtype=self.dtype, device=self.device)
             begin = 0
             for segment in self.segments():
-                numbers = segment.materialize()
-                of_rows = out[:, :, begin : begin + segment.columns]
-                of_rows.unflatten(0, (len(numbers), -1))[:] = numbers[:, None]  # of prompts: for all their rows
-                begin += segment.columns
+                dense = segment.materialize()
+                target = out[:, :, begin : begin + segment.slots]
+                target.unflatten(0, (len(dense), -1))[:] = dense[:, None]  # one prefix for all rows that share it
+                begin += segment.slots
             return self.form.applied(out)
 
-    def whole(self) -> torch.Tensor:
-        """`materialize`, for a model that cannot do with less."""
-        if self.noted is not None:
-            self.noted()
+    def materialize_for_model(self) -> torch.Tensor:
+        """`materialize`, and report it to `on_materialize`."""
+        if self.on_materialize is not None:
+            self.on_materialize()
         return self.materialize()
 
     def _as(self, **changes: Any) -> SegmentedTensor:
         form = replace(self.form, **changes)
-        return SegmentedTensor(self.segments, self.base, self, self.noted, form, self.rows_per_prefix, self.attend)
+        return SegmentedTensor(
+            self.segments, self.base, self, self.on_materialize, form, self.rows_per_prefix, self.attend
+        )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _ASKS:
+        if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _FOLLOWED:
-            followed = _FOLLOWED[func](*args, **kwargs)
-            if followed is not None:
-                return followed
-        return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
+        if func in _IN_SEGMENTS:
+            result = _IN_SEGMENTS[func](*args, **kwargs)
+            if result is not None:
+                return result
+        return func(*tree_map(_materialized, args), **tree_map(_materialized, kwargs))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return func(*tree_map(_whole, args), **tree_map(_whole, kwargs or {}))
+        return func(*tree_map(_materialized, args), **tree_map(_materialized, kwargs or {}))
 
 
-def segments_of(columns: torch.Tensor) -> Iterable[Segment]:
-    """Those of a view, or a tensor [rows, heads, columns, width] as one segment."""
-    return columns.segments() if isinstance(columns, SegmentedTensor) else (DenseSegment(columns),)
+def segments_of(tensor: torch.Tensor) -> Iterable[Segment]:
+    """The segments of a `SegmentedTensor`; another tensor [rows, heads, slots, width] is one segment."""
+    return tensor.segments() if isinstance(tensor, SegmentedTensor) else (DenseSegment(tensor),)
 
 
-def plain(columns: torch.Tensor) -> torch.Tensor:
-    """An ordinary tensor: itself, unless it is a view of segments."""
-    return columns.materialize() if isinstance(columns, SegmentedTensor) else columns
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, materialized if it is a `SegmentedTensor`."""
+    return tensor.materialize() if isinstance(tensor, SegmentedTensor) else tensor
 
 
-def _whole(value: Any) -> Any:
-    return value.whole() if isinstance(value, SegmentedTensor) else value
+def _materialized(value: Any) -> Any:
+    return value.materialize_for_model() if isinstance(value, SegmentedTensor) else value
 
 
-# What is followed without the whole: each returns None where it is something else after all.
+# Operations that work in segments. Each returns None for arguments that need an ordinary tensor.
 
 
 def _index(view: SegmentedTensor, index: Any) -> SegmentedTensor | None:
-    """`[:, :, None]`, how transformers begins to repeat heads."""
+    """`[:, :, None]`: the first step of transformers' `repeat_kv`."""
     if not isinstance(index, tuple) or not 3 <= len(index) <= 5 or index[2] is not None or view.form != _PLAIN:
         return None
     others = index[:2] + index[3:]
@@ -142,20 +149,20 @@ def _index(view: SegmentedTensor, index: Any) -> SegmentedTensor | None:
 
 def _expand(view: SegmentedTensor, *sizes: Any) -> SegmentedTensor | None:
     sizes = _flat(sizes)
-    rows, heads, columns, width = view.base
-    if view.form != _Form(spread=True) or len(sizes) != 5:
+    rows, heads, slots, width = view.base
+    if view.form != _View(spread=True) or len(sizes) != 5:
         return None
-    wanted = (rows, heads, sizes[2], columns, width)
-    if any(size not in (-1, must) for size, must in zip(sizes, wanted, strict=True)) or sizes[2] < 1:
+    expected = (rows, heads, sizes[2], slots, width)
+    if any(size not in (-1, one) for size, one in zip(sizes, expected, strict=True)) or sizes[2] < 1:
         return None
     return view._as(repeats=sizes[2])
 
 
 def _reshape(view: SegmentedTensor, *sizes: Any, shape: Any = None) -> SegmentedTensor | None:
-    """The dimension of its own joins the heads; anything else needs the whole."""
+    """The last step of `repeat_kv`: the repeats join the heads."""
     sizes = _flat(sizes) if shape is None else tuple(shape)
     joined = replace(view.form, spread=False)
-    return view._as(spread=False) if view.form.spread and sizes == joined.of(view.base) else None
+    return view._as(spread=False) if view.form.spread and sizes == joined.shape_of(view.base) else None
 
 
 def _repeat(view: SegmentedTensor, repeats: Any, dim: int | None = None, **kwargs: Any) -> SegmentedTensor | None:
@@ -179,7 +186,7 @@ def _contiguous(view: SegmentedTensor, **kwargs: Any) -> SegmentedTensor | None:
 
 
 def _to(view: SegmentedTensor, *args: Any, **kwargs: Any) -> SegmentedTensor | None:
-    """What changes nothing."""
+    """`to` with the data type and the device that the view has."""
     if not kwargs.keys() <= {"dtype", "device"}:
         return None
     same: tuple[Any, ...] = (view.dtype, view.device, str(view.device), None)
@@ -187,14 +194,14 @@ def _to(view: SegmentedTensor, *args: Any, **kwargs: Any) -> SegmentedTensor | N
 
 
 def _product(left: Any, view: Any) -> torch.Tensor | None:
-    """Of queries with transposed keys, or of weights with values."""
+    """Queries times transposed keys, or attention weights times values."""
     if not isinstance(view, SegmentedTensor) or isinstance(left, SegmentedTensor) or view.form.spread or left.ndim != 4:
         return None
     (rows, heads, *_), form = view.base, view.form
     if left.shape[:2] != (rows, heads * form.repeats) or left.dtype != view.dtype:
         return None
-    if left.shape[3] != form.of(view.base)[2]:
-        return None  # torch says what is wrong
+    if left.shape[3] != form.shape_of(view.base)[2]:
+        return None  # torch raises its own error
     grouped = group_rows(left.reshape(rows, heads, -1, left.shape[3]), view.rows_per_prefix)
     found = ungroup_rows(_scores(grouped, view) if form.transposed else _mixed(grouped, view), view.rows_per_prefix)
     return found.reshape(*left.shape[:3], found.shape[-1])
@@ -207,8 +214,8 @@ def _scores(queries: torch.Tensor, key: SegmentedTensor) -> torch.Tensor:
 def _mixed(weights: torch.Tensor, value: SegmentedTensor) -> torch.Tensor:
     out, begin = weights.new_zeros((*weights.shape[:3], value.base[3])), 0
     for segment in value.segments():
-        out += segment.mixed(weights[..., begin : begin + segment.columns])
-        begin += segment.columns
+        out += segment.mixed(weights[..., begin : begin + segment.slots])
+        begin += segment.slots
     return out
 
 
@@ -222,7 +229,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor | None:
-    """As `scaled_dot_product_attention`: [rows, heads, tokens, width], where heads may share one of the keys."""
+    """`scaled_dot_product_attention` for query [rows, heads, tokens, width] with grouped heads; up to `_FEW` tokens."""
     if (
         not isinstance(key, SegmentedTensor)
         or not isinstance(value, SegmentedTensor)
@@ -249,7 +256,7 @@ def _attention(
 
 
 def _to_add(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """To scores of that type, whether it says which are seen or is numbers already."""
+    """The mask as it is added to scores of `dtype`; a bool mask is True for visible slots."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
@@ -259,13 +266,13 @@ def _flat(sizes: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
 
 
-_ASKS = {
+_METADATA = {
     torch.Tensor.size,
     torch.Tensor.dim,
     torch.Tensor.is_floating_point,
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad")),
 }
-_FOLLOWED: dict[Any, Callable[..., Any]] = {
+_IN_SEGMENTS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__getitem__: _index,
     torch.Tensor.expand: _expand,
     torch.Tensor.reshape: _reshape,
@@ -274,7 +281,7 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
     torch.repeat_interleave: _repeat,
     torch.Tensor.transpose: _transpose,
     torch.transpose: _transpose,
-    getattr(torch.Tensor, "mT").__get__: _transpose_last,  # noqa: B009 - no type checker knows it
+    getattr(torch.Tensor, "mT").__get__: _transpose_last,  # noqa: B009 - type checkers do not know `mT.__get__`
     torch.Tensor.contiguous: _contiguous,
     torch.Tensor.to: _to,
     torch.matmul: _product,

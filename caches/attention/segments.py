@@ -1,5 +1,4 @@
-"""What attention multiplies with: columns of keys or values, as numbers or as codes that still have to be scaled, of
-every row or of rows that share them."""
+"""Segments of keys or values: dense, affine-quantized, or per row."""
 
 from __future__ import annotations
 
@@ -11,20 +10,24 @@ import torch
 
 
 class Segment(Protocol):
+    """Consecutive slots of keys or values; `width` is the size of a head."""
+
     @property
-    def columns(self) -> int: ...
+    def slots(self) -> int: ...
 
     def scores(self, queries: torch.Tensor) -> torch.Tensor:
-        """Of keys: their products [rows, heads, tokens, columns] with queries [rows, heads, tokens, width]."""
+        """For keys: queries [rows, heads, tokens, width] times keys, [rows, heads, tokens, slots]."""
 
     def mixed(self, weights: torch.Tensor) -> torch.Tensor:
-        """Of values: their sums [rows, heads, tokens, width] by weights [rows, heads, tokens, columns]."""
+        """For values: weights [rows, heads, tokens, slots] times values, [rows, heads, tokens, width]."""
 
     def materialize(self) -> torch.Tensor:
-        """[rows, heads, columns, width]. The segment is of no use afterwards."""
+        """The keys or values, [rows, heads, slots, width]. Call it last: it may overwrite the segment."""
 
 
 class Attend(Protocol):
+    """Attention over all segments at once."""
+
     def __call__(
         self,
         queries: torch.Tensor,
@@ -33,45 +36,47 @@ class Attend(Protocol):
         mask: torch.Tensor | None,
         width: int,
     ) -> torch.Tensor | None:
-        """Attention of queries [rows, heads, tokens, width of a key], scaled already, over all segments in one go.
+        """queries: [rows, KV heads, queries per KV head, width of a key], already scaled.
 
-        mask [rows, heads, repeats, tokens of each, columns] is added to the scores. Returns [rows, heads, tokens,
-        `width` of a value], or None if there are too many queries for it; then no segment was asked for.
+        mask: [rows, KV heads, heads per KV head, tokens, slots], added to the scores. width: of a value. Returns
+        [rows, KV heads, queries per KV head, width]; None, without consuming a segment, if there are too many queries.
         """
 
 
 @dataclass(frozen=True)
 class DenseSegment:
-    held: torch.Tensor  # [rows, heads, columns, width]
+    """Keys or values as they are. tensor: [rows, heads, slots, width]."""
+
+    tensor: torch.Tensor
 
     @property
-    def columns(self) -> int:
-        return self.held.shape[2]
+    def slots(self) -> int:
+        return self.tensor.shape[2]
 
     def scores(self, queries: torch.Tensor) -> torch.Tensor:
-        return queries @ self.held.transpose(-1, -2)
+        return queries @ self.tensor.transpose(-1, -2)
 
     def mixed(self, weights: torch.Tensor) -> torch.Tensor:
-        return weights @ self.held
+        return weights @ self.tensor
 
     def materialize(self) -> torch.Tensor:
-        return self.held
+        return self.tensor
 
 
 @dataclass(frozen=True)
 class AffineSegment:
-    """Numbers that are `codes * scale + offset`, where neighbouring channels of a column share both.
+    """Keys or values `codes * scale + offset`, with a scale and an offset per group of channels of each slot.
 
-    The codes are multiplied as they are and the few products scaled, not the many codes. That takes the precision of
-    float32: an offset is taken back that is often larger than the numbers themselves.
+    Products are computed with the codes, and scaled afterwards: there are fewer products than codes. This needs
+    float32, because offsets are often larger than the values.
     """
 
-    codes: torch.Tensor  # [rows, heads, columns, width]
-    scale: torch.Tensor  # [rows, heads, columns, groups]
+    codes: torch.Tensor  # [rows, heads, slots, width], floating point
+    scale: torch.Tensor  # [rows, heads, slots, groups]
     offset: torch.Tensor | None
 
     @property
-    def columns(self) -> int:
+    def slots(self) -> int:
         return self.codes.shape[2]
 
     def scores(self, queries: torch.Tensor) -> torch.Tensor:
@@ -92,11 +97,11 @@ class AffineSegment:
     def _mixed(self, group: int, weights: torch.Tensor) -> torch.Tensor:
         codes, scale, offset = self._of_group(group)
         sums = (weights * scale) @ codes
-        # Not as a product of matrices: with a single column that takes three times as long.
+        # A sum, not a matrix product with one column, which takes three times as long.
         return sums if offset is None else sums.add_((weights * offset).sum(dim=-1, keepdim=True))
 
     def _of_group(self, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Its codes, and scale and offset [rows, heads, 1, columns]."""
+        """The codes of one group, its scale and its offset, each of these [rows, heads, 1, slots]."""
         codes = self.codes.chunk(self.scale.shape[-1], dim=-1)[group]
         offset = None if self.offset is None else self.offset[:, :, None, :, group]
         return codes, self.scale[:, :, None, :, group], offset
@@ -111,14 +116,14 @@ class AffineSegment:
 
 @dataclass(frozen=True)
 class PerRowSegment:
-    """A segment that every row has for itself, asked for `rows_per_prefix` rows at a time: see `together`."""
+    """A segment with keys or values per row, behind the interface of a shared prefix: see `group_rows`."""
 
     segment: Segment
     rows_per_prefix: int
 
     @property
-    def columns(self) -> int:
-        return self.segment.columns
+    def slots(self) -> int:
+        return self.segment.slots
 
     def scores(self, queries: torch.Tensor) -> torch.Tensor:
         return group_rows(self.segment.scores(ungroup_rows(queries, self.rows_per_prefix)), self.rows_per_prefix)
@@ -131,8 +136,9 @@ class PerRowSegment:
 
 
 def group_rows(of_rows: torch.Tensor, rows_per_prefix: int) -> torch.Tensor:
-    """[rows, heads, tokens, ...] as [prompts, heads, rows_per_prefix * tokens, ...], where `rows_per_prefix`
-    consecutive rows share what their prompt has: as if they were more queries of one row, for which it is read once.
+    """[rows, heads, tokens, ...] as [prompts, heads, rows_per_prefix * tokens, ...].
+
+    `rows_per_prefix` consecutive rows share a prefix: as queries of one row, they read its keys and values once.
     """
     return (
         of_rows if rows_per_prefix == 1 else of_rows.unflatten(0, (-1, rows_per_prefix)).transpose(1, 2).flatten(2, 3)
@@ -140,7 +146,7 @@ def group_rows(of_rows: torch.Tensor, rows_per_prefix: int) -> torch.Tensor:
 
 
 def ungroup_rows(of_prompts: torch.Tensor, rows_per_prefix: int) -> torch.Tensor:
-    """And back."""
+    """The inverse of `group_rows`."""
     if rows_per_prefix == 1:
         return of_prompts
     return of_prompts.unflatten(2, (rows_per_prefix, -1)).transpose(1, 2).flatten(0, 1)

@@ -27,7 +27,7 @@ class TimelineFactory(Protocol):
 
 def needed_by_attention(spec: LayerSpec) -> Retention:
     """Keep exactly the tokens that the layer may still attend to."""
-    return KeepAll() if spec.attention_span.columns is None else KeepRecent(spec.attention_span.columns)
+    return KeepAll() if spec.attention_span.past_tokens is None else KeepRecent(spec.attention_span.past_tokens)
 
 
 @dataclass(frozen=True)

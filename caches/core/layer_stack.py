@@ -283,7 +283,7 @@ class LayerStack:
                     layer.drop_suffix(timeline.prefix)
             self.timelines[self.timelines.index(timeline)] = timeline.prefix
         if not self.shared_timelines:
-            self.scratch.drop_tail()
+            self.scratch.release_suffix()
 
     # Content, from another cache or from tensors.
 

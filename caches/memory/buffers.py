@@ -1,8 +1,8 @@
-"""Where the columns of a tensor live between uses: on the device that computes, in host memory, in a file.
+"""Storage for one tensor of a cache: on the compute device, in host memory or in a file.
 
-A buffer is a tensor [rows, heads, columns, width] of any data type. In memory its columns lie outermost, whatever the
-shape says: then any run of columns is one piece, new columns go behind the others, and more room is more of the same.
-It knows nothing of time, layers or models, and never decides what is kept.
+A buffer is a tensor [rows, heads, slots, width] of any data type. In memory, slots are the outermost dimension: a range
+of slots is contiguous, new slots are appended, and growing keeps the layout. A buffer knows neither time nor layers,
+and never decides what is kept.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import torch
 
 from caches.memory.disk_file import DiskFile, Window
 
-_PIECE_BYTES = 2**24  # what is rearranged in place goes through a copy of about this size
+_CHUNK_BYTES = 2**24  # size of the temporary memory for rearranging in place
 
 B = TypeVar("B", bound="Buffer")
 
 
 class Buffer(ABC):
-    """Columns somewhere. `open` it before anything else.
+    """Slots [rows, heads, slots, width] in one tier of memory. Call `open` first.
 
-    tier: "device", "host" or "disk". device: where what is written comes from and what is read is put.
+    tier: "device", "host" or "disk". device: the compute device, where written tensors come from and read ones go.
     """
 
     tier: ClassVar[str]
 
     @property
     def is_off_device(self) -> bool:
-        """Whether it takes no memory of the device that computes."""
+        """Whether it takes no memory of the compute device."""
         return self.tier == "disk" or (self.tier == "host" and self.device.type != "cpu")
 
     def __init__(self) -> None:
-        self._memory: torch.Tensor | None = None  # flat, of at least `_room` columns
+        self._memory: torch.Tensor | None = None  # flat, for at least `_room` slots
         self._shape: tuple[int, int, int] | None = None  # rows in use, heads, width
-        self._room = 0  # columns that there is memory for, of so many rows where that is more than are in use:
-        self._rows_room: int | None = None
+        self._room = 0  # slots that there is memory for
+        self._rows_room: int | None = None  # rows that there is memory for, if more than are in use
         self.device = torch.device("cpu")
         self.dtype = torch.float32
 
@@ -47,93 +47,94 @@ class Buffer(ABC):
 
     @property
     def shape(self) -> tuple[int, int, int] | None:
-        """Rows in use, heads and width; None while it is not open."""
+        """(rows in use, heads, width); None while the buffer is not open."""
         return self._shape
 
-    def open(self, like: torch.Tensor, columns: int, rows: int | None = None) -> None:
-        """Hold nothing yet, with room for `columns` like those of `like` [rows, heads, any, width].
+    def open(self, like: torch.Tensor, slots: int, rows: int | None = None) -> None:
+        """Become empty, with room for `slots` slots like those of `like` [rows, heads, any, width].
 
-        rows: room for so many at any time, where that is more than `like` has. A buffer that was open keeps its memory
-        if that is enough. When this raises, nothing has changed.
+        rows: have room for so many rows; None for those of `like`. Memory from an earlier `open` is reused if it is
+        large enough. Raises without changing anything.
         """
         shape = (like.shape[0], like.shape[1], like.shape[3])
         fits = self._memory is not None and (self.device, self.dtype) == (like.device, like.dtype)
-        numbers = columns * (rows or shape[0]) * shape[1] * shape[2]
-        if self._memory is None or not fits or self._memory.numel() < numbers:
+        count = slots * (rows or shape[0]) * shape[1] * shape[2]
+        if self._memory is None or not fits or self._memory.numel() < count:
             self.wait()
-            self._memory = self._allocate(numbers, like.dtype, like.device, None)
+            self._memory = self._allocate(count, like.dtype, like.device, None)
         self.device, self.dtype, self._shape = like.device, like.dtype, shape
-        self._rows_room, self._room = rows, columns
+        self._rows_room, self._room = rows, slots
 
-    def reserve(self, columns: int, keep: int) -> None:
-        """Have room for `columns`; the first `keep` stay. When this raises, nothing has changed."""
+    def reserve(self, slots: int, keep: int) -> None:
+        """Grow to `slots` slots and keep the first `keep`. Raises without changing anything."""
         assert self._shape is not None
-        self._have(columns, self._shape[0], keep)
-        self._room = max(self._room, columns)
+        self._have(slots, self._shape[0], keep)
+        self._room = max(self._room, slots)
 
-    def _have(self, columns: int, rows: int, keep: int) -> None:
+    def _have(self, slots: int, rows: int, keep: int) -> None:
         assert self._shape is not None
         assert self._memory is not None
-        numbers = columns * (self._rows_room or rows) * self._shape[1] * self._shape[2]
-        if self._memory.numel() < numbers:
+        count = slots * (self._rows_room or rows) * self._shape[1] * self._shape[2]
+        if self._memory.numel() < count:
             self.wait()
-            kept = self._memory[: self.materialize(keep)]
-            self._memory = self._allocate(numbers, self.dtype, self.device, kept)
+            kept = self._memory[: self.numel(keep)]
+            self._memory = self._allocate(count, self.dtype, self.device, kept)
 
     @abstractmethod
     def _allocate(
-        self, numbers: int, dtype: torch.dtype, device: torch.device, kept: torch.Tensor | None
+        self, count: int, dtype: torch.dtype, device: torch.device, kept: torch.Tensor | None
     ) -> torch.Tensor:
-        """Flat memory of at least so many numbers that begins with `kept`, which is the memory of before."""
+        """Flat memory of at least `count` elements; it begins with `kept`, the previous memory."""
 
-    def space(self, memory: torch.Tensor, columns: int) -> torch.Tensor:
-        """Flat `memory` as so many columns of this buffer, laid out as it keeps them."""
-        return _rows_first(self._laid_out(memory, columns))
+    def space(self, memory: torch.Tensor, slots: int) -> torch.Tensor:
+        """Flat `memory` as [rows, heads, slots, width], laid out like this buffer."""
+        return _rows_first(self._laid_out(memory, slots))
 
-    def materialize(self, columns: int) -> int:
-        """How many numbers so many columns are."""
+    def numel(self, slots: int) -> int:
+        """The number of elements in `slots` slots."""
         assert self._shape is not None
-        return columns * math.prod(self._shape)
+        return slots * math.prod(self._shape)
 
-    def _laid_out(self, memory: torch.Tensor, columns: int) -> torch.Tensor:
+    def _laid_out(self, memory: torch.Tensor, slots: int) -> torch.Tensor:
         assert self._shape is not None
-        return memory[: self.materialize(columns)].view(columns, *self._shape)
+        return memory[: self.numel(slots)].view(slots, *self._shape)
 
-    def _columns(self, begin: int, end: int) -> torch.Tensor:
-        """[columns, rows, heads, width]"""
+    def _slots(self, begin: int, end: int) -> torch.Tensor:
+        """[slots, rows, heads, width], a view of slots [begin, end)."""
         assert self._memory is not None
         return self._laid_out(self._memory, end)[begin:]
 
-    # Columns.
+    # Content.
 
     def write(self, begin: int, new: torch.Tensor) -> None:
-        """Columns from `begin` on become `new` [rows, heads, columns, width], in order with what `device` does."""
-        columns = self._columns(begin, begin + new.shape[2])
-        if new.device == columns.device:
-            columns.copy_(_columns_first(new))
+        """Write `new` [rows, heads, slots, width] to the slots from `begin` on, in the order of the device's stream."""
+        target = self._slots(begin, begin + new.shape[2])
+        if new.device == target.device:
+            target.copy_(_slots_first(new))
             return
-        # What lies in one piece is copied at once; it is made to in parts, for which there is room when memory is out.
-        step = max(1, _PIECE_BYTES // max(1, columns[:1].nbytes))
-        for part, own in zip(_columns_first(new).split(step), columns.split(step), strict=True):
-            own.copy_(part.contiguous(), non_blocking=True)
+        # Contiguous copies are fast; made in chunks, they need little memory.
+        step = max(1, _CHUNK_BYTES // max(1, target[:1].nbytes))
+        for source, chunk in zip(_slots_first(new).split(step), target.split(step), strict=True):
+            chunk.copy_(source.contiguous(), non_blocking=True)
 
     def read(self, begin: int, end: int, into: torch.Tensor | None = None) -> torch.Tensor:
-        """Columns [begin, end) on `device`, in order with what that does next.
+        """Slots [begin, end) on `device`, in the order of the device's stream.
 
-        Where they have to be copied it is into the first columns of `into` (see `space`), or into a new tensor.
+        into: copy to the first slots of this tensor, which `space` made; None for a new tensor. A buffer on the device
+        returns a view instead.
         """
-        columns = self._columns(begin, end)
+        source = self._slots(begin, end)
         if into is None:
-            return _rows_first(columns.to(self.device, non_blocking=True, copy=True))
-        target = _columns_first(into)[: end - begin]
-        return _rows_first(target.copy_(columns, non_blocking=True))
+            return _rows_first(source.to(self.device, non_blocking=True, copy=True))
+        target = _slots_first(into)[: end - begin]
+        return _rows_first(target.copy_(source, non_blocking=True))
 
     def select_rows(self, index: torch.Tensor, end: int) -> None:
-        """Row i becomes a copy of row `index[i]`, in the columns before `end`, or nothing has changed."""
-        self.choosing(index, end)()
+        """Row i becomes a copy of row `index[i]`, in the slots before `end`. Raises without changing anything."""
+        self.prepare_select_rows(index, end)()
 
-    def choosing(self, index: torch.Tensor, end: int) -> Callable[[], None]:
-        """`rows`, as something still to be called that cannot fail: the memory it takes is there."""
+    def prepare_select_rows(self, index: torch.Tensor, end: int) -> Callable[[], None]:
+        """Allocate what `select_rows` needs; returns the function that does it, which cannot fail."""
         assert self._shape is not None
         assert self._memory is not None
         index = index.to(self._memory.device)
@@ -141,38 +142,37 @@ class Buffer(ABC):
         if self._memory.device.type == "cpu" and index.tolist() == list(range(rows)):
             return lambda: None
         self._have(self._room, count, end)
-        step = min(end, max(1, _PIECE_BYTES // (max(rows, count) * heads * width * self.dtype.itemsize)))
-        numbers = step * count * heads * width
-        pieces = _empty(numbers, self.dtype, self._memory.device).view(step, count, heads, width)
+        step = min(end, max(1, _CHUNK_BYTES // (max(rows, count) * heads * width * self.dtype.itemsize)))
+        chunk = _empty(step * count * heads * width, self.dtype, self._memory.device).view(step, count, heads, width)
 
-        def choose() -> None:
+        def select() -> None:
             self.wait()
-            old = self._columns(0, end)
+            old = self._slots(0, end)
             self._shape = (count, heads, width)
-            new, begins = self._columns(0, end), range(0, end, max(1, step))
-            # In this order no column is overwritten before it was read, although both lie in the same memory.
+            new, begins = self._slots(0, end), range(0, end, max(1, step))
+            # Both share memory: in this order no slot is overwritten before it was read.
             for begin in reversed(begins) if count > rows else begins:
-                read = old[begin : begin + step]
-                new[begin : begin + step] = torch.index_select(read, 1, index, out=pieces[: len(read)])
+                source = old[begin : begin + step]
+                new[begin : begin + step] = torch.index_select(source, 1, index, out=chunk[: len(source)])
 
-        return choose
+        return select
 
     def shift(self, begin: int, end: int) -> None:
-        """Move columns [begin, end) to the front. Must not fail."""
+        """Move slots [begin, end) to the front. Cannot fail: nothing is allocated."""
         if begin:
             self.wait()
-            columns = self._columns(0, end)
-            # In pieces no longer than the distance they move: source and target never overlap, nothing is allocated.
+            slots = self._slots(0, end)
+            # In chunks no longer than the distance they move, so that source and target never overlap.
             for first in range(begin, end, begin):
-                piece = columns[first : first + begin]
-                columns[first - begin : first - begin + len(piece)] = piece
+                chunk = slots[first : first + begin]
+                slots[first - begin : first - begin + len(chunk)] = chunk
 
     def close(self) -> None:
-        """Hold nothing. The memory stays for when it is opened again."""
+        """Become empty. The memory is kept for the next `open`."""
         self._shape = None
 
     def clear(self) -> None:
-        """Hold nothing and keep no memory."""
+        """Become empty and free the memory."""
         self.wait()
         self._memory = self._shape = None
 
@@ -181,12 +181,12 @@ class Buffer(ABC):
         return 0 if self._memory is None else self._memory.nbytes
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All memory that it keeps, flat."""
+        """The buffer's memory, flat."""
         if self._memory is not None:
             yield self._memory
 
     def wait(self) -> None:
-        """Until the device has done what it was told about memory that the host is going to touch."""
+        """Wait for the device's pending copies, before the host touches the memory."""
         if self.device.type != "cpu" and self._memory is not None and self._memory.device != self.device:
             torch.accelerator.synchronize(self.device)
 
@@ -199,12 +199,12 @@ class Buffer(ABC):
         return _with_memory, (type(self), self._without_memory(), self._memory)
 
     def _without_memory(self) -> dict[str, Any]:
-        """The attributes of a buffer like this one that has no memory yet."""
+        """The attributes of a copy that has no memory yet."""
         return vars(self) | {"_memory": None}
 
 
 def _with_memory(kind: type[B], attributes: dict[str, Any], memory: torch.Tensor | None) -> B:
-    """A buffer with memory of its own that holds the same as `memory`."""
+    """A buffer with these attributes and a copy of `memory`."""
     buffer = object.__new__(kind)
     vars(buffer).update(attributes)
     if memory is not None:
@@ -214,43 +214,43 @@ def _with_memory(kind: type[B], attributes: dict[str, Any], memory: torch.Tensor
 
 
 class DeviceBuffer(Buffer):
-    """Columns where the model computes: what is read are they themselves."""
+    """A buffer on the compute device. `read` returns a view."""
 
     tier: ClassVar[str] = "device"
 
     def _allocate(
-        self, numbers: int, dtype: torch.dtype, device: torch.device, kept: torch.Tensor | None
+        self, count: int, dtype: torch.dtype, device: torch.device, kept: torch.Tensor | None
     ) -> torch.Tensor:
-        return _begun_with(kept, _empty(numbers, dtype, device))
+        return _with_start(kept, _empty(count, dtype, device))
 
     def read(self, begin: int, end: int, into: torch.Tensor | None = None) -> torch.Tensor:
         assert self._shape is not None
         assert self._memory is not None
-        (rows, heads, width), column = self._shape, self.materialize(1)
-        # `_rows_first(self._columns(begin, end))` takes four operations, and every layer does this in every step.
+        (rows, heads, width), stride = self._shape, self.numel(1)
+        # One operation in place of the four of `_rows_first(self._slots(begin, end))`: this runs per layer and step.
         return self._memory.as_strided(
-            (rows, heads, end - begin, width), (heads * width, width, column, 1), begin * column
+            (rows, heads, end - begin, width), (heads * width, width, stride, 1), begin * stride
         )
 
 
 class HostBuffer(Buffer):
-    """Columns in host memory, pinned where an accelerator computes: then copies need not wait for each other."""
+    """A buffer in host memory, which is pinned if the compute device is an accelerator: copies are asynchronous."""
 
     tier: ClassVar[str] = "host"
 
     def _allocate(
-        self, numbers: int, dtype: torch.dtype, device: torch.device, kept: torch.Tensor | None
+        self, count: int, dtype: torch.dtype, device: torch.device, kept: torch.Tensor | None
     ) -> torch.Tensor:
-        if device.type == "meta":  # a model without weights, of which only sizes are asked
-            return _begun_with(kept, _empty(numbers, dtype, device))
+        if device.type == "meta":  # a dry run, which needs sizes only
+            return _with_start(kept, _empty(count, dtype, device))
         pinned = device.type != "cpu"
-        if pinned:  # torch takes a power of two of pinned bytes in any case
-            numbers = (1 << (numbers * dtype.itemsize - 1).bit_length()) // dtype.itemsize
-        return _begun_with(kept, _empty(numbers, dtype, torch.device("cpu"), pinned))
+        if pinned:  # torch allocates a power of two of pinned bytes anyway
+            count = (1 << (count * dtype.itemsize - 1).bit_length()) // dtype.itemsize
+        return _with_start(kept, _empty(count, dtype, torch.device("cpu"), pinned))
 
 
 class DiskBuffer(Buffer):
-    """Columns in a part of a `DiskFile`, the cache's file."""
+    """A buffer in the cache's `DiskFile`, mapped into memory."""
 
     tier: ClassVar[str] = "disk"
 
@@ -260,15 +260,15 @@ class DiskBuffer(Buffer):
         self._window: Window | None = None
 
     def _allocate(
-        self, numbers: int, dtype: torch.dtype, device: torch.device, kept: torch.Tensor | None
+        self, count: int, dtype: torch.dtype, device: torch.device, kept: torch.Tensor | None
     ) -> torch.Tensor:
         if device.type == "meta":
-            return _begun_with(kept, _empty(numbers, dtype, device))
-        numbers = max(1, numbers)
-        if self._window is None or len(self._window) < numbers * dtype.itemsize:
-            self._window = self.disk_file.window(numbers * dtype.itemsize, self._window)
-        with torch.inference_mode(False):  # it begins with the bytes of before, so what was kept is there
-            return torch.frombuffer(self._window, dtype=dtype, count=numbers)
+            return _with_start(kept, _empty(count, dtype, device))
+        count = max(1, count)
+        if self._window is None or len(self._window) < count * dtype.itemsize:
+            self._window = self.disk_file.window(count * dtype.itemsize, self._window)
+        with torch.inference_mode(False):  # the window begins with the previous bytes: `kept` needs no copy
+            return torch.frombuffer(self._window, dtype=dtype, count=count)
 
     def clear(self) -> None:
         super().clear()
@@ -278,20 +278,20 @@ class DiskBuffer(Buffer):
         return super()._without_memory() | {"_window": None}
 
 
-def _empty(numbers: int, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> torch.Tensor:
-    with torch.inference_mode(False):  # else this cache could not be continued outside of inference mode
-        return torch.empty(numbers, dtype=dtype, device=device, pin_memory=pinned)
+def _empty(count: int, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> torch.Tensor:
+    with torch.inference_mode(False):  # or the cache could not be used outside of inference mode later
+        return torch.empty(count, dtype=dtype, device=device, pin_memory=pinned)
 
 
-def _begun_with(kept: torch.Tensor | None, memory: torch.Tensor) -> torch.Tensor:
+def _with_start(kept: torch.Tensor | None, memory: torch.Tensor) -> torch.Tensor:
     if kept is not None:
         memory[: len(kept)] = kept
     return memory
 
 
-def _rows_first(columns: torch.Tensor) -> torch.Tensor:
-    return columns.permute(1, 2, 0, 3)
+def _rows_first(slots: torch.Tensor) -> torch.Tensor:
+    return slots.permute(1, 2, 0, 3)
 
 
-def _columns_first(columns: torch.Tensor) -> torch.Tensor:
-    return columns.permute(2, 0, 1, 3)
+def _slots_first(rows: torch.Tensor) -> torch.Tensor:
+    return rows.permute(2, 0, 1, 3)

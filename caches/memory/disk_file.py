@@ -1,8 +1,8 @@
-"""One file per cache for all its tensors on disk: it takes one descriptor, however many layers and tensors there are.
+"""One file per cache for all its tensors on disk: one file descriptor for any number of layers.
 
-A tensor has some ranges of whole pages, which are mapped one behind the other. So it grows without being copied, and
-pages that are given back fit any other tensor. The disk gets them back with the last of them, when the file is closed:
-taking single ones out of it would first write what nothing will read.
+A tensor has ranges of pages, mapped one behind the other into a `Window`. It grows without a copy, and freed pages fit
+any other tensor. The disk space is freed when the last range is: the file is closed then. Punching holes for single
+ranges would write data that is never read.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _ZEROS = 2**24
 
 
 class DiskFile:
-    """A file without a name, so nothing stays on the disk whatever happens to the process.
+    """An unnamed temporary file: nothing stays on the disk after the process ends, however it ends.
 
-    It is open while a tensor has a part of it. Its bytes are reserved before they are used: a full disk is a
-    `CapacityError` when room is made, and not a signal later. A copy is an empty file for the same `folder`. A fork of
-    the process opens a file of its own when it makes room; the windows it inherits are those of the parent.
+    The file is open while a tensor uses a part of it. Bytes are reserved before use: a full disk raises `CapacityError`
+    on growth, not SIGBUS on a later write. A copy is an empty file in the same folder. After `os.fork` the child opens
+    a file of its own when it grows; inherited windows still map the parent's file.
 
     folder: see `disk_folder`.
     """
@@ -46,16 +46,16 @@ class DiskFile:
         self._size = 0  # of the file
         self._users = 0  # ranges in use, and `_take` under way
         self._free: list[tuple[int, int]] = []  # in order, none touches the next
-        # A range may come back at any moment, in `_take` or in another thread: wherever Python collects its tensor.
+        # Filled by `give_back`, which runs whenever Python frees a tensor: also during `_take`, or in another thread.
         self._returned: list[tuple[int, int]] = []
-        self._process = os.getpid()  # whose file it is
-        self._locks: dict[int, Any] = {}  # by process: a fork may inherit one that is held
+        self._process = os.getpid()  # the process that opened the file
+        self._locks: dict[int, Any] = {}  # by process: a forked process may inherit a locked one
 
     def window(self, size: int, before: Window | None = None) -> Window:
-        """Memory of at least `size` bytes which begins with the ranges of `before`.
+        """Mapped memory of at least `size` bytes that begins with the ranges of `before`.
 
-        Or with a copy of them, in a fork of the process that has them. Raises `CapacityError` where the disk is full or
-        no file can be opened, `MemoryError` where it cannot be mapped.
+        In a forked process it begins with a copy of them. Raises `CapacityError` if the disk is full or no file can be
+        opened, `MemoryError` if the ranges cannot be mapped.
         """
         kept = [] if before is None or before.ranges[0].is_inherited() else before.ranges
         missing = -(-max(1, size) // _PAGE) * _PAGE - sum(part.end - part.begin for part in kept)
@@ -66,10 +66,10 @@ class DiskFile:
         try:
             window = _mapped(self._file.fileno(), ranges)
         except OSError as error:
-            ranges.clear()  # the error keeps this frame
+            ranges.clear()  # the traceback would keep them in use
             raise MemoryError(
-                f"{size:,} bytes of a file in {self.folder} cannot be mapped: {error.strerror} (of addresses, or of "
-                "the mappings that vm.max_map_count allows)"
+                f"{size:,} bytes of a file in {self.folder} cannot be mapped: {error.strerror} (no addresses left, or "
+                "more mappings than vm.max_map_count allows)"
             ) from error
         if before is not None and not kept:
             window[: len(before)] = before
@@ -80,13 +80,13 @@ class DiskFile:
         return self._locks.setdefault(os.getpid(), threading.RLock())
 
     def _take(self, size: int) -> list[_Range]:
-        """Free pages first, then new ones at the end of the file."""
-        taken: list[_Range] = []
+        """Allocate ranges of `size` bytes in all: free pages first, then new ones at the end of the file."""
+        ranges: list[_Range] = []
         with self._lock:
             if self._process != os.getpid():
                 self._process, self._users = os.getpid(), 0
                 self.close()  # the parent's descriptor stays open
-            self._users += 1  # or the file might be closed meanwhile
+            self._users += 1  # so that `_leave` in another thread does not close the file
             try:
                 if self._file is None:
                     self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 - see `_leave`
@@ -96,17 +96,17 @@ class DiskFile:
                     cut = min(end, begin + size)
                     if cut < end:
                         self._free.insert(0, (cut, end))
-                    taken.append(_Range(self, begin, cut))
+                    ranges.append(_Range(self, begin, cut))
                     size -= cut - begin
                 if size:
                     self._extend(size)
-                    taken.append(_Range(self, self._size - size, self._size))
+                    ranges.append(_Range(self, self._size - size, self._size))
             except BaseException:
-                taken.clear()  # the error keeps this frame
+                ranges.clear()  # the traceback would keep them in use
                 raise
             finally:
                 self._leave()
-        return taken
+        return ranges
 
     def _extend(self, size: int) -> None:
         try:
@@ -117,8 +117,8 @@ class DiskFile:
         self._size += size
 
     def _sort_in(self) -> None:
-        """What came back is free; ranges that touch become one."""
-        returned, self._returned = self._returned, []  # in this order: one that comes now is in either
+        """Add the returned ranges to the free ones; adjacent ranges are merged."""
+        returned, self._returned = self._returned, []
         ranges, self._free = sorted([*self._free, *returned]), []
         for begin, end in ranges:
             if self._free and self._free[-1][1] == begin:
@@ -126,9 +126,9 @@ class DiskFile:
             self._free.append((begin, end))
 
     def give_back(self, begin: int, end: int) -> None:
-        """These bytes are no longer used."""
+        """Bytes [begin, end) are no longer used."""
         with self._lock:
-            if self._file is None:  # collected together, the disk_file first
+            if self._file is None:  # both were garbage, and Python collected this file first
                 return
             self._returned.append((begin, end))
             self._leave()
@@ -143,13 +143,13 @@ class DiskFile:
             self.close()
 
     def close(self) -> None:
-        """Without any range in use."""
+        """Close the file, which frees the disk space. No range may be in use."""
         if self._file is not None:
             self._file.close()
         self._file, self._size, self._free, self._returned = None, 0, [], []
 
     def __del__(self) -> None:
-        with suppress(AttributeError):  # it was refused before it had a file
+        with suppress(AttributeError):  # `__init__` raised
             self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -167,29 +167,32 @@ class DiskFile:
 
 
 class _Range:
-    """Bytes [begin, end) of a disk_file, until nothing refers to them."""
+    """Bytes [begin, end) of a `DiskFile`; freed when the last reference to this object goes."""
 
     def __init__(self, disk_file: DiskFile, begin: int, end: int):
-        self.begin, self.end, self._slab, self._process = begin, end, disk_file, os.getpid()
+        self.begin, self.end, self._disk_file, self._process = begin, end, disk_file, os.getpid()
         disk_file.enter()
 
     def is_inherited(self) -> bool:
-        """Whether it belongs to the file of the process that this one was forked from."""
+        """Whether the range belongs to the file of a parent process."""
         return self._process != os.getpid()
 
     def __del__(self) -> None:
         if not self.is_inherited():
-            self._slab.give_back(self.begin, self.end)
+            self._disk_file.give_back(self.begin, self.end)
 
 
 class Window(mmap.mmap):
-    """Ranges of a disk_file, one behind the other in memory, for as long as a tensor refers to it."""
+    """Ranges of a `DiskFile`, mapped one behind the other. A tensor made from the window keeps it in use."""
 
     ranges: list[_Range]
 
 
 def _mapped(file: int, ranges: list[_Range]) -> Window:
-    """The addresses are taken first, then given to the file: Python's own map would keep a descriptor for each."""
+    """Map `ranges` of a file descriptor into one window.
+
+    Addresses are reserved with an anonymous map first: Python's own map of a file would keep a descriptor per window.
+    """
     size = sum(part.end - part.begin for part in ranges)
     window = Window(-1, size, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     window.ranges = ranges
@@ -208,7 +211,7 @@ def _reserve(file: int, begin: int, size: int) -> None:
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, begin, size)
         return
-    zeros = bytes(min(size, _ZEROS))  # systems that can only be asked by storage_format
+    zeros = bytes(min(size, _ZEROS))  # without posix_fallocate, bytes are reserved by writing them
     for offset in range(begin, begin + size, _ZEROS):
         os.pwrite(file, zeros[: begin + size - offset], offset)
 
@@ -225,10 +228,10 @@ def _no_descriptor(error: OSError) -> str:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    whose = "the system has as many files open as it can"
+    limit = "the system's limit of open files is reached"
     if error.errno == errno.EMFILE:
-        whose = f"this process has all {soft:,} descriptors open that it may have (ulimit -n; at most {hard:,})"
+        limit = f"this process has reached its limit of {soft:,} open files (ulimit -n; at most {hard:,})"
     return (
-        f"a cache on disk needs one open file, but {whose}: reset or delete caches on disk that are not needed, close "
+        f"a cache on disk needs one open file, but {limit}: reset or delete caches on disk that are not needed, close "
         "other files, or raise the limit"
     )

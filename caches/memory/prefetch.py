@@ -1,7 +1,7 @@
-"""Where columns that live elsewhere are while a layer computes: two places on the device that all layers take turns in.
+"""Prefetching of offloaded keys and values: two scratch tensors on the device that all layers use in turn.
 
-While one layer computes on what is in one place, the columns of the layer that comes after it are copied into the
-other. Which one comes after is learned from the last forward. A wrong guess costs time, nothing else.
+While one layer computes with one of them, the content of the next layer is copied into the other. The order of layers
+is learned from the last forward. A wrong guess only costs time.
 """
 
 from __future__ import annotations
@@ -17,44 +17,47 @@ from caches.memory.buffers import Buffer
 
 
 class Reader(Protocol):
-    """A store that reads its columns here. name: those of one name take turns ("keys", "values", "index")."""
+    """A store that reads its slots through a `Prefetcher`.
+
+    name: stores of one name ("keys", "values", "index") share a `DoubleBuffer`.
+    """
 
     name: str
     buffer: Buffer
 
     def wanted(self) -> tuple[int, int, int]:
-        """What its next step reads, as far as is known: columns [begin, end), and columns there must be room for."""
+        """What its next step probably reads: (begin, end, room); slots [begin, end) in a tensor of `room` slots."""
 
 
 class CopyStream:
-    """Copies beside the computation of a device: on a stream of their own where there are streams."""
+    """Copies on a stream of their own, concurrent with the computation, if the device has streams."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._stream = None if device.type in ("cpu", "mps", "meta") else torch.Stream(device)
 
     def start(self, copy: Callable[[], Any], memory: torch.Tensor) -> Any:
-        """Do `copy`, which writes `memory`, once all is done that was queued so far. Returns what to wait for."""
+        """Run `copy`, which writes `memory`, after all work that is queued now. Returns the event for `wait`."""
         if self._stream is None:
             copy()
             return None
         self._stream.wait_event(torch.accelerator.current_stream(self._device).record_event())
         with self._stream:
             copy()
-        memory.record_stream(self._stream)  # or it could be given to others while it is written
+        memory.record_stream(self._stream)  # or it could be reused while it is written
         return self._stream.record_event()
 
     def wait(self, copied: Any) -> None:
-        """What is queued from here on comes after that copy."""
+        """Work that is queued from now on waits for the copy `copied`."""
         if copied is not None:
             torch.accelerator.current_stream(self._device).wait_event(copied)
 
 
 @dataclass(eq=False)
-class _Place:
-    """owner: whose columns [begin, end) are in it, or will be once `copied` has come.
+class _Half:
+    """One of the two tensors. owner: the reader whose slots [begin, end) it has once the event `copied` has happened.
 
-    Stores know the staging, so it does not own them: their memory would wait for a garbage collection.
+    owner is a weak reference: stores refer to the prefetcher, and a cycle would keep memory until a garbage collection.
     """
 
     memory: torch.Tensor | None = None
@@ -65,99 +68,99 @@ class _Place:
 
 
 class DoubleBuffer:
-    """The two places of all readers of one name on one device."""
+    """The two tensors for all readers of one name on one device. used: the current reader's. free: the other."""
 
-    def __init__(self, beside: CopyStream):
-        self.beside = beside
-        self.used, self.free = _Place(), _Place()
+    def __init__(self, copy_stream: CopyStream):
+        self.copy_stream = copy_stream
+        self.used, self.free = _Half(), _Half()
         self.last: ref[Reader] | None = None
-        self.after: WeakKeyDictionary[Reader, ref[Reader]] = WeakKeyDictionary()
+        self.following: WeakKeyDictionary[Reader, ref[Reader]] = WeakKeyDictionary()  # who read after whom, last time
 
-    def claim(self, place: _Place, buffer: Buffer, columns: int) -> torch.Tensor:
-        """The place's memory, with room for so many columns; nothing is in it any more."""
-        self.beside.wait(place.copied)
-        place.owner = place.copied = None
-        numbers = buffer.materialize(columns)
-        if place.memory is None or place.memory.numel() < numbers:
-            place.memory = None  # before there is another
+    def claim(self, half: _Half, buffer: Buffer, slots: int) -> torch.Tensor:
+        """The memory of `half`, [rows, heads, slots, width]; its content is discarded."""
+        self.copy_stream.wait(half.copied)
+        half.owner = half.copied = None
+        count = buffer.numel(slots)
+        if half.memory is None or half.memory.numel() < count:
+            half.memory = None  # freed before the larger one is allocated
             with torch.inference_mode(False):
-                place.memory = torch.empty(numbers, dtype=buffer.dtype, device=buffer.device)
-        return buffer.space(place.memory, columns)
+                half.memory = torch.empty(count, dtype=buffer.dtype, device=buffer.device)
+        return buffer.space(half.memory, slots)
 
     def prefetch(self, reader: Reader) -> None:
-        """Start to copy what `reader` wants into the place that is free."""
+        """Start to copy what `reader` wants into the free tensor."""
         begin, end, room = reader.wanted()
         if begin == end or reader.buffer.shape is None:
             return
-        place, buffer = self.free, reader.buffer
-        space = self.claim(place, buffer, room - begin)
-        assert place.memory is not None
-        place.copied = self.beside.start(lambda: buffer.read(begin, end, space), place.memory)
-        place.owner, place.begin, place.end = ref(reader), begin, end
+        half, buffer = self.free, reader.buffer
+        space = self.claim(half, buffer, room - begin)
+        assert half.memory is not None
+        half.copied = self.copy_stream.start(lambda: buffer.read(begin, end, space), half.memory)
+        half.owner, half.begin, half.end = ref(reader), begin, end
 
 
 class Prefetcher:
-    """The staged columns of one cache. A copy of the cache gets an empty one of its own."""
+    """Prefetched slots of one cache. A copy of the cache gets an empty prefetcher."""
 
-    def __init__(self, beside: Callable[[torch.device], CopyStream] = CopyStream) -> None:
-        self._beside = beside
-        self._turns: dict[tuple[str, torch.device, torch.dtype], DoubleBuffer] = {}
+    def __init__(self, new_copy_stream: Callable[[torch.device], CopyStream] = CopyStream) -> None:
+        self._new_copy_stream = new_copy_stream
+        self._double_buffers: dict[tuple[str, torch.device, torch.dtype], DoubleBuffer] = {}
 
-    def take(self, reader: Reader, begin: int, end: int, columns: int) -> torch.Tensor:
-        """The reader's columns [begin, end) on the device, with room behind them for `columns` in all.
+    def take(self, reader: Reader, begin: int, end: int, slots: int) -> torch.Tensor:
+        """The reader's slots [begin, end) on the device, in a tensor [rows, heads, slots, width].
 
-        [rows, heads, columns, width]; they last until the next reader of that name takes its own.
+        It is valid until the next reader of the same name takes its slots.
         """
         buffer = reader.buffer
         key = (reader.name, buffer.device, buffer.dtype)
-        if key not in self._turns:
-            self._turns[key] = DoubleBuffer(self._beside(buffer.device))
-        turns = self._turns[key]
-        place = turns.free
-        turns.used, turns.free = place, turns.used
-        room = columns + begin - place.begin
+        if key not in self._double_buffers:
+            self._double_buffers[key] = DoubleBuffer(self._new_copy_stream(buffer.device))
+        double_buffer = self._double_buffers[key]
+        half = double_buffer.free
+        double_buffer.used, double_buffer.free = half, double_buffer.used
+        room = slots + begin - half.begin
         if (
-            _alive(place.owner) is reader
-            and place.begin <= begin
-            and end <= place.end
-            and place.memory is not None
-            and buffer.materialize(room) <= place.memory.numel()
+            _alive(half.owner) is reader
+            and half.begin <= begin
+            and end <= half.end
+            and half.memory is not None
+            and buffer.numel(room) <= half.memory.numel()
         ):
-            turns.beside.wait(place.copied)
-            staged = buffer.space(place.memory, room)[:, :, begin - place.begin :]
-            place.owner = place.copied = None
+            double_buffer.copy_stream.wait(half.copied)
+            fetched = buffer.space(half.memory, room)[:, :, begin - half.begin :]
+            half.owner = half.copied = None
         else:
-            staged = turns.claim(place, buffer, columns)
-            buffer.read(begin, end, staged)
-        last = _alive(turns.last)
+            fetched = double_buffer.claim(half, buffer, slots)
+            buffer.read(begin, end, fetched)
+        last = _alive(double_buffer.last)
         if last is not None:
-            turns.after[last] = ref(reader)
-        turns.last = ref(reader)
-        following = _alive(turns.after.get(reader))
+            double_buffer.following[last] = ref(reader)
+        double_buffer.last = ref(reader)
+        following = _alive(double_buffer.following.get(reader))
         if following is not None:
-            turns.prefetch(following)
-        return staged
+            double_buffer.prefetch(following)
+        return fetched
 
     def discard(self, reader: Reader) -> None:
-        """What the reader has was changed in other ways than behind its end: what is staged of it is not it."""
-        for turns in self._turns.values():
-            for place in (turns.used, turns.free):
-                if _alive(place.owner) is reader:
-                    place.owner = None
+        """Discard what was prefetched for `reader`: its content was changed other than by appending."""
+        for double_buffer in self._double_buffers.values():
+            for half in (double_buffer.used, double_buffer.free):
+                if _alive(half.owner) is reader:
+                    half.owner = None
 
     def clear(self) -> None:
-        """Let go of all tensors and of all that refers to this."""
-        self._turns.clear()
+        """Free all tensors."""
+        self._double_buffers.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._beside,)
+        return type(self), (self._new_copy_stream,)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All memory that it keeps."""
-        for turns in self._turns.values():
-            for place in (turns.used, turns.free):
-                if place.memory is not None:
-                    yield place.memory
+        """All memory of the prefetcher."""
+        for double_buffer in self._double_buffers.values():
+            for half in (double_buffer.used, double_buffer.free):
+                if half.memory is not None:
+                    yield half.memory
 
 
 def _alive(reader: ref[Reader] | None) -> Reader | None:

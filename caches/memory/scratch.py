@@ -1,4 +1,4 @@
-"""Memory that the layers of a cache take turns in: only one of them computes at a time."""
+"""Scratch memory that the layers of a cache share, since one layer computes at a time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from caches.memory.prefetch import Prefetcher
 
 
 class Scratch:
-    """Scratch tensors by name. A cache has one; a copy of the cache gets an empty one of its own.
+    """Scratch tensors by name. A cache has one `Scratch`; a copy of the cache gets an empty one.
 
-    prefetcher: where columns that live elsewhere are while their layer computes. suffix: what the tails of forked rows
-    take turns in, because they are read together with their trunks. disk_file: the file of tensors on disk, if
-    there are any.
+    prefetcher: for offloaded slots. suffix: the scratch of the suffixes of forked rows, which are read together with
+    their prefixes. disk_file: the cache's file; None if no tensor is on disk.
     """
 
     def __init__(self, disk_file: DiskFile | None = None) -> None:
@@ -26,16 +25,16 @@ class Scratch:
         self.suffix: Scratch | None = None
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A contiguous tensor of this shape. What it holds lasts until the name is asked for again."""
+        """A contiguous tensor of this shape, uninitialized; valid until the next call with the same name."""
         key, size = (name, dtype, device), torch.Size(shape).numel()
-        held = self._scratch.get(key)
-        if held is None or held.numel() < size:
+        memory = self._scratch.get(key)
+        if memory is None or memory.numel() < size:
             with torch.inference_mode(False):
-                held = self._scratch[key] = torch.empty(size, dtype=dtype, device=device)
-        return held[:size].view(shape)
+                memory = self._scratch[key] = torch.empty(size, dtype=dtype, device=device)
+        return memory[:size].view(shape)
 
     def disk_file_in(self, folder: str | None) -> DiskFile:
-        """The cache's file in `folder`, which is made for its first tensor on disk."""
+        """The cache's file in `folder`; made in the first call."""
         if self.disk_file is None:
             self.disk_file = DiskFile(folder)
         return self.disk_file
@@ -46,14 +45,14 @@ class Scratch:
         if self.suffix is not None:
             yield from self.suffix.tensors()
 
-    def drop_tail(self) -> None:
-        """Its stores and what is staged of them know each other: their memory would wait for a garbage collection."""
+    def release_suffix(self) -> None:
+        """Free the suffixes' scratch at once: a reference cycle would keep it until a garbage collection."""
         if self.suffix is not None:
             self.suffix.release()
             self.suffix = None
 
     def release(self) -> None:
-        """Keep no memory."""
+        """Free all memory."""
         self._scratch.clear()
         self.prefetcher.clear()
         if self.suffix is not None:

@@ -1,8 +1,7 @@
-"""How columns of keys and values are written down in few bits. Neither time nor layers are known here.
+"""Codecs that quantize keys and values in groups: `codes * scale + offset`, with a scale and an offset per group.
 
-All codecs give every group of numbers a scale and an offset of its own and keep `codes * scale + offset`. They differ
-in who chooses the codes and in what a group is: neighbouring channels of one column, so that columns are independent of
-each other, or one channel of a block of columns. Rows never share a group.
+A group is either per token (neighbouring channels of one slot) or per channel (one channel of a block of slots). Codecs
+differ in how they choose codes and scales. A group never spans rows. A codec knows neither time nor layers.
 """
 
 from __future__ import annotations
@@ -19,117 +18,120 @@ from caches.attention.segments import AffineSegment, Attend, DenseSegment, Segme
 from caches.quantization.fused_attention import QuantizedSegment, attention, check_fused, kernels
 from configs import CODECS, ConfigError, QuantizedCacheConfig
 
-Parts = dict[str, torch.Tensor]  # [rows, heads, columns or blocks, ...]
-ExpectedDevice = Callable[[], tuple[torch.Tensor, torch.Tensor]]
-"""Where the numbers go, [rows, heads, columns, head_dim], and bytes to work with, flat, as many as there are numbers.
-Asked for when it is needed; the next request may give the same memory."""
+Parts = dict[str, torch.Tensor]  # "codes", "scale" and, but for fp8, "offset": [rows, heads, slots or blocks, ...]
+NewScratch = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+"""Returns scratch for the decoded elements, [rows, heads, slots, head_dim], and flat uint8 scratch, one byte per
+element. Both are valid until the next call."""
 Choice = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # codes [groups, size], scale and offset [groups, 1]
 
 
 class Codec(Protocol):
+    """Turns keys or values into few bits and back."""
+
     @property
     def block(self) -> int:
-        """How many columns have to be encoded together; 1 where they are independent of each other."""
+        """How many slots have to be quantized together; 1 if they are independent of each other."""
 
-    def encode(self, columns: torch.Tensor) -> Parts:
-        """Columns [rows, heads, whole blocks of columns, head_dim] in few bits."""
+    def encode(self, dense: torch.Tensor) -> Parts:
+        """Quantize [rows, heads, slots, head_dim]; `slots` is a multiple of `block`."""
 
-    def decode(self, parts: Parts, place: ExpectedDevice) -> Segment:
-        """Whole blocks, of which the last may be cut off where its place ends."""
+    def decode(self, parts: Parts, new_scratch: NewScratch) -> Segment:
+        """A segment of whole blocks; the scratch tensor has as many slots as are wanted of them."""
 
     def per_block(self, name: str) -> bool:
-        """Whether the part of that name has one entry per block, not one per column."""
+        """Whether the part `name` has one entry per block, not one per slot."""
 
     @property
     def attend(self) -> Attend | None:
-        """What computes attention over such segments, and those in full, in one go."""
+        """The kernel for attention over such segments and dense ones; None if there is none."""
 
 
 @dataclass(frozen=True)
 class Affine:
-    """bits: of a code. group: numbers that share a scale and an offset.
+    """The codec of all libraries; they differ in `choose`.
 
-    over_columns: a group is one channel of `group` columns; else it is as many neighbouring channels of one column, or
-    the most that divide the head's width. choose: see `CHOICES`. scale_dtype: of scales and offsets, and what decoding
-    computes in; None is the type of the keys. fused: whether attention multiplies with the codes as they are.
+    bits: of a code. group: elements that share a scale and an offset. per_channel: a group is one channel of `group`
+    slots; else it is `group` neighbouring channels of one slot, or the most below that which divide the head's width.
+    choose: see `CHOICES`. scale_dtype: of scales, offsets and the arithmetic of decoding; None is the keys' data type.
+    fused: attention multiplies with the codes, see `fused_attention.py`.
     """
 
     bits: int
     group: int
-    over_columns: bool
+    per_channel: bool
     choose: Callable[[torch.Tensor, int], Choice]
     scale_dtype: torch.dtype | None = None
-    fused: bool = field(default=False, compare=False)  # what is written is the same
+    fused: bool = field(default=False, compare=False)  # the codes are the same
 
     @property
     def block(self) -> int:
-        return self.group if self.over_columns else 1
+        return self.group if self.per_channel else 1
 
     @property
     def attend(self) -> Attend | None:
         return attention if self.fused else None
 
     def per_block(self, name: str) -> bool:
-        return self.over_columns and name != "codes"
+        return self.per_channel and name != "codes"
 
-    def encode(self, columns: torch.Tensor) -> Parts:
+    def encode(self, dense: torch.Tensor) -> Parts:
         if self.fused:
-            check_fused(columns)
-        rows, heads, count, width = columns.shape
-        size = self.group if self.over_columns else _divisor(width, self.group)
-        grouped = columns.unflatten(2, (-1, size)).transpose(-1, -2) if self.over_columns else columns
-        exact = torch.promote_types(columns.dtype, torch.float32)
-        codes, *beside = self.choose(grouped.reshape(-1, size).to(exact), self.bits)
+            check_fused(dense)
+        rows, heads, count, width = dense.shape
+        size = self.group if self.per_channel else _divisor(width, self.group)
+        grouped = dense.unflatten(2, (-1, size)).transpose(-1, -2) if self.per_channel else dense
+        exact = torch.promote_types(dense.dtype, torch.float32)
+        codes, *affine = self.choose(grouped.reshape(-1, size).to(exact), self.bits)
         codes = codes if codes.dtype == torch.float8_e4m3fn else codes.to(torch.uint8)
-        codes = codes.view(rows, heads, -1, width, size).transpose(-1, -2) if self.over_columns else codes
-        groups = (rows, heads, -1, width if self.over_columns else width // size)
-        scales = zip(("scale", "offset"), beside, strict=True)
-        dtype = self.scale_dtype or columns.dtype
+        codes = codes.view(rows, heads, -1, width, size).transpose(-1, -2) if self.per_channel else codes
+        groups = (rows, heads, -1, width if self.per_channel else width // size)
+        scales = zip(("scale", "offset"), affine, strict=True)
+        dtype = self.scale_dtype or dense.dtype
         return {"codes": _packed(codes.reshape(rows, heads, count, width), self.bits)} | {
             name: value.reshape(groups).to(dtype) for name, value in scales if value is not None
         }
 
-    def decode(self, parts: Parts, place: ExpectedDevice) -> Segment:
+    def decode(self, parts: Parts, new_scratch: NewScratch) -> Segment:
         if not self.fused:
-            return self._unpacked(parts, place)
+            return self._unpacked(parts, new_scratch)
         return QuantizedSegment(
             parts["codes"],
             parts["scale"],
             parts.get("offset"),
             self.bits,
-            self.group if self.over_columns else 0,
-            partial(self._unpacked, parts, place),
+            self.group if self.per_channel else 0,
+            partial(self._unpacked, parts, new_scratch),
         )
 
-    def _unpacked(self, parts: Parts, place: ExpectedDevice) -> Segment:
-        out, scratch = place()
+    def _unpacked(self, parts: Parts, new_scratch: NewScratch) -> Segment:
+        out, scratch = new_scratch()
         count, dtype = out.shape[2], parts["scale"].dtype
         target = out if dtype == out.dtype else torch.empty_like(out, dtype=dtype)
         _unpack(parts["codes"], self.bits, target, scratch)
-        if not self.over_columns:
+        if not self.per_channel:
             segment = AffineSegment(target, parts["scale"], parts.get("offset"))
             if target is out and torch.finfo(dtype).bits >= 32:
                 return segment
             segment.materialize()
         else:
-            whole = count // self.group
-            segments = target.split([whole * self.group, count - whole * self.group], dim=2)
-            for of_whole, blocks in zip(segments, (slice(whole), slice(whole, None)), strict=True):
-                if of_whole.shape[2]:
-                    columns = of_whole.unflatten(2, (-1, min(self.group, of_whole.shape[2])))
-                    columns.mul_(parts["scale"][:, :, blocks, None])
+            complete = count // self.group  # the last block may be cut off
+            segments = target.split([complete * self.group, count - complete * self.group], dim=2)
+            for segment, blocks in zip(segments, (slice(complete), slice(complete, None)), strict=True):
+                if segment.shape[2]:
+                    grouped = segment.unflatten(2, (-1, min(self.group, segment.shape[2])))
+                    grouped.mul_(parts["scale"][:, :, blocks, None])
                     if "offset" in parts:
-                        columns.add_(parts["offset"][:, :, blocks, None])
+                        grouped.add_(parts["offset"][:, :, blocks, None])
         return DenseSegment(target if target is out else out.copy_(target))
 
 
 def _divisor(width: int, wanted: int) -> int:
-    """The largest group that divides the head's width and is no larger than wanted: 40 of 80 for 64."""
+    """The largest divisor of `width` that is at most `wanted`: 40 for a width of 80 and 64 wanted."""
     return next(size for size in range(min(width, wanted), 0, -1) if width % size == 0)
 
 
-# Codes of less than a byte share bytes with others of the same column: byte i of a column holds channel i, i + width/2,
-# ..., so unpacking writes contiguous segments. Three bits are two and one.
+# Codes of less than a byte share bytes within a slot. With 4 bits, byte i holds the channels i and i + width / 2: this
+# way unpacking writes contiguous ranges of channels. 3 bits are stored as 2 bits, then 1 bit.
 
 
 def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -139,19 +141,19 @@ def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 3:
         return torch.cat([_packed(codes & 3, 2), _packed(codes >> 2, 1)], dim=-1)
     per_byte = 8 // bits
-    segments = codes.chunk(per_byte, dim=-1)
-    packed = segments[0].clone()
-    for number, segment in enumerate(segments[1:], 1):
-        packed |= segment << (bits * number)
+    planes = codes.chunk(per_byte, dim=-1)
+    packed = planes[0].clone()
+    for number, plane in enumerate(planes[1:], 1):
+        packed |= plane << (bits * number)
     return packed
 
 
 def _unpack(packed: torch.Tensor, bits: int, out: torch.Tensor, scratch: torch.Tensor, times: int = 0) -> None:
-    """Write the codes into `out` as numbers, or add them that many times to what is there."""
+    """Write the codes into `out` in its data type; times: add them to `out` so many times instead."""
     if bits == 8:
         out.copy_(packed)
     elif bits == 3:
-        low = -(-out.shape[-1] // 8) * 2  # bytes of the two bits of a column
+        low = -(-out.shape[-1] // 8) * 2  # bytes of a slot that hold the 2 bits
         _unpack(packed[..., :low], 2, out, scratch)
         _unpack(packed[..., low:], 1, out, scratch, times=4)
     else:
@@ -170,16 +172,16 @@ def _unpack(packed: torch.Tensor, bits: int, out: torch.Tensor, scratch: torch.T
 
 
 def _like(packed: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-    """Scratch of that shape, with columns outermost in memory as in the buffers that `packed` comes from."""
-    rows, heads, columns, width = packed.shape
-    return scratch[: packed.numel()].view(columns, rows, heads, width).permute(1, 2, 0, 3)
+    """Scratch of the shape of `packed` and with slots outermost in memory, as in the buffers of `packed`."""
+    rows, heads, slots, width = packed.shape
+    return scratch[: packed.numel()].view(slots, rows, heads, width).permute(1, 2, 0, 3)
 
 
-# Who chooses the codes of groups [groups, size].
+# How codes and scales are chosen: functions of elements [groups, size] and the number of bits.
 
 
 def _kivi(groups: torch.Tensor, bits: int) -> Choice:
-    """Smallest to largest number in equal steps, as in KIVI (arXiv 2402.02750)."""
+    """Equal steps from the smallest to the largest element, as in KIVI (arXiv 2402.02750)."""
     least, most = groups.aminmax(dim=-1, keepdim=True)
     scale = ((most - least) / (2**bits - 1)).clamp(min=torch.finfo(groups.dtype).tiny)
     return ((groups - least) / scale).round().clamp(0, 2**bits - 1), scale, least
@@ -189,7 +191,7 @@ def _quanto(groups: torch.Tensor, bits: int) -> Choice:
     from optimum.quanto import MaxOptimizer, qint2, qint4
 
     scale, shift = MaxOptimizer()(groups, {2: qint2, 4: qint4}[bits], axis=0)
-    scale = scale.where(scale > 0, 1)  # a group of equal numbers
+    scale = scale.where(scale > 0, 1)  # a group of equal elements has scale 0
     codes = torch.ops.quanto.quantize_affine(groups, bits=bits, axis=0, group_size=None, scale=scale, shift=shift)
     return codes, scale, -shift
 
@@ -197,7 +199,7 @@ def _quanto(groups: torch.Tensor, bits: int) -> Choice:
 def _hqq(groups: torch.Tensor, bits: int) -> Choice:
     from hqq.core.quantize import Quantizer
 
-    # Its optimiser stops when the mean error of all groups does: then a row would depend on its neighbours.
+    # Without hqq's optimizer, which stops by the mean error of all groups: rows would depend on each other.
     codes, meta = Quantizer.quantize(
         groups, nbits=bits, group_size=groups.shape[-1], axis=1, optimize=False, bitpack=False, device=groups.device
     )
@@ -205,7 +207,7 @@ def _hqq(groups: torch.Tensor, bits: int) -> Choice:
 
 
 def _fp8(groups: torch.Tensor, bits: int) -> Choice:
-    """Numbers of 8 bits with a floating point, the largest of a group at the end of their range."""
+    """float8_e4m3fn, scaled so that the largest element of a group is the largest float8. Without an offset."""
     most = torch.finfo(torch.float8_e4m3fn).max
     scale = (groups.abs().amax(dim=-1, keepdim=True) / most).clamp(min=torch.finfo(groups.dtype).tiny)
     return (groups / scale).to(torch.float8_e4m3fn), scale, None
@@ -217,11 +219,11 @@ CHOICES: dict[str, Callable[[torch.Tensor, int], Choice]] = {
     "fp8": _fp8,
     "kivi": _kivi,
 }
-"""By the names of `configs.CODECS`."""
+"""By backend, the names of `configs.CODECS`."""
 
 
 def new_codec(options: QuantizedCacheConfig, name: str) -> Affine:
-    """The codec for "keys" or "values". Raises `ConfigError` when the library it needs is not installed."""
+    """The codec for `name`, "keys" or "values". Raises `ConfigError` if the backend's library is not installed."""
     facts = CODECS[options.backend]
     if facts.package is not None and importlib.util.find_spec(facts.package) is None:
         raise ConfigError(
@@ -233,7 +235,7 @@ def new_codec(options: QuantizedCacheConfig, name: str) -> Affine:
     return Affine(
         bits=options.bits,
         group=options.group,
-        over_columns=options.groups_over_columns(name),
+        per_channel=options.is_per_channel(name),
         choose=CHOICES[options.backend],
         scale_dtype=None if options.compute_dtype is None else getattr(torch, options.compute_dtype),
         fused=options.fused,

@@ -1,17 +1,17 @@
-// Attention over columns of keys and values that are written down as codes. They are unpacked a few at a time, into
-// memory that stays in the processor's nearest cache. Codes of which enough neighbouring channels share a scale are
-// multiplied as the integers they are, with queries and weights rounded to 16 bits.
+// Attention over quantized keys and values. Codes are unpacked for a few slots at a time, into memory that stays in the
+// L1 cache. If at least 16 neighbouring channels share a scale, products are computed in integers, with queries and
+// weights rounded to 16 bits.
 //
-// Columns are codes [rows, heads, columns, bytes], of which byte i of a column holds the channels i, i + bytes, ...,
-// lowest bits first, with scale, offset [rows, heads, columns, groups] of neighbouring channels, or
-// [rows, heads, blocks, width] of `block` columns; then block > 0. The last block may be cut off. Or they are numbers
-// [rows, heads, columns, width] as they are; then bits is 32. Everything but the codes is float32, the innermost
-// dimension of everything is contiguous, the width a multiple of 8.
+// A segment is codes [rows, heads, slots, bytes]; byte i of a slot has the channels i, i + bytes, ..., lowest bits first.
+// scale, offset: [rows, heads, slots, groups] for groups of neighbouring channels (block = 0), or
+// [rows, heads, blocks, width] for groups of `block` slots; the last block may be cut off. Or it is float32
+// [rows, heads, slots, width]; then bits = 32. Scales, offsets, queries and results are float32. The innermost dimension
+// of all tensors is contiguous, and the width is a multiple of 8.
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/utils/pybind.h>  // <torch/extension.h> takes half a minute more
+#include <torch/csrc/utils/pybind.h>  // <torch/extension.h> compiles half a minute longer
 
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -26,11 +26,11 @@
 namespace {
 
 using Optional = std::optional<at::Tensor>;
-using Piece = std::tuple<at::Tensor, Optional, Optional, int64_t, int64_t>;  // codes, scale, offset, bits, block
+using Segment = std::tuple<at::Tensor, Optional, Optional, int64_t, int64_t>;  // codes, scale, offset, bits, block
 
 constexpr int64_t lanes = 8, shorts = 16, most_width = 512;
-constexpr int64_t few = 32;  // columns that are unpacked at a time
-constexpr int64_t most_summed = 256;  // products of 16 bits with codes of 8 that an integer of 32 bits holds the sum of
+constexpr int64_t few = 32;  // slots that are unpacked at a time
+constexpr int64_t most_summed = 256;  // products of 16 and 8 bits whose sum fits into 32 bits
 constexpr float none = -std::numeric_limits<float>::infinity();
 
 typedef int32_t Ints __attribute__((vector_size(4 * lanes)));
@@ -55,7 +55,7 @@ inline float total(Lanes of) {
   return sum;
 }
 
-// The totals of four, one behind the other.
+// The totals of four vectors, to four consecutive integers.
 inline void totals(Ints a, Ints b, Ints c, Ints d, int32_t* to) {
 #ifdef __AVX2__
   const __m256i halves = _mm256_hadd_epi32(_mm256_hadd_epi32((__m256i)a, (__m256i)b),
@@ -67,31 +67,30 @@ inline void totals(Ints a, Ints b, Ints c, Ints d, int32_t* to) {
 #endif
 }
 
-// The columns of a piece, or of one head of it. Strides of codes: in bytes. groups: 0 where channels have scales of
-// their own.
-struct Columns {
+// The slots of a segment, or of one head of it. Strides of codes are in bytes. groups: 0 for scales per channel.
+struct Slots {
   const uint8_t* codes;
   const float *scales = nullptr, *offsets = nullptr;  // nullptr: none
   int64_t codes_row, codes_head, codes_stride, scale_row = 0, scale_head = 0, scale_stride = 0;
   int64_t bytes, width, groups = 0, block, bits;
 
-  Columns(const Piece& piece, int64_t width) : width(width) {
-    const auto& [held, scale, offset, of_bits, of_block] = piece;
-    const int64_t item = held.element_size();
-    codes = static_cast<const uint8_t*>(held.const_data_ptr()), bytes = held.size(3), bits = of_bits, block = of_block;
-    codes_row = held.stride(0) * item, codes_head = held.stride(1) * item, codes_stride = held.stride(2) * item;
+  Slots(const Segment& segment, int64_t width) : width(width) {
+    const auto& [stored, scale, offset, of_bits, of_block] = segment;
+    const int64_t item = stored.element_size();
+    codes = static_cast<const uint8_t*>(stored.const_data_ptr()), bytes = stored.size(3), bits = of_bits, block = of_block;
+    codes_row = stored.stride(0) * item, codes_head = stored.stride(1) * item, codes_stride = stored.stride(2) * item;
     const auto contiguous = [](const at::Tensor& of) { return of.size(3) == 1 || of.stride(3) == 1; };
-    TORCH_CHECK(contiguous(held) && (!scale || contiguous(*scale)), "the numbers of a column lie one behind the other");
+    TORCH_CHECK(contiguous(stored) && (!scale || contiguous(*scale)), "the elements of a slot have to be contiguous");
     if (!scale) return;
     scales = scale->const_data_ptr<float>(), groups = block ? 0 : scale->size(3);
     scale_row = scale->stride(0), scale_head = scale->stride(1), scale_stride = scale->stride(2);
     if (!offset) return;
-    TORCH_CHECK(offset->strides() == scale->strides(), "scale and offset lie in memory alike");
+    TORCH_CHECK(offset->strides() == scale->strides(), "scale and offset need the same strides");
     offsets = offset->const_data_ptr<float>();
   }
 
-  Columns of(int64_t row, int64_t head) const {
-    Columns found = *this;
+  Slots of(int64_t row, int64_t head) const {
+    Slots found = *this;
     found.codes += row * codes_row + head * codes_head;
     if (scales) found.scales += row * scale_row + head * scale_head;
     if (offsets) found.offsets += row * scale_row + head * scale_head;
@@ -99,20 +98,20 @@ struct Columns {
   }
 };
 
-// Some columns, unpacked: as numbers, the `stride` from one to the next; or `whole`, as integers still to be scaled, keys
-// [columns, width] and values [columns / 2, width, 2], two columns in turn. scales, offsets: [groups, few].
+// Some slots, unpacked: as floats with the given stride; or, if `as_integers`, as integers that are not scaled yet: keys
+// [slots, width], values [slots / 2, width, 2], interleaved in pairs of slots. scales, offsets: [groups, few].
 struct Unpacked {
-  Columns of;
+  Slots of;
   int64_t count;
-  bool whole;
-  const float* numbers;
+  bool as_integers;
+  const float* floats;
   int64_t stride;
   const int16_t* integers;
   const float *scales, *offsets;
 };
 
 struct Memory {
-  alignas(64) char held[few * most_width * sizeof(float)];
+  alignas(64) char stored[few * most_width * sizeof(float)];
   float scales[most_width / shorts * few], offsets[most_width / shorts * few];
 };
 
@@ -136,23 +135,23 @@ inline Shorts widened_to_shorts(const uint8_t* from) {
 #endif
 }
 
-// Columns of codes, one `stride` from the next, as numbers [columns, width].
+// Unpacks slots of codes, `stride` bytes apart, to floats [slots, width].
 template <int bits>
-void unpack(const uint8_t* codes, int64_t stride, int64_t count, int64_t bytes, float* numbers) {
-  for (; count > 0; count--, codes += stride, numbers += bytes * (8 / bits)) {
+void unpack(const uint8_t* codes, int64_t stride, int64_t count, int64_t bytes, float* floats) {
+  for (; count > 0; count--, codes += stride, floats += bytes * (8 / bits)) {
     int64_t i = 0;
     for (; i + lanes <= bytes; i += lanes) {
       const Ints some = widened(codes + i);
       for (int plane = 0; plane < 8 / bits; plane++)
-        store(__builtin_convertvector(some >> (bits * plane) & ((1 << bits) - 1), Lanes), numbers + plane * bytes + i);
+        store(__builtin_convertvector(some >> (bits * plane) & ((1 << bits) - 1), Lanes), floats + plane * bytes + i);
     }
     for (; i < bytes; i++)
       for (int plane = 0; plane < 8 / bits; plane++)
-        numbers[plane * bytes + i] = (float)((codes[i] >> (bits * plane)) & ((1 << bits) - 1));
+        floats[plane * bytes + i] = (float)((codes[i] >> (bits * plane)) & ((1 << bits) - 1));
   }
 }
 
-// The same as integers.
+// The same to integers [slots, width].
 template <int bits>
 void unpack_keys(const uint8_t* codes, int64_t stride, int64_t count, int64_t bytes, int16_t* integers) {
   for (; count > 0; count--, codes += stride, integers += bytes * (8 / bits)) {
@@ -171,7 +170,7 @@ void unpack_keys(const uint8_t* codes, int64_t stride, int64_t count, int64_t by
 template <int bits>
 void unpack_values(const uint8_t* codes, int64_t stride, int64_t count, int64_t bytes, int16_t* integers) {
   for (; count > 0; count -= 2, codes += 2 * stride, integers += 2 * bytes * (8 / bits)) {
-    const uint8_t* next = codes + (count > 1 ? stride : 0);  // the last one may be alone
+    const uint8_t* next = codes + (count > 1 ? stride : 0);  // the last slot of an odd number is its own partner
     int64_t i = 0;
     for (; i + lanes <= bytes; i += lanes) {
       const Ints both = widened(codes + i) | widened(next + i) << 16;
@@ -188,54 +187,54 @@ void unpack_values(const uint8_t* codes, int64_t stride, int64_t count, int64_t 
 
 #define OF_BITS(unpack, bits) (bits == 1 ? unpack<1> : bits == 2 ? unpack<2> : bits == 4 ? unpack<4> : unpack<8>)
 
-void scale(const Columns& of, int64_t begin, int64_t end, float* numbers) {
-  for (int64_t i = begin; i < end; i++, numbers += of.width) {
+void scale(const Slots& of, int64_t begin, int64_t end, float* floats) {
+  for (int64_t i = begin; i < end; i++, floats += of.width) {
     const int64_t at = (of.block ? i / of.block : i) * of.scale_stride;
     const float *scale = of.scales + at, *offset = of.offsets ? of.offsets + at : nullptr;
     if (of.block)
-      for (int64_t c = 0; c < of.width; c++) numbers[c] = numbers[c] * scale[c] + (offset ? offset[c] : 0);
+      for (int64_t c = 0; c < of.width; c++) floats[c] = floats[c] * scale[c] + (offset ? offset[c] : 0);
     else
       for (int64_t g = 0, group = of.width / of.groups; g < of.groups; g++)
         for (int64_t c = g * group; c < (g + 1) * group; c++)
-          numbers[c] = numbers[c] * scale[g] + (offset ? offset[g] : 0);
+          floats[c] = floats[c] * scale[g] + (offset ? offset[g] : 0);
   }
 }
 
-// Scales or offsets as [groups, few], with 0 behind the last column.
-void gather(const float* from, const Columns& columns, int64_t begin, int64_t end, float* found) {
-  for (int64_t g = 0; g < columns.groups; g++, found += few)
+// Scales or offsets as [groups, few], with 0 behind the last slot.
+void gather(const float* from, const Slots& slots, int64_t begin, int64_t end, float* found) {
+  for (int64_t g = 0; g < slots.groups; g++, found += few)
     for (int64_t i = 0; i < few; i++)
-      found[i] = from && begin + i < end ? from[(begin + i) * columns.scale_stride + g] : 0;
+      found[i] = from && begin + i < end ? from[(begin + i) * slots.scale_stride + g] : 0;
 }
 
 enum class Of { keys, values };
 
-Unpacked read(Of kind, const Columns& columns, int64_t begin, int64_t end, Memory& memory) {
-  const int64_t bits = columns.bits, stride = columns.codes_stride, count = end - begin;
-  const uint8_t* codes = columns.codes + begin * stride;
-  // The next ones, which lie too far apart for the processor to guess them.
+Unpacked read(Of kind, const Slots& slots, int64_t begin, int64_t end, Memory& memory) {
+  const int64_t bits = slots.bits, stride = slots.codes_stride, count = end - begin;
+  const uint8_t* codes = slots.codes + begin * stride;
+  // Prefetch the next slots, whose stride is too large for the hardware prefetcher.
   for (int64_t i = end; i < end + count; i++)
-    for (int64_t line = 0; line < columns.bytes; line += 64) __builtin_prefetch(columns.codes + i * stride + line);
-  Unpacked found{columns, count, false, reinterpret_cast<const float*>(codes), stride / 4, nullptr, nullptr, nullptr};
+    for (int64_t line = 0; line < slots.bytes; line += 64) __builtin_prefetch(slots.codes + i * stride + line);
+  Unpacked found{slots, count, false, reinterpret_cast<const float*>(codes), stride / 4, nullptr, nullptr, nullptr};
   if (bits == 32) return found;
-  found.whole = columns.groups && columns.width / columns.groups % shorts == 0;
-  if (found.whole) {
-    int16_t* integers = reinterpret_cast<int16_t*>(memory.held);
+  found.as_integers = slots.groups && slots.width / slots.groups % shorts == 0;
+  if (found.as_integers) {
+    int16_t* integers = reinterpret_cast<int16_t*>(memory.stored);
     const auto with = kind == Of::keys ? OF_BITS(unpack_keys, bits) : OF_BITS(unpack_values, bits);
-    with(codes, stride, count, columns.bytes, integers);
-    gather(columns.scales, columns, begin, end, memory.scales);
-    gather(columns.offsets, columns, begin, end, memory.offsets);
+    with(codes, stride, count, slots.bytes, integers);
+    gather(slots.scales, slots, begin, end, memory.scales);
+    gather(slots.offsets, slots, begin, end, memory.offsets);
     found.integers = integers, found.scales = memory.scales, found.offsets = memory.offsets;
   } else {
-    float* numbers = reinterpret_cast<float*>(memory.held);
-    OF_BITS(unpack, bits)(codes, stride, count, columns.bytes, numbers);
-    scale(columns, begin, end, numbers);
-    found.numbers = numbers, found.stride = columns.width;
+    float* floats = reinterpret_cast<float*>(memory.stored);
+    OF_BITS(unpack, bits)(codes, stride, count, slots.bytes, floats);
+    scale(slots, begin, end, floats);
+    found.floats = floats, found.stride = slots.width;
   }
   return found;
 }
 
-// Sums of two neighbouring products each.
+// Products, added in neighbouring pairs.
 inline Ints products(Shorts a, Shorts b) {
 #ifdef __AVX2__
   return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
@@ -246,29 +245,28 @@ inline Ints products(Shorts a, Shorts b) {
 #endif
 }
 
-// Numbers as integers; returns how much 1 is, NaN if some are not finite. count: a multiple of 8.
-float rounded(const float* numbers, int64_t count, int16_t* found) {
+// Rounds floats to 16-bit integers; returns the unit, NaN if an element is not finite. count: a multiple of 8.
+float rounded(const float* floats, int64_t count, int16_t* found) {
   typedef int16_t Halves __attribute__((vector_size(2 * lanes)));
   Lanes most = {}, zero = {};
   for (int64_t i = 0; i < count; i += lanes) {
-    const Lanes some = load(numbers + i), size = some < 0 ? -some : some;
+    const Lanes some = load(floats + i), size = some < 0 ? -some : some;
     most = size > most ? size : most;
     zero += some * 0.0f;
   }
   float largest = 0;
   for (int64_t i = 0; i < lanes; i++) largest = std::max(largest, most[i]);
   const float steps = largest > 0 ? 32767 / largest : 0;
-  const Lanes large = Lanes{} + 12582912.0f;  // from there on a float has no fraction: what is added is rounded
+  const Lanes large = Lanes{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   for (int64_t i = 0; i < count; i += lanes)
-    store(__builtin_convertvector((Ints)(load(numbers + i) * steps + large) - (Ints)large, Halves), found + i);
+    store(__builtin_convertvector((Ints)(load(floats + i) * steps + large) - (Ints)large, Halves), found + i);
   return largest / 32767 + total(zero);
 }
 
-// Codes are rather near the middle, so what is lost by rounding what they are multiplied with is made up for as if all
-// of them were in the middle.
+// Corrects the rounding of queries and weights, as if all codes had the middle value: codes are close to it on average.
 inline float middle(int64_t bits) { return ((1 << bits) - 1) / 2.0f; }
 
-// Queries [count, width], also as integers.
+// Queries [count, width], exact and rounded to integers.
 struct Queries {
   const float* exact;
   int64_t width;
@@ -283,12 +281,12 @@ struct Queries {
   }
 };
 
-// Products [columns] of a query with keys.
-void multiply_numbers(const float* query, const Unpacked& keys, float* out) {
+// Products [slots] of a query with keys.
+void multiply_floats(const float* query, const Unpacked& keys, float* out) {
   const int64_t width = keys.of.width;
-  int64_t column = 0;
-  for (; column + 4 <= keys.count; column += 4) {  // at once, to read the query less often
-    const float* key = keys.numbers + column * keys.stride;
+  int64_t slot = 0;
+  for (; slot + 4 <= keys.count; slot += 4) {  // four at once, to load the query less often
+    const float* key = keys.floats + slot * keys.stride;
     Lanes a = {}, b = {}, c = {}, d = {};
     for (int64_t i = 0; i < width; i += lanes) {
       const Lanes q = load(query + i);
@@ -297,12 +295,12 @@ void multiply_numbers(const float* query, const Unpacked& keys, float* out) {
       c += q * load(key + 2 * keys.stride + i);
       d += q * load(key + 3 * keys.stride + i);
     }
-    out[column] = total(a), out[column + 1] = total(b), out[column + 2] = total(c), out[column + 3] = total(d);
+    out[slot] = total(a), out[slot + 1] = total(b), out[slot + 2] = total(c), out[slot + 3] = total(d);
   }
-  for (; column < keys.count; column++) {
+  for (; slot < keys.count; slot++) {
     Lanes sum = {};
-    for (int64_t i = 0; i < width; i += lanes) sum += load(query + i) * load(keys.numbers + column * keys.stride + i);
-    out[column] = total(sum);
+    for (int64_t i = 0; i < width; i += lanes) sum += load(query + i) * load(keys.floats + slot * keys.stride + i);
+    out[slot] = total(sum);
   }
 }
 
@@ -313,14 +311,14 @@ void multiply_integers(const Queries& queries, int64_t number, const Unpacked& k
   for (int64_t g = 0; g < keys.of.groups; g++) {
     const int64_t begin = g * group, end = begin + group;
     float of_query = 0;
-    int32_t of_integers = 0;
-    for (int64_t i = begin; i < end; i++) of_query += queries.exact[number * width + i], of_integers += query[i];
-    const float unit = queries.unit[number], lost = middle(keys.of.bits) * (of_query - unit * (float)of_integers);
+    int32_t sum_of_integers = 0;
+    for (int64_t i = begin; i < end; i++) of_query += queries.exact[number * width + i], sum_of_integers += query[i];
+    const float unit = queries.unit[number], lost = middle(keys.of.bits) * (of_query - unit * (float)sum_of_integers);
     float found[few] = {};
     for (int64_t first = begin; first < end; first += most_summed) {
       const int64_t last = std::min(first + most_summed, end);
-      for (int64_t column = 0; column < keys.count; column += 4) {  // of the last four some may be old
-        const int16_t* key = keys.integers + column * width;
+      for (int64_t slot = 0; slot < keys.count; slot += 4) {  // slots behind the last have old data, and are not read
+        const int16_t* key = keys.integers + slot * width;
         Ints a = {}, b = {}, c = {}, d = {};
         for (int64_t i = first; i < last; i += shorts) {
           const Shorts q = load<Shorts>(query + i);
@@ -331,7 +329,7 @@ void multiply_integers(const Queries& queries, int64_t number, const Unpacked& k
         }
         int32_t sums[4];
         totals(a, b, c, d, sums);
-        for (int64_t i = 0; i < 4; i++) found[column + i] += (float)sums[i];
+        for (int64_t i = 0; i < 4; i++) found[slot + i] += (float)sums[i];
       }
     }
     const float *scales = keys.scales + g * few, *offsets = keys.offsets + g * few;
@@ -340,17 +338,17 @@ void multiply_integers(const Queries& queries, int64_t number, const Unpacked& k
 }
 
 void multiply(const Queries& queries, int64_t number, const Unpacked& keys, float* out) {
-  if (keys.whole) return multiply_integers(queries, number, keys, out);
-  multiply_numbers(queries.exact + number * queries.width, keys, out);
+  if (keys.as_integers) return multiply_integers(queries, number, keys, out);
+  multiply_floats(queries.exact + number * queries.width, keys, out);
 }
 
 template <int vectors>
-inline void add_numbers(const float* weights, const Unpacked& values, int64_t channel, float* out) {
+inline void add_floats(const float* weights, const Unpacked& values, int64_t channel, float* out) {
   Lanes sums[vectors];
   for (int v = 0; v < vectors; v++) sums[v] = load(out + channel + v * lanes);
-  for (int64_t column = 0; column < values.count; column++) {
-    const float* value = values.numbers + column * values.stride + channel;
-    for (int v = 0; v < vectors; v++) sums[v] += weights[column] * load(value + v * lanes);
+  for (int64_t slot = 0; slot < values.count; slot++) {
+    const float* value = values.floats + slot * values.stride + channel;
+    for (int v = 0; v < vectors; v++) sums[v] += weights[slot] * load(value + v * lanes);
   }
   __builtin_memcpy(out + channel, sums, sizeof(sums));
 }
@@ -360,9 +358,9 @@ inline void add_integers(const int16_t* weights, float unit, float constant, con
                          float* out) {
   Ints sums[vectors] = {};
   const int16_t* value = values.integers + 2 * channel;
-  for (int64_t column = 0; column < values.count; column += 2, value += 2 * values.of.width) {
+  for (int64_t slot = 0; slot < values.count; slot += 2, value += 2 * values.of.width) {
     int32_t two;
-    __builtin_memcpy(&two, weights + column, sizeof(two));
+    __builtin_memcpy(&two, weights + slot, sizeof(two));
     const Shorts weight = (Shorts)(Ints{} + two);
     for (int v = 0; v < vectors; v++) sums[v] += products(weight, load<Shorts>(value + v * shorts));
   }
@@ -372,27 +370,27 @@ inline void add_integers(const int16_t* weights, float unit, float constant, con
   }
 }
 
-// Add the sum of values by weights [few], which are 0 behind the last column, to out [width].
+// Adds the sum of values, weighted by weights [few] that are 0 behind the last slot, to out [width].
 void add(const float* weights, const Unpacked& values, float* out) {
   const int64_t width = values.of.width;
   int64_t channel = 0;
-  if (!values.whole) {
-    for (; channel + 8 * lanes <= width; channel += 8 * lanes) add_numbers<8>(weights, values, channel, out);
-    for (; channel < width; channel += lanes) add_numbers<1>(weights, values, channel, out);
+  if (!values.as_integers) {
+    for (; channel + 8 * lanes <= width; channel += 8 * lanes) add_floats<8>(weights, values, channel, out);
+    for (; channel < width; channel += lanes) add_floats<1>(weights, values, channel, out);
     return;
   }
   for (int64_t g = 0, group = width / values.of.groups; g < values.of.groups; g++) {
     const float *scales = values.scales + g * few, *offsets = values.offsets + g * few;
     float scaled[few], constant = 0, of_weights = 0;
     int16_t integers[few];
-    int32_t of_integers = 0;
+    int32_t sum_of_integers = 0;
     for (int64_t i = 0; i < few; i++) {
       scaled[i] = weights[i] * scales[i];
       constant += weights[i] * offsets[i];
     }
     const float unit = rounded(scaled, few, integers);
-    for (int64_t i = 0; i < few; i++) of_weights += scaled[i], of_integers += integers[i];
-    constant += middle(values.of.bits) * (of_weights - unit * (float)of_integers);
+    for (int64_t i = 0; i < few; i++) of_weights += scaled[i], sum_of_integers += integers[i];
+    constant += middle(values.of.bits) * (of_weights - unit * (float)sum_of_integers);
     const int64_t end = (g + 1) * group;
     for (; channel + 8 * lanes <= end; channel += 8 * lanes)
       add_integers<8>(integers, unit, constant, values, channel, out);
@@ -400,9 +398,9 @@ void add(const float* weights, const Unpacked& values, float* out) {
   }
 }
 
-// e to the power of x, which is not above 0: to 2e-7 of it, and 0 below -87. With the coefficients of Cephes' expf.
+// exp(x) for x <= 0, with a relative error of 2e-7, and 0 below -87. Coefficients: Cephes' expf.
 inline Lanes power(Lanes x) {
-  const Lanes least = Lanes{} - 87.0f, bounded = x < least ? least : x;  // and NaN stays NaN
+  const Lanes least = Lanes{} - 87.0f, bounded = x < least ? least : x;  // keeps NaN
   const Ints whole = __builtin_convertvector(bounded * 1.44269504f - 0.5f, Ints);
   const Lanes number = __builtin_convertvector(whole, Lanes);
   const Lanes rest = bounded - number * 0.693359375f + number * 2.12194440e-4f;
@@ -415,53 +413,52 @@ inline Lanes power(Lanes x) {
   return x < least ? Lanes{} : sum * (Lanes)((whole + 127) << 23);
 }
 
-// What softmax has seen of the scores of a query: the largest, and the sum of the powers relative to it. Out
-// [width] is the sum of the values by them.
-struct alignas(64) Seen {  // threads that write into the same line of a cache wait for each other
+// Online softmax of one query: the largest score, and the sum of exp(score - largest).
+struct alignas(64) Softmax {  // one cache line each: no false sharing between threads
   float most = none, sum = 0;
 };
 
-// Scores [few] become weights; what was summed up before is taken down to the largest there is now.
-void weigh(float* scores, Seen& seen, float* out, int64_t width) {
-  Lanes largest = Lanes{} + seen.most, sum = {};
+// Turns scores [few] into weights, and rescales the earlier sums to the new largest score. out: [width].
+void weigh(float* scores, Softmax& softmax, float* out, int64_t width) {
+  Lanes largest = Lanes{} + softmax.most, sum = {};
   for (int64_t i = 0; i < few; i += lanes) {
     const Lanes some = load(scores + i);
     largest = some > largest ? some : largest;
   }
-  float most = seen.most;
+  float most = softmax.most;
   for (int64_t i = 0; i < lanes; i++) most = largest[i] > most ? largest[i] : most;
-  if (most > seen.most && seen.sum != 0) {
-    const float factor = std::exp(seen.most - most);
-    seen.sum *= factor;
+  if (most > softmax.most && softmax.sum != 0) {
+    const float factor = std::exp(softmax.most - most);
+    softmax.sum *= factor;
     for (int64_t i = 0; i < width; i++) out[i] *= factor;
   }
-  seen.most = most;
+  softmax.most = most;
   for (int64_t i = 0; i < few; i += lanes) {
     const Lanes some = power(load(scores + i) - (most == none ? 0 : most));
     store(some, scores + i);
     sum += some;
   }
-  seen.sum += total(sum);
+  softmax.sum += total(sum);
 }
 
-// Pieces in parts of `few` columns.
+// A part of a segment, of at most `few` slots.
 struct Part {
-  int64_t piece, begin, end, column;  // column: of all pieces
+  int64_t segment, begin, end, slot;  // slot: counted over all segments
 };
 
-std::vector<Part> parts_of(const std::vector<Piece>& pieces) {
+std::vector<Part> parts_of(const std::vector<Segment>& segments) {
   std::vector<Part> parts;
-  int64_t column = 0;
-  for (int64_t piece = 0; piece < (int64_t)pieces.size(); piece++) {
-    const int64_t count = std::get<0>(pieces[piece]).size(2);
+  int64_t slot = 0;
+  for (int64_t segment = 0; segment < (int64_t)segments.size(); segment++) {
+    const int64_t count = std::get<0>(segments[segment]).size(2);
     for (int64_t begin = 0; begin < count; begin += few)
-      parts.push_back({piece, begin, std::min(begin + few, count), column + begin});
-    column += count;
+      parts.push_back({segment, begin, std::min(begin + few, count), slot + begin});
+    slot += count;
   }
   return parts;
 }
 
-// The threads share the parts of every row: calls `work(row, share, part)`, the parts of a share by one thread.
+// Calls `work(row, share, part)` for all parts of every row, in parallel; one thread does all parts of a share.
 template <typename Work>
 void shared(int64_t rows, int64_t shares, const std::vector<Part>& parts, const Work& work) {
   const int64_t count = parts.size();
@@ -480,42 +477,42 @@ int64_t shares_of(const std::vector<Part>& parts) {
 
 }  // namespace
 
-// queries [rows, heads, tokens, width] -> [rows, heads, tokens, columns]
-at::Tensor scores(const Piece& keys, const at::Tensor& given) {
+// queries [rows, heads, tokens, width] -> [rows, heads, tokens, slots]
+at::Tensor scores(const Segment& keys, const at::Tensor& given) {
   const auto queries = given.contiguous();
   const int64_t rows = queries.size(0), heads = queries.size(1), tokens = queries.size(2), width = queries.size(3);
-  const int64_t columns = std::get<0>(keys).size(2);
-  auto out = at::empty({rows, heads, tokens, columns}, queries.options());
+  const int64_t slots = std::get<0>(keys).size(2);
+  auto out = at::empty({rows, heads, tokens, slots}, queries.options());
   const Queries asked(queries);
   float* found = out.data_ptr<float>();
   const auto parts = parts_of({keys});
-  const Columns held(keys, width);
+  const Slots stored(keys, width);
   shared(rows, shares_of(parts), parts, [&](int64_t row, int64_t, const Part& part) {
     Memory memory;
     for (int64_t head = 0; head < heads; head++) {
-      const Unpacked some = read(Of::keys, held.of(row, head), part.begin, part.end, memory);
+      const Unpacked some = read(Of::keys, stored.of(row, head), part.begin, part.end, memory);
       for (int64_t at = (row * heads + head) * tokens, end = at + tokens; at < end; at++)
-        multiply(asked, at, some, found + at * columns + part.begin);
+        multiply(asked, at, some, found + at * slots + part.begin);
     }
   });
   return out;
 }
 
-// weights [rows, heads, tokens, columns] -> [rows, heads, tokens, width]
-at::Tensor mixed(const Piece& values, const at::Tensor& given, int64_t width) {
+// weights [rows, heads, tokens, slots] -> [rows, heads, tokens, width]
+at::Tensor mixed(const Segment& values, const at::Tensor& given, int64_t width) {
   const auto weights = given.contiguous();
-  const int64_t rows = weights.size(0), heads = weights.size(1), tokens = weights.size(2), columns = weights.size(3);
+  const int64_t rows = weights.size(0), heads = weights.size(1), tokens = weights.size(2), slots = weights.size(3);
   const auto parts = parts_of({values});
   const int64_t shares = shares_of(parts);
-  const Columns held(values, width);
+  const Slots stored(values, width);
   auto sums = at::zeros({rows, shares, heads, tokens, width}, weights.options());
   shared(rows, shares, parts, [&](int64_t row, int64_t share, const Part& part) {
     Memory memory;
     float of_part[few] = {};
     for (int64_t head = 0; head < heads; head++) {
-      const Unpacked some = read(Of::values, held.of(row, head), part.begin, part.end, memory);
+      const Unpacked some = read(Of::values, stored.of(row, head), part.begin, part.end, memory);
       for (int64_t token = 0; token < tokens; token++) {
-        const float* weight = weights.const_data_ptr<float>() + ((row * heads + head) * tokens + token) * columns;
+        const float* weight = weights.const_data_ptr<float>() + ((row * heads + head) * tokens + token) * slots;
         std::copy(weight + part.begin, weight + part.end, of_part);
         add(of_part, some, sums.data_ptr<float>() + (((row * shares + share) * heads + head) * tokens + token) * width);
       }
@@ -524,9 +521,9 @@ at::Tensor mixed(const Piece& values, const at::Tensor& given, int64_t width) {
   return shares == 1 ? sums.squeeze(1) : sums.sum(1);
 }
 
-// Of queries [rows, heads, tokens, width] that are scaled already, -> [rows, heads, tokens, values' width]. mask
-// [rows, heads, repeats, tokens of each, columns] is added to the scores.
-at::Tensor attention(const at::Tensor& given, const std::vector<Piece>& keys, const std::vector<Piece>& values,
+// Attention: scaled queries [rows, KV heads, queries, width] -> [rows, KV heads, queries, values' width]. mask: [rows, KV
+// heads, heads per KV head, tokens, slots], added to the scores.
+at::Tensor attention(const at::Tensor& given, const std::vector<Segment>& keys, const std::vector<Segment>& values,
                      const Optional& mask, int64_t out_width) {
   const auto queries = given.contiguous();
   const int64_t rows = queries.size(0), heads = queries.size(1), tokens = queries.size(2), width = queries.size(3);
@@ -534,43 +531,43 @@ at::Tensor attention(const at::Tensor& given, const std::vector<Piece>& keys, co
   const int64_t shares = shares_of(parts), of_row = heads * tokens;
   auto out = at::empty({rows, heads, tokens, out_width}, queries.options());
   std::vector<float> sums(rows * shares * of_row * out_width);
-  std::vector<Seen> seen(rows * shares * of_row);
+  std::vector<Softmax> softmax(rows * shares * of_row);
   const Queries asked(queries);
-  std::vector<Columns> held_keys, held_values;
-  for (const Piece& piece : keys) held_keys.emplace_back(piece, width);
-  for (const Piece& piece : values) held_values.emplace_back(piece, out_width);
+  std::vector<Slots> stored_keys, stored_values;
+  for (const Segment& segment : keys) stored_keys.emplace_back(segment, width);
+  for (const Segment& segment : values) stored_values.emplace_back(segment, out_width);
   shared(rows, shares, parts, [&](int64_t row, int64_t share, const Part& part) {
     Memory memory;
     std::vector<float> scores(tokens * few, none);
     for (int64_t head = 0; head < heads; head++) {
       const int64_t from = (row * heads + head) * tokens, to = (row * shares + share) * of_row + head * tokens;
-      const Unpacked some_keys = read(Of::keys, held_keys[part.piece].of(row, head), part.begin, part.end, memory);
+      const Unpacked some_keys = read(Of::keys, stored_keys[part.segment].of(row, head), part.begin, part.end, memory);
       for (int64_t token = 0; token < tokens; token++) {
         float* found = scores.data() + token * few;
         multiply(asked, from + token, some_keys, found);
         if (mask) {
           const int64_t each = mask->size(3);
           const float* added = mask->const_data_ptr<float>() + row * mask->stride(0) + head * mask->stride(1) +
-                               token / each * mask->stride(2) + token % each * mask->stride(3) + part.column;
+                               token / each * mask->stride(2) + token % each * mask->stride(3) + part.slot;
           for (int64_t i = 0; i < some_keys.count; i++) found[i] += added[i];
         }
         std::fill(found + some_keys.count, found + few, none);
-        weigh(found, seen[to + token], sums.data() + (to + token) * out_width, out_width);
+        weigh(found, softmax[to + token], sums.data() + (to + token) * out_width, out_width);
       }
-      const Unpacked some_values = read(Of::values, held_values[part.piece].of(row, head), part.begin, part.end, memory);
+      const Unpacked some_values = read(Of::values, stored_values[part.segment].of(row, head), part.begin, part.end, memory);
       for (int64_t token = 0; token < tokens; token++)
         add(scores.data() + token * few, some_values, sums.data() + (to + token) * out_width);
     }
   });
-  // What the threads have found, taken to the largest score of all.
+  // Combine the shares: rescale each to the largest score of all.
   for (int64_t at = 0; at < rows * of_row; at++) {
     const int64_t first = at / of_row * shares * of_row + at % of_row, end = first + shares * of_row;
     float most = none, sum = 0, *target = out.data_ptr<float>() + at * out_width;
-    for (int64_t from = first; from < end; from += of_row) most = std::max(most, seen[from].most);
+    for (int64_t from = first; from < end; from += of_row) most = std::max(most, softmax[from].most);
     std::fill(target, target + out_width, 0.0f);
     for (int64_t from = first; from < end; from += of_row) {
-      const float factor = seen[from].most == most ? 1 : std::exp(seen[from].most - most);
-      sum += factor * seen[from].sum;
+      const float factor = softmax[from].most == most ? 1 : std::exp(softmax[from].most - most);
+      sum += factor * softmax[from].sum;
       for (int64_t i = 0; i < out_width; i++) target[i] += factor * sums[from * out_width + i];
     }
     for (int64_t i = 0; i < out_width; i++) target[i] /= sum;

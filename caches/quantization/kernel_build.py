@@ -1,4 +1,4 @@
-"""C++ that is compiled when it is first needed, once per machine."""
+"""Compiles a C++ file into an extension module on first use, once per machine."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ import torch
 from caches.quantization.machine import cache_folder, processor
 from configs import ConfigError
 
-# As fast as with -ffast-math, but numbers that are not finite stay so, and no other code computes differently.
+# As fast as -ffast-math, but NaN and infinity keep their meaning and no other code changes its rounding.
 _FLAGS = ("-O3", "-march=native", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno")
 _LIBRARY = ("-std=c++20", "-shared", "-fPIC")
 
 
 @functools.cache
 def compiled(source: Path, option: str) -> Any:
-    """The functions of a C++ file, from the user's cache folder or compiled into it.
+    """The extension module of a C++ file, loaded from the user's cache folder or compiled into it.
 
-    The file is for one processor and one release of torch, of Python and of the C library, and is named after them. It
-    is moved into place when it is whole: a compilation that is killed leaves nothing that another waits for, and two at
-    once do not meet. One that cannot be loaded is compiled once more. Raises `ConfigError` where that is not possible,
-    which names the option that asks for it.
+    The library's name has a hash of the source, the compiler, its options, the processor and the releases of torch,
+    Python and the C library. It is renamed into place when complete, so processes never see half of it. A library that
+    cannot be loaded is compiled once more.
+
+    option: what needs the module, for messages. Raises `ConfigError` if it cannot be compiled or loaded.
     """
     name = f"kvengine_{source.stem}"
     for _ in range(2):
@@ -45,8 +46,8 @@ def compiled(source: Path, option: str) -> Any:
         except OSError as error:
             raise _cannot_compile(option, str(error)) from error
         except subprocess.CalledProcessError as error:
-            said = [line for line in error.stderr.splitlines() if "error" in line]
-            why = said[0] if said else f"it ended with {error.returncode}"
+            lines = [line for line in error.stderr.splitlines() if "error" in line]
+            why = lines[0] if lines else f"exit code {error.returncode}"
             raise _cannot_compile(option, f"{error.cmd[0]}: {why}") from error
         try:
             return _loaded(name, path)
@@ -55,8 +56,8 @@ def compiled(source: Path, option: str) -> Any:
             with suppress(OSError):
                 path.unlink()
     raise ConfigError(
-        f"{option} has compiled kernels that cannot be loaded: {refused}. Choose the compiler that belongs to this "
-        "Python and its torch with the variable CXX, or leave it out"
+        f"{option} needs kernels that were compiled but cannot be loaded: {refused}. Set the variable CXX to the "
+        "compiler that fits this Python and its torch, or leave it out"
     ) from refused
 
 
@@ -81,18 +82,18 @@ def _library(source: Path, name: str) -> Path:
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     options = [*_FLAGS, *_threads(), *_LIBRARY, abi, f"-DTORCH_EXTENSION_NAME={name}"]
     releases = [torch.__version__, sys.version, *platform.libc_ver()]
-    known = [source.read_text(), *options, *_compiler(), processor(), *releases]
-    key = sha256("\0".join(known).encode()).hexdigest()[:16]
+    inputs = [source.read_text(), *options, *_compiler(), processor(), *releases]
+    key = sha256("\0".join(inputs).encode()).hexdigest()[:16]
     folder = _writable_folder()
     path = folder / f"{name}_{key}.so"
     if path.exists():
         return path
     building = Path(tempfile.mkdtemp(dir=folder, prefix=".building-"))
     try:
-        made = building / path.name
-        command = [*_compiler(), *options, *_paths(), str(source), "-o", str(made), *_libraries()]
+        library = building / path.name
+        command = [*_compiler(), *options, *_paths(), str(source), "-o", str(library), *_libraries()]
         subprocess.run(command, check=True, capture_output=True, text=True)
-        os.replace(made, path)
+        os.replace(library, path)
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return path
@@ -103,15 +104,15 @@ def _compiler() -> list[str]:
 
 
 def _threads() -> list[str]:
-    # torch's own threads. Elsewhere compilers have no OpenMP, and one thread does the work.
+    # torch's thread pool uses OpenMP on Linux; other systems' compilers lack it, and kernels run in one thread.
     return ["-fopenmp"] if sys.platform == "linux" else []
 
 
 def _paths() -> list[str]:
-    from torch.utils import cpp_extension  # which is slow to import
+    from torch.utils import cpp_extension  # slow to import
 
-    places = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
-    return [f"-isystem{place}" for place in places]
+    folders = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
+    return [f"-isystem{folder}" for folder in folders]
 
 
 def _libraries() -> list[str]:
@@ -121,7 +122,7 @@ def _libraries() -> list[str]:
 
 
 def _writable_folder() -> Path:
-    """The user's cache folder for this machine, or a folder of this process alone."""
+    """The user's cache folder, or a temporary folder of this process if that cannot be written."""
     with suppress(OSError):
         folder = cache_folder() / "kernels"
         folder.mkdir(parents=True, exist_ok=True)

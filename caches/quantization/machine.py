@@ -1,4 +1,4 @@
-"""What belongs to this machine alone: its processor, and the folder for what is compiled or measured on it."""
+"""The machine's processor, and the folder for what is compiled or measured on it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 
 _FIELDS = ("model name", "flags", "features", "cpu implementer", "cpu part", "cpu variant")
-# By system: the variable that names the folder, and where in the user's home it is otherwise.
+# By system: the variable with the folder for caches, and its default below the user's home.
 _USER_CACHES = {"win32": ("LOCALAPPDATA", "AppData/Local"), "darwin": ("XDG_CACHE_HOME", "Library/Caches")}
 
 
 def cache_folder() -> Path:
-    """`$KVENGINE_CACHE`, else `kvengine` in the user's cache folder of this system. It may not exist yet.
+    """`$KVENGINE_CACHE`, or else `kvengine` in the system's folder for user caches. It may not exist yet.
 
-    Raises `OSError` where the user has no home.
+    Raises `OSError` if the user has no home folder.
     """
     if chosen := os.environ.get("KVENGINE_CACHE"):
         return Path(chosen)
@@ -33,7 +33,7 @@ def cache_folder() -> Path:
 
 @functools.cache
 def processor() -> str:
-    """The model of the processor and the instructions it has, as the system states them."""
+    """The processor's model and instruction sets, as the system reports them."""
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     except OSError:
@@ -43,8 +43,8 @@ def processor() -> str:
     return "\n".join(found[name] for name in _FIELDS if name in found) or platform.machine()
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that other processes see whole or not at all. Raises `OSError`."""
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that other processes see all of it or nothing. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:

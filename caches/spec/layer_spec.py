@@ -1,4 +1,4 @@
-"""What each layer of a model has to keep, read from the model's configuration. The only reader of `layer_types`."""
+"""What each layer of a model keeps in a cache, read from the model's configuration."""
 
 from __future__ import annotations
 
@@ -12,40 +12,44 @@ from transformers.cache_utils import DynamicCache
 from caches.spec.rope import RopeRotation, read_rope
 
 KV, INDEX, STATE, UNKNOWN = "kv", "index", "state", "something unknown"
-MODEL_SPECIFIC = "something that only transformers' own layer knows"
+MODEL_SPECIFIC = "something that only transformers' own layer knows"  # the text is part of error messages
 
 
 @dataclass(frozen=True)
 class AttentionSpan:
-    """How far back a token looks: everywhere ("all"), `size` tokens ("window"), to the start of its chunk ("chunk"), or
-    in a way that only the model and its layer know ("own")."""
+    """Which tokens a token attends to.
+
+    kind: "all": every token before it; "window": the last `size` tokens, itself included; "chunk": its own chunk of
+    `size` tokens; "own": defined by the model's code. size: in tokens; None for "all" and "own".
+    """
 
     kind: str = "all"
     size: int | None = None
 
     @property
-    def columns(self) -> int | None:
-        """Columns before a token that it may still need; None for all of them.
+    def past_tokens(self) -> int | None:
+        """How many tokens before a token it may attend to; None for all of them.
 
-        The same for a window and for a chunk: where chunks begin differs from row to row with left padding.
+        A chunk counts like a window of its size: with left padding, chunks begin at different slots in each row.
         """
         return None if self.size is None else self.size - 1
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer as data. `components` is what it keeps: "kv", "index", "state", several of them, or nothing.
+    """What one layer keeps in a cache.
 
-    A layer type that is not in the table below keeps "something unknown": a backend has to refuse it.
+    components: any of KV, INDEX (keys of a sparse-attention indexer), STATE (conv and recurrent states),
+    MODEL_SPECIFIC, or none. UNKNOWN stands for a layer type that is not in `_LAYER_TYPES`: backends refuse it.
     """
 
     layer_type: str
     components: frozenset[str]
     attention_span: AttentionSpan = AttentionSpan()
     new_layer: Callable[[], Any] | None = field(default=None, compare=False)
-    """Makes transformers' own layer, for an exotic kind."""
+    """Makes transformers' own cache layer; only for MODEL_SPECIFIC layers."""
     rotation: Callable[[], RopeRotation] | None = field(default=None, compare=False)
-    """How its keys turn with their position: read where it is needed. None where that cannot be known."""
+    """Reads how the layer's keys are rotated by their position (RoPE), when it is needed; None for MODEL_SPECIFIC."""
 
     @property
     def keeps_kv(self) -> bool:
@@ -58,9 +62,9 @@ class LayerSpec:
 
 PLAIN = LayerSpec("full_attention", frozenset({KV}))
 CROSS = LayerSpec("cross_attention", frozenset({KV}))
-"""What a decoder layer keeps of the encoder: as many columns as that has read, written once."""
+"""Cross attention of a decoder layer: keys and values of all encoder tokens, written once."""
 
-# transformers' layer types: the streams they keep, and the configuration field that limits their reach.
+# Per layer type of transformers: its components, and the configuration field with its window or chunk size.
 _LAYER_TYPES: dict[str, tuple[tuple[str, ...], str | None]] = {
     "full_attention": ((KV,), None),
     "sliding_attention": ((KV,), "sliding_window"),
@@ -79,40 +83,40 @@ _LAYER_TYPES: dict[str, tuple[tuple[str, ...], str | None]] = {
 }
 
 
-_INDEX_WITH_POSITIONS = {"qwen4_exp_text"}  # they keep the positions of all tokens beside the index
+_INDEX_WITH_POSITIONS = {"qwen4_exp_text"}  # model types whose indexer also keeps the positions of all tokens
 
 
 def read_specs(config: Any) -> tuple[LayerSpec, ...]:
-    """One `LayerSpec` per layer of the decoder that `config` (a `PreTrainedConfig`) describes."""
+    """One `LayerSpec` per decoder layer. config: the model's `PreTrainedConfig`."""
     config = _decoder(config)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         layers = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers  # T5's are the encoder's
         layer_types = [_implied_layer_type(config)] * layers
-    reads_others = _layers_without_own_kv(config, len(layer_types))
+    shares_kv = _layers_without_own_kv(config, len(layer_types))
     return tuple(
         LayerSpec(layer_type, frozenset()) if shared else _read_spec(config, index, layer_type)
-        for index, (layer_type, shared) in enumerate(zip(layer_types, reads_others, strict=True))
+        for index, (layer_type, shared) in enumerate(zip(layer_types, shares_kv, strict=True))
     )
 
 
 def mask_kinds(config: Any) -> str | dict[str, str]:
-    """Which masks the model takes: one, of this kind of reach, or a dict of kinds by its layer types.
+    """The kinds of attention masks the model takes: one `AttentionSpan.kind`, or a dict of them by layer type.
 
-    The kind of a layer that only keeps a state is "none".
+    The kind of a layer that keeps only a state is "none".
     """
     specs = read_specs(config)
     kinds = {spec.layer_type: "none" for spec in specs if spec.keeps_state}
-    # Last those that say it: a layer that reads another's keys has no reach of its own.
-    last = sorted(specs, key=lambda spec: spec.keeps_kv)
-    kinds |= {spec.layer_type: spec.attention_span.kind for spec in last if spec.keeps_kv or not spec.keeps_state}
+    # Layers with keys of their own come last and win: a layer that shares another's keys has no span in its spec.
+    ordered = sorted(specs, key=lambda spec: spec.keeps_kv)
+    kinds |= {spec.layer_type: spec.attention_span.kind for spec in ordered if spec.keeps_kv or not spec.keeps_state}
     if getattr(_decoder(config), "layer_types", None) is None:
         return next(iter(kinds.values()))
     return kinds
 
 
 def _decoder(config: Any) -> Any:
-    """The configuration of the decoder, which may be in one of a text model that has an encoder too."""
+    """The decoder's part of a configuration; it may be nested in the text part of a multimodal one."""
     return config.get_text_config(decoder=True).get_text_config(decoder=True)
 
 
@@ -134,19 +138,18 @@ def _layers_without_own_kv(config: Any, layers: int) -> list[bool]:
 
 
 def _read_spec(config: Any, index: int, layer_type: str) -> LayerSpec:
-    streams, size_field = _LAYER_TYPES.get(layer_type, ((UNKNOWN,), None))
-    if INDEX in streams and config.model_type in _INDEX_WITH_POSITIONS:
-        streams = (MODEL_SPECIFIC,)
-    if MODEL_SPECIFIC in streams:
-        return LayerSpec(layer_type, frozenset(streams), AttentionSpan("own"), partial(_own_layer, config, index))
-    reach = AttentionSpan()
+    components, size_field = _LAYER_TYPES.get(layer_type, ((UNKNOWN,), None))
+    if INDEX in components and config.model_type in _INDEX_WITH_POSITIONS:
+        components = (MODEL_SPECIFIC,)
+    kept = frozenset(components)
+    if MODEL_SPECIFIC in kept:
+        return LayerSpec(layer_type, kept, AttentionSpan("own"), partial(_transformers_layer, config, index))
+    span = AttentionSpan()
     if size_field is not None:
-        reach = AttentionSpan(
-            "chunk" if size_field == "attention_chunk_size" else "window", getattr(config, size_field)
-        )
-    return LayerSpec(layer_type, frozenset(streams), reach, rotation=partial(read_rope, config, index, layer_type))
+        span = AttentionSpan("chunk" if size_field == "attention_chunk_size" else "window", getattr(config, size_field))
+    return LayerSpec(layer_type, kept, span, rotation=partial(read_rope, config, index, layer_type))
 
 
-def _own_layer(config: Any, index: int) -> Any:
-    """transformers' own layer of that kind."""
+def _transformers_layer(config: Any, index: int) -> Any:
+    """The cache layer that transformers itself makes for layer `index`."""
     return DynamicCache(config=config).layers[index]

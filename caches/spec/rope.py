@@ -16,22 +16,22 @@ from caches.errors import UnsupportedLayerError
 
 @dataclass(frozen=True)
 class RopeRotation:
-    """Pairs of a key's numbers turn by `frequencies` [pairs], in radians per position; the numbers after them stay.
+    """The rotary position embedding (RoPE) of one layer's keys.
 
-    interleaved: pairs are neighbours; else the first half is paired with the second.
+    frequencies: [pairs], in radians per position; channels after the first 2 * pairs are not rotated.
+    interleaved: a pair is two neighbouring channels; else channel i is paired with channel i + pairs.
     """
 
     frequencies: tuple[float, ...] = ()
     interleaved: bool = False
 
     def rotated(self, keys: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        """Keys [rows, heads, columns, head_dim] as they would be `delta` [rows, steps] positions later.
+        """Keys [rows, heads, slots, head_dim] rotated by `delta` [rows, steps] further positions.
 
-        Returns [rows, heads, steps * columns, head_dim]. Only the angle changes: variants that also scale keys have
-        done so already.
+        Returns [rows, heads, steps * slots, head_dim]. Only angles change: keys are cached after any scaling.
         """
         pairs, wide = len(self.frequencies), torch.promote_types(keys.dtype, torch.float32)
-        # A large delta times a frequency has lost its last digits in float32.
+        # float64: in float32 a large delta times a frequency loses its last digits.
         frequencies = torch.tensor(self.frequencies, dtype=torch.float64, device=keys.device)
         angles = delta.to(keys.device, torch.float64)[:, None, :, None, None] * frequencies
         cos, sin = angles.cos().to(wide), angles.sin().to(wide)
@@ -45,11 +45,11 @@ class RopeRotation:
 
 UNROTATED = RopeRotation()
 
-# Models that rotate the keys of their windows only, and those where it is so if there are windows at all.
+# Model types that rotate keys in sliding-window layers only; the second set: only if they have such layers.
 _WINDOWS_ONLY = {"afmoe", "cohere2", "cohere2_moe", "flint"}
 _WINDOWS_ONLY_IF_ANY = {"exaone4", "exaone4_5_text", "exaone_moe", "kolibri1"}
-# Models that rotate keys only where their configuration asks for it.
-_IF_ASKED_FOR: dict[str, Callable[[Any], bool]] = {
+# Model types that rotate keys only if their configuration says so.
+_IF_CONFIGURED: dict[str, Callable[[Any], bool]] = {
     "granitemoehybrid": lambda config: config.position_embedding_type == "rope",
     "zamba2": lambda config: bool(config.use_mem_rope),
 }
@@ -57,14 +57,14 @@ _DEPENDS_ON_LENGTH = {"dynamic", "longrope"}
 
 
 def read_rope(config: Any, index: int, layer_type: str) -> RopeRotation:
-    """How layer `index` of the decoder that `config` describes turns its keys.
+    """The rotation of the keys of decoder layer `index`. config: the decoder's `PreTrainedConfig`.
 
-    Raises `UnsupportedLayerError` where that is no turn by the position, or cannot be known.
+    Raises `UnsupportedLayerError` if the keys are not rotated by their position alone, or the rotation is unknown.
     """
     if getattr(config, "kv_lora_rank", None) is not None:
-        _refuse(index, layer_type, "are made of a latent that only in part knows of the position")
+        _refuse(index, layer_type, "come from a latent (MLA, kv_lora_rank), and only part of each key carries RoPE")
     if getattr(config, "alibi", False):
-        _refuse(index, layer_type, "know nothing of their position: ALiBi counts distances in the attention")
+        _refuse(index, layer_type, "carry no position: ALiBi adds distances to the attention scores")
     if _is_unrotated(config, index, layer_type):
         return UNROTATED
     module = _modeling_module(config)
@@ -72,31 +72,31 @@ def read_rope(config: Any, index: int, layer_type: str) -> RopeRotation:
     parameters = parameters.get(layer_type) or parameters
     kind = parameters.get("rope_type", "default")
     if kind in _DEPENDS_ON_LENGTH:
-        _refuse(index, layer_type, f"turn by angles that depend on how long the text is (rope_type={kind!r})")
+        _refuse(index, layer_type, f"are rotated by angles that depend on the length of the text (rope_type={kind!r})")
     if "mrope_section" in parameters:
-        _refuse(index, layer_type, "turn by positions in several dimensions")
+        _refuse(index, layer_type, "are rotated by positions in several dimensions (mrope_section)")
     if "llama_4_scaling_beta" in parameters:
-        _refuse(index, layer_type, "meet queries that grow with the position, however near both are")
+        _refuse(index, layer_type, "meet queries that are scaled by their position (llama_4_scaling_beta)")
     frequencies = _frequencies(module, config, layer_type)
     if frequencies is None:
-        _refuse(index, layer_type, f"do not turn with the position, as far as the code of {config.model_type!r} tells")
+        _refuse(index, layer_type, f"have no rotation that the code of {config.model_type!r} shows")
     backwards, interleaved = _direction(module)
     return RopeRotation(tuple(-one for one in frequencies) if backwards else frequencies, interleaved)
 
 
 def _refuse(index: int, layer_type: str, why: str) -> NoReturn:
     raise UnsupportedLayerError(
-        f"cache='sink' moves its first tokens along with the window by turning their keys, but the keys of layer "
+        f"cache='sink' re-rotates the keys of the first tokens as the window moves, but the keys of layer "
         f"{index} ({layer_type}) {why}. Use cache='sliding_window' with a window_length, or cache='dynamic'"
     )
 
 
 def _is_unrotated(config: Any, index: int, layer_type: str) -> bool:
-    """Whether the keys of a layer know nothing of their position, in a model that rotates those of others."""
-    rotated = getattr(config, "no_rope_layers", None)  # 1 where it does
+    """Whether the keys of a layer have no RoPE, in a model that rotates the keys of other layers."""
+    rotated = getattr(config, "no_rope_layers", None)  # despite its name: 1 for layers with RoPE
     if rotated:
         return not rotated[index]
-    if config.model_type in _IF_ASKED_FOR and _IF_ASKED_FOR[config.model_type](config) is False:
+    if config.model_type in _IF_CONFIGURED and _IF_CONFIGURED[config.model_type](config) is False:
         return True
     windows_only = config.model_type in _WINDOWS_ONLY or (
         config.model_type in _WINDOWS_ONLY_IF_ANY and getattr(config, "sliding_window", None) is not None
@@ -105,7 +105,7 @@ def _is_unrotated(config: Any, index: int, layer_type: str) -> bool:
 
 
 def _modeling_module(config: Any) -> Any:
-    """The module of transformers that has the model's code; None for code from elsewhere."""
+    """transformers' module with the model's code; None if the code is not part of transformers."""
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING):
         if type(config) in mapping:
             found = mapping[type(config)]
@@ -114,7 +114,7 @@ def _modeling_module(config: Any) -> Any:
 
 
 def _frequencies(module: Any, config: Any, layer_type: str) -> tuple[float, ...] | None:
-    """Those of the model's own rotation embedding, which may have some for each type of layer."""
+    """The frequencies of the model's own rotary embedding, which may have a set per layer type; None if not found."""
     for name, kind in vars(module).items() if module is not None else ():
         if not name.endswith("RotaryEmbedding") or "Vision" in name or not isinstance(kind, type):
             continue
@@ -129,9 +129,9 @@ def _frequencies(module: Any, config: Any, layer_type: str) -> tuple[float, ...]
 
 
 def _direction(module: Any) -> tuple[bool, bool]:
-    """Whether pairs turn the other way round, and whether they are neighbours."""
+    """(backwards, interleaved) of the model's rotation, found by applying its `rotate_half` to known numbers."""
     rotate = getattr(module, "rotate_half", None) or getattr(module, "rotate_every_two", None)
-    if rotate is None:  # then pairs are complex numbers, whose parts are neighbours
+    if rotate is None:  # models with `apply_rotary_emb` multiply complex numbers, whose parts are neighbours
         return False, hasattr(module, "apply_rotary_emb")
-    quarter = rotate(torch.arange(1.0, 5.0)).tolist()
-    return quarter[0] > 0, abs(quarter[0]) == 2
+    rotated = rotate(torch.arange(1.0, 5.0)).tolist()
+    return rotated[0] > 0, abs(rotated[0]) == 2

@@ -1,8 +1,7 @@
-"""How room is made for one stream of one layer: a tensor [rows, heads, columns, head_dim].
+"""The interface of stores, and stores that keep one component of one layer as a tensor [rows, heads, slots, head_dim].
 
-A `Timeline` says where columns go; a store knows neither what they mean nor why some are forgotten. `GrowingStore`
-gets a larger buffer when it has to, `FixedStore` never changes its address. Both write in place and hand out views: no
-step copies the history.
+A `Timeline` decides which slots are used; a store only moves the data. `GrowingStore` reallocates when it has to grow,
+`FixedStore` keeps its address. Both write in place and return views: no step copies earlier tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from caches.timeline.timeline import Timeline
 
 
 class Store(Protocol):
-    """One stream of one layer."""
+    """One component of one layer: its keys, its values or its index."""
 
     @property
     def timeline(self) -> Timeline:
@@ -26,100 +25,100 @@ class Store(Protocol):
 
     @property
     def fixed(self) -> bool:
-        """Whether its tensors never move."""
+        """Whether its tensors keep their addresses."""
 
     @property
     def is_quantized(self) -> bool:
-        """Whether they hold fewer bits than come in."""
+        """Whether it keeps fewer bits than it is given."""
 
     @property
     def storage_format(self) -> object:
-        """How: what one store has written down can be held by another that says the same. None: in full."""
+        """The format of `state_dict`: stores with equal formats can load each other's. None: full precision."""
 
     def append(self, new: torch.Tensor) -> torch.Tensor:
-        """Inside the forward: add `new` [rows, heads, pending, head_dim]; returns what attention reads."""
+        """In the forward: add `new` [rows, heads, pending, head_dim]; returns what attention reads."""
 
     def add(self, new: torch.Tensor) -> None:
-        """`append` where the result is not read."""
+        """`append` without the result."""
 
     def read(self) -> torch.Tensor | None:
-        """Inside a forward that adds nothing here: what attention reads of the columns held; None where there are none.
+        """In a forward that adds nothing: what attention reads; None if there are no tokens.
 
-        Where they live elsewhere it lasts until the next store reads.
+        An offloaded store's result is valid until the next store of the same name reads.
         """
 
     def reserve(self, room: int) -> None:
-        """Before a step: have room for `room` columns; what is there keeps its place."""
+        """Before a step: grow to `room` slots."""
 
     def compact(self) -> None:
-        """Before a step: move the held columns to the front. Must not fail."""
+        """Before a step: move the kept tokens to the front. Must not fail."""
 
     def commit(self, rejected: int) -> None:
-        """After a step, before the timeline settles: its last `rejected` columns are rejected."""
+        """After a step, before the timeline commits: its last `rejected` tokens are rejected."""
 
     def abort(self) -> None:
-        """After a failed step, before the timeline closes: forget the pending columns."""
+        """After a failed step, before the timeline closes it: discard the pending tokens."""
 
     def select_rows(self, index: torch.Tensor) -> None:
-        """Row i becomes a copy of row `index[i]`. When this raises, nothing has changed."""
+        """Row i becomes a copy of row `index[i]`. Raises without changing anything."""
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Become empty."""
 
     def release(self) -> None:
-        """Forget everything and keep no memory, also where a reset keeps it."""
+        """Become empty and free all memory, which `reset` may keep."""
 
     def committed(self) -> torch.Tensor | None:
-        """The columns held, [rows, heads, held, head_dim]; None before the first step."""
+        """The kept tokens, [rows, heads, kept_tokens, head_dim]; None before the first step."""
 
-    def load_dense(self, columns: torch.Tensor) -> None:
-        """Hold exactly these columns [rows, heads, held, head_dim]. The timeline has been told of them."""
+    def load_dense(self, dense: torch.Tensor) -> None:
+        """Replace the content by [rows, heads, kept_tokens, head_dim]. The timeline was updated before."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The columns held as they are written down, rows first: for a store of the same kind."""
+        """The kept tokens in the store's own format (`storage_format`): tensors [rows, ...]."""
 
-    def load_state_dict(self, written: dict[str, Any]) -> None:
-        """Hold exactly this. The timeline has been told of it."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replace the content by a `state_dict`. The timeline was updated before."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Everything it keeps."""
+        """All memory of the store."""
 
     def offloaded_buffers(self) -> Iterator[Buffer]:
-        """Where what of it is that does not live where layers compute."""
+        """The buffers that are not on the compute device."""
 
 
 def check_alike(heads_and_width: tuple[int, int], dtype: torch.dtype, new: torch.Tensor) -> None:
-    """Raise `StepError` unless `new` [rows, heads, columns, width] can follow what a store holds."""
+    """Raise `StepError` unless `new` [rows, heads, slots, width] has these heads, this width and data type."""
     heads, width = heads_and_width
     if (new.shape[1], new.shape[3]) != (heads, width) or new.dtype != dtype:
         raise StepError(
-            f"the layer holds {heads} heads of {width} numbers in {dtype}, but the step has {new.shape[1]} heads of "
+            f"the layer has {heads} heads of size {width} in {dtype}, but the step has {new.shape[1]} heads of size "
             f"{new.shape[3]} in {new.dtype}: a cache belongs to one model"
         )
 
 
-def chosen_rows(written: Any, index: torch.Tensor) -> Any:
-    """What was written down, tensors and dicts of them, of these rows."""
-    if isinstance(written, dict):
-        return {name: chosen_rows(part, index) for name, part in written.items()}
-    return written.index_select(0, index.to(written.device)) if _has_rows(written) else written
+def chosen_rows(state: Any, index: torch.Tensor) -> Any:
+    """A `state_dict` (tensors and nested dicts of them) with row `index[i]` as row i."""
+    if isinstance(state, dict):
+        return {name: chosen_rows(part, index) for name, part in state.items()}
+    return state.index_select(0, index.to(state.device)) if _has_rows(state) else state
 
 
-def joined_rows(written: Sequence[Any]) -> Any:
-    """What was written down of several caches, which hold the same tokens, as that of one: the rows of all of them."""
-    first = written[0]
+def joined_rows(states: Sequence[Any]) -> Any:
+    """One `state_dict` with the rows of all `states`, which have to be of the same tokens."""
+    first = states[0]
     if isinstance(first, dict):
-        return {name: joined_rows([one[name] for one in written]) for name in first}
-    return torch.cat(list(written)) if _has_rows(first) else first
+        return {name: joined_rows([state[name] for state in states]) for name in first}
+    return torch.cat(list(states)) if _has_rows(first) else first
 
 
 def _has_rows(value: Any) -> bool:
-    # `torch.tensor([])` stands for nothing yet. What has rows but no columns, [rows, 0, width], follows its rows.
+    # `torch.tensor([])` is transformers' placeholder for an empty layer; [rows, 0, width] has rows.
     return isinstance(value, torch.Tensor) and (value.ndim > 1 or (value.ndim == 1 and value.numel() > 0))
 
 
 class GrowingStore:
-    """Room is made as columns come (geometrically: the timeline decides) and written in place."""
+    """A tensor that grows geometrically, as the timeline decides, and is written in place."""
 
     fixed: ClassVar[bool] = False
     is_quantized: ClassVar[bool] = False
@@ -148,12 +147,12 @@ class GrowingStore:
     def read(self) -> torch.Tensor | None:
         return self.committed()
 
-    def _allocate(self, like: torch.Tensor, columns: int) -> torch.Tensor:
-        with torch.inference_mode(False):  # else this cache could not be continued outside of inference mode
-            return like.new_empty((*like.shape[:-2], columns, like.shape[-1]))
+    def _allocate(self, like: torch.Tensor, slots: int) -> torch.Tensor:
+        with torch.inference_mode(False):  # or the cache could not be used outside of inference mode later
+            return like.new_empty((*like.shape[:-2], slots, like.shape[-1]))
 
     def _is_too_small(self, buffer: torch.Tensor) -> bool:
-        """Whether a buffer from before a reset has no room for the rows that there can be."""
+        """Whether a buffer that a reset kept has too few rows."""
         return False
 
     def _used(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -179,10 +178,10 @@ class GrowingStore:
         if self.buffer is None:
             return
         start, end = self.timeline.start, self.timeline.end
-        # In segments no longer than the distance they move: source and target never overlap, nothing is allocated.
+        # In chunks no longer than the distance they move: source and target never overlap, nothing is allocated.
         for begin in range(start, end, start or 1):
-            segment = self.buffer[:, :, begin : min(begin + start, end)]
-            self.buffer[:, :, begin - start : begin - start + segment.shape[-2]] = segment
+            chunk = self.buffer[:, :, begin : min(begin + start, end)]
+            self.buffer[:, :, begin - start : begin - start + chunk.shape[-2]] = chunk
 
     def commit(self, rejected: int) -> None:
         if self.overflow is None or self.buffer is None:
@@ -199,7 +198,7 @@ class GrowingStore:
             return
         index, buffer, end = index.to(self.buffer.device), self.buffer, self.timeline.end
         with torch.inference_mode(False):
-            if buffer.requires_grad:  # such a tensor cannot be written where we want it
+            if buffer.requires_grad:  # `index_select(out=...)` does not support it
                 self.buffer = buffer.index_select(0, index)
                 return
             chosen = buffer.new_empty((len(index), *buffer.shape[1:]))
@@ -218,16 +217,16 @@ class GrowingStore:
             return None
         return self._used(self.buffer)[:, :, timeline.start : timeline.end]
 
-    def load_dense(self, columns: torch.Tensor) -> None:
-        self.buffer = self._allocate(columns, self.timeline.room)
-        self._used(self.buffer)[:, :, : columns.shape[-2]] = columns
+    def load_dense(self, dense: torch.Tensor) -> None:
+        self.buffer = self._allocate(dense, self.timeline.room)
+        self._used(self.buffer)[:, :, : dense.shape[-2]] = dense
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        columns = self.committed()
-        return {} if columns is None else {"columns": columns}
+        kept = self.committed()
+        return {} if kept is None else {"slots": kept}
 
-    def load_state_dict(self, written: dict[str, torch.Tensor]) -> None:
-        self.load_dense(written["columns"])
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.load_dense(state["slots"])
 
     def tensors(self) -> Iterator[torch.Tensor]:
         if self.buffer is not None:
@@ -238,17 +237,17 @@ class GrowingStore:
 
 
 class FixedStore(GrowingStore):
-    """Room is made once. The buffer keeps its address whatever happens, as compiled graphs and CUDA graphs need it.
+    """A tensor that is allocated once and keeps its address, as compiled graphs and CUDA graphs need it.
 
-    It starts as zeros: a compiled step reads masked columns too, and a masked NaN would still be a NaN. It may have
-    room for more rows than are used.
+    Unused slots are zeros: a compiled step reads masked slots too, and 0 * NaN is NaN. The tensor may have more rows
+    than are in use.
     """
 
     fixed: ClassVar[bool] = True
 
-    def _allocate(self, like: torch.Tensor, columns: int) -> torch.Tensor:
+    def _allocate(self, like: torch.Tensor, slots: int) -> torch.Tensor:
         with torch.inference_mode(False):
-            return like.new_zeros((self.timeline.max_rows or like.shape[0], like.shape[1], columns, like.shape[-1]))
+            return like.new_zeros((self.timeline.max_rows or like.shape[0], like.shape[1], slots, like.shape[-1]))
 
     def _is_too_small(self, buffer: torch.Tensor) -> bool:
         return len(buffer) < (self.timeline.max_rows or 0)
@@ -264,7 +263,7 @@ class FixedStore(GrowingStore):
         return buffer if self.timeline.graph else super()._visible(buffer)
 
     def committed(self) -> torch.Tensor | None:
-        # Models that look for themselves get the same columns in every compiled step.
+        # Models that read `layer.keys` themselves get the whole buffer in compiled steps, always at one address.
         return self._used(self.buffer) if self.timeline.graph and self.buffer is not None else super().committed()
 
     def abort(self) -> None:

@@ -1,7 +1,7 @@
-"""Columns that live away from the device that computes: in host memory, or in a file.
+"""Stores whose data is offloaded: in host memory, or in a file.
 
-What is there is the master. A step sends its new columns there and nothing else; what attention reads is fetched while
-the layer before computes (see `Prefetcher`), so the device has two layers at a time, however long the context.
+The offloaded buffer is the only copy. A step appends its new tokens to it; what attention reads is prefetched while the
+previous layer computes (see `Prefetcher`), so the device has two layers at a time for any length of context.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from caches.stores.slot import Slot
 
 
 class OffloadedStore:
-    """One stream of one layer in a `buffer`, with room made as columns come. See `Store`.
+    """A `Store` whose data is in `buffer`, which grows.
 
-    lasting: what attention was handed stays as it is when later layers have theirs: layers that keep no keys read it.
+    lasting: results stay valid when later layers read: needed if layers share the keys of an earlier one.
     """
 
     fixed: ClassVar[bool] = False
@@ -29,11 +29,11 @@ class OffloadedStore:
     def __init__(self, slot: Slot, buffer: Buffer, lasting: bool):
         self.name, self.timeline, self.buffer = slot.name, slot.timeline, buffer
         self._scratch, self._lasting = slot.scratch, lasting
-        self._has_pending = False  # the columns of the open step are in the buffer
+        self._has_pending = False  # the tokens of the open step are in the buffer
 
     def append(self, new: torch.Tensor) -> torch.Tensor:
         self._prepare(new)
-        read = self._with_held(new)
+        read = self._with_kept(new)
         self._write(new)
         return read
 
@@ -50,7 +50,7 @@ class OffloadedStore:
 
     def _write(self, new: torch.Tensor) -> None:
         timeline = self.timeline
-        if timeline.overflow:  # behind the window there is no room for so many
+        if timeline.overflow:  # more tokens than the room of a window
             self.buffer.reserve(timeline.end + timeline.pending, keep=timeline.end)
         self.buffer.write(timeline.end, new)
         self._has_pending = True
@@ -59,28 +59,27 @@ class OffloadedStore:
         if self.buffer.shape is None:
             return None
         timeline = self.timeline
-        staged = self._scratch.prefetcher.take(self, timeline.start, timeline.end, timeline.kept_tokens)[
-            :, :, : timeline.kept_tokens
-        ]
-        return staged.clone() if self._lasting else staged
+        kept = timeline.kept_tokens
+        fetched = self._scratch.prefetcher.take(self, timeline.start, timeline.end, kept)[:, :, :kept]
+        return fetched.clone() if self._lasting else fetched
 
-    def _with_held(self, new: torch.Tensor) -> torch.Tensor:
-        """The columns held and the new ones, on the device."""
-        begin, held = self.timeline.start, self.timeline.kept_tokens
-        if not held:
+    def _with_kept(self, new: torch.Tensor) -> torch.Tensor:
+        """The kept tokens and the new ones, on the device."""
+        begin, kept = self.timeline.start, self.timeline.kept_tokens
+        if not kept:
             return new
-        room = held if self.timeline.overflow else self.timeline.room - begin
-        staged = self._scratch.prefetcher.take(self, begin, self.timeline.end, room)
+        room = kept if self.timeline.overflow else self.timeline.room - begin
+        fetched = self._scratch.prefetcher.take(self, begin, self.timeline.end, room)
         if self.timeline.overflow:
-            return torch.cat([staged, new], dim=-2)
-        staged = staged[:, :, : held + new.shape[-2]]
-        staged[:, :, held:] = new
-        return staged.clone() if self._lasting else staged
+            return torch.cat([fetched, new], dim=-2)
+        fetched = fetched[:, :, : kept + new.shape[-2]]
+        fetched[:, :, kept:] = new
+        return fetched.clone() if self._lasting else fetched
 
     def wanted(self) -> tuple[int, int, int]:
-        """What its next step reads: see `Reader`."""
+        """See `Reader`."""
         timeline = self.timeline
-        if timeline.overflow:  # what it reads now is being laid out anew, or read already
+        if timeline.overflow:  # after this step the slots are rewritten
             return timeline.start, timeline.start if self._has_pending else timeline.end, timeline.end
         return timeline.start, timeline.end + (timeline.pending if self._has_pending else 0), timeline.room
 
@@ -123,22 +122,22 @@ class OffloadedStore:
         self._has_pending = False
 
     def committed(self) -> torch.Tensor | None:
-        """A copy of the columns held [rows, heads, held, head_dim], on the device; None before the first step."""
+        """A copy of the kept tokens on the device, [rows, heads, kept_tokens, head_dim]; None before the first step."""
         if self.buffer.shape is None or self.timeline.rows is None:
             return None
         return self.buffer.read(self.timeline.start, self.timeline.end)
 
-    def load_dense(self, columns: torch.Tensor) -> None:
+    def load_dense(self, dense: torch.Tensor) -> None:
         self._scratch.prefetcher.discard(self)
-        self._open(columns)
-        self.buffer.write(0, columns)
+        self._open(dense)
+        self.buffer.write(0, dense)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        columns = self.committed()
-        return {} if columns is None else {"columns": columns}
+        kept = self.committed()
+        return {} if kept is None else {"slots": kept}
 
-    def load_state_dict(self, written: dict[str, torch.Tensor]) -> None:
-        self.load_dense(written["columns"])
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.load_dense(state["slots"])
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from self.buffer.tensors()
@@ -148,7 +147,7 @@ class OffloadedStore:
 
 
 class FixedOffloadedStore(OffloadedStore):
-    """Room is made once, for as many rows as there can be."""
+    """An offloaded store of fixed size, allocated once for all rows that it may get."""
 
     fixed: ClassVar[bool] = True
 

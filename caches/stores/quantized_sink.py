@@ -100,8 +100,8 @@ def _fronted(segments: Iterable[Segment], front: torch.Tensor, behind: torch.Ten
     """The segments, begun with `front` in the rows that are behind. What is in full is never so far in front."""
     begin = 0
     for segment in segments:
-        replaced = front[:, :, begin : begin + segment.columns]
-        begin += segment.columns
+        replaced = front[:, :, begin : begin + segment.slots]
+        begin += segment.slots
         if replaced.shape[2]:
             numbers = segment.materialize()
             here = numbers[:, :, : replaced.shape[2]]

@@ -1,6 +1,6 @@
-"""Conv and recurrent state of one layer: tensors whose size does not depend on how many tokens were read.
+"""Conv and recurrent states of one layer (Mamba, linear attention): their size does not depend on the text.
 
-Models read them and write them in place, so what a failed or rejected step has to put back is copied before it.
+Models write states in place, so a step begins with a copy, from which an abort or a rollback restores them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from caches.stores.dense import chosen_rows
 from caches.timeline.timeline import Timeline
 
 CONV, RECURRENT = "conv", "recurrent"
-Key = tuple[str, int]  # which of the two, and its number among those of the layer
-_TAKEN_BACK_IN_PART = 64  # tokens: of longer steps the columns that a convolution read are not kept
+Key = tuple[str, int]  # the kind, and its number within the layer
+_PARTIAL_ROLLBACK = 64  # tokens: the inputs of a convolution are kept for steps up to this length
 
 
 class RecurrentState:
-    """The states of one layer, each [rows, ...]. fixed: their tensors never move; they may hold more rows than used.
+    """The states of one layer, each [rows, ...].
 
-    A step can be taken back as a whole; in part only where all states are those of convolutions.
+    fixed: tensors keep their addresses and may have more rows than are in use. The last step can be rolled back
+    completely; partly only if all states are conv states.
     """
 
     is_quantized: ClassVar[bool] = False
@@ -30,80 +31,80 @@ class RecurrentState:
 
     def __init__(self, timeline: Timeline, fixed: bool):
         self.timeline, self.fixed = timeline, fixed
-        self._held: dict[Key, torch.Tensor] = {}
-        self._known: frozenset[Key] = frozenset()  # those that were ever written: the others are not handed out
-        self._before: dict[Key, torch.Tensor] = {}
+        self._states: dict[Key, torch.Tensor] = {}
+        self._known: frozenset[Key] = frozenset()  # states that were written since the last reset
+        self._saved: dict[Key, torch.Tensor] = {}  # copies from before the last step
         self._known_before: frozenset[Key] = frozenset()
-        self._read: dict[Key, torch.Tensor] = {}  # what a convolution was given in the last step: its state and the new
-        self._dropped = 0  # of those the columns at the end that were taken back
-        self._last_step = 0  # tokens of the last step, while it can be taken back
+        self._conv_inputs: dict[Key, torch.Tensor] = {}  # of the last step: the state before it and the new tokens
+        self._rejected = 0  # tokens at the end of `_conv_inputs` that were rolled back
+        self._last_step = 0  # tokens of the last step that can still be rolled back
 
     def get(self, key: Key) -> torch.Tensor | None:
-        """The state [rows, ...], to be read and written in place; None before the first step."""
+        """The state [rows, ...], which the caller may write in place; None before the first step."""
         return self._used(key) if key in self._known else None
 
     def append_conv(self, new: torch.Tensor, number: int, kernel_size: int | None) -> torch.Tensor:
-        """Add `new` [rows, channels, columns]; returns what the convolution reads: the columns before and the new ones.
+        """Add `new` [rows, channels, tokens]; returns the convolution's input: the state before, then `new`.
 
-        kernel_size: columns to keep; None when `new` is the whole state to keep.
+        kernel_size: tokens in the state; None if `new` is the state itself.
         """
         key = (CONV, number)
         size = new.shape[-1] if kernel_size is None else kernel_size
         self.timeline.bind_batch_size(new.shape[0])
         if key in self._known:
             self._check_alike(key, new[..., :0], self._used(key)[..., :0])
-            read = torch.cat([self._used(key), new], dim=-1)
+            inputs = torch.cat([self._used(key), new], dim=-1)
         else:
-            read = torch.nn.functional.pad(new, (max(0, size - new.shape[-1]), 0))
-        if kernel_size is not None and not self.timeline.graph and new.shape[-1] <= _TAKEN_BACK_IN_PART:
-            self._read[key] = read
-        self.set(key, read[..., -size:])
-        return read
+            inputs = torch.nn.functional.pad(new, (max(0, size - new.shape[-1]), 0))
+        if kernel_size is not None and not self.timeline.graph and new.shape[-1] <= _PARTIAL_ROLLBACK:
+            self._conv_inputs[key] = inputs
+        self.set(key, inputs[..., -size:])
+        return inputs
 
     def set(self, key: Key, value: torch.Tensor) -> torch.Tensor:
-        """Write a state [rows, ...]; returns it where it is kept."""
+        """Write a state [rows, ...]; returns the tensor that keeps it."""
         self.timeline.bind_batch_size(value.shape[0])
         rows = self.timeline.max_rows if self.fixed else None
-        if key not in self._held or len(self._held[key]) < (rows or 0):  # those from before a reset may be too few
-            with torch.inference_mode(False):  # else this cache could not be continued outside of inference mode
-                self._held[key] = value.new_zeros((rows or value.shape[0], *value.shape[1:]))
+        if key not in self._states or len(self._states[key]) < (rows or 0):  # a reset keeps fixed tensors
+            with torch.inference_mode(False):  # or the cache could not be used outside of inference mode later
+                self._states[key] = value.new_zeros((rows or value.shape[0], *value.shape[1:]))
         if key not in self._known:
             self._known |= {key}
-        held = self._used(key)
-        self._check_alike(key, value, held)
-        return held.copy_(value)
+        state = self._used(key)
+        self._check_alike(key, value, state)
+        return state.copy_(value)
 
-    def _check_alike(self, key: Key, value: torch.Tensor, held: torch.Tensor) -> None:
-        if held.shape != value.shape:
+    def _check_alike(self, key: Key, value: torch.Tensor, state: torch.Tensor) -> None:
+        if state.shape != value.shape:
             raise StepError(
-                f"a {key[0]} state of shape {list(value.shape)} cannot follow one of {list(held.shape)}: a cache "
+                f"a {key[0]} state of shape {list(value.shape)} cannot follow one of {list(state.shape)}: a cache "
                 "belongs to one model"
             )
 
     def _used(self, key: Key) -> torch.Tensor:
-        held, rows = self._held[key], self.timeline.rows
-        return held if held.shape[0] == rows else held[:rows]
+        state, rows = self._states[key], self.timeline.rows
+        return state if state.shape[0] == rows else state[:rows]
 
     def prepare(self) -> None:
-        """Before `begin`, which needs no memory then."""
-        for key in self._known - self._before.keys():
+        """Allocate the memory for `begin`, which cannot fail then."""
+        for key in self._known - self._saved.keys():
             with torch.inference_mode(False):
-                self._before[key] = torch.empty_like(self._used(key))
+                self._saved[key] = torch.empty_like(self._used(key))
 
     def begin(self) -> None:
         for key in self._known:
-            self._before[key].copy_(self._used(key))
+            self._saved[key].copy_(self._used(key))
         self._known_before = self._known
-        self._forget_last()
+        self._finalize_last_step()
 
-    def _forget_last(self) -> None:
-        """The last step cannot be taken back any more."""
-        self._read.clear()
-        self._dropped = self._last_step = 0
+    def _finalize_last_step(self) -> None:
+        """Make the last step final: `roll_back` can no longer undo it."""
+        self._conv_inputs.clear()
+        self._rejected = self._last_step = 0
 
     def can_reject(self, rejected: int) -> bool:
-        """Whether the open step can be settled without its last `rejected` tokens."""
-        return rejected in (0, self.timeline.pending) or self._only_read_columns()
+        """Whether the open step can be committed without its last `rejected` tokens."""
+        return rejected in (0, self.timeline.pending) or self._has_all_inputs()
 
     def commit(self, rejected: int) -> None:
         self._last_step = self.timeline.pending
@@ -112,92 +113,94 @@ class RecurrentState:
     def abort(self) -> None:
         self._known = self._known_before
         for key in self._known:
-            self._used(key).copy_(self._before[key])
-        self._forget_last()
+            self._used(key).copy_(self._saved[key])
+        self._finalize_last_step()
 
     def can_roll_back(self, tokens: int) -> bool:
-        """Whether the last `tokens` committed ones can be taken back: no more than the last step's."""
-        return tokens in (0, self._last_step) or (tokens < self._last_step and self._only_read_columns())
+        """Whether the last `tokens` committed tokens can be rolled back: at most those of the last step."""
+        return tokens in (0, self._last_step) or (tokens < self._last_step and self._has_all_inputs())
 
     def roll_back(self, tokens: int) -> None:
         if tokens and tokens == self._last_step:
             self.abort()
         elif tokens:
-            self._dropped += tokens
-            for key, read in self._read.items():
-                held, end = self._used(key), read.shape[-1] - self._dropped
-                left = read[..., max(0, end - held.shape[-1]) : end]
-                held[..., : held.shape[-1] - left.shape[-1]] = 0
-                held[..., held.shape[-1] - left.shape[-1] :] = left
+            self._rejected += tokens
+            for key, inputs in self._conv_inputs.items():
+                state, end = self._used(key), inputs.shape[-1] - self._rejected
+                left = inputs[..., max(0, end - state.shape[-1]) : end]
+                state[..., : state.shape[-1] - left.shape[-1]] = 0
+                state[..., state.shape[-1] - left.shape[-1] :] = left
             self._last_step -= tokens
 
-    def _only_read_columns(self) -> bool:
-        return self._known <= set(self._read)
+    def _has_all_inputs(self) -> bool:
+        return self._known <= set(self._conv_inputs)
 
     def select_rows(self, index: torch.Tensor) -> None:
         with torch.inference_mode(False):
-            before, read = chosen_rows(self._before, index), chosen_rows(self._read, index)
-            held = {key: chosen_rows(self._used(key), index) for key in self._held}
-        self._before, self._read = before, read
-        for key, chosen in held.items():
+            saved, inputs = chosen_rows(self._saved, index), chosen_rows(self._conv_inputs, index)
+            states = {key: chosen_rows(self._used(key), index) for key in self._states}
+        self._saved, self._conv_inputs = saved, inputs
+        for key, chosen in states.items():
             if self.fixed:
-                self._held[key][: len(index)] = chosen
+                self._states[key][: len(index)] = chosen
             else:
-                self._held[key] = chosen
+                self._states[key] = chosen
 
     def reset(self) -> None:
         self._known = self._known_before = frozenset()
-        self._forget_last()
-        self._before.clear()
+        self._finalize_last_step()
+        self._saved.clear()
         if not self.fixed:
-            self._held.clear()
+            self._states.clear()
 
     def release(self) -> None:
         self.reset()
-        self._held.clear()
+        self._states.clear()
 
     def dense_state(self) -> dict[str, torch.Tensor]:
-        """What is committed, by names such as "conv 0"."""
+        """The committed states by names such as "conv 0", each [rows, ...]."""
         return {f"{kind} {number}": self._used((kind, number)) for kind, number in sorted(self._known)}
 
     def load_dense(self, content: dict[str, torch.Tensor]) -> None:
-        """Hold exactly this content."""
+        """Replace the content by a `dense_state`."""
         self.reset()
         for name, value in content.items():
             kind, number = name.split()
             self.set((kind, int(number)), value)
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, also what it takes to go back."""
-        held = {key: self._used(key) for key in self._known}
-        last = {"known before": self._known_before, "dropped": self._dropped, "last step": self._last_step}
-        return {"held": held, "before": dict(self._before), "read": dict(self._read)} | last
+        """The committed states and what a rollback of the last step needs."""
+        states = {key: self._used(key) for key in self._known}
+        last = {"known before": self._known_before, "rejected": self._rejected, "last step": self._last_step}
+        return {"states": states, "saved": dict(self._saved), "conv inputs": dict(self._conv_inputs)} | last
 
-    def load_state_dict(self, written: dict[str, Any]) -> None:
-        """Hold exactly this, and be able to go back as far."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replace the content by a `state_dict`; the last step can be rolled back as before."""
         self.reset()
-        for key, value in written["held"].items():
+        for key, value in state["states"].items():
             self.set(key, value)
-        self._before, self._read = dict(written["before"]), dict(written["read"])
-        self._known_before = written["known before"]
-        self._dropped, self._last_step = written["dropped"], written["last step"]
+        self._saved, self._conv_inputs = dict(state["saved"]), dict(state["conv inputs"])
+        self._known_before = state["known before"]
+        self._rejected, self._last_step = state["rejected"], state["last step"]
 
     @staticmethod
     def agree(states: Sequence[RecurrentState]) -> None:
-        """Before their rows are put together: where the last steps differ, none of them can be taken back any more."""
-        last = [(one._last_step, one._dropped, one._known_before, *map(frozenset, (one._before, one._read)))
-                for one in states]  # fmt: skip
+        """Call it before rows of `states` are joined: if their last steps differ, none can be rolled back."""
+        last = [
+            (one._last_step, one._rejected, one._known_before, frozenset(one._saved), frozenset(one._conv_inputs))
+            for one in states
+        ]
         if len(set(last)) > 1:
             for one in states:
-                one._forget_last()
+                one._finalize_last_step()
                 one._known_before = one._known
-                one._before.clear()
+                one._saved.clear()
 
     def numbered(self, kind: str) -> dict[int, torch.Tensor]:
-        """The states of one kind by their number."""
+        """The states of one kind, by their number in the layer."""
         return {key[1]: self._used(key) for key in sorted(self._known) if key[0] == kind}
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Everything it keeps, rows first: copies for taking back included."""
-        for kept in (self._held, self._before, self._read):
-            yield from kept.values()
+        """All memory, [rows, ...], the copies for a rollback included."""
+        for tensors in (self._states, self._saved, self._conv_inputs):
+            yield from tensors.values()

@@ -65,7 +65,7 @@ class Sinks:
     def __init__(self, timeline: Timeline, pads: LeftPadding, rotation: RopeRotation | None):
         assert isinstance(timeline.retention, KeepSinks)
         self.timeline, self.pads, self.rotation = timeline, pads, rotation
-        self.count, self._window = timeline.retention.sinks, timeline.retention.columns + 1
+        self.count, self._window = timeline.retention.sinks, timeline.retention.size + 1
         self.originals: torch.Tensor | None = None  # [rows, heads, count, head_dim]; of rows that have forgotten tokens
 
     def are_left_behind(self, tokens: int) -> bool:

@@ -1,13 +1,13 @@
-"""The clock and columns of a group of layers whose older columns are encoded in blocks.
+"""The timeline of a group of layers whose older tokens are quantized in blocks.
 
-Columns count from the front of what is there, encoded or not:
+Slots count from the front, quantized or not:
 
-    |  evicted  |  encoded, held  |  residual  |  pending  |
-    0         start            encoded        end
+    |  evicted  |  quantized, kept  |  residual  |  pending  |
+    0         start              encoded        end
 
-A step decides when it begins how many columns it will encode: those before the residual, in whole blocks. A block is
-never encoded again. When tokens are taken back in the middle of a block, it stays as it was, cut off, and the next
-block follows it: `runs` says which columns are in which blocks.
+When a step begins, it decides how many tokens it will quantize: those before the residual, in whole blocks. A block is
+quantized once. After a rollback into the middle of a block, the block stays as it is, cut off, and the next block
+follows it: `runs` maps slots to blocks.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from caches.timeline.timeline import Placement, Timeline
 
 @dataclass(frozen=True)
 class BlockRun:
-    """Blocks one after the other, whole ones but for the last: the first `columns` columns from `column` on."""
+    """Consecutive blocks from number `block` on, of `slots` slots from `first_slot` on. The last may be cut off."""
 
-    column: int
+    first_slot: int
     block: int
-    columns: int
+    slots: int
 
 
 class BlockTimeline(Timeline):
-    """block: columns that are encoded together. residual: recent columns that stay in full.
+    """block: tokens that are quantized together. residual: the most recent tokens, which stay in full precision.
 
-    encoded: columns in blocks. encoding: those that the open step adds to them.
+    encoded: slots in blocks. encoding: slots that the open step adds to them.
     """
 
-    growth: ClassVar[float] = 1.125  # room for tokens to come would be what a codec saves
+    growth: ClassVar[float] = 1.125  # less than elsewhere: spare room would use up what quantization saves
 
     def __init__(self, retention: Retention, max_rows: int | None, *, block: int, residual: int):
         super().__init__(retention, None, max_rows)
-        self._limit = None  # a step is encoded whole before some of it is forgotten
+        self._limit = None  # a step is quantized completely before any of it is evicted
         self.block, self.residual_room = block, max(residual, block - 1)
         self._residual = residual
         self.encoded = self.encoding = 0
@@ -46,7 +46,7 @@ class BlockTimeline(Timeline):
 
     @property
     def residual(self) -> int:
-        """Committed columns that are not encoded."""
+        """Committed tokens that are not quantized."""
         return self.end - self.encoded
 
     @property
@@ -55,25 +55,25 @@ class BlockTimeline(Timeline):
 
     @property
     def blocks(self) -> int:
-        """Blocks there are, cut off or not."""
-        return self.runs[-1].block + -(-self.runs[-1].columns // self.block) if self.runs else 0
+        """The number of blocks, those that are cut off included."""
+        return self.runs[-1].block + -(-self.runs[-1].slots // self.block) if self.runs else 0
 
     @property
     def evicted(self) -> tuple[int, int]:
-        """Columns at the front that are not attended to, and the blocks they are in, as far as those are whole."""
-        columns = blocks = 0
+        """(slots, blocks) at the front of which no token is kept; whole blocks only."""
+        slots = blocks = 0
         for run in self.runs:
-            if self.start < run.column + run.columns:
-                whole = max(0, self.start - run.column) // self.block
-                return run.column + whole * self.block, run.block + whole
-            columns, blocks = run.column + run.columns, run.block + -(-run.columns // self.block)
-        return columns, blocks
+            if self.start < run.first_slot + run.slots:
+                evicted = max(0, self.start - run.first_slot) // self.block
+                return run.first_slot + evicted * self.block, run.block + evicted
+            slots, blocks = run.first_slot + run.slots, run.block + -(-run.slots // self.block)
+        return slots, blocks
 
     def place(self, tokens: int) -> Placement:
-        bound, needed, (columns, _) = self.retention.bound, self.end + tokens, self.evicted
-        # Moving a window to the front costs a copy of it, so it is done once in about as many tokens.
-        compact = bound is not None and needed > self.room and columns >= max(self.block, bound // 2)
-        return Placement(self._grown(needed - columns if compact else needed), compact)
+        bound, needed, (slots, _) = self.retention.bound, self.end + tokens, self.evicted
+        # Compaction copies the window, so it happens once per about half a window of tokens.
+        compact = bound is not None and needed > self.room and slots >= max(self.block, bound // 2)
+        return Placement(self._grown(needed - slots if compact else needed), compact)
 
     def room_for(self, tokens: int) -> int:
         bound = self.retention.bound
@@ -84,27 +84,27 @@ class BlockTimeline(Timeline):
         self.encoding = self._to_encode(self.residual + tokens)
 
     def compact(self) -> None:
-        self._forget_front(*self.evicted)
+        self._evict_front(*self.evicted)
 
-    def _to_encode(self, columns: int) -> int:
-        """How many of the columns that are not encoded have to be: whole blocks, so that the residual stays short."""
-        over = max(0, columns - self._residual)
-        return min(-(-over // self.block), columns // self.block) * self.block
+    def _to_encode(self, tokens: int) -> int:
+        """How many of `tokens` unquantized tokens a step quantizes: whole blocks, enough for a short residual."""
+        over = max(0, tokens - self._residual)
+        return min(-(-over // self.block), tokens // self.block) * self.block
 
-    def _forget_front(self, columns: int, blocks: int) -> None:
+    def _evict_front(self, slots: int, blocks: int) -> None:
         runs = []
         for run in self.runs:
-            left = min(run.columns, run.column + run.columns - columns)
+            left = min(run.slots, run.first_slot + run.slots - slots)
             if left > 0:
-                runs.append(BlockRun(max(0, run.column - columns), max(0, run.block - blocks), left))
+                runs.append(BlockRun(max(0, run.first_slot - slots), max(0, run.block - blocks), left))
         self.runs = runs
-        self.start, self.end, self.encoded = self.start - columns, self.end - columns, self.encoded - columns
+        self.start, self.end, self.encoded = self.start - slots, self.end - slots, self.encoded - slots
 
     def commit(self, rejected: int = 0) -> None:
         if self.encoding:
             last = self.runs[-1] if self.runs else None
-            if last is not None and last.columns % self.block == 0:
-                self.runs[-1] = BlockRun(last.column, last.block, last.columns + self.encoding)
+            if last is not None and last.slots % self.block == 0:
+                self.runs[-1] = BlockRun(last.first_slot, last.block, last.slots + self.encoding)
             else:
                 self.runs.append(BlockRun(self.encoded, self.blocks, self.encoding))
             self.encoded += self.encoding
@@ -116,12 +116,12 @@ class BlockTimeline(Timeline):
         self._cut()
 
     def _cut(self) -> None:
-        """Blocks end where the columns do."""
+        """After tokens were rejected or rolled back: cut off blocks behind `end`."""
         if self.encoded <= self.end:
             return
         self.encoded = self.end
-        runs = [BlockRun(run.column, run.block, min(run.columns, self.end - run.column)) for run in self.runs]
-        self.runs = [run for run in runs if run.columns > 0]
+        runs = [BlockRun(run.first_slot, run.block, min(run.slots, self.end - run.first_slot)) for run in self.runs]
+        self.runs = [run for run in runs if run.slots > 0]
 
     def close(self) -> None:
         super().close()
@@ -131,8 +131,8 @@ class BlockTimeline(Timeline):
         super().reset()
         self.encoded, self.runs = 0, []
 
-    def adopt(self, seen: int, held: int | None, rows: int) -> None:
-        super().adopt(seen, held, rows)
+    def adopt(self, total_tokens: int, kept_tokens: int | None, rows: int) -> None:
+        super().adopt(total_tokens, kept_tokens, rows)
         self.encoded = self._to_encode(self.end)
         self.runs = [BlockRun(0, 0, self.encoded)] if self.encoded else []
 

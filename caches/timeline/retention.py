@@ -1,4 +1,4 @@
-"""Which columns survive when a step is settled. Index arithmetic only: where the bytes live is not known here."""
+"""Which tokens a cache keeps when a step is committed: all, a window, or a window and sinks."""
 
 from __future__ import annotations
 
@@ -7,45 +7,45 @@ from typing import Protocol
 
 
 class Retention(Protocol):
-    """A rule for what to keep of the columns a group of layers holds, oldest first."""
+    """How many of the most recent tokens a group of layers keeps."""
 
     @property
     def bound(self) -> int | None:
-        """The most columns that ever survive a step; None when all do."""
+        """The most tokens that are ever kept after a step; None if there is no limit."""
 
-    def surviving(self, held: int) -> int:
-        """How many of `kept_tokens` columns survive: the most recent ones."""
+    def surviving(self, tokens: int) -> int:
+        """How many of the last `tokens` tokens are kept: the most recent ones."""
 
 
 @dataclass(frozen=True)
 class KeepAll:
-    """Nothing is ever forgotten (full attention)."""
+    """Every token is kept (full attention)."""
 
     bound: None = None
 
-    def surviving(self, held: int) -> int:
-        return held
+    def surviving(self, tokens: int) -> int:
+        return tokens
 
 
 @dataclass(frozen=True)
 class KeepRecent:
-    """Only the `columns` most recent ones survive (sliding-window and chunked attention: size - 1)."""
+    """The `size` most recent tokens are kept (sliding-window and chunked attention: window - 1)."""
 
-    columns: int
+    size: int
 
     @property
     def bound(self) -> int:
-        return self.columns
+        return self.size
 
-    def surviving(self, held: int) -> int:
-        return min(held, self.columns)
+    def surviving(self, tokens: int) -> int:
+        return min(tokens, self.size)
 
 
 @dataclass(frozen=True)
 class KeepSinks(KeepRecent):
-    """As many columns as `KeepRecent`, of which the first `sinks` make place for a row's first tokens.
+    """`size` slots are kept; once a row has more tokens, the first `sinks` slots hold the row's first tokens.
 
-    They do so once a row has more tokens than that; a store writes them there.
+    The store writes them there: for the timeline this is a window.
     """
 
     sinks: int

@@ -1,13 +1,13 @@
-"""The clock, the rows and the columns of a group of layers, without any keys or values.
+"""Which slots of a group of layers hold which tokens. Integers only: no keys or values.
 
-All layers of a group keep the same columns at the same places, so this is decided once for all of them. Their buffers
-hold `room` columns; the committed ones are `[start, end)`:
+All layers of a group keep the same tokens in the same slots, so one timeline serves them all. Their buffers have `room`
+slots; committed tokens are in slots `[start, end)`:
 
-    |  evicted  |  held, committed  |  pending  |  free  |
+    |  evicted  |  kept, committed  |  pending  |  free  |
     0         start                end                  room
 
-A step appends behind `end`. Eviction only moves `start`. When `end` reaches the last column, what is held moves to the
-front, so a window costs one small copy every `slack` tokens instead of one copy of the window per token.
+A step appends behind `end`. Eviction only moves `start`. When `end` reaches the last slot, the kept tokens are moved to
+the front: a window costs one copy every `slack` tokens instead of one copy per token.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ from caches.timeline.retention import Retention
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the columns of one step go, decided before anything is changed."""
+    """Where the tokens of one step go, decided before anything is changed."""
 
-    room: int  # columns every buffer of the group must have
-    compact: bool = False  # move the held columns to the front first
-    overflow: bool = False  # too many for the buffer of a window: attention reads a concatenation made for this step
+    room: int  # slots that every buffer of the group must have
+    compact: bool = False  # move the kept tokens to the front first
+    overflow: bool = False  # more tokens than the buffer of a window takes: attention reads a concatenation
 
 
 class Timeline:
-    """seen: tokens ever committed. held: columns committed and kept. pending: columns of the open step. rows: those of
-    all steps; None before the first.
+    """The slots of one group of layers.
 
-    max_tokens, max_rows: what the cache may hold, or None. all_room: buffers get all the room they may have at
-    once and keep it.
+    retention: which tokens are kept. max_tokens, max_rows: capacity; None for no limit. all_room: buffers get all their
+    room at once and never move (static caches).
+
+    total_tokens: tokens ever committed. kept_tokens: committed and not evicted. pending: tokens of the open step.
+    rows: the batch size; None before the first step.
     """
 
-    growth: ClassVar[float] = 1.5  # every column is copied at most twice on average while a buffer grows
-    slack: ClassVar[int] = 16  # the least number of columns that a window's buffer has beyond the window
+    growth: ClassVar[float] = 1.5  # on average a slot is copied at most twice while a buffer grows
+    slack: ClassVar[int] = 16  # slots that a window's buffer has beyond the window, at least
 
     def __init__(
         self,
@@ -49,23 +51,23 @@ class Timeline:
         all_room: bool = False,
     ):
         self.retention, self.max_rows, self._fixed = retention, max_rows, all_room
-        self._told_rows, self._made_rows = max_rows, 0  # what the caller said, and what fixed tensors were made for
+        self._given_max_rows, self._allocated_rows = max_rows, 0  # by the caller; of preallocated tensors
         self.total_tokens = self.start = self.end = self.pending = self.room = 0
         self.rows: int | None = None
         self.overflow = False
-        self.growth_granularity = 64  # rooms are multiples of this many columns
-        self.rewritten = 0  # columns that were gone when the first of those held were last written over
+        self.growth_granularity = 64  # room is a multiple of this many slots
+        self.rewritten = 0  # evicted tokens when the first kept slots were last overwritten: a limit of `roll_back`
         self.graph = False
-        self.clock: torch.Tensor | None = None  # `total_tokens` for compiled steps, where a number would be compiled in
+        self.clock: torch.Tensor | None = None  # `total_tokens` for compiled steps, where an int would be a constant
         self._step_index: dict[torch.device, torch.Tensor] = {}
         self._decode_index: dict[torch.device, torch.Tensor] = {}
         bound = retention.bound
-        # A window that is wider than the whole cache forgets nothing: then it is the cache that is full one day.
+        # A window wider than the capacity never evicts: the cache fills up first.
         can_be_full = bound is None or (max_tokens is not None and max_tokens <= bound)
         self.max_tokens = max_tokens if can_be_full else None
         self._limit = self.max_tokens
         if self._limit is None and bound is not None:
-            self._limit = bound + max(self.slack, bound // 8)  # so that moves stay rare
+            self._limit = bound + max(self.slack, bound // 8)  # so that compaction is rare
         if all_room and self._limit is not None:
             self.room = self._limit
 
@@ -75,27 +77,30 @@ class Timeline:
 
     @property
     def evicted_tokens(self) -> int:
-        """Columns seen and no longer held."""
+        """Tokens that were committed and are no longer kept."""
         return self.total_tokens - self.kept_tokens
 
     def bind_batch_size(self, rows: int) -> None:
-        """Inside the forward: a step has so many rows. Raises `StepError` when the steps before had others."""
+        """Set the batch size, from inside the forward.
+
+        Raises `StepError` if earlier steps had another number of rows, `CapacityError` above max_rows.
+        """
         if self.rows is None and (self.max_rows is None or rows <= self.max_rows):
             self.rows = rows
-            if self._fixed and self.max_rows is None:  # tensors are made now and stay, until a reset needs larger ones
-                self.max_rows = self._made_rows = max(rows, self._made_rows)
+            if self._fixed and self.max_rows is None:  # preallocated tensors keep this size until a reset asks for more
+                self.max_rows = self._allocated_rows = max(rows, self._allocated_rows)
         if self.rows is None:
             raise CapacityError(
                 f"the cache has room for {self.max_rows} rows, but the step has {rows}: build one with max_batch_size"
             )
         if self.rows != rows:
             raise StepError(
-                f"the cache holds {self.rows} rows, but the step has {rows}: bring them together with rows() or begin "
+                f"the cache has {self.rows} rows, but the step has {rows}: select rows with select_rows(), or begin "
                 "with an empty cache"
             )
 
     def place(self, tokens: int) -> Placement:
-        """Where the next `tokens` columns go. Raises `CapacityError`; changes nothing."""
+        """Where the next `tokens` tokens go. Raises `CapacityError`; changes nothing."""
         needed, limit = self.end + tokens, self._limit
         if limit is None or needed <= limit:
             return Placement(self._grown(needed))
@@ -118,35 +123,35 @@ class Timeline:
         return room if self._limit is None else min(room, self._limit)
 
     def compact(self) -> None:
-        """What is held was moved to the front of the buffers."""
+        """The stores moved the kept tokens to the front of their buffers."""
         self.start, self.end = 0, self.kept_tokens
 
     def take_room(self, room: int) -> None:
-        """Every buffer of the group has so much room."""
+        """Every buffer of the group has `room` slots now."""
         self.room = room
 
     def before_rows(self, index: torch.Tensor) -> None:
-        """Rows are about to be chosen (see `Steps.rows`)."""
+        """Called before rows are selected. index: LongTensor [new rows]."""
 
     def after_rows(self, rows: int) -> None:
-        """They were: there are so many."""
+        """Called after rows were selected: the batch size is `rows`."""
         self.rows = rows
 
     @property
     def is_in_full(self) -> bool:
-        """Whether the columns are as they came, so that other stores can have them instead."""
+        """Whether no kept token is quantized, so that another kind of store can take them over without loss."""
         return True
 
     def room_for(self, tokens: int) -> int:
-        """The room that holding `tokens` tokens takes."""
+        """The room in slots that `tokens` tokens take."""
         return self._grown(tokens if self._limit is None else min(tokens, self._limit))
 
     def begin(self, tokens: int, placement: Placement, graph: bool) -> None:
-        """Open a step. With `graph`, attention gets the whole room and the place to write is a tensor, not a number."""
+        """Open a step. graph: for a compiled step: attention reads all slots, and slots to write are a tensor."""
         if placement.compact:
             self.compact()
         self.room, self.overflow, self.pending, self.graph = placement.room, placement.overflow, tokens, graph
-        # Decode steps share one tensor per device: a compiled step finds it at the same address every time.
+        # Decode steps share one index tensor per device: compiled steps need a constant address.
         self._step_index = self._decode_index if tokens == 1 else {}
         if tokens == 1:
             for index in self._decode_index.values():
@@ -155,10 +160,10 @@ class Timeline:
             self.clock.fill_(self.total_tokens)
 
     def write_index(self, device: torch.device) -> torch.Tensor:
-        """The columns that the open step writes, LongTensor [pending] on `device`."""
+        """The slots that the open step writes, LongTensor [pending] on `device`."""
         if device not in self._step_index:
-            # The tensors for decode steps are made along with the first one, so that no graph sees them appear, and
-            # outside of inference mode, so that a later step may write them wherever it runs.
+            # The tensors of decode steps are made in the first step, before any graph is captured, and outside of
+            # inference mode, so that later steps can write them in any mode.
             with torch.inference_mode(False):
                 self.clock = torch.tensor(self.total_tokens, device=device) if self.clock is None else self.clock
                 self._decode_index.setdefault(device, torch.full((1,), self.end, device=device))
@@ -166,30 +171,30 @@ class Timeline:
         return self._step_index[device]
 
     def surviving(self, rejected: int) -> int:
-        """Columns that stay when the open step is settled without its last `rejected` tokens."""
+        """Tokens kept if the open step is committed without its last `rejected` tokens."""
         return self.retention.surviving(self.kept_tokens + self.pending - rejected)
 
     def commit(self, rejected: int = 0) -> None:
-        """Commit all pending tokens but the last `rejected`, then forget what the retention does not keep."""
+        """Commit all pending tokens but the last `rejected`, then evict what the retention does not keep."""
         surviving, committed = self.surviving(rejected), self.pending - rejected
-        # An overflowing step is laid out anew from the front of the buffers.
+        # After an overflow the stores write the surviving tokens to the front.
         self.end = surviving if self.overflow else self.end + committed
         self.start = self.end - surviving
         self.total_tokens += committed
         self.close()
 
     def close(self) -> None:
-        """Forget the open step, if there is one."""
+        """End the open step, if there is one, without committing."""
         self.pending, self.overflow, self.graph = 0, False, False
 
     def can_roll_back(self, tokens: int) -> bool:
-        """Whether the last `tokens` committed ones can still be taken back: nothing it would need was overwritten."""
+        """Whether `roll_back(tokens)` is possible: no slot that it needs was overwritten."""
         remaining = self.total_tokens - tokens
         surviving = self.retention.surviving(remaining)
         return remaining >= 0 and self.end - tokens >= surviving and remaining - surviving >= self.rewritten
 
     def roll_back(self, tokens: int) -> None:
-        """Take back the last `tokens` committed ones; columns evicted since come back: nothing overwrote them yet."""
+        """Undo the last `tokens` committed tokens. Tokens that they evicted are kept again: their slots are intact."""
         self.total_tokens -= tokens
         self.end -= tokens
         self.start = self.end - self.retention.surviving(self.total_tokens)
@@ -197,48 +202,52 @@ class Timeline:
     def reset(self) -> None:
         self.close()
         self.total_tokens = self.start = self.end = self.rewritten = 0
-        self.rows, self.max_rows = None, self._told_rows
+        self.rows, self.max_rows = None, self._given_max_rows
 
     def release(self) -> None:
-        """A reset after which no tensors are left."""
+        """`reset`, with all tensors freed."""
         self.reset()
-        self._made_rows = 0
+        self._allocated_rows = 0
 
-    def adopt(self, seen: int, held: int | None, rows: int) -> None:
-        """Start anew with `kept_tokens` columns after `total_tokens` tokens, at the front of the buffers; None: there
-        are no columns.
+    def adopt(self, total_tokens: int, kept_tokens: int | None, rows: int) -> None:
+        """Restart as if `total_tokens` were committed, with `kept_tokens` of them at the front of the buffers.
 
-        Raises `CapacityError`, and `StepError` where other columns would be kept.
+        kept_tokens: None for layers without keys. Raises `CapacityError`, and `StepError` if the retention keeps
+        another number of tokens.
         """
-        expected = self.retention.surviving(seen)
-        if held not in (None, expected):
+        expected = self.retention.surviving(total_tokens)
+        if kept_tokens not in (None, expected):
             raise StepError(
-                f"after {seen} tokens {held} columns are there, but {expected} would be kept: "
-                + (f"{expected - held} are gone" if held < expected else f"{held - expected} would be lost")
+                f"of {total_tokens} tokens {kept_tokens} are given, but this cache keeps {expected}: "
+                + (
+                    f"{expected - kept_tokens} are missing"
+                    if kept_tokens < expected
+                    else f"{kept_tokens - expected} would be lost"
+                )
             )
         self.reset()
         self.room = self.place(expected).room
-        self.total_tokens, self.end = seen, expected
+        self.total_tokens, self.end = total_tokens, expected
         self.bind_batch_size(rows)
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        """What has to be the same in caches whose rows are put together as they are written down."""
+        """What has to be equal in caches whose rows are joined from their `state_dict`s."""
         return self.total_tokens, self.kept_tokens
 
     def adopt_like(self, other: Timeline, rows: int) -> None:
-        """Hold what `other` does, which is of the same kind, for so many rows."""
+        """Copy the state of `other`, a timeline of the same class, for `rows` rows."""
         self.adopt(other.total_tokens, other.kept_tokens, rows)
 
-    def mask_sizes(self, tokens: int, unsettled: int = 0) -> tuple[int, Any]:
-        """(kv_length, kv_offset) in logical positions of what attention over the next `tokens` will see.
+    def mask_sizes(self, tokens: int, uncommitted: int = 0) -> tuple[int, Any]:
+        """(kv_length, kv_offset), in tokens, of what attention over the next `tokens` tokens reads.
 
-        unsettled: tokens of a finished step that are not committed yet and have to be counted as if they were.
-        Inside a graph, where a number would be compiled in, the offset is a tensor unless it is always 0.
+        uncommitted: tokens of a finished step that is not committed yet; they count as committed. While a graph is
+        compiled, the offset is a tensor unless it is always 0: an int would be a constant.
         """
         if self.graph:
             if self.clock is not None and self.retention.bound is not None and torch.compiler.is_compiling():
                 return self.room, self.clock - self._decode_index[self.clock.device]
             return self.room, 0 if self.retention.bound is None else self.total_tokens - self.end
-        held = self.retention.surviving(self.kept_tokens + unsettled)
-        return held + tokens, self.total_tokens + unsettled - held
+        kept = self.retention.surviving(self.kept_tokens + uncommitted)
+        return kept + tokens, self.total_tokens + uncommitted - kept

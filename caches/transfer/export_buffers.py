@@ -69,5 +69,5 @@ def _slots(cache: Cache) -> Iterator[tuple[str, _Slot]]:
             if isinstance(store, FixedStore) and store.buffer is not None:
                 yield f"layer_{index}_{name}", (vars(store), "buffer")
         if layer.state is not None:
-            for kind, number in layer.state._held:
-                yield f"layer_{index}_{kind}_{number}", (layer.state._held, (kind, number))
+            for kind, number in layer.state._states:
+                yield f"layer_{index}_{kind}_{number}", (layer.state._states, (kind, number))

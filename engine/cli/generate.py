@@ -1,4 +1,4 @@
-"""`engine generate`: text after a prompt, as text or as JSON."""
+"""`engine generate`: continues prompts, and prints text or JSON."""
 
 from __future__ import annotations
 
@@ -62,70 +62,70 @@ def generate(
     _run(dict(locals()))
 
 
-def _run(said: dict[str, Any]) -> None:
-    """said: what the options of `generate` are."""
-    texts = values.prompts(said["prompt"] or [], said["file"] or [])
-    parameters = values.generation_parameters(said)
+def _run(given: dict[str, Any]) -> None:
+    """given: the options of `generate` by name."""
+    texts = values.prompts(given["prompt"] or [], given["file"] or [])
+    parameters = values.generation_parameters(given)
     per_text = parameters.get("num_return_sequences", 1)
     rows = len(texts) * (per_text if isinstance(per_text, int) else 1)
-    if said["stream"] and rows > 1 and not said["as_json"]:
-        raise OptionError(f"--stream prints one text, but there are {rows}: add --json, which tells them apart")
-    if said["system"] is not None and not said["chat"]:
-        raise OptionError("--system belongs to a chat: add --chat")
-    settings = values.engine_config(said["config"], said)
-    cache_config = values.assignments(said["cache_option"], "--cache-option") or None
-    inputs = [values.messages(text, said["system"]) for text in texts] if said["chat"] else texts
+    if given["stream"] and rows > 1 and not given["as_json"]:
+        raise OptionError(f"--stream prints one text, but there are {rows}: add --json, which has the row of each text")
+    if given["system"] is not None and not given["chat"]:
+        raise OptionError("--system needs a chat: add --chat")
+    settings = values.engine_config(given["config"], given)
+    cache_config = values.assignments(given["cache_option"], "--cache-option") or None
+    inputs = [values.messages(text, given["system"]) for text in texts] if given["chat"] else texts
     with Work() as work:
-        start_libraries(work, said["model"], said["assistant_model"])
+        start_libraries(work, given["model"], given["assistant_model"])
         from engine.generator import Generator
         from engine.model.loading import SHIPPED_MODEL
 
         work.doing("loading the model")
-        generator = Generator(SHIPPED_MODEL if said["model"] is None else said["model"], config=settings)
-        if said["assistant_model"] is not None:
-            parameters |= _assistant(said["assistant_model"], generator)
+        generator = Generator(SHIPPED_MODEL if given["model"] is None else given["model"], config=settings)
+        if given["assistant_model"] is not None:
+            parameters |= _assistant(given["assistant_model"], generator)
         work.doing("reading the prompt")
         watch = [work.watch(parameters.get("max_new_tokens"), rows)]
-        pieces = generator.stream(
-            inputs, cache=said["cache"], cache_config=cache_config, logits_processor=watch, **parameters
+        chunks = generator.stream(
+            inputs, cache=given["cache"], cache_config=cache_config, logits_processor=watch, **parameters
         )
-        result = _print(pieces, work, said)
+        result = _print(chunks, work, given)
     if (
-        not said["stats"]
+        not given["stats"]
         and "length" in result.finish_reasons
         and not {"max_new_tokens", "max_length"} & set(parameters)
     ):
         most = max(map(len, result.tokens))
-        output.remark(f"(ended after {most} tokens, which is the limit: --max-new-tokens or -n allows more)")
+        output.remark(f"(ended at the limit of {most} tokens: --max-new-tokens or -n sets another)")
 
 
-def _print(pieces: Stream, work: Work, said: dict[str, Any]) -> Generation:
-    """Also what there is when something fails, or Ctrl-C was pressed: `main` finds it in the interrupt."""
-    as_they_come, as_json = said["stream"], said["as_json"]
+def _print(chunks: Stream, work: Work, given: dict[str, Any]) -> Generation:
+    """Print the text; after an error or Ctrl-C the text so far, which `main` finds in the interrupt's `partial`."""
+    streams, as_json = given["stream"], given["as_json"]
     try:
-        for piece in pieces:
-            if as_they_come:
+        for chunk in chunks:
+            if streams:
                 work.hide()
-                output.say(rendering.piece_as_json(piece) if as_json else piece.text or "", end="\n" if as_json else "")
+                output.say(rendering.chunk_as_json(chunk) if as_json else chunk.text or "", end="\n" if as_json else "")
     except KeyboardInterrupt as stopped:
-        if not pieces.given_up:  # between two pieces it is Python's own, without a result
-            stopped.partial = pieces.result()  # type: ignore[attr-defined]
+        if not chunks.given_up:  # pressed between two chunks, it is Python's own exception, without a result
+            stopped.partial = chunks.result()  # type: ignore[attr-defined]
         raise
     finally:
         work.hide()
-        if not pieces.given_up:
-            result = pieces.result()
+        if not chunks.given_up:
+            result = chunks.result()
             if as_json:
                 output.say(rendering.as_json(result))
             else:
-                output.say("" if as_they_come else rendering.as_text(result))
-            if said["stats"]:
+                output.say("" if streams else rendering.as_text(result))
+            if given["stats"]:
                 output.tell(rendering.stats(result, terminal_width(100)))
     return result
 
 
 def _assistant(path: str, generator: Generator) -> dict[str, Any]:
-    """The arguments that make the model at `path` propose tokens to the generator's."""
+    """The arguments of `generate` for the draft model at `path`."""
     from engine.model.loading import load
 
     model, tokenizer = load(path, None, generator.config)

@@ -1,4 +1,4 @@
-"""What `--help` looks like: options under headings, no name cut however narrow the terminal is."""
+"""The layout of `--help`: options under headings, with complete names in any width."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-_WIDE = 78  # below it, texts begin under the names of options
+_WIDE = 78  # characters; in narrower terminals, texts begin on the line below the option
 
 
 class Command(TyperCommand):
-    """Lists its options by the `rich_help_panel` that they were declared with."""
+    """A command that lists its options by their `rich_help_panel`."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         panels: dict[str, list[tuple[str, str]]] = {}
@@ -27,7 +27,7 @@ class Command(TyperCommand):
 
 
 def _plain(names: str, text: str) -> tuple[str, str]:
-    """Without types of Python, and without the range of a number, which the text tells in words."""
+    """The help record without Python types and ranges of numbers: the text has them in words."""
     text, _, facts = text.rstrip("]").partition("  [")
-    told = [fact for fact in facts.split("; ") if fact and not re.search(r"\bx\b", fact)]
-    return re.sub(r" <.*>$", "", names), text + (f"  [{'; '.join(told)}]" if told else "")
+    kept = [fact for fact in facts.split("; ") if fact and not re.search(r"\bx\b", fact)]
+    return re.sub(r" <.*>$", "", names), text + (f"  [{'; '.join(kept)}]" if kept else "")

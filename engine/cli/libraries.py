@@ -1,4 +1,4 @@
-"""Start-up of what takes seconds, only where a command needs it, and without its talk."""
+"""Imports torch and transformers for the commands that need them, and silences their messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.cli.progress import Work
 
 
 def start_libraries(work: Work, *models: str | None) -> None:
-    """models: paths and hub ids, which are looked for first: a wrong one is told at once."""
+    """Import the libraries. models: paths and hub ids, which are checked first: this takes less time."""
     from engine.model.location import locate
 
     work.doing("looking for the model")
@@ -18,13 +18,13 @@ def start_libraries(work: Work, *models: str | None) -> None:
             locate(model)
     work.doing("starting torch and transformers")
     if "caches" not in sys.modules:
-        import caches  # noqa: F401 - before any other import of them: it takes less time
+        import caches  # noqa: F401 - imports them faster than a plain import
 
-        gc.freeze()  # all of it stays until the end: neither collections nor the exit have to go through it
+        gc.freeze()  # the imported objects stay until the end: collections need not visit them
     import huggingface_hub.utils
     import transformers.utils
 
-    # What they warn of is refused here, or said in our own words.
+    # The engine raises or logs what these warnings say.
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     huggingface_hub.utils.logging.set_verbosity_error()

@@ -1,8 +1,7 @@
-"""The entry point: which commands there are, and how they end.
+"""The entry point of the command line: commands, errors and exit codes.
 
-Exit codes: 0 done, 1 something failed while generating, 2 a wrong option, prompt or model, 130 interrupted with Ctrl-C,
-141 the reader of the output has left. torch and transformers are imported only when a command needs them, so that help
-and completion answer at once.
+Exit codes: 0 success, 1 a failure while generating, 2 a wrong option, prompt or model, 130 interrupted with Ctrl-C, 141
+the reader of the output closed the pipe. torch and transformers are imported only when a command needs them.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ for _command, _help in _SHORT.items():
     app.command(cls=Command, short_help=_help)(_command)
 
 
-def _print_versions(is_asked: bool) -> None:
-    if not is_asked:
+def _print_versions(is_given: bool) -> None:
+    if not is_given:
         return
     for name in ("kvengine", "torch", "transformers"):
         try:
@@ -70,43 +69,43 @@ def _engine(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command and exit with its code: errors are one line. arguments: those of the process by default."""
+    """Run a command and exit with its code; errors are one line. arguments: by default those of the process."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # what a terminal cannot show is no reason to fail
+            stream.reconfigure(errors="backslashreplace")  # characters that the terminal cannot show
     if f"_{NAME.upper()}_COMPLETE" in os.environ:
         app(prog_name=NAME)
-    told = {"traceback": os.environ.get("KVENGINE_DEBUG", "") not in ("", "0")}
+    settings = {"traceback": os.environ.get("KVENGINE_DEBUG", "") not in ("", "0")}
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         _check_completion(arguments)
-        with typer.main.get_command(app).make_context(NAME, arguments, obj=told) as context:
+        with typer.main.get_command(app).make_context(NAME, arguments, obj=settings) as context:
             context.command.invoke(context)
         code = 0
     except typer.Exit as end:
         code = end.exit_code
     except KeyboardInterrupt as error:
-        code = _ended_by(error, False)
-    except BrokenPipeError:  # of a help text: commands themselves write with `output`
+        code = _report(error, False)
+    except BrokenPipeError:  # while a help text is printed; commands print with `output`
         output.leave(sys.stdout)
         code = output.UNREAD
     except Exception as error:
-        code = _ended_by(error, told["traceback"])
+        code = _report(error, settings["traceback"])
     sys.exit(code)
 
 
 def _check_completion(arguments: list[str]) -> None:
-    """The options for completion are typer's: they look which shell they run in and ignore what comes after them."""
+    """Refuse a name after typer's completion options, which detect the shell themselves and would ignore it."""
     options = [word.replace("_", "-") for word in takewhile(lambda word: word.startswith("-"), arguments)]
     for option in ("--install-completion", "--show-completion"):
         if option in options and len(arguments) > len(options):
             raise OptionError(
-                f"{option} {arguments[len(options)]}: it takes no name, run it in the shell that it is to be for"
+                f"{option} {arguments[len(options)]}: it takes no name, run it in the shell that needs the completion"
             )
 
 
-def _ended_by(error: BaseException, prints_traceback: bool) -> int:
-    """Say what was wrong; returns the exit code."""
+def _report(error: BaseException, prints_traceback: bool) -> int:
+    """Print what went wrong; returns the exit code."""
     if prints_traceback:
         print_exception(error)
     try:
@@ -114,19 +113,19 @@ def _ended_by(error: BaseException, prints_traceback: bool) -> int:
             code, partial = 130, getattr(error, "partial", None)
             output.tell("interrupted" + (f" after {partial.stats.new_tokens} tokens" if partial else ""))
         else:
-            code, message = _told(error)
+            code, message = _code_and_message(error)
             output.complain(message)
     except typer.Exit as end:
         return end.exit_code
     return code
 
 
-def _told(error: Any) -> tuple[int, str]:
-    if hasattr(error, "format_message"):  # of the parser of the command line
+def _code_and_message(error: Any) -> tuple[int, str]:
+    if hasattr(error, "format_message"):  # click's errors of parsing
         context = getattr(error, "ctx", None)
         where = "" if context is None else f" (see `{context.command_path} -h`)"
         return error.exit_code, f"{error.format_message().rstrip('.')}{where}"
-    errors = sys.modules.get("caches.errors")  # where it was not imported, no cache has raised
+    errors = sys.modules.get("caches.errors")  # importing it would import torch
     if isinstance(error, EngineError) or (errors is not None and isinstance(error, errors.CacheError)):
         return (1 if isinstance(error, GenerationInterrupted) else 2), str(error)
     return 1, f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""The options of `engine generate`, by what they are about. `engine plan` and `engine caches` share some."""
+"""The options of `engine generate`, grouped as in its help. `engine plan` and `engine caches` share some."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from configs import FALLBACKS, CacheConfig, presets
 from configs.engine import COMPILE_CHOICES, LINEARS_CHOICES
 
-# What is completed.
+# Values for shell completion.
 
 
 def _caches() -> list[str]:
@@ -26,7 +26,7 @@ def _linears() -> list[str]:
     return list(LINEARS_CHOICES)
 
 
-def _rungs() -> list[str]:
+def _fallbacks() -> list[str]:
     return list(FALLBACKS)
 
 
@@ -46,7 +46,7 @@ File = Annotated[
         "--file",
         "-f",
         metavar="PATH",
-        help="Take the prompt from this file, - is standard input; repeat it for a batch.",
+        help="Read the prompt from this file, - is standard input; repeat it for a batch.",
     ),
 ]
 Chat = Annotated[bool, _of_prompt("--chat", help="The prompt is a user's message to a chat model.")]
@@ -64,7 +64,7 @@ Config = Annotated[
     str | None,
     _of_model(
         metavar="NAME_OR_FILE",
-        help=f"A preset ({', '.join(presets())}) or the JSON file of an EngineConfig; options given beside it win.",
+        help=f"A preset ({', '.join(presets())}) or the JSON file of an EngineConfig; other options override it.",
         autocompletion=presets,
     ),
 ]
@@ -80,11 +80,11 @@ Device = Annotated[
 ]
 TrustRemoteCode = Annotated[
     bool,
-    _of_model("--trust-remote-code", help="Let Python code that the model's repository brings run."),
+    _of_model("--trust-remote-code", help="Allow Python code in the model's repository to run."),
 ]
 PrefillChunkTokens = Annotated[
     int | None,
-    _of_model(metavar="N", help="Read the prompt in pieces of this many tokens, to save memory."),
+    _of_model(metavar="N", help="Compute the prompt in chunks of this many tokens, to save memory."),
 ]
 Compile = Annotated[
     str | None,
@@ -98,7 +98,7 @@ Linears = Annotated[
     str | None,
     _of_model(
         metavar="NAME",
-        help=f"Library of linear layers on a CPU: {', '.join(LINEARS_CHOICES)}; default: auto.",
+        help=f"Matrix product of linear layers on a CPU: {', '.join(LINEARS_CHOICES)}; default: auto.",
         autocompletion=_linears,
     ),
 ]
@@ -106,9 +106,8 @@ OnOom = Annotated[
     list[str] | None,
     _of_model(
         metavar="NAME",
-        help="When memory is out, try this and go on; may be repeated, in order. Default: release, "
-        "chunk, offload, split.",
-        autocompletion=_rungs,
+        help="Fallback when memory is out; may be repeated, in order. Default: release, chunk, offload, split.",
+        autocompletion=_fallbacks,
     ),
 ]
 
@@ -164,18 +163,18 @@ NumReturnSequences = Annotated[
 NumBeams = Annotated[int | None, _of_choosing(metavar="N", help="Search with this many beams.", min=1)]
 NumBeamGroups = Annotated[
     int | None,
-    _of_choosing(metavar="N", help="In so many groups, each kept from the others' ways.", min=1),
+    _of_choosing(metavar="N", help="Diverse beam search in so many groups.", min=1),
 ]
 DiversityPenalty = Annotated[
     float | None,
-    _of_choosing(metavar="X", help="How strongly the groups are kept apart."),
+    _of_choosing(metavar="X", help="How strongly groups avoid each other's tokens."),
 ]
 LengthPenalty = Annotated[float | None, _of_choosing(metavar="X", help="Over 0: beams favour long texts.")]
 PenaltyAlpha = Annotated[
     float | None,
     _of_choosing(
         metavar="X",
-        help="Contrastive search: how strongly to avoid what was said, 0 to 1; needs --top-k.",
+        help="Contrastive search: how strongly to avoid repetition, 0 to 1; needs --top-k.",
         min=0,
         max=1,
     ),
@@ -187,7 +186,7 @@ PromptLookup = Annotated[
         "--prompt-lookup",
         metavar="N",
         min=1,
-        help="Faster where a text repeats itself: try so many tokens of it at a time.",
+        help="Speculative decoding from the text itself: propose so many tokens at a time.",
     ),
 ]
 AssistantModel = Annotated[
@@ -196,7 +195,7 @@ AssistantModel = Annotated[
         "--assistant-model",
         "--draft",
         metavar="PATH",
-        help="Faster with a small model of the same kind: let it propose tokens.",
+        help="Speculative decoding with a small model of the same kind, which proposes tokens.",
     ),
 ]
 NumAssistantTokens = Annotated[
@@ -206,7 +205,7 @@ NumAssistantTokens = Annotated[
         "--draft-tokens",
         metavar="N",
         min=1,
-        help="So many at a time, with --assistant-model; default: 20.",
+        help="Tokens to propose at a time, with --assistant-model; default: 20.",
     ),
 ]
 Strategy = Annotated[str | None, _of_choosing(metavar="NAME", help="Decoding strategy by name.")]
@@ -215,7 +214,7 @@ SetOption = Annotated[
     _of_choosing(
         "--set",
         metavar="NAME=VALUE",
-        help="Any other generation parameter of transformers; may be repeated. Of one that has an option: the same.",
+        help="Any generation parameter of transformers; may be repeated.",
     ),
 ]
 
@@ -237,6 +236,6 @@ StopStrings = Annotated[
 ]
 
 _of_output = partial(typer.Option, rich_help_panel="What is printed")
-Stream = Annotated[bool, _of_output("--stream", help="Print the text while it comes.")]
+Stream = Annotated[bool, _of_output("--stream", help="Print the text as it is generated.")]
 Json = Annotated[bool, _of_output("--json", help="Print JSON: rows (text, tokens, finish_reason) and stats.")]
 Stats = Annotated[bool, _of_output("--stats", help="Print speed and cache size to standard error.")]

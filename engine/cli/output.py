@@ -1,4 +1,4 @@
-"""Where the command line writes: texts, tables and JSON to standard output, all else to standard error."""
+"""Output of the command line: results to standard output, messages to standard error."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import TextIO
 import typer
 from rich.console import Console
 
-UNREAD = 141  # the exit code of a program that writes to a pipe which is closed, as shells give it
+UNREAD = 141  # the exit code that shells show for SIGPIPE
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Write to standard output at once. Where its reader has left (`| head`), the command ends."""
+    """Write to standard output and flush. If the reader closed the pipe (`| head`), the command ends."""
     write(sys.stdout, text + end)
 
 
 def complain(message: str) -> None:
-    """Say in one line, on standard error, what is wrong."""
+    """Write an error in one line to standard error."""
     _note(f"error: {' '.join(message.split())}", "red")
 
 
 def remark(message: str) -> None:
-    """Say something to a person: nothing where standard error is no terminal."""
+    """Write a hint to standard error, if it is a terminal."""
     if _is_watched():
         _note(message, "dim")
 
@@ -34,6 +34,7 @@ def tell(text: str) -> None:
 
 
 def write(stream: TextIO, text: str) -> None:
+    """Write and flush; raises `typer.Exit(UNREAD)` if the reader closed the pipe."""
     try:
         stream.write(text)
         stream.flush()
@@ -43,7 +44,7 @@ def write(stream: TextIO, text: str) -> None:
 
 
 def leave(stream: TextIO) -> None:
-    """What is left to be written goes nowhere: Python would complain when it ends."""
+    """Redirect a closed stream to the null device, or Python reports an error when it flushes at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

@@ -1,4 +1,4 @@
-"""What the command line is doing at the moment: on standard error, on a terminal only, and gone when it is done."""
+"""The progress line of the command line: on standard error, only on a terminal, removed at the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 
 class Work:
-    """A context in which `doing` names the work at hand, and `count` says how far it is."""
+    """A context manager for the progress line: `doing` sets the current work, `count` its progress."""
 
     def __init__(self) -> None:
         self._bar = Progress(
@@ -36,17 +36,18 @@ class Work:
         self.hide()
 
     def doing(self, what: str) -> None:
+        """Show `what` as the current work, and restart its clock."""
         self._since_s = time.perf_counter()
         self._bar.reset(self._task, total=None, description=what, counted="")
 
     def count(self, tokens: int, total: int | None, rows: int = 1) -> None:
-        """`tokens` of at most `total`, if that is known, are there, in each of `rows` rows."""
+        """Show that each of `rows` rows has `tokens` tokens. total: the most tokens, if known."""
         rate = rows * tokens / max(time.perf_counter() - self._since_s, 1e-9)
         counted = f"{tokens}{f' of {total}' if total else ''} tokens, {rate:.1f} tokens/s"
         self._bar.update(self._task, completed=tokens, total=total, counted=counted)
 
     def watch(self, total: int | None, rows: int) -> Any:
-        """A logits processor that counts the steps of a generation of `rows` texts, whatever its strategy."""
+        """A logits processor that shows the progress of a run with `rows` texts, for any strategy."""
         first = longest = 0
 
         def count(ids: Any, scores: Any) -> Any:
@@ -54,11 +55,12 @@ class Work:
             if not first:
                 first = ids.shape[1]
                 self.doing("generating")
-            longest = max(longest, ids.shape[1])  # what is proposed comes too, and may be taken back
+            longest = max(longest, ids.shape[1])  # proposed tokens may be rejected
             self.count(longest - first + 1, total, rows)
             return scores
 
         return count
 
     def hide(self) -> None:
+        """Remove the progress line."""
         self._bar.stop()

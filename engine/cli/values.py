@@ -1,4 +1,4 @@
-"""What the options of the command line mean to the library."""
+"""Converts the options of the command line to arguments of the library."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from typing import Any
 from configs import EngineConfig, preset, presets
 from engine.errors import OptionError
 
-# Options that have the names of the parameters they are.
+# Options with the name of their generation parameter.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _SEARCHING = ("num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "penalty_alpha")
 _OTHERS = ("seed", "num_return_sequences", "max_new_tokens", "min_new_tokens", "max_time", "strategy",
            "repetition_penalty", "prompt_lookup_num_tokens", "num_assistant_tokens", "stop_strings")  # fmt: skip
 _NAMED = (*_SAMPLING, *_SEARCHING, *_OTHERS, "do_sample")
-# Parameters that --set does not give, and what does.
+# Parameters that --set refuses, with the remedy.
 _INSTEAD = {"inputs": "PROMPT", "prompt": "PROMPT", "as_json": "--json", "set_option": "--set",
             "cache_config": "--cache-option", "logits_processor": "engine.generate, in Python"}  # fmt: skip
-# Fields of an `EngineConfig`.
+# Options that are fields of `EngineConfig`.
 _SETTINGS = ("prefill_chunk_tokens", "compile", "linears", "dtype", "device_map", "on_oom", "trust_remote_code")
 
 _PYTHONS = {"True": True, "False": False, "None": None}
 
 
-def generation_parameters(said: dict[str, Any]) -> dict[str, Any]:
-    """Those for `generate` that were said. A sampling parameter asks for sampling, a temperature of 0 for none.
+def generation_parameters(given: dict[str, Any]) -> dict[str, Any]:
+    """The generation parameters among the options.
 
-    `--set NAME=VALUE` means what the option of that name means, where there is one.
+    A sampling parameter turns sampling on; a temperature of 0 means greedy. `--set NAME=VALUE` is the same as the
+    option of that name. Raises `OptionError` for options that contradict each other.
     """
-    for text in said["stop_strings"] or []:
+    for text in given["stop_strings"] or []:
         checked(text, "--stop-strings")
-    others = assignments(said["set_option"], "--set")
-    told = said | {"do_sample": said["do_sample"] or None}  # a flag that was not given says nothing
-    named = {name: told[name] for name in _NAMED if told[name] not in (None, [])}
+    others = assignments(given["set_option"], "--set")
+    values = given | {"do_sample": given["do_sample"] or None}  # a flag is False if it was not given
+    named = {name: values[name] for name in _NAMED if values[name] not in (None, [])}
     for name in others:
         if name in named:
             raise OptionError(f"{name} was given twice: as {_option(name)} and as --set {name}: leave one of them out")
-        if name in _INSTEAD or (name in said and name not in _NAMED):
+        if name in _INSTEAD or (name in given and name not in _NAMED):
             raise OptionError(f"--set does not give {name}: use {_option(name)}")
     named |= {name: others.pop(name) for name in _NAMED if name in others}
     named = {name: value for name, value in named.items() if value is not None}
@@ -47,8 +48,8 @@ def generation_parameters(said: dict[str, Any]) -> dict[str, Any]:
     draws = any(name in named for name in (*_SAMPLING, "num_return_sequences"))
     if named.get("temperature") == 0:
         del named["temperature"]
-        beside = [name for name in (*_SAMPLING, *(() if searches else ("num_return_sequences",))) if name in named]
-        for name in [*beside, *(["do_sample"] if named.get("do_sample") else [])]:
+        conflicts = [name for name in (*_SAMPLING, *(() if searches else ("num_return_sequences",))) if name in named]
+        for name in [*conflicts, *(["do_sample"] if named.get("do_sample") else [])]:
             raise OptionError(f"--temperature 0 is greedy, so {_option(name)} cannot apply: leave one of them out")
         named["do_sample"] = False
     elif draws and not searches and "strategy" not in named:
@@ -57,12 +58,12 @@ def generation_parameters(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def _option(name: str) -> str:
-    """How a parameter is given on the command line."""
+    """The command line's option for a parameter."""
     return _INSTEAD.get(name, f"--{name.replace('_', '-')}")
 
 
-def engine_config(chosen: str | None, said: dict[str, Any]) -> EngineConfig:
-    """The configuration that `--config` chose, with the options given beside it."""
+def engine_config(chosen: str | None, given: dict[str, Any]) -> EngineConfig:
+    """The configuration of `--config`, with the other options applied. chosen: a preset or a JSON file."""
     if chosen is None:
         config = EngineConfig()
     elif chosen in presets():
@@ -73,11 +74,11 @@ def engine_config(chosen: str | None, said: dict[str, Any]) -> EngineConfig:
         raise OptionError(
             f"--config {chosen} is neither a preset nor a JSON file that exists; presets: {', '.join(presets())}"
         )
-    return config.update(**{name: said[name] for name in _SETTINGS if said[name] not in (None, [], False)})[0]
+    return config.update(**{name: given[name] for name in _SETTINGS if given[name] not in (None, [], False)})[0]
 
 
 def assignments(pairs: list[str] | None, option: str) -> dict[str, Any]:
-    """`NAME=VALUE` pairs, each name once; a value is JSON, or True, False or None, where it is one, else a text."""
+    """`NAME=VALUE` pairs as a dict. A value is JSON, True, False or None if it can be, else a string."""
     values: dict[str, Any] = {}
     for pair in pairs or []:
         name, equals, text = pair.partition("=")
@@ -94,7 +95,7 @@ def assignments(pairs: list[str] | None, option: str) -> dict[str, Any]:
 
 
 def prompts(texts: list[str], files: list[Path]) -> list[str]:
-    """The texts to continue. A newline at the end of a file or of standard input belongs to the text."""
+    """The prompts, from arguments, files or standard input. A trailing newline is part of the prompt."""
     if texts and files:
         raise OptionError("the prompt was given twice: as PROMPT and as --file")
     if [*texts, *map(str, files)].count("-") > 1:
@@ -105,7 +106,7 @@ def prompts(texts: list[str], files: list[Path]) -> list[str]:
         text = "" if sys.stdin is None or sys.stdin.isatty() else _standard_input()
         if not text:
             raise OptionError(
-                'there is no PROMPT: give one, as in engine generate "def main():", or name a --file, or pipe it into '
+                'there is no PROMPT: give one, as in engine generate "def main():", or a --file, or pipe it into '
                 "standard input"
             )
         return [text]
@@ -113,7 +114,7 @@ def prompts(texts: list[str], files: list[Path]) -> list[str]:
 
 
 def checked(text: str, where: str) -> str:
-    """The text of an argument. Raises `OptionError` where its bytes were none."""
+    """`text`, an argument. Raises `OptionError` if its bytes are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -123,7 +124,7 @@ def checked(text: str, where: str) -> str:
 
 
 def messages(text: str, system: str | None) -> list[dict[str, str]]:
-    """A chat that begins."""
+    """A new chat with one message of the user."""
     user = {"role": "user", "content": text}
     return [user] if system is None else [{"role": "system", "content": checked(system, "--system")}, user]
 

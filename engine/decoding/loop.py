@@ -144,7 +144,7 @@ class DecodingLoop:
             self._return_to([text.row for text in texts])
             self._take([replace(text, row=row) for row, text in enumerate(texts)])
         else:
-            index = self.stream_buffer.way_back()
+            index = self.stream_buffer.undo_index()
             if index is not None:
                 self._return_to(index)
         self.stream_buffer.end_all()

@@ -1,4 +1,4 @@
-"""Models that accelerate has dispatched: its hooks bring weights and inputs together wherever a layer computes."""
+"""Models with accelerate's hooks, which move weights and inputs to the device on which a layer computes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from transformers import PreTrainedModel
 
 
 def is_dispatched(model: PreTrainedModel) -> bool:
+    """Whether a module of the model has a hook of accelerate."""
     return any(hasattr(module, "_hf_hook") for module in model.modules())
 
 
 def input_embeddings(model: PreTrainedModel) -> Any:
-    """The module that looks up token ids; None where that is of a kind of its own."""
+    """The module that embeds token ids; None if transformers does not know it."""
     try:
         return model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
@@ -21,7 +22,7 @@ def input_embeddings(model: PreTrainedModel) -> Any:
 
 
 def prompt_device(model: PreTrainedModel) -> torch.device:
-    """Where the model begins to compute: not `model.device`, which is "meta" where weights wait elsewhere."""
+    """The device for token ids. With hooks, `model.device` may be "meta": weights are moved in when they are used."""
     for module in (input_embeddings(model), model):
         hook = getattr(module, "_hf_hook", None)
         for part in getattr(hook, "hooks", [hook]):

@@ -1,4 +1,4 @@
-"""How a model's forward is given a cache."""
+"""How a model's forward takes a cache."""
 
 from __future__ import annotations
 
@@ -8,27 +8,31 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-# A forward of these refuses every class but its own while `use_cache` is true. Without it, it drives what it is given.
+# Model types whose forward refuses other classes of caches with use_cache=True, but uses them with use_cache=False.
 _REFUSES_OTHER_CLASSES = ("minimax",)
 
 
 @dataclass(frozen=True)
 class CacheArgument:
-    """The argument of a model's forward that takes a cache. can_be_ours: whether it takes keys and values of ours."""
+    """The parameter of a model's forward for the cache.
+
+    name: of the parameter. can_be_ours: whether the model accepts this project's caches. refuses_other_classes: see
+    `_REFUSES_OTHER_CLASSES`.
+    """
 
     name: str
     can_be_ours: bool
     refuses_other_classes: bool
 
     def inputs(self, handle: Any) -> dict[str, Any]:
-        """The arguments that give the forward this cache; None for no cache."""
+        """The keyword arguments for a forward with this cache; handle: None for no cache."""
         return {self.name: handle, "use_cache": handle is not None and not self.refuses_other_classes}
 
 
 def cache_argument(model: PreTrainedModel) -> CacheArgument:
-    """How `model` is given a cache."""
+    """The cache parameter of `model`."""
     taken = inspect.signature(model.forward).parameters
-    # Models that keep nothing but states have a name of their own for it.
+    # Models that keep only states call it cache_params.
     name = "cache_params" if "cache_params" in taken else "past_key_values"
     refuses = model.config.model_type in _REFUSES_OTHER_CLASSES
     return CacheArgument(name, name in taken and (refuses or model._supports_default_dynamic_cache()), refuses)

@@ -1,4 +1,4 @@
-"""What a device keeps for all that runs on it: its random numbers, and the most memory that was allocated."""
+"""Global state of a device: its random number generator, and its peak of allocated memory."""
 
 from __future__ import annotations
 
@@ -6,38 +6,41 @@ import torch
 
 
 class Peak:
-    """The most memory that was allocated on a device while a run was under way, by all that runs there.
+    """The peak of allocated memory on a device since this object was made, by the whole process.
 
-    The device's own statistics are read and left alone: they are the user's, and those of other runs.
+    The device's statistics are only read, never reset: they belong to the user and to other runs.
     """
 
     def __init__(self, device: torch.device):
         self._device = device if device.type == "cuda" else None
-        self._before = self._most = 0
+        self._earlier_peak = self._most = 0
         if self._device is not None:
-            self._before = torch.cuda.max_memory_allocated(self._device)
+            self._earlier_peak = torch.cuda.max_memory_allocated(self._device)
 
     def look(self) -> None:
+        """Record the memory that is allocated now."""
         if self._device is not None:
             self._most = max(self._most, torch.cuda.memory_allocated(self._device))
 
     @property
     def bytes(self) -> int | None:
+        """The peak, or the most of the records if an earlier peak of the process was higher; None without CUDA."""
         if self._device is None:
             return None
         self.look()
         most = torch.cuda.max_memory_allocated(self._device)
-        return most if most > self._before else self._most
+        return most if most > self._earlier_peak else self._most
 
 
 def random_state(device: torch.device, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Where the random numbers stand: those of `generator`, or else those that all draw from that run on the device."""
+    """The state of `generator`, or without one of the device's default generator."""
     if generator is not None:
         return generator.get_state()
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
 def set_random_state(state: torch.Tensor, device: torch.device, generator: torch.Generator | None = None) -> None:
+    """Restore a `random_state`."""
     if generator is not None:
         generator.set_state(state)
     elif device.type == "cpu":
@@ -47,5 +50,5 @@ def set_random_state(state: torch.Tensor, device: torch.device, generator: torch
 
 
 def seeded(seed: int | None, device: torch.device) -> torch.Generator | None:
-    """A generator whose numbers are those after `torch.manual_seed(seed)`; None where there is no seed."""
+    """A generator with the numbers that follow `torch.manual_seed(seed)`; None without a seed."""
     return None if seed is None else torch.Generator(device).manual_seed(seed)

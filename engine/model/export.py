@@ -1,4 +1,4 @@
-"""One decode step as a `torch.export` program: a file of its own, to run without this package."""
+"""Exports one decode step as a `torch.export` program, which runs without this package."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ from engine.model.model_lock import turn_of
 
 
 def export_step(model: PreTrainedModel, cache: Cache) -> torch.export.ExportedProgram:
-    """The step of one token per row of `model` on a fixed `cache` that has read a prompt, whatever it was.
+    """The decode step of one token per row.
+
+    model: may be in a wrapper, see `unwrapped`. cache: of fixed size ("static"), with any prompt in it.
 
     The program takes, by keyword:
     input_ids, position_ids: LongTensors [rows, 1].
-    attention_mask: what the token may look at, bool [rows, 1, 1, columns of the cache] (or what is added to scores,
-        where the model computes attention itself); a dict of such by layer type where layers differ, None where there
-        is nothing but states.
-    write_index: LongTensor [groups], the column that the token gets, one per group of layers that look equally far
-        back; a cache that forgets nothing has one group, and the column is the number of tokens before it.
-    seen: LongTensor [], the tokens before it.
+    attention_mask: bool [rows, 1, 1, slots of the cache], True for visible slots (floating point, added to the scores,
+        with eager attention); a dict of masks by layer type if layers differ; None if layers keep only states.
+    write_index: LongTensor [groups], the slot of the token, one per group of layers with the same attention span; if no
+        layer has a window, there is one group, and the slot is the number of tokens before.
+    seen: LongTensor [], the number of tokens before.
 
-    It returns logits [rows, vocabulary] and writes the keys, values and states into its buffers, `cache.layer_0_keys`
-    and so on, which are the tensors of `cache` until the program is saved: with `step_inputs` the cache goes on.
+    It returns logits [rows, vocabulary] and writes keys, values and states into its buffers `cache.layer_0_keys` and so
+    on. Until the program is saved these are the tensors of `cache`: with `step_inputs` the cache can be continued.
+    Raises `OptionError` for another kind of cache or model.
     """
     model = unwrapped(model)
     ModelRunner(model).check_graph("export_step")
     if not isinstance(cache, Cache):
         raise OptionError(f"a {type(cache).__name__} has no tensors that can be exported: use cache='static'")
-    with turn_of(model):  # whose parameters have no numbers while it is traced
+    with turn_of(model):  # tracing replaces its parameters
         cache.check_fits(model.config)
         step = _Step(model, cache)
         cache.begin(1, graph=True)
@@ -51,9 +53,9 @@ def export_step(model: PreTrainedModel, cache: Cache) -> torch.export.ExportedPr
 def step_inputs(
     model: PreTrainedModel, cache: Cache, input_ids: torch.Tensor, mask: torch.Tensor | None = None
 ) -> dict[str, Any]:
-    """What the program of `export_step` takes in the step that was opened with `cache.begin(1, graph=True)`.
+    """The arguments of the exported program for a step that was opened with `cache.begin(1, graph=True)`.
 
-    mask: [rows, tokens before and this one], 0 where a pad is; None when there are no pads.
+    input_ids: [rows, 1]. mask: [rows, tokens before + 1], 0 for padding; None without padding.
     """
     end = cache.total_tokens + 1
     if mask is None:

@@ -1,4 +1,4 @@
-"""A cache that ends the forward it is given to: with what the model's first layer hands over to be kept."""
+"""A cache that captures the first layer's keys and values, and then ends the forward."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 
 class Reached(Exception):
-    """The first layer has handed over its keys and values, or something else came before them."""
+    """Ends the forward: the first layer's keys and values are captured, or the model uses the cache in another way."""
 
 
 class FirstLayer(DynamicCache):
-    """Says that it has seen `total_tokens` tokens. found: keys and values of the first layer; None before.
+    """Captures the keys and values of layer 0.
 
-    ends: whether the forward ends there.
+    total_tokens: the length that the cache reports to the model. ends: whether the forward ends at layer 0.
+    found: keys and values [rows, kv_heads, columns, head_dim]; None before.
     """
 
-    def __init__(self, seen: int, ends: bool = True):
+    def __init__(self, total_tokens: int, ends: bool = True):
         super().__init__()
         self.found: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._seen, self._ends = seen, ends
+        self._total_tokens, self._ends = total_tokens, ends
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -37,33 +38,37 @@ class FirstLayer(DynamicCache):
         return indexer_key_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._seen
+        return self._total_tokens
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self._seen
+        return self._total_tokens
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, self._seen
+        return query_length, self._total_tokens
 
-    def _ends_in_a_state(self, *args: Any, **kwargs: Any) -> Any:
+    def _ends_at_a_state(self, *args: Any, **kwargs: Any) -> Any:
         raise Reached
 
-    get_conv_state = get_recurrent_state = has_previous_state = _ends_in_a_state
-    update_conv_state = update_recurrent_state = _ends_in_a_state
+    get_conv_state = get_recurrent_state = has_previous_state = _ends_at_a_state
+    update_conv_state = update_recurrent_state = _ends_at_a_state
 
 
 class Probe:
-    """What a forward is given as its cache. pair: for an encoder-decoder model. cross: wait for the encoder's keys."""
+    """The cache for a probing forward, `handle`.
 
-    def __init__(self, seen: int, pair: bool = False, cross: bool = False):
-        self._found = own = FirstLayer(seen, ends=not cross)
-        self.handle: DynamicCache | EncoderDecoderCache = own
+    total_tokens: the length that it reports. pair: for an encoder-decoder model. cross: capture the cross attention's
+    keys and values instead.
+    """
+
+    def __init__(self, total_tokens: int, pair: bool = False, cross: bool = False):
+        self._found = self_attention = FirstLayer(total_tokens, ends=not cross)
+        self.handle: DynamicCache | EncoderDecoderCache = self_attention
         if pair:
-            other = FirstLayer(0)
-            self.handle = EncoderDecoderCache(own, other)
-            self._found = other if cross else own
+            cross_attention = FirstLayer(0)
+            self.handle = EncoderDecoderCache(self_attention, cross_attention)
+            self._found = cross_attention if cross else self_attention
 
     @property
     def found(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values [rows, kv_heads, columns, head_dim]; None where the first layer has handed over none."""
+        """Keys and values [rows, kv_heads, columns, head_dim]; None if the first layer did not write any."""
         return self._found.found

@@ -176,7 +176,7 @@ class ModelRunner:
                     resume()
                 begin = cache.total_tokens
                 if (prefill or begin == 0) and isinstance(cache, Cache):
-                    cache.set_padding(columns.pads)
+                    cache.set_padding(columns.left_padding)
                 end = total if chunk_tokens is None else min(total, begin + chunk_tokens)
                 if self._has_states and cache.handle is not None:
                     # Models leave pads out of their states only where several tokens are read at once.

@@ -1,8 +1,8 @@
-// The product of a matrix with a vector, at the speed at which memory can be read.
+// The product of a matrix and a vector, at memory bandwidth.
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/utils/pybind.h>  // <torch/extension.h> takes half a minute more
+#include <torch/csrc/utils/pybind.h>  // <torch/extension.h> compiles half a minute longer
 
 #include <algorithm>
 
@@ -17,10 +17,10 @@ inline Lanes load(const float* from) {
   return found;
 }
 
-// Products of a vector with `rows` rows of the matrix, which the processor reads side by side.
+// Products of a vector with `rows` rows of the matrix, which are read in parallel.
 template <int rows>
 void multiply(const float* vector, const float* matrix, int64_t stride, int64_t width, float* out) {
-  Lanes even[rows] = {}, odd[rows] = {};  // one sum alone would wait for itself
+  Lanes even[rows] = {}, odd[rows] = {};  // two sums, so that additions need not wait for each other
   int64_t i = 0;
   for (; i + 2 * lanes <= width; i += 2 * lanes) {
     const Lanes first = load(vector + i), second = load(vector + i + lanes);

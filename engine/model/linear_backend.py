@@ -1,11 +1,10 @@
-"""The matrix product of linear layers, float32 on a CPU: torch's own, another operator, or a kernel of ours.
+"""The matrix product of float32 linear layers on a CPU: torch's own (MKL), oneDNN, or the kernel `gemv.cpp`.
 
-torch sends these products to MKL. On some processors oneDNN is faster, on others not, and it depends on the number of
-rows and on the size of the matrix. All routes take the same plain weights: no second copy, results equal to rounding.
-For one row, `gemv.cpp` reads the weights at the speed of memory; it has to be compiled first.
+Which one is the fastest depends on the processor, the number of rows and the size of the matrix. All use the weights as
+they are, without a copy; results differ by rounding. For one row, `gemv.cpp` reads the weights at memory bandwidth.
 
-The model is not changed. `torch.nn.Linear.forward` is replaced once per process by a function that does what the one
-before does, unless the calling thread is in a step of ours: then `active.table` says which route a product takes.
+The model is not changed. `torch.nn.Linear.forward` is replaced once per process by a function that does the same as the
+original, unless the calling thread is in a step of the engine: then `active.table` selects the route of each product.
 """
 
 from __future__ import annotations
@@ -23,17 +22,18 @@ from torch.nn import functional
 from caches.quantization.kernel_build import compiled
 
 Route: TypeAlias = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
-"""Of an input [..., width], a weight [outs, width] and a bias [outs] or None, both on the CPU -> [..., outs]."""
+"""A matrix product: (input [..., width], weight [outs, width], bias [outs] or None) -> [..., outs], on the CPU."""
 
 _GEMV = Path(__file__).with_name("gemv.cpp")
 TORCH = "torch"
-ROW_LIMITS = (1, 3, 8, 32)  # the most rows of each bucket but the last
+ROW_LIMITS = (1, 3, 8, 32)  # the most rows of each bucket; the last bucket has no limit
 _ROW_NAMES = ("1 row", "2-3", "4-8", "9-32", "more")
-SIZE_LIMITS = (2**17, 2**22)  # numbers in a matrix: below, the size before. Small ones are torch's in any case
+SIZE_LIMITS = (2**17, 2**22)  # elements of a matrix: limits between `SIZES`. Small ones always use torch's product
 SIZES = ("small", "medium", "large")
 
 
 def has_onednn() -> bool:
+    """Whether this torch has oneDNN's linear operator."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -42,8 +42,8 @@ def _onednn(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def _swapped(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """oneDNN rearranges its second operand first: here that is the input, not the weight."""
-    rows = input.reshape(-1, input.shape[-1]).contiguous()  # of a strided one oneDNN makes something 500 times slower
+    """The transposed product. oneDNN packs its second operand: here the small input, not the weight."""
+    rows = input.reshape(-1, input.shape[-1]).contiguous()  # oneDNN is 500 times slower with a strided one
     return _with_bias(torch.ops.mkldnn._linear_pointwise(weight, rows, None, "none", [], "").T, input, bias)
 
 
@@ -59,7 +59,7 @@ def _with_bias(product: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | 
 
 
 def routes() -> dict[str, Route]:
-    """What this torch has beside its own linear, by name."""
+    """The routes other than torch's own that this torch has, by name."""
     found: dict[str, Route] = {"mm": _mm}
     if has_onednn():
         found |= {"onednn": _onednn, "swapped": _swapped}
@@ -67,18 +67,18 @@ def routes() -> dict[str, Route]:
 
 
 class Table:
-    """Which route each product takes. names: of every size and bucket of rows a name in `routes`, or "torch"."""
+    """The route of each product. names: by size, for each bucket of rows the name of a route, or "torch"."""
 
     def __init__(self, names: dict[str, tuple[str, ...]], routes: dict[str, Route]):
         self._names = names
         self._routes = [[routes.get(name) for name in names[size]] for size in SIZES]
 
-    def route(self, numbers: int, rows: int) -> Route | None:
-        """The route of a product of `rows` rows with a matrix of so many numbers; None: torch's own."""
-        return self._routes[bisect_right(SIZE_LIMITS, numbers)][bisect_left(ROW_LIMITS, rows)]
+    def route(self, elements: int, rows: int) -> Route | None:
+        """The route for `rows` rows and a matrix of `elements` elements; None for torch's own."""
+        return self._routes[bisect_right(SIZE_LIMITS, elements)][bisect_left(ROW_LIMITS, rows)]
 
     def __str__(self) -> str:
-        """In short: the routes by rows, and by size where sizes differ."""
+        """The routes by rows, and by size if sizes differ."""
         texts = {size: _in_short(self._names[size]) for size in SIZES}
         if len(set(texts.values())) == 1:
             return texts[SIZES[0]]
@@ -96,22 +96,22 @@ _ALL_ONEDNN = ("onednn", "onednn", "swapped", "swapped", "onednn")
 
 
 def table_for(model: nn.Module, choice: str) -> Table | None:
-    """The routes for a model, None for torch's own alone. choice: see `configs.EngineConfig.linears`.
+    """The routes for a model; None if all products are torch's own. choice: see `configs.EngineConfig.linears`.
 
-    Raises `ConfigError` where the kernel of "gemv" cannot be compiled.
+    Raises `ConfigError` if the kernel of "gemv" cannot be compiled.
     """
     weights = [module._parameters.get("weight") for module in model.modules() if isinstance(module, nn.Linear)]
     sizes = {SIZES[bisect_right(SIZE_LIMITS, weight.numel())] for weight in weights if _is_plain(weight)}
     if not sizes or choice == "default" or (choice == "onednn" and not has_onednn()):
         return None
     known = routes()
-    of_rows = _ALL_ONEDNN if has_onednn() else _ALL_TORCH
+    by_rows = _ALL_ONEDNN if has_onednn() else _ALL_TORCH
     if choice == "gemv":
-        of_rows = ("gemv", *of_rows[1:])
+        by_rows = ("gemv", *by_rows[1:])
         known["gemv"] = _compiled_gemv()
-    names = dict.fromkeys(SIZES, of_rows)
+    names = dict.fromkeys(SIZES, by_rows)
     if choice == "auto":
-        from engine.model.linear_timings import fastest  # which measures what stands here
+        from engine.model.linear_timings import fastest  # which imports this module
 
         names = {size: fastest(size) if size in sizes and size != SIZES[0] else _ALL_TORCH for size in SIZES}
         if set(names.values()) == {_ALL_TORCH}:
@@ -125,64 +125,64 @@ class _Active(threading.local):
 
 
 active = _Active()
-"""`table`: the routes of this thread's linear layers, None outside of our steps. It is reset in a `finally`."""
+"""`table`: the routes for this thread; None outside of the engine's steps, which reset it in a `finally`."""
 
 _Forward: TypeAlias = Callable[[nn.Linear, torch.Tensor], torch.Tensor]
 
 
-def _replacing(own: _Forward) -> _Forward:
-    """What stands in place of `own`: torch's, or what another library has put there."""
+def _replacement(original: _Forward) -> _Forward:
+    """A `Linear.forward` that calls `original`, torch's or another library's, unless a route is active."""
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         if torch.jit.is_scripting():
             return functional.linear(input, self.weight, self.bias)
-        else:  # noqa: RET505 - which TorchScript does not read
-            return _routed(own, self, input)
+        else:  # noqa: RET505 - TorchScript does not compile this branch
+            return _routed(original, self, input)
 
-    # Pickles find it by these names, and then torch's own where this package is not.
+    # Pickles refer to it by these names: they load torch's own forward without this package.
     forward.__module__, forward.__qualname__ = nn.Linear.__module__, "Linear.forward"
     return forward
 
 
-def _routed(own: _Forward, layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+def _routed(original: _Forward, layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling() or active.table is None:
-        return own(layer, input)
+        return original(layer, input)
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     if not _is_plain(weight) or not _can_be_routed(input):
-        return own(layer, input)
-    if not (_is_plain(bias) or (bias is None and "bias" in layer._parameters)):  # it is computed
-        return own(layer, input)
-    numbers = weight.numel()
-    route = active.table.route(numbers, input.numel() * weight.shape[0] // numbers) if numbers else None
-    return own(layer, input) if route is None else route(input, weight, bias)
+        return original(layer, input)
+    if not (_is_plain(bias) or (bias is None and "bias" in layer._parameters)):  # a computed bias
+        return original(layer, input)
+    size = weight.numel()
+    route = active.table.route(size, input.numel() * weight.shape[0] // size) if size else None
+    return original(layer, input) if route is None else route(input, weight, bias)
 
 
 def _install() -> None:
-    """Also over what another library has put there since, which may call an earlier one of ours."""
-    own = nn.Linear.forward
-    ours = _replacing(own)
-    if getattr(own, "__code__", None) is not ours.__code__:
-        nn.Linear.forward = ours  # type: ignore[method-assign, assignment]
+    """Replace `Linear.forward`, also if another library has replaced it since the last call."""
+    current = nn.Linear.forward
+    replacement = _replacement(current)
+    if getattr(current, "__code__", None) is not replacement.__code__:
+        nn.Linear.forward = replacement  # type: ignore[method-assign, assignment]
 
 
 def _is_plain(weight: torch.Tensor | None) -> TypeGuard[nn.Parameter]:
-    # Quantized and distributed weights are tensors of types of their own, also where they say that they are float32.
+    # Quantized and distributed weights are tensor subclasses, which may report float32.
     return type(weight) is nn.Parameter and weight.is_cpu and weight.dtype is torch.float32
 
 
 def _can_be_routed(input: torch.Tensor) -> bool:
-    """The other operators convert no types, as autocast does, and have no derivatives."""
+    """The routes have no derivatives and do not support autocast."""
     plain = type(input) is torch.Tensor and input.dtype is torch.float32 and input.is_cpu and input.numel() > 0
     return plain and not torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled()
 
 
 def _compiled_gemv() -> Route:
     gemv = compiled(_GEMV, "linears='gemv'").gemv
-    of_others = _onednn if has_onednn() else functional.linear
+    fallback = _onednn if has_onednn() else functional.linear
 
     def route(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if weight.stride(1) != 1:
-            return of_others(input, weight, bias)
+            return fallback(input, weight, bias)
         return _with_bias(gemv(weight, input), input, bias)
 
     return route

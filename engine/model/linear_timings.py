@@ -1,7 +1,7 @@
-"""Which matrix product is the fastest on this machine: measured once, then read from a file.
+"""Measures which matrix product is the fastest on this machine, once; the result is stored in a file.
 
-Measured in every process, the same script would compute differently from run to run: two routes differ in rounding,
-and a stopwatch near a tie says now this, now that.
+With a measurement per process, the results of a script would differ from run to run: routes differ by rounding, and
+near a tie the choice is random.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import torch
 from torch.nn import functional
 
 from caches.out_of_memory import is_out_of_memory
-from caches.quantization.machine import cache_folder, processor, write_whole
+from caches.quantization.machine import cache_folder, processor, write_atomically
 from engine.model.linear_backend import ROW_LIMITS, TORCH, Route, routes
 
-_MEASUREMENT = 2  # which one this is: verdicts of another are not read
-_MARGIN = 1.1  # how much faster than torch's own another route has to be
-_TURNS = 11
+_MEASUREMENT = 2  # version of the method: results of other versions are ignored
+_MARGIN = 1.1  # a route has to be so many times as fast as torch's own
+_REPEATS = 11
 _ROWS = (1, 2, 6, 16, 64)  # one for each bucket
-_SHAPES = {"medium": (2048, 768, 3), "large": (4096, 2048, 1)}  # outs, width, and how many are timed at once
-_POOL = 2**24  # numbers of all matrices, 64 MB: more than the processor's caches hold
+_SHAPES = {"medium": (2048, 768, 3), "large": (4096, 2048, 1)}  # outs, width, and matrices per timing
+_POOL = 2**24  # elements of all matrices, 64 MB: more than the processor's caches
 _lock = threading.Lock()
 _known: dict[tuple[str, str], tuple[str, ...]] = {}
 
 
 def fastest(size: str) -> tuple[str, ...]:
-    """The name of the fastest route, or "torch", for matrices of this size and each bucket of rows.
+    """The name of the fastest route, or "torch", for each bucket of rows. size: "medium" or "large".
 
-    Measured when nothing is known of this processor, number of threads and release of torch: about 2 s. Without memory
-    for that it is torch's own, until there is some.
+    Measured (about 2 s) unless there is a result for this processor, number of threads and release of torch. If memory
+    is out, it is "torch", and the next call measures again.
     """
     key = _machine()
     with _lock:
@@ -52,7 +52,7 @@ def fastest(size: str) -> tuple[str, ...]:
 
 
 def path() -> Path:
-    """Where the verdicts for this machine are. Raises `OSError` where the user has no home."""
+    """The file with the results for this machine. Raises `OSError` if the user has no home folder."""
     return cache_folder() / f"linears-{sha256(_machine().encode()).hexdigest()[:16]}.json"
 
 
@@ -61,7 +61,7 @@ def _machine() -> str:
 
 
 def _stored() -> dict[str, list[str]]:
-    """What the file says; nothing where there is none that can be read."""
+    """The content of the file; empty if it cannot be read."""
     try:
         found = json.loads(path().read_text())
     except (OSError, ValueError):
@@ -82,23 +82,23 @@ def _read(size: str) -> tuple[str, ...] | None:
 def _write(size: str, names: tuple[str, ...]) -> None:
     content = json.dumps(_stored() | {size: list(names)}, indent=1)
     try:
-        write_whole(path(), content.encode())
+        write_atomically(path(), content.encode())
     except OSError:
-        return  # the verdict holds for this process alone
+        return  # the result is valid for this process only
 
 
 @torch.autocast("cpu", enabled=False)
 def _measure(size: str) -> tuple[str, ...] | None:
-    """None when memory is out."""
+    """The fastest route per bucket; None if memory is out."""
     assert len(_ROWS) == len(ROW_LIMITS) + 1
     try:
-        # Written, since all pages of torch.zeros are one page that a cache holds.
+        # Not torch.zeros: its pages may all be one physical page, which stays in the processor's cache.
         pool = torch.full((_POOL,), 0.01, dtype=torch.float32, device="cpu")
         outs, width, count = _SHAPES[size]
         inputs = [torch.ones(rows, width, dtype=torch.float32, device="cpu") for rows in _ROWS]
         matrices = [part.view(outs, width) for part in pool.split(outs * width) if len(part) == outs * width]
-        turns = cycle(matrices)
-        return tuple(_fastest_of(lambda: list(islice(turns, count)), input) for input in inputs)
+        endless = cycle(matrices)
+        return tuple(_fastest_of(lambda: list(islice(endless, count)), input) for input in inputs)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -107,7 +107,7 @@ def _measure(size: str) -> tuple[str, ...] | None:
 
 @torch.no_grad()
 def _fastest_of(matrices: Callable[[], list[torch.Tensor]], input: torch.Tensor) -> str:
-    """matrices: the next ones, which no cache holds."""
+    """matrices: returns the next ones, which are not in the processor's caches."""
 
     def seconds(route: Route) -> float:
         given = matrices()
@@ -124,10 +124,10 @@ def _fastest_of(matrices: Callable[[], list[torch.Tensor]], input: torch.Tensor)
 
 
 def times(one: Callable[[], float], other: Callable[[], float]) -> float:
-    """How many times as long `one` takes, from what both say, in turns.
+    """The ratio of the seconds that `one` and `other` return, called alternately.
 
-    The least counts: a verdict is kept for good, and what else the machine does only ever adds.
+    Minima are compared, because other load on the machine only adds time.
     """
-    one(), other()  # what is prepared once
-    turns = [(one(), other()) for _ in range(_TURNS)]
-    return min(first for first, _ in turns) / min(second for _, second in turns)
+    one(), other()  # warm-up
+    seconds = [(one(), other()) for _ in range(_REPEATS)]
+    return min(first for first, _ in seconds) / min(second for _, second in seconds)

@@ -1,4 +1,4 @@
-"""A model and its tokenizer, given or loaded."""
+"""Loads models and tokenizers, and unwraps models that were given."""
 
 from __future__ import annotations
 
@@ -28,47 +28,48 @@ from engine.model.placement import check_here, read_dtype
 from engine.out_of_memory import first_line
 
 SHIPPED_MODEL = Path(__file__).parents[1] / "shipped"
-"""Folder of the small model that comes with the package: a Llama trained on Python's standard library."""
+"""The folder of the package's small model, a Llama trained on Python's standard library."""
 
 
 def load(model: PreTrainedModel | str | Path, tokenizer: Any, config: EngineConfig) -> tuple[PreTrainedModel, Any]:
-    """`model`, out of its wrappers, and `tokenizer`; loaded when `model` is a local path or a hub id.
+    """(model, tokenizer), loaded if `model` is a local path or a hub id; else the model without its wrappers.
 
-    Raises `InputError` for anything else than these, `OptionError` for a data type or a device that is not there.
+    tokenizer: None loads the model's. Raises `InputError` if `model` is neither or cannot be loaded, `OptionError` for
+    an unknown data type and a missing device.
     """
     if not isinstance(model, (str, Path)):
         return unwrapped(model), tokenizer
     dtype = config.dtype if config.dtype == "auto" else read_dtype(config.dtype)
     check_here(config.device_map)
     model = locate(model)
-    trust = {"trust_remote_code": config.trust_remote_code}  # unsaid, transformers asks on standard input
+    trust = {"trust_remote_code": config.trust_remote_code}  # without a value, transformers asks on standard input
     remedy = (
-        "and running it was not allowed: read that code, then load the model with Generator(..., "
+        "which may not run by default: read that code, then load the model with Generator(..., "
         "config=EngineConfig(trust_remote_code=True)), on the command line with --trust-remote-code"
     )
-    with _told_in_one_line(model, remedy):
+    with _errors_in_one_line(model, remedy):
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(model, **trust)
         try:
             kind = auto_class(AutoConfig.from_pretrained(model, **trust))
-        except ValueError:  # a folder with an adapter names its model elsewhere
+        except ValueError:  # an adapter's folder has the model's name in another file
             kind = AutoModelForCausalLM
         loaded = kind.from_pretrained(model, dtype=dtype, device_map=config.device_map, **trust)
     return loaded.eval(), tokenizer
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
-    """The model inside the wrappers of PEFT, `torch.compile`, DataParallel and DistributedDataParallel.
+    """The model inside wrappers of PEFT, `torch.compile`, DataParallel and DistributedDataParallel.
 
-    Raises `InputError` where no `PreTrainedModel` is inside.
+    Raises `InputError` if there is no `PreTrainedModel` inside.
     """
     inner = model
     while not isinstance(inner, PreTrainedModel):
         if isinstance(inner, nn.Module) and "_orig_mod" in inner._modules:
             inner = inner._modules["_orig_mod"]
-            _say_once(
-                "the model is in torch.compile's wrapper, which is left out: use EngineConfig(compile=...) with "
-                "cache='static' to compile its decode steps"
+            _warn_once(
+                "torch.compile's wrapper of the model is ignored: use EngineConfig(compile=...) with cache='static' to "
+                "compile its decode steps"
             )
         elif isinstance(inner, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             inner = inner.module
@@ -86,21 +87,21 @@ def _what_is_expected(given: Any) -> str:
         what, inner = f"a {type(given).__name__}", getattr(given, "model", None)
         remedy = ": give its .model" if isinstance(inner, PreTrainedModel) else ""
     return (
-        "model is a transformers PreTrainedModel (also inside PEFT's, torch.compile's or DistributedDataParallel's "
-        f"wrapper), or a local path or hub id, but {what} was given{remedy}"
+        "model has to be a transformers PreTrainedModel (also in PEFT's, torch.compile's or DistributedDataParallel's "
+        f"wrapper), a local path or hub id, but {what} was given{remedy}"
     )
 
 
 @functools.cache
-def _say_once(message: str) -> None:
+def _warn_once(message: str) -> None:
     logging.getLogger("engine").warning(message)
 
 
 def _out_of_peft(model: Any) -> Any:
-    """What is in PEFT's wrapper: the adapters are in its layers and stay there."""
+    """The model inside PEFT's wrapper; adapters in its layers stay active."""
     tuner = model.base_model
     for adapter, config in model.peft_config.items():
-        # aLoRA looks for its words in the prompt; methods like Poly do their part in a forward around the model's.
+        # aLoRA searches the prompt for its invocation tokens; methods like Poly wrap the model's forward.
         reads_prompt = config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None)
         if reads_prompt or "forward" in vars(type(tuner)):
             raise InputError(
@@ -111,7 +112,7 @@ def _out_of_peft(model: Any) -> Any:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """transformers' class that makes the model which generates text for this configuration."""
+    """transformers' auto class for the text-generating model of this configuration."""
     if not config.is_encoder_decoder:
         return AutoModelForCausalLM
     texts = type(config) in AutoModelForSeq2SeqLM._model_mapping
@@ -119,19 +120,19 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def load_config(model: str | Path) -> PreTrainedConfig:
-    """The configuration alone of the model at a local path or a hub id. Code that comes with it never runs."""
+    """The configuration of the model at a local path or a hub id. Code in its repository never runs."""
     remedy = (
-        "that never runs where only the configuration is read: this takes models of transformers' own by name, and "
-        "engine.plan also one that was loaded with Generator(..., config=EngineConfig(trust_remote_code=True))"
+        "which never runs to read a configuration: give a model that is part of transformers, or, to engine.plan, a "
+        "model that was loaded with Generator(..., config=EngineConfig(trust_remote_code=True))"
     )
     model = locate(model)
-    with _told_in_one_line(model, remedy):
+    with _errors_in_one_line(model, remedy):
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
 
 
 @contextmanager
-def _told_in_one_line(model: str | Path, remedy: str) -> Iterator[None]:
-    """remedy: where the repository brings code that may not run."""
+def _errors_in_one_line(model: str | Path, remedy: str) -> Iterator[None]:
+    """Turn errors of loading into an `InputError` of one line. remedy: the end of the message for remote code."""
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:

@@ -1,4 +1,4 @@
-"""Where a model that was named is: a folder, the hub's local cache, or the hub, which may be out of reach."""
+"""Finds a model by path or hub id: a folder, the hub's local cache, or the hub."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from huggingface_hub.utils import validate_repo_id
 
 from engine.errors import InputError
 
-_PATIENCE_S = 2.0  # for one attempt to reach the hub: its client tries for most of a minute
+_TIMEOUT_S = 2.0  # to connect to the hub; its own client retries for most of a minute
 _CONFIG, _ADAPTER = "config.json", "adapter_config.json"
 
 
 def locate(model: str | Path) -> str:
-    """What `from_pretrained` is to be given for a local path or a hub id: while the hub cannot be reached, the folder
-    of its local cache, so that no part of the loading waits for it.
+    """The argument for `from_pretrained`, from a local path (`~` is the home folder) or a hub id.
 
-    Raises `InputError` for a path that leads to no model, and for a hub id that is not in that cache while the hub
-    cannot be reached. `~` is the home folder.
+    If the hub cannot be reached, this is the model's folder in the hub's local cache, so that loading does not wait for
+    the hub. Raises `InputError` for a path without a model, and for a hub id that can neither be reached nor is cached.
     """
     if not str(model):
         raise InputError("the model's path is empty: give the path of a folder with a model, or a hub id")
@@ -38,7 +37,7 @@ def locate(model: str | Path) -> str:
         raise InputError(f"{str(model)!r} is a file: {_of_a_file(path)}")
     if isinstance(model, Path) or _looks_like_a_path(model):
         raise InputError(f"there is no folder {str(model)!r}: give the path of a folder with a model, or a hub id")
-    return _in_reach(model)
+    return _reachable(model)
 
 
 def _looks_like_a_path(text: str) -> bool:
@@ -54,7 +53,7 @@ def _check_folder(folder: Path) -> None:
     try:
         base = json.loads((folder / _ADAPTER).read_bytes())["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError):
-        return  # loading it says what is wrong
+        return  # loading it raises an error that is more precise
     try:
         locate(base)
     except InputError as error:
@@ -62,7 +61,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _of_a_folder(folder: Path) -> str:
-    """What to give in its place."""
+    """The remedy for a folder without a model."""
     inside = [*folder.glob(f"*/{_CONFIG}"), *folder.glob(f"snapshots/*/{_CONFIG}")]
     if inside:
         return f"there is one in {str(inside[0].parent)!r}, give that folder"
@@ -79,12 +78,12 @@ def _of_a_file(file: Path) -> str:
     return f"give the folder that holds the weights together with {_CONFIG} and the tokenizer"
 
 
-def _in_reach(name: str) -> str:
-    """The hub id, or the folder of it in the hub's local cache."""
+def _reachable(name: str) -> str:
+    """The hub id if the hub answers, else its folder in the hub's local cache."""
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise InputError(f"{name!r} is neither a folder here nor a name that a hub can have: {error}") from error
+        raise InputError(f"{name!r} is neither a folder here nor a valid hub id: {error}") from error
     if not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT):
         return name
     for file in (_CONFIG, _ADAPTER):
@@ -103,7 +102,7 @@ def _in_reach(name: str) -> str:
 
 
 def _answers(endpoint: str) -> bool:
-    """Whether a connection can be made. Behind a proxy it is taken for granted: what it lets through is not known."""
+    """Whether the host accepts a connection; assumed if there is a proxy."""
     address = urlsplit(endpoint)
     host = address.hostname or ""
     proxies = getproxies()
@@ -112,11 +111,11 @@ def _answers(endpoint: str) -> bool:
     port = address.port or (80 if address.scheme == "http" else 443)
     reached = []
 
-    def knock() -> None:
-        with suppress(OSError, UnicodeError), socket.create_connection((host, port), _PATIENCE_S):
+    def connect() -> None:
+        with suppress(OSError, UnicodeError), socket.create_connection((host, port), _TIMEOUT_S):
             reached.append(True)
 
-    attempt = Thread(target=knock, daemon=True)  # looking up a name knows no limit of time
+    attempt = Thread(target=connect, daemon=True)  # DNS look-ups have no timeout
     attempt.start()
-    attempt.join(_PATIENCE_S)
+    attempt.join(_TIMEOUT_S)
     return bool(reached)

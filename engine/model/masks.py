@@ -1,4 +1,4 @@
-"""The attention mask and the position ids of a run: written once, each step reads a view."""
+"""Attention masks and position ids of a run, computed once; each step reads views of them."""
 
 from __future__ import annotations
 
@@ -20,24 +20,27 @@ MaskKinds: TypeAlias = str | dict[str, str]
 
 
 class Columns:
-    """What is known of every column from the start: whether it is a pad, and its position.
+    """The mask and the position ids of all columns of a run.
 
-    mask: [rows, prompt columns], 0 where a pad is. total: columns when the run ends.
-    positions: [..., prompt columns] given by the caller; None counts the tokens that are not pads, from 0.
+    A column is an index along the sequence axis of the padded batch. mask: [rows, prompt columns], 0 for padding.
+    total: columns at the end of the run, at most. positions: [..., prompt columns] of the caller; None counts tokens
+    from 0, without padding.
     """
 
     def __init__(self, mask: torch.Tensor, total: int, positions: torch.Tensor | None = None):
         rows, self.prompt = mask.shape
         self.total, self.device = total, mask.device
-        # Without pads there is nothing to mask but the future, and attention kernels do that faster by themselves. But
-        # positions with gaps and no mask would be taken for several texts packed into one row.
+        # Without padding no mask is needed: attention kernels apply the causal mask themselves, and faster. With given
+        # positions it is kept: transformers takes gaps in positions without a mask for packed sequences.
         self._mask = mask if positions is not None or not bool(mask.all()) else None
-        self.pads = torch.zeros(rows, dtype=torch.long) if self._mask is None else (mask == 0).int().argmin(dim=1)
-        """How many pads each row begins with, [rows]."""
-        self.first_full = int(self.pads.max())
-        """The first column in which no row has a pad any more."""
-        self._step_masks: dict[torch.dtype, torch.Tensor] = {}  # as attention takes them: [rows, 1, 1, columns]
-        self._are_told = positions is not None
+        self.left_padding = (
+            torch.zeros(rows, dtype=torch.long) if self._mask is None else (mask == 0).int().argmin(dim=1)
+        )
+        """The number of padding columns at the beginning of each row, [rows]."""
+        self.first_full = int(self.left_padding.max())
+        """The first column in which no row has padding."""
+        self._step_masks: dict[torch.dtype, torch.Tensor] = {}  # [rows, 1, 1, columns], by data type
+        self._are_given = positions is not None
         if positions is None:
             self._following = mask.sum(dim=1, keepdim=True)
             positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -48,11 +51,11 @@ class Columns:
 
     @property
     def room(self) -> int:
-        """Columns that there is memory for."""
+        """The number of columns that are allocated."""
         return self._positions.shape[-1]
 
     def reserve(self, columns: int) -> None:
-        """Have room for `columns`, as whatever asks for more makes too. When this raises, nothing has changed."""
+        """Allocate at least `columns` columns. Other methods do this as needed. Raises without changing anything."""
         if columns > self.room:
             self._widen(room_for(columns, self.total, self.room))
 
@@ -64,14 +67,14 @@ class Columns:
         self._positions, self._step_masks = positions, {}
 
     def mask(self, columns: int) -> torch.Tensor | None:
-        """2D mask [rows, columns] of the first columns; None when there are no pads."""
+        """The 2D mask of the first columns, [rows, columns]; None without padding."""
         self.reserve(columns)
         return None if self._mask is None else self._mask[:, :columns]
 
     def step_mask(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-        """What one token may look at, of the columns from `begin` to `end`: [rows, 1, 1, end - begin], a view.
+        """The mask of one new token over columns [begin, end): [rows, 1, 1, end - begin], a view.
 
-        dtype: bool, or the type of scores that it is added to.
+        dtype: bool (True: visible), or the data type of the scores that it is added to.
         """
         self.reserve(end)
         assert self._mask is not None
@@ -83,11 +86,11 @@ class Columns:
     def window_mask(
         self, begin: int, end: int, offset: int, length: int, window: int | None, dtype: torch.dtype, copied: int = 0
     ) -> torch.Tensor:
-        """What the tokens from `begin` to `end` may look at, of `length` columns from `offset` on.
+        """The mask of the tokens in columns [begin, end) over `length` columns from `offset` on.
 
-        window: how many, the token included; None for all. copied: columns before those with as many copies for each
-        token; a token that can no longer see all of its row looks at its own, in place of the last ones in the window.
-        Returns [rows or 1, 1, end - begin, copied + length].
+        window: columns that a token attends to, itself included; None for all. copied: key slots in front, a copy of
+        the sinks for each token; a token whose window no longer has the row's first tokens sees its own copy instead
+        of the oldest columns of the window. Returns [rows or 1, 1, end - begin, copied + length].
         """
         self.reserve(end)
         tokens = torch.arange(begin, end, device=self.device)[:, None]
@@ -99,14 +102,16 @@ class Columns:
         if copied:
             assert window is not None
             sinks = copied // (end - begin)
-            behind = (tokens - window >= self.pads.to(self.device)[:, None, None])[:, None]  # [rows, 1, tokens, 1]
+            behind = (tokens - window >= self.left_padding.to(self.device)[:, None, None])[
+                :, None
+            ]  # [rows, 1, tokens, 1]
             visible = visible & (~behind | (columns > tokens - window + sinks))
             own = torch.arange(begin, end, device=self.device).repeat_interleave(sinks) == tokens
         if self._mask is not None:
             real = torch.zeros(len(self._mask), length, dtype=torch.bool, device=self.device)
             known = self._mask[:, max(offset, 0) : offset + length] != 0
             real[:, max(-offset, 0) : max(-offset, 0) + known.shape[1]] = known
-            # A pad sees itself: a row of scores without any column would be NaN.
+            # Padding attends to itself: softmax over no column would be NaN.
             visible = (visible & real[:, None, None]) | (columns == tokens)
         if copied:
             visible = torch.cat([behind & own, visible], dim=-1)
@@ -118,14 +123,14 @@ class Columns:
         return self._positions[..., begin:end]
 
     def own_positions(self, columns: int) -> torch.Tensor | None:
-        """Position ids [..., rows, columns] of the first columns, where they are not simply a count of the tokens."""
+        """The caller's position ids [..., rows, columns] of the first columns; None if they count the tokens."""
         self.reserve(columns)
-        return self._positions[..., :columns] if self._are_told else None
+        return self._positions[..., :columns] if self._are_given else None
 
     def of_rows(self, index: torch.Tensor) -> Columns:
-        """The same of these rows."""
+        """A copy with row `index[i]` as row i."""
         other = copy.copy(self)
-        other.pads = self.pads[index.to(self.pads.device)]
+        other.left_padding = self.left_padding[index.to(self.left_padding.device)]
         other._mask = None if self._mask is None else self._mask[index]
         other._step_masks = {}
         rows_axis = self._positions.ndim - 2  # [rows, columns], or [kinds, rows, columns] for multimodal positions
@@ -135,11 +140,11 @@ class Columns:
 
 
 def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The mask as it is added to scores of this type."""
+    """The bool mask as it is added to scores of this data type."""
     return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
-_MASK_OF_REACH = {
+_MASK_OF_SPAN = {
     "all": create_causal_mask,
     "window": create_sliding_window_causal_mask,
     "chunk": create_chunked_causal_mask,
@@ -148,10 +153,10 @@ _MASK_OF_REACH = {
 
 
 def one_token_mask(model: Any, cache: TransformersCache | None, kinds: MaskKinds, columns: Columns, end: int) -> Any:
-    """The mask of an eager step of one token per row, or a dict of them per layer type, made of views.
+    """The mask of an eager step of one token per row, or a dict of them per layer type; views of `columns`.
 
-    transformers would expand the 2D mask anew in every step, and wait for the device to learn whether it has pads. None
-    where that is its business: models that read the 2D mask themselves, caches of its own, masks with more than pads.
+    This avoids transformers' expansion of the 2D mask in every step, which waits for the device. None if transformers
+    has to make the mask: no padding, models that read the 2D mask, other caches, windows smaller than the cache.
     """
     dtype = _mask_dtype(model)
     if not isinstance(cache, Cache) or columns.mask(end) is None or dtype is None:
@@ -170,14 +175,14 @@ def one_token_mask(model: Any, cache: TransformersCache | None, kinds: MaskKinds
 
 
 def check_takes_masks(model: Any, cache: Cache) -> None:
-    """Raise `UnsupportedLayerError` where the windows that `cache` imposes cannot be told to the model."""
+    """Raise `UnsupportedLayerError` if `cache` imposes windows and the model does not take 4D masks."""
     if cache.imposes_windows and _mask_dtype(model) is None:
         attention = model.config._attn_implementation
-        own = "transformers does not mark the model as one that takes masks: use another cache"
+        unmarked = "transformers does not mark the model as one that takes such masks: use another cache"
         remedy = f"{attention!r} takes none: load the model with attn_implementation='sdpa', or use another cache"
         raise UnsupportedLayerError(
-            f"cache={cache.name!r} imposes a window on {type(model).__name__}, by a mask of ours for its attention, "
-            f"but {remedy if model._supports_attention_backend else own}"
+            f"cache={cache.name!r} imposes a window on {type(model).__name__} with a 4D attention mask, "
+            f"but {remedy if model._supports_attention_backend else unmarked}"
         )
 
 
@@ -202,7 +207,7 @@ def imposed_mask(model: Any, cache: Cache, kinds: MaskKinds, columns: Columns, b
 
 
 def _mask_dtype(model: Any) -> torch.dtype | None:
-    """The type of the masks that the model's attention takes as they are; None where it takes none."""
+    """The data type of 4D masks for the model's attention; None if it takes none."""
     attention = model.config._attn_implementation
     if not model._supports_attention_backend or attention not in ("sdpa", "eager"):
         return None
@@ -210,9 +215,9 @@ def _mask_dtype(model: Any) -> torch.dtype | None:
 
 
 def with_parts(masks: dict[str, Any], states: torch.Tensor | None = None) -> dict[str, Any]:
-    """`masks` by layer type, and by the names that models have for the parts of a layer with attention and a state.
+    """`masks` by layer type, with entries for the parts of hybrid layers (attention and state).
 
-    states: the mask of the states.
+    states: the mask for the states, [rows, tokens].
     """
     parts = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
     attentions = {part: masks[whole] for whole, part in parts.items() if whole in masks}
@@ -222,12 +227,13 @@ def with_parts(masks: dict[str, Any], states: torch.Tensor | None = None) -> dic
 def graph_mask(
     model: Any, cache: TransformersCache, kinds: MaskKinds, mask: torch.Tensor | None, positions: torch.Tensor
 ) -> Any:
-    """What a compiled step gets instead of a 2D mask: 4D masks of fixed shape, one or a dict per layer type.
+    """The masks of a compiled step: 4D, of fixed shape, one or a dict per layer type.
 
-    Made outside the graph with the sizes the cache announces for the open step.
+    Computed outside of the graph from the cache's mask sizes for the open step. mask: 2D, [rows, columns]; positions:
+    the step's position ids.
     """
     arguments = {
-        # Only the shape, type and device of the embeddings matter.
+        # Only the shape, data type and device of the embeddings are used.
         "inputs_embeds": torch.empty((*positions.shape[-2:], 0), dtype=model.dtype, device=positions.device),
         "attention_mask": mask,
         "past_key_values": cache,
@@ -235,20 +241,20 @@ def graph_mask(
     }
     if hasattr(model, "create_masks_for_generate"):
         return model.create_masks_for_generate(config=model.config, **arguments)
-    # Not transformers' function of that name: in 5.17 it fails on chunked attention.
+    # transformers' own create_masks_for_generate fails on chunked attention in 5.17.
     config = model.config.get_text_config(decoder=True)
     if isinstance(kinds, str):
-        return _MASK_OF_REACH[kinds](config, **arguments)
-    return with_parts({name: _MASK_OF_REACH[kind](config, **arguments) for name, kind in kinds.items()})
+        return _MASK_OF_SPAN[kinds](config, **arguments)
+    return with_parts({name: _MASK_OF_SPAN[kind](config, **arguments) for name, kind in kinds.items()})
 
 
 def of_all_rows(mask: Any, rows: int) -> Any:
-    """The mask, or a dict of them, with a row of its own for each row and contiguous, whether there are pads or not."""
+    """The mask, or a dict of masks, expanded to `rows` rows and contiguous: the same shape with and without padding."""
     if isinstance(mask, dict):
         return {kind: of_all_rows(one, rows) for kind, one in mask.items()}
     return None if mask is None else contiguous(mask.expand(rows, *mask.shape[1:]))
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with strides of its own, not those of the tensor it is a view of: graphs are compiled for strides."""
+    """A contiguous copy: compiled graphs are specialized on strides."""
     return tensor.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""One lock per model: threads take turns, a forward at a time."""
+"""One lock per model, so that one thread at a time runs a forward."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _guard = threading.Lock()
 
 
 def turn_of(model: Any) -> Any:
-    """The lock of a model, a `threading.RLock`: held while it computes or what it keeps changes.
+    """The model's lock, a `threading.RLock`: hold it during forwards and while the model's own state changes.
 
-    It is for `with` alone. Python code that takes or releases it would keep it where Ctrl-C comes in between. It is not
-    held while a consumer has a piece, a streamer is told or a lock of another model is taken.
+    Use it only in `with`: other code could leave it locked after Ctrl-C. It is never held while a consumer has a chunk,
+    a streamer is called, or another model's lock is acquired.
     """
     with _guard:
         if model not in _turns:

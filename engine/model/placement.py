@@ -1,4 +1,4 @@
-"""The data type and the device that a model is to have, by name."""
+"""Checks of the data type and the device that a model is loaded with."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import torch
 from configs import nearest
 from engine.errors import OptionError
 
-_SPREADS = ("auto", "balanced", "balanced_low_0", "sequential")  # accelerate's ways to use all devices
+_SPREADS = ("auto", "balanced", "balanced_low_0", "sequential")  # accelerate's device maps over all devices
 _USUAL = ["float32", "bfloat16", "float16", "float64"]
-_SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}  # what other tools call them
+_SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}  # names in other tools
 
 
 def read_dtype(name: torch.dtype | str) -> torch.dtype:
-    """torch's data type of that name. Raises `OptionError` where weights cannot have it."""
+    """torch's data type of that name. Raises `OptionError` if there is none or it is not floating point."""
     dtype = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else name
     if not isinstance(dtype, torch.dtype):
         raise OptionError(
             f"dtype={name!r} is no data type of torch; {nearest(_SHORT.get(str(name).lower(), str(name)), _USUAL)}"
         )
     if not dtype.is_floating_point:
-        raise OptionError(f"dtype={name!r} holds no fractions, which weights are; {nearest('', _USUAL)}")
+        raise OptionError(f"dtype={name!r} is no floating-point type, which weights need; {nearest('', _USUAL)}")
     return dtype
 
 
 def read_device(name: torch.device | str) -> torch.device:
-    """The device of that name, which need not be here. Raises `OptionError`."""
+    """torch's device of that name, which may be missing on this machine. Raises `OptionError` for an invalid name."""
     try:
         return torch.device(name)
     except RuntimeError as error:
@@ -33,7 +33,7 @@ def read_device(name: torch.device | str) -> torch.device:
 
 
 def check_here(device_map: str) -> None:
-    """Raise `OptionError` unless a model can be loaded onto these devices."""
+    """Raise `OptionError` unless `device_map` is a map of accelerate or a device of this machine."""
     if device_map in _SPREADS:
         return
     device, found = read_device(device_map), ["cpu"]

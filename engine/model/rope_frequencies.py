@@ -1,4 +1,4 @@
-"""The frequencies of dynamic RoPE: transformers keeps them in the model, by the longest text that was read."""
+"""Frequencies of dynamic RoPE per run: transformers stores them in the model, for the longest text so far."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from weakref import WeakKeyDictionary, ref
 from torch import nn
 
 _NAMES = ("inv_freq", "max_seq_len_cached", "attention_scaling")
-_last: WeakKeyDictionary[nn.Module, ref[Frequencies]] = WeakKeyDictionary()  # which run computed with a model last
+_last: WeakKeyDictionary[nn.Module, ref[Frequencies]] = WeakKeyDictionary()  # the run that used a model last
 
 
 def dynamic_ropes(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model that change their frequencies while they compute."""
+    """The rotary modules of a model that change their frequencies with the length of the text."""
     return [module for module in model.modules() if "dynamic" in str(getattr(module, "rope_type", ""))]
 
 
 class Frequencies:
-    """Those of one run: runs that take turns on a model would each go on with the other's. ropes: `dynamic_ropes`."""
+    """The frequencies of one run, since several runs may share a model. ropes: `dynamic_ropes(model)`."""
 
     def __init__(self, model: nn.Module, ropes: list[nn.Module]):
         self._model, self._ropes = model, ropes
         self._values: list[dict[str, Any]] | None = None  # while another run computes
 
     def resume(self) -> None:
-        """Before a forward of this run, within the model's turn: the model has what it had after the last one.
+        """Restore the frequencies from after this run's last forward; before its first, the original ones.
 
-        Before the first one it has what it had when it was new.
+        Call it before each forward, with the model's lock held.
         """
         if not self._ropes:
             return
@@ -36,7 +36,7 @@ class Frequencies:
             return
         if last is not None:
             last._values = [_read(rope) for rope in self._ropes]
-        _last.pop(self._model, None)  # until all are written
+        _last.pop(self._model, None)  # no run, while they are written
         for rope, values in zip(self._ropes, self._values or map(_original, self._ropes), strict=True):
             for name, value in values.items():
                 (rope._buffers if name in rope._buffers else rope.__dict__)[name] = value
@@ -44,13 +44,13 @@ class Frequencies:
 
 
 def _read(rope: nn.Module) -> dict[str, Any]:
-    """Of models with several kinds of layers each kind has its own, named after it."""
+    """The values that change, by attribute. Models with several layer types have a set per type, with a prefix."""
     kept = rope.__dict__ | rope._buffers
     return {name: value for name, value in kept.items() if name.endswith(_NAMES) and "original" not in name}
 
 
 def _original(rope: nn.Module) -> dict[str, Any]:
-    """What it had before it read any text."""
+    """The values of a new model."""
     found = {}
     for name, value in _read(rope).items():
         if name.endswith("inv_freq"):

@@ -1,4 +1,4 @@
-"""Whether the keys of a model turn with their position as its configuration says: found out by executor it."""
+"""Checks that a model rotates its keys as its configuration says, by two forwards of a few tokens."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from engine.model.forward import ModelRunner
 from engine.model.masks import Columns
 
 _TOKENS, _FAR = 4, 1000
-# Of a model: the position of the later keys, and of every layer the keys of the same tokens fed first and fed later.
+# Per model: an offset in positions, and each layer's keys of the same tokens at position 0 and at the offset.
 _found: WeakKeyDictionary[PreTrainedModel, tuple[int, list[torch.Tensor | None], list[torch.Tensor | None]]]
 _found = WeakKeyDictionary()
 
 
 def check_rope(runner: ModelRunner, cache: Cache) -> None:
-    """Raise `UnsupportedLayerError` where a key fed later is not the key fed first, rotated as `cache` turns it."""
+    """Raise `UnsupportedLayerError` if keys at a later position are not the keys at position 0, rotated by `cache`."""
     model, rotations = runner.model, cache.rotations
     if not rotations:
         return
@@ -28,23 +28,23 @@ def check_rope(runner: ModelRunner, cache: Cache) -> None:
         far = max(1, min(_FAR, last - _TOKENS))
         _found[model] = far, _keys(runner, 0), _keys(runner, far)
     far, firsts, laters = _found[model]
-    for layer, rotary in rotations.items():
+    for layer, rotation in rotations.items():
         first, later = firsts[layer], laters[layer]
         assert first is not None
         assert later is not None
-        difference = rotary.rotated(first, torch.tensor([[far]])) - later
+        difference = rotation.rotated(first, torch.tensor([[far]])) - later
         error = float(difference.float().norm() / later.float().norm())
         if not error < (0.01 if first.dtype in (torch.float32, torch.float64) else 0.2):
             raise UnsupportedLayerError(
-                f"cache={cache.name!r} moves its first tokens along with the window by turning their keys, but the "
-                f"keys of layer {layer} ({cache.specs[layer].layer_type}) of {type(model).__name__} do not turn as its "
+                f"cache={cache.name!r} re-rotates the keys of the first tokens as the window moves, but the keys of "
+                f"layer {layer} ({cache.specs[layer].layer_type}) of {type(model).__name__} are not rotated as its "
                 f"configuration says: {far} positions later they are off by {error:.0%}. Use cache='sliding_window' "
                 "with a window_length, or cache='dynamic'"
             )
 
 
 def _keys(runner: ModelRunner, begin: int) -> list[torch.Tensor | None]:
-    """The keys of every layer [1, kv_heads, tokens, head_dim] for a few tokens from position `begin` on."""
+    """The keys of every layer for `_TOKENS` tokens from position `begin` on, [1, kv_heads, tokens, head_dim]."""
     ids = torch.arange(_TOKENS, device=prompt_device(runner.model))[None]
     positions = torch.arange(begin, begin + _TOKENS, device=ids.device)[None]
     cache = build("dynamic", runner.model.config)

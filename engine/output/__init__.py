@@ -1,1 +1,1 @@
-"""What leaves a run: stream chunks, text, calls of streamers."""
+"""The output of a run: stream chunks, text, calls of streamers."""

@@ -1,4 +1,4 @@
-"""Tokens to text while they come: no half characters, and nothing of a stop string."""
+"""Incremental detokenizing: text that is final, without incomplete characters or parts of stop strings."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 _PLAIN = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 _HALF = "\ufffd"
-_MIDDLE = "abcdef"  # behind it a token is in the middle of a text, where no tokenizer leaves out its space
+_MIDDLE = "abcdef"  # decoded in front of other tokens, so that tokenizers do not strip their leading space
 
 
 class RowText:
-    """The text of one row. Feed it tokens with `push`, take what is safe to show, `flush` at the end.
+    """The text of one row: `push` tokens, which returns the text that is final, and `flush` at the end.
 
-    stop_strings: the first one to appear ends the text just before it; `stopped` becomes True. decoding: arguments of
-    the tokenizer's `decode`; by default special tokens are left out, and spaces are as they are. prompt: ids before the
-    first token. A stop string may begin in them, may begin with a space that the tokenizer leaves out where a text
-    begins, and may contain special tokens, as in transformers.
+    stop_strings: the first one to appear ends the text just before it, and `stopped` becomes True. decoding: arguments
+    of the tokenizer's `decode`; by default without special tokens and without cleaning up spaces. prompt: ids before
+    the first token. As in transformers, a stop string may begin in the prompt, may begin with a space that the
+    tokenizer strips at the beginning of a text, and may contain special tokens.
     """
 
     def __init__(
@@ -32,36 +32,36 @@ class RowText:
         self._tokenizer = tokenizer
         self._decoding = _PLAIN if decoding is None else decoding
         self._stops = tuple(stop_strings)
-        self._special: dict[int, str] = {}  # tokens that do not show, though a stop string may have them
+        self._special: dict[int, str] = {}  # not part of the text, but stop strings may contain them
         if self._stops and self._decoding.get("skip_special_tokens"):
             self._special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-        # Characters that may be the beginning of a stop string, and whether each shows.
-        self._held: list[tuple[str, bool]] = []
+        # The end of the text, which may begin a stop string: characters, and whether each is part of the text.
+        self._withheld: list[tuple[str, bool]] = []
         before: list[int] = []
         if self._stops:
             middle = list(tokenizer(_MIDDLE, add_special_tokens=False)["input_ids"])
             before = [*middle, *prompt]
-            self._held = [(character, False) for character in self._end_of(middle, before)]
+            self._withheld = [(character, False) for character in self._end_of(middle, before)]
         self._begin(before)
-        self._begins: int | None = len(before)  # the token that the shown text begins with; None once there is some
-        self.text = ""  # all text released
+        self._begins: int | None = len(before)  # index of the first token of the text; None after the first text
+        self.text = ""  # all final text
         self.stopped = False
 
     def begin(self, tokens: Sequence[int]) -> str:
-        """Go on from these tokens; returns their text, in which no stop string is looked for."""
+        """Start with these tokens; returns their text. Stop strings in it are ignored."""
         self._begins = None
         return self._begin(tokens)
 
     def _begin(self, tokens: Sequence[int]) -> str:
         text = self._decode(list(tokens))
-        said = text.rstrip(_HALF)
-        self._tokens, self._context = list(tokens), 0  # decoding starts at `_context`: what is before changes nothing
-        self._decoded = len(tokens) if said == text else 0  # where `_context` may go next: no character is halved there
-        self._taken = len(said)  # characters taken of what is decoded
-        return said
+        complete = text.rstrip(_HALF)
+        self._tokens, self._context = list(tokens), 0  # decoding starts at token `_context`
+        self._decoded = len(tokens) if complete == text else 0  # the next `_context`: a boundary between characters
+        self._taken = len(complete)  # characters of the decoded text that were returned
+        return complete
 
     def push(self, token: int) -> str:
-        """Add a token; returns the text that is final now."""
+        """Add a token; returns the text that became final."""
         if self.stopped:
             return ""
         if token in self._special:
@@ -70,27 +70,27 @@ class RowText:
             return shown if self.stopped else shown + self._take(self._special[token], hidden=len(self._special[token]))
         self._tokens.append(token)
         text = self._decode(self._tokens[self._context :])
-        # A replacement character at the end is half a character, or will turn out to be no text at all.
-        whole = text.rstrip(_HALF)
-        delta, self._taken = whole[self._taken :], max(self._taken, len(whole))
-        if whole == text:
+        # A replacement character at the end is an incomplete character, or bytes that are no text.
+        complete = text.rstrip(_HALF)
+        delta, self._taken = complete[self._taken :], max(self._taken, len(complete))
+        if complete == text:
             self._context, self._decoded = self._decoded, len(self._tokens)
             self._taken = len(self._decode(self._tokens[self._context :]))
         return self._take(delta, self._hidden(delta)) if delta else ""
 
     def flush(self) -> str:
-        """No more tokens: returns what was held back."""
+        """End the text; returns what was withheld."""
         if self.stopped:
             return ""
         rest = self._rest()
         if self.stopped:
             return rest
-        held, self._held = _shown(self._held), []
-        self.text += held
-        return rest + held
+        withheld, self._withheld = _visible(self._withheld), []
+        self.text += withheld
+        return rest + withheld
 
     def copy(self) -> RowText:
-        """The same text so far, to go on differently."""
+        """An independent copy."""
         twin = copy.copy(self)
         twin._tokens = list(self._tokens)
         return twin
@@ -99,14 +99,14 @@ class RowText:
         return self._tokenizer.decode(tokens, **self._decoding)
 
     def _end_of(self, middle: list[int], before: list[int]) -> str:
-        """What a stop string may have of the text before: all but its last character, and nothing of `middle`."""
+        """The end of the text of `before` in which a stop string may begin, without the text of `middle`."""
         longest = max(map(len, self._stops)) - 1
         decoding = _PLAIN | {"skip_special_tokens": False}
         text = self._tokenizer.decode(before, **decoding)[len(self._tokenizer.decode(middle, **decoding)) :]
         return text.rstrip(_HALF)[-longest:] if longest > 0 else ""
 
     def _hidden(self, delta: str) -> int:
-        """How many characters at the beginning of `delta` the new text alone is without."""
+        """How many characters at the beginning of `delta` are missing if the new tokens are decoded alone."""
         if self._begins is None:
             return 0
         alone = self._decode(self._tokens[self._begins :]).rstrip(_HALF)
@@ -114,24 +114,24 @@ class RowText:
         return len(delta) - len(alone) if delta.endswith(alone) else 0
 
     def _rest(self) -> str:
-        """Take what has come of a character that will not be whole."""
+        """Take an incomplete character that no token completes."""
         text = self._decode(self._tokens[self._context :])
         delta, self._taken = text[self._taken :], max(self._taken, len(text))
         return self._take(delta) if delta else ""
 
     def _take(self, delta: str, hidden: int = 0) -> str:
-        """hidden: how many characters at the beginning do not show."""
-        pending = [*self._held, *((character, place >= hidden) for place, character in enumerate(delta))]
-        text, held = "".join(character for character, _ in pending), len(self._held)
-        # What ends before `delta` was said by the prompt.
-        begins = [text.find(stop, max(0, held - len(stop) + 1)) for stop in self._stops]
+        """Add `delta` to the text; returns what is final. hidden: characters of it that are not part of the text."""
+        pending = [*self._withheld, *((character, index >= hidden) for index, character in enumerate(delta))]
+        text, withheld = "".join(character for character, _ in pending), len(self._withheld)
+        # A stop string that ends before `delta` is part of the prompt.
+        begins = [text.find(stop, max(0, withheld - len(stop) + 1)) for stop in self._stops]
         found = [begin for begin in begins if begin >= 0]
         if found:
-            self.stopped, self._held = True, []
-            released = _shown(pending[: min(found)])
+            self.stopped, self._withheld = True, []
+            released = _visible(pending[: min(found)])
         else:
             safe = len(pending) - self._stop_prefix(text)
-            released, self._held = _shown(pending[:safe]), pending[safe:]
+            released, self._withheld = _visible(pending[:safe]), pending[safe:]
         self.text += released
         return released
 
@@ -144,11 +144,11 @@ class RowText:
         return 0
 
 
-def _shown(characters: Sequence[tuple[str, bool]]) -> str:
-    return "".join(character for character, shows in characters if shows)
+def _visible(characters: Sequence[tuple[str, bool]]) -> str:
+    return "".join(character for character, visible in characters if visible)
 
 
 def ends_of(prompts: torch.Tensor, stop_strings: Sequence[str]) -> list[list[int]]:
-    """Of every row of prompts [rows, columns] the last ids, pads too: as many as a stop string may begin in."""
+    """The last ids of each row of `prompts` [rows, columns], pad tokens included, in which a stop string may begin."""
     columns = max((len(stop) for stop in stop_strings), default=0) + 4
     return prompts[:, -columns:].tolist() if stop_strings else [[] for _ in prompts]

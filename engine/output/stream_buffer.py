@@ -1,4 +1,4 @@
-"""What leaves a run while it goes on: pieces of its rows for an iterator, and what a streamer is told."""
+"""Buffers new tokens and text per row, and passes them on as chunks for an iterator and to a streamer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from strategies import Hypothesis
 
 @dataclass
 class _Row:
-    """prompt: [columns]. text: None where none is wanted. shown: how many of the `tokens` were in a piece. delta: the
-    text that was in none.
+    """One row. prompt: [columns]. text: None without a tokenizer. shown: the number of `tokens` in earlier chunks.
+    delta: the text that is in no chunk yet. reason: the finish reason; None while the row runs.
     """
 
     prompt: torch.Tensor
@@ -28,7 +28,7 @@ class _Row:
     shown: int = 0
     delta: str = ""
     reason: str | None = None
-    has_ended: bool = False  # its last piece was made
+    has_ended: bool = False  # its last chunk was made
 
     def add(self, tokens: list[int]) -> None:
         self.tokens += tokens
@@ -36,7 +36,7 @@ class _Row:
             self.delta += "".join(map(self.text.push, tokens))
 
     def flush(self) -> None:
-        """No more tokens come: what was held back of the text is final."""
+        """The row gets no more tokens: withheld text is final."""
         if self.text is not None:
             self.delta += self.text.flush()
 
@@ -46,9 +46,10 @@ class _Row:
 
 
 class StreamBuffer:
-    """prompts: [rows, columns]. tokenizer: None when no text is wanted. listener: the streamer, if there is one.
+    """Tokens and text of all rows of a run.
 
-    watched: whether anything is shown before the end.
+    prompts: [rows, columns]. tokenizer: None if no text is wanted. adapter: of the streamer, if there is one.
+    watched: whether chunks or the streamer need tokens before the end of the run.
     """
 
     def __init__(
@@ -56,20 +57,20 @@ class StreamBuffer:
         prompts: torch.Tensor,
         tokenizer: Any,
         stop_strings: tuple[str, ...],
-        listener: StreamerAdapter | None,
+        adapter: StreamerAdapter | None,
         watched: bool,
     ):
-        self.watched = watched or listener is not None
+        self.watched = watched or adapter is not None
         ends = ends_of(prompts, stop_strings)
         texts = [None if tokenizer is None else RowText(tokenizer, stop_strings, prompt=end) for end in ends]
         self._rows = [_Row(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
         self._holds = False
-        self._moved: list[int] | None = None  # where each row was when tokens came last
-        self._pieces: list[StreamChunk] = []
-        self._listener, self._is_lost = listener, False  # what has raised once is only told the end
+        self._moved: list[int] | None = None  # the row's index when tokens were last pushed
+        self._chunks: list[StreamChunk] = []
+        self._adapter, self._is_lost = adapter, False  # a streamer that raised only gets `end`
 
     def begin(self) -> None:
-        self._tell(lambda listener: listener.begin())
+        self._call_adapter(lambda adapter: adapter.begin())
 
     @property
     def texts(self) -> list[RowText] | None:
@@ -83,18 +84,18 @@ class StreamBuffer:
     # Rows
 
     def select_rows(self, index: torch.Tensor) -> None:
-        """Row i becomes row `index[i]`, an index on the CPU: carried out when tokens come, which may never be."""
+        """Row i becomes row `index[i]`, on the CPU. Applied when tokens are pushed."""
         rows = index.tolist()
         self._moved = rows if self._moved is None else [self._moved[row] for row in rows]
 
-    def way_back(self) -> list[int] | None:
-        """The index that makes of all rows those that tokens came for last; None where they are the same."""
+    def undo_index(self) -> list[int] | None:
+        """The row index that undoes all `select_rows` since tokens were last pushed; None if there is none."""
         if self._moved is None:
             return None
         wanted = range(len(self._rows))
         return [self._moved.index(row) for row in wanted] if set(wanted) <= set(self._moved) else None
 
-    def _settle(self) -> None:
+    def _apply_reorder(self) -> None:
         if self._moved is not None:
             self._reorder(self._moved)
             self._moved = None
@@ -103,24 +104,25 @@ class StreamBuffer:
         if index == list(range(len(self._rows))):
             return
         self._rows = [self._rows[row].copy() for row in index]
-        if self._listener is not None:
-            self._listener.select_rows(index)
+        if self._adapter is not None:
+            self._adapter.select_rows(index)
 
     # Tokens
 
     def push(self, tokens: list[int], running: list[bool]) -> None:
-        """A column of tokens, of which those of running rows count."""
-        self._settle()
+        """Add a token to each running row. tokens, running: one entry per row."""
+        self._apply_reorder()
         for row, token, runs in zip(self._rows, tokens, running, strict=True):
             if runs:
                 row.add([token])
 
     def hold(self, texts: list[Hypothesis], why: Callable[[torch.Tensor, RowText | None], str]) -> None:
-        """All that is known of the texts to be returned, whatever rows they are searched with.
+        """Set the texts that the run will return, as far as a search knows them: one row per text from now on.
 
-        why: for the ids of a text that has ended, prompt included, and its text, why it has.
+        why: (ids of an ended text with its prompt, its text) -> finish reason. Raises `EngineError` if a text does not
+        begin with the tokens that its row has shown.
         """
-        if not self._holds:  # from here on there is a row for each of them
+        if not self._holds:  # until now there was a row per beam
             came_from = range(len(self._rows)) if self._moved is None else self._moved
             self._reorder([came_from[text.row] for text in texts])
             self._holds = True
@@ -129,8 +131,8 @@ class StreamBuffer:
             known = len(row.tokens)
             if text.tokens[:known] != row.tokens:
                 raise EngineError(
-                    f"row {number} was shown with tokens {row.tokens}, but it goes on from {text.tokens[:known]}: a "
-                    "strategy may only show what is final"
+                    f"row {number} was shown with tokens {row.tokens}, but its text begins with {text.tokens[:known]}: "
+                    "a strategy may only show what is final"
                 )
             row.add(text.tokens[known:])
             if text.ended and row.reason is None:
@@ -138,24 +140,24 @@ class StreamBuffer:
                 row.reason = why(torch.cat([row.prompt, row.prompt.new_tensor(text.tokens)]), row.text)
 
     def end(self, number: int, reason: str) -> None:
-        """The row gets no more tokens."""
+        """End row `number` with a finish reason."""
         self._rows[number].flush()
         self._rows[number].reason = reason
 
     def end_all(self) -> None:
-        """No row gets more tokens."""
-        self._settle()
+        """End all rows."""
+        self._apply_reorder()
         for row in self._rows:
             row.flush()
 
     def flushed(self) -> list[str] | None:
-        """The whole text of every row, after the last of its tokens; None where none is wanted."""
+        """End all rows and return their complete texts; None without a tokenizer."""
         self.end_all()
         texts = self.texts
         return None if texts is None else [text.text for text in texts]
 
     def release(self) -> list[StreamChunk]:
-        """What has come since the last time. The streamer is told last: when it raises, all else is done."""
+        """Chunks with what is new since the last call. The streamer gets them last, because it may raise."""
         new = []
         for number, row in enumerate(self._rows):
             ends = row.reason is not None and not row.has_ended
@@ -163,28 +165,28 @@ class StreamBuffer:
                 text = None if row.text is None else row.delta
                 new.append(StreamChunk(number, tuple(row.tokens[row.shown :]), text, row.reason))
                 row.shown, row.delta, row.has_ended = len(row.tokens), "", row.reason is not None
-        self._pieces += new
-        self._tell(lambda listener: listener.show(new))
-        pieces, self._pieces = self._pieces, []
-        return pieces
+        self._chunks += new
+        self._call_adapter(lambda adapter: adapter.show(new))
+        chunks, self._chunks = self._chunks, []
+        return chunks
 
     def close(self) -> None:
-        """The streamer gets the rest and ends: once, however often this is called and whatever it raises."""
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            listener.end(self._is_lost)
+        """Call the streamer's `end`, in the first call only."""
+        adapter, self._adapter = self._adapter, None
+        if adapter is not None:
+            adapter.end(self._is_lost)
 
-    def _tell(self, what: Callable[[StreamerAdapter], None]) -> None:
-        if self._listener is not None and not self._is_lost:
+    def _call_adapter(self, what: Callable[[StreamerAdapter], None]) -> None:
+        if self._adapter is not None and not self._is_lost:
             self._is_lost = True
-            what(self._listener)
+            what(self._adapter)
             self._is_lost = False
 
 
 def stream_buffer_for(request: Request, tokenizer: Any, streamer: Any, streams: bool) -> StreamBuffer:
-    """streams: whether pieces are taken as they come."""
+    """The buffer of a request. streams: whether the caller iterates over chunks."""
     prompts = request.prompt.ids
-    listener = adapter_for(
+    adapter = adapter_for(
         streamer,
         prompts,
         request.mask[:, request.first_known_column :],
@@ -193,4 +195,4 @@ def stream_buffer_for(request: Request, tokenizer: Any, streamer: Any, streams: 
         stop_strings=request.stop_strings,
     )
     wants_text = streams or request.stop_strings
-    return StreamBuffer(prompts, tokenizer if wants_text else None, request.stop_strings, listener, streams)
+    return StreamBuffer(prompts, tokenizer if wants_text else None, request.stop_strings, adapter, streams)

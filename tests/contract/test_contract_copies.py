@@ -155,7 +155,7 @@ def test_fixed_tensors_never_move(trial):
 
     def addresses():
         stores = [tensor for layer in trial.all_layers for s in layer.stores.values() for tensor in s.tensors()]
-        states = [layer.state._held for layer in trial.all_layers if layer.state is not None]
+        states = [layer.state._states for layer in trial.all_layers if layer.state is not None]
         return [tensor.data_ptr() for tensor in (*stores, *(held for state in states for held in state.values()))]
 
     before = addresses()

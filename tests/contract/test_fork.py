@@ -33,8 +33,8 @@ CLOSE = {"atol": 1e-3, "rtol": 1e-4}
 @pytest.fixture
 def wholes(monkeypatch):
     """Every view that was needed whole."""
-    found, whole = [], SegmentedTensor.whole
-    monkeypatch.setattr(SegmentedTensor, "whole", lambda view: found.append(view) or whole(view))
+    found, whole = [], SegmentedTensor.materialize_for_model
+    monkeypatch.setattr(SegmentedTensor, "materialize_for_model", lambda view: found.append(view) or whole(view))
     return found
 
 
@@ -323,7 +323,7 @@ def test_tuples_and_looking_for_numbers_that_are_not_finite(wholes):
     assert torch.equal(tuples[1][0], plain(loop.cache.layers[1].keys))
     other = caches.from_legacy_cache(tuples, loop.model.config)
     loop.cache.check_finite()
-    loop.cache.layers[1].keys.whole()  # between steps that says nothing about the model
+    loop.cache.layers[1].keys.materialize_for_model()  # between steps that says nothing about the model
     loop.step()
     assert loop.forks
     assert torch.equal(other.key_cache[2], loop.cache.key_cache[2][:, :, :-1])

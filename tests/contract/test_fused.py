@@ -21,12 +21,12 @@ CODECS = [("quanto", 4), ("quanto", 2), ("hqq", 8), ("hqq", 1), ("kivi", 4), ("k
 
 
 @needs_kernels
-@pytest.mark.parametrize("over_columns", [False, True])
+@pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize(("backend", "bits"), CODECS)
 @pytest.mark.parametrize(("width", "group"), [(64, 64), (64, 16), (128, 64), (40, 8)])
-def test_products_are_those_of_the_numbers(width, group, backend, bits, over_columns):
+def test_products_are_those_of_the_numbers(width, group, backend, bits, per_channel):
     torch.manual_seed(0)
-    plain, kernel = (Affine(bits, group, over_columns, CHOICES[backend], fused=fused) for fused in (False, True))
+    plain, kernel = (Affine(bits, group, per_channel, CHOICES[backend], fused=fused) for fused in (False, True))
     parts = plain.encode(torch.randn(3, 2, 10 * group, width) + 0.5)
     parts = {name: part.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for name, part in parts.items()}
     for begin, count in ((0, 10 * group), (group, 5 * group), (2 * group, group + 3), (0, 1)):
@@ -39,7 +39,7 @@ def test_products_are_those_of_the_numbers(width, group, backend, bits, over_col
         for tokens in (1, 3, 7, fused_attention.FEW + 1):
             queries, weights = torch.randn(3, 2, tokens, width), torch.rand(3, 2, tokens, count)
             # Queries and weights are rounded to 16 bits where neighbouring channels share a scale.
-            close = CLOSE if over_columns else CLOSE | {"atol": 5e-3}
+            close = CLOSE if per_channel else CLOSE | {"atol": 5e-3}
             torch.testing.assert_close(decode(kernel).scores(queries), decode(plain).scores(queries), **close)
             torch.testing.assert_close(decode(kernel).mixed(weights), decode(plain).mixed(weights), **close)
         assert torch.equal(decode(kernel).materialize(), decode(plain).materialize())
@@ -141,7 +141,7 @@ def test_columns_are_not_kept_alive(change):
     options = {"fused": True, "residual_length": 4}
     cache = engine.generate(tiny_model("llama"), prompt(), cache="quantized", cache_config=options).cache
     stores = [store for layer in cache.layers for store in layer.stores.values()]
-    seen = [weakref.ref(piece) for store in stores for piece in store._known[1]]
+    seen = [weakref.ref(piece) for store in stores for piece in store._segments[1]]
     assert len(seen) >= len(stores) == 2 * len(cache.layers)
     assert all(piece() for piece in seen)
     change(cache)

@@ -296,7 +296,7 @@ def test_models_of_few_layers(layers, monkeypatch):
 @pytest.mark.parametrize("rows_room", [None, 5])
 def test_buffers(new_buffer, rows_room, monkeypatch):
     """Codes too: any data type, and rows rearranged in place in small pieces."""
-    monkeypatch.setattr("caches.memory.buffers._PIECE_BYTES", 40)
+    monkeypatch.setattr("caches.memory.buffers._CHUNK_BYTES", 40)
     buffer = new_buffer()
     assert buffer.shape is None
     held = torch.randint(0, 255, (3, 2, 9, 4), dtype=torch.uint8)
@@ -314,7 +314,7 @@ def test_buffers(new_buffer, rows_room, monkeypatch):
     buffer.reserve(20, keep=5)
     buffer.write(5, held)
     assert torch.equal(buffer.read(2, 14), torch.cat([held[:, :, 4:], held], dim=2)[:, :, 2:])
-    space = buffer.space(torch.empty(buffer.materialize(20), dtype=torch.uint8), 20)
+    space = buffer.space(torch.empty(buffer.numel(20), dtype=torch.uint8), 20)
     assert torch.equal(buffer.read(5, 14, space), held)
     buffer.clear()
     assert list(buffer.tensors()) == []

@@ -57,8 +57,8 @@ def written_and_read(codec: Affine, columns: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize(("axis", "over_columns"), [(0, False), (-1, True)])
-def test_quanto_writes_what_the_library_does(axis, over_columns, bits):
+@pytest.mark.parametrize(("axis", "per_channel"), [(0, False), (-1, True)])
+def test_quanto_writes_what_the_library_does(axis, per_channel, bits):
     from optimum.quanto import MaxOptimizer, qint2, qint4
     from optimum.quanto.tensor.grouped import ungroup
 
@@ -67,14 +67,14 @@ def test_quanto_writes_what_the_library_does(axis, over_columns, bits):
     scale, shift = MaxOptimizer()(flat, {2: qint2, 4: qint4}[bits], axis, group_size=16)
     codes = torch.ops.quanto.quantize_affine(flat, bits=bits, axis=axis, group_size=16, scale=scale, shift=shift)
     theirs = ungroup(codes * scale - shift, axis=axis, orig_shape=flat.shape).view(16, 2, 16).permute(1, 0, 2)
-    ours = written_and_read(Affine(bits, 16, over_columns, CHOICES["quanto"]), columns)
+    ours = written_and_read(Affine(bits, 16, per_channel, CHOICES["quanto"]), columns)
     assert torch.allclose(ours[0], theirs, atol=1e-5)
     assert not torch.allclose(ours[0], columns[0], atol=1e-2)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize(("axis", "over_columns"), [(1, False), (0, True)])
-def test_hqq_writes_what_the_library_does(axis, over_columns, bits):
+@pytest.mark.parametrize(("axis", "per_channel"), [(1, False), (0, True)])
+def test_hqq_writes_what_the_library_does(axis, per_channel, bits):
     from hqq.core.quantize import Quantizer
 
     columns = columns_like_keys(rows=1, count=16, width=16)
@@ -82,20 +82,20 @@ def test_hqq_writes_what_the_library_does(axis, over_columns, bits):
     more = {"nbits": bits, "group_size": 16, "axis": axis, "optimize": False, "device": "cpu"}
     codes, meta = Quantizer.quantize(flat, **more, bitpack=False)
     theirs = Quantizer.dequantize(codes, meta | {"compute_dtype": torch.float32}).view(16, 2, 16).permute(1, 0, 2)
-    ours = written_and_read(Affine(bits, 16, over_columns, CHOICES["hqq"]), columns)
+    ours = written_and_read(Affine(bits, 16, per_channel, CHOICES["hqq"]), columns)
     assert torch.allclose(ours[0], theirs, atol=1e-4)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("over_columns", [False, True])
-def test_equal_steps_from_the_least_to_the_greatest(over_columns, bits):
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_equal_steps_from_the_least_to_the_greatest(per_channel, bits):
     """Half a step is the largest error, and the ends of every group are exact: as KIVI has it."""
     columns = columns_like_keys(count=24, width=24)
-    found = written_and_read(Affine(bits, 8, over_columns, CHOICES["kivi"]), columns)
-    groups = columns.unflatten(2, (-1, 8)).transpose(-1, -2) if over_columns else columns.unflatten(3, (-1, 8))
+    found = written_and_read(Affine(bits, 8, per_channel, CHOICES["kivi"]), columns)
+    groups = columns.unflatten(2, (-1, 8)).transpose(-1, -2) if per_channel else columns.unflatten(3, (-1, 8))
     step = (groups.amax(-1) - groups.amin(-1)) / (2**bits - 1)
     errors = (found - columns).abs()
-    errors = errors.unflatten(2, (-1, 8)).transpose(-1, -2) if over_columns else errors.unflatten(3, (-1, 8))
+    errors = errors.unflatten(2, (-1, 8)).transpose(-1, -2) if per_channel else errors.unflatten(3, (-1, 8))
     assert (errors <= step[..., None] / 2 * 1.001 + 1e-6).all()
     assert (errors.amax(-1) > step / 8).float().mean() > 0.9
 
@@ -117,10 +117,10 @@ def test_a_group_of_equal_numbers(options, value):
         assert torch.allclose(written_and_read(new_codec(config, name), columns), columns, atol=1e-3)
 
 
-def test_kivi_groups_keys_over_columns_and_values_over_channels():
+def test_kivi_groups_keys_per_channel_and_values_over_channels():
     config = QuantizedCacheConfig(backend="kivi", nbits=2)
     keys, values = new_codec(config, "keys"), new_codec(config, "values")
-    assert (keys.over_columns, values.over_columns, keys.group, values.group) == (True, False, 32, 32)
+    assert (keys.per_channel, values.per_channel, keys.group, values.group) == (True, False, 32, 32)
     columns = columns_like_keys()  # channels of different sizes: what keys are like
     errors = [(written_and_read(codec, columns) - columns).abs().mean() for codec in (keys, values)]
     assert errors[0] < errors[1] / 1.3
@@ -225,8 +225,8 @@ class Unread:
     read: Callable[[], Segment]
 
     @property
-    def columns(self):
-        return self.read().columns
+    def slots(self):
+        return self.read().slots
 
     def materialize(self):
         return self.read().materialize()
@@ -311,8 +311,8 @@ def test_four_bits_are_a_fifth_of_float32(backend):
 @pytest.mark.parametrize("pads", [0, 4])
 def test_a_step_never_decodes_a_layer_whole(monkeypatch, backend, options, pads):
     """Where attention takes it piece by piece."""
-    wholes, whole = [], SegmentedTensor.whole
-    monkeypatch.setattr(SegmentedTensor, "whole", lambda view: wholes.append(view) or whole(view))
+    wholes, whole = [], SegmentedTensor.materialize_for_model
+    monkeypatch.setattr(SegmentedTensor, "materialize_for_model", lambda view: wholes.append(view) or whole(view))
     model, options = tiny_model("llama"), options | {"residual_length": 4}
     inputs = prompt(pads=pads)
     first = engine.generate(model, inputs, cache=backend, cache_config=options, max_new_tokens=2)
@@ -347,8 +347,8 @@ def test_a_long_prompt_is_never_there_in_full():
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"backend": "quanto", "nbits": 3}, r"cannot write 3 bits, only 2, 4"),
-        ({"backend": "hqq", "nbits": 5}, r"cannot write 5 bits, only 1, 2, 3, 4, 8"),
+        ({"backend": "quanto", "nbits": 3}, r"does not support 3 bits, only 2, 4"),
+        ({"backend": "hqq", "nbits": 5}, r"does not support 5 bits, only 1, 2, 3, 4, 8"),
         ({"backend": "quanto", "axis_key": 1}, r"axis_key=1, but backend='quanto' has the axes -1, 0"),
         ({"backend": "HQQ", "axis_value": -1}, r"axis_value=-1, but backend='hqq' has the axes 0, 1"),
         ({"backend": "kivi", "axis_key": 0}, r"axis_key=0, but the groups of backend='kivi' are fixed"),

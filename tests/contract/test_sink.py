@@ -261,16 +261,16 @@ _LONG = dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4
 @pytest.mark.parametrize(
     ("name", "changes", "match"),
     [
-        ("gpt2", {}, r"keys of layer 0 \(full_attention\) do not turn with the position"),
-        ("opt", {}, "do not turn with the position"),
-        ("bloom", {}, "do not turn with the position"),
+        ("gpt2", {}, r"keys of layer 0 \(full_attention\) have no rotation that the code of 'gpt2' shows"),
+        ("opt", {}, "have no rotation"),
+        ("bloom", {}, "have no rotation"),
         ("falcon_alibi", {}, "ALiBi"),
         ("deepseek_v3", {}, "latent"),
         ("deepseek_v32", {}, "keeps an index"),
         ("mamba", {}, "the model has none: cache='mamba'"),
         ("llama4_text", {}, "looks at chunks"),
         ("mistral", {}, f"own window of {WINDOW}.*Use cache='sliding_window'"),
-        ("llama", dict(rope_parameters=_DYNAMIC), "depend on how long the text is .rope_type='dynamic'"),
+        ("llama", dict(rope_parameters=_DYNAMIC), "depend on the length of the text .rope_type='dynamic'"),
         ("llama", dict(rope_parameters=_LONG), "rope_type='longrope'"),
         ("llama", dict(alibi=True), "ALiBi"),
     ],
@@ -289,9 +289,9 @@ def test_models_whose_first_tokens_cannot_be_moved(name, changes, match):
 
 
 def test_models_with_an_encoder_or_with_images():
-    with pytest.raises(caches.UnsupportedLayerError, match="do not turn with the position"):
+    with pytest.raises(caches.UnsupportedLayerError, match="have no rotation"):
         engine.generate(tiny_encoder_decoder("t5"), **source("t5"), max_new_tokens=3, **SINK)
-    with pytest.raises(caches.UnsupportedLayerError, match="turn by positions in several dimensions"):
+    with pytest.raises(caches.UnsupportedLayerError, match="are rotated by positions in several dimensions"):
         engine.generate(seeing_model("qwen2_vl"), seen_prompt("qwen2_vl"), max_new_tokens=3, **SINK)
 
 
@@ -300,7 +300,7 @@ def test_keys_that_turn_otherwise_than_the_configuration_says():
     model = copy.deepcopy(tiny_model("llama"))
     model.model.rotary_emb.inv_freq *= 0.5
     with pytest.raises(
-        caches.UnsupportedLayerError, match=r"layer 0 .* LlamaForCausalLM do not turn as .* off by \d+%"
+        caches.UnsupportedLayerError, match=r"layer 0 .* LlamaForCausalLM are not rotated as .* off by \d+%"
     ):
         generate(model, prompt())
 

@@ -126,7 +126,7 @@ def test_too_many_open_files():
         with suppress(OSError):
             while True:
                 held.append(os.dup(0))
-        with pytest.raises(caches.CapacityError, match=rf"has all {highest + 1} descriptors open .*reset or delete"):
+        with pytest.raises(caches.CapacityError, match=rf"its limit of {highest + 1} open files .*reset or delete"):
             fed(cache, 4)
         for one in held:
             os.close(one)

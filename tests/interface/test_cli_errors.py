@@ -100,7 +100,7 @@ def test_an_interrupt_says_what_there_is(cli, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(generate.rendering, "piece_as_json", press)
+        patch.setattr(generate.rendering, "chunk_as_json", press)
         done = cli(["generate", PROMPT, "-n", "9", "--stream", "--json"])
     assert (done.exit_code, done.stderr) == (130, "interrupted after 1 tokens\n")
     assert len(json.loads(done.stdout)["rows"][0]["tokens"]) == 1

@@ -160,7 +160,7 @@ def test_a_model_that_samples_by_itself_does_so_here_too(cli, shipped, own_setti
 
 def test_a_terminal_is_told_that_the_limit_ended_a_text(cli, monkeypatch):
     monkeypatch.setattr("engine.cli.output._is_watched", lambda: True)
-    assert "(ended after 20 tokens, which is the limit: --max-new-tokens" in cli(["generate", PROMPT]).stderr
+    assert "(ended at the limit of 20 tokens: --max-new-tokens" in cli(["generate", PROMPT]).stderr
     assert cli(["generate", PROMPT, "-n", "5"]).stderr == ""
 
 
@@ -197,12 +197,12 @@ def test_every_option_of_a_cache_has_a_meaning(name):
 
 def test_meanings_come_from_docstrings():
     assert configs.StaticCacheConfig.meanings()["max_cache_len"] == (
-        "tokens it can hold per row; None means prompt + new tokens of the first call that uses it."
+        "tokens per row; None is prompt + new tokens of the first call that uses it."
     )
     quantized = configs.OffloadedQuantizedCacheConfig
     assert quantized.meanings()["axis_key"] == quantized.meanings()["axis_value"] != ""
     assert quantized.values()["backend"] == list(configs.CODECS)
-    assert configs.EngineConfig.meanings()["over_budget"].startswith("what is done before it takes more.")
+    assert configs.EngineConfig.meanings()["over_budget"].startswith("what happens when the cache would need more.")
 
 
 @pytest.mark.parametrize("choices", [kind for kind in configs.CacheConfig._by_name.values() if kind.choices])

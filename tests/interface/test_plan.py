@@ -269,7 +269,7 @@ def test_a_plan_is_a_table_and_json():
         ({"num_beams": 2, "num_return_sequences": 3}, "3 texts cannot come from num_beams=2"),
         ({"cache": "dynamik"}, "did you mean 'dynamic'"),
         ({"cache_config": {"nbits": 2}}, "none was named"),
-        ({"cache": "quantized", "cache_config": {"nbits": 5}}, "cannot write 5 bits"),
+        ({"cache": "quantized", "cache_config": {"nbits": 5}}, "does not support 5 bits"),
         ({"dtype": "float33"}, "no data type of torch"),
         ({"device": "toaster"}, "no device of torch"),
     ],

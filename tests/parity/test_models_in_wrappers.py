@@ -76,12 +76,12 @@ def test_an_exported_step_too():
 
 
 def test_what_is_lost_is_said_once(caplog):
-    loading._say_once.cache_clear()
+    loading._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="engine"):
         for _ in range(2):
             engine.Generator(compiled(tiny_model("llama")))
     assert [record.message.partition(":")[0] for record in caplog.records] == [
-        "the model is in torch.compile's wrapper, which is left out"
+        "torch.compile's wrapper of the model is ignored"
     ]
 
 
@@ -106,5 +106,5 @@ class Pipeline:
 )
 def test_what_is_no_model(given, told):
     for call in (engine.generate, engine.stream):
-        with pytest.raises(engine.InputError, match=rf"model is a transformers PreTrainedModel .* but {told}"):
+        with pytest.raises(engine.InputError, match=rf"model has to be a transformers PreTrainedModel .* but {told}"):
             call(given, prompt())

@@ -62,7 +62,7 @@ def shift_mask_sizes(patch: Patch) -> None:
 
 
 def keep_one_column_less(patch: Patch) -> None:
-    patch.setattr("caches.timeline.retention.KeepRecent.surviving", lambda self, held: min(held, self.columns - 1))
+    patch.setattr("caches.timeline.retention.KeepRecent.surviving", lambda self, tokens: min(tokens, self.size - 1))
 
 
 def compact_one_off(patch: Patch) -> None:

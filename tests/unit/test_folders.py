@@ -107,7 +107,7 @@ def test_a_folder_that_was_given_is_taken_with_a_warning(mounts, temporary, capl
             cache = caches.build("offloaded", tiny_model("llama").config, **options)
     assert cache.scratch.disk_file.folder == str(temporary[0])
     [record] = caplog.records
-    assert "is a tmpfs: a cache there is in memory and not on a disk" in record.message
+    assert "is a tmpfs: a cache there is in memory, not on a disk" in record.message
 
 
 def test_the_offload_rung(mounts, temporary):

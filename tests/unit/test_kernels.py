@@ -122,7 +122,7 @@ def test_a_folder_that_cannot_be_written_is_not_needed(folder, compiler):
     path.unlink()
 
 
-@pytest.mark.parametrize(("name", "says"), [("false", "ended with 1"), ("no-such-compiler-here", "No such file")])
+@pytest.mark.parametrize(("name", "says"), [("false", "exit code 1"), ("no-such-compiler-here", "No such file")])
 def test_a_compiler_that_cannot(name, says, folder, monkeypatch):
     monkeypatch.setenv("CXX", name)
     with pytest.raises(ConfigError, match=f"fused=True needs a C\\+\\+ compiler.*{says}.*or leave it out"):

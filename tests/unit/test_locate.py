@@ -82,7 +82,7 @@ def test_a_file_is_no_model(tmp_path):
 
 @pytest.mark.parametrize("name", ["", "my model", "a--b"])
 def test_what_is_neither_a_path_nor_a_name(name, hub):
-    with pytest.raises(engine.InputError, match=r"is empty|is neither a folder here nor a name"):
+    with pytest.raises(engine.InputError, match=r"is empty|is neither a folder here nor a valid hub id"):
         locate(name)
 
 
@@ -105,7 +105,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(hub, monkeypatch):
         raise TimeoutError
 
     monkeypatch.setattr(socket, "create_connection", waits)
-    monkeypatch.setattr("engine.model.location._PATIENCE_S", 0.2)
+    monkeypatch.setattr("engine.model.location._TIMEOUT_S", 0.2)
     began = time.perf_counter()
     with pytest.raises(engine.InputError, match="cannot be reached"):
         locate("some/model")
@@ -165,7 +165,7 @@ def test_weights_that_are_broken(tmp_path):
     [
         ({"dtype": "float99"}, "dtype='float99' is no data type of torch; did you mean 'float"),
         ({"dtype": "nn"}, "dtype='nn' is no data type of torch; known: bfloat16, float16"),
-        ({"dtype": "int8"}, "holds no fractions"),
+        ({"dtype": "int8"}, "is no floating-point type"),
         ({"device_map": "toaster"}, "'toaster' is no device of torch: cpu, cuda"),
         ({"device_map": "xpu:9"}, "there is no device 'xpu:9' here: torch finds cpu"),
     ],
