@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from caches.core.prefix_sharing import Forking
@@ -21,6 +20,7 @@ from caches.errors import StepError, UnsupportedLayerError
 from caches.spec.layer_spec import INDEX, KV, MODEL_SPECIFIC, PLAIN, STATE, LayerSpec
 from caches.stores.recurrent_state import CONV, RECURRENT, RecurrentState
 from caches.timeline.retention import KeepAll
+from caches.torch_api import module_call_code
 
 _logger = logging.getLogger("caches")
 _IN_WORDS = {KV: "keys and values", INDEX: "index", STATE: "state"}
@@ -301,10 +301,10 @@ def _uses(index: int, spec: LayerSpec) -> list[tuple[int, str]]:
 
 def model_at_work() -> PreTrainedModel | None:
     """The innermost model whose forward is running in this thread; None where there is none."""
-    frame = sys._getframe(1)
+    frame, code = sys._getframe(1), module_call_code()
     while frame is not None:
         # Their variables alone are looked at: what they hold lives as long as the call in any case.
-        if frame.f_code is nn.Module._wrapped_call_impl.__code__:
+        if frame.f_code is code:
             module = frame.f_locals.get("self")
             if isinstance(module, PreTrainedModel):
                 return module

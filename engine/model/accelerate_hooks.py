@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from caches.transformers_api import accelerate_hook
+
 
 def is_dispatched(model: PreTrainedModel) -> bool:
-    return any(hasattr(module, "_hf_hook") for module in model.modules())
+    return any(accelerate_hook(module) is not None for module in model.modules())
 
 
 def input_embeddings(model: PreTrainedModel) -> Any:
@@ -23,7 +25,7 @@ def input_embeddings(model: PreTrainedModel) -> Any:
 def prompt_device(model: PreTrainedModel) -> torch.device:
     """Where the model begins to compute: not `model.device`, which is "meta" where weights wait elsewhere."""
     for module in (input_embeddings(model), model):
-        hook = getattr(module, "_hf_hook", None)
+        hook = accelerate_hook(module)
         for part in getattr(hook, "hooks", [hook]):
             device = getattr(part, "execution_device", None)
             if device is not None:

@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from caches.transformers_api import supports_default_dynamic_cache
+
 # A forward of these refuses every class but its own while `use_cache` is true. Without it, it drives what it is given.
 _REFUSES_OTHER_CLASSES = ("minimax",)
 
@@ -31,4 +33,4 @@ def cache_argument(model: PreTrainedModel) -> CacheArgument:
     # Models that keep nothing but states have a name of their own for it.
     name = "cache_params" if "cache_params" in taken else "past_key_values"
     refuses = model.config.model_type in _REFUSES_OTHER_CLASSES
-    return CacheArgument(name, name in taken and (refuses or model._supports_default_dynamic_cache()), refuses)
+    return CacheArgument(name, name in taken and (refuses or supports_default_dynamic_cache(model)), refuses)

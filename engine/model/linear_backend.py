@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 from caches.quantization.kernel_build import compiled
+from caches.torch_api import has_onednn, onednn_linear, parameters_of
 
 Route: TypeAlias = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 """Of an input [..., width], a weight [outs, width] and a bias [outs] or None, both on the CPU -> [..., outs]."""
@@ -33,18 +34,10 @@ SIZE_LIMITS = (2**17, 2**22)  # numbers in a matrix: below, the size before. Sma
 SIZES = ("small", "medium", "large")
 
 
-def has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def _onednn(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
-
-
 def _swapped(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """oneDNN rearranges its second operand first: here that is the input, not the weight."""
     rows = input.reshape(-1, input.shape[-1]).contiguous()  # of a strided one oneDNN makes something 500 times slower
-    return _with_bias(torch.ops.mkldnn._linear_pointwise(weight, rows, None, "none", [], "").T, input, bias)
+    return _with_bias(onednn_linear(weight, rows, None).T, input, bias)
 
 
 def _mm(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -62,7 +55,7 @@ def routes() -> dict[str, Route]:
     """What this torch has beside its own linear, by name."""
     found: dict[str, Route] = {"mm": _mm}
     if has_onednn():
-        found |= {"onednn": _onednn, "swapped": _swapped}
+        found |= {"onednn": onednn_linear, "swapped": _swapped}
     return found
 
 
@@ -100,7 +93,7 @@ def table_for(model: nn.Module, choice: str) -> Table | None:
 
     Raises `ConfigError` where the kernel of "gemv" cannot be compiled.
     """
-    weights = [module._parameters.get("weight") for module in model.modules() if isinstance(module, nn.Linear)]
+    weights = [parameters_of(module).get("weight") for module in model.modules() if isinstance(module, nn.Linear)]
     sizes = {SIZES[bisect_right(SIZE_LIMITS, weight.numel())] for weight in weights if _is_plain(weight)}
     if not sizes or choice == "default" or (choice == "onednn" and not has_onednn()):
         return None
@@ -147,10 +140,11 @@ def _replacing(own: _Forward) -> _Forward:
 def _routed(own: _Forward, layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling() or active.table is None:
         return own(layer, input)
-    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    own_parameters = parameters_of(layer)
+    weight, bias = own_parameters.get("weight"), own_parameters.get("bias")
     if not _is_plain(weight) or not _can_be_routed(input):
         return own(layer, input)
-    if not (_is_plain(bias) or (bias is None and "bias" in layer._parameters)):  # it is computed
+    if not (_is_plain(bias) or (bias is None and "bias" in own_parameters)):  # it is computed
         return own(layer, input)
     numbers = weight.numel()
     route = active.table.route(numbers, input.numel() * weight.shape[0] // numbers) if numbers else None
@@ -178,7 +172,7 @@ def _can_be_routed(input: torch.Tensor) -> bool:
 
 def _compiled_gemv() -> Route:
     gemv = compiled(_GEMV, "linears='gemv'").gemv
-    of_others = _onednn if has_onednn() else functional.linear
+    of_others = onednn_linear if has_onednn() else functional.linear
 
     def route(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if weight.stride(1) != 1:

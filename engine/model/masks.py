@@ -14,6 +14,7 @@ from transformers.masking_utils import (
 )
 
 from caches import Cache, UnsupportedLayerError
+from caches.transformers_api import attn_implementation, supports_attention_backend
 from engine.model.growing_columns import room_for, widened
 
 MaskKinds: TypeAlias = str | dict[str, str]
@@ -172,12 +173,12 @@ def one_token_mask(model: Any, cache: TransformersCache | None, kinds: MaskKinds
 def check_takes_masks(model: Any, cache: Cache) -> None:
     """Raise `UnsupportedLayerError` where the windows that `cache` imposes cannot be told to the model."""
     if cache.imposes_windows and _mask_dtype(model) is None:
-        attention = model.config._attn_implementation
+        attention = attn_implementation(model.config)
         own = "transformers does not mark the model as one that takes masks: use another cache"
         remedy = f"{attention!r} takes none: load the model with attn_implementation='sdpa', or use another cache"
         raise UnsupportedLayerError(
             f"cache={cache.name!r} imposes a window on {type(model).__name__}, by a mask of ours for its attention, "
-            f"but {remedy if model._supports_attention_backend else own}"
+            f"but {remedy if supports_attention_backend(model) else own}"
         )
 
 
@@ -203,8 +204,8 @@ def imposed_mask(model: Any, cache: Cache, kinds: MaskKinds, columns: Columns, b
 
 def _mask_dtype(model: Any) -> torch.dtype | None:
     """The type of the masks that the model's attention takes as they are; None where it takes none."""
-    attention = model.config._attn_implementation
-    if not model._supports_attention_backend or attention not in ("sdpa", "eager"):
+    attention = attn_implementation(model.config)
+    if not supports_attention_backend(model) or attention not in ("sdpa", "eager"):
         return None
     return torch.bool if attention == "sdpa" else model.dtype
 
