@@ -85,11 +85,8 @@ def _run(said: dict[str, Any]) -> None:
         if said["assistant_model"] is not None:
             parameters |= _assistant(said["assistant_model"], generator)
         work.doing("reading the prompt")
-        watch = [work.watch(parameters.get("max_new_tokens"), rows)]
-        pieces = generator.stream(
-            inputs, cache=said["cache"], cache_config=cache_config, logits_processor=watch, **parameters
-        )
-        result = _print(pieces, work, said)
+        pieces = generator.stream(inputs, cache=said["cache"], cache_config=cache_config, **parameters)
+        result = _print(pieces, work, said, parameters.get("max_new_tokens"))
     if (
         not said["stats"]
         and "length" in result.finish_reasons
@@ -99,14 +96,19 @@ def _run(said: dict[str, Any]) -> None:
         output.remark(f"(ended after {most} tokens, which is the limit: --max-new-tokens or -n allows more)")
 
 
-def _print(pieces: Stream, work: Work, said: dict[str, Any]) -> Generation:
-    """Also what there is when something fails, or Ctrl-C was pressed: `main` finds it in the interrupt."""
+def _print(pieces: Stream, work: Work, said: dict[str, Any], limit: int | None) -> Generation:
+    """Also what there is when something fails, or Ctrl-C was pressed: `main` finds it in the interrupt.
+
+    limit: the most new tokens of a row, if that is known.
+    """
     as_they_come, as_json = said["stream"], said["as_json"]
     try:
         for piece in pieces:
             if as_they_come:
                 work.hide()
                 output.say(rendering.piece_as_json(piece) if as_json else piece.text or "", end="\n" if as_json else "")
+            else:
+                work.count(piece, limit)
     except KeyboardInterrupt as stopped:
         if not pieces.given_up:  # between two pieces it is Python's own, without a result
             stopped.partial = pieces.result()  # type: ignore[attr-defined]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from engine.result import StreamChunk
 
 
 class Work:
@@ -27,6 +31,7 @@ class Work:
         )
         self._task = self._bar.add_task("", total=None, counted="")
         self._since_s = 0.0
+        self._tokens: Counter[int] = Counter()  # of each row
 
     def __enter__(self) -> Work:
         self._bar.start()
@@ -39,26 +44,15 @@ class Work:
         self._since_s = time.perf_counter()
         self._bar.reset(self._task, total=None, description=what, counted="")
 
-    def count(self, tokens: int, total: int | None, rows: int = 1) -> None:
-        """`tokens` of at most `total`, if that is known, are there, in each of `rows` rows."""
-        rate = rows * tokens / max(time.perf_counter() - self._since_s, 1e-9)
-        counted = f"{tokens}{f' of {total}' if total else ''} tokens, {rate:.1f} tokens/s"
-        self._bar.update(self._task, completed=tokens, total=total, counted=counted)
-
-    def watch(self, total: int | None, rows: int) -> Any:
-        """A logits processor that counts the steps of a generation of `rows` texts, whatever its strategy."""
-        first = longest = 0
-
-        def count(ids: Any, scores: Any) -> Any:
-            nonlocal first, longest
-            if not first:
-                first = ids.shape[1]
-                self.doing("generating")
-            longest = max(longest, ids.shape[1])  # what is proposed comes too, and may be taken back
-            self.count(longest - first + 1, total, rows)
-            return scores
-
-        return count
+    def count(self, piece: StreamChunk, limit: int | None) -> None:
+        """Add the tokens of a piece of a stream. limit: the most of a row, if that is known."""
+        if not self._tokens:
+            self.doing("generating")
+        self._tokens[piece.row] += len(piece.tokens)
+        longest = max(self._tokens.values())
+        rate = self._tokens.total() / max(time.perf_counter() - self._since_s, 1e-9)
+        counted = f"{longest}{f' of {limit}' if limit else ''} tokens, {rate:.1f} tokens/s"
+        self._bar.update(self._task, completed=longest, total=limit, counted=counted)
 
     def hide(self) -> None:
         self._bar.stop()
