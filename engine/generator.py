@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 import caches
 import engine
 from caches import EngineCache
+from caches.torch_api import set_grad_enabled
 from configs import EngineConfig, checked_fallbacks
 from engine.decoding.assistant import Draft, DraftRequest, check_takes_back, read_draft_request, verifies
 from engine.decoding.cancellation import Cancellation
@@ -109,7 +110,7 @@ class Generator:
                 call.streamer.end()  # type: ignore[union-attr]
             raise
         finally:
-            torch._C._set_grad_enabled(grad)  # Ctrl-C may have come where torch.no_grad() ended
+            set_grad_enabled(grad)  # Ctrl-C may have come where torch.no_grad() ended
 
     def _prepare(self, call: Call, streams: bool) -> Driver:
         started = time.perf_counter()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 from contextlib import suppress
 
-import torch
+from accelerate.utils.memory import clear_device_cache
 
 
 class Exhausted(Exception):
@@ -40,9 +39,7 @@ def in_words(error: BaseException) -> str:
 
 def empty_allocators() -> None:
     """Give back what nothing refers to. Not while the error is handled: its frames refer to what the step has made."""
-    gc.collect()
+    clear_device_cache(garbage_collection=True)
     # glibc keeps what is freed, in holes too small for something large. Windows has no library without a name.
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
-    if torch.accelerator.is_available():
-        torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils._pytree import tree_map
 
 from caches.attention.segments import Attend, DenseSegment, Segment, group_rows, ungroup_rows
+from caches.torch_api import DisableTorchFunctionSubclass, make_wrapper_subclass, tree_map
 
 _FEW = 64  # tokens: above it the scores would take more memory than the materialized keys
 Segments: TypeAlias = Callable[[], Iterable[Segment]]
@@ -76,14 +76,14 @@ class SegmentedTensor(torch.Tensor):
         rows_per_prefix: int = 1,
         attend: Attend | None = None,
     ) -> SegmentedTensor:
-        view = torch.Tensor._make_wrapper_subclass(cls, form.shape_of(base), dtype=like.dtype, device=like.device)
+        view = make_wrapper_subclass(cls, form.shape_of(base), dtype=like.dtype, device=like.device)
         view.segments, view.base, view.form, view.on_materialize = segments, base, form, on_materialize
         view.rows_per_prefix, view.attend = rows_per_prefix, attend
         return view
 
     def materialize(self) -> torch.Tensor:
         """The same as an ordinary tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             out = torch.empty(self.base, dtype=self.dtype, device=self.device)
             begin = 0
             for segment in self.segments():
@@ -109,7 +109,7 @@ class SegmentedTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _IN_SEGMENTS:
             result = _IN_SEGMENTS[func](*args, **kwargs)

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any
+from types import FrameType
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from caches.core.layer_stack import LayerStack
 from caches.core.row_selection import RowSelection
 from caches.errors import StepError
 from caches.spec.layer_spec import KV, MODEL_SPECIFIC, PLAIN, LayerSpec
+from caches.torch_api import module_call_code
 
 _logger = logging.getLogger("caches")
 
@@ -175,10 +175,11 @@ def _uses(index: int, spec: LayerSpec) -> list[tuple[int, str]]:
 
 def model_at_work() -> PreTrainedModel | None:
     """The innermost model whose forward is running in this thread; None where there is none."""
-    frame: Any = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
+    code = module_call_code()
     while frame is not None:
         # Only variables are read: what they refer to lives as long as the call in any case.
-        if frame.f_code is nn.Module._wrapped_call_impl.__code__:
+        if frame.f_code is code:
             module = frame.f_locals.get("self")
             if isinstance(module, PreTrainedModel):
                 return module

@@ -13,6 +13,7 @@ from transformers.cache_utils import EncoderDecoderCache, QuantizedLayer, Static
 from caches.core.row_selection import is_every_row, repeated
 from caches.errors import StepError, UnsupportedLayerError
 from caches.protocol import TokenLog
+from caches.torch_api import times_written
 
 _STATES = ("conv_states", "recurrent_states")
 
@@ -54,7 +55,8 @@ class HFCacheAdapter:
             return None
         held = list(self._tensors())
         same = len(held) == len(before) and all(
-            was() is tensor and tensor._version == version for tensor, (was, version) in zip(held, before, strict=True)
+            was() is tensor and times_written(tensor) == version
+            for tensor, (was, version) in zip(held, before, strict=True)
         )
         return log if same else None
 
@@ -64,7 +66,7 @@ class HFCacheAdapter:
         held = list(self._tensors())
         # Tensors of inference mode do not count how often they were written.
         if log is not None and not any(tensor.is_inference() for tensor in held):
-            _logs[self._cache] = log, self._read, [(ref(tensor), tensor._version) for tensor in held]
+            _logs[self._cache] = log, self._read, [(ref(tensor), times_written(tensor)) for tensor in held]
 
     @property
     def handle(self) -> TransformersCache | None:

@@ -85,11 +85,8 @@ def _run(given: dict[str, Any]) -> None:
         if given["assistant_model"] is not None:
             parameters |= _assistant(given["assistant_model"], generator)
         work.doing("reading the prompt")
-        watch = [work.watch(parameters.get("max_new_tokens"), rows)]
-        chunks = generator.stream(
-            inputs, cache=given["cache"], cache_config=cache_config, logits_processor=watch, **parameters
-        )
-        result = _print(chunks, work, given)
+        chunks = generator.stream(inputs, cache=given["cache"], cache_config=cache_config, **parameters)
+        result = _print(chunks, work, given, parameters.get("max_new_tokens"))
     if (
         not given["stats"]
         and "length" in result.finish_reasons
@@ -99,14 +96,19 @@ def _run(given: dict[str, Any]) -> None:
         output.remark(f"(ended at the limit of {most} tokens: --max-new-tokens or -n sets another)")
 
 
-def _print(chunks: Stream, work: Work, given: dict[str, Any]) -> Generation:
-    """Print the text; after an error or Ctrl-C the text so far, which `main` finds in the interrupt's `partial`."""
+def _print(chunks: Stream, work: Work, given: dict[str, Any], limit: int | None) -> Generation:
+    """Print the text; after an error or Ctrl-C the text so far, which `main` finds in the interrupt's `partial`.
+
+    limit: the most new tokens of a row; None if unknown.
+    """
     streams, as_json = given["stream"], given["as_json"]
     try:
         for chunk in chunks:
             if streams:
                 work.hide()
                 output.say(rendering.chunk_as_json(chunk) if as_json else chunk.text or "", end="\n" if as_json else "")
+            else:
+                work.count(chunk, limit)
     except KeyboardInterrupt as stopped:
         if not chunks.given_up:  # pressed between two chunks, it is Python's own exception, without a result
             stopped.partial = chunks.result()  # type: ignore[attr-defined]

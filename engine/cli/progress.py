@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from engine.result import StreamChunk
 
 
 class Work:
@@ -27,6 +31,7 @@ class Work:
         )
         self._task = self._bar.add_task("", total=None, counted="")
         self._since_s = 0.0
+        self._tokens: Counter[int] = Counter()  # of each row
 
     def __enter__(self) -> Work:
         self._bar.start()
@@ -40,26 +45,15 @@ class Work:
         self._since_s = time.perf_counter()
         self._bar.reset(self._task, total=None, description=what, counted="")
 
-    def count(self, tokens: int, total: int | None, rows: int = 1) -> None:
-        """Show that each of `rows` rows has `tokens` tokens. total: the most tokens, if known."""
-        rate = rows * tokens / max(time.perf_counter() - self._since_s, 1e-9)
-        counted = f"{tokens}{f' of {total}' if total else ''} tokens, {rate:.1f} tokens/s"
-        self._bar.update(self._task, completed=tokens, total=total, counted=counted)
-
-    def watch(self, total: int | None, rows: int) -> Any:
-        """A logits processor that shows the progress of a run with `rows` texts, for any strategy."""
-        first = longest = 0
-
-        def count(ids: Any, scores: Any) -> Any:
-            nonlocal first, longest
-            if not first:
-                first = ids.shape[1]
-                self.doing("generating")
-            longest = max(longest, ids.shape[1])  # proposed tokens may be rejected
-            self.count(longest - first + 1, total, rows)
-            return scores
-
-        return count
+    def count(self, chunk: StreamChunk, limit: int | None) -> None:
+        """Show the progress after a chunk of the stream. limit: the most new tokens of a row; None if unknown."""
+        if not self._tokens:
+            self.doing("generating")
+        self._tokens[chunk.row] += len(chunk.tokens)
+        longest = max(self._tokens.values())
+        rate = self._tokens.total() / max(time.perf_counter() - self._since_s, 1e-9)
+        counted = f"{longest}{f' of {limit}' if limit else ''} tokens, {rate:.1f} tokens/s"
+        self._bar.update(self._task, completed=longest, total=limit, counted=counted)
 
     def hide(self) -> None:
         """Remove the progress line."""

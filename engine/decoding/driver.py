@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from caches.out_of_memory import is_out_of_memory
+from caches.torch_api import set_grad_enabled
 from engine.decoding.cancellation import Cancellation, StopAsked
 from engine.decoding.loop import DecodingLoop
 from engine.errors import (
@@ -173,7 +174,7 @@ def _without_grad(work: Callable[[], _Result]) -> _Result:
     """As within `torch.no_grad()`, which leaves the thread without derivatives where Ctrl-C comes as it ends."""
     grad = torch.is_grad_enabled()
     try:
-        torch._C._set_grad_enabled(False)
+        set_grad_enabled(False)
         return work()
     finally:
-        torch._C._set_grad_enabled(grad)
+        set_grad_enabled(grad)

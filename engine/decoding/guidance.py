@@ -14,12 +14,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.functional import pad
-from torch.utils._pytree import tree_map
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from caches import EngineCache, NoCache, TokenLog
 from caches.out_of_memory import is_out_of_memory
+from caches.torch_api import tree_map
 from engine.decoding.model_session import ModelSession
 from engine.errors import InputError, OptionError
 from engine.model.accelerate_hooks import prompt_device

@@ -1,7 +1,7 @@
 """Whether tokens can be chosen by the scores of a run: of its model, of its draft, and as the processors left them.
 
-To `argmax` a NaN is more than any number, and where all scores are -inf token 0 is the best: a text would go on with
-nonsense without a word. Looking costs one reduction, and the host sees what came of it when it sees the tokens.
+`argmax` takes NaN for the highest value, and token 0 where all scores are -inf: a text would go on with nonsense and
+without an error. The check costs one reduction, whose result the host reads together with the tokens.
 """
 
 from __future__ import annotations
@@ -18,58 +18,47 @@ from engine.decoding.token_buffer import Sent, Tokens, arrived
 from engine.request.request import Request
 from strategies import NoCandidateError
 
+_TYPES = "float16 overflows above 65504, where bfloat16 and float32 do not; in other types look for NaN in the weights "
+_TYPES += "and in the inputs"
+
 
 @dataclass(frozen=True)
-class _Logits:
-    """What a forward returned: logits [rows, tokens, vocabulary], of type `dtype` before they were copied.
+class _Values:
+    """Logits [rows, tokens, vocabulary] of a forward, or scores [rows, 1, vocabulary] that processors made.
 
-    column: the first one of the run that depends on them. number: for which new token the first of them are, from 1 on.
-    fed: tokens that the session was fed before; None for a draft. peaks: of every row the highest, NaN where one
-    column's is not finite.
+    column: the first one whose tokens they choose. number: which new token that is, from 1 on. forwards: how many there
+    had been. peaks: the highest value of every row; of logits NaN where that of a token is not finite. dtype: the
+    model's. fed: tokens that the model was fed before; None for a draft. asked: ids and scores the processors got.
     """
 
     column: int
     number: int
-    fed: int | None
-    logits: torch.Tensor
-    dtype: torch.dtype
-    peaks: Sent
-
-
-@dataclass(frozen=True)
-class _Scores:
-    """What the processors made of `given` for the texts `ids`: scores [rows, vocabulary].
-
-    column: the one whose tokens they choose. forwards: how many there had been. peaks: the highest of every row.
-    """
-
-    column: int
     forwards: int
-    ids: torch.Tensor
-    given: torch.Tensor
-    scores: torch.Tensor
+    values: torch.Tensor
     peaks: Sent
+    dtype: torch.dtype | None = None
+    fed: int | None = None
+    asked: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class LogitsCheck:
-    """Of the scores of one run. Its methods raise `NoCandidateError`, which says what was found, for which token of
-    which rows.
+    """Its methods raise `NoCandidateError` with what was found, for which tokens of which rows.
 
-    session: the model's, which is then brought back to where it was before the forward. running, everywhere: which rows
-    have not ended; the others may get anything.
+    session: the model's; it goes back to where it was before a forward that failed the check. running: which rows have
+    not ended; the others may get anything.
     """
 
     def __init__(self, request: Request, tokens: Tokens, session: ModelSession | GuidedSession):
-        self._processing, self._tokens, self._lane = request.processing, tokens, session
+        self._processing, self._tokens, self._session = request.processing, tokens, session
         self._prompts, self._prompt_columns = len(request.prompt.ids), request.prompt.columns
         # +inf is the best there is, but nothing can be weighed against it.
         self._weighs = request.strategy.samples or getattr(request.strategy, "branches", 1) > 1
         self._forwards = 0
-        self._logits: list[_Logits] = []
-        self._scores: list[_Scores] = []
+        self._logits: list[_Values] = []
+        self._scores: list[_Values] = []
 
     def look(self, logits: torch.Tensor, dtype: torch.dtype, fed: int | None, running: Sequence[bool]) -> None:
-        """At what a forward returned: see `_Logits`. Where tokens are read late, it is judged with them."""
+        """Check what a forward returned: see `_Values`. Where tokens are read late, it is checked with them."""
         self._forwards += 1
         if self._processing.repairs:
             return
@@ -78,103 +67,86 @@ class LogitsCheck:
         peaks = peaks[:, 0] if tokens == 1 else peaks.where(peaks.isfinite(), math.nan).amax(dim=-1)
         number = column - self._tokens.prompt + 1
         if fed is not None:  # the texts of a search are not written before its end
-            number = self._lane.fed - self._prompt_columns - tokens + 2
-        self._logits.append(_Logits(column, number, fed, logits, dtype, self._tokens.send(peaks)))
+            number = self._session.fed - self._prompt_columns - tokens + 2
+        sent = self._tokens.send(peaks)
+        self._logits.append(_Values(column, number, self._forwards, logits, sent, dtype, fed))
         if not self._tokens.late:
-            self._check_logits(running)
+            self._check(self._logits, running)
 
     def process(self, ids: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        """What the processors make of scores [rows, vocabulary] for the texts `ids`, looked at too."""
+        """The scores that the processors make of `given` [rows, vocabulary] for the texts `ids`; checked later."""
         scores, column = self._processing(ids, given), ids.shape[1]
         if self._processing.names:
             # What was asked about this column before the last forward was about texts that were only tried.
             kept = [one for one in self._scores if one.column != column or one.forwards == self._forwards]
-            peaks = self._tokens.send(scores.amax(dim=-1))
-            self._scores = [*kept, _Scores(column, self._forwards, ids, given, scores, peaks)]
+            number, peaks = column - self._tokens.prompt + 1, self._tokens.send(scores.amax(dim=-1))
+            new = _Values(column, number, self._forwards, scores[:, None], peaks, asked=(ids, given))
+            self._scores = [*kept, new]
         return scores
 
     def before_write(self, running: Sequence[bool]) -> None:
-        """Judge what the tokens of a column were chosen by, if it is read at once."""
+        """Check what the tokens of a column were chosen by, if it is read at once."""
         if not self._tokens.late:
-            self._check_scores(running, self._tokens.written)
+            self._check(self._scores, running, self._tokens.written)
 
     def before_read(self, running: Sequence[bool]) -> None:
         """The same, if it is read late."""
         if self._tokens.late:
-            self._check_logits(running, self._tokens.read)
-            self._check_scores(running, self._tokens.read)
+            self._check(self._logits, running, self._tokens.read)
+            self._check(self._scores, running, self._tokens.read)
 
     def before_rows(self, running: Sequence[bool]) -> None:
-        """Judge everything: rows change places, for which the device is waited for anyway."""
-        self._check_logits(running)
-        self._check_scores(running)
+        """Check everything: rows change places, for which the device is waited for anyway."""
+        self._check(self._logits, running)
+        self._check(self._scores, running)
 
-    def _check_logits(self, running: Sequence[bool], column: float = math.inf) -> None:
-        for one in [one for one in self._logits if one.column <= column]:
+    def _check(self, kept: list[_Values], running: Sequence[bool], column: float = math.inf) -> None:
+        for one in [one for one in kept if one.column <= column]:
             peaks = arrived(one.peaks)
-            rows = [row for row in _counting(peaks, running) if not math.isfinite(peaks[row])]
-            if rows:
-                if one.fed is not None:
-                    self._lane.go_back(one.fed)
-                raise NoCandidateError(self._about_logits(one, rows, peaks))
-        self._logits = [one for one in self._logits if one.column > column]
-
-    def _check_scores(self, running: Sequence[bool], column: float = math.inf) -> None:
-        for one in [one for one in self._scores if one.column <= column]:
-            peaks = arrived(one.peaks)
+            # A strategy may have some of its rows processed at a time: then it is not known which.
+            counts = running if len(running) == len(peaks) else [True] * len(peaks)
             # A search does without a row that nothing comes after, as long as the prompt has others.
             each_counts = column < math.inf or len(peaks) == len(running) == self._prompts
-            rows = [row for row in _counting(peaks, running) if self._is_lost(peaks[row], each_counts)]
+            rows = [row for row, peak in enumerate(peaks) if counts[row] and not math.isfinite(peak)]
+            rows = [row for row in rows if one.asked is None or self._is_lost(peaks[row], each_counts)]
+            if rows and one.fed is not None:
+                self._session.go_back(one.fed)
             if rows:
-                raise NoCandidateError(self._about_scores(one, rows, peaks))
-        self._scores = [one for one in self._scores if one.column > column]
+                raise NoCandidateError(self._message(one, self._found(one, rows, len(peaks))))
+        kept[:] = [one for one in kept if one.column > column]
 
     def _is_lost(self, peak: float, each_counts: bool = True) -> bool:
         return math.isnan(peak) or (peak == math.inf and self._weighs) or (peak == -math.inf and each_counts)
 
-    def _about_logits(self, one: _Logits, rows: list[int], peaks: list[float]) -> str:
-        tokens = one.logits.shape[1]
-        which = f"new token {one.number}" if tokens == 1 else f"new tokens {one.number} to {one.number + tokens - 1}"
-        told = f"returned {_found(one.logits, rows)} for {which} of {self._named(rows, peaks)}"
-        remedy = (
-            f"they were computed in {str(one.dtype).removeprefix('torch.')}: float16 overflows above 65504, where "
-            "bfloat16 and float32 do not; in other types look for NaN in the weights and in the inputs"
-        )
+    def _are_lost(self, scores: torch.Tensor) -> bool:
+        return any(map(self._is_lost, scores.amax(dim=-1).tolist()))
+
+    def _message(self, one: _Values, found: str) -> str:
+        if one.asked is not None:
+            who = self._processing.culprit(*one.asked, self._are_lost)
+            return (
+                f"{who} made {found}, of the model's finite logits, by which no token can be chosen: a logits "
+                "processor may set scores to -inf, but not all of a row, and none to NaN or +inf"
+            )
+        computed = f"they were computed in {str(one.dtype).removeprefix('torch.')}: {_TYPES}"
         if one.fed is None:
             return (
-                f"the draft {told}, so what it proposes is nonsense, while the model and its text are sound: leave "
-                f"assistant_model out, or repair the draft ({remedy})"
+                f"the draft returned {found}, so what it proposes is nonsense, while the model and its text are sound: "
+                f"leave assistant_model out, or repair the draft ({computed})"
             )
-        return f"the model {told}, by which no token can be chosen; {remedy}"
+        return f"the model returned {found}, by which no token can be chosen; {computed}"
 
-    def _about_scores(self, one: _Scores, rows: list[int], peaks: list[float]) -> str:
-        who = self._processing.culprit(one.ids, one.given, self._are_lost)
-        return (
-            f"{who} made {_found(one.scores, rows)} of the model's finite logits for new token "
-            f"{one.column - self._tokens.prompt + 1} of {self._named(rows, peaks)}, by which no token can be chosen: a "
-            "logits processor may set scores to -inf, but not all of a row, and none to NaN or +inf"
-        )
-
-    def _are_lost(self, scores: torch.Tensor) -> bool:
-        return any(self._is_lost(peak) for peak in scores.amax(dim=-1).tolist())
-
-    def _named(self, rows: list[int], peaks: list[float]) -> str:
-        """Of several rows per prompt, also which prompt they are of."""
-        names = f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}"
-        if len(peaks) == self._prompts:
-            return names
-        prompts = sorted({row * self._prompts // len(peaks) for row in rows})
-        return f"{names} (of prompt{'s' * (len(prompts) > 1)} {', '.join(map(str, prompts))})"
+    def _found(self, one: _Values, rows: list[int], of: int) -> str:
+        """What is wrong, with numbers, for which tokens of which of `of` rows; of which prompts where these differ."""
+        values, last = one.values[rows], one.number + one.values.shape[1] - 1
+        counts = {"NaN": int(values.isnan().sum()), "+inf": int(values.isposinf().sum())}
+        wrong = " and ".join(f"{count} {name}" for name, count in counts.items() if count)
+        wrong = f"{wrong} among {values.numel()}" if wrong else f"nothing but -inf in {values.numel()}"
+        which = f"token {last}" if last == one.number else f"tokens {one.number} to {last}"
+        prompts = sorted({row * self._prompts // of for row in rows})
+        whose = "" if of == self._prompts else f" (of {_named('prompt', prompts)})"
+        return f"{wrong} scores for new {which} of {_named('row', rows)}{whose}"
 
 
-def _counting(peaks: list[float], running: Sequence[bool]) -> list[int]:
-    """The rows that count. A strategy may have some of its rows processed at a time: then it is not known which."""
-    return [row for row in range(len(peaks)) if len(running) != len(peaks) or running[row]]
-
-
-def _found(scores: torch.Tensor, rows: list[int]) -> str:
-    """What is wrong with the scores of these rows, with numbers."""
-    scores = scores[rows]
-    counts = {"NaN": int(scores.isnan().sum()), "+inf": int(scores.isposinf().sum())}
-    found = " and ".join(f"{count} {name}" for name, count in counts.items() if count)
-    return f"{found} among {scores.numel()} scores" if found else f"nothing but -inf in {scores.numel()} scores"
+def _named(kind: str, numbers: list[int]) -> str:
+    return f"{kind}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_map
 from transformers.utils import ModelOutput
 
 from caches import CacheError
 from caches.out_of_memory import is_out_of_memory
+from caches.torch_api import times_written, tree_map
 from engine.decoding.guidance import GuidedSession
 from engine.decoding.logits_check import LogitsCheck
 from engine.decoding.model_session import ModelSession
@@ -219,10 +219,10 @@ class DecodingLoop:
 
     def _process(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """See `Task`. A processor that has written into the scores cannot be asked again."""
-        before = None if scores.is_inference() else scores._version
+        before = None if scores.is_inference() else times_written(scores)
 
         def is_as_it_was() -> bool:
-            return before is not None and scores._version == before
+            return before is not None and times_written(scores) == before
 
         # What processors draw is torch's own, whatever the call's seed.
         return self._lane.attempt(self._rewinding(lambda: self._health.process(ids, scores), None), is_as_it_was)

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from caches.transformers_api import accelerate_hook
+
 
 def is_dispatched(model: PreTrainedModel) -> bool:
     """Whether a module of the model has a hook of accelerate."""
-    return any(hasattr(module, "_hf_hook") for module in model.modules())
+    return any(accelerate_hook(module) is not None for module in model.modules())
 
 
 def input_embeddings(model: PreTrainedModel) -> Any:
@@ -24,7 +26,7 @@ def input_embeddings(model: PreTrainedModel) -> Any:
 def prompt_device(model: PreTrainedModel) -> torch.device:
     """The device for token ids. With hooks, `model.device` may be "meta": weights are moved in when they are used."""
     for module in (input_embeddings(model), model):
-        hook = getattr(module, "_hf_hook", None)
+        hook = accelerate_hook(module)
         for part in getattr(hook, "hooks", [hook]):
             device = getattr(part, "execution_device", None)
             if device is not None:

@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from caches.transformers_api import supports_default_dynamic_cache
+
 # Model types whose forward refuses other classes of caches with use_cache=True, but uses them with use_cache=False.
 _REFUSES_OTHER_CLASSES = ("minimax",)
 
@@ -35,4 +37,4 @@ def cache_argument(model: PreTrainedModel) -> CacheArgument:
     # Models that keep only states call it cache_params.
     name = "cache_params" if "cache_params" in taken else "past_key_values"
     refuses = model.config.model_type in _REFUSES_OTHER_CLASSES
-    return CacheArgument(name, name in taken and (refuses or model._supports_default_dynamic_cache()), refuses)
+    return CacheArgument(name, name in taken and (refuses or supports_default_dynamic_cache(model)), refuses)

@@ -17,6 +17,8 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from transformers.utils import ModelOutput
 
 from caches import Cache, EngineCache, UnknownContentError, UnsupportedLayerError, build, mask_kinds, read_specs
+from caches.torch_api import compiled_graphs, discard_compiled, graph_errors
+from caches.transformers_api import can_compile_fullgraph
 from engine.errors import InputError, OptionError
 from engine.model.accelerate_hooks import is_dispatched, prompt_device
 from engine.model.cache_argument import cache_argument
@@ -52,7 +54,7 @@ class ModelRunner:
             known = inspect.signature(torch.compile).parameters  # both are missing in older releases
             limits = {name: value for name, value in limits.items() if name in known}
             self._step = _own_step(model)
-            finalize(self, torch._dynamo.eval_frame.remove_from_cache, self._step).atexit = False
+            finalize(self, discard_compiled, self._step).atexit = False
             self._compiled = torch.compile(self._step, backend=compile, fullgraph=True, dynamic=False, **limits)
 
     @property
@@ -64,14 +66,14 @@ class ModelRunner:
         """Forget what was compiled for this model here; a later call compiles again."""
         if self._compiled is not None:
             with self._turn:
-                torch._dynamo.eval_frame.remove_from_cache(self._step)
+                discard_compiled(self._step)
 
     @property
     def graphs(self) -> int:
         """How many there are: one for each number of rows and size of a cache, for each kind of cache."""
         if self._compiled is None:
             return 0
-        return len(torch._dynamo.eval_frame._debug_get_cache_entry_list(self._step))
+        return compiled_graphs(self._step)
 
     def check_graph(self, wanted: str) -> None:
         """Refuse a model whose step cannot be one graph, as far as that can be known before it is tried."""
@@ -81,7 +83,7 @@ class ModelRunner:
                 "it: do without, or load the whole model onto one device"
             )
         # Models that keep states are marked for what transformers' own caches do; with ours all of them can be.
-        if not (self.model._can_compile_fullgraph or self._has_states):
+        if not (can_compile_fullgraph(self.model) or self._has_states):
             raise OptionError(
                 f"{wanted} makes one graph of a step, but transformers marks {type(self.model).__name__} as a model "
                 "whose step cannot be one (_can_compile_fullgraph): do without"
@@ -282,7 +284,7 @@ class ModelRunner:
         inputs |= {name: fixed[name] for name in ("position_ids",) if name in inputs}
         try:
             return self._compiled(**inputs, return_dict=True)
-        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+        except graph_errors() as error:
             raise OptionError(
                 f"compile={self._backend!r} makes one graph of a step, and a step of {type(self.model).__name__} "
                 f"cannot be one: {_first_reason(error)}. Leave compile off"

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 from caches.quantization.kernel_build import compiled
+from caches.torch_api import has_onednn, onednn_linear, parameters_of
 
 Route: TypeAlias = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 """A matrix product: (input [..., width], weight [outs, width], bias [outs] or None) -> [..., outs], on the CPU."""
@@ -32,19 +33,10 @@ SIZE_LIMITS = (2**17, 2**22)  # elements of a matrix: limits between `SIZES`. Sm
 SIZES = ("small", "medium", "large")
 
 
-def has_onednn() -> bool:
-    """Whether this torch has oneDNN's linear operator."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def _onednn(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
-
-
 def _swapped(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The transposed product. oneDNN packs its second operand: here the small input, not the weight."""
     rows = input.reshape(-1, input.shape[-1]).contiguous()  # oneDNN is 500 times slower with a strided one
-    return _with_bias(torch.ops.mkldnn._linear_pointwise(weight, rows, None, "none", [], "").T, input, bias)
+    return _with_bias(onednn_linear(weight, rows, None).T, input, bias)
 
 
 def _mm(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -62,7 +54,7 @@ def routes() -> dict[str, Route]:
     """The routes other than torch's own that this torch has, by name."""
     found: dict[str, Route] = {"mm": _mm}
     if has_onednn():
-        found |= {"onednn": _onednn, "swapped": _swapped}
+        found |= {"onednn": onednn_linear, "swapped": _swapped}
     return found
 
 
@@ -100,7 +92,7 @@ def table_for(model: nn.Module, choice: str) -> Table | None:
 
     Raises `ConfigError` if the kernel of "gemv" cannot be compiled.
     """
-    weights = [module._parameters.get("weight") for module in model.modules() if isinstance(module, nn.Linear)]
+    weights = [parameters_of(module).get("weight") for module in model.modules() if isinstance(module, nn.Linear)]
     sizes = {SIZES[bisect_right(SIZE_LIMITS, weight.numel())] for weight in weights if _is_plain(weight)}
     if not sizes or choice == "default" or (choice == "onednn" and not has_onednn()):
         return None
@@ -147,10 +139,11 @@ def _replacement(original: _Forward) -> _Forward:
 def _routed(original: _Forward, layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling() or active.table is None:
         return original(layer, input)
-    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    parameters = parameters_of(layer)
+    weight, bias = parameters.get("weight"), parameters.get("bias")
     if not _is_plain(weight) or not _can_be_routed(input):
         return original(layer, input)
-    if not (_is_plain(bias) or (bias is None and "bias" in layer._parameters)):  # a computed bias
+    if not (_is_plain(bias) or (bias is None and "bias" in parameters)):  # a computed bias
         return original(layer, input)
     size = weight.numel()
     route = active.table.route(size, input.numel() * weight.shape[0] // size) if size else None
@@ -178,7 +171,7 @@ def _can_be_routed(input: torch.Tensor) -> bool:
 
 def _compiled_gemv() -> Route:
     gemv = compiled(_GEMV, "linears='gemv'").gemv
-    fallback = _onednn if has_onednn() else functional.linear
+    fallback = onednn_linear if has_onednn() else functional.linear
 
     def route(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if weight.stride(1) != 1:

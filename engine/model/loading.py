@@ -12,6 +12,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -21,6 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from caches.torch_api import inside_compiled
 from configs import EngineConfig
 from engine.errors import InputError
 from engine.model.location import locate
@@ -65,8 +67,8 @@ def unwrapped(model: Any) -> PreTrainedModel:
     """
     inner = model
     while not isinstance(inner, PreTrainedModel):
-        if isinstance(inner, nn.Module) and "_orig_mod" in inner._modules:
-            inner = inner._modules["_orig_mod"]
+        if (compiled := inside_compiled(inner)) is not None:
+            inner = compiled
             _warn_once(
                 "torch.compile's wrapper of the model is ignored: use EngineConfig(compile=...) with cache='static' to "
                 "compile its decode steps"
@@ -115,7 +117,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
     """transformers' auto class for the text-generating model of this configuration."""
     if not config.is_encoder_decoder:
         return AutoModelForCausalLM
-    texts = type(config) in AutoModelForSeq2SeqLM._model_mapping
+    texts = type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
     return AutoModelForSeq2SeqLM if texts else AutoModelForSpeechSeq2Seq
 
 

@@ -14,6 +14,7 @@ from transformers.masking_utils import (
 )
 
 from caches import Cache, UnsupportedLayerError
+from caches.transformers_api import attn_implementation, supports_attention_backend
 from engine.model.growing_columns import room_for, widened
 
 MaskKinds: TypeAlias = str | dict[str, str]
@@ -177,12 +178,12 @@ def one_token_mask(model: Any, cache: TransformersCache | None, kinds: MaskKinds
 def check_takes_masks(model: Any, cache: Cache) -> None:
     """Raise `UnsupportedLayerError` if `cache` imposes windows and the model does not take 4D masks."""
     if cache.imposes_windows and _mask_dtype(model) is None:
-        attention = model.config._attn_implementation
+        attention = attn_implementation(model.config)
         unmarked = "transformers does not mark the model as one that takes such masks: use another cache"
         remedy = f"{attention!r} takes none: load the model with attn_implementation='sdpa', or use another cache"
         raise UnsupportedLayerError(
             f"cache={cache.name!r} imposes a window on {type(model).__name__} with a 4D attention mask, "
-            f"but {remedy if model._supports_attention_backend else unmarked}"
+            f"but {remedy if supports_attention_backend(model) else unmarked}"
         )
 
 
@@ -208,8 +209,8 @@ def imposed_mask(model: Any, cache: Cache, kinds: MaskKinds, columns: Columns, b
 
 def _mask_dtype(model: Any) -> torch.dtype | None:
     """The data type of 4D masks for the model's attention; None if it takes none."""
-    attention = model.config._attn_implementation
-    if not model._supports_attention_backend or attention not in ("sdpa", "eager"):
+    attention = attn_implementation(model.config)
+    if not supports_attention_backend(model) or attention not in ("sdpa", "eager"):
         return None
     return torch.bool if attention == "sdpa" else model.dtype
 

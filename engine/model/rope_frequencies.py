@@ -39,13 +39,13 @@ class Frequencies:
         _last.pop(self._model, None)  # no run, while they are written
         for rope, values in zip(self._ropes, self._values or map(_original, self._ropes), strict=True):
             for name, value in values.items():
-                (rope._buffers if name in rope._buffers else rope.__dict__)[name] = value
+                setattr(rope, name, value)
         _last[self._model] = ref(self)
 
 
 def _read(rope: nn.Module) -> dict[str, Any]:
     """The values that change, by attribute. Models with several layer types have a set per type, with a prefix."""
-    kept = rope.__dict__ | rope._buffers
+    kept = vars(rope) | dict(rope.named_buffers(recurse=False, remove_duplicate=False))
     return {name: value for name, value in kept.items() if name.endswith(_NAMES) and "original" not in name}
 
 

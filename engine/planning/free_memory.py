@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import re
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 from caches import CapacityError
@@ -52,17 +54,9 @@ def _device_bytes(device: torch.device) -> int | None:
     return None
 
 
-def _host_bytes() -> int | None:
+def _host_bytes() -> int:
     """What the machine has left, or the limits of this process and of its group leave it, whichever is least."""
-    return min((free for free in (*_of_machine(), *_of_groups(), *_of_limits())), default=None)
-
-
-def _of_machine() -> Iterator[int]:
-    known = _numbers(Path("/proc/meminfo"), ":")
-    if "MemAvailable" in known:
-        yield 1024 * known["MemAvailable"]
-    elif hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        yield os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(psutil.virtual_memory().available, *_of_groups(), *_of_limits())
 
 
 def _of_groups() -> Iterator[int]:
@@ -84,22 +78,21 @@ def _of_groups() -> Iterator[int]:
             limit, used = _number(group / limit_name), _number(group / used_name)
             if limit is not None and used is not None:
                 # Pages of files that are not in use are given back when others are wanted.
-                yield max(0, limit - used + _numbers(group / "memory.stat", " ").get(idle_name, 0))
+                yield max(0, limit - used + _entry(group / "memory.stat", idle_name))
             if group == root:
                 break
 
 
 def _of_limits() -> Iterator[int]:
-    """RLIMIT_DATA and RLIMIT_AS, less what this process has taken of them."""
-    try:
-        import resource
-    except ImportError:  # not on Windows
+    """RLIMIT_DATA and RLIMIT_AS, less what this process has taken of them, where there are such limits."""
+    if not hasattr(psutil, "RLIMIT_DATA"):  # not on macOS and Windows
         return
-    taken = _numbers(Path("/proc/self/status"), ":")
-    for limit, name in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
-        most, _ = resource.getrlimit(limit)
-        if most != resource.RLIM_INFINITY and name in taken:
-            yield max(0, most - 1024 * taken[name])
+    process = psutil.Process()
+    taken = process.memory_info()
+    for limit, used in ((psutil.RLIMIT_DATA, taken.data), (psutil.RLIMIT_AS, taken.vms)):
+        most, _ = process.rlimit(limit)
+        if most != psutil.RLIM_INFINITY:
+            yield max(0, most - used)
 
 
 def _number(file: Path) -> int | None:
@@ -110,11 +103,9 @@ def _number(file: Path) -> int | None:
         return None
 
 
-def _numbers(file: Path, mark: str) -> dict[str, int]:
-    """Lines of a name, a mark and a number."""
-    try:
-        lines = [line.partition(mark) for line in file.read_text().splitlines()]
-    except OSError:
-        return {}
-    found = {name: rest.split() for name, _, rest in lines}
-    return {name: int(rest[0]) for name, rest in found.items() if rest and rest[0].isdigit()}
+def _entry(file: Path, name: str) -> int:
+    """The number after a name in a file of such lines, 0 where there is none."""
+    with suppress(OSError):
+        if found := re.search(rf"^{name} (\d+)$", file.read_text(), re.MULTILINE):
+            return int(found[1])
+    return 0

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import caches
 from caches import EngineCache, LayerSpec, read_specs
+from caches.transformers_api import attn_implementation, model_from_config
 from engine.errors import InputError
 from engine.model.cache_argument import cache_argument
 from engine.model.loading import auto_class
@@ -129,9 +130,9 @@ def meta_model(
     """
     config = copy.deepcopy(config)  # transformers writes into it
     simple = {"experts_implementation": "batched_mm"}  # kernels of which torch knows the shapes alone
-    if config._attn_implementation not in (None, "eager", "sdpa"):
+    if attn_implementation(config) not in (None, "eager", "sdpa"):
         simple["attn_implementation"] = "sdpa"  # which takes as much
-    make = auto_class(config).from_config if kind is None else kind._from_config
+    make = auto_class(config).from_config if kind is None else partial(model_from_config, kind)
     try:
         with torch.device("meta"):
             return make(config, dtype=dtype or config.dtype or torch.float32, **simple).eval()
@@ -152,7 +153,7 @@ def inspect_model(
 
     Raises `InputError` where a forward without numbers cannot be.
     """
-    key = (kind, config._attn_implementation, dtype, config.to_json_string(use_diff=False))
+    key = (kind, attn_implementation(config), dtype, config.to_json_string(use_diff=False))
     found = _studied.get(key)
     if found is None:
         if len(_studied) >= 32:

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from caches.attention.segmented_tensor import SegmentedTensor
+from caches.torch_api import TorchDispatchMode, storage_key, tree_leaves
 
 
 class PeakMemory(TorchDispatchMode):
@@ -21,7 +20,7 @@ class PeakMemory(TorchDispatchMode):
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self._weights = {_key(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+        self._weights = {storage_key(tensor) for tensor in [*model.parameters(), *model.buffers()]}
         self._sizes: dict[int, int] = {}
         self._is_aside = False
         self.most = self._now = 0
@@ -36,10 +35,10 @@ class PeakMemory(TorchDispatchMode):
 
     def _looks_up_experts(self, func: Any, args: Any) -> bool:
         """Weights copied for every token, as only a meta_model does that computes all experts at once."""
-        return func is torch.ops.aten.index.Tensor and args[0].ndim > 2 and _key(args[0]) in self._weights
+        return func is torch.ops.aten.index.Tensor and args[0].ndim > 2 and storage_key(args[0]) in self._weights
 
     def _note(self, tensor: torch.Tensor, counts: bool) -> None:
-        key, storage = _key(tensor), tensor.untyped_storage()
+        key, storage = storage_key(tensor), tensor.untyped_storage()
         if key in self._sizes or key in self._weights:
             return
         self._sizes[key] = storage.nbytes() if counts else 0
@@ -72,7 +71,3 @@ class Fused(TorchFunctionMode):
         if func is torch.Tensor.__bool__ and args[0].is_meta:
             return True
         return func(*args, **kwargs)
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from caches import Cache, CapacityError, EngineCache
+from caches.transformers_api import default_generation_params
 from engine.errors import InputError, OptionError
 from engine.model.accelerate_hooks import input_embeddings
 from engine.prompt import Prompt
@@ -84,7 +85,7 @@ def check_applies(
 
     A whole configuration also serves other calls, and may hold anything that leaves the text as it is.
     """
-    neutral = GenerationConfig._get_default_generation_params()
+    neutral = default_generation_params()
     known = GenerationConfig().to_dict()
     own: dict[str, Any] = {}
     if is_dataclass(strategy):

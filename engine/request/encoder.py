@@ -18,6 +18,13 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from caches.out_of_memory import is_out_of_memory
+from caches.transformers_api import (
+    prepare_decoder_input_ids,
+    prepare_encoder_kwargs,
+    prepare_model_inputs,
+    prepare_special_tokens,
+    special_tokens,
+)
 from engine.decoding.collected_outputs import joined
 from engine.errors import InputError, OptionError
 from engine.model.accelerate_hooks import input_embeddings, prompt_device
@@ -37,13 +44,13 @@ Raises `Exhausted` when nothing is left to try.
 class Source:
     """What an encoder reads: ids [rows, columns] or features [rows, ...], called `name`.
 
-    prepare: transformers' function that lets the encoder read them; None where its outputs were given. tokens: how many
-    tokens or frames it has read, None before.
+    prepare: lets the encoder read them, unless its outputs were given. tokens: how many tokens or frames it has read,
+    None before.
     """
 
     inputs: torch.Tensor
     name: str
-    prepare: Callable[..., dict[str, Any]] | None
+    prepare: Callable[..., dict[str, Any]]
     tokens: int | None = None
 
     def __str__(self) -> str:
@@ -70,25 +77,17 @@ def read_source(
     _check_source(model, given)
     with turn_of(model), torch.no_grad():
         try:
-            source, name, given = model._prepare_model_inputs(None, config.bos_token_id, given)
+            source, name, given = prepare_model_inputs(model, config.bos_token_id, given)
             rows = source.shape[0]
-            model._prepare_special_tokens(config, "attention_mask" in given, device=device, batch_size=rows)
+            prepare_special_tokens(model, config, "attention_mask" in given, device, rows)
         except (ValueError, OverflowError) as error:
             raise InputError(str(error)) from error
         _check_columns(model, given, source, name)
-        _check_starts(config._decoder_start_token_tensor, rows)
-        prepare = getattr(model, "_maybe_prepare_encoder_kwargs_for_generation", None)
-        if prepare is None and "encoder_outputs" not in given:  # transformers 5.17
-            prepare = model._prepare_encoder_decoder_kwargs_for_generation
-        ids, given = model._prepare_decoder_input_ids_for_generation(
-            batch_size=rows,
-            model_input_name=name,
-            model_kwargs=given,
-            decoder_start_token_id=config._decoder_start_token_tensor,
-            device=device,
-        )
-        if prepare is not None:
-            prepare = partial(prepare, model_input_name=name, generation_config=config)
+        start = special_tokens(config).decoder_start
+        assert start is not None  # else transformers has refused it above
+        _check_starts(start, rows)
+        ids, given = prepare_decoder_input_ids(model, rows, name, given, start, device)
+    prepare = partial(prepare_encoder_kwargs, model, config, name)
     mask = given.pop("decoder_attention_mask", None)
     return Prompt(ids, torch.ones_like(ids) if mask is None else mask, given), Source(source, name, prepare)
 
@@ -191,8 +190,6 @@ def _encoded(source: Source, given: dict[str, Any], recover: Recover, largest: i
     largest: bytes of the model's largest matrix.
     """
     prepare, inputs = source.prepare, source.inputs
-    if prepare is None:
-        return given
     rows, parts = len(inputs), 1
     while True:
         try:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from caches.transformers_api import logits_processors, stopping_criteria
 from engine.decoding.stopping import Criteria
 from engine.errors import OptionError
 from engine.prompt import Prompt
@@ -41,8 +42,9 @@ def processing(
     if read.ndim == 2:  # in transformers 5.17 a processor would take the rows of the first prompt for all prompts
         read = read.repeat_interleave(scored, dim=0)
     try:
-        processors = model._get_logits_processor(
-            generation_config=config,
+        processors = logits_processors(
+            model,
+            config,
             input_ids_seq_length=prompt.ids.shape[1],
             encoder_input_ids=read,
             logits_processor=LogitsProcessorList(given or []),
@@ -62,7 +64,7 @@ def ended(
 
     @functools.cache
     def criteria() -> Criteria:  # stop strings take a while to prepare
-        return Criteria(model._get_stopping_criteria(config, StoppingCriteriaList(given or []), tokenizer))
+        return Criteria(stopping_criteria(model, config, StoppingCriteriaList(given or []), tokenizer))
 
     if config.max_time is not None:
         criteria()  # the clock starts with the call, not with the first token

@@ -19,6 +19,7 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
+from caches.transformers_api import constraint_of
 from engine.errors import EngineError, OptionError
 from strategies import repeat_rows_index
 
@@ -49,7 +50,7 @@ class Processing:
         self._prompts = len(prompt)
         self._processors = LogitsProcessorList(_from_ids_alone(processor, prompt.shape[1]) for processor in processors)
         constraints = [one for one in processors if isinstance(one, PrefixConstrainedLogitsProcessor)]
-        functions = [constraint._prefix_allowed_tokens_fn for constraint in constraints]
+        functions = [constraint_of(constraint) for constraint in constraints]
         self._followers = [follower for follower in [*processors, *functions] if _follows(follower)]
         self._followed: torch.Tensor | None = None  # the ids that they were called with last
         self._origins = torch.arange(self._prompts)  # of which prompt each row is

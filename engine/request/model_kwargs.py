@@ -10,9 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from caches import EngineCache
+from caches.transformers_api import (
+    has_own_position_ids,
+    prepare_encoder_kwargs,
+    prepare_position_ids,
+    update_model_kwargs,
+)
 from engine.errors import InputError
 from engine.model.model_lock import turn_of
 from engine.prompt import Prompt
@@ -44,14 +50,11 @@ def complete_model_kwargs(
             name: value for name, value in model_kwargs.items() if name in PER_TOKEN or name.endswith("_mask")
         }
     with turn_of(model), torch.no_grad():
-        if "position_ids" not in model_kwargs and _reckons_positions(model):
+        if "position_ids" not in model_kwargs and has_own_position_ids(model):
             model_kwargs["position_ids"] = _own_positions(
                 model, replace(prompt, model_kwargs=model_kwargs), mask, cache
             )
-        if hasattr(model, "_maybe_prepare_encoder_kwargs_for_generation"):  # missing in transformers 5.17
-            model_kwargs = model._maybe_prepare_encoder_kwargs_for_generation(
-                prompt.ids, model_kwargs, "input_ids", config
-            )
+        model_kwargs = prepare_encoder_kwargs(model, config, "input_ids", prompt.ids, model_kwargs)
     return replace(prompt, mask=None, model_kwargs=model_kwargs), mask
 
 
@@ -74,12 +77,6 @@ def has_placeholders(model: PreTrainedModel, ids: torch.Tensor) -> bool:
     return bool(torch.isin(ids, torch.tensor(_placeholders(model), dtype=torch.long, device=ids.device)).any())
 
 
-def _reckons_positions(model: PreTrainedModel) -> bool:
-    """Whether it has a function of its own for position ids (multimodal rotary embeddings)."""
-    usual = GenerationMixin._prepare_position_ids_for_generation
-    return type(model)._prepare_position_ids_for_generation is not usual
-
-
 def _own_positions(
     model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor, cache: EngineCache | None
 ) -> torch.Tensor | None:
@@ -97,8 +94,8 @@ def _own_positions(
     handle = None if cache is None or has_media or seen == 0 else cache.handle
     inputs = prompt.ids if prompt.embeds is None else prompt.embeds
     try:
-        return model._prepare_position_ids_for_generation(
-            inputs, model_kwargs | {"attention_mask": mask, "past_key_values": handle, "input_ids": prompt.ids}
+        return prepare_position_ids(
+            model, inputs, model_kwargs | {"attention_mask": mask, "past_key_values": handle, "input_ids": prompt.ids}
         )
     except (StopIteration, IndexError, RuntimeError, ValueError) as error:
         raise InputError(
@@ -115,10 +112,7 @@ def extend_model_kwargs(
 
     What a new token has there is asked of the model, by letting it add one.
     """
-    is_encoder_decoder = model.config.is_encoder_decoder
-    grown = model._update_model_kwargs_for_generation(
-        _NoOutputs(), dict(model_kwargs), is_encoder_decoder=is_encoder_decoder
-    )
+    grown = update_model_kwargs(model, _NoOutputs(), dict(model_kwargs))
     extended, axes = dict(model_kwargs), {}
     for name, value in model_kwargs.items():
         longer = grown.get(name)

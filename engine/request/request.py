@@ -13,6 +13,13 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, MaxTimeCriteria, PreTrainedModel, StoppingCriteriaList
 
 from caches import EngineCache
+from caches.transformers_api import (
+    prepare_attention_mask,
+    prepare_generated_length,
+    prepare_generation_config,
+    prepare_special_tokens,
+    special_tokens,
+)
 from engine.decoding.guidance import ARGUMENTS, Guidance, check_guidance, read_guidance
 from engine.decoding.stopping import Criteria, Stopping
 from engine.errors import OptionError
@@ -219,7 +226,7 @@ def read_request(
     inputs = _read_inputs(model, call, tokenizer, said, cache, chunk_tokens)
     total = _read_length(model, said, inputs)
     prompt, mask, source = inputs.prompt, inputs.mask, inputs.source
-    eos, pad = config._eos_token_tensor, config._pad_token_tensor
+    eos, pad, _ = special_tokens(config)
     if pad is None and tokenizer is not None and tokenizer.pad_token_id is not None:
         pad = torch.tensor(tokenizer.pad_token_id)
     given = call.logits_processor
@@ -283,7 +290,7 @@ def _read_inputs(
         prompt = read_prompt(call.inputs, said.model_inputs, tokenizer, config.bos_token_id, pad_id=config.pad_token_id)
         _refuse_unknown(model, prompt.model_kwargs)
         prompt = prompt.to(device)
-        model._prepare_special_tokens(config, prompt.mask is not None, device=device, batch_size=len(prompt.ids))
+        prepare_special_tokens(model, config, prompt.mask is not None, device, len(prompt.ids))
     check_embeds(model, prompt)
     check_ids(model, prompt)
     mask = prompt.mask
@@ -308,14 +315,8 @@ def _read_inputs(
 def _read_length(model: PreTrainedModel, said: _Said, inputs: _Inputs) -> int:
     """Columns when the run ends at the latest."""
     config, prompt = said.config, inputs.prompt
-    model._prepare_generated_length(
-        generation_config=config,
-        has_default_max_length="max_length" not in said.lengths,
-        has_default_min_length="min_length" not in said.lengths,
-        model_input_name="input_ids" if prompt.embeds is None else "inputs_embeds",
-        input_ids_length=prompt.ids.shape[1],
-        inputs_tensor=prompt.ids if prompt.embeds is None else prompt.embeds,
-    )
+    fed = prompt.ids if prompt.embeds is None else prompt.embeds
+    prepare_generated_length(model, config, fed, prompt.ids.shape[1], said.lengths)
     check_ids_are_known(what_is_read(prompt, inputs.source), said.options)
     total = inputs.before + prompt.columns_without_ids + config.max_length
     check_length(inputs.mask.shape[1], total)
@@ -348,7 +349,7 @@ def _complete_config(
         generation_config = copy.copy(generation_config)
         generation_config.return_dict_in_generate = True
     try:
-        config, model_inputs = model._prepare_generation_config(generation_config, **passed)
+        config, model_inputs = prepare_generation_config(model, generation_config, **passed)
     except (ValueError, TypeError, AttributeError) as error:  # transformers' own checks, of the model's settings too
         raise OptionError(f"transformers refuses these generation parameters: {error}") from error
     for name, value in own.items():
@@ -366,7 +367,7 @@ def _inferred_mask(model: PreTrainedModel, ids: torch.Tensor, config: Generation
     """The mask of a prompt that came without one, as transformers reads it off the pad ids."""
     if ids.numel() == 0:
         return torch.ones_like(ids)
-    return model._prepare_attention_mask_for_generation(ids, config, {})
+    return prepare_attention_mask(model, ids, config)
 
 
 def _refuse_unknown(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:

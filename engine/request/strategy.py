@@ -17,6 +17,7 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 import strategies
+from caches.transformers_api import default_generation_params
 from engine.errors import OptionError
 from engine.request.call import Call
 from engine.request.parameters import read
@@ -61,7 +62,7 @@ def choose_strategy(
             f"available; strategies: {', '.join(strategies.names())}"
         )
     if strategy is None or isinstance(strategy, str):
-        neutral = GenerationConfig._get_default_generation_params()
+        neutral = default_generation_params()
         named = implied if strategy is None else strategy
         values = {name: getattr(config, name, None) for name in strategies.options(named)}
         said = {

@@ -475,7 +475,12 @@ def test_a_cache_that_cannot_follow_is_read_again(monkeypatch):
 
 
 def test_the_command_line_shows_what_there_is(cli, monkeypatch):
-    monkeypatch.setattr("engine.cli.progress.Work.watch", lambda *args: press_at(4))
+    stream = engine.Generator.stream
+
+    def interrupted(*inputs, **options):
+        return stream(*inputs, logits_processor=[press_at(4)], **options)
+
+    monkeypatch.setattr(engine.Generator, "stream", interrupted)
     for more in ([], ["--num-beams", "3"]):
         done = cli(["generate", "import os\n", "--max-new-tokens", "60", *more])
         assert done.exit_code == 130

@@ -71,11 +71,6 @@ def calls_the_model(node):
     return isinstance(node, ast.Call) and ast.unparse(node.func) in ("model", "self.model", "self._model")
 
 
-def uses_private_parts_of_the_model(node):
-    private = isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
-    return private and ast.unparse(node.value) == "model"
-
-
 def imports_codec(node):
     return isinstance(node, (ast.Import, ast.ImportFrom)) and any(
         name.startswith(("hqq", "optimum")) for name in ast.unparse(node).replace(",", " ").split()
@@ -89,17 +84,6 @@ def imports_codec(node):
         (
             calls_the_model,
             {"engine/model/forward.py", "engine/planning/model_footprint.py"},
-        ),
-        (
-            uses_private_parts_of_the_model,
-            {
-                "engine/model/cache_argument.py",
-                "engine/request/encoder.py",
-                "engine/request/model_kwargs.py",
-                "engine/model/masks.py",
-                "engine/request/request.py",
-                "engine/request/generation_helpers.py",
-            },
         ),
         (imports_codec, {"caches/quantization/codec.py"}),
     ],

@@ -1,0 +1,77 @@
+"""Every private name of torch that the project uses, one function or constant each; here and nowhere else.
+
+All are in torch 2.11 to 2.13. `tests/unit/test_private_names.py` calls each of them on the installed release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = [
+    "DisableTorchFunctionSubclass", "TorchDispatchMode", "compiled_graphs", "discard_compiled", "graph_errors",
+    "has_onednn", "inside_compiled", "make_wrapper_subclass", "module_call_code", "onednn_linear",
+    "parameters_of", "set_grad_enabled", "storage_key", "times_written", "tree_leaves", "tree_map",
+]  # fmt: skip
+
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+"""A context in which functions take subclasses of `torch.Tensor` as they are: no `__torch_function__` is called."""
+
+make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+"""Of a subclass of `torch.Tensor`, a shape, `dtype` and `device`: a tensor of that class without any memory."""
+
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""Derivatives of this thread on or off. C code: Ctrl-C does not stop it halfway, as it can `torch.set_grad_enabled`."""
+
+times_written: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""How often a tensor was written in place. Raises `RuntimeError` for one made in inference mode."""
+
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+"""The parameters of a module itself by name, those that are None too; not those that are computed when asked for."""
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same number for all tensors that share memory, on the meta device too, as long as one of them lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def module_call_code() -> CodeType:
+    """The code of the frames in which a module is called; their `self` is the module."""
+    return nn.Module._wrapped_call_impl.__code__
+
+
+def inside_compiled(module: Any) -> Any:
+    """The module inside the wrapper that `torch.compile` made; None where `module` is no such wrapper."""
+    return module._modules.get("_orig_mod") if isinstance(module, nn.Module) else None
+
+
+def compiled_graphs(function: Callable[..., Any]) -> int:
+    """How many graphs there are of a function that was given to `torch.compile`."""
+    return len(torch._dynamo.eval_frame._debug_get_cache_entry_list(function))
+
+
+def discard_compiled(function: Callable[..., Any]) -> None:
+    """Discard all graphs of a function that was given to `torch.compile`; the next call compiles again."""
+    torch._dynamo.eval_frame.remove_from_cache(function)
+
+
+def graph_errors() -> tuple[type[Exception], ...]:
+    """What a compiled function raises where it cannot be one graph, or needs more graphs than are allowed."""
+    return torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit
+
+
+def has_onednn() -> bool:
+    """Whether torch was built with `onednn_linear`."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def onednn_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`torch.nn.functional.linear` of float32 by oneDNN, which packs `weight` in each call."""
+    return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
