@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from engine.generator import Generator
     from engine.model.export import export_step, step_inputs
     from engine.model.loading import SHIPPED_MODEL
-    from engine.planning.plan import Plan, plan
-    from engine.planning.planner import BackendPlan
+    from engine.planning.plan import plan
+    from engine.planning.report import BackendPlan, Plan
     from engine.request.logits_processors import StatefulLogitsProcessor
     from engine.result import Fallback, Generation, Stats, StreamChunk
     from engine.streaming import Stream
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _HOME = {
     "SHIPPED_MODEL": "engine.model.loading",
     "InvalidLogitsError": "engine.errors",
-    "BackendPlan": "engine.planning.planner",
+    "BackendPlan": "engine.planning.report",
     "GenerationCancelled": "engine.errors",
     "ConfigError": "engine.errors",
     "UserInterrupt": "engine.errors",
@@ -56,7 +56,7 @@ _HOME = {
     "OptionError": "engine.errors",
     "OutOfMemoryError": "engine.errors",
     "StreamChunk": "engine.result",
-    "Plan": "engine.planning.plan",
+    "Plan": "engine.planning.report",
     "Stats": "engine.result",
     "Stream": "engine.streaming",
     "__version__": "engine.version",

@@ -9,8 +9,6 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine.planning.plan import Plan
-    from engine.planning.planner import BackendPlan
     from engine.result import Generation
 
 _SHORT = 50  # characters of a text in a line
@@ -40,36 +38,7 @@ def generation_as_html(out: Generation) -> str:
         below.insert(0, f"and {_count(len(out.tokens) - len(rows), 'row')} more")
     if out.text is None:
         below.append(f"text: {_NO_TEXT}")
-    return _table(["row", "text" if out.text is not None else "token ids", "tokens", "ended by"], rows, below)
-
-
-def plan_in_short(plan: Plan) -> str:
-    """A `repr` of one line; `print(plan)` shows the table."""
-    fitting = sum(backend.fits is True for backend in plan.backends)
-    return (
-        f"Plan({plan.model}, {plan.dtype} on {plan.device}, {plan.batch_size} x ({plan.prompt_tokens} + "
-        f"{plan.max_new_tokens}) tokens, choice={plan.choice!r}, {fitting} of {len(plan.backends)} caches fit: "
-        "print() shows them)"
-    )
-
-
-def plan_as_html(plan: Plan) -> str:
-    """A table with a line per cache, the reasons of refusals, and the choice."""
-    rows = [_backend_cells(backend) for backend in plan.backends]
-    run = f"{plan.batch_size} x {plan.prompt_tokens:,} tokens, {plan.max_new_tokens:,} new ones, in {plan.rows} rows"
-    below = [
-        f"{plan.model}, {plan.dtype} on {plan.device}; {run}",
-        f"choice: {plan.choice or 'none of them'}; {plan.why}",
-    ]
-    return _table(["cache", "needs", "fits", "longest context", "largest batch", "refused"], rows, below)
-
-
-def _backend_cells(backend: BackendPlan) -> list[Any]:
-    if backend.refused is not None:
-        return [backend.title, "", "", "", "", backend.refused]
-    needs = ", ".join(f"{size / 1e6:,.1f} MB ({tier})" for tier, size in backend.need_bytes.items())
-    searched = [f"{n:,}" if n is not None else "?" for n in (backend.longest_context, backend.largest_batch)]
-    return [backend.title, needs, {True: "yes", False: "no", None: "?"}[backend.fits], *searched, ""]
+    return html_table(["row", "text" if out.text is not None else "token ids", "tokens", "ended by"], rows, below)
 
 
 def _summary(out: Generation) -> str:
@@ -90,7 +59,7 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]], below: Sequence[str]) -> str:
+def html_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], below: Sequence[str]) -> str:
     """An HTML table, and lines below it; all content is escaped."""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     style = ' style="text-align: left; white-space: pre-wrap"'

@@ -15,7 +15,8 @@ from caches import EngineCache
 from configs import CacheConfig, EncoderDecoderCacheConfig, EngineConfig, nearest
 from engine.errors import InputError, OptionError
 from engine.memory.budget import Budget
-from engine.planning.cache_size import fresh_cache
+from engine.planning.cache_size import empty_cache
+from engine.planning.plan import choose_cache
 from engine.request.call import Call
 from engine.request.request import Request
 
@@ -122,12 +123,12 @@ def new_cache(
         options = request.config.cache_config if options is None else options
     run_shape, compiled, build = request.run_shape, config.compile != "off", functools.partial(_built, model.config)
     if chosen == AUTO and not request.is_encoded:
-        return fresh_cache(_configured("static" if compiled else "dynamic", None), run_shape, build)
+        return empty_cache(_configured("static" if compiled else "dynamic", None), run_shape, build)
     if chosen == AUTO:
         chosen = _planned(model, request, compiled)
     configured = _configured(chosen, options)
     _check_size(configured, choice.max_cache_len)
-    return fresh_cache(
+    return empty_cache(
         budget.fitted(configured, run_shape, model) if request.is_encoded else configured, run_shape, build
     )
 
@@ -160,8 +161,6 @@ def _check_size(config: CacheConfig, size: int | None) -> None:
 
 def _planned(model: PreTrainedModel, request: Request, compiled: bool) -> CacheConfig:
     """What `cache="auto"` is for this request."""
-    from engine.planning.plan import choose_cache  # which needs a Generator's parts
-
     try:
         return choose_cache(model, replace(request.run_shape, shares=not compiled), compiled)
     except InputError as error:

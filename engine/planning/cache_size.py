@@ -46,7 +46,7 @@ class RunShape:
         return self.prompt_tokens + self.new_tokens - 1
 
 
-def fresh_cache(config: CacheConfig, run_shape: RunShape, build: Callable[[CacheConfig], EngineCache]) -> EngineCache:
+def empty_cache(config: CacheConfig, run_shape: RunShape, build: Callable[[CacheConfig], EngineCache]) -> EngineCache:
     """An empty cache with room for this run_shape. build: makes it for the model's layers."""
     config = _sized(config, run_shape)
     cache = build(config)

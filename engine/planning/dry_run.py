@@ -1,5 +1,5 @@
-"""What the cache of a run takes, found out by rehearsing it: the real cache goes through the run's steps with tensors
-that have no numbers. There is no formula for any backend, so what holds for one holds for those to come."""
+"""What the cache of a run takes, found by a dry run: the real cache takes the steps of the run with tensors on the meta
+device, which have no values. No backend needs a formula, so a new backend is planned like the others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import caches
 from caches import EngineCache
@@ -15,19 +15,20 @@ from caches.attention.segmented_tensor import SegmentedTensor, segments_of
 from caches.registry import build_layers
 from configs import CacheConfig
 from engine.model.masks import check_takes_masks
-from engine.planning.cache_size import RunShape, fresh_cache
-from engine.planning.model_footprint import CacheWrite, ModelFootprint
+from engine.planning.cache_size import RunShape, empty_cache
+from engine.planning.model_footprint import CacheWrite, MeasuredCache, ModelFootprint
 from strategies import repeat_rows_index
 
-_FEW_QUERIES = 64  # with more of them attention wants its columns together
-_MOST_TOKENS = 2**24  # of a row; rehearsing them takes about a minute
+_FEW_QUERIES = 64  # with more of them attention reads a quantized or offloaded layer as one tensor
+_MOST_TOKENS = 2**24  # of a row; a dry run of so many takes about a minute
 _KINDS = {"all": "full attention", "window": "sliding window", "chunk": "chunks", "own": "transformers' own"}
 
 
 @dataclass(frozen=True)
 class UsageSample:
-    """Bytes of a cache at some time. by_place: see `LegacyNames.bytes_by_place`. by_kind: by what kind of layer keeps
-    them, memory that layers take turns in left out.
+    """Bytes of a cache at one moment.
+
+    by_place: see `LegacyNames.bytes_by_place`. by_kind: by kind of layer, without memory that layers share.
     """
 
     by_place: dict[str, int]
@@ -37,54 +38,57 @@ class UsageSample:
         return sum(self.by_place.get(place, 0) for place in places)
 
     def times(self, number: float) -> UsageSample:
-        """The same of so many times the rows."""
+        """The same with so many times the rows."""
         place, kind = ({name: int(number * n) for name, n in of.items()} for of in (self.by_place, self.by_kind))
         return UsageSample(place, kind)
 
 
 @dataclass(frozen=True)
 class CacheUsage:
-    """What a cache takes in a run, at the times when it may be most. together: bytes of what a step of many tokens puts
-    together of one layer in order to read it. chunk_tokens: how many tokens were read at once, 0 without a cache.
-    positions: how many the model has to tell apart."""
+    """What a cache takes in a run.
 
-    moments: tuple[UsageSample, ...]
-    together: int
+    samples: at the moments when it may be largest. materialized_bytes: of the one tensor that attention makes of a
+    layer in a step of many tokens, where the layer is not kept as one. chunk_tokens: tokens of the prompt's longest
+    step, 0 without a cache. positions: how many the model has to tell apart.
+    """
+
+    samples: tuple[UsageSample, ...]
+    materialized_bytes: int
     chunk_tokens: int
     positions: int
 
     @property
     def most(self) -> UsageSample:
-        return max(self.moments, key=lambda moment: moment.at(moment.by_place))
+        return max(self.samples, key=lambda sample: sample.at(sample.by_place))
 
     def at(self, *places: str) -> int:
-        """The most bytes that there are in these places together."""
-        return max(moment.at(places) for moment in self.moments)
+        """The most bytes in these places together."""
+        return max(sample.at(places) for sample in self.samples)
 
     def times(self, number: float) -> CacheUsage:
-        """The same of so many times the rows: everything a cache keeps it keeps for each of them."""
-        moments = tuple(moment.times(number) for moment in self.moments)
-        return replace(self, moments=moments, together=int(number * self.together))
+        """The same with so many times the rows: all that a cache keeps is kept per row."""
+        samples = tuple(sample.times(number) for sample in self.samples)
+        return replace(self, samples=samples, materialized_bytes=int(number * self.materialized_bytes))
 
 
 def dry_run(footprint: ModelFootprint, config: CacheConfig, run_shape: RunShape, pinned: bool = False) -> CacheUsage:
-    """What the cache of this configuration takes in a run. Raises what building and using it raises.
+    """What the cache of this configuration takes in a run. Raises what building and using the cache raises.
 
-    pinned: what is in host memory is pinned, as it is where an accelerator computes.
+    pinned: host memory is pinned, as where an accelerator computes.
     """
-    run = _Rehearsal(footprint, config, run_shape, pinned)
+    run = _DryRun(footprint, config, run_shape, pinned)
     if run.cache.handle is not None:
         run.check_length()
         run.read_prompt()
         run.branch()
         run.decode()
-    return run.kept()
+    return run.usage()
 
 
-class _Rehearsal:
+class _DryRun:
     def __init__(self, footprint: ModelFootprint, config: CacheConfig, run_shape: RunShape, pinned: bool):
-        self._anatomy, self._course, self._pinned = footprint, run_shape, pinned
-        self.cache: Any = fresh_cache(config, run_shape, self._build)
+        self._footprint, self._run_shape, self._pinned = footprint, run_shape, pinned
+        self.cache = cast(MeasuredCache, empty_cache(config, run_shape, self._build))
         if isinstance(self.cache, caches.Cache):
             check_takes_masks(footprint.model, self.cache)
         if self.cache.max_tokens is not None and self.cache.max_tokens < run_shape.held:
@@ -93,137 +97,134 @@ class _Rehearsal:
                 f"prompt tokens and {run_shape.new_tokens} new ones need {run_shape.held}: raise max_cache_len"
             )
         self._rows = run_shape.prompts
-        self._moments = [UsageSample({"device": 0}, {})]
-        self._together = self._chunk = 0
+        self._samples = [UsageSample({"device": 0}, {})]
+        self._materialized_bytes = self._chunk = 0
 
     def _build(self, config: CacheConfig) -> EngineCache:
-        return build_layers(config.name, self._anatomy.specs, self._anatomy.is_encoder_decoder, config)
+        return build_layers(config.name, self._footprint.specs, self._footprint.is_encoder_decoder, config)
 
-    def kept(self) -> CacheUsage:
-        held, known = self._course.held, isinstance(self.cache, caches.Cache)
-        positions = self.cache.positions_needed(held) if known else held
-        return CacheUsage(tuple(self._moments), self._together, self._chunk, positions)
+    def usage(self) -> CacheUsage:
+        positions = self._run_shape.held
+        if isinstance(self.cache, caches.Cache):
+            positions = self.cache.positions_needed(positions)
+        return CacheUsage(tuple(self._samples), self._materialized_bytes, self._chunk, positions)
 
     # The run.
 
     def check_length(self) -> None:
-        tokens = self._course.held + self._course.source_tokens
+        tokens = self._run_shape.held + self._run_shape.source_tokens
         if tokens > _MOST_TOKENS and not self._windows()[1]:
             raise caches.CapacityError(
-                f"{tokens:,} tokens of a row are more than a plan is made for, which are {_MOST_TOKENS:,} unless the "
-                "cache only keeps windows: plan with fewer, what is kept grows with them"
+                f"{tokens:,} tokens per row are too many for a plan, which takes at most {_MOST_TOKENS:,} unless every "
+                "layer keeps only a window: plan fewer tokens, the cache grows in proportion to them"
             )
 
     def read_prompt(self) -> None:
-        tokens, calls = self._course.prompt_tokens, self._anatomy.first
+        tokens, writes = self._run_shape.prompt_tokens, self._footprint.first
         most = self.cache.max_step_tokens if isinstance(self.cache, caches.Cache) else None
-        self._chunk = min(tokens, self._course.chunk_tokens or tokens, most or tokens)
+        self._chunk = min(tokens, self._run_shape.chunk_tokens or tokens, most or tokens)
         whole, rest = divmod(tokens, self._chunk)
-        windows, all_forget = self._windows()
-        if all_forget:  # after some windows nothing changes any more
+        windows, all_evict = self._windows()
+        if all_evict:  # after some windows the size no longer changes
             whole = min(whole, 3 * max(windows) // self._chunk + 3)
         steps = [self._chunk] * whole + [rest] * (rest > 0)
         for number, count in enumerate(steps):
             is_last = number == len(steps) - 1
-            self._step(count, calls, looks=is_last)
-            calls = tuple(call for call in calls if call.part == 0)
+            self._step(count, writes, reads=is_last)
+            writes = tuple(write for write in writes if write.part == 0)
             if number == 0 or is_last:
-                self._weigh()
+                self._take_sample()
 
     def branch(self) -> None:
-        times = self._course.branches
+        times = self._run_shape.branches
         if times == 1:
             return
-        if self._course.shares:
+        if self._run_shape.shares:
             self.cache.fork(times)
         else:
             self.cache.select_rows(repeat_rows_index(self._rows, times))
         self._rows *= times
-        self._weigh()
+        self._take_sample()
 
     def decode(self) -> None:
-        """Steps of one token, most of them several at a time where that takes no other room."""
-        tokens = self._course.new_tokens - 1
-        windows, all_forget = self._windows()
-        if all_forget:
+        """Steps of one token, most of them joined to longer steps that take the same room."""
+        tokens = self._run_shape.new_tokens - 1
+        windows, all_evict = self._windows()
+        if all_evict:
             tokens = min(tokens, 3 * max(windows) + 3)
-        if tokens > 0 and self._course.branches > 1 and not all(self._anatomy.shares):
-            self._step(1, self._anatomy.later, looks=True)
-            self._weigh()
+        if tokens > 0 and self._run_shape.branches > 1 and not all(self._footprint.shares):
+            self._step(1, self._footprint.later, reads=True)
+            self._take_sample()
             tokens -= 1
-            for part, shares in zip(self.cache.parts, self._anatomy.shares, strict=True):
+            for part, shares in zip(self.cache.parts, self._footprint.shares, strict=True):
                 if not shares:
                     part.unshare()
         stride = max(16, min(64, min(windows) // 8)) if windows else tokens
         while tokens > 2:
             count = min(stride, tokens - 2)
-            if self._course.ends_early or self._course.branches > 1:  # room is made as single tokens come
-                for seen in range(self.cache.total_tokens + 1, self.cache.total_tokens + count + 1):
-                    self.cache.reserve(seen)
-            self._step(count, self._anatomy.later)
+            if self._run_shape.ends_early or self._run_shape.branches > 1:  # room is made as single tokens come
+                for total in range(self.cache.total_tokens + 1, self.cache.total_tokens + count + 1):
+                    self.cache.reserve(total)
+            self._step(count, self._footprint.later)
             tokens -= count
         for left in reversed(range(tokens)):
-            self._step(1, self._anatomy.later, looks=left == 0)
-        self._weigh()
+            self._step(1, self._footprint.later, reads=left == 0)
+        self._take_sample()
 
-    def _step(self, tokens: int, calls: Iterable[CacheWrite], looks: bool = False) -> None:
-        """looks: whether attention reads what it is handed, and takes the memory that this needs."""
+    def _step(self, tokens: int, writes: Iterable[CacheWrite], reads: bool = False) -> None:
+        """reads: whether attention reads what the cache returns, which may allocate scratch memory."""
         self.cache.begin(tokens)
-        for call in calls:
-            found = call.repeat(self.cache, self._rows, self._course.source_tokens if call.part else tokens)
-            views = (
-                [view for view in found if isinstance(view, SegmentedTensor)]
-                if looks and isinstance(found, tuple)
-                else []
-            )
+        for write in writes:
+            found = write.repeat(self.cache, self._rows, self._run_shape.source_tokens if write.part else tokens)
+            returned = found if reads and isinstance(found, tuple) else ()
+            views = [tensor for tensor in returned if isinstance(tensor, SegmentedTensor)]
             for view in views:
                 for _ in segments_of(view):
                     pass
             if tokens > _FEW_QUERIES:
-                self._together = max(self._together, sum(prod(view.base) * view.dtype.itemsize for view in views))
+                materialized = sum(prod(view.base) * view.dtype.itemsize for view in views)
+                self._materialized_bytes = max(self._materialized_bytes, materialized)
         self.cache.commit()
 
     def _windows(self) -> tuple[list[int], bool]:
-        """How many columns layers keep that forget some, and whether all layers do."""
+        """The windows of the layers that evict tokens, and whether all layers do."""
         bounds = [layer.timeline.retention.bound for part in self.cache.parts for layer in part.layers]
         known = [bound for bound in bounds if bound is not None]
         return known, 0 < len(known) == len(bounds)
 
     # What it takes.
 
-    def _weigh(self) -> None:
+    def _take_sample(self) -> None:
         by_place, by_kind = Counter(device=0), Counter[str]()
         for kind, place, size in self._sizes():
             by_place[place] += size
             if place != "staging":
                 by_kind[kind] += size
-        self._moments.append(UsageSample(dict(by_place), dict(by_kind)))
+        self._samples.append(UsageSample(dict(by_place), dict(by_kind)))
 
     def _sizes(self) -> Iterator[tuple[str, str, int]]:
-        """Kind, place and bytes of everything there is."""
+        """Kind of layer, place and bytes of each tensor of the cache."""
         for number, part in enumerate(self.cache.parts):
-            for layer, count in zip(part.layers, self._anatomy.counts, strict=True):
-                for kind, thing in _things(layer, number):
-                    away: Any = getattr(thing, "offloaded_buffers", tuple)()
-                    places = {id(tensor): buffer.tier for buffer in away for tensor in buffer.tensors()}
-                    for tensor in thing.tensors():
+            for layer, count in zip(part.layers, self._footprint.counts, strict=True):
+                for kind, store in _stores(layer, number):
+                    offloaded: Iterable[Any] = getattr(store, "offloaded_buffers", tuple)()
+                    places = {id(tensor): buffer.tier for buffer in offloaded for tensor in buffer.tensors()}
+                    for tensor in store.tensors():
                         place = places.get(id(tensor), "device")
                         size = tensor.nbytes
-                        if place == "host" and self._pinned and size:  # torch takes a power of two of pinned bytes
+                        if place == "host" and self._pinned and size:  # torch rounds pinned bytes up to a power of two
                             size = 1 << (size - 1).bit_length()
                         yield kind, place, round(count * size)
             yield from (("", "staging", tensor.nbytes) for tensor in part.scratch.tensors())
-        per_row, per_token = self._anatomy.wrapped
+        per_row, per_token = self._footprint.own_layer_bytes
         if per_row or per_token:
             yield _KINDS["own"], "device", int(self._rows * (per_row + per_token * self.cache.total_tokens))
 
 
-def _things(layer: Any, part: int) -> Iterator[tuple[str, Any]]:
-    """The stores and the states of a layer, each with a word for what it keeps."""
+def _stores(layer: Any, part: int) -> Iterator[tuple[str, Any]]:
+    """The stores and the state of a layer, each with its kind. A layer of transformers' own classes has none."""
     for name, store in getattr(layer, "stores", {}).items():
-        yield (
-            ("cross attention" if part else "index" if name == "index" else _KINDS[layer.spec.attention_span.kind]),
-            store,
-        )
+        own_kind = "index" if name == "index" else _KINDS[layer.spec.attention_span.kind]
+        yield "cross attention" if part else own_kind, store
     if getattr(layer, "state", None) is not None:
         yield "states", layer.state

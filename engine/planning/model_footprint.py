@@ -1,5 +1,5 @@
-"""What a model gives its cache and what it computes with, found out without weights: by forwards on the meta device,
-whose tensors have shapes and no numbers."""
+"""What a model writes into its cache and how much memory its forwards need, measured without weights on the meta
+device, where tensors have shapes but no values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import copy
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -16,62 +15,69 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import caches
-from caches import EngineCache, LayerSpec, read_specs
+from caches import LayerSpec, read_specs
 from caches.transformers_api import attn_implementation, model_from_config
 from engine.errors import InputError
 from engine.model.cache_argument import cache_argument
 from engine.model.loading import auto_class
 from engine.out_of_memory import first_line, in_words
-from engine.planning.peak_memory import Fused, PeakMemory
+from engine.planning.peak_memory import FusedAttention, PeakMemory
 from engine.request.checks import most_positions
 
-# Of the calls by which models write: which dimension of their tensors counts tokens.
-_WRITES: dict[str, dict[str, int]] = {
+# The methods by which models write into a cache: which dimension of their tensors counts tokens.
+_TOKEN_DIMENSIONS: dict[str, dict[str, int]] = {
     "update": {"key_states": -2, "value_states": -2},
     "update_indexer": {"indexer_key_states": 1},
     "update_conv_state": {"conv_states": -1},
     "update_recurrent_state": {},
 }
-_MORE, _LAST, _BEHIND = 512, 16, 4096  # tokens of the forwards that are tried, as far as there are positions
+# Tokens of the longest measured step. State-space models compute in chunks of up to 256 tokens, so a quarter of it is
+# a whole chunk. A measured step is cheap, except for models that loop over tokens in Python.
+_LONG_STEP = 1024
+_FEW = 16  # tokens of a step whose memory grows with the columns before it rather than with its own tokens
+
+MeasuredCache: TypeAlias = "caches.Cache | caches.EncoderDecoder"
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that a layer is given: its shape for one row, and which dimension counts tokens, if one does."""
+    """A tensor that a layer writes. shape: for one row. token_dimension: the one that counts tokens, None for none."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    tokens: int | None
+    token_dimension: int | None
 
-    def made(self, rows: int, tokens: int) -> torch.Tensor:
+    def new_tensor(self, rows: int, tokens: int) -> torch.Tensor:
         shape = [self.shape[0] * rows, *self.shape[1:]]
-        if self.tokens is not None:
-            shape[self.tokens] = tokens
+        if self.token_dimension is not None:
+            shape[self.token_dimension] = tokens
         return torch.empty(shape, dtype=self.dtype, device="meta")
 
 
 @dataclass(frozen=True)
 class CacheWrite:
-    """What a forward writes: the method `name` of the cache's part 0, or 1 for what an encoder has read."""
+    """One call of the cache's method `name` in a forward. part: 0, or 1 for the cross attention of a decoder."""
 
     part: int
     layer: int
     name: str
     arguments: tuple[tuple[str, Any], ...]
 
-    def repeat(self, cache: Any, rows: int, tokens: int) -> Any:
-        """The same of so many rows and tokens. Returns what the model would read."""
-        given = {name: one.made(rows, tokens) if isinstance(one, TensorSpec) else one for name, one in self.arguments}
-        return getattr(cache.parts[self.part], self.name)(**given, layer_idx=self.layer)
+    def repeat(self, cache: MeasuredCache, rows: int, tokens: int) -> Any:
+        """The same call with so many rows and tokens. Returns what the cache returns to the model."""
+        arguments = {
+            name: value.new_tensor(rows, tokens) if isinstance(value, TensorSpec) else value
+            for name, value in self.arguments
+        }
+        return getattr(cache.parts[self.part], self.name)(**arguments, layer_idx=self.layer)
 
 
 @dataclass(frozen=True)
-class Working:
-    """Bytes that a forward takes for one row, the cache and the last logits aside, at its widest moment.
+class WorkingMemory:
+    """Bytes that a forward allocates at its peak for one row, without weights, the cache and the last logits.
 
-    token: for each token that is read. pair: for each of them and each column it looks at, where attention makes a
-    matrix of all scores. column: for each column that was in the cache before; column_of_one: where only one token is
-    read.
+    token: per token of the step. pair: per token and column it attends to, where attention stores its scores. column:
+    per column that was in the cache before the step; column_of_one: the same in a step of one token.
     """
 
     token: float
@@ -79,38 +85,36 @@ class Working:
     column: float = 0
     column_of_one: float = 0
 
-    def bytes(self, rows: int, tokens: int, columns: int) -> int:
-        """Of a step of `tokens` that looks at `columns`, its own among them."""
+    def of_step(self, rows: int, tokens: int, columns: int) -> int:
+        """A step of `tokens` tokens per row that attends to `columns` columns, its own included."""
         one_row = self.token * tokens + self.pair * tokens * columns + self.column * (columns - tokens)
         return int(rows * one_row)
 
-    def of_one(self, rows: int, read_apart: int, columns: int) -> int:
-        """Of a step of one token. read_apart: for how many rows the columns are read, where others share them."""
-        return int(rows * (self.token + self.pair * columns) + read_apart * self.column_of_one * columns)
+    def of_one_token(self, rows: int, distinct_rows: int, columns: int) -> int:
+        """A step of one token per row. distinct_rows: how often columns are read, which rows of a prompt may share."""
+        return int(rows * (self.token + self.pair * columns) + distinct_rows * self.column_of_one * columns)
 
 
 @dataclass(frozen=True)
 class ModelFootprint:
-    """What is known of a model without its weights.
+    """What is measured of a model without its weights.
 
-    model: itself. vocabulary: its words. specs: two layers of each kind it has, which stand for `counts` layers each.
-    first, later: what a first step writes in these layers, and a step of one token. shares: per part of the cache,
-    whether attention reads columns that rows share without putting them together. wrapped: bytes that layers which only
-    transformers knows take per row, and per row and token. takes_cache: whether it can be given one at all. positions:
-    how many it can tell apart, None for any.
+    model: on the meta device. takes_cache: whether the model takes a cache of keys and values. specs: two layers of
+    each kind (more share the same scratch memory). counts: how many layers of the model each of them stands for.
+    first, later: what these layers write in a first step and in a step of one token. shares: per part of the cache,
+    whether attention reads a shared prefix without copying it for each row. own_layer_bytes: of layers that only
+    transformers' own classes can hold, per row, and per row and token.
     """
 
     model: PreTrainedModel
-    vocabulary: int
+    takes_cache: bool
+    working: WorkingMemory
     specs: tuple[LayerSpec, ...]
     counts: tuple[float, ...]
-    first: tuple[CacheWrite, ...]
-    later: tuple[CacheWrite, ...]
-    shares: tuple[bool, ...]
-    wrapped: tuple[float, float]
-    working: Working
-    takes_cache: bool
-    positions: int | None
+    first: tuple[CacheWrite, ...] = ()
+    later: tuple[CacheWrite, ...] = ()
+    shares: tuple[bool, ...] = ()
+    own_layer_bytes: tuple[float, float] = (0, 0)
 
     @property
     def name(self) -> str:
@@ -120,18 +124,27 @@ class ModelFootprint:
     def is_encoder_decoder(self) -> bool:
         return self.model.config.is_encoder_decoder
 
+    @property
+    def vocabulary(self) -> int:
+        return self.model.config.get_text_config(decoder=True).vocab_size
+
+    @property
+    def positions(self) -> int | None:
+        """How many positions the model can tell apart; None: any number."""
+        return most_positions(self.model)
+
 
 def meta_model(
     config: PreTrainedConfig, dtype: torch.dtype | None = None, kind: type[PreTrainedModel] | None = None
 ) -> PreTrainedModel:
-    """The model of this configuration without any weights. Raises `InputError` when transformers knows none.
+    """The model of this configuration without weights. kind: its class; default: the auto class that fits.
 
-    kind: its class, where that is known.
+    Raises `InputError` when the configuration describes no model that generates text.
     """
     config = copy.deepcopy(config)  # transformers writes into it
-    simple = {"experts_implementation": "batched_mm"}  # kernels of which torch knows the shapes alone
+    simple = {"experts_implementation": "batched_mm"}  # the only one that runs on the meta device
     if attn_implementation(config) not in (None, "eager", "sdpa"):
-        simple["attn_implementation"] = "sdpa"  # which takes as much
+        simple["attn_implementation"] = "sdpa"  # which needs as much memory
     make = auto_class(config).from_config if kind is None else partial(model_from_config, kind)
     try:
         with torch.device("meta"):
@@ -142,215 +155,199 @@ def meta_model(
         ) from error
 
 
-_studied: dict[tuple[Any, ...], ModelFootprint] = {}
+_inspected: dict[tuple[Any, ...], ModelFootprint] = {}
+_MOST_INSPECTED = 32
 
 
 def inspect_model(
     config: PreTrainedConfig, dtype: torch.dtype | None = None, kind: type[PreTrainedModel] | None = None
 ) -> ModelFootprint:
-    """The footprint of the model that a configuration describes. It is looked at once; see `meta_model` for the
-    arguments.
+    """The footprint of the model that a configuration describes, kept for later calls; arguments as of `meta_model`.
 
-    Raises `InputError` where a forward without numbers cannot be.
+    Raises `InputError` when a forward on the meta device fails.
     """
     key = (kind, attn_implementation(config), dtype, config.to_json_string(use_diff=False))
-    found = _studied.get(key)
+    found = _inspected.get(key)
     if found is None:
-        if len(_studied) >= 32:
-            _studied.clear()
+        if len(_inspected) >= _MOST_INSPECTED:
+            _inspected.clear()
         model = meta_model(config, dtype, kind)
         try:
-            found = _studied[key] = _Inspection(model).footprint()
+            found = _inspected[key] = _Inspection(model).footprint()
         except (RuntimeError, NotImplementedError, TypeError, AttributeError, IndexError) as error:
             raise InputError(
-                f"what {type(model).__name__} takes cannot be found out without its weights: a forward on torch's meta "
-                f"device ends with {in_words(error)}"
+                f"the memory of {type(model).__name__} cannot be planned without its weights: a forward on torch's "
+                f"meta device ends with {in_words(error)}"
             ) from error
     return found
 
 
 class _Inspection:
-    """The forwards of a model without weights that tell what it gives its cache and what it works with."""
+    """Forwards of a meta model that record what it writes into its cache, and its peak of memory."""
 
     def __init__(self, model: PreTrainedModel):
-        self.model, self.config, self.is_encoder_decoder = model, model.config, model.config.is_encoder_decoder
-        text_config = self.config.get_text_config(decoder=True)
-        names = ("max_position_embeddings", "max_seq_len")
-        positions = next((most for name in names if (most := getattr(text_config, name, None))), _LAST + _BEHIND)
-        self._more, self._behind = min(_MORE, positions), min(_BEHIND, positions - _LAST)
-        self._few = self._more // 4
-        self._takes = inspect.signature(model.forward).parameters
-        self._cache_argument = cache_argument(model)
         if model.main_input_name != "input_ids":
             raise InputError(
-                f"{type(model).__name__} reads {model.main_input_name}: what it keeps of them is not known here"
+                f"{type(model).__name__} reads {model.main_input_name}: how many tokens these become is not known here"
             )
+        self.model, self.config = model, model.config
+        text_config = self.config.get_text_config(decoder=True)
+        names = ("max_position_embeddings", "max_seq_len")
+        positions = next((most for name in names if (most := getattr(text_config, name, None))), _LONG_STEP + _FEW + 2)
+        self._long = max(2, min(_LONG_STEP, positions - _FEW - 2))
+        self._short = max(1, self._long // 4)
+        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._cache_argument = cache_argument(model)
+        self._memory = PeakMemory(model)
 
     def footprint(self) -> ModelFootprint:
-        model, config = self.model, self.config
-        takes_cache = self._cache_argument.can_be_ours
-        bare = ModelFootprint(
-            model=model,
-            vocabulary=config.get_text_config(decoder=True).vocab_size,
-            specs=(),
-            counts=(),
-            first=(),
-            later=(),
-            shares=(),
-            wrapped=(0, 0),
-            working=Working(0, 0),
-            takes_cache=takes_cache,
-            positions=most_positions(model),
-        )
-        specs = read_specs(config) if takes_cache else ()
-        try:
-            cache = caches.build("dynamic" if takes_cache else "none", config)
-        except caches.CacheError:  # nothing is known of what it keeps
-            takes_cache = False
-        if not takes_cache:
-            return replace(bare, specs=specs, counts=(1.0,) * len(specs), working=self._working(None))
-        first, later = self._writes(cache)
+        specs = read_specs(self.config) if self._cache_argument.can_be_ours else ()
+        short, long = self._new_cache(self._short), self._new_cache(self._long)
+        if short is None or long is None:
+            working = self._fitted([self._peak(None, self._short)], [self._peak(None, self._long)])
+            return ModelFootprint(self.model, False, working, specs, (1.0,) * len(specs))
+        writes = _record(short)
+        short_peaks = [self._peak(short, self._short)]
+        first, short_bytes = _of_known_layers(writes, specs), _own_bytes(short)
+        short_peaks.append(self._peak(short, _FEW))
+        writes.clear()
+        short_peaks.append(self._peak(short, 1))
+        later = _of_known_layers(writes, specs)
+        long_peaks = [self._peak(long, tokens) for tokens in (self._long, _FEW, 1)]
+        if self.config.is_encoder_decoder:
+            short_peaks, long_peaks = [self._peak(None, self._short)], [self._peak(None, self._long)]
+        elif all(write.name != "update" for write in first):  # a state has no columns
+            del short_peaks[1:], long_peaks[1:]
         chosen, counts = _of_each_kind(specs, first, later)
-        return replace(
-            bare,
-            specs=tuple(specs[layer] for layer in chosen),
-            counts=counts,
-            first=_renumbered(first, chosen),
-            later=_renumbered(later, chosen),
-            shares=self._shares(cache),
-            wrapped=self._wrapped(),
-            working=self._working(first),
+        return ModelFootprint(
+            self.model,
+            True,
+            self._fitted(short_peaks, long_peaks),
+            tuple(specs[layer] for layer in chosen),
+            counts,
+            _renumbered(first, chosen),
+            _renumbered(later, chosen),
+            self._shares(short),
+            _line(short_bytes, _own_bytes(long)),
         )
 
-    def forward(self, cache: EngineCache | None, rows: int, tokens: int) -> None:
-        """A step of so many tokens; with an encoder its source has as many and the decoder reads one."""
-        inputs: dict[str, Any] = {} if cache is None else self._cache_argument.inputs(cache.handle)
-        if "logits_to_keep" in self._takes:
-            inputs["logits_to_keep"] = 1
+    def _new_cache(self, tokens: int) -> Any:
+        """A dynamic cache with room for a step of `tokens` tokens and two short ones.
+
+        None where the model takes no cache, or keeps what no cache here can hold.
+        """
+        try:
+            cache: Any = caches.build("dynamic", self.config) if self._cache_argument.can_be_ours else None
+        except caches.CacheError:
+            return None
+        if cache is not None:
+            cache.reserve(tokens + _FEW + 1)
+        return cache
+
+    def _peak(self, cache: MeasuredCache | None, tokens: int) -> int:
+        """Bytes that a step of one row allocates at its peak, the cache left out."""
+        before, kept = self._memory.restart(), 0 if cache is None else cache.bytes
+        with self._memory:
+            self._forward(cache, 1, tokens)
+        grown = 0 if cache is None else cache.bytes - kept
+        return self._memory.most - before - grown
+
+    def _forward(self, cache: MeasuredCache | None, rows: int, tokens: int) -> None:
+        """One step. Of an encoder-decoder model the encoder reads `tokens` tokens and then, given a cache, the decoder
+        reads one."""
         ids = torch.zeros(rows, tokens, dtype=torch.long, device="meta")
-        if self.is_encoder_decoder:
-            inputs["decoder_input_ids"] = ids[:, :1]
-        if cache is not None:
-            cache.begin(1 if self.is_encoder_decoder else tokens)
-        with torch.no_grad(), Fused():
-            self.model(ids, **inputs)
-        if cache is not None:
-            cache.commit()
+        inputs: dict[str, Any] = {"logits_to_keep": 1} if self._takes_logits_to_keep else {}
+        with torch.no_grad(), FusedAttention():
+            if cache is None and self.config.is_encoder_decoder:
+                self.model.get_encoder()(ids)
+            elif cache is None:
+                self.model(ids, **inputs)
+            else:
+                if self.config.is_encoder_decoder:
+                    inputs["decoder_input_ids"] = ids[:, :1]
+                cache.begin(1 if self.config.is_encoder_decoder else tokens)
+                self.model(ids, **inputs, **self._cache_argument.inputs(cache.handle))
+                cache.commit()
 
-    def _writes(self, cache: Any) -> tuple[list[CacheWrite], list[CacheWrite]]:
-        """What a first step writes into an empty cache, and the step of one token after it."""
-        calls: list[list[CacheWrite]] = []
-        for tokens in (self._few, 1):
-            calls.append([])
-            _watch(cache, nullcontext, calls[-1].append)
-            self.forward(cache, 1, tokens)
-        _watch(cache, nullcontext, lambda call: None)
-        wrapped = {layer for layer, spec in enumerate(read_specs(self.config)) if spec.attention_span.kind == "own"}
-        first, later = ([call for call in found if call.layer not in wrapped] for found in calls)
-        return first, later
+    def _fitted(self, short_peaks: list[int], long_peaks: list[int]) -> WorkingMemory:
+        """From the peaks of a short first step and of a long one, each followed by a step of few tokens and by one of a
+        single token, as far as these read columns of the cache."""
+        few, many = self._short, self._long
+        pair = max(0.0, (long_peaks[0] / many - short_peaks[0] / few) / (many - few))
+        token = long_peaks[0] / many - pair * many
+        later = zip((_FEW, 1), short_peaks[1:], long_peaks[1:], strict=False)
+        columns = [max(0.0, (longer - peak) / (many - few) - pair * tokens) for tokens, peak, longer in later]
+        return WorkingMemory(token, pair, *columns)
 
-    def _shares(self, cache: Any) -> tuple[bool, ...]:
-        """Whether the columns that rows share are still shared after they were read."""
+    def _shares(self, cache: MeasuredCache) -> tuple[bool, ...]:
+        """Per part: whether a prefix that rows share is still shared after attention has read it."""
         cache.fork(2)
-        are = [part.shares for part in cache.parts]
-        self.forward(cache, 2, 1)
-        return tuple(part.shares or not shared for part, shared in zip(cache.parts, are, strict=True))
-
-    def _wrapped(self) -> tuple[float, float]:
-        if not any(spec.attention_span.kind == "own" for spec in read_specs(self.config)):
-            return 0, 0
-        taken = []
-        for tokens in (self._few, self._more):
-            cache: Any = caches.build("dynamic", self.config)
-            self.forward(cache, 1, tokens)
-            layers = [layer for layer in cache.layers if layer.spec.attention_span.kind == "own"]
-            taken.append(sum(tensor.nbytes for layer in layers for tensor in layer.tensors()))
-        per_token = (taken[1] - taken[0]) / (self._more - self._few)
-        return taken[0] - per_token * self._few, per_token
-
-    def _working(self, first: list[CacheWrite] | None) -> Working:
-        """first: what fills a cache, None where there is none."""
-        few, more = self._few, self._more
-        at_few, at_more = (self._most(tokens, first) for tokens in (few, more))
-        pair = max(0.0, (at_more * few / more - at_few) / (few * (more - few)))
-        token = at_few / few - pair * few
-        if first is None or self.is_encoder_decoder or not any(call.name == "update" for call in first):
-            return Working(token, pair)
-        columns = []
-        for last in (_LAST, 1):
-            known = last * (token + pair * (last + self._behind))
-            columns.append(max(0.0, self._most(last, first, self._behind) - known) / self._behind)
-        return Working(token, pair, *columns)
-
-    def _most(self, tokens: int, first: list[CacheWrite] | None, behind: int = 0) -> int:
-        """Bytes that a forward of so many tokens works with, `behind` others."""
-        cache = None if first is None else caches.build("dynamic", self.config)
-        if cache is not None:
-            cache.reserve(behind + tokens)
-        if behind and cache is not None and first is not None:
-            cache.begin(behind)
-            for call in first:
-                call.repeat(cache, 1, behind)
-            cache.commit()
-        with PeakMemory(self.model) as live:
-            if cache is not None:
-                _watch(cache, live.aside, lambda call: None)
-            self.forward(cache, 1, tokens)
-        return live.most
+        before = [part.shares for part in cache.parts]
+        self._forward(cache, 2, 1)
+        return tuple(part.shares or not shared for part, shared in zip(cache.parts, before, strict=True))
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Of parameters and buffers, those that are tied once."""
+    """Bytes of parameters and buffers; tied ones count once."""
     tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-_Around: TypeAlias = Callable[[], AbstractContextManager[None]]
-_Note: TypeAlias = Callable[[CacheWrite], None]
+def _own_bytes(cache: MeasuredCache) -> tuple[int, int]:
+    """Tokens of the cache, and bytes of its layers that only transformers' own classes can hold."""
+    layers = [layer for layer in cache.layers if layer.spec.attention_span.kind == "own"]
+    return cache.total_tokens, sum(tensor.nbytes for layer in layers for tensor in layer.tensors())
 
 
-def _watch(cache: Any, around: _Around, note: _Note) -> None:
-    """From here on note what is written into the cache, and do it within `around()`."""
+def _line(one: tuple[int, int], other: tuple[int, int]) -> tuple[float, float]:
+    """Where a line through two points begins, and how much it rises per unit."""
+    rise = (other[1] - one[1]) / max(1, other[0] - one[0])
+    return one[1] - rise * one[0], rise
+
+
+def _record(cache: MeasuredCache) -> list[CacheWrite]:
+    """The list to which everything that is written into the cache from here on is added."""
+    writes: list[CacheWrite] = []
     for number, part in enumerate(cache.parts):
-        for name in _WRITES:
-            method = getattr(type(part), name).__get__(part)
-            setattr(part, name, partial(_noted, number, name, method, around, note))
+        for name in _TOKEN_DIMENSIONS:
+            setattr(part, name, partial(_recorded, writes, number, name, getattr(part, name)))
+    return writes
 
 
-def _noted(
-    part: int,
-    name: str,
-    method: Any,
-    around: Callable[[], Any],
-    note: Callable[[CacheWrite], None],
-    *args: Any,
-    **kwargs: Any,
+def _recorded(
+    writes: list[CacheWrite], part: int, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     given = inspect.signature(method).bind(*args, **kwargs).arguments
-    # Without a kernel's size it is a whole state.
-    axes = {} if name == "update_conv_state" and given.get("conv_kernel_size") is None else _WRITES[name]
+    # Without the kernel's size, the argument is a whole convolution state.
+    whole_state = name == "update_conv_state" and given.get("conv_kernel_size") is None
+    dimensions = {} if whole_state else _TOKEN_DIMENSIONS[name]
     arguments = tuple(
-        (key, TensorSpec(tuple(one.shape), one.dtype, axes.get(key)) if isinstance(one, torch.Tensor) else one)
-        for key, one in given.items()
+        (key, TensorSpec(tuple(value.shape), value.dtype, dimensions.get(key)))
+        if isinstance(value, torch.Tensor)
+        else (key, value)
+        for key, value in given.items()
         if key not in ("args", "kwargs", "layer_idx")
     )
-    note(CacheWrite(part, given["layer_idx"], name, arguments))
-    with around():
-        return method(*args, **kwargs)
+    writes.append(CacheWrite(part, given["layer_idx"], name, arguments))
+    return method(*args, **kwargs)
+
+
+def _of_known_layers(writes: list[CacheWrite], specs: Sequence[LayerSpec]) -> list[CacheWrite]:
+    return [write for write in writes if specs[write.layer].attention_span.kind != "own"]
 
 
 def _of_each_kind(
     specs: Sequence[LayerSpec], first: list[CacheWrite], later: list[CacheWrite]
 ) -> tuple[list[int], tuple[float, ...]]:
-    """Two layers of each kind, layers take turns in some memory, and how many of the model each stands for."""
+    """Two layers of each kind, and how many layers of the model each of them stands for."""
     kinds = [
-        (spec, *(tuple((c.part, c.name, c.arguments) for c in calls if c.layer == layer) for calls in (first, later)))
+        (spec, *(tuple((w.part, w.name, w.arguments) for w in writes if w.layer == layer) for writes in (first, later)))
         for layer, spec in enumerate(specs)
     ]
-    there = Counter(kinds)
+    number = Counter(kinds)
     chosen = [layer for layer, kind in enumerate(kinds) if kinds[:layer].count(kind) < 2]
-    return chosen, tuple(there[kinds[layer]] / min(2, there[kinds[layer]]) for layer in chosen)
+    return chosen, tuple(number[kinds[layer]] / min(2, number[kinds[layer]]) for layer in chosen)
 
 
-def _renumbered(calls: list[CacheWrite], chosen: list[int]) -> tuple[CacheWrite, ...]:
-    return tuple(replace(call, layer=chosen.index(call.layer)) for call in calls if call.layer in chosen)
+def _renumbered(writes: list[CacheWrite], chosen: list[int]) -> tuple[CacheWrite, ...]:
+    return tuple(replace(write, layer=chosen.index(write.layer)) for write in writes if write.layer in chosen)

@@ -1,10 +1,8 @@
-"""How much memory a forward works with, counted on the meta device: there tensors come and go as they do elsewhere."""
+"""The peak of memory of a forward, counted tensor by tensor: on the meta device they come and go as on any other."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,51 +14,47 @@ from caches.torch_api import TorchDispatchMode, storage_key, tree_leaves
 
 
 class PeakMemory(TorchDispatchMode):
-    """most: bytes of the tensors that were there at the same time, those of `model` and those made `aside` left out."""
+    """most: the most bytes that tensors made in this context took at the same time. Weights of `model` do not count."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self._weights = {storage_key(tensor) for tensor in [*model.parameters(), *model.buffers()]}
         self._sizes: dict[int, int] = {}
-        self._is_aside = False
         self.most = self._now = 0
+
+    def restart(self) -> int:
+        """Measure the peak from here on. Returns the bytes that are allocated now."""
+        self.most = self._now
+        return self._now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        counts = not self._is_aside and not self._looks_up_experts(func, args)
+        counts = not self._looks_up_experts(func, args)
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
-                self._note(tensor, counts)
+                self._add(tensor, counts)
         return out
 
     def _looks_up_experts(self, func: Any, args: Any) -> bool:
-        """Weights copied for every token, as only a meta_model does that computes all experts at once."""
+        """Whether `func` copies expert weights for each token, which only the meta model's batched kernel does."""
         return func is torch.ops.aten.index.Tensor and args[0].ndim > 2 and storage_key(args[0]) in self._weights
 
-    def _note(self, tensor: torch.Tensor, counts: bool) -> None:
+    def _add(self, tensor: torch.Tensor, counts: bool) -> None:
         key, storage = storage_key(tensor), tensor.untyped_storage()
         if key in self._sizes or key in self._weights:
             return
         self._sizes[key] = storage.nbytes() if counts else 0
         self._now += self._sizes[key]
         self.most = max(self.most, self._now)
-        weakref.finalize(storage, self._forget, key)
+        weakref.finalize(storage, self._remove, key)
 
-    def _forget(self, key: int) -> None:
+    def _remove(self, key: int) -> None:
         self._now -= self._sizes.pop(key, 0)
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What is made in here is counted elsewhere."""
-        self._is_aside = True
-        try:
-            yield
-        finally:
-            self._is_aside = False
 
-
-class Fused(TorchFunctionMode):
-    """Attention as kernels compute it that keep no scores. What is asked of numbers is so: there is no pad."""
+class FusedAttention(TorchFunctionMode):
+    """Attention on the meta device as by fused kernels, which store no scores. `bool` of a meta tensor is True, so that
+    a check for padding finds none."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

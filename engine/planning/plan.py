@@ -1,10 +1,9 @@
-"""What a run will take and whether that fits, said before anything runs."""
+"""Planning a run: which memory it will take with each cache, and whether that is free."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,88 +17,13 @@ from engine.errors import OptionError
 from engine.model.accelerate_hooks import prompt_device
 from engine.model.loading import load, load_config
 from engine.model.placement import read_device, read_dtype
-from engine.notebook import plan_as_html, plan_in_short
 from engine.planning.cache_size import RunShape
 from engine.planning.dry_run import dry_run
-from engine.planning.free_memory import find_free
+from engine.planning.free_memory import Free, find_free
 from engine.planning.model_footprint import inspect_model, weight_bytes
-from engine.planning.planner import BackendPlan, PlannedModel, Planner, choose, lossless
+from engine.planning.planner import PlannedModel, Planner, choose, lossless
+from engine.planning.report import Plan
 from engine.request.strategy import score_copies
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """What a run will take: see `engine.plan`. Printed, it is a table; iterated over, it is its `backends`.
-
-    A plan equals only itself: compare `to_dict()` of two.
-
-    Attributes
-    ----------
-    model, dtype, device : str
-        The model's class, its data type and where it computes.
-    prompt_tokens, max_new_tokens, batch_size : int
-        What was asked about.
-    rows : int
-        What the prompts of the batch become.
-    weight_bytes : int
-        Of parameters and buffers, those that are tied once; they count as needed unless they are loaded.
-    weights_are_loaded : bool
-        Whether the model was given, not its configuration or its name.
-    logits_bytes : int
-        Of the logits after the last tokens, with what the strategy makes of them.
-    free_bytes : dict of str to int or None
-        By place ("device", "host", "disk"), None where that is unknown.
-    backends : tuple of BackendPlan
-        Those that were asked about.
-    choice : str or None
-        The title of the one to take, None where all are refused.
-    why : str
-        Why, in a sentence.
-    """
-
-    model: str
-    dtype: str
-    device: str
-    prompt_tokens: int
-    max_new_tokens: int
-    batch_size: int
-    rows: int
-    weight_bytes: int
-    weights_are_loaded: bool
-    logits_bytes: int
-    free_bytes: dict[str, int | None]
-    backends: tuple[BackendPlan, ...]
-    choice: str | None
-    why: str
-
-    def __getitem__(self, name: str) -> BackendPlan:
-        """The first backend of this name or title. Raises `KeyError`."""
-        for backend in self.backends:
-            if name in (backend.cache, backend.title):
-                return backend
-        raise KeyError(f"the plan has no backend {name!r}: {', '.join(backend.title for backend in self.backends)}")
-
-    def __contains__(self, name: object) -> bool:
-        """Whether there is a backend of this name or title."""
-        return any(name in (backend.cache, backend.title) for backend in self)
-
-    def __iter__(self) -> Iterator[BackendPlan]:
-        return iter(self.backends)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON can have it."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        from engine.planning.report import plan_as_text
-
-        return plan_as_text(self)
-
-    def __repr__(self) -> str:
-        return plan_in_short(self)
-
-    def _repr_html_(self) -> str:
-        return plan_as_html(self)
 
 
 def plan(
@@ -120,55 +44,52 @@ def plan(
 ) -> Plan:
     """What a run will take, and whether that fits. Nothing is generated and no weights are loaded.
 
-    The bytes of a cache are found by rehearsing the run: the real cache goes through its steps with tensors that have
-    no numbers. Those that a forward works with are counted in a few forwards of the same kind.
+    The bytes of a cache come from a dry run: the real cache takes the steps of the run with tensors that have no
+    values. The bytes that forwards work with are measured in a few forwards of the same kind.
 
     Parameters
     ----------
     model : PreTrainedModel, PreTrainedConfig, str or Path
-        A model, its configuration, or a local path or hub id of which only the configuration is read.
+        A model, its configuration, or a local path or hub id, of which only the configuration is read.
     prompt_tokens : int
-        Tokens of a prompt; of an encoder-decoder model, those that its encoder reads.
+        Tokens per prompt; of an encoder-decoder model, those that its encoder reads.
     max_new_tokens : int
-        New tokens of each row.
+        New tokens per row.
     cache, cache_config : str or CacheConfig, and dict or CacheConfig, optional
-        One backend and its options, as for `generate`. Default: all backends are looked at.
+        One backend and its options, as for `generate`. Default: all backends are planned.
     batch_size : int, default 1
-        Prompts.
+        Number of prompts.
     num_beams, num_return_sequences : int, default 1
-        What makes several rows of a prompt.
+        Rows per prompt, as for `generate`.
     do_sample : bool, default False
-        Whether tokens are drawn, which takes more memory for scores; several texts without beams always are.
+        Whether tokens are sampled, which takes more memory for scores. Several sequences without beams are always
+        sampled.
     dtype, device : str, torch.dtype, torch.device, optional
-        How a model would be loaded that is not. Default: as its configuration says, and onto the accelerator where
-        there is one.
+        How a model that is not loaded would be loaded. Default: the configuration's dtype, and the accelerator if there
+        is one.
     free_bytes : int, optional
-        On the device, 0 or more. Default: what is found to be free there. (On a CPU the least of what the machine, the
+        Free memory of the device, 0 or more. Default: what is found. (On a CPU, the least of what the machine, the
         control group and the limits of the process leave.)
     prefill_chunk_tokens : int, optional
-        How many tokens of the prompt are read at once. Default: all.
+        Tokens of the prompt per step. Default: all.
 
     Raises
     ------
     InputError, OptionError, ConfigError, caches.UnknownCacheError
         Before any work.
     """
-    _check_numbers(
-        prompt_tokens=prompt_tokens,
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
-        num_beams=num_beams,
-        num_return_sequences=num_return_sequences,
-        prefill_chunk_tokens=prefill_chunk_tokens,
-    )
-    _check_numbers(0, free_bytes=free_bytes)
+    _check_integers(
+        1, prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens, batch_size=batch_size, num_beams=num_beams,
+        num_return_sequences=num_return_sequences, prefill_chunk_tokens=prefill_chunk_tokens,
+    )  # fmt: skip
+    _check_integers(0, free_bytes=free_bytes)
     if 1 < num_beams < num_return_sequences:
         raise OptionError(
             f"num_return_sequences={num_return_sequences} texts cannot come from num_beams={num_beams}: ask for fewer"
         )
-    configs = _asked_about(cache, cache_config)
-    subject = read_planned_model(model, dtype, device)
-    is_encoder_decoder = subject.footprint.is_encoder_decoder
+    configs = _configs_to_plan(cache, cache_config)
+    planned = read_planned_model(model, dtype, device)
+    is_encoder_decoder = planned.footprint.is_encoder_decoder
     run_shape = RunShape(
         prompt_tokens=1 if is_encoder_decoder else prompt_tokens,
         source_tokens=prompt_tokens if is_encoder_decoder else 0,
@@ -176,31 +97,35 @@ def plan(
         prompts=batch_size,
         branches=num_beams if num_beams > 1 else num_return_sequences,
         chunk_tokens=prefill_chunk_tokens,
-        ends_early=subject.has_end,
+        ends_early=planned.has_end,
         score_copies=_score_copies(num_beams, num_return_sequences, do_sample),
     )
-    chosen_from = lossless(subject.device)
-    if cache is None:
-        configs += [config for config in chosen_from if config not in configs]
-    free = find_free(subject.device, getattr(configs[0], "folder", None))
+    free = find_free(planned.device, getattr(configs[0], "folder", None))
     if free_bytes is not None:
         free = replace(free, device=free_bytes)
-    planner = Planner(subject, free)
+    return _planned(planned, run_shape, configs, free, chooses=cache is None)
+
+
+def _planned(planned: PlannedModel, run_shape: RunShape, configs: list[CacheConfig], free: Free, chooses: bool) -> Plan:
+    """The plan of these backends. chooses: the choice is made of the lossless ones, which are planned too."""
+    candidates = lossless(planned.device) if chooses else configs
+    configs = configs + [config for config in candidates if config not in configs]
+    planner = Planner(planned, free)
     backends = [planner.backend(config, run_shape, search=True) for config in configs]
-    candidates = backends if cache is not None else [backends[configs.index(config)] for config in chosen_from]
-    if cache is None and all(one.refused is not None for one in candidates):  # a model that takes no cache
-        candidates = [one for one in backends if one.cache == "none"]
-    choice, why = choose(candidates, free)
+    possible = [backends[configs.index(config)] for config in candidates]
+    if chooses and all(backend.refused is not None for backend in possible):  # the model takes no cache
+        possible = [backend for backend in backends if backend.cache == "none"]
+    choice, why = choose(possible, free)
     return Plan(
-        model=subject.footprint.name,
-        dtype=str(subject.footprint.model.dtype).removeprefix("torch."),
-        device=str(subject.device),
-        prompt_tokens=prompt_tokens,
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
+        model=planned.footprint.name,
+        dtype=str(planned.footprint.model.dtype).removeprefix("torch."),
+        device=str(planned.device),
+        prompt_tokens=run_shape.source_tokens or run_shape.prompt_tokens,
+        max_new_tokens=run_shape.new_tokens,
+        batch_size=run_shape.prompts,
         rows=run_shape.rows,
-        weight_bytes=subject.weight_bytes,
-        weights_are_loaded=subject.is_loaded,
+        weight_bytes=planned.weight_bytes,
+        weights_are_loaded=planned.is_loaded,
         logits_bytes=planner.logits_bytes(run_shape),
         free_bytes=asdict(free),
         backends=tuple(backends),
@@ -210,10 +135,10 @@ def plan(
 
 
 def choose_cache(model: PreTrainedModel, run_shape: RunShape, compiled: bool) -> CacheConfig:
-    """What `cache="auto"` is for this run: the first of `lossless` that fits, or else the one that needs least."""
-    subject = read_planned_model(model, None, None)
-    free, found = find_free(subject.device), []
-    planner, configs = Planner(subject, free), lossless(subject.device, compiled)
+    """The cache that `cache="auto"` chooses: the first of `lossless` that fits, or else the one that needs least."""
+    planned = read_planned_model(model, None, None)
+    free, found = find_free(planned.device), []
+    planner, configs = Planner(planned, free), lossless(planned.device, compiled)
     for config in configs:
         found.append(planner.backend(config, run_shape))
         if found[-1].refused is None and found[-1].fits is not False:
@@ -238,17 +163,17 @@ def cache_bytes(
 ) -> dict[str, int]:
     """Bytes of the backend `name`, by place, once it holds `tokens` tokens in each of `rows` rows.
 
-    source_tokens: what an encoder has read. Raises `caches.CacheError` where it is refused.
+    source_tokens: tokens that an encoder has read. Raises `caches.CacheError` where the backend is refused.
     """
     config = caches.recipe(name).options.from_dict(options or {})
-    # The last ones come one by one: what a cache only needs to read what it holds is there then too.
+    # The last tokens come one by one, as in a run: memory that a cache needs for such steps is counted too.
     single = min(2, tokens - 1)
     run_shape = RunShape(tokens - single, single + 1, prompts=rows, source_tokens=source_tokens)
     return dry_run(inspect_model(model_config, dtype), config, run_shape, pinned=device_type != "cpu").most.by_place
 
 
 def _score_copies(num_beams: int, num_return_sequences: int, do_sample: bool) -> int:
-    """Those of the strategy that these options ask for. Sampling has processors by default: top_k."""
+    """Copies of the scores that the strategy of these options makes. Sampling has a processor by default: top_k."""
     warpers = [TopKLogitsWarper(top_k=50)]
     if num_beams > 1:
         return score_copies(strategies.Beam(num_beams=num_beams, do_sample=do_sample), warpers if do_sample else [])
@@ -257,14 +182,16 @@ def _score_copies(num_beams: int, num_return_sequences: int, do_sample: bool) ->
     return score_copies(strategies.Greedy())
 
 
-def _check_numbers(least: int = 1, **values: int | None) -> None:
+def _check_integers(least: int, **values: int | None) -> None:
     for name, value in values.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise OptionError(f"{name}={value!r}, but a plan is for a whole number, {least} or more")
 
 
-def _asked_about(cache: str | CacheConfig | None, options: dict[str, Any] | CacheConfig | None) -> list[CacheConfig]:
-    """The configuration of the cache that was named, or of all there are."""
+def _configs_to_plan(
+    cache: str | CacheConfig | None, options: dict[str, Any] | CacheConfig | None
+) -> list[CacheConfig]:
+    """The configuration of the cache that was named, or those of all backends."""
     if cache is None:
         if options is not None:
             raise OptionError("cache_config are the options of one cache, and none was named: give cache too")
@@ -279,12 +206,13 @@ def read_planned_model(
     dtype: torch.dtype | str | None,
     device: torch.device | str | None,
 ) -> PlannedModel:
+    """The model that is planned. Raises `OptionError` when `dtype` or `device` are given for a loaded model."""
     model = load_config(model) if isinstance(model, (str, Path)) else model
     wanted = None if dtype is None else read_dtype(dtype)
-    planned = _device(device)
+    target = _target_device(device)
     if isinstance(model, PreTrainedConfig):
         footprint = inspect_model(model, wanted)
-        return PlannedModel(model, footprint, planned, weight_bytes(footprint.model), False, _has_end(model))
+        return PlannedModel(model, footprint, target, weight_bytes(footprint.model), False, _has_end(model))
     model, _ = load(model, None, EngineConfig())
     is_loaded = model.device.type != "meta"
     if is_loaded and (dtype is not None or device is not None):
@@ -292,14 +220,15 @@ def read_planned_model(
             f"dtype and device say how a model would be loaded, but this one is: in {model.dtype} on {model.device}. "
             "Leave them out, or give its configuration"
         )
-    where = prompt_device(model) if is_loaded else planned
+    if is_loaded:
+        target = prompt_device(model)
     has_end = model.generation_config.eos_token_id is not None
     footprint = inspect_model(model.config, wanted or model.dtype, type(model))
-    return PlannedModel(model.config, footprint, where, weight_bytes(model), is_loaded, has_end)
+    return PlannedModel(model.config, footprint, target, weight_bytes(model), is_loaded, has_end)
 
 
-def _device(device: torch.device | str | None) -> torch.device:
-    """The one that was named, or the one that a model would be loaded onto."""
+def _target_device(device: torch.device | str | None) -> torch.device:
+    """The device that was named, or the one that a model is loaded onto by default."""
     if device is None:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     return read_device(device)

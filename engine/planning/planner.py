@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -13,14 +12,15 @@ from transformers import PreTrainedConfig
 import caches
 from configs import CacheConfig, ConfigError
 from engine.decoding.token_buffer import reads_late
-from engine.planning.cache_size import RunShape, fresh_cache
+from engine.planning.cache_size import RunShape, empty_cache
 from engine.planning.dry_run import CacheUsage, dry_run
 from engine.planning.free_memory import Free
 from engine.planning.model_footprint import ModelFootprint
+from engine.planning.report import BackendPlan
 
 _MARGIN = 1.1  # for what is not counted: fragments, libraries, other processes
-_MOST_TOKENS, _MOST_PROMPTS = 2**20, 2**14  # where searches end
-_HOLES = 2  # a CPU's allocator leaves holes between what stays: as much again, from half to one and a half of it
+_MOST_TOKENS, _MOST_PROMPTS = 2**20, 2**14  # the upper ends of the searches
+_FRAGMENTS = 1.5  # a CPU's allocator leaves gaps between tensors: of working memory, about half as much again
 
 
 @dataclass(frozen=True)
@@ -35,154 +35,106 @@ class PlannedModel:
     has_end: bool
 
 
-@dataclass(frozen=True, eq=False)
-class BackendPlan:
-    """What a run takes with one backend. One equals only itself, as of a `Plan`.
-
-    Attributes
-    ----------
-    cache : str
-        The backend's name.
-    options : dict
-        Those of its options that are not the defaults.
-    cache_bytes : dict of str to int
-        What it keeps when that is most, by place: "device", "host", "disk", and "staging", which is on the device.
-    kind_bytes : dict of str to int
-        The same by kind of layer, staging left out.
-    working_bytes : int
-        What a forward works with beside the cache and the logits.
-    need_bytes : dict of str to int
-        Of the whole run by place; on a CPU the host is the device.
-    fits : bool or None
-        Whether that is free, with a tenth to spare; None where that is unknown.
-    longest_context : int or None
-        Tokens of a row that would still fit, those of the prompt and the new ones, to about 1 %. The last new one is
-        never read, so that they may be one more than the model has positions.
-    largest_batch : int or None
-        Prompts of this length that would still fit, to about 1 %.
-    refused : str or None
-        Why it is not for this model or this run; None where it is.
-    """
-
-    cache: str
-    options: dict[str, Any] = field(default_factory=dict)
-    cache_bytes: dict[str, int] = field(default_factory=dict)
-    kind_bytes: dict[str, int] = field(default_factory=dict)
-    working_bytes: int = 0
-    need_bytes: dict[str, int] = field(default_factory=dict)
-    fits: bool | None = None
-    longest_context: int | None = None
-    largest_batch: int | None = None
-    refused: str | None = None
-
-    @property
-    def total_bytes(self) -> int:
-        """Of the cache, wherever it is."""
-        return sum(self.cache_bytes.values())
-
-    @property
-    def title(self) -> str:
-        return ", ".join([self.cache, *(f"{name}={value}" for name, value in self.options.items())])
-
-
 def lossless(device: torch.device, compiled: bool = False) -> list[CacheConfig]:
-    """The caches that a choice is made of, the fastest first. A graph can only have one that stays where it is."""
+    """The caches that change no result, the fastest first. A compiled step needs one whose tensors never move."""
     if compiled:
         return [caches.recipe("static").options()]
-    away = {"residency": "disk"} if device.type == "cpu" else {}  # there host memory is what runs out
-    return [caches.recipe("dynamic").options(), caches.recipe("offloaded").options.from_dict(away)]
+    offloaded = {"residency": "disk"} if device.type == "cpu" else {}  # on a CPU, host memory is what runs out
+    return [caches.recipe("dynamic").options(), caches.recipe("offloaded").options.from_dict(offloaded)]
 
 
 class Planner:
-    def __init__(self, subject: PlannedModel, free: Free):
-        self._subject, self._free = subject, asdict(free)
-        self._on_cpu = subject.device.type == "cpu"
+    """Plans runs of one model with the memory that is free."""
+
+    def __init__(self, model: PlannedModel, free: Free):
+        self._model, self._footprint, self._free = model, model.footprint, asdict(free)
+        self._on_cpu = model.device.type == "cpu"
 
     def backend(self, config: CacheConfig, run_shape: RunShape, search: bool = False) -> BackendPlan:
-        """What the run takes with the cache of this configuration. search: also what else would fit."""
+        """What the run takes with the cache of this configuration. search: find the longest context and the largest
+        batch that would fit too.
+        """
         options = {name: value for name, value in config.to_dict(use_diff=True).items() if name != "name"}
         found = BackendPlan(config.name, options)
         try:
-            kept = self._rehearse(config, run_shape)
+            usage = self._usage(config, run_shape)
         except (caches.CacheError, ConfigError) as error:
             return replace(found, refused=str(error))
-        need = self._need(kept, run_shape)
+        need = self._need(usage, run_shape)
         found = replace(
             found,
-            cache_bytes=kept.most.by_place,
-            kind_bytes=kept.most.by_kind,
-            working_bytes=self._working(kept, run_shape),
+            cache_bytes=usage.most.by_place,
+            kind_bytes=usage.most.by_kind,
+            working_bytes=self._working(usage, run_shape),
             need_bytes=need,
             fits=self._fits(need),
         )
         if not search or found.fits is None:
             return found
-        longest, largest = self._longest_context(config, run_shape, kept), self._largest_batch(kept, run_shape)
+        longest, largest = self._longest_context(config, run_shape, usage), self._largest_batch(usage, run_shape)
         return replace(found, longest_context=longest, largest_batch=largest)
 
-    def _need(self, kept: CacheUsage, run_shape: RunShape) -> dict[str, int]:
-        """Bytes of the whole run by place."""
-        weights = 0 if self._subject.is_loaded else self._subject.weight_bytes
-        beside = self._working(kept, run_shape) + self.logits_bytes(run_shape) + weights
-        if self._on_cpu:
-            need = {"device": kept.at("device", "staging", "host"), "disk": kept.at("disk")}
-        else:
-            need = {"device": kept.at("device", "staging"), "host": kept.at("host"), "disk": kept.at("disk")}
-        need["device"] += beside
-        return {place: size for place, size in need.items() if size}
-
     def logits_bytes(self, run_shape: RunShape) -> int:
-        """Those after the last token of every row, with the copies that a choice works with, in float32.
+        """Bytes of the float32 logits after the last token of every row, with the copies that the strategy makes.
 
-        Where tokens are read late there are those of the step before too.
+        Where the host reads tokens one step late, the logits of the step before are counted too.
         """
-        copies = run_shape.score_copies + reads_late(self._subject.device)
-        return run_shape.rows * self._subject.footprint.vocabulary * copies * torch.float32.itemsize
+        copies = run_shape.score_copies + reads_late(self._model.device)
+        return run_shape.rows * self._footprint.vocabulary * copies * torch.float32.itemsize
 
-    def _rehearse(self, config: CacheConfig, run_shape: RunShape) -> CacheUsage:
-        footprint = self._subject.footprint
-        if not footprint.takes_cache and config.name != "none":
+    def _usage(self, config: CacheConfig, run_shape: RunShape) -> CacheUsage:
+        if not self._footprint.takes_cache and config.name != "none":
             raise caches.UnsupportedLayerError(
-                f"{footprint.name} takes no cache of keys and values (it keeps none, or a state of its own kind): use "
-                "cache='none'"
+                f"{self._footprint.name} takes no cache of keys and values (it keeps none, or a state of its own "
+                "kind): use cache='none'"
             )
         self._check_positions(config, run_shape)
         try:
-            return dry_run(footprint, config, run_shape, pinned=not self._on_cpu)
+            return dry_run(self._footprint, config, run_shape, pinned=not self._on_cpu)
         except (caches.CacheError, ConfigError):
-            # In terms of the model's own layers, of which the rehearsal has a few.
-            fresh_cache(config, run_shape, partial(caches.build, config.name, self._subject.config))
+            # The whole model's layers give the better message: the dry run has only some of them.
+            empty_cache(config, run_shape, partial(caches.build, config.name, self._model.config))
             raise
 
     def _check_positions(self, config: CacheConfig, run_shape: RunShape) -> None:
-        """Raise `CapacityError` where the text is longer than the model can count: rehearsing it would take long."""
-        most = self._subject.footprint.positions
+        """Raise `CapacityError` where the model lacks positions: a dry run of such a length would take long."""
+        most = self._footprint.positions
         if most is None or run_shape.held <= most:
             return
-        # A short run_shape builds any cache at once; a window of its own needs fewer positions.
-        build = partial(caches.build, config.name, self._subject.config)
-        cache = fresh_cache(config, replace(run_shape, prompt_tokens=1, new_tokens=1), build)
+        # A cache for a short run is built at once. A cache with a window needs fewer positions than tokens.
+        build = partial(caches.build, config.name, self._model.config)
+        cache = empty_cache(config, replace(run_shape, prompt_tokens=1, new_tokens=1), build)
         needed = cache.positions_needed(run_shape.held) if isinstance(cache, caches.Cache) else run_shape.held
         if needed > most:
             raise caches.CapacityError(
                 f"{run_shape.prompt_tokens:,} prompt tokens and {run_shape.new_tokens:,} new ones need {needed:,} "
-                f"positions, "
-                f"but the model has {most:,}: its longest context is {most + 1:,} tokens, prompt and new ones together "
-                "(the last one is never read)"
+                f"positions, but the model has {most:,}: its longest context is {most + 1:,} tokens, prompt and new "
+                "ones together (the last one is never read)"
             )
 
-    def _working(self, kept: CacheUsage, run_shape: RunShape) -> int:
-        return self._working_at_once(kept, run_shape) * (_HOLES if self._on_cpu else 1)
+    def _on_device(self, usage: CacheUsage) -> int:
+        """Bytes of the cache in the memory of the device, which is the host's on a CPU."""
+        return usage.at("device", "staging", *(["host"] if self._on_cpu else []))
 
-    def _working_at_once(self, kept: CacheUsage, run_shape: RunShape) -> int:
-        footprint, working = self._subject.footprint, self._subject.footprint.working
-        if run_shape.source_tokens:
-            return working.bytes(run_shape.prompts, run_shape.source_tokens, run_shape.source_tokens)
-        if not kept.chunk_tokens:  # no cache: every step reads everything
-            return working.bytes(run_shape.rows, run_shape.held, run_shape.held)
-        reading = working.bytes(run_shape.prompts, kept.chunk_tokens, run_shape.prompt_tokens) + kept.together
-        read_apart = run_shape.prompts if all(footprint.shares) else run_shape.rows
-        return max(reading, working.of_one(run_shape.rows, read_apart, run_shape.held))
+    def _need(self, usage: CacheUsage, run_shape: RunShape) -> dict[str, int]:
+        """Bytes of the whole run by place."""
+        weights = 0 if self._model.is_loaded else self._model.weight_bytes
+        device = self._on_device(usage) + self._working(usage, run_shape) + self.logits_bytes(run_shape) + weights
+        need = {"device": device, "host": 0 if self._on_cpu else usage.at("host"), "disk": usage.at("disk")}
+        return {place: size for place, size in need.items() if size}
+
+    def _working(self, usage: CacheUsage, run_shape: RunShape) -> int:
+        """Bytes that the largest forward allocates in addition to the cache."""
+        working, factor = self._footprint.working, _FRAGMENTS if self._on_cpu else 1
+        if run_shape.source_tokens:  # an encoder's forward comes before there is a cache
+            encoder = working.of_step(run_shape.prompts, run_shape.source_tokens, run_shape.source_tokens)
+            return max(0, int(factor * encoder) - self._on_device(usage))
+        if not usage.chunk_tokens:  # without a cache every step reads all tokens
+            return int(factor * working.of_step(run_shape.rows, run_shape.held, run_shape.held))
+        prompt = working.of_step(run_shape.prompts, usage.chunk_tokens, run_shape.prompt_tokens)
+        distinct_rows = run_shape.prompts if all(self._footprint.shares) else run_shape.rows
+        new_token = working.of_one_token(run_shape.rows, distinct_rows, run_shape.held)
+        return int(factor * max(prompt + usage.materialized_bytes, new_token))
 
     def _fits(self, need: dict[str, int]) -> bool | None:
         known = [(size, self._free[place]) for place, size in need.items() if size]
@@ -190,35 +142,33 @@ class Planner:
             return False
         return None if any(free is None for _, free in known) else True
 
-    def _longest_context(self, config: CacheConfig, run_shape: RunShape, kept: CacheUsage) -> int:
-        positions = self._subject.footprint.positions
+    def _longest_context(self, config: CacheConfig, run_shape: RunShape, usage: CacheUsage) -> int:
+        """Tokens of the source, or of the prompt and the new ones, that fit."""
+        has_source = run_shape.source_tokens > 0
+        begin, new = (run_shape.source_tokens, 0) if has_source else (run_shape.prompt_tokens, run_shape.new_tokens)
+        most, positions = max(_MOST_TOKENS, begin), self._footprint.positions
+        if positions is not None and new and usage.positions == run_shape.held:  # no window: every token needs one
+            most = positions - new + 1
 
-        def read(tokens: int) -> RunShape:
-            if run_shape.source_tokens:
-                return replace(run_shape, source_tokens=tokens)
-            return replace(run_shape, prompt_tokens=tokens)
+        def fits(tokens: int) -> bool:
+            longer = (
+                replace(run_shape, source_tokens=tokens) if has_source else replace(run_shape, prompt_tokens=tokens)
+            )
+            return self.backend(config, longer).fits is True
 
-        is_limited = not run_shape.source_tokens and kept.positions == run_shape.held
-        begin, new = (
-            (run_shape.source_tokens, 0) if run_shape.source_tokens else (run_shape.prompt_tokens, run_shape.new_tokens)
-        )
-        far = max(_MOST_TOKENS, begin)
-        most = far if positions is None or not is_limited else positions - run_shape.new_tokens + 1
-        longest = _largest(lambda tokens: self.backend(config, read(tokens)).fits is True, begin, most)
+        longest = _largest(fits, begin, most)
         return longest + new if longest else 0
 
-    def _largest_batch(self, kept: CacheUsage, run_shape: RunShape) -> int:
+    def _largest_batch(self, usage: CacheUsage, run_shape: RunShape) -> int:
         def fits(prompts: int) -> bool:
-            return (
-                self._fits(self._need(kept.times(prompts / run_shape.prompts), replace(run_shape, prompts=prompts)))
-                is True
-            )
+            need = self._need(usage.times(prompts / run_shape.prompts), replace(run_shape, prompts=prompts))
+            return self._fits(need) is True
 
         return _largest(fits, run_shape.prompts, _MOST_PROMPTS)
 
 
 def _largest(fits: Callable[[int], bool], begin: int, most: int) -> int:
-    """About the largest number, not above `most`, that fits, where all below one that fits do. 0: not even 1 does."""
+    """About the largest number up to `most` that fits, given that all below one that fits do; 0: not even 1 fits."""
     if fits(most):
         return most
     low, high = 0, min(begin, most)
@@ -231,7 +181,7 @@ def _largest(fits: Callable[[int], bool], begin: int, most: int) -> int:
 
 
 def choose(found: Sequence[BackendPlan], free: Free) -> tuple[BackendPlan | None, str]:
-    """The first that fits, or the one that needs least; and why, in a sentence."""
+    """The first that fits, or else the one that needs least; and why, in a sentence."""
     possible = [one for one in found if one.refused is None]
     if not possible:
         reasons = {one.refused for one in found}
@@ -247,10 +197,9 @@ def choose(found: Sequence[BackendPlan], free: Free) -> tuple[BackendPlan | None
     return least, f"no cache that loses nothing fits; {least.title} needs least: {_in_words(least, free)}"
 
 
-def _in_words(one: BackendPlan, free: Free) -> str:
+def _in_words(backend: BackendPlan, free: Free) -> str:
     known = asdict(free)
-    places = {place: size for place, size in one.need_bytes.items() if size}
     return ", ".join(
         f"{size:,} bytes on the {place}" + (f" of {known[place]:,} free" if known[place] is not None else "")
-        for place, size in places.items()
+        for place, size in backend.need_bytes.items()
     )

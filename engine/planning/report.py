@@ -1,17 +1,16 @@
-"""How a plan is shown: what the run takes, a line or a block per backend, and the choice."""
+"""The result of a plan, as data and as it is shown: as text, in a line, and as HTML in a notebook."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
+from engine.notebook import html_table
 from engine.tables import Column, aligned, blocks, fits, terminal_width, wrapped
 
-if TYPE_CHECKING:
-    from engine.planning.plan import Plan
-    from engine.planning.planner import BackendPlan
-
-_WIDE = 160  # where no terminal says how wide it is
+_UNKNOWN_WIDTH = 160  # characters, where the output is no terminal
 _COLUMNS = [
     Column("cache"), Column("kept by\nlayers"), Column("staging"), Column("to work\nwith"), Column("needs\nin all"),
     Column("fits"), Column("longest\ncontext"), Column("largest\nbatch"),
@@ -19,9 +18,139 @@ _COLUMNS = [
 _MOST_WANTED = (0, 4, 5, 6, 7)  # of the columns
 
 
+@dataclass(frozen=True, eq=False)
+class BackendPlan:
+    """What a run takes with one backend. It equals only itself, like a `Plan`.
+
+    Attributes
+    ----------
+    cache : str
+        The backend's name.
+    options : dict
+        Its options that differ from the defaults.
+    cache_bytes : dict of str to int
+        Bytes of the cache when it is largest, by place: "device", "host", "disk", and "staging" (buffers on the device
+        through which offloaded layers are read).
+    kind_bytes : dict of str to int
+        The same by kind of layer, without "staging".
+    working_bytes : int
+        What a forward needs in addition to the cache and the logits.
+    need_bytes : dict of str to int
+        Of the whole run, by place; on a CPU, host memory counts as "device".
+    fits : bool or None
+        Whether `need_bytes` and a tenth more are free; None where that is unknown.
+    longest_context : int or None
+        Tokens per row that would still fit, prompt and new ones together, to about 1 %. The last new token is never
+        read, so this may be one more than the positions of the model.
+    largest_batch : int or None
+        Prompts of this length that would still fit, to about 1 %.
+    refused : str or None
+        Why the backend cannot serve this model or this run; None where it can.
+    """
+
+    cache: str
+    options: dict[str, Any] = field(default_factory=dict)
+    cache_bytes: dict[str, int] = field(default_factory=dict)
+    kind_bytes: dict[str, int] = field(default_factory=dict)
+    working_bytes: int = 0
+    need_bytes: dict[str, int] = field(default_factory=dict)
+    fits: bool | None = None
+    longest_context: int | None = None
+    largest_batch: int | None = None
+    refused: str | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the cache in all places together."""
+        return sum(self.cache_bytes.values())
+
+    @property
+    def title(self) -> str:
+        return ", ".join([self.cache, *(f"{name}={value}" for name, value in self.options.items())])
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a run will take: see `engine.plan`. Printed, it is a table; iterated over, it yields its `backends`.
+
+    A plan equals only itself: compare `to_dict()` of two.
+
+    Attributes
+    ----------
+    model, dtype, device : str
+        The model's class, its data type and the device it computes on.
+    prompt_tokens, max_new_tokens, batch_size : int
+        The arguments of the plan.
+    rows : int
+        Rows that are generated: `batch_size` times beams or samples.
+    weight_bytes : int
+        Of parameters and buffers; tied ones count once. They are part of `need_bytes` unless they are loaded.
+    weights_are_loaded : bool
+        Whether the plan was given a loaded model.
+    logits_bytes : int
+        Of the logits after the last tokens, with the copies that the strategy makes.
+    free_bytes : dict of str to int or None
+        By place ("device", "host", "disk"), None where that is unknown.
+    backends : tuple of BackendPlan
+        The backends that were planned.
+    choice : str or None
+        The title of the recommended backend, None where all are refused.
+    why : str
+        The reason for the choice, in a sentence.
+    """
+
+    model: str
+    dtype: str
+    device: str
+    prompt_tokens: int
+    max_new_tokens: int
+    batch_size: int
+    rows: int
+    weight_bytes: int
+    weights_are_loaded: bool
+    logits_bytes: int
+    free_bytes: dict[str, int | None]
+    backends: tuple[BackendPlan, ...]
+    choice: str | None
+    why: str
+
+    def __getitem__(self, name: str) -> BackendPlan:
+        """The first backend with this name or title. Raises `KeyError`."""
+        for backend in self.backends:
+            if name in (backend.cache, backend.title):
+                return backend
+        raise KeyError(f"the plan has no backend {name!r}: {', '.join(backend.title for backend in self.backends)}")
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a backend with this name or title."""
+        return any(name in (backend.cache, backend.title) for backend in self)
+
+    def __iter__(self) -> Iterator[BackendPlan]:
+        return iter(self.backends)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, as values that JSON can hold."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return plan_as_text(self)
+
+    def __repr__(self) -> str:
+        """One line; `print(plan)` shows the table."""
+        fitting = sum(backend.fits is True for backend in self.backends)
+        return (
+            f"Plan({self.model}, {self.dtype} on {self.device}, {self.batch_size} x ({self.prompt_tokens} + "
+            f"{self.max_new_tokens}) tokens, choice={self.choice!r}, {fitting} of {len(self.backends)} caches fit: "
+            "print() shows them)"
+        )
+
+    def _repr_html_(self) -> str:
+        return plan_as_html(self)
+
+
 def plan_as_text(plan: Plan, width: int | None = None) -> str:
-    """width: in characters; default: that of the terminal."""
-    width = terminal_width(_WIDE) if width is None else width
+    """The plan as a table. width: in characters; default: that of the terminal."""
+    width = terminal_width(_UNKNOWN_WIDTH) if width is None else width
     paragraphs = [aligned([Column(), Column(wraps=True)], _facts(plan), width)]
     possible = [backend for backend in plan.backends if backend.refused is None]
     if possible:
@@ -31,7 +160,7 @@ def plan_as_text(plan: Plan, width: int | None = None) -> str:
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
-    """What is the same whatever the cache."""
+    """Names and values of what does not depend on the cache."""
     rows = f", in {plan.rows} rows" if plan.rows != plan.batch_size else ""
     known = {place: size for place, size in plan.free_bytes.items() if size is not None}
     kinds = _kinds(plan.backends)
@@ -46,7 +175,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _backends(possible: list[BackendPlan], width: int) -> str:
-    """All columns, or the most wanted ones, or a block for each, as the width allows."""
+    """A table of all columns or of the most wanted ones, or a block per backend, as the width allows."""
     kinds = _kinds(possible)
     rows = [_row(backend, names_kinds=len(kinds) > 1) for backend in possible]
     if fits(_COLUMNS, rows, width):
@@ -62,20 +191,25 @@ def _row(backend: BackendPlan, names_kinds: bool) -> list[str]:
     kinds = [f"{_megabytes(size)}{f' ({kind})' if names_kinds else ''}" for kind, size in backend.kind_bytes.items()]
     needs = [_megabytes(size) + (f" ({place})" if place != "device" else "")
              for place, size in backend.need_bytes.items() if size]  # fmt: skip
-    searched = [f"{n:,}" if n is not None else "?" for n in (backend.longest_context, backend.largest_batch)]
     return [
         backend.title.replace(", ", "\n  "),
         "\n".join(kinds),
         _megabytes(backend.cache_bytes.get("staging", 0)),
         _megabytes(backend.working_bytes),
         "\n".join(needs),
-        {True: "yes", False: "no", None: "?"}[backend.fits],
-        *searched,
+        *_found(backend),
     ]
 
 
+def _found(backend: BackendPlan) -> list[str]:
+    """Whether it fits, the longest context and the largest batch, in words."""
+    searched = [f"{n:,}" if n is not None else "?" for n in (backend.longest_context, backend.largest_batch)]
+    return [{True: "yes", False: "no", None: "?"}[backend.fits], *searched]
+
+
 def _refusals(plan: Plan) -> list[str]:
-    """Reasons that several share are told, unless the choice tells them; of a single backend it is told in any case."""
+    """Lines about the refused backends. A reason is given where it is the only backend's or that of several, unless the
+    choice gives it."""
     by_reason = defaultdict(list)
     for backend in plan.backends:
         if backend.refused is not None:
@@ -91,9 +225,27 @@ def _refusals(plan: Plan) -> list[str]:
     return lines + ([f"Not for this model: {', '.join(alone)} (a plan of one alone says why)."] if alone else [])
 
 
-def _kinds(backends: list[BackendPlan] | tuple[BackendPlan, ...]) -> list[str]:
+def _kinds(backends: Sequence[BackendPlan]) -> list[str]:
     return list(dict.fromkeys(kind for backend in backends for kind in backend.kind_bytes))
 
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
+
+
+def plan_as_html(plan: Plan) -> str:
+    """A table with a line for each cache, with the reason where it is refused, and the choice below."""
+    rows = [_html_cells(backend) for backend in plan.backends]
+    run = f"{plan.batch_size} x {plan.prompt_tokens:,} tokens, {plan.max_new_tokens:,} new ones, in {plan.rows} rows"
+    below = [
+        f"{plan.model}, {plan.dtype} on {plan.device}; {run}",
+        f"choice: {plan.choice or 'none of them'}; {plan.why}",
+    ]
+    return html_table(["cache", "needs", "fits", "longest context", "largest batch", "refused"], rows, below)
+
+
+def _html_cells(backend: BackendPlan) -> list[str]:
+    if backend.refused is not None:
+        return [backend.title, "", "", "", "", backend.refused]
+    needs = ", ".join(f"{_megabytes(size)} ({place})" for place, size in backend.need_bytes.items())
+    return [backend.title, needs, *_found(backend), ""]

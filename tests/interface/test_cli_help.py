@@ -18,7 +18,7 @@ import configs
 import engine
 from engine.cli.generate import generate
 from engine.cli.values import assignments
-from engine.planning.planner import BackendPlan
+from engine.planning.report import BackendPlan
 
 PROMPT = "import os\n"
 HEADINGS = ["The prompt:", "The model:", "The cache:", "How tokens are chosen:", "When it ends:", "What is printed:"]

@@ -25,7 +25,8 @@ from engine.planning.cache_size import RunShape
 from engine.planning.free_memory import Free, find_free
 from engine.planning.model_footprint import inspect_model
 from engine.planning.plan import cache_bytes, read_planned_model
-from engine.planning.planner import BackendPlan, Planner, choose
+from engine.planning.planner import Planner, choose
+from engine.planning.report import BackendPlan
 
 PROMPT, NEW = 40, 20
 KINDS = ["llama", "mistral", "gemma2", "mamba2", "bamba", "t5", "bloom"]
