@@ -4,6 +4,7 @@
 """
 
 import functools
+import re
 from itertools import product
 
 import pytest

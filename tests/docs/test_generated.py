@@ -6,6 +6,7 @@ The tables of caches, refusals and strategies are those of tests/contract.
 import hashlib
 import inspect
 import json
+import re
 
 import benchmark_tables
 import pytest
@@ -34,6 +35,24 @@ def test_the_figures_are_those_measured(name):
 
 def test_the_readmes_speed_is_measured():
     check_marked(README, "speed", benchmark_tables.short_speed(results("decode-cpu")))
+
+
+def test_the_factors_in_the_readme_are_measured():
+    reports = [results("memory-cpu"), results("memory-long-cpu")]
+    rows = [case["rows"] for report in reports for case in report["cases"] if case["context"] >= 4096]
+    fused = [row["times_peer"] for case in rows for name, row in case.items() if "fused, gemv" in name]
+    branching = [case["times_peer"] for case in results("branching-cpu")["cases"].values() if "ours" in case["engines"]]
+    branching = [times for times in branching if times is not None and times > 1]
+    text = README.read_text()
+    assert f"[{min(fused):.1f} to {max(fused):.1f} times]" in text
+    assert f"{min(branching):.0f} to {max(branching):.0f} times as fast" in text
+
+
+def test_the_negative_results_are_measured():
+    page = (DOCS / "benchmarks" / "negative-results.md").read_text()
+    measured = "".join((DOCS / "_generated" / f"{name}.md").read_text() for name in TABLES)
+    for figure in re.findall(r"\d+\.\d+|\d,\d{3}", page):
+        assert figure in measured, figure
 
 
 @pytest.mark.parametrize("name", ["branching-cpu", "decode-cpu", "quality-cpu"])
@@ -86,6 +105,9 @@ def test_the_options_of_the_caches_are_those_of_their_configurations():
         options = caches.recipe(name).options
         rows = [[f"`{field}`", f"`{value!r}`"] for field, value in options.defaults().items()]
         table = benchmark_tables.table(["option", "default"], rows) if rows else "No options."
-        parts += [f"### `{name}` {{ #{name} }}", f"{caches.recipe(name).summary} Options: `configs.{options.__name__}`."]
+        parts += [
+            f"### `{name}` {{ #{name} }}",
+            f"{caches.recipe(name).summary} Options: `configs.{options.__name__}`.",
+        ]
         parts.append(table)
     check_generated("cache_options", benchmark_tables.text(*parts))

@@ -57,9 +57,7 @@ def speed(report: Report) -> str:
     assert all(same for case in cases for same in case["same_text"].values())
     head = ["", *(f"prompt {case['prompt_tokens']}" for case in cases)]
     engines = [["floor: reading weights and cache once", *(f"{case['floor_ms']:.1f}" for case in cases)]]
-    engines += [
-        [name, *(spread(case["engines_ms"][name]) for case in cases)] for name in cases[0]["engines_ms"]
-    ]
+    engines += [[name, *(spread(case["engines_ms"][name]) for case in cases)] for name in cases[0]["engines_ms"]]
     parts = [[name, *(f"{case['step_ms'][name]:.2f}" for case in cases)] for name in cases[0]["step_ms"]]
     overhead = ", ".join(f"{name} {taken['median']:.2f} ms" for name, taken in report["loop_overhead_ms"].items())
     return text(
@@ -95,10 +93,17 @@ def memory(report: Report) -> str:
         for row in (case["rows"][name] for case in cases):
             times[-1] += [spread(row["ms"]), "" if row["times_peer"] is None else f"{row['times_peer']:.2f}"]
     return text(
-        f"{machine(report)}; {longest['context']} tokens. Bytes per token count what the cache keeps, by arithmetic and "
-        "as measured with room for more.",
+        f"{machine(report)}; {longest['context']} tokens. Bytes per token count what the cache keeps, by arithmetic "
+        "and as measured with room for more.",
         table(
-            ["cache", "by arithmetic", "measured", "of full keys and values", "with scratch", "peak of the process, MB"],
+            [
+                "cache",
+                "by arithmetic",
+                "measured",
+                "of full keys and values",
+                "with scratch",
+                "peak of the process, MB",
+            ],
             sizes,
             "lrrrrr",
         ),
