@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST := -m pytest -n auto --dist worksteal
 PROMPT := 'def open(self, path, mode="r"):\n    """Open the file named path'
 
-.PHONY: demo test test-full nightly torture histories random-calls interrupts check test-oldest clean
+.PHONY: demo test test-full nightly torture histories random-calls interrupts check docs test-oldest clean
 
 demo: .venv/installed
 	@for cache in dynamic static; do \
@@ -44,10 +44,14 @@ random-calls: .venv/installed
 interrupts: .venv/installed
 	$(BIN)/python tests/support/interrupts.py 1000
 
-check: .venv/installed
+check: .venv/installed docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Into site/, without the network; a link, a page or a name that is not there fails it. Needs Python 3.11.
+docs: .venv/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # On the oldest transformers that pyproject.toml allows: the tests that depend on transformers most.
 OLDEST := tests/parity $(addprefix tests/contract/test_,contract.py contract_copies.py rollback.py exotic_layers.py)
@@ -59,7 +63,7 @@ test-oldest: .venv-oldest/installed
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet torch -c constraints.txt
-	$(BIN)/python -m pip install --quiet -e '.[test]' --config-settings editable_mode=compat -c constraints.txt
+	$(BIN)/python -m pip install --quiet -e '.[test,docs]' --config-settings editable_mode=compat -c constraints.txt
 	@touch $@
 
 .venv-oldest/installed: pyproject.toml constraints-oldest.txt
@@ -69,4 +73,4 @@ test-oldest: .venv-oldest/installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-oldest
+	rm -rf .venv .venv-oldest site

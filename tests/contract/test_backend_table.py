@@ -1,13 +1,11 @@
-"""The README's table of caches: every cell is found out by doing the thing.
+"""The documentation's tables of caches: every cell is found out by doing the thing.
 
-`UPDATE_README=1 pytest -m slow` writes it anew.
+`UPDATE_DOCS=1 pytest -m slow` writes them anew.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-import re
 from functools import partial
 
 import pytest
@@ -15,7 +13,7 @@ import torch
 from architectures import prompt, tiny_model
 from contract import CELLS, KINDS, options_of
 from helpers import cache_argument, needed
-from places import README
+from pages import check_generated
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from trial import Trial
 
@@ -23,7 +21,6 @@ import caches
 import configs
 import engine
 
-MARKS = re.compile(r"(?<=<!-- caches -->\n).*?(?=<!-- /caches -->)", flags=re.S)
 NEW = 16
 SAMPLES = ["llama", "gemma2", "mistral", "mamba2"]
 
@@ -106,7 +103,10 @@ def growth(cache: str) -> str:
     config = model.config.get_text_config()
     width = getattr(config, "head_dim", None) or config.hidden_size // max(1, getattr(config, "num_attention_heads", 1))
     ideal = config.num_hidden_layers * 2 * getattr(config, "num_key_value_heads", 2) * width * 4
-    return f"{per_token / ideal:.0%} of keys and values"
+    if cache == "none":
+        return "nothing is kept"
+    share = f"{per_token / ideal:.0%}"
+    return "constant size" if share == "0%" else f"{share} of keys and values"
 
 
 def trial_of(cache: str, kinds: list[str]) -> Trial | None:
@@ -289,18 +289,11 @@ def refusals() -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_the_readme_states_what_is_refused():
-    found = refusals()
-    marks = re.compile(r"(?<=<!-- refused -->\n).*?(?=<!-- /refused -->)", flags=re.S)
-    if os.environ.get("UPDATE_README"):
-        README.write_text(marks.sub(lambda _: found, README.read_text()))
-    assert marks.search(README.read_text()).group() == found
+def test_the_documentation_states_what_is_refused():
+    check_generated("refusals", refusals())
 
 
 @pytest.mark.slow
-def test_the_readme_states_what_the_caches_do():
+def test_the_documentation_states_what_the_caches_do():
     torch._dynamo.reset()
-    found = table()
-    if os.environ.get("UPDATE_README"):
-        README.write_text(MARKS.sub(lambda _: found, README.read_text()))
-    assert MARKS.search(README.read_text()).group() == found
+    check_generated("support_matrix", table())

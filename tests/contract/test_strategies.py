@@ -1,17 +1,16 @@
 """Every strategy on every backend and kind of model: found out by doing it.
 
-`UPDATE_README=1 pytest -m slow` writes the table anew.
+`UPDATE_DOCS=1 pytest -m slow` writes the table anew.
 """
 
 import functools
-import os
 import re
 from itertools import product
 
 import pytest
 import torch
 from helpers import needed
-from places import README
+from pages import check_generated
 from references import draft_of, never_run, tiny
 from strategy_cases import LOSSY, MODELS, OPTIONS, REFUSALS
 
@@ -24,7 +23,6 @@ pytestmark = pytest.mark.covering("pairs")
 
 NEW = 8
 REMEDY = r"[Uu]se |leave|[Gg]ive|choose|[Gg]enerate with|cache='"
-MARKS = re.compile(r"(?<=<!-- strategies -->\n).*?(?=<!-- /strategies -->)", flags=re.S)
 
 
 def run(strategy: str, kind: str, cache: str, **options) -> engine.Generation:
@@ -101,12 +99,10 @@ def table() -> str:
 
 
 @pytest.mark.slow
-def test_the_readme_states_which_strategies_work():
-    found, text = table(), README.read_text()
+def test_the_documentation_states_which_strategies_work():
+    found = table()
     assert "| `dynamic` |" + " all |" * len(MODELS) in found
-    if os.environ.get("UPDATE_README"):
-        README.write_text(MARKS.sub(lambda _: found, text))
-    assert MARKS.search(README.read_text()).group() == found
+    check_generated("strategies", found)
 
 
 GROUPS = {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0}

@@ -1,4 +1,4 @@
-"""What docs/differences.md says of messages and cases is in the code."""
+"""What docs/reference/differences.md says of messages and cases is in the code."""
 
 from pathlib import Path
 

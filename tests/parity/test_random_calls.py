@@ -1,4 +1,4 @@
-"""Random calls say what transformers says, or docs/differences.md tells why not."""
+"""Random calls say what transformers says, or docs/reference/differences.md tells why not."""
 
 import pytest
 import torch

@@ -1,8 +1,8 @@
 """Random calls of the engine beside the same ones of transformers' `generate`, with equal seeds.
 
-Both say the same, or what differs is told on the page docs/differences.md: refusals by the beginnings of their
-messages, other texts by one of the narrow cases in `random_outcomes.py`. A call is kept as the source of its arguments,
-so a failure prints a script. Run as a program to make many: `python tests/support/random_calls.py 20000
+Both say the same, or what differs is told on the page docs/reference/differences.md: refusals by the beginnings of
+their messages, other texts by one of the narrow cases in `random_outcomes.py`. A call is kept as the source of its
+arguments, so a failure prints a script. Run as a program to make many: `python tests/support/random_calls.py 20000
 --workers 2`.
 """
 

@@ -1,4 +1,4 @@
-"""How a random call comes out on both sides, and whether docs/differences.md tells of what differs."""
+"""How a random call comes out on both sides, and whether docs/reference/differences.md tells of what differs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from random_records import compared_records, reads_all
 import caches
 import engine
 
-PAGE = ROOT / "docs" / "differences.md"
+PAGE = ROOT / "docs" / "reference" / "differences.md"
 NEW = 3  # tokens of a second turn
 REFUSALS = (engine.EngineError, caches.CacheError)
 logging.getLogger("transformers").setLevel(logging.CRITICAL)

@@ -1,0 +1,113 @@
+"""The parts of the documentation that tests write: `UPDATE_DOCS=1` writes them anew.
+
+The tables of caches, refusals and strategies are those of tests/contract.
+"""
+
+import hashlib
+import inspect
+import json
+import re
+
+import benchmark_tables
+import pytest
+import typer
+from benchmark_tables import TABLES
+from pages import DOCS, check_generated, check_marked
+from places import README, ROOT
+
+import caches
+import configs
+import engine
+from engine.cli.main import app
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def results(name):
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_figures_are_those_measured(name):
+    file, table = TABLES[name]
+    check_generated(name, table(results(file)))
+
+
+def test_the_readmes_speed_is_measured():
+    check_marked(README, "speed", benchmark_tables.short_speed(results("decode-cpu")))
+
+
+def test_the_factors_in_the_readme_are_measured():
+    reports = [results("memory-cpu"), results("memory-long-cpu")]
+    rows = [case["rows"] for report in reports for case in report["cases"] if case["context"] >= 4096]
+    fused = [row["times_peer"] for case in rows for name, row in case.items() if "fused, gemv" in name]
+    branching = [case["times_peer"] for case in results("branching-cpu")["cases"].values() if "ours" in case["engines"]]
+    branching = [times for times in branching if times is not None and times > 1]
+    text = README.read_text()
+    assert f"[{min(fused):.1f} to {max(fused):.1f} times]" in text
+    assert f"{min(branching):.0f} to {max(branching):.0f} times as fast" in text
+
+
+def test_the_negative_results_are_measured():
+    page = (DOCS / "benchmarks" / "negative-results.md").read_text()
+    measured = "".join((DOCS / "_generated" / f"{name}.md").read_text() for name in TABLES)
+    for figure in re.findall(r"\d+\.\d+|\d,\d{3}", page):
+        assert figure in measured, figure
+
+
+@pytest.mark.parametrize("name", ["branching-cpu", "decode-cpu", "quality-cpu"])
+def test_a_plot_is_of_these_results(name):
+    plot = DOCS / "benchmarks" / f"{name}.svg"
+    assert plot.resolve() == RESULTS / f"{name}.svg"
+    digest = hashlib.sha256((RESULTS / f"{name}.json").read_bytes()).hexdigest()
+    assert digest in plot.read_text()
+
+
+def test_the_trees_of_errors_are_those_of_the_code():
+    trees = [inspect.getdoc(module).partition("\n\n")[2] for module in (engine.errors, caches.errors)]
+    check_generated("errors", "\n".join(f"```text\n{tree}\n```\n" for tree in trees))
+
+
+def test_the_commands_are_those_of_the_parser():
+    check_generated("cli", "\n".join(_command(*found) for found in typer.main.get_command(app).commands.items()))
+
+
+def _command(name, command):
+    panels = {}
+    for parameter in command.params:
+        usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
+        panels.setdefault(getattr(parameter, "rich_help_panel", None) or usual, []).append(parameter)
+    lines = [f"## engine {name}", "", *command.help.replace("\b\n", "").splitlines(), ""]
+    for title, parameters in panels.items():
+        lines += [f"### {title} {{ #{name}-{title.lower().replace(' ', '-')} }}", ""]
+        rows = [[_names(one), (one.help or "").replace("|", "\\|")] for one in parameters]
+        lines += [*benchmark_tables.table(["option", "what it does"], rows), ""]
+    return "\n".join(lines)
+
+
+def _names(parameter):
+    metavar = f" {parameter.metavar}" if parameter.metavar and parameter.param_type_name == "option" else ""
+    names = parameter.opts if parameter.param_type_name == "option" else [parameter.metavar]
+    return ", ".join(f"`{name}{metavar}`" for name in names)
+
+
+def test_the_presets_are_those_of_the_package():
+    rows = []
+    for name in configs.presets():
+        changed = configs.preset(name).to_dict(use_diff=True)
+        rows.append([f"`{name}`", ", ".join(f"`{field}={value!r}`" for field, value in changed.items())])
+    check_generated("presets", benchmark_tables.text(benchmark_tables.table(["preset", "what it sets"], rows)))
+
+
+def test_the_options_of_the_caches_are_those_of_their_configurations():
+    parts = []
+    for name in caches.names():
+        options = caches.recipe(name).options
+        rows = [[f"`{field}`", f"`{value!r}`"] for field, value in options.defaults().items()]
+        table = benchmark_tables.table(["option", "default"], rows) if rows else "No options."
+        parts += [
+            f"### `{name}` {{ #{name} }}",
+            f"{caches.recipe(name).summary} Options: `configs.{options.__name__}`.",
+        ]
+        parts.append(table)
+    check_generated("cache_options", benchmark_tables.text(*parts))

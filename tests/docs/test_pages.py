@@ -1,0 +1,186 @@
+"""Everything the documentation shows is run, page by page, and what it names is there."""
+
+import json
+import os
+import re
+import shlex
+
+import pytest
+import yaml
+from helpers import in_terminal
+from pages import DOCS, blocks, name_of, pages
+from places import README, ROOT
+
+import caches
+import configs
+import engine
+from caches import registry
+from strategies import registry as strategy_registry
+
+PAGES = pages()
+CLI = DOCS / "guide" / "cli.md"
+OLD_WORDS = (
+    "nobody|somebody|anybody|whoever|outlets?|lanes?|rungs?|ladders?|trunks?|siblings?|slabs?|anatomy|skeletons?|"
+    "rehears\\w+|settle[sd]?|exotic|piece by piece|staging"
+)
+
+
+def with_blocks(language):
+    found = [page for page in PAGES if blocks(page, language)]
+    assert found
+    return pytest.mark.parametrize("page", found, ids=name_of)
+
+
+@pytest.fixture
+def _own_registries(monkeypatch):
+    """What a page registers is undone."""
+    monkeypatch.setattr(registry, "_recipes", dict(registry._recipes))
+    monkeypatch.setattr(configs.CacheConfig, "_by_name", dict(configs.CacheConfig._by_name))
+    monkeypatch.setattr(strategy_registry, "_strategies", dict(strategy_registry._strategies))
+
+
+@with_blocks("python")
+@pytest.mark.usefixtures("_own_registries")
+def test_the_python_of_a_page(page, capsys, monkeypatch, tmp_path):
+    """In order, each with the names of those before it on the page: what prints shows something."""
+    monkeypatch.chdir(tmp_path)
+    names: dict = {"__name__": "__main__"}
+    for block in blocks(page, "python"):
+        exec(compile(block, name_of(page), "exec"), names)
+        assert bool(capsys.readouterr().out.strip()) == ("print(" in block), block
+
+
+@with_blocks("sh")
+def test_the_commands_of_a_page(page, cli, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for command in [line for block in blocks(page, "sh") for line in block.splitlines() if line]:
+        piped, _, last = command.rpartition(" | ")
+        words = [word for word in shlex.split(last, comments=True) if not word.startswith("UPDATE_DOCS=")]
+        if words[0] != "engine":
+            check_other_command(page, words)
+            continue
+        result = cli(words[1:], input=shlex.split(piped)[1] + "\n" if piped else "")
+        assert result.exit_code == 0, result.stderr
+        assert result.stdout.strip()
+
+
+def check_other_command(page, words):
+    """make and pip are run by CI itself; the README's make commands are those that it runs."""
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.M), words
+        assert page != README or f"make {words[1]}" in (ROOT / ".ci" / "run").read_text().splitlines()
+    elif words[:2] == ["pip", "install"]:
+        extras = re.findall(r"\[(.*)\]", words[-1])
+        declared = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
+        assert all(f"\n{extra} = [" in declared for names in extras for extra in names.split(",")), words
+    else:  # too long to run here: a program of the project
+        files = [word for word in words[1:] if "/" in word and "=" not in word]
+        assert words[0].endswith("python")
+        assert files
+        assert all((ROOT / file).exists() for file in files), words
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 250
+
+
+def test_the_first_example_prints_text():
+    first = re.search(r"```(\w+)\n(.*?)```", README.read_text(), flags=re.S)
+    assert first[1] == "python"
+    assert "print(" in first[2]
+
+
+def test_every_page_is_in_the_navigation():
+    def files(entries):
+        for entry in entries:
+            for value in entry.values():
+                yield from [value] if isinstance(value, str) else files(value)
+
+    listed = list(files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in PAGES if DOCS in page.parents)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_what_a_page_names_is_there(page):
+    text = page.read_text()
+    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        if not link.startswith(("http:", "https:")):
+            assert (page.parent / link).exists(), link
+    for included in re.findall(r'^--8<-- "([^":]+)', text, flags=re.M):
+        assert (ROOT / included).exists(), included
+    for file in re.findall(r"`((?:benchmarks|tests|engine|caches|strategies|configs)/[\w/]+(?:\.\w+|/))`", text):
+        assert (ROOT / file).exists(), file
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_words_of_a_page_are_those_of_the_glossary(page):
+    prose = re.sub(r"^```.*?^```$|`[^`\n]*`|https?://\S+", "", page.read_text(), flags=re.M | re.S)
+    assert not re.findall(rf"\b(?:{OLD_WORDS})\b", prose, flags=re.I)
+    code = "\n".join(block for language in ("python", "sh", "console") for block in blocks(page, language))
+    assert "engine/shipped" not in code  # no example needs the checkout
+
+
+def test_the_readme_knows_all_backends_and_strategies():
+    from strategies import names
+
+    for heading, expected in (("Which cache?", caches.names()), ("Strategies", names())):
+        section = re.search(rf"^## {re.escape(heading)}\n(.*?)^## ", README.read_text(), flags=re.M | re.S)[1]
+        assert sorted(re.findall(r"^\| `(\w+)` \|", section, flags=re.M)) == sorted(expected)
+
+
+def test_the_readme_says_which_caches_can_be_compiled():
+    """As a cell of the support matrix says, or nothing there to be compiled."""
+    matrix = (DOCS / "_generated" / "support_matrix.md").read_text().partition("\n\n")[0].splitlines()
+    column = matrix[0].split(" | ").index("compiled step")
+    compiled = {row.split(" | ")[0].strip("|` "): row.split(" | ")[column] for row in matrix[2:]}
+    for row in re.findall(r"^\| `\w+` \|.*\|$", README.read_text(), flags=re.M):
+        name, *_, said = [part.strip("|` ") for part in row.split(" | ")]
+        if name in compiled and name not in ("mamba", "encoder_decoder"):  # not by the models of that column
+            assert (said == "yes") == (compiled[name] == "yes"), name
+
+
+def test_the_figures_of_the_model_in_the_package(shipped):
+    text = README.read_text()
+    report = json.loads((engine.SHIPPED_MODEL / "training.json").read_text())
+    assert f"{report['held_out_bits_per_byte']:.2f} bits per byte" in text
+    assert f"{report['xz_bits_per_byte']:.2f}" in text
+    model = shipped.model
+    assert f"{model.num_parameters() / 1e6:.1f} million parameters" in text
+    assert f"vocabulary of {model.config.vocab_size}" in text
+    script = (ROOT / "benchmarks" / "train_shipped_model.py").read_text()
+    assert f"--steps {report['steps']}" in script
+
+
+def test_the_number_of_architectures():
+    from architectures import ARCHITECTURES, MORE_ARCHITECTURES, RARE_ARCHITECTURES
+    from encoder_decoders import ENCODER_DECODERS
+    from multimodal import MULTIMODAL
+
+    known = [*(ARCHITECTURES | MORE_ARCHITECTURES | RARE_ARCHITECTURES | MULTIMODAL), *ENCODER_DECODERS]
+    assert f"{len(known)} architectures" in README.read_text()
+
+
+def shown_by(command):
+    """What a command leaves on a terminal, times taken out."""
+    shown, _ = in_terminal(["bash", "-c", command], columns=100)
+    shown = shown.rpartition("\x1b[1A\x1b[2K")[2]  # where the progress line was erased
+    return re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", shown).replace("\r", "")
+
+
+def without_times(text):
+    lines = re.sub(r"\d+\.\d (ms|tokens/s)", r"... \1", text).splitlines()
+    return [line.rstrip() for line in lines]
+
+
+@pytest.mark.slow
+def test_the_transcript_is_what_a_terminal_shows(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    [block] = blocks(CLI, "console")
+    commands = re.findall(r"^\$ (.*)", block, flags=re.M)
+    assert len(commands) >= 3
+    found = "".join(f"$ {command}\n{shown_by(command)}" for command in commands)
+    if os.environ.get("UPDATE_DOCS"):
+        found = "\n".join(line.rstrip() for line in found.splitlines()) + "\n"
+        CLI.write_text(CLI.read_text().replace(block, found))
+    else:
+        assert without_times(found) == without_times(block)

@@ -1,0 +1,259 @@
+"""Tables of the documentation, made from the files in benchmarks/results."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from typing import Any
+
+Report = dict[str, Any]
+_SHORT = {  # rows of the README's table, by the name in the results
+    "transformers dynamic": "transformers, `DynamicCache`",
+    "dynamic, torch's linears": "kvengine `dynamic`, linear layers as torch computes them",
+    "dynamic": "kvengine `dynamic`",
+    "static, compiled": "kvengine `static`, step compiled",
+    "llama.cpp, float32": "llama.cpp, float32",
+}
+
+
+def machine(report: Report) -> str:
+    return (
+        f"{report['processor']}, {report['threads']} threads, torch {report['torch']}, transformers "
+        f"{report['transformers']}"
+    )
+
+
+def spread(taken: dict[str, float], digits: int = 1) -> str:
+    """Median, least and most. A time is a difference of two calls: a least one below zero is their noise, left out."""
+    most = f"{taken['most']:.{digits}f}"
+    least = f"{taken['least']:.{digits}f} to {most}" if taken["least"] > 0 else f"up to {most}"
+    return f"{taken['median']:.{digits}f} ({least})"
+
+
+def table(head: list[str], rows: list[list[str]], align: str = "") -> list[str]:
+    """align: one of l, c, r per column; left where it says nothing."""
+    marks = {"l": "---", "c": ":-:", "r": "--:"}
+    under = [marks[letter] for letter in align.ljust(len(head), "l")]
+    return ["| " + " | ".join(cells) + " |" for cells in [head, under, *rows]]
+
+
+def text(*parts: str | list[str]) -> str:
+    """Paragraphs and tables, with an empty line between them."""
+    return "\n\n".join(part if isinstance(part, str) else "\n".join(part) for part in parts) + "\n"
+
+
+def short_speed(report: Report) -> str:
+    """Of the README: a few rows of `speed`."""
+    cases = report["cases"]
+    rows = [["floor: weights and cache read once", *(f"{case['floor_ms']:.1f}" for case in cases)]]
+    for name, title in _SHORT.items():
+        rows.append([title, *(spread(case["engines_ms"][name]) for case in cases)])
+    head = ["ms per token, median (least to most)", *(f"behind {case['prompt_tokens']} tokens" for case in cases)]
+    return text(table(head, rows, "lrr"), f"{machine(report)}, {report['bandwidth_gb_per_s']:.0f} GB/s.")
+
+
+def speed(report: Report) -> str:
+    cases = report["cases"]
+    assert all(same for case in cases for same in case["same_text"].values())
+    head = ["", *(f"prompt {case['prompt_tokens']}" for case in cases)]
+    engines = [["floor: reading weights and cache once", *(f"{case['floor_ms']:.1f}" for case in cases)]]
+    engines += [[name, *(spread(case["engines_ms"][name]) for case in cases)] for name in cases[0]["engines_ms"]]
+    parts = [[name, *(f"{case['step_ms'][name]:.2f}" for case in cases)] for name in cases[0]["step_ms"]]
+    overhead = ", ".join(f"{name} {taken['median']:.2f} ms" for name, taken in report["loop_overhead_ms"].items())
+    return text(
+        f"{machine(report)}, {report['bandwidth_gb_per_s']:.0f} GB/s; ms per token, median (least to most).",
+        table(head, engines),
+        "Where a step of `dynamic` spends its time, in ms:",
+        table(head, parts),
+        f"The loop itself, everything outside `model(...)`, on a model of 4 layers, 256 wide: {overhead} per token.",
+    )
+
+
+def memory(report: Report) -> str:
+    cases = report["cases"]
+    assert not report["left_out"]
+    assert all(row["same_text"] is not False for case in cases for row in case["rows"].values())
+    longest = cases[-1]
+    sizes = [
+        [
+            name,
+            f"{row['predicted_bytes_per_token']:,.0f}",
+            f"{row['bytes_per_token']:,.0f}",
+            f"{row['of_full']:.1%}",
+            f"{row['of_full_with_scratch']:.1%}",
+            f"{row['peak_bytes'] / 1e6:,.0f}",
+        ]
+        for name, row in longest["rows"].items()
+    ]
+    times = [["floor: reading weights and full cache once"]]
+    for case in cases:
+        times[0] += [f"{case['floor_ms']:.1f}", ""]
+    for name in longest["rows"]:
+        times.append([name])
+        for row in (case["rows"][name] for case in cases):
+            times[-1] += [spread(row["ms"]), "" if row["times_peer"] is None else f"{row['times_peer']:.2f}"]
+    return text(
+        f"{machine(report)}; {longest['context']} tokens. Bytes per token count what the cache keeps, by arithmetic "
+        "and as measured with room for more.",
+        table(
+            [
+                "cache",
+                "by arithmetic",
+                "measured",
+                "of full keys and values",
+                "with scratch",
+                "peak of the process, MB",
+            ],
+            sizes,
+            "lrrrrr",
+        ),
+        f"ms per token, median (least to most) of {report['new_tokens']} steps; x is how many times faster than "
+        "transformers' cache of the same kind and library.",
+        table(
+            ["context", *(name for case in cases for name in (str(case["context"]), "x"))],
+            times,
+            "l" + "lr" * len(cases),
+        ),
+    )
+
+
+def quality(report: Report) -> str:
+    codecs, stream = report["codecs"], report["stream"]
+    full = codecs["dynamic"]["perplexity"]
+    rows = [
+        [
+            name,
+            f"{taken['bits_per_byte']:.4f}",
+            f"{taken['perplexity']:,.3f}",
+            f"{taken['perplexity'] / full - 1:+.2%}",
+            f"{taken['bytes_per_token']:,.0f}",
+        ]
+        for name, taken in codecs.items()
+    ]
+    return text(
+        f"{machine(report)}; {report['texts']} texts of {report['text_tokens']} tokens, the last "
+        f"{report['residual_length']} tokens (and up to a block more) in full precision.",
+        table(
+            ["cache", "bits per byte", "perplexity per token", "against dynamic", "bytes per quantized token"],
+            rows,
+            "lrrrr",
+        ),
+        f"Perplexity of one text of {stream['windows']} windows of {stream['window']} tokens:",
+        _stream(stream),
+    )
+
+
+def _stream(stream: Report) -> list[str]:
+    width = stream["windows"] // 5
+    begins = range(0, 5 * width, width)
+    assert "sink" in stream["perplexity"]
+    rows = []
+    for name, per_window in stream["perplexity"].items():
+        parts = [per_window[begin : begin + width] for begin in begins]
+        cells = [
+            f"{statistics.geometric_mean(part):.2f}" if len(part) == width else "past the trained positions"
+            for part in parts
+        ]
+        ratio = stream["to_inside_the_window"].get(name)
+        sizes = sorted(set(stream["least_and_most_bytes"].get(name, [])))
+        cells += ["" if ratio is None else f"{ratio:.3f}", " to ".join(f"{size:,}" for size in sizes)]
+        rows.append([name, *cells])
+    windows = [f"windows {begin + 1} to {begin + width}" for begin in begins]
+    return table(["cache", *windows, "all, relative to inside the window", "bytes"], rows, "lrrrrrrr")
+
+
+def branching(report: Report) -> str:
+    assert not report["quick"]
+    assert all(case["same_text"] for name, case in report["cases"].items() if "beams" in name)
+    rows = []
+    for name, case in report["cases"].items():
+        [peer] = [other for other in case["engines"] if other != "ours"] or [None]
+        times = "-" if case["times_peer"] is None else f"{case['times_peer']:.2f}"
+        ours = _branching_cells(case["engines"]["ours"])
+        theirs = ["nothing to compare with", "-", "-", "-"]
+        if peer is not None:
+            theirs = [peer, *_branching_cells(case["engines"][peer])]
+        rows.append([name, f"{case['prompt']} + {case['new']}", ours[0], times, *ours[1:], *theirs])
+    head = ["", "prompt + new", "kvengine", "x", "cache MB", "peak MB", "peer", "seconds", "cache MB", "peak MB"]
+    return text(
+        f"{machine(report)}, {report['bandwidth_gb_per_s']:.0f} GB/s; seconds of a whole call, median (least to most) "
+        f"of {report['runs']}, prompt included; x is how many times faster than the peer; peaks were measured where a "
+        "number stands.",
+        table(head, rows, "lllrrrllrr"),
+    )
+
+
+def _branching_cells(row: Report) -> list[str]:
+    peak = f"{row['peak_bytes'] / 1e6:,.0f}" if "peak_bytes" in row else "-"
+    return [spread(row["whole_s"], 2), f"{row['cache_bytes'] / 1e6:,.0f}", peak]
+
+
+def assisted(report: Report) -> str:
+    engines = ("proposed", "greedy", "transformers, greedy", "transformers, proposed")
+    rows = []
+    for name, case in report["cases"].items():
+        assert case["same_text"]
+        times = [case["engines"].get(engine_name) for engine_name in engines]
+        rows.append(
+            [
+                name,
+                f"{case['prompt']} + {case['new']}",
+                f"{case['acceptance']:.0%}",
+                f"{case['tokens_per_verification']:.2f}",
+                *("-" if row is None else spread(row["whole_s"], 2) for row in times),
+            ]
+        )
+    return text(
+        f"{machine(report)}; seconds of a whole call, median (least to most) of {report['runs']}, prompt included.",
+        table(["", "prompt + new", "accepted", "tokens per forward", *engines], rows, "llrr"),
+    )
+
+
+def out_of_memory(report: Report) -> str:
+    rows = []
+    for name, case in report["cases"].items():
+        ours = case["engines"]["ours"]
+        fallbacks = [taken["name"] for taken in ours["fallbacks"]]
+        assert ours["same_text"] or "quantize" in fallbacks
+        runs = [
+            "out of memory" if run["error"] else f"{run['seconds']:.1f} s{'' if run['same_text'] else ', another text'}"
+            for run in case["engines"].values()
+        ]
+        shape = [f"{case['rows']} x {case['prompt']} + {case['new']}", f"{case['more_mb']} MB"]
+        rows.append([name, *shape, f"{case['unlimited_s']:.1f} s", *runs, ", ".join(fallbacks) or "none needed"])
+    head = ["", "rows x prompt + new", "memory beyond the model", "with all memory", "transformers", "kvengine"]
+    first = next(iter(report["cases"].values()))
+    log = "\n".join(textwrap.fill(line, 110, subsequent_indent="    ") for line in first["engines"]["ours"]["log"])
+    return text(
+        f"{machine(report)}; seconds of a whole call.",
+        table([*head, "fallbacks"], rows, "lllrlll"),
+        "The log of the first row:",
+        f"```text\n{log}\n```",
+    )
+
+
+def startup(report: Report) -> str:
+    assert report["same_text"]
+    rows = [
+        [name, spread(case["text_s"]), spread(case["processor_s"]), f"{case['times_peer']:.2f}"]
+        for name, case in report["cases"].items()
+        if "other checkout" not in name
+    ]
+    return text(
+        f"{machine(report)}; seconds from the start of a process until its text of {report['new_tokens']} tokens is "
+        f"there, median (least to most) of {report['runs']}; x is the time relative to the script of transformers.",
+        table(["", "until the text", "processor time until the end", "x"], rows, "lrrr"),
+    )
+
+
+TABLES = {
+    "out_of_memory": ("out-of-memory-cpu", out_of_memory),
+    "assisted": ("assisted-cpu", assisted),
+    "branching": ("branching-cpu", branching),
+    "speed": ("decode-cpu", speed),
+    "memory": ("memory-cpu", memory),
+    "memory_long": ("memory-long-cpu", memory),
+    "quality": ("quality-cpu", quality),
+    "startup": ("startup-cpu", startup),
+}
+"""By the name of the generated part: the file in benchmarks/results, and what makes the part of it."""
