@@ -56,7 +56,7 @@ def default_generation_params() -> dict[str, Any]:
 
 
 def prepare_generation_config(
-    model: PreTrainedModel, config: GenerationConfig | None, **options: Any
+    model: PreTrainedModel, config: GenerationConfig | None, /, **options: Any
 ) -> tuple[GenerationConfig, dict[str, Any]]:
     """All parameters of a call: `options` before `config` before the model's own; and `options` that are no parameters.
 
@@ -79,12 +79,15 @@ class SpecialTokens(NamedTuple):
 def prepare_special_tokens(
     model: PreTrainedModel, config: GenerationConfig, has_mask: bool, device: torch.device, rows: int
 ) -> None:
-    """Add to `config` what `special_tokens` reads. has_mask: False warns where the mask cannot be inferred."""
+    """Add to `config` what `special_tokens` reads. has_mask: False warns where the mask cannot be inferred.
+
+    Raises `ValueError` where an encoder-decoder model has no token to begin with.
+    """
     model._prepare_special_tokens(config, has_mask, device=device, batch_size=rows)
 
 
 def special_tokens(config: GenerationConfig) -> SpecialTokens:
-    """Of a configuration that was given to `prepare_special_tokens`."""
+    """The special tokens of a configuration that was given to `prepare_special_tokens`."""
     return SpecialTokens(config._eos_token_tensor, config._pad_token_tensor, config._decoder_start_token_tensor)
 
 
