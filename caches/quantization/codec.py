@@ -26,7 +26,7 @@ Choice = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # codes [groups
 
 
 class Codec(Protocol):
-    """Turns keys or values into few bits and back."""
+    """Quantizes keys or values, and decodes them for attention."""
 
     @property
     def block(self) -> int:
