@@ -1,4 +1,4 @@
-"""How a `Generator` works, apart from what it generates; ready configurations by name."""
+"""The configuration of a `Generator`, and presets: configurations that come with the package."""
 
 from __future__ import annotations
 

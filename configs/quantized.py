@@ -39,7 +39,7 @@ CODECS = {
 class QuantizedCacheConfig(PlacedCacheConfig):
     """A cache of keys and values in few bits, with the most recent tokens in full precision.
 
-    backend: the codec.
+    backend: the codec, by the name of its library.
     nbits: bits per element; None is 4, for fp8 8.
     axis_key, axis_value: the grouping, by the axis that the library uses. Per token (neighbouring channels of one
         token), the default: 0 for quanto, 1 for hqq. Per channel (one channel of q_group_size tokens): -1 for quanto, 0

@@ -82,7 +82,7 @@ class SegmentedTensor(torch.Tensor):
         return view
 
     def materialize(self) -> torch.Tensor:
-        """The same as an ordinary tensor."""
+        """An ordinary tensor with the same shape and content."""
         with DisableTorchFunctionSubclass():
             out = torch.empty(self.base, dtype=self.dtype, device=self.device)
             begin = 0

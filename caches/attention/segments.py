@@ -97,7 +97,7 @@ class AffineSegment:
     def _mixed(self, group: int, weights: torch.Tensor) -> torch.Tensor:
         codes, scale, offset = self._of_group(group)
         sums = (weights * scale) @ codes
-        # A sum, not a matrix product with one column, which takes three times as long.
+        # A sum: a matrix product with a vector takes three times as long.
         return sums if offset is None else sums.add_((weights * offset).sum(dim=-1, keepdim=True))
 
     def _of_group(self, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -45,7 +45,7 @@ def disk_folder(folder: str | None = None) -> str:
 def memory_type(folder: str) -> str | None:
     """The type of the folder's file system if it is in memory, such as "tmpfs"; None if it is not, or unknown."""
     try:
-        lines = os.fsdecode(_MOUNTS.read_bytes()).split("\n")  # paths may have any bytes
+        lines = os.fsdecode(_MOUNTS.read_bytes()).split("\n")  # not as UTF-8: paths may have any bytes
     except OSError:  # not on Linux
         return None
     path, nearest, found = os.path.realpath(folder), "", None

@@ -26,7 +26,7 @@ Choice = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # codes [groups
 
 
 class Codec(Protocol):
-    """Turns keys or values into few bits and back."""
+    """Quantizes keys or values, and decodes them for attention."""
 
     @property
     def block(self) -> int:
@@ -149,7 +149,7 @@ def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _unpack(packed: torch.Tensor, bits: int, out: torch.Tensor, scratch: torch.Tensor, times: int = 0) -> None:
-    """Write the codes into `out` in its data type; times: add them to `out` so many times instead."""
+    """Unpack codes into `out`, in its data type. times: if not 0, add `times * codes` to `out` instead."""
     if bits == 8:
         out.copy_(packed)
     elif bits == 3:

@@ -2,11 +2,11 @@
 // L1 cache. If at least 16 neighbouring channels share a scale, products are computed in integers, with queries and
 // weights rounded to 16 bits.
 //
-// A segment is codes [rows, heads, slots, bytes]; byte i of a slot has the channels i, i + bytes, ..., lowest bits first.
+// A segment is codes [rows, heads, slots, bytes]. Byte i of a slot has the channels i, i + bytes, ..., low bits first.
 // scale, offset: [rows, heads, slots, groups] for groups of neighbouring channels (block = 0), or
-// [rows, heads, blocks, width] for groups of `block` slots; the last block may be cut off. Or it is float32
-// [rows, heads, slots, width]; then bits = 32. Scales, offsets, queries and results are float32. The innermost dimension
-// of all tensors is contiguous, and the width is a multiple of 8.
+// [rows, heads, blocks, width] for groups of `block` slots; the last block may be cut off. Or a segment is float32
+// [rows, heads, slots, width]; then bits = 32. Scales, offsets, queries and results are float32. The innermost
+// dimension of all tensors is contiguous, and the width is a multiple of 8.
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -77,7 +77,8 @@ struct Slots {
   Slots(const Segment& segment, int64_t width) : width(width) {
     const auto& [stored, scale, offset, of_bits, of_block] = segment;
     const int64_t item = stored.element_size();
-    codes = static_cast<const uint8_t*>(stored.const_data_ptr()), bytes = stored.size(3), bits = of_bits, block = of_block;
+    codes = static_cast<const uint8_t*>(stored.const_data_ptr()), bytes = stored.size(3);
+    bits = of_bits, block = of_block;
     codes_row = stored.stride(0) * item, codes_head = stored.stride(1) * item, codes_stride = stored.stride(2) * item;
     const auto contiguous = [](const at::Tensor& of) { return of.size(3) == 1 || of.stride(3) == 1; };
     TORCH_CHECK(contiguous(stored) && (!scale || contiguous(*scale)), "the elements of a slot have to be contiguous");
@@ -98,8 +99,8 @@ struct Slots {
   }
 };
 
-// Some slots, unpacked: as floats with the given stride; or, if `as_integers`, as integers that are not scaled yet: keys
-// [slots, width], values [slots / 2, width, 2], interleaved in pairs of slots. scales, offsets: [groups, few].
+// Some slots, unpacked: as floats with the given stride; or, if `as_integers`, as integers that are not scaled yet:
+// keys [slots, width], values [slots / 2, width, 2], interleaved in pairs of slots. scales, offsets: [groups, few].
 struct Unpacked {
   Slots of;
   int64_t count;
@@ -270,14 +271,14 @@ inline float middle(int64_t bits) { return ((1 << bits) - 1) / 2.0f; }
 struct Queries {
   const float* exact;
   int64_t width;
-  std::vector<int16_t> whole;
+  std::vector<int16_t> integers;
   std::vector<float> unit;
 
   explicit Queries(const at::Tensor& given)
-      : exact(given.const_data_ptr<float>()), width(given.size(-1)), whole(given.numel()),
+      : exact(given.const_data_ptr<float>()), width(given.size(-1)), integers(given.numel()),
         unit(given.numel() / given.size(-1)) {
     for (int64_t i = 0; i < (int64_t)unit.size(); i++)
-      unit[i] = rounded(exact + i * width, width, whole.data() + i * width);
+      unit[i] = rounded(exact + i * width, width, integers.data() + i * width);
   }
 };
 
@@ -306,7 +307,7 @@ void multiply_floats(const float* query, const Unpacked& keys, float* out) {
 
 void multiply_integers(const Queries& queries, int64_t number, const Unpacked& keys, float* out) {
   const int64_t width = keys.of.width, group = width / keys.of.groups;
-  const int16_t* query = queries.whole.data() + number * width;
+  const int16_t* query = queries.integers.data() + number * width;
   std::fill(out, out + keys.count, 0.0f);
   for (int64_t g = 0; g < keys.of.groups; g++) {
     const int64_t begin = g * group, end = begin + group;
@@ -401,8 +402,8 @@ void add(const float* weights, const Unpacked& values, float* out) {
 // exp(x) for x <= 0, with a relative error of 2e-7, and 0 below -87. Coefficients: Cephes' expf.
 inline Lanes power(Lanes x) {
   const Lanes least = Lanes{} - 87.0f, bounded = x < least ? least : x;  // keeps NaN
-  const Ints whole = __builtin_convertvector(bounded * 1.44269504f - 0.5f, Ints);
-  const Lanes number = __builtin_convertvector(whole, Lanes);
+  const Ints exponent = __builtin_convertvector(bounded * 1.44269504f - 0.5f, Ints);
+  const Lanes number = __builtin_convertvector(exponent, Lanes);
   const Lanes rest = bounded - number * 0.693359375f + number * 2.12194440e-4f;
   Lanes sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
   sum = sum * rest + 8.3334519073e-3f;
@@ -410,7 +411,7 @@ inline Lanes power(Lanes x) {
   sum = sum * rest + 1.6666665459e-1f;
   sum = sum * rest + 5.0000001201e-1f;
   sum = sum * rest * rest + rest + 1.0f;
-  return x < least ? Lanes{} : sum * (Lanes)((whole + 127) << 23);
+  return x < least ? Lanes{} : sum * (Lanes)((exponent + 127) << 23);
 }
 
 // Online softmax of one query: the largest score, and the sum of exp(score - largest).
@@ -521,8 +522,8 @@ at::Tensor mixed(const Segment& values, const at::Tensor& given, int64_t width) 
   return shares == 1 ? sums.squeeze(1) : sums.sum(1);
 }
 
-// Attention: scaled queries [rows, KV heads, queries, width] -> [rows, KV heads, queries, values' width]. mask: [rows, KV
-// heads, heads per KV head, tokens, slots], added to the scores.
+// Attention: scaled queries [rows, KV heads, queries, width] -> [rows, KV heads, queries, values' width].
+// mask: [rows, KV heads, heads per KV head, tokens, slots], added to the scores.
 at::Tensor attention(const at::Tensor& given, const std::vector<Segment>& keys, const std::vector<Segment>& values,
                      const Optional& mask, int64_t out_width) {
   const auto queries = given.contiguous();
@@ -554,7 +555,8 @@ at::Tensor attention(const at::Tensor& given, const std::vector<Segment>& keys, 
         std::fill(found + some_keys.count, found + few, none);
         weigh(found, softmax[to + token], sums.data() + (to + token) * out_width, out_width);
       }
-      const Unpacked some_values = read(Of::values, stored_values[part.segment].of(row, head), part.begin, part.end, memory);
+      const Slots head_values = stored_values[part.segment].of(row, head);
+      const Unpacked some_values = read(Of::values, head_values, part.begin, part.end, memory);
       for (int64_t token = 0; token < tokens; token++)
         add(scores.data() + token * few, some_values, sums.data() + (to + token) * out_width);
     }

@@ -129,7 +129,7 @@ def _frequencies(module: Any, config: Any, layer_type: str) -> tuple[float, ...]
 
 
 def _direction(module: Any) -> tuple[bool, bool]:
-    """(backwards, interleaved) of the model's rotation, found by applying its `rotate_half` to known numbers."""
+    """(backwards, interleaved) of the model's rotation, found by applying its `rotate_half` to [1, 2, 3, 4]."""
     rotate = getattr(module, "rotate_half", None) or getattr(module, "rotate_every_two", None)
     if rotate is None:  # models with `apply_rotary_emb` multiply complex numbers, whose parts are neighbours
         return False, hasattr(module, "apply_rotary_emb")

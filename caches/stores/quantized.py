@@ -93,7 +93,7 @@ class QuantizedStore:
         return self._read(self.residual[:, :, : self.timeline.residual], self._lasting)
 
     def _add(self, new: torch.Tensor) -> torch.Tensor:
-        """Add `new`; returns the residual before the step followed by `new`."""
+        """Add `new`; returns the unquantized tokens: the residual before the step, then `new`."""
         timeline = self.timeline
         timeline.bind_batch_size(new.shape[0])
         if self.residual is None:

@@ -34,7 +34,7 @@ class BlockTimeline(Timeline):
     encoded: slots in blocks. encoding: slots that the open step adds to them.
     """
 
-    growth: ClassVar[float] = 1.125  # less than elsewhere: spare room would use up what quantization saves
+    growth: ClassVar[float] = 1.125  # small: spare room would use up the memory that quantization saves
 
     def __init__(self, retention: Retention, max_rows: int | None, *, block: int, residual: int):
         super().__init__(retention, None, max_rows)

@@ -208,7 +208,7 @@ class DecodingLoop:
         if forward.model == "main":  # while there is a way to go on without the memory that this takes
             self._lane.attempt(lambda: self._tokens.reserve(tokens))
         outputs, states = session.forward(forward.tokens, forward.hidden, forward.all_logits)
-        self._peak.look()
+        self._peak.record()
         logits = session.attempt(lambda: outputs.logits[:, -tokens:].to(self._device, torch.float32, copy=True))
         self._health.look(logits, outputs.logits.dtype, fed, self._running)
         if forward.model == "main":

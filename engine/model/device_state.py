@@ -17,7 +17,7 @@ class Peak:
         if self._device is not None:
             self._earlier_peak = torch.cuda.max_memory_allocated(self._device)
 
-    def look(self) -> None:
+    def record(self) -> None:
         """Record the memory that is allocated now."""
         if self._device is not None:
             self._most = max(self._most, torch.cuda.memory_allocated(self._device))
@@ -27,7 +27,7 @@ class Peak:
         """The peak, or the most of the records if an earlier peak of the process was higher; None without CUDA."""
         if self._device is None:
             return None
-        self.look()
+        self.record()
         most = torch.cuda.max_memory_allocated(self._device)
         return most if most > self._earlier_peak else self._most
 

@@ -221,7 +221,7 @@ def with_parts(masks: dict[str, Any], states: torch.Tensor | None = None) -> dic
     states: the mask for the states, [rows, tokens].
     """
     parts = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
-    attentions = {part: masks[whole] for whole, part in parts.items() if whole in masks}
+    attentions = {part: masks[hybrid] for hybrid, part in parts.items() if hybrid in masks}
     return masks | attentions | {"linear_attention": states, "conv": states} if attentions else masks
 
 

@@ -89,7 +89,10 @@ class StreamBuffer:
         self._moved = rows if self._moved is None else [self._moved[row] for row in rows]
 
     def undo_index(self) -> list[int] | None:
-        """The row index that undoes all `select_rows` since tokens were last pushed; None if there is none."""
+        """The row index that undoes all `select_rows` since the last `push`.
+
+        None if no row was moved, or if a row was lost and cannot be restored.
+        """
         if self._moved is None:
             return None
         wanted = range(len(self._rows))

@@ -116,5 +116,5 @@ def test_refusals():
     ):
         build("mamba", tiny_model("bamba").config)
     model = tiny_model("bloom")
-    with pytest.raises(caches.UnsupportedLayerError, match="does not mark the model as one that takes masks"):
+    with pytest.raises(caches.UnsupportedLayerError, match="does not mark the model as one that takes such masks"):
         engine.generate(model, prompt(), cache="sliding_window", cache_config={"window_length": 5})
