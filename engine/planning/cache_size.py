@@ -70,7 +70,8 @@ def _sized(choice: str | CacheConfig, run_shape: RunShape) -> CacheConfig:
         raise CapacityError(
             f"cache={config.name!r} makes room for all tokens before the first one, and {run_shape.prompt_tokens:,} of "
             f"the prompt and {run_shape.new_tokens:,} new ones are more than the {_MOST_AT_ONCE:,} per row that it "
-            "makes room for by itself: ask for fewer, give max_cache_len in cache_config, or use cache='dynamic' or 'sink'"
+            "makes room for by itself: ask for fewer, give max_cache_len in cache_config, or use cache='dynamic' or "
+            "'sink'"
         )
     # A compiled step is compiled for a size: calls of similar length share one.
     return config.update(max_cache_len=-(-wanted // _SIZE_STEP) * _SIZE_STEP)[0]
