@@ -1,4 +1,4 @@
-"""`engine caches`: which backends there are, what they take for a model, and what their options mean."""
+"""`engine caches`: the backends, their sizes for a model, and the meaning of their options."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def caches(
         ),
     ] = False,
 ) -> None:
-    """List the cache backends: what each is for, its options, and what it takes for a model (no weights are loaded)."""
+    """List the cache backends: what each is for, its options, and its size for a model (no weights are loaded)."""
     with Work() as work:
         start_libraries(work, model)
         import caches
@@ -65,7 +65,7 @@ def caches(
 
 
 def _entry(recipe: Any, model_config: Any, tokens: int) -> dict[str, Any]:
-    """What is told of a backend, with its size, or why it is not for the model."""
+    """A backend's name, summary and options, with its size for the model or the reason why it is refused."""
     from caches import CacheError
     from engine.planning.plan import cache_bytes
 
@@ -83,7 +83,7 @@ def _entry(recipe: Any, model_config: Any, tokens: int) -> dict[str, Any]:
 
 
 def all_as_text(report: dict[str, Any], width: int) -> str:
-    """A line, or a block, for each backend that is for the model; the names of the others."""
+    """A line or a block per backend that can serve the model, and the names of the others."""
     columns = [Column("cache"), Column("bytes per\ntoken"), Column(f"{report['tokens']:,}\ntokens"),
                Column("what it is", wraps=True)]  # fmt: skip
     rows = [
@@ -99,7 +99,7 @@ def all_as_text(report: dict[str, Any], width: int) -> str:
 
 
 def one_as_text(report: dict[str, Any], config: type[CacheConfig], width: int) -> str:
-    """One backend with its size, or why it is not for the model, and its options."""
+    """One backend with its options, and its size for the model or the reason why it is refused."""
     [one] = report["caches"]
     if "refused" in one:
         size = f"For this model there is no size: {one['refused'].rstrip('.')}."
@@ -114,16 +114,18 @@ def one_as_text(report: dict[str, Any], config: type[CacheConfig], width: int) -
     paragraphs.append(wrapped("Options: --cache-option NAME=VALUE, in Python cache_config={...}.", width))
     columns, meanings = [Column(), Column(wraps=True)], config.meanings()
     common = PlacedCacheConfig.option_names()
-    names = sorted(one["options"], key=lambda name: name in common)  # what is its own comes first
+    names = sorted(one["options"], key=lambda name: name in common)  # its own options come first
     rows = [(f"  {name}", f"{meanings[name]}\n{_values(config, name)}") for name in names]
     return "\n\n".join([*paragraphs, aligned(columns, rows, width)])
 
 
 def _values(config: type[CacheConfig], name: str) -> str:
-    """What an option may be, and what it is by default."""
+    """The values that an option may have, and its default."""
     default, words = config.defaults()[name], config.values()[name]
     may_be = f"One of {', '.join(words)}" if name in config.choices else " or ".join(words).capitalize()
-    shown = default if default is None or isinstance(default, str) else json.dumps(default)  # as it is to be written
+    shown = (
+        default if default is None or isinstance(default, str) else json.dumps(default)
+    )  # as typed on the command line
     return f"{may_be}; default {shown}."
 
 

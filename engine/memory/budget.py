@@ -1,4 +1,4 @@
-"""A limit to what the cache may take of the device's memory, kept by acting before more is taken."""
+"""`Budget`: a limit on the device memory of the cache, kept by acting before the cache would exceed it."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _logger = logging.getLogger("engine")
 class Budget:
     """most: bytes on the device, None without limit. action: see `configs.EngineConfig.over_budget`.
 
-    taken: where it is noted when it acts.
+    taken: the list to which its action is added.
     """
 
     def __init__(self, most: int | None, action: str, taken: list[Fallback]):
         self._most, self._action, self._taken, self._has_acted = most, action, taken, False
 
     def fitted(self, config: CacheConfig, run_shape: RunShape, model: PreTrainedModel) -> CacheConfig:
-        """`config`, or another one where the cache would take too much as soon as the prompt is read.
+        """`config`, or the configuration of a smaller cache where this one would exceed the limit.
 
-        Raises `CapacityError` where there is none.
+        Raises `CapacityError` where no other fits, or the action is "error".
         """
         if self._most is None or config.name == "none":
             return config
@@ -48,8 +48,8 @@ class Budget:
         device = prompt_device(model).type
         try:
             footprint = inspect_model(model.config, model.dtype, type(model))
-        except InputError as error:  # then what is kept is seen as it comes
-            _logger.info("max_cache_bytes is kept while the run goes on: %s", error)
+        except InputError as error:  # the run itself shows what the cache takes
+            _logger.info("max_cache_bytes is checked while the run goes on: %s", error)
             return config
         places = dry_run(footprint, config, first, pinned=device != "cpu").most.by_place
         needed = sum(size for place, size in places.items() if place != "disk" and (device == "cpu" or place != "host"))
@@ -71,7 +71,7 @@ class Budget:
         return other
 
     def _other(self, config: CacheConfig, device: str, bytes_per_token: float) -> CacheConfig | None:
-        """What takes less of the device's memory in the place of `config`."""
+        """The configuration that takes less device memory than `config`; None where there is none."""
         assert self._most is not None
         if config.name not in ("dynamic", "static", "hybrid", "quantized"):
             return None
@@ -84,7 +84,10 @@ class Budget:
         return OffloadedCacheConfig(residency=residency)
 
     def keep(self, session: ModelSession, tokens: int) -> None:
-        """Before `tokens` more are fed: act if there is no room for them. Raises `Exhausted` where that is no help."""
+        """Called before `tokens` more are fed: act if they would exceed the limit.
+
+        Raises `Exhausted` where no action is left.
+        """
         cache = session.cache
         if self._most is None or not isinstance(cache, (Cache, EncoderDecoder, SplitCache)) or cache.total_tokens == 0:
             return
@@ -101,12 +104,12 @@ class Budget:
         seen, before = cache.total_tokens, cache.device_bytes
         what = self._act(session, cache.device_bytes / cache.total_tokens)
         if what is None:
-            raise Exhausted(f"{why}; over_budget={self._action!r} is not possible: it is away already")
+            raise Exhausted(f"{why}; over_budget={self._action!r} is not possible: it is offloaded already")
         self._taken.append(Fallback(self._action, what, seen, before, session.cache.device_bytes))
         _logger.warning("%s; %s", why, self._taken[-1])
 
     def _act(self, session: ModelSession, bytes_per_token: float) -> str | None:
-        """What was done, in words."""
+        """A description of what was done; None where nothing could be."""
         assert self._most is not None
         if self._action == "offload":
             moved = session.executor.move_away()
@@ -116,4 +119,4 @@ class Budget:
         return f"the cache goes on with a window of {window} tokens, which changes what is generated"
 
 
-_WINDOW_ROOM = 1.25  # a window's buffers have room for some more columns than it shows
+_WINDOW_ROOM = 1.25  # a window's buffers are somewhat longer than the window

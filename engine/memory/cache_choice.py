@@ -1,4 +1,4 @@
-"""Which cache a call chooses: a live one that was given, one by name, or the one that a plan finds."""
+"""The cache of a call: a live one that was given, one by name, or the one that a plan chooses."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from engine.planning.plan import choose_cache
 from engine.request.call import Call
 from engine.request.request import Request
 
-AUTO = "auto"  # no backend: a plan chooses one
+AUTO = "auto"  # not a backend: a plan chooses one
 
 
 @dataclass(frozen=True)
 class CacheChoice:
-    """What a call says about its cache. live: the object given. chosen, options, max_cache_len: of a new one."""
+    """The cache arguments of a call. live: the cache object. chosen, options, max_cache_len: of a new cache."""
 
     live: EngineCache | None
     chosen: str | CacheConfig | None
@@ -34,8 +34,8 @@ class CacheChoice:
 
 
 def read_cache_choice(model: PreTrainedModel, call: Call, config: EngineConfig) -> CacheChoice:
-    """The one cache that the call names, in whichever of its arguments. Raises `OptionError` where several do, and
-    what its configuration raises.
+    """The one cache that the arguments of a call name. Raises `OptionError` where they name several, and what the
+    cache's configuration raises.
     """
     past = call.past_key_values
     if isinstance(past, tuple):
@@ -71,7 +71,7 @@ def read_cache_choice(model: PreTrainedModel, call: Call, config: EngineConfig) 
 
 
 def check_new(chosen: str | CacheConfig, options: dict[str, Any] | CacheConfig | None) -> None:
-    """Whether there is such a cache with these options."""
+    """Raise `UnknownCacheError` or `ConfigError` unless there is such a cache with these options."""
     if chosen == AUTO and options is not None:
         raise OptionError("cache_config has the options of one cache, and cache='auto' chooses which: leave it out")
     if chosen != AUTO:
@@ -79,7 +79,7 @@ def check_new(chosen: str | CacheConfig, options: dict[str, Any] | CacheConfig |
 
 
 def _said(model: PreTrainedModel, call: Call, name: str, value: Any) -> Any:
-    """An argument of the call, or what its `generation_config` says other than the model's own."""
+    """An argument of the call, or the value of its `generation_config` where that differs from the model's own."""
     in_config = getattr(call.generation_config, name, None)
     if in_config == getattr(model.generation_config, name, None):
         return value
@@ -104,12 +104,11 @@ def new_cache(
 ) -> EngineCache:
     """An empty cache for this request. takes_cache: whether the model's forward takes one of keys and values.
 
-    Before an encoder has read its source neither `budget` nor a plan can tell what is needed: the cache is then one to
-    check the request with.
+    Before the encoder has read the source, the size is unknown: the cache then only serves to check the request.
     """
     chosen, options = choice.chosen, choice.options
     if chosen is None and request.config.use_cache is False:
-        chosen = "none"  # said by this call, or by the model's own configuration
+        chosen = "none"  # set by the call, or by the model's generation_config
     if chosen is None and config.cache is None and not takes_cache:
         _warn_once(
             f"{type(model).__name__} takes no cache of keys and values: it runs with cache='none' and reads the whole "
@@ -118,7 +117,7 @@ def new_cache(
         chosen = "none"
     if chosen is None:
         chosen = config.cache
-    if chosen is None:  # only now the model's own setting, whose options are for its own choice
+    if chosen is None:  # last the model's own setting, with its own options
         chosen = request.config.cache_implementation or "dynamic"
         options = request.config.cache_config if options is None else options
     run_shape, compiled, build = request.run_shape, config.compile != "off", functools.partial(_built, model.config)
@@ -146,7 +145,7 @@ def _configured(chosen: str | CacheConfig, options: dict[str, Any] | CacheConfig
 
 
 def _check_size(config: CacheConfig, size: int | None) -> None:
-    """Whether a size that the call asks for, as `max_cache_len`, means something for this cache."""
+    """Raise `OptionError` where the call's `max_cache_len` does not apply to this cache."""
     part = config.self_cache if isinstance(config, EncoderDecoderCacheConfig) else config
     part = caches.recipe(part).options() if isinstance(part, str) else part
     own = part.to_dict().get("max_cache_len")
@@ -160,7 +159,7 @@ def _check_size(config: CacheConfig, size: int | None) -> None:
 
 
 def _planned(model: PreTrainedModel, request: Request, compiled: bool) -> CacheConfig:
-    """What `cache="auto"` is for this request."""
+    """The cache that `cache="auto"` chooses for this request."""
     try:
         return choose_cache(model, replace(request.run_shape, shares=not compiled), compiled)
     except InputError as error:

@@ -1,4 +1,4 @@
-"""The empty cache that a run begins with: which size, for how many rows, with how much room."""
+"""The empty cache of a run: its size, its rows, and the room that is made at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from configs import CacheConfig, EncoderDecoderCacheConfig
 from engine.request.checks import is_fixed
 
 _SIZE_STEP = 128  # tokens
-_MOST_AT_ONCE = 2**21  # tokens per row that room is made for before they come, unless a size is given
+_MOST_AT_ONCE = 2**21  # tokens per row that room is made for in advance, unless a size is given
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,19 @@ class RunShape:
 
 
 def empty_cache(config: CacheConfig, run_shape: RunShape, build: Callable[[CacheConfig], EngineCache]) -> EngineCache:
-    """An empty cache with room for this run_shape. build: makes it for the model's layers."""
+    """An empty cache with room for this run. build: makes a cache of the model's layers."""
     config = _sized(config, run_shape)
     cache = build(config)
     if run_shape.rows > run_shape.prompts and is_fixed(cache):
         cache = build(_with_rows(config, run_shape.rows))
-    # A row may end early: then room for all its tokens would be room for nothing.
+    # A row may end early: room for all its tokens could stay unused.
     as_they_come = run_shape.ends_early or run_shape.held > _MOST_AT_ONCE
     cache.reserve(min(run_shape.held, run_shape.prompt_tokens + 128) if as_they_come else run_shape.held)
     return cache
 
 
 def _sized(choice: str | CacheConfig, run_shape: RunShape) -> CacheConfig:
-    """The cache's configuration, with a size where it needs one and has none, also in its parts."""
+    """The cache's configuration, with `max_cache_len` where it needs one and has none, also in its parts."""
     config = caches.recipe(choice).options() if isinstance(choice, str) else choice
     if isinstance(config, EncoderDecoderCacheConfig):
         config = replace(config, self_cache=_sized(config.self_cache, run_shape))
@@ -69,19 +69,19 @@ def _sized(choice: str | CacheConfig, run_shape: RunShape) -> CacheConfig:
     if wanted > _MOST_AT_ONCE:
         raise CapacityError(
             f"cache={config.name!r} makes room for all tokens before the first one, and {run_shape.prompt_tokens:,} of "
-            f"the prompt and {run_shape.new_tokens:,} new ones are more than the {_MOST_AT_ONCE:,} per row "
-            f"that it makes "
-            "room for by itself: ask for fewer, give max_cache_len in cache_config, or use cache='dynamic' or 'sink'"
+            f"the prompt and {run_shape.new_tokens:,} new ones are more than the {_MOST_AT_ONCE:,} per row that it "
+            "makes room for by itself: ask for fewer, give max_cache_len in cache_config, or use cache='dynamic' or "
+            "'sink'"
         )
     # A compiled step is compiled for a size: calls of similar length share one.
     return config.update(max_cache_len=-(-wanted // _SIZE_STEP) * _SIZE_STEP)[0]
 
 
 def _with_rows(choice: str | CacheConfig, rows: int) -> CacheConfig:
-    """The configuration with room for so many rows, also of its parts; a number that was given stands."""
+    """The configuration with `max_batch_size=rows` where none was given, also in its parts."""
     config = caches.recipe(choice).options() if isinstance(choice, str) else choice
     if isinstance(config, EncoderDecoderCacheConfig):
         cross = None if config.cross_cache is None else _with_rows(config.cross_cache, rows)
         return replace(config, self_cache=_with_rows(config.self_cache, rows), cross_cache=cross)
-    told = config.to_dict().get("max_batch_size", rows) is not None
-    return config if told else config.update(max_batch_size=rows)[0]
+    is_set = config.to_dict().get("max_batch_size", rows) is not None
+    return config if is_set else config.update(max_batch_size=rows)[0]

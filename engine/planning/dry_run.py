@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
 
@@ -37,11 +37,6 @@ class UsageSample:
     def at(self, places: Iterable[str]) -> int:
         return sum(self.by_place.get(place, 0) for place in places)
 
-    def times(self, number: float) -> UsageSample:
-        """The same with so many times the rows."""
-        place, kind = ({name: int(number * n) for name, n in of.items()} for of in (self.by_place, self.by_kind))
-        return UsageSample(place, kind)
-
 
 @dataclass(frozen=True)
 class CacheUsage:
@@ -64,11 +59,6 @@ class CacheUsage:
     def at(self, *places: str) -> int:
         """The most bytes in these places together."""
         return max(sample.at(places) for sample in self.samples)
-
-    def times(self, number: float) -> CacheUsage:
-        """The same with so many times the rows: all that a cache keeps is kept per row."""
-        samples = tuple(sample.times(number) for sample in self.samples)
-        return replace(self, samples=samples, materialized_bytes=int(number * self.materialized_bytes))
 
 
 def dry_run(footprint: ModelFootprint, config: CacheConfig, run_shape: RunShape, pinned: bool = False) -> CacheUsage:

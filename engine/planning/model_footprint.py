@@ -245,12 +245,13 @@ class _Inspection:
         return cache
 
     def _peak(self, cache: MeasuredCache | None, tokens: int) -> int:
-        """Bytes that a step of one row allocates at its peak, the cache left out."""
+        """Bytes per row that a step allocates at its peak, the cache left out."""
         before, kept = self._memory.restart(), 0 if cache is None else cache.bytes
+        rows = 2 if cache is None else 1  # the rows of an encoder share the biases of its positions
         with self._memory:
-            self._forward(cache, 1, tokens)
+            self._forward(cache, rows, tokens)
         grown = 0 if cache is None else cache.bytes - kept
-        return self._memory.most - before - grown
+        return (self._memory.most - before - grown) // rows
 
     def _forward(self, cache: MeasuredCache | None, rows: int, tokens: int) -> None:
         """One step. Of an encoder-decoder model the encoder reads `tokens` tokens and then, given a cache, the decoder

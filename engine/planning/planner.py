@@ -19,7 +19,7 @@ from engine.planning.model_footprint import ModelFootprint
 from engine.planning.report import BackendPlan
 
 _MARGIN = 1.1  # for what is not counted: fragments, libraries, other processes
-_MOST_TOKENS, _MOST_PROMPTS = 2**20, 2**14  # the upper ends of the searches
+_MOST_TOKENS, _MOST_PROMPTS = 2**20, 2**14  # the largest answers
 _FRAGMENTS = 1.5  # a CPU's allocator leaves gaps between tensors: of working memory, about half as much again
 
 
@@ -49,6 +49,7 @@ class Planner:
     def __init__(self, model: PlannedModel, free: Free):
         self._model, self._footprint, self._free = model, model.footprint, asdict(free)
         self._on_cpu = model.device.type == "cpu"
+        self._weights = 0 if model.is_loaded else model.weight_bytes  # loaded ones are no longer free memory
 
     def backend(self, config: CacheConfig, run_shape: RunShape, search: bool = False) -> BackendPlan:
         """What the run takes with the cache of this configuration. search: find the longest context and the largest
@@ -71,8 +72,8 @@ class Planner:
         )
         if not search or found.fits is None:
             return found
-        longest, largest = self._longest_context(config, run_shape, usage), self._largest_batch(usage, run_shape)
-        return replace(found, longest_context=longest, largest_batch=largest)
+        longest, batch = self._longest_context(config, run_shape, usage), self._largest_batch(need, run_shape.prompts)
+        return replace(found, longest_context=longest, largest_batch=batch)
 
     def logits_bytes(self, run_shape: RunShape) -> int:
         """Bytes of the float32 logits after the last token of every row, with the copies that the strategy makes.
@@ -118,8 +119,7 @@ class Planner:
 
     def _need(self, usage: CacheUsage, run_shape: RunShape) -> dict[str, int]:
         """Bytes of the whole run by place."""
-        weights = 0 if self._model.is_loaded else self._model.weight_bytes
-        device = self._on_device(usage) + self._working(usage, run_shape) + self.logits_bytes(run_shape) + weights
+        device = self._on_device(usage) + self._working(usage, run_shape) + self.logits_bytes(run_shape) + self._weights
         need = {"device": device, "host": 0 if self._on_cpu else usage.at("host"), "disk": usage.at("disk")}
         return {place: size for place, size in need.items() if size}
 
@@ -142,33 +142,32 @@ class Planner:
             return False
         return None if any(free is None for _, free in known) else True
 
+    def _run_fits(self, config: CacheConfig, run_shape: RunShape) -> bool:
+        return self.backend(config, run_shape).fits is True
+
     def _longest_context(self, config: CacheConfig, run_shape: RunShape, usage: CacheUsage) -> int:
-        """Tokens of the source, or of the prompt and the new ones, that fit."""
-        has_source = run_shape.source_tokens > 0
-        begin, new = (run_shape.source_tokens, 0) if has_source else (run_shape.prompt_tokens, run_shape.new_tokens)
-        most, positions = max(_MOST_TOKENS, begin), self._footprint.positions
-        if positions is not None and new and usage.positions == run_shape.held:  # no window: every token needs one
+        """Tokens that fit: of the source, or of the prompt and the new ones."""
+        tokens, new, positions = run_shape.prompt_tokens, run_shape.new_tokens, self._footprint.positions
+        if source := run_shape.source_tokens:
+            return _largest(lambda n: self._run_fits(config, replace(run_shape, source_tokens=n)), source, _MOST_TOKENS)
+        most = _MOST_TOKENS
+        if positions is not None and usage.positions == run_shape.held:  # no window: every token needs a position
             most = positions - new + 1
-
-        def fits(tokens: int) -> bool:
-            longer = (
-                replace(run_shape, source_tokens=tokens) if has_source else replace(run_shape, prompt_tokens=tokens)
-            )
-            return self.backend(config, longer).fits is True
-
-        longest = _largest(fits, begin, most)
+        longest = _largest(lambda n: self._run_fits(config, replace(run_shape, prompt_tokens=n)), tokens, most)
         return longest + new if longest else 0
 
-    def _largest_batch(self, usage: CacheUsage, run_shape: RunShape) -> int:
-        def fits(prompts: int) -> bool:
-            need = self._need(usage.times(prompts / run_shape.prompts), replace(run_shape, prompts=prompts))
-            return self._fits(need) is True
-
-        return _largest(fits, run_shape.prompts, _MOST_PROMPTS)
+    def _largest_batch(self, need: dict[str, int], prompts: int) -> int:
+        """Prompts that fit: everything but the weights grows in proportion to them."""
+        most = float(_MOST_PROMPTS)
+        for place, size in need.items():
+            fixed = self._weights if place == "device" else 0
+            most = min(most, prompts * ((self._free[place] or 0) / _MARGIN - fixed) / (size - fixed))
+        return max(0, int(most))
 
 
 def _largest(fits: Callable[[int], bool], begin: int, most: int) -> int:
     """About the largest number up to `most` that fits, given that all below one that fits do; 0: not even 1 fits."""
+    most = max(begin, most)
     if fits(most):
         return most
     low, high = 0, min(begin, most)

@@ -290,7 +290,7 @@ def test_the_longest_context_can_be_generated_and_one_more_cannot():
 
 def test_a_text_that_no_plan_is_made_for():
     found = engine.plan(tiny_model("bloom"), prompt_tokens=100, max_new_tokens=10**8, cache="dynamic")
-    assert "are more than a plan is made for" in found["dynamic"].refused
+    assert "tokens per row are too many for a plan" in found["dynamic"].refused
 
 
 def test_a_plan_for_a_device_that_is_not_here():
