@@ -111,6 +111,11 @@ class Cache(LegacyNames, TransformersCache):
         self.selection.discard()
         self.stack.release()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a step was begun and neither committed nor aborted."""
+        return self.stack.is_open
+
     def finish_step(self, whole: bool = False) -> None:
         """Commit another loop's step once it has reached every layer: see `ImplicitSteps.end_if_complete`."""
         self.implicit.end_if_complete(whole)
