@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 from weakref import ref
 
 import torch
@@ -168,6 +168,45 @@ class EngineCache(Protocol):
         """Forget everything."""
 
 
+@dataclass(frozen=True)
+class Capabilities:
+    """What can be done with a cache beyond `EngineCache`. The defaults are those of a cache that says nothing.
+
+    can_migrate: it consists of layers of ours, so its content can go to other backends (`caches.migrate`), and its rows
+    to several caches. can_split: its rows can be computed in parts, each with a cache of its own. can_predict: it has
+    `growth`. rollback: an aborted step is always undone, or sometimes the cache is lost instead. rollback_blocker: why
+    committed tokens cannot be taken back; None where they can. is_lost: a step failed and could not be undone.
+    is_quantized: some of it is kept in fewer bits than it came in. imposes_windows: it shows a token less than the
+    model would.
+    """
+
+    can_migrate: bool = False
+    can_split: bool = False
+    can_predict: bool = False
+    rollback: Literal["always", "sometimes"] = "always"
+    rollback_blocker: str | None = None
+    is_lost: bool = False
+    is_quantized: bool = False
+    imposes_windows: bool = False
+
+
+def capabilities(cache: EngineCache) -> Capabilities:
+    """What can be done with `cache`, as it says itself where it does."""
+    return getattr(cache, "capabilities", Capabilities())
+
+
+class Growing(EngineCache, Protocol):
+    """A cache that knows how it grows."""
+
+    def growth(self, tokens: int) -> float:
+        """How many times as large it will be when there is room for `tokens` more."""
+
+
+def can_predict(cache: EngineCache) -> TypeGuard[Growing]:
+    """Whether the cache knows how it grows."""
+    return capabilities(cache).can_predict
+
+
 class AttentionView(Protocol):
     """What attention over a cache has to know."""
 
@@ -230,6 +269,6 @@ class _FullView:
 _FULL_VIEW = _FullView()
 
 
-def attention_view(cache: EngineCache) -> AttentionView:
+def attention_view(cache: object) -> AttentionView:
     """What attention over `cache` has to know: its own `view` where it has one."""
     return getattr(cache, "view", _FULL_VIEW)

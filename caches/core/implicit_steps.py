@@ -154,9 +154,11 @@ class ImplicitSteps:
                 f"{narrow} one by one"
             )
 
-    def find_layer(self, layer_idx: int, component: str) -> None:
+    def find_layer(self, layer_idx: int | None, component: str) -> None:
         """Add layers up to this one to a cache that adds them as they are used."""
         stack = self.stack
+        if layer_idx is None or layer_idx < len(stack.layers):
+            return
         if component != KV or stack.total_tokens > 0:
             raise StepError(
                 f"layer {layer_idx} appears in a cache that was built without a configuration"

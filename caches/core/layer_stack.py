@@ -78,13 +78,14 @@ class LayerStack:
                 f"the cache has {len(self.layers)} layers, but layer {layer_idx} was asked for: the model's layers "
                 "have to be numbered from 0 (`layer_idx`), and the cache built with its configuration"
             )
-        spec = self.specs[layer_idx]
-        if component not in spec.components and not (component in (KV, INDEX) and MODEL_SPECIFIC in spec.components):
+        layer = self.layers[layer_idx]
+        kept = layer.spec.components
+        if component not in kept and not (component in (KV, INDEX) and MODEL_SPECIFIC in kept):
             raise UnsupportedLayerError(
-                f"layer {layer_idx} ({spec.layer_type}) keeps no {_IN_WORDS[component]}: build the cache with the "
-                "configuration of the model that uses it"
+                f"layer {layer_idx} ({layer.spec.layer_type}) keeps no {_IN_WORDS[component]}: build the cache with "
+                "the configuration of the model that uses it"
             )
-        return self.layers[layer_idx]
+        return layer
 
     def add_layer(self, spec: LayerSpec) -> None:
         self.specs += (spec,)

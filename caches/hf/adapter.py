@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -12,7 +12,7 @@ from transformers.cache_utils import EncoderDecoderCache, QuantizedLayer, Static
 
 from caches.core.row_selection import is_every_row, repeated
 from caches.errors import StepError, UnsupportedLayerError
-from caches.protocol import TokenLog
+from caches.protocol import Capabilities, EngineCache, TokenLog, capabilities
 from caches.torch_api import times_written
 
 _STATES = ("conv_states", "recurrent_states")
@@ -46,6 +46,10 @@ class HFCacheAdapter:
         self._index: torch.Tensor | None = None  # while rows are chosen: of which rows,
         self._left: list[Any] = []  # and the layers that still have those of before
         self.name = type(cache).__name__
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(rollback="sometimes", rollback_blocker=self.why_not_taken_back, is_lost=self._lost)
 
     @property
     def log(self) -> TokenLog | None:
@@ -264,6 +268,11 @@ class HFCacheAdapter:
             if _is_written(layer) and not hasattr(layer, "max_cache_len"):
                 layer.keys = layer.values = None
                 layer.is_initialized = False
+
+
+def may_be_lost(cache: EngineCache) -> TypeGuard[HFCacheAdapter]:
+    """Whether a step of the cache cannot always be undone: then it is to keep what leaves its windows meanwhile."""
+    return capabilities(cache).rollback == "sometimes"
 
 
 def _is_written(layer: Any) -> bool:

@@ -21,7 +21,7 @@ from caches.core.row_selection import RowSelection
 from caches.core.wrapped_layer import WrappedLayer
 from caches.hf.legacy_names import LegacyNames
 from caches.memory.scratch import Scratch
-from caches.protocol import AttentionView, TokenLog
+from caches.protocol import AttentionView, Capabilities, TokenLog
 from caches.spec.layer_spec import INDEX, KV, MODEL_SPECIFIC, STATE, LayerSpec, read_specs
 from caches.spec.rope import RopeRotation
 from caches.stores.recurrent_state import CONV, RECURRENT, RecurrentState
@@ -111,6 +111,11 @@ class Cache(LegacyNames, TransformersCache):
         self.selection.discard()
         self.stack.release()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a step was begun and neither committed nor aborted."""
+        return self.stack.is_open
+
     def finish_step(self, whole: bool = False) -> None:
         """Commit another loop's step once it has reached every layer: see `ImplicitSteps.end_if_complete`."""
         self.implicit.end_if_complete(whole)
@@ -165,7 +170,8 @@ class Cache(LegacyNames, TransformersCache):
         """
         layer = self._used(layer_idx, KV, "update", key_states.shape[-2], key_states)
         keys_and_values = layer.append(key_states, value_states)
-        self._reached(layer_idx, KV)
+        if not self.stack.is_announced:  # `_reached`, in the one call of every layer and token
+            self.implicit.reached.add((layer_idx, KV))
         return keys_and_values
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
@@ -242,7 +248,7 @@ class Cache(LegacyNames, TransformersCache):
         stack = self.stack
         if new is not None and stack.layout.expected is not None:
             stack.layout.expected.check(layer_idx, new)
-        if stack.finds_layers and not stack.is_announced and layer_idx is not None and layer_idx >= len(stack.layers):
+        if stack.finds_layers and not stack.is_announced:
             self.implicit.find_layer(layer_idx, component)
         layer = stack.layer(layer_idx, component)
         if not stack.is_announced:
@@ -292,6 +298,16 @@ class Cache(LegacyNames, TransformersCache):
     def name(self) -> str:
         """The recipe's name."""
         return self.stack.layout.name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            can_migrate=True,
+            can_split=True,
+            can_predict=True,
+            is_quantized=self.is_quantized,
+            imposes_windows=self.imposes_windows,
+        )
 
     @property
     def view(self) -> AttentionView:

@@ -15,7 +15,7 @@ from caches.core.wrapped_layer import WrappedLayer
 from caches.errors import UnsupportedLayerError
 from caches.hf.cache import Cache
 from caches.hf.legacy_names import LegacyNames
-from caches.protocol import TokenLog
+from caches.protocol import Capabilities, TokenLog
 from caches.spec.layer_spec import LayerSpec
 
 
@@ -38,6 +38,10 @@ class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
     @property
     def stacks(self) -> tuple[LayerStack, ...]:
         return tuple(part.stack for part in self.parts)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.self_attention_cache.capabilities
 
     def empty_like(self, max_rows: int | None = None) -> EncoderDecoder:
         """An empty cache of the same layouts."""

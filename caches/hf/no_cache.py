@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from caches.protocol import TokenLog
+from caches.protocol import Capabilities, TokenLog
 
 
 class NoCache:
@@ -22,6 +22,7 @@ class NoCache:
     why_not_compiled = "every step is of another length"
     bytes = device_bytes = 0
     unfinished = False
+    capabilities = Capabilities(can_split=True)
 
     def check_fits(self, model_config: Any) -> None:
         pass

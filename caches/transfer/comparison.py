@@ -16,10 +16,10 @@ from caches.core.layer import Layer
 from caches.errors import UnknownContentError
 from caches.hf.adapter import HFCacheAdapter
 from caches.hf.cache import Cache
-from caches.hf.encoder_decoder import EncoderDecoder
 from caches.protocol import EngineCache
 from caches.timeline.shared_timeline import ForkedTimeline
 from caches.timeline.timeline import Timeline
+from caches.transfer.convert import can_migrate
 
 # How far numbers in full precision may be apart, relative to their norm: products of other shapes round otherwise.
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -71,7 +71,7 @@ def first_layer(cache: EngineCache) -> list[tuple[HeldColumns, HeldColumns]]:
     """
     if isinstance(cache, HFCacheAdapter):
         return [_of_transformers(cache, part) for part in cache.sections]
-    if not isinstance(cache, (Cache, EncoderDecoder)):
+    if not can_migrate(cache):
         raise UnknownContentError(f"a {type(cache).__name__} does not say what its first layer holds")
     cache.crop(0)  # lets the step of a foreign loop be settled
     for part in cache.parts:

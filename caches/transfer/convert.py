@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from caches.errors import UnsupportedLayerError
 from caches.hf.cache import Cache
 from caches.hf.encoder_decoder import EncoderDecoder
+from caches.protocol import EngineCache, capabilities
 from caches.registry import recipe
 from configs import CacheConfig, EncoderDecoderCacheConfig
 
 C = TypeVar("C", Cache, EncoderDecoder)
+
+
+def can_migrate(cache: EngineCache) -> TypeGuard[Cache | EncoderDecoder]:
+    """Whether the cache consists of layers of ours, so that its content can go elsewhere."""
+    return capabilities(cache).can_migrate
 
 
 def convert(cache: C, name: str, **options: object) -> C:
@@ -33,7 +39,7 @@ def convert(cache: C, name: str, **options: object) -> C:
 
 def empty_for(cache: C, config: CacheConfig) -> C:
     """An empty cache of the backend that `config` is for, with the layers of `cache`."""
-    if not isinstance(cache, (Cache, EncoderDecoder)):
+    if not can_migrate(cache):
         raise UnsupportedLayerError(
             f"a {type(cache).__name__} was not made by caches.build, so its content cannot be read: only such caches "
             "can become others"

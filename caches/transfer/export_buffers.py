@@ -1,4 +1,4 @@
-"""A fixed cache's tensors as buffers of a module: `torch.export` takes modules, it cannot look into a cache."""
+"""The tensors of a preallocated cache as buffers of a module, for `torch.export`, which cannot look into a cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from caches.errors import StepError
 from caches.hf.cache import Cache
 from caches.stores.dense import FixedStore
 
-_Slot: TypeAlias = tuple[MutableMapping[Any, Any], Any]  # where a tensor is kept: in which mapping, under which key
+_Place: TypeAlias = tuple[MutableMapping[Any, Any], Any]  # where a tensor is kept: in which mapping, under which key
 
 
 class Buffers(torch.nn.Module):
@@ -33,11 +33,11 @@ class Buffers(torch.nn.Module):
 
     @contextmanager
     def in_use(self, write_index: torch.Tensor, seen: torch.Tensor) -> Iterator[Cache]:
-        """The cache at work on what the buffers and these arguments are now: while a step is traced, no real tensors.
+        """The cache, on what the buffers and these arguments are now: while a step is traced, no real tensors.
 
-        They are those of `places`.
+        See `places` for the arguments.
         """
-        given: list[tuple[_Slot, torch.Tensor]] = [(slot, self.get_buffer(name)) for name, slot in self._slots.items()]
+        given: list[tuple[_Place, torch.Tensor]] = [(slot, self.get_buffer(name)) for name, slot in self._slots.items()]
         for group, timeline in enumerate(self._cache.stack.timelines):
             given.append(((vars(timeline), "clock"), seen))
             index = timeline._decode_index
@@ -53,16 +53,16 @@ class Buffers(torch.nn.Module):
 
 
 def places(cache: Cache) -> dict[str, torch.Tensor]:
-    """Where the open step writes: write_index [groups], the column in each group of layers; seen [], tokens before."""
+    """Where the open step writes: write_index [groups], the slot in each group of layers; seen [], tokens before."""
     device = next(tensor.device for layer in cache.layers for tensor in layer.tensors())
-    columns = [timeline.end for timeline in cache.stack.timelines]
+    slots = [timeline.end for timeline in cache.stack.timelines]
     return {
-        "write_index": torch.tensor(columns, device=device),
+        "write_index": torch.tensor(slots, device=device),
         "seen": torch.tensor(cache.total_tokens, device=device),
     }
 
 
-def _slots(cache: Cache) -> Iterator[tuple[str, _Slot]]:
+def _slots(cache: Cache) -> Iterator[tuple[str, _Place]]:
     for index, layer in enumerate(cache.layers):
         assert isinstance(layer, Layer)  # others keep nothing that never moves
         for name, store in layer.stores.items():

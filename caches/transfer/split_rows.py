@@ -1,4 +1,4 @@
-"""Rows that are computed part after part: a cache made of one for each part."""
+"""A cache of rows that are computed part after part, made of one cache for each part."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import torch
 from transformers.cache_utils import Cache as TransformersCache
 
 from caches.errors import CacheError, StepError
-from caches.hf.cache import Cache
-from caches.hf.encoder_decoder import EncoderDecoder
 from caches.hf.no_cache import NoCache
-from caches.protocol import EngineCache, TokenLog
+from caches.protocol import Capabilities, EngineCache, TokenLog, can_predict, capabilities
+from caches.transfer.convert import can_migrate
 from caches.transfer.dealing import deal_rows, gather_rows
 
 
 class SplitCache:
-    """See `EngineCache`; only `begin` is for the parts themselves. Rows move within a part, never from one to another.
+    """See `EngineCache`; `begin` is called on the parts themselves. Rows move within a part, never to another.
 
     parts: the caches. sizes: how many rows each of them has.
     """
 
     why_not_compiled = "its rows are computed part after part"
+    capabilities = Capabilities(can_split=True, can_predict=True)
 
     def __init__(self, parts: Sequence[EngineCache], sizes: Sequence[int]):
         self.parts, self.sizes, self.name = list(parts), list(sizes), parts[0].name
         self.log: TokenLog | None = None
-        self._to_turn: list[tuple[EngineCache, Callable[[], None]]] = []  # rows that were to be chosen and are not yet
+        self._waiting: list[tuple[EngineCache, Callable[[], None]]] = []  # parts whose rows are still to be selected
         self._is_given_up = False
 
     def replace_by(self, part: EngineCache, others: Sequence[EngineCache], sizes: Sequence[int]) -> None:
-        """The rows of `part` are in several others from here on, of so many rows each."""
+        """Put the caches `others`, of `sizes` rows each, in the place of `part`."""
         number = next(number for number, one in enumerate(self.parts) if one is part)
         self.parts[number : number + 1], self.sizes[number : number + 1] = others, sizes
 
     def replace(self, number: int, part: EngineCache) -> None:
-        """The rows of that part are in another cache from here on."""
+        """Put `part` in the place of the part with that number."""
         self.parts[number] = part
         self.name = self.parts[0].name
 
@@ -70,14 +70,13 @@ class SplitCache:
 
     def growth(self, tokens: int) -> float:
         """How many times as large it will be when there is room for `tokens` more."""
-        parts = [part for part in self.parts if isinstance(part, (Cache, EncoderDecoder))]
-        sizes = [(part.device_bytes, part.growth(tokens)) for part in parts]
+        sizes = [(part.device_bytes, part.growth(tokens)) for part in self.parts if can_predict(part)]
         before = sum(size for size, _ in sizes)
         return sum(size * growth for size, growth in sizes) / before if before else 1.0
 
     @property
     def shares(self) -> Iterator[tuple[slice, EngineCache]]:
-        """Which rows are in which part."""
+        """The parts, each with the rows that it has."""
         end = 0
         for part, size in zip(self.parts, self.sizes, strict=True):
             begin, end = end, end + size
@@ -104,31 +103,31 @@ class SplitCache:
     def select_rows(self, index: torch.Tensor) -> None:
         owners = torch.bucketize(index, torch.tensor(self.sizes).cumsum(0), right=True)
         if bool((owners[1:] < owners[:-1]).any()):
-            raise StepError(f"rows({index.tolist()}) would move rows between parts of {self.sizes}")
+            raise StepError(f"select_rows({index.tolist()}) would move rows between parts of {self.sizes}")
         begins = torch.tensor([0, *self.sizes]).cumsum(0)
         chosen = [index[owners == number] - begins[number] for number in range(len(self.parts))]
         kept = [(part, own) for part, own in zip(self.parts, chosen, strict=True) if len(own)]
         self.parts, self.sizes = [part for part, _ in kept], [len(own) for _, own in kept]
-        self._to_turn = [(part, partial(part.select_rows, own)) for part, own in kept]
+        self._waiting = [(part, partial(part.select_rows, own)) for part, own in kept]
         self.finish()
 
     def fork(self, times: int) -> None:
         self.sizes = [size * times for size in self.sizes]
-        self._to_turn = [(part, partial(part.fork, times)) for part in self.parts]
+        self._waiting = [(part, partial(part.fork, times)) for part in self.parts]
         self.finish()
 
     @property
     def unfinished(self) -> bool:
-        return bool(self._to_turn)
+        return bool(self._waiting)
 
     def finish(self) -> None:
-        while self._to_turn:
-            part, turn = self._to_turn[0]
+        while self._waiting:
+            part, select = self._waiting[0]
             if part.unfinished:
                 part.finish()
             else:
-                turn()
-            del self._to_turn[0]
+                select()
+            del self._waiting[0]
 
     def crop(self, tokens: int) -> None:
         for part in self.parts:
@@ -139,12 +138,12 @@ class SplitCache:
             part.reserve(tokens)
 
     def reset(self) -> None:
-        self._to_turn = []
+        self._waiting = []
         for part in self.parts:
             part.reset()
 
     def bring_together(self) -> None:
-        """After a failure some parts may have seen more than others: all go back to what all have seen."""
+        """After a failure some parts may have more tokens than others: crop all to those that all have."""
         self.abort()
         try:
             self.crop(self.total_tokens) if self.total_tokens else self.reset()
@@ -153,24 +152,22 @@ class SplitCache:
 
     def joined(self) -> EngineCache:
         """One cache of all rows; the parts are empty afterwards."""
-        first = self.parts[0]
-        if isinstance(first, NoCache):
-            return first
-        return gather_rows(self.parts)  # type: ignore[type-var]
+        parts = [part for part in self.parts if can_migrate(part)]
+        return gather_rows(parts) if parts else self.parts[0]
 
     def give_up(self) -> None:
-        """There is no cache to continue any more."""
+        """Reset, and have no `handle` from here on: no run can continue it."""
         self._is_given_up = True
         self.reset()
 
 
 def halves(cache: EngineCache, prompts: torch.Tensor) -> SplitCache | None:
-    """`cache` in parts half as large, as far as the rows of one prompt stay together. None where nothing can be split.
+    """`cache` in parts half as large, with the rows of one prompt together. None where nothing can be split.
 
-    Every part is emptied on the way, so no more than about a layer of it is there twice. Where that fails the parts
-    before it stay as small as they are, and the others as large.
+    Every part is emptied on the way, so no more than about a layer of it is there twice. Where that fails, the parts
+    before it stay split and the others whole.
 
-    prompts: which prompt each row belongs to, never smaller than that of the row before.
+    prompts: LongTensor [rows], the prompt that each row belongs to, in ascending order.
     """
     shares = cache.shares if isinstance(cache, SplitCache) else [(slice(0, len(prompts)), cache)]
     to_split: list[tuple[EngineCache, list[int]]] = []
@@ -191,10 +188,10 @@ def halves(cache: EngineCache, prompts: torch.Tensor) -> SplitCache | None:
 
 
 def _dealt(cache: EngineCache, sizes: list[int]) -> list[EngineCache]:
-    if isinstance(cache, NoCache):
-        return [NoCache() for _ in sizes]
-    if not isinstance(cache, (Cache, EncoderDecoder)):
+    if not capabilities(cache).can_split:
         raise StepError(f"the rows of a {cache.name} cannot be split")
+    if not can_migrate(cache):  # it keeps nothing
+        return [NoCache() for _ in sizes]
     # As many as these rows may become, where there was room for all of what all may become.
     rooms = [None if cache.max_rows is None else cache.max_rows * size // sum(sizes) for size in sizes]
     return list(deal_rows(cache, sizes, rooms))

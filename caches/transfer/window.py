@@ -1,4 +1,4 @@
-"""A window imposed on a cache that is alive: only its last columns go on."""
+"""A window imposed on a live cache: only its last tokens go on."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from configs import SlidingWindowCacheConfig
 
 
 def apply_window(cache: Cache, window_length: int) -> Cache:
-    """A `sliding_window` cache that holds of every layer what of `cache` is in the window. `cache` stays as it is.
+    """A `sliding_window` cache that holds what of `cache` is in the window of `window_length` tokens. `cache` stays.
 
-    Raises `UnsupportedLayerError` where no window can be imposed on the layers.
+    Raises `UnsupportedLayerError` where no window can be imposed on the layers, `StepError` where tokens in the window
+    were evicted.
     """
     options = SlidingWindowCacheConfig(window_length=window_length, max_batch_size=cache.max_rows)
     empty = recipe(options.name).build(cache.specs, options)
     assert isinstance(empty, Cache)
     if cache.imposes_windows or cache.is_quantized:
-        raise UnsupportedLayerError(f"the columns of a {cache.name} cache cannot go on in another window")
-    cache.crop(0)  # lets the step of a foreign loop be settled
+        raise UnsupportedLayerError(f"the tokens of a {cache.name} cache cannot go on in another window")
+    cache.crop(0)  # commits the step of another loop
     if cache.batch_size == -1:
         return empty
     contents = []
@@ -28,8 +29,8 @@ def apply_window(cache: Cache, window_length: int) -> Cache:
         kept = new.timeline.retention.surviving(cache.total_tokens)
         for name in [name for name in content if isinstance(old, Layer) and name in old.stores]:
             if content[name].shape[-2] < kept:
-                held = content[name].shape[-2]
-                raise StepError(f"a window of {window_length} tokens needs {kept} columns, and {held} are there")
+                found = content[name].shape[-2]
+                raise StepError(f"a window of {window_length} tokens needs {kept} tokens, and {found} are there")
             content[name] = content[name][..., content[name].shape[-2] - kept :, :]
         contents.append(content)
     empty.stack.load_dense(cache.total_tokens, cache.batch_size, contents)

@@ -221,7 +221,7 @@ def test_a_fork_is_rows_repeated(backend, kind):
             trial.check()
         trial.feed(1)
         trial.check()
-    refused(trial, trial.cache.fork, 0, match=r"fork\(0\): of every row")
+    refused(trial, trial.cache.fork, 0, match=r"fork\(0\): every row")
     if trial.cache.fixed:
         refused(trial, trial.cache.fork, 5, match="room for 8 rows cannot hold 10")
     trial.fork(3)

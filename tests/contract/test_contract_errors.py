@@ -133,7 +133,7 @@ def test_steps_out_of_order(trial):
         cache.commit()
     cache.begin(2)
     for operation, arguments in (("begin", (2,)), ("select_rows", (torch.tensor([0]),)), ("crop", (1,))):
-        with pytest.raises(caches.StepError, match=r"open: settle\(\) or abort\(\)"):
+        with pytest.raises(caches.StepError, match=r"open: commit\(\) or abort\(\)"):
             getattr(cache, operation)(*arguments)
     tokens = trial.fresh(2)
     trial.forward(tokens)
