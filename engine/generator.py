@@ -15,10 +15,10 @@ import caches
 import engine
 from caches import EngineCache
 from configs import EngineConfig, checked_fallbacks
-from engine.decoding.assistant import Draft, DraftRequest, check_takes_back, read_draft_request, verifies
+from engine.decoding.assistant import Draft
 from engine.decoding.cancellation import Cancellation
 from engine.decoding.driver import Driver
-from engine.decoding.guidance import GuidedSession, check_texts_bear_pads
+from engine.decoding.guided_session import GuidedSession
 from engine.decoding.loop import DecodingLoop
 from engine.decoding.model_session import ModelSession
 from engine.errors import OptionError, OutOfMemoryError
@@ -26,17 +26,21 @@ from engine.memory.budget import Budget
 from engine.memory.cache_choice import CacheChoice, check_new, new_cache, read_cache_choice
 from engine.memory.fallbacks import Recovery
 from engine.model.accelerate_hooks import prompt_device
-from engine.model.forward import ModelRunner
 from engine.model.loading import load
 from engine.model.masks import Columns, check_takes_masks
+from engine.model.model_runner import ModelRunner
 from engine.model.rope_probe import check_rope
 from engine.out_of_memory import Exhausted, empty_allocators
-from engine.output.stream_buffer import stream_buffer_for
+from engine.output.hf_streamers import adapter_for
+from engine.output.stream_buffer import StreamBuffer
+from engine.request.assistant import DraftRequest, check_takes_back, read_draft_request, verifies
 from engine.request.call import Call, parameters, read_call, takes
 from engine.request.checks import check_places, check_positions, check_room_for_rows
 from engine.request.continuation import check_content, check_continues, check_pads_ahead
+from engine.request.guidance import check_texts_bear_pads
 from engine.request.parameters import read, read_parameters
-from engine.request.request import Request, read_request
+from engine.request.read_request import read_request
+from engine.request.request import Request
 from engine.result import Generation, nothing_generated
 from engine.streaming import Stream
 
@@ -128,7 +132,7 @@ class Generator:
             try:
                 request = request.encoded(self.model, recovery.apply_before)
                 if draft is not None and draft_request is not None:
-                    draft_request = draft_request.encoded(draft, draft_recovery.apply_before)
+                    draft_request = draft_request.encoded(draft.model, draft_recovery.apply_before)
             except Exhausted as error:
                 taken, seconds = recovery.taken, time.perf_counter() - started
                 nothing = nothing_generated(request.prompt.ids, tokenizer is not None, taken, seconds)
@@ -144,7 +148,7 @@ class Generator:
         run = DecodingLoop(
             request,
             session if request.guidance is None else GuidedSession(session, request.guidance),
-            stream_buffer_for(request, tokenizer, call.streamer, streams),
+            _stream_buffer(request, tokenizer, call.streamer, streams),
             tokenizer=tokenizer,
             legacy=bool(call.return_legacy_cache),
             started=started,
@@ -167,7 +171,9 @@ class Generator:
             assistant=None if draft is None else draft.model,
             chunk_tokens=self.config.prefill_chunk_tokens,
         )
-        read = read_draft_request(draft, self.model, request, live, tokenizer, call.assistant_tokenizer)
+        read = read_draft_request(
+            None if draft is None else draft.model, self.model, request, live, tokenizer, call.assistant_tokenizer
+        )
         if draft is None or read is None:
             return request, None
         return replace(request, drafts=draft.drafts(request.strategy), translation=read.translation), read
@@ -284,3 +290,18 @@ def _checked(config: EngineConfig | None) -> EngineConfig:
     if config.cache is not None:
         check_new(config.cache, None)
     return config
+
+
+def _stream_buffer(request: Request, tokenizer: Any, streamer: Any, streams: bool) -> StreamBuffer:
+    """streams: whether pieces are taken as they come."""
+    prompts = request.prompt.ids
+    listener = adapter_for(
+        streamer,
+        prompts,
+        request.mask[:, request.first_known_column :],
+        returned=getattr(request.strategy, "num_return_sequences", 1),
+        pad_id=request.pad_id,
+        stop_strings=request.stop_strings,
+    )
+    wants_text = streams or request.stop_strings
+    return StreamBuffer(prompts, tokenizer if wants_text else None, request.stop_strings, listener, streams)

@@ -11,6 +11,10 @@ import torch
 
 from engine.errors import InputError
 
+ENCODED = "mm_encoder_outputs"  # transformers' name for the outputs of a model's image and sound encoders
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+PER_TOKEN = ("position_ids", *_TOKEN_TYPES)  # model inputs with one entry per prompt token in their last dimension
+
 
 @dataclass(frozen=True)
 class Prompt:

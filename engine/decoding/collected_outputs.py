@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers.utils import ModelOutput
@@ -56,23 +55,6 @@ class CollectedOutputs:
             last["logits"] = _last_logits(logits, self.tokens)
         states = [one.states[part] for one, part in zip(given, own, strict=True) if one.states is not None]
         return last, torch.cat(states, dim=1) if self.hidden else None
-
-
-def joined(parts: Sequence[ModelOutput]) -> ModelOutput:
-    """The outputs of all rows from those of some after the others. Caches are left out."""
-    if len(parts) == 1:
-        return parts[0]
-    values = {name: _joined([part[name] for part in parts]) for name in parts[0] if "past" not in name}
-    return type(parts[0])(**{name: value for name, value in values.items() if value is not None})
-
-
-def _joined(values: list[Any]) -> Any:
-    first = values[0]
-    if isinstance(first, torch.Tensor):
-        return torch.cat(values) if first.ndim else first
-    if isinstance(first, (tuple, list)):
-        return tuple(_joined(list(same)) for same in zip(*values, strict=True))
-    return None
 
 
 def _last_logits(logits: list[torch.Tensor], tokens: int) -> torch.Tensor:

@@ -13,13 +13,14 @@ from transformers.utils import ModelOutput
 
 from caches import Cache, EncoderDecoder, EngineCache, StepError, apply_window, migrate
 from caches.hf.split_rows import SplitCache, halves
-from engine.decoding.collected_outputs import CollectedOutputs, joined
-from engine.model.forward import ModelRunner
+from engine.decoding.collected_outputs import CollectedOutputs
+from engine.model.growing_columns import extend_model_kwargs
 from engine.model.linear_backend import TORCH
 from engine.model.masks import Columns
+from engine.model.model_runner import ModelRunner
 from engine.model.rope_frequencies import Frequencies
-from engine.request.encoder import index_rows, largest_matrix_bytes
-from engine.request.model_kwargs import extend_model_kwargs
+from engine.request.encoder import largest_matrix_bytes
+from engine.rows import index_rows, join_rows
 
 _SMALLEST_PIECE = 8  # tokens of a prompt
 
@@ -78,7 +79,7 @@ class ForwardExecutor:
             raise
         try:
             outputs, states = zip(*(gathered.complete(rows, last) for rows, last in fed), strict=True)
-            return joined(outputs), torch.cat(states) if gathered.hidden else None
+            return join_rows(outputs), torch.cat(states) if gathered.hidden else None
         except BaseException:
             self.cache.abort()
             raise

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.decoding.guidance import GuidedSession
+from engine.decoding.guided_session import GuidedSession
 from engine.decoding.model_session import ModelSession
 from engine.decoding.token_buffer import Sent, Tokens, arrived
 from engine.request.request import Request

@@ -18,9 +18,10 @@ from transformers.utils import ModelOutput
 
 from caches import CacheError
 from caches.out_of_memory import is_out_of_memory
-from engine.decoding.guidance import GuidedSession
+from engine.decoding.guided_session import GuidedSession
 from engine.decoding.logits_check import LogitsCheck
 from engine.decoding.model_session import ModelSession
+from engine.decoding.stopping import Stopping
 from engine.decoding.token_buffer import Tokens
 from engine.errors import EngineError
 from engine.model.device_state import Peak, random_state, set_random_state
@@ -79,8 +80,8 @@ class DecodingLoop:
         prompt = request.prompt.ids
         self._device, self._generator = prompt.device, request.generator
         self._prompt_tokens = int(request.mask[:, session.cache.total_tokens :].sum()) + request.source_tokens
-        self._stopping = request.stopping()
-        columns = request.total - request.first_known_column
+        self._stopping = Stopping(request)
+        columns = request.max_columns
         self._tokens = Tokens(prompt, request.mask[:, request.first_known_column :], columns, request.pad_id)
         self._health = LogitsCheck(request, self._tokens, session)
         self._last_column = columns

@@ -17,12 +17,12 @@ from caches.out_of_memory import is_of_onednn, is_out_of_memory
 from engine.decoding.collected_outputs import CollectedOutputs
 from engine.decoding.forward_executor import ForwardExecutor
 from engine.errors import EngineError, InputError
-from engine.model.forward import ModelRunner
 from engine.model.growing_columns import room_for, widened
 from engine.model.masks import Columns
+from engine.model.model_runner import ModelRunner
 from engine.out_of_memory import without_frames
+from engine.prompt import ENCODED
 from engine.request.encoder import source_of
-from engine.request.model_kwargs import ENCODED
 from strategies import repeat_rows_index
 
 T = TypeVar("T")

@@ -3,55 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from transformers import StoppingCriteriaList
+from transformers import MaxTimeCriteria, StoppingCriteriaList
 
-from engine.errors import OptionError
 from engine.output.detokenizer import RowText
-from engine.request.logits_processors import name_of
-
-
-class Criteria(StoppingCriteriaList):
-    """Criteria whose verdicts are checked: each is bool [rows], or one for all rows."""
-
-    def __call__(self, ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None, **more: Any) -> torch.Tensor:
-        ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-        for criterion in self:
-            ended |= _checked(name_of(criterion), criterion(ids, scores, **more), len(ids)).to(ids.device)
-        return ended
-
-
-def _checked(name: str, verdict: Any, rows: int) -> torch.Tensor:
-    told = f"the stopping criterion {name} returns whether each of {rows} rows ends, bool [{rows}]"
-    try:
-        found = torch.as_tensor(verdict)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise OptionError(f"{told}, but it returned {verdict!r:.80}") from error
-    if found.is_floating_point() or found.is_complex() or list(found.shape) not in ([], [1], [rows]):
-        raise OptionError(f"{told}, but it returned {found.dtype} {list(found.shape)}")
-    return found.bool()
+from engine.request.request import Request
 
 
 class Stopping:
-    """`reasons[row]` is None while the row runs, then why it ended: the first of the reasons in the order below.
+    """`reasons[row]` is None while the row runs, then the first of these that ended it.
 
-    eos: `eos_ids`; stop_string: `texts`; criteria: `criteria`; time: `time_criteria`; length: `max_columns` reached.
+    "eos": an end-of-sequence id; "stop_string": the row's text; "criteria": those of the caller; "time": `max_time`
+    since this object was made; "length": `max_columns` of the request.
     """
 
-    def __init__(
-        self,
-        rows: int,
-        max_columns: int,
-        eos_ids: Sequence[int],
-        criteria: StoppingCriteriaList,
-        time_criteria: StoppingCriteriaList,
-    ):
-        self.reasons: list[str | None] = [None] * rows
-        self._last_column = max_columns
-        self._eos_ids = frozenset(eos_ids)
-        self._criteria = (("criteria", criteria), ("time", time_criteria))
+    def __init__(self, request: Request):
+        self.reasons: list[str | None] = [None] * len(request.prompt.ids)
+        self._last_column = request.max_columns
+        self._eos_ids = frozenset(request.eos_ids)
+        time_criteria = StoppingCriteriaList()
+        if request.config.max_time is not None:
+            time_criteria.append(MaxTimeCriteria(request.config.max_time))
+        self._criteria = (("criteria", request.criteria), ("time", time_criteria))
 
     @property
     def done(self) -> bool:

@@ -13,17 +13,11 @@ from typing import Any, TypeAlias
 import torch
 
 from caches import TokenLog
+from engine.model.device_state import ASYNCHRONOUS, reads_late
 from engine.model.growing_columns import room_for, widened
-
-_ASYNCHRONOUS = ("cuda", "xpu")
 
 Sent: TypeAlias = "tuple[torch.Tensor, torch.Event | None]"
 """A tensor on its way to the host, and what says that it has arrived."""
-
-
-def reads_late(device: torch.device) -> bool:
-    """Whether reading a tensor on the host waits for everything that was asked of `device` before."""
-    return device.type in _ASYNCHRONOUS
 
 
 class Tokens:
@@ -127,7 +121,7 @@ def arrived(sent: Sent) -> list[Any]:
 
 
 def _copy_to_host(column: torch.Tensor) -> Sent:
-    if column.device.type not in _ASYNCHRONOUS:
+    if column.device.type not in ASYNCHRONOUS:
         return column.clone(), None
     copy = torch.empty(column.shape, dtype=column.dtype, pin_memory=True)
     copy.copy_(column, non_blocking=True)

@@ -20,9 +20,9 @@ from engine.decoding.model_session import ModelSession
 from engine.errors import InputError
 from engine.model.accelerate_hooks import prompt_device
 from engine.out_of_memory import Exhausted
-from engine.planning.cache_size import RunShape
 from engine.planning.dry_run import dry_run
 from engine.planning.model_footprint import inspect_model
+from engine.request.run_shape import RunShape
 from engine.result import Fallback
 
 _logger = logging.getLogger("engine")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+ASYNCHRONOUS = ("cuda", "xpu")  # device types whose work the host does not wait for
+
 
 class Peak:
     """The most memory that was allocated on a device while a run was under way, by all that runs there.
@@ -49,3 +51,8 @@ def set_random_state(state: torch.Tensor, device: torch.device, generator: torch
 def seeded(seed: int | None, device: torch.device) -> torch.Generator | None:
     """A generator whose numbers are those after `torch.manual_seed(seed)`; None where there is no seed."""
     return None if seed is None else torch.Generator(device).manual_seed(seed)
+
+
+def reads_late(device: torch.device) -> bool:
+    """Whether reading a tensor on the host waits for everything that was asked of `device` before."""
+    return device.type in ASYNCHRONOUS

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from caches import Cache, UnsupportedLayerError, build
 from engine.model.accelerate_hooks import prompt_device
-from engine.model.forward import ModelRunner
 from engine.model.masks import Columns
+from engine.model.model_runner import ModelRunner
 
 _TOKENS, _FAR = 4, 1000
 # Of a model: the position of the later keys, and of every layer the keys of the same tokens fed first and fed later.

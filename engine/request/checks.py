@@ -14,8 +14,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from caches import Cache, CapacityError, EngineCache
 from engine.errors import InputError, OptionError
 from engine.model.accelerate_hooks import input_embeddings
-from engine.prompt import Prompt
-from engine.request.model_kwargs import PER_TOKEN
+from engine.prompt import PER_TOKEN, Prompt
 from engine.request.parameters import SAMPLING
 from strategies import Strategy
 

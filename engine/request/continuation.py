@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from caches import EngineCache, TokenLog, UnknownContentError, first_layer
+from caches.transfer.comparison import HeldColumns
 from engine.errors import InputError
 from engine.model.masks import Columns
+from engine.model.model_runner import ModelRunner
+from engine.prompt import PER_TOKEN
 from engine.request.encoder import source_of
-from engine.request.model_kwargs import PER_TOKEN, has_placeholders
-
-if TYPE_CHECKING:
-    from caches.transfer.comparison import HeldColumns
-    from engine.model.forward import ModelRunner
-    from engine.request.request import Request
+from engine.request.model_kwargs import has_placeholders
+from engine.request.request import Request
 
 _PIECE = 4096  # tokens of all rows that are compared at a time
 _OTHER_SOURCE = (

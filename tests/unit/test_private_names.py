@@ -53,7 +53,7 @@ def test_it_exists(name):
 
 
 def test_they_are_found():
-    assert uses()["torch._dynamo.eval_frame._debug_get_cache_entry_list"] == {"engine/model/forward.py"}
+    assert uses()["torch._dynamo.eval_frame._debug_get_cache_entry_list"] == {"engine/model/model_runner.py"}
     assert "torch.Tensor._make_wrapper_subclass" in uses()
     assert "torch.UntypedStorage._cdata" in uses()
     with pytest.raises(ImportError):

@@ -21,11 +21,12 @@ from engine.errors import InputError, OptionError
 from engine.model.accelerate_hooks import is_dispatched, prompt_device
 from engine.model.cache_argument import cache_argument
 from engine.model.first_layer_probe import Probe, Reached
+from engine.model.growing_columns import extend_model_kwargs
 from engine.model.linear_backend import TORCH, active, table_for
 from engine.model.masks import Columns, contiguous, graph_mask, imposed_mask, of_all_rows, one_token_mask
 from engine.model.model_lock import turn_of
 from engine.model.rope_frequencies import Frequencies, dynamic_ropes
-from engine.request.model_kwargs import ENCODED, extend_model_kwargs
+from engine.prompt import ENCODED
 
 
 class ModelRunner:
