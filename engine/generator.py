@@ -33,7 +33,7 @@ from engine.model.rope_probe import check_rope
 from engine.out_of_memory import Exhausted, empty_allocators
 from engine.output.hf_streamers import adapter_for
 from engine.output.stream_buffer import StreamBuffer
-from engine.request.assistant import DraftRequest, check_takes_back, read_draft_request, verifies
+from engine.request.assistant import DraftRequest, check_takes_back, read_draft_request
 from engine.request.call import Call, parameters, read_call, takes
 from engine.request.checks import check_places, check_positions, check_room_for_rows
 from engine.request.continuation import check_content, check_continues, check_pads_ahead
@@ -208,7 +208,7 @@ class Generator:
             flags=request.output_flags,
             chunk_tokens=request.chunk_tokens,
             shares=self.config.compile == "off",
-            takes_back=verifies(request.strategy),
+            takes_back=request.needs.verifies,
             **hooks,
         )
 
@@ -235,13 +235,13 @@ class Generator:
                 f"{type(self.model).__name__} takes no cache of keys and values (it keeps none, or a state of its own "
                 f"kind), so the {live.name} cache has nothing to hold: use cache='none'"
             )
-        if live.total_tokens > 0 and getattr(request.strategy, "reads_hidden", False):
+        if live.total_tokens > 0 and request.needs.hidden_states:
             raise OptionError(
                 f"{request.strategy.name} compares with the hidden states of all tokens, and those of the "
                 f"{live.total_tokens} "
                 "in the cache are not known: start with an empty cache"
             )
-        if verifies(request.strategy):
+        if request.needs.verifies:
             check_takes_back(self._runner, live, request)
         if live.max_tokens is not None and live.max_tokens < request.columns - 1:
             raise caches.CapacityError(
@@ -299,7 +299,7 @@ def _stream_buffer(request: Request, tokenizer: Any, streamer: Any, streams: boo
         streamer,
         prompts,
         request.mask[:, request.first_known_column :],
-        returned=getattr(request.strategy, "num_return_sequences", 1),
+        returned=request.needs.texts_per_prompt,
         pad_id=request.pad_id,
         stop_strings=request.stop_strings,
     )

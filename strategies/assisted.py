@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from configs import ConfigError, require_positive
-from strategies.operations import Crop, Flow, Forward, Operation, Task, draw
+from strategies.operations import Crop, Flow, Forward, Needs, Operation, Task, draw
 from strategies.registry import register
 from strategies.speculative import Proposal, VerifiedText, score_copies, speculative_loop
 
@@ -29,8 +29,6 @@ class Assisted:
     """
 
     name: ClassVar[str] = "assisted"
-    verifies: ClassVar[bool] = True
-    needs_draft: ClassVar[bool] = True
     num_assistant_tokens: int = 20
     num_assistant_tokens_schedule: str = "constant"
     assistant_confidence_threshold: float = 0.4
@@ -54,9 +52,11 @@ class Assisted:
         return self.do_sample
 
     @property
-    def score_copies(self) -> int:
-        proposed = self.num_assistant_tokens  # each with what the draft drew it from
-        return score_copies(proposed, self.samples) + (2 * proposed if self.samples else 0)
+    def needs(self) -> Needs:
+        proposed = self.num_assistant_tokens  # a draw keeps the draft's probabilities of each
+        copies = score_copies(proposed, self.samples) + (2 * proposed if self.samples else 0)
+        keeps_length = self.num_assistant_tokens_schedule == "heuristic"
+        return Needs(score_copies=copies, verifies=True, draft=True, keeps_draft_length=keeps_length)
 
     def flow(self, task: Task) -> Flow:
         drafter = _Drafter(self, task) if task.translation is None else _Translating(self, task)

@@ -17,6 +17,7 @@ from engine.model.model_runner import ModelRunner
 from engine.request.assistant import DraftRequest
 from engine.request.checks import check_model
 from strategies import SpeculationStats, Strategy
+from strategies.operations import needs_of
 
 
 class Draft:
@@ -43,7 +44,7 @@ class Draft:
     def drafts(self, strategy: Strategy) -> SpeculationStats:
         """Where the flow of this run counts; it begins with what was learned from the last one, if it may."""
         found = SpeculationStats()
-        if getattr(strategy, "num_assistant_tokens_schedule", None) == "heuristic":
+        if needs_of(strategy).keeps_draft_length:
             learned = self._learned
             if learned is not None and learned[0] == strategy:
                 found.length = learned[1].length

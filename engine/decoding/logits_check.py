@@ -63,7 +63,7 @@ class LogitsCheck:
         self._processing, self._tokens, self._lane = request.processing, tokens, session
         self._prompts, self._prompt_columns = len(request.prompt.ids), request.prompt.columns
         # +inf is the best there is, but nothing can be weighed against it.
-        self._weighs = request.strategy.samples or getattr(request.strategy, "branches", 1) > 1
+        self._weighs = request.strategy.samples or request.needs.rows_per_prompt > 1
         self._forwards = 0
         self._logits: list[_Logits] = []
         self._scores: list[_Scores] = []

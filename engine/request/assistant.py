@@ -18,7 +18,7 @@ from engine.request.checks import most_positions
 from engine.request.encoder import Recover, Source, encode, source_again
 from engine.request.request import Request
 from engine.request.vocabulary import Translator
-from strategies import Strategy, Translation
+from strategies import Translation
 
 _LONGEST = 2**31  # tokens, where nothing limits them
 
@@ -45,11 +45,6 @@ class DraftRequest:
             return self
         model_kwargs, source = encode(draft, self.model_kwargs, self.source, recover)
         return replace(self, model_kwargs=model_kwargs, source=source)
-
-
-def verifies(strategy: Strategy) -> bool:
-    """Whether it lets the model look at tokens that may have to be taken back."""
-    return bool(getattr(strategy, "verifies", False))
 
 
 def read_draft_request(

@@ -40,8 +40,9 @@ from engine.request.model_kwargs import complete_model_kwargs
 from engine.request.parameter_hints import hint
 from engine.request.parameters import read_own
 from engine.request.request import Request
-from engine.request.strategy import choose_strategy, scored
+from engine.request.strategy import choose_strategy
 from strategies import Strategy
+from strategies.operations import needs_of
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ def read_request(
     check_model(model)
     said = _read_said(model, call, assistant)
     config, chosen = said.config, said.strategy
+    needs = needs_of(chosen)
     chunk_tokens = config.prefill_chunk_size or chunk_tokens
     inputs = _read_inputs(model, call, tokenizer, said, cache, chunk_tokens)
     total = _read_length(model, said, inputs)
@@ -106,7 +108,7 @@ def read_request(
         total=total,
         config=config,
         strategy=chosen,
-        processing=processing(model, prompt, mask, source, config, scored(chosen), given, said.constraint),
+        processing=processing(model, prompt, mask, source, config, needs.rows_at_a_time, given, said.constraint),
         source=source,
         guidance=inputs.guidance,
         criteria=Criteria(call.stopping_criteria or []),
@@ -118,7 +120,7 @@ def read_request(
         use_cache=said.options.get("use_cache", call.generation_config and call.generation_config.use_cache),
         generator=seeded(call.seed, inputs.device),
     )
-    texts = len(prompt.ids) * int(getattr(chosen, "num_return_sequences", 1))
+    texts = len(prompt.ids) * needs.texts_per_prompt
     if texts > 1 and not request.length_is_known:
         check_pad_id(model, request.pad_id, texts)
     return request

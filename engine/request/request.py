@@ -14,7 +14,8 @@ from engine.request.guidance import Guidance
 from engine.request.logits_processors import Processing
 from engine.request.run_shape import RunShape
 from engine.request.strategy import score_copies
-from strategies import SpeculationStats, Strategy, Task, Translation
+from strategies import Needs, SpeculationStats, Strategy, Task, Translation
+from strategies.operations import needs_of
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class Request:
     generator: torch.Generator | None = None
 
     @property
+    def needs(self) -> Needs:
+        """What the strategy needs of the engine."""
+        return needs_of(self.strategy)
+
+    @property
     def output_flags(self) -> dict[str, bool]:
         """What the model is asked to return besides its logits."""
         return {name: True for name in ("output_attentions", "output_hidden_states") if getattr(self.config, name)}
@@ -71,7 +77,7 @@ class Request:
     @property
     def rows(self) -> int:
         """Rows that those the model reads become."""
-        return len(self.read[0].ids) * int(getattr(self.strategy, "branches", 1))
+        return len(self.read[0].ids) * self.needs.rows_per_prompt
 
     @property
     def read(self) -> tuple[Prompt, torch.Tensor]:
@@ -91,7 +97,7 @@ class Request:
             prompt_tokens=self.read[1].shape[1],
             new_tokens=self.new_tokens,
             prompts=len(self.read[0].ids),
-            branches=int(getattr(self.strategy, "branches", 1)),
+            branches=self.needs.rows_per_prompt,
             source_tokens=0 if outputs is None else outputs[0].shape[1],
             chunk_tokens=self.chunk_tokens,
             ends_early=not self.length_is_known,

@@ -21,6 +21,7 @@ from engine.errors import OptionError
 from engine.request.call import Call
 from engine.request.parameters import read
 from strategies import Strategy
+from strategies.operations import needs_of
 
 _STRATEGY_OF_MODE = {
     GenerationMode.GREEDY_SEARCH: "greedy",
@@ -95,13 +96,13 @@ def choose_strategy(
         raise OptionError(f"strategy={chosen.name!r} contradicts do_sample={do_sample}: leave one of them out")
     _check_draft(chosen, assistant, call.assistant_tokenizer)
     config.do_sample = chosen.samples
-    # By this processors know which rows belong to one prompt.
-    config.num_beams = scored(chosen) if hasattr(chosen, "num_beams") else 1
+    needs = needs_of(chosen)  # logits processors take `num_beams` rows for those of one prompt
+    config.num_beams = needs.rows_at_a_time if needs.rows_are_beams else 1
     return chosen
 
 
 def _check_draft(strategy: Strategy, assistant: PreTrainedModel | None, tokenizer: Any) -> None:
-    needs_draft = getattr(strategy, "needs_draft", False)
+    needs_draft = needs_of(strategy).draft
     if assistant is None and (needs_draft or tokenizer is not None):
         what = f"strategy={strategy.name!r}" if needs_draft else "assistant_tokenizer"
         raise OptionError(f"{what} is for a draft that proposes tokens: give one as assistant_model")
@@ -117,7 +118,7 @@ def score_copies(strategy: Strategy, processors: Sequence[Any] = ()) -> int:
 
     What the strategy says of itself, and what transformers' processors make of the scores where there are any.
     """
-    own = int(getattr(strategy, "score_copies", _COPIES_UNTOLD))
+    own = needs_of(strategy).score_copies
     if not processors:
         return own
     sorts = any(isinstance(one, _SORTING) for one in processors)
@@ -125,10 +126,4 @@ def score_copies(strategy: Strategy, processors: Sequence[Any] = ()) -> int:
     return max(own + 1, 8 if sorts else 4)
 
 
-_COPIES_UNTOLD = 4
 _SORTING = (TopPLogitsWarper, TypicalLogitsWarper, MinPLogitsWarper, EtaLogitsWarper, EpsilonLogitsWarper)
-
-
-def scored(strategy: Strategy) -> int:
-    """Rows per prompt whose scores are processed at a time."""
-    return int(getattr(strategy, "scored", getattr(strategy, "branches", 1)))

@@ -149,7 +149,7 @@ PUBLIC = {
     },
     strategies: {
         "Assisted", "Beam", "build", "Contrastive", "Crop", "DiverseBeam", "Emit", "Finish", "Flow", "Forward",
-        "Greedy", "names", "NoCandidateError", "one_token_per_step", "Operation", "options", "Process",
+        "Greedy", "names", "Needs", "NoCandidateError", "one_token_per_step", "Operation", "options", "Process",
         "PromptLookup", "read_prompt", "register", "repeat_rows_index", "Report", "Rows", "Sampling",
         "SpeculationStats", "Strategy", "Task", "Hypothesis", "Translation",
     },
