@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_map
 from transformers.utils import ModelOutput
 
 
-def index_rows(value: Any, index: torch.Tensor, rows: int) -> Any:
-    """`value` with row i replaced by row `index[i]`: a tensor of `rows` rows, or a model's outputs with such tensors.
+def index_rows(value: Any, index: torch.Tensor | slice, rows: int) -> Any:
+    """`value` with the rows at `index`: a tensor of `rows` rows, or a model's outputs with such tensors.
 
     Anything else comes back as it is, tuples and tensors with another first dimension included.
     """

@@ -22,10 +22,10 @@ class Stream:
     The run ends with the last piece, with `close()`, or where `with engine.stream(...) as pieces:` ends.
     """
 
-    def __init__(self, play: Driver, model: str):
+    def __init__(self, driver: Driver, model: str):
         """model: what generates, in words."""
-        self._play, self._model, self._new_tokens = play, model, 0
-        self._pieces = play.pieces()
+        self._driver, self._model, self._new_tokens = driver, model, 0
+        self._pieces = driver.pieces()
         # When it is collected, and before the process ends: what a run cleans up needs an interpreter that is whole.
         weakref.finalize(self, _leave, self._pieces)
 
@@ -48,14 +48,14 @@ class Stream:
         self._pieces.close()
 
     def __repr__(self) -> str:
-        return f"Stream({self._model}, cache={self._play.cache_name!r}, {self._new_tokens} new tokens shown)"
+        return f"Stream({self._model}, cache={self._driver.cache_name!r}, {self._new_tokens} new tokens shown)"
 
     @property
     def given_up(self) -> bool:
         """Whether Ctrl-C came once more while what there was became a result: there is none."""
-        return self._play.given_up
+        return self._driver.given_up
 
     def result(self) -> Generation:
         """End the stream, if it has not ended: the generation. Raises `EngineError` where it is `given_up`."""
         self.close()
-        return self._play.result()
+        return self._driver.result()

@@ -1,18 +1,19 @@
-"""The draft of a run: a second model that proposes tokens. What it has to fit, and the session that it runs in."""
+"""`Draft`: a second model that proposes tokens, and its session in a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 import caches
 from caches import EngineCache
-from engine.decoding.model_session import ModelSession
+from engine.decoding.fed_ids import CachedPrefix
+from engine.decoding.model_session import ModelSession, RunHooks, SessionOptions
 from engine.errors import InputError, OptionError
 from engine.model.loading import unwrapped
 from engine.model.masks import Columns
+from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner
 from engine.request.assistant import DraftRequest
 from engine.request.checks import check_model
@@ -23,7 +24,7 @@ from strategies.operations import needs_of
 class Draft:
     """A model that proposes tokens to another. A `Generator` keeps it from call to call.
 
-    given: the model as it was given, maybe in a wrapper.
+    given: the model of the call, which may be in a wrapper.
     """
 
     def __init__(self, model: PreTrainedModel, linears: str):
@@ -42,7 +43,7 @@ class Draft:
         self._learned: tuple[Strategy, SpeculationStats] | None = None
 
     def drafts(self, strategy: Strategy) -> SpeculationStats:
-        """Where the flow of this run counts; it begins with what was learned from the last one, if it may."""
+        """The statistics of a new run; where the strategy asks for it, with the length that the last run ended with."""
         found = SpeculationStats()
         if needs_of(strategy).keeps_draft_length:
             learned = self._learned
@@ -51,31 +52,17 @@ class Draft:
             self._learned = strategy, found
         return found
 
-    def session(
-        self,
-        request: DraftRequest,
-        check: Callable[[], None],
-        recover: Callable[[ModelSession, BaseException], None] | None = None,
-    ) -> ModelSession:
-        """A session of its own for one run, with an empty cache. check: see `ModelRunner.feed`; recover: see
-        `ModelSession`.
-        """
-        beginning = request.beginning
+    def session(self, request: DraftRequest, hooks: RunHooks) -> ModelSession:
+        """A session of its own for one run, with an empty cache."""
+        prefix = request.prefix_ids
         return ModelSession(
             self._runner,
             self._new_cache(),
             Columns(request.mask, request.total),
-            rows=len(request.mask),
-            before=0,
-            embeds=None,
-            columns_without_ids=0 if beginning is None else beginning.shape[1],
-            beginning=beginning,
-            model_kwargs=request.model_kwargs,
-            flags={},
-            chunk_tokens=request.chunk_tokens,
-            shares=False,
-            check=check,
-            recover=recover,
+            ModelInputs(model_kwargs=request.model_kwargs),
+            CachedPrefix(columns_without_ids=0 if prefix is None else prefix.shape[1], ids=prefix),
+            SessionOptions(request.chunk_tokens),
+            hooks,
         )
 
     def _new_cache(self) -> EngineCache:

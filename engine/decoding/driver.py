@@ -31,11 +31,11 @@ _Result = TypeVar("_Result")
 class Driver:
     """A run under way. cancellation: the one that its session asks."""
 
-    def __init__(self, run: DecodingLoop, cancellation: Cancellation):
-        self._run, self._cancellation = run, cancellation
+    def __init__(self, loop: DecodingLoop, cancellation: Cancellation):
+        self._loop, self._cancellation = loop, cancellation
 
     def pieces(self) -> Generator[StreamChunk, None, None]:
-        run = self._run
+        run = self._loop
         flow = self._begun()
         failure: Exception | KeyboardInterrupt | None = None
         try:
@@ -54,7 +54,7 @@ class Driver:
             run.give_up()
             raise
         except BaseException:  # the consumer has left: what it was not shown has not happened
-            run.forget_unread()
+            run.discard_unread()
             _without_grad(run.break_off)
             raise
         finally:
@@ -73,47 +73,47 @@ class Driver:
             for _ in self.pieces():
                 pass
         self._cancellation.pass_on()
-        return self._run.result()
+        return self._loop.result()
 
     @property
     def given_up(self) -> bool:
-        return self._run.given_up
+        return self._loop.given_up
 
     @property
     def cache_name(self) -> str:
-        return self._run.cache_name
+        return self._loop.cache_name
 
     def result(self) -> Generation:
         """What was generated. Ends the run."""
-        return self._run.result()
+        return self._loop.result()
 
     def _begun(self) -> Flow:
         """The strategy's flow. What it is no generator for, or raises at once, has come before any work."""
         try:
-            flow = self._run.begin()
+            flow = self._loop.begin()
             if not all(callable(getattr(flow, name, None)) for name in ("send", "close")):
                 raise OptionError(
                     f"the strategy's flow() returned {flow!r:.80}, where a generator of operations belongs: write it "
                     "with `yield`, or return the flow of another strategy"
                 )
         except BaseException:
-            _without_grad(self._run.close)
+            _without_grad(self._loop.close)
             raise
         return flow
 
     def _steps(self, flow: Flow) -> Generator[StreamChunk, None, None]:
         """Do what the flow says until all rows have ended."""
         with self._cancellation.noting_keys():
-            self._run.stream_buffer.begin()
+            self._loop.stream_buffer.begin()
         answer: Any = None
-        while not self._run.done:
+        while not self._loop.done:
             with self._cancellation.noting_keys():
                 step = _without_grad(partial(self._step, flow, answer))
                 if step is None:
                     break
                 answer, pieces = step
             yield from self._shown(pieces)
-        yield from self._shown(self._run.read_all())
+        yield from self._shown(self._loop.read_all())
 
     def _step(self, flow: Flow, answer: Any) -> tuple[Any, list[StreamChunk]] | None:
         """One operation of the flow; None at its end."""
@@ -121,7 +121,7 @@ class Driver:
             operation = flow.send(answer)
         except StopIteration:
             return None
-        return self._run.perform(operation)
+        return self._loop.perform(operation)
 
     def _shown(self, pieces: list[StreamChunk]) -> Generator[StreamChunk, None, None]:
         for piece in pieces:
@@ -129,22 +129,22 @@ class Driver:
             try:
                 yield piece
             finally:
-                self._run.away_s += time.perf_counter() - left_s
+                self._loop.clock.away_s += time.perf_counter() - left_s
 
     def _broken_off(self, failure: Exception | KeyboardInterrupt) -> list[StreamChunk]:
         try:
-            return _without_grad(self._run.break_off)
+            return _without_grad(self._loop.break_off)
         except Exception:
             if not isinstance(failure, KeyboardInterrupt) or isinstance(failure, UserInterrupt):
                 raise
-            self._run.give_up()  # a second Ctrl-C comes anywhere, also while rows change places
+            self._loop.give_up()  # a second Ctrl-C comes anywhere, also while rows change places
             return []
 
     def _raise(self, failure: Exception | KeyboardInterrupt) -> None:
         """The failure, with what there is."""
-        if self._run.given_up:
+        if self._loop.given_up:
             raise failure
-        result = self._run.result()
+        result = self._loop.result()
         if isinstance(failure, KeyboardInterrupt):
             failure.partial = result  # type: ignore[attr-defined]
             try:

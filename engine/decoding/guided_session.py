@@ -19,44 +19,38 @@ T = TypeVar("T")
 
 
 class GuidedSession:
-    """A `ModelSession` of both texts that looks like one of the prompts' alone, with guided logits."""
+    """Has the methods of a `ModelSession` of the prompts alone, with guided logits; `session` runs both texts."""
 
     def __init__(self, session: ModelSession, guidance: Guidance):
-        self._lane, self._scale, self._lead = session, guidance.scale, guidance.lead
-        self._others = guidance.prompt.ids.chunk(2)[1]  # what the other texts begin with, [rows, columns]
+        self._session, self._scale, self._lead = session, guidance.scale, guidance.lead
+        self._others = guidance.prompt.ids.chunk(2)[1]  # the first ids of the other texts, [rows, columns]
 
     @property
     def cache(self) -> EngineCache:
-        return self._lane.cache
+        return self._session.cache
 
     @property
     def linears(self) -> str:
-        return self._lane.linears
+        return self._session.linears
 
     @property
     def fed(self) -> int:
-        return max(0, self._lane.fed - self._lead)
-
-    @property
-    def fed_ids(self) -> torch.Tensor:
-        return self._lane.fed_ids.chunk(2)[0][:, self._lead :]
+        return max(0, self._session.fed - self._lead)
 
     def forward(self, tokens: torch.Tensor, *wanted: Any, **more: Any) -> tuple[ModelOutput, torch.Tensor | None]:
-        """As `ModelSession.forward`. The outputs are those of the prompts' rows, with their logits as `unguided_logits`
-        too.
-        """
+        """See `ModelSession.forward`. The outputs have the prompts' rows alone, and also `unguided_logits`."""
         rows, columns = tokens.shape
-        outputs, states = self._lane.forward(self._beside(tokens), *wanted, **more)
+        outputs, states = self._session.forward(self._of_both(tokens), *wanted, **more)
         for name in ("attentions", "hidden_states"):
             if name in outputs:
                 outputs[name] = tree_map(lambda part: self._of_prompts(part, rows, columns), outputs[name])
-        guided = self._lane.attempt(lambda: self._guided(outputs.logits))
+        guided = self._session.attempt(lambda: self._guided(outputs.logits))
         outputs["unguided_logits"] = outputs.logits[:rows]
         outputs["logits"] = guided
         return outputs, None if states is None else states[:rows, -columns:]
 
     def _of_prompts(self, part: torch.Tensor | None, rows: int, columns: int) -> torch.Tensor | None:
-        """A record of a layer, [rows, ..., columns, width], without the other texts and the pads that make them fit."""
+        """A record of a layer, [rows, ..., columns, width], without the other texts and the padding added for them."""
         if part is None:
             return None
         return part[:rows, ..., self._lead :, :] if part.shape[-2] > columns else part[:rows]
@@ -66,38 +60,38 @@ class GuidedSession:
         return self._scale * (own - other) + other
 
     def attempt(self, work: Callable[[], T], repeats: Callable[[], bool] = lambda: True) -> T:
-        return self._lane.attempt(work, repeats)
+        return self._session.attempt(work, repeats)
 
-    def _beside(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The tokens of both texts: the others have columns of their own as far as the prompt goes."""
-        begin = self._lane.fed
+    def _of_both(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens of both texts, which differ in the columns of the prompt."""
+        begin = self._session.fed
         own = tokens if begin else pad(tokens, (self._lead, 0))
-        return torch.cat([own, self._in_place_of(own, begin)])
+        return torch.cat([own, self._of_others(own, begin)])
 
-    def _in_place_of(self, own: torch.Tensor, begin: int) -> torch.Tensor:
-        """`own` [rows, n], which begin in column `begin`, with what the other texts have there."""
+    def _of_others(self, own: torch.Tensor, begin: int) -> torch.Tensor:
+        """The ids of the other texts in the columns of `own` [rows, n], which begin at column `begin`."""
         known = self._others[:, begin : begin + own.shape[1]]
         return torch.cat([known, own[:, known.shape[1] :]], dim=1)
 
     def commit(self, rejected: int = 0) -> None:
-        self._lane.commit(rejected)
+        self._session.commit(rejected)
 
     def go_back(self, fed: int) -> None:
-        self._lane.go_back(fed + self._lead if fed else 0)
+        self._session.go_back(fed + self._lead if fed else 0)
 
     def select_rows(self, index: torch.Tensor) -> None:
         others = self._others[index.to(self._others.device)]
-        self._lane.select_rows(torch.cat([index, index + len(self._others)]))
+        self._session.select_rows(torch.cat([index, index + len(self._others)]))
         self._others = others
 
-    def forget(self) -> None:
-        self._lane.forget()
+    def discard_cache(self) -> None:
+        self._session.discard_cache()
 
     def close(self, log: TokenLog) -> None:
-        """End with a cache of the prompts' rows. With columns that are not the prompts' own it has to be empty."""
-        session, fed = self._lane, self._lane.fed
+        """End with a cache of the prompts' rows. It is empty where the prompts have columns of padding."""
+        session, fed = self._session, self._session.fed
         if fed > 0 and self._lead == 0:
-            session.close(TokenLog(torch.cat([log.ids, self._in_place_of(log.ids, 0)]), log.mask.repeat(2, 1)))
+            session.close(TokenLog(torch.cat([log.ids, self._of_others(log.ids, 0)]), log.mask.repeat(2, 1)))
         else:
             if fed > 0:
                 self.cache.abort()
@@ -114,4 +108,4 @@ class GuidedSession:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            session.forget()  # better no cache than no text
+            session.discard_cache()  # better no cache than no text

@@ -36,17 +36,17 @@ class Stopping:
         columns: int,
         tokens: Sequence[int],
         texts: Sequence[RowText] | None,
-        seen_by_criteria: Callable[[], tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]],
+        read_by_criteria: Callable[[], tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]],
     ) -> None:
         """Look at the last of `columns` columns: `tokens` are its ids on the host.
 
-        seen_by_criteria: the ids [rows, columns] and the scores so far, asked for only where there are criteria.
+        read_by_criteria: the ids [rows, columns] and the scores so far, asked for only where there are criteria.
         """
         for row, token in enumerate(tokens):
             if self.reasons[row] is None:
                 self.reasons[row] = self._said_by_itself(token, None if texts is None else texts[row])
         # Whatever these raise, the rows that have ended by themselves are known to have.
-        verdicts = [(reason, criteria(*seen_by_criteria()).tolist()) for reason, criteria in self._criteria if criteria]
+        verdicts = [(reason, criteria(*read_by_criteria()).tolist()) for reason, criteria in self._criteria if criteria]
         for row, known in enumerate(self.reasons):
             if known is None:
                 told = [reason for reason, verdict in verdicts if verdict[row]]

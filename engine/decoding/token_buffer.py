@@ -88,20 +88,20 @@ class Tokens:
         self._ids[row, self.read :] = self._pad_id
         self._mask[row, self.read :] = 0
 
-    def forget_unread(self) -> None:
+    def discard_unread(self) -> None:
         self.written = self.read
         self._copies.clear()
 
-    def choosing(self, index: torch.Tensor) -> Callable[[], None]:
-        """What makes row i row `index[i]` and cannot fail. Everything has to be read before."""
+    def row_selection(self, index: torch.Tensor) -> Callable[[], None]:
+        """A function that makes row i row `index[i]` and cannot fail. All columns have to be read before."""
         index = index.to(self._ids.device)
         ids, mask = self._ids[index], self._mask[index]
         ended = None if self._ended is None else self._ended[index]
 
-        def choose() -> None:
+        def select() -> None:
             self._ids, self._mask, self._ended = ids, mask, ended
 
-        return choose
+        return select
 
     def new(self) -> list[list[int]]:
         """The tokens of every row after the prompt, without the pads after its end."""

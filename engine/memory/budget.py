@@ -109,10 +109,10 @@ class Budget:
         """What was done, in words."""
         assert self._most is not None
         if self._action == "offload":
-            moved = session.executor.move_away()
+            moved = session.executor.offload()
             return None if moved is None else f"the cache goes on as {moved}"
         window = int(self._most / bytes_per_token / _WINDOW_ROOM)
-        session.executor.impose(window)
+        session.executor.impose_window(window)
         return f"the cache goes on with a window of {window} tokens, which changes what is generated"
 
 

@@ -16,6 +16,7 @@ from configs import CacheConfig, EncoderDecoderCacheConfig, EngineConfig, neares
 from engine.errors import InputError, OptionError
 from engine.memory.budget import Budget
 from engine.planning.cache_size import fresh_cache
+from engine.planning.plan import choose_cache
 from engine.request.call import Call
 from engine.request.request import Request
 
@@ -160,8 +161,6 @@ def _check_size(config: CacheConfig, size: int | None) -> None:
 
 def _planned(model: PreTrainedModel, request: Request, compiled: bool) -> CacheConfig:
     """What `cache="auto"` is for this request."""
-    from engine.planning.plan import choose_cache  # which needs a Generator's parts
-
     try:
         return choose_cache(model, replace(request.run_shape, shares=not compiled), compiled)
     except InputError as error:

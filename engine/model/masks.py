@@ -47,6 +47,10 @@ class Columns:
         self._widen(room_for(self.prompt, total))
 
     @property
+    def rows(self) -> int:
+        return len(self.pads)
+
+    @property
     def room(self) -> int:
         """Columns that there is memory for."""
         return self._positions.shape[-1]

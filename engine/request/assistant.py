@@ -14,6 +14,7 @@ from engine.errors import OptionError
 from engine.model.accelerate_hooks import prompt_device
 from engine.model.model_runner import ModelRunner
 from engine.prompt import PER_TOKEN
+from engine.request.call import Call
 from engine.request.checks import most_positions
 from engine.request.encoder import Recover, Source, encode, source_again
 from engine.request.request import Request
@@ -25,14 +26,16 @@ _LONGEST = 2**31  # tokens, where nothing limits them
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """What the draft reads. mask [rows, prompt columns]. beginning: the ids of its first columns, which are not fed.
+    """What the draft reads. mask: [rows, prompt columns].
 
-    total: columns when the run ends. model_kwargs: further inputs. source: what its own encoder reads. translation:
-    where its vocabulary is another one.
+    prefix_ids: [rows, n], the first columns, which the model has in its cache and the flow does not feed, or None.
+
+    total: columns when the run ends, at most. model_kwargs: further inputs. translation: between the vocabularies of
+    model and draft, None for the same. source: what the draft's encoder reads, None without one.
     """
 
     mask: torch.Tensor
-    beginning: torch.Tensor | None
+    prefix_ids: torch.Tensor | None
     total: int
     model_kwargs: dict[str, Any]
     chunk_tokens: int | None
@@ -48,18 +51,12 @@ class DraftRequest:
 
 
 def read_draft_request(
-    draft: PreTrainedModel | None,
-    model: PreTrainedModel,
-    request: Request,
-    cache: EngineCache | None,
-    tokenizer: Any,
-    draft_tokenizer: Any,
-) -> DraftRequest | None:
+    draft: PreTrainedModel, model: PreTrainedModel, request: Request, cache: EngineCache | None, call: Call
+) -> DraftRequest:
     """Check that `draft` can propose tokens to `model`. cache: the live one that was given. Raises `OptionError`."""
-    if draft is None:
-        return None
     _check_fits(draft, model, request)
-    beginning, device = _beginning(request, cache), prompt_device(draft)
+    tokenizer, draft_tokenizer = call.tokenizer, call.assistant_tokenizer
+    prefix_ids, device = _prefix_ids(request, cache), prompt_device(draft)
     if _translates(draft, model, tokenizer, draft_tokenizer):
         if len(request.prompt.ids) > 1 or request.source is not None:
             raise OptionError(
@@ -68,7 +65,7 @@ def read_draft_request(
                 "vocabulary"
             )
         total = min(most_positions(draft) or _LONGEST, 4 * request.total + 64)  # its words may be shorter
-        translator = Translator(tokenizer, draft_tokenizer, request.mask, beginning, total)
+        translator = Translator(tokenizer, draft_tokenizer, request.mask, prefix_ids, total)
         mask = torch.ones(1, 1, dtype=torch.long, device=device)
         return DraftRequest(mask, None, total, {}, request.chunk_tokens, translator.translation)
     model_kwargs: dict[str, Any] = {}
@@ -76,7 +73,7 @@ def read_draft_request(
     if request.source is not None:
         model_kwargs, source = source_again(draft, request.prompt, request.source, request.config)
     mask = request.mask.to(device)
-    return DraftRequest(mask, beginning, request.total, model_kwargs, request.chunk_tokens, None, source)
+    return DraftRequest(mask, prefix_ids, request.total, model_kwargs, request.chunk_tokens, None, source)
 
 
 def _check_fits(draft: PreTrainedModel, model: PreTrainedModel, request: Request) -> None:
@@ -100,7 +97,7 @@ def _check_fits(draft: PreTrainedModel, model: PreTrainedModel, request: Request
         )
 
 
-def check_takes_back(runner: ModelRunner, cache: EngineCache, request: Request) -> None:
+def check_rolls_back(runner: ModelRunner, cache: EngineCache, request: Request) -> None:
     """Raise `OptionError` where `cache` cannot go back to what was accepted."""
     why = cache.why_not_taken_back if isinstance(cache, caches.HFCacheAdapter) else None
     if why is not None:
@@ -115,8 +112,8 @@ def check_takes_back(runner: ModelRunner, cache: EngineCache, request: Request) 
         )
 
 
-def _beginning(request: Request, cache: EngineCache | None) -> torch.Tensor | None:
-    """The ids of what only the cache has read, which the draft has to read too."""
+def _prefix_ids(request: Request, cache: EngineCache | None) -> torch.Tensor | None:
+    """The ids of the columns that the prompt does not repeat: the draft has to read them too."""
     if request.before == 0:
         return None
     log = None if cache is None else cache.log

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from caches import EngineCache, TokenLog, UnknownContentError, first_layer
 from caches.transfer.comparison import HeldColumns
 from engine.errors import InputError
 from engine.model.masks import Columns
+from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner
 from engine.prompt import PER_TOKEN
 from engine.request.encoder import source_of
@@ -87,13 +89,13 @@ def check_content(
     cache: EngineCache,
     request: Request,
     columns: Columns,
-    model_kwargs: dict[str, Any],
+    inputs: ModelInputs,
     tokenizer: Any,
 ) -> None:
-    """Compare what the first layer of `cache` holds with what it makes of the prompt. Equal: the content is known then.
+    """Compare the keys of the cache's first layer with those of the prompt; where they are equal, set the cache's log.
 
-    model_kwargs: inputs of the model beside ids and positions. Where only new tokens were given there is nothing to
-    compare. Raises `InputError`, which names the first token that differs, or why none can be compared.
+    Where only new tokens were given there is nothing to compare. Raises `InputError`, which names the first token that
+    differs, or why none can be compared.
     """
     seen = cache.total_tokens
     if request.before > 0:
@@ -103,14 +105,12 @@ def check_content(
             raise UnknownContentError("another model has filled it, of which the first layer alone could be compared")
         held = first_layer(cache)
         _check_comparable(runner.model, request, seen)
-        model_kwargs = (
-            model_kwargs
-            if request.source is not None
-            else {name: model_kwargs[name] for name in model_kwargs if name in PER_TOKEN}
-        )
-        _check_columns(runner, held[0], request, columns, model_kwargs, seen, tokenizer)
+        if request.source is None:  # media are not encoded again for this
+            per_token = {name: value for name, value in inputs.model_kwargs.items() if name in PER_TOKEN}
+            inputs = replace(inputs, model_kwargs=per_token)
+        _check_columns(runner, held[0], request, columns, inputs, seen, tokenizer)
         if request.source is not None:
-            _check_source(runner, held[1], request, columns, model_kwargs)
+            _check_source(runner, held[1], request, columns, inputs)
     except UnknownContentError as reason:
         raise InputError(
             f"the {cache.name} cache holds {seen} tokens of each row, and whether they begin this prompt cannot be "
@@ -145,7 +145,7 @@ def _check_columns(
     held: tuple[HeldColumns, HeldColumns],
     request: Request,
     columns: Columns,
-    model_kwargs: dict[str, Any],
+    inputs: ModelInputs,
     seen: int,
     tokenizer: Any,
 ) -> None:
@@ -154,7 +154,7 @@ def _check_columns(
     step = max(1, _PIECE // len(ids))
     for begin in range(0, seen, step):
         end = min(begin + step, seen)
-        made = runner.first_keys(ids, columns, begin, end, embeds=prompt.embeds, model_kwargs=model_kwargs)
+        made = runner.first_keys(ids, columns, begin, end, inputs)
         different = [part.differ(expected, begin) for part, expected in zip(held, made, strict=True)]
         both = (different[0] | different[1]) & mask[:, begin:end]
         if bool(both.any()):
@@ -162,7 +162,7 @@ def _check_columns(
     if request.source is None:
         _check_places_tell(mask[:, :seen])
     if not bool(mask[:, :seen].all()):
-        _check_pads_show(runner, held[0], request, ids, model_kwargs, seen)
+        _check_pads_show(runner, held[0], request, ids, inputs, seen)
 
 
 def _check_places_tell(mask: torch.Tensor) -> None:
@@ -181,7 +181,7 @@ def _check_places_tell(mask: torch.Tensor) -> None:
 
 
 def _check_pads_show(
-    runner: ModelRunner, keys: HeldColumns, request: Request, ids: torch.Tensor, model_kwargs: dict[str, Any], seen: int
+    runner: ModelRunner, keys: HeldColumns, request: Request, ids: torch.Tensor, inputs: ModelInputs, seen: int
 ) -> None:
     """Raise `UnknownContentError` where keys are the same whether pads are masked or not: then masks cannot be
     compared.
@@ -191,7 +191,7 @@ def _check_pads_show(
     if request.mask[row, end - 1] == 0:
         return  # it ends in pads: no token in the cache has come after them
     plain = Columns(torch.ones_like(request.mask), request.mask.shape[1])
-    keys_there = runner.first_keys(ids, plain, end - 1, end, embeds=request.prompt.embeds, model_kwargs=model_kwargs)[0]
+    keys_there = runner.first_keys(ids, plain, end - 1, end, inputs)[0]
     if not bool(keys.differ(keys_there, end - 1)[row, 0]):
         raise UnknownContentError(
             f"row {row} has pads, and the keys of this model do not tell whether they were masked when it was read"
@@ -203,11 +203,11 @@ def _check_source(
     held: tuple[HeldColumns, HeldColumns],
     request: Request,
     columns: Columns,
-    model_kwargs: dict[str, Any],
+    inputs: ModelInputs,
 ) -> None:
-    made = runner.first_keys(request.prompt.ids, columns, 0, 1, embeds=None, model_kwargs=model_kwargs, cross=True)
+    made = runner.first_keys(request.prompt.ids, columns, 0, 1, inputs, cross=True)
     different = held[0].differ(made[0], 0) | held[1].differ(made[1], 0)
-    mask = model_kwargs.get("attention_mask")
+    mask = inputs.model_kwargs.get("attention_mask")
     if mask is not None and mask.shape == different.shape:
         different = different & (mask != 0).to(different.device)
     if held[0].held.shape[2] != made[0].shape[2] or bool(different.any()):

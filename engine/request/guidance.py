@@ -21,7 +21,7 @@ from caches.out_of_memory import is_out_of_memory
 from engine.errors import InputError, OptionError
 from engine.model.accelerate_hooks import prompt_device
 from engine.model.masks import Columns
-from engine.model.model_runner import ModelRunner
+from engine.model.model_runner import ForwardOptions, ModelRunner
 from engine.prompt import Prompt, read_prompt
 from engine.request.checks import check_vocabulary
 from engine.request.model_kwargs import complete_model_kwargs
@@ -193,5 +193,7 @@ def _logits_behind(runner: ModelRunner, pads: int) -> torch.Tensor:
     """The logits after a few tokens that have pads before them."""
     ids = pad(torch.arange(1, 4, device=prompt_device(runner.model))[None], (pads, 0))
     with torch.no_grad():
-        outputs = runner.feed(ids, Columns((ids != 0).long(), ids.shape[1]), NoCache(), prefill=True)
+        outputs = runner.feed(
+            ids, Columns((ids != 0).long(), ids.shape[1]), NoCache(), options=ForwardOptions(prefill=True)
+        )
     return outputs.logits[:, -1].float()

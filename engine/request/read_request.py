@@ -76,7 +76,6 @@ class _Inputs:
 def read_request(
     model: PreTrainedModel,
     call: Call,
-    tokenizer: Any,
     cache: EngineCache | None,
     *,
     assistant: PreTrainedModel | None,
@@ -94,7 +93,7 @@ def read_request(
     config, chosen = said.config, said.strategy
     needs = needs_of(chosen)
     chunk_tokens = config.prefill_chunk_size or chunk_tokens
-    inputs = _read_inputs(model, call, tokenizer, said, cache, chunk_tokens)
+    tokenizer, inputs = call.tokenizer, _read_inputs(model, call, said, cache, chunk_tokens)
     total = _read_length(model, said, inputs)
     prompt, mask, source = inputs.prompt, inputs.mask, inputs.source
     eos, pad = config._eos_token_tensor, config._pad_token_tensor
@@ -145,14 +144,9 @@ def _read_said(model: PreTrainedModel, call: Call, assistant: PreTrainedModel | 
 
 
 def _read_inputs(
-    model: PreTrainedModel,
-    call: Call,
-    tokenizer: Any,
-    said: _Said,
-    cache: EngineCache | None,
-    chunk_tokens: int | None,
+    model: PreTrainedModel, call: Call, said: _Said, cache: EngineCache | None, chunk_tokens: int | None
 ) -> _Inputs:
-    device, source, config = prompt_device(model), None, said.config
+    device, source, config, tokenizer = prompt_device(model), None, said.config, call.tokenizer
     if model.config.is_encoder_decoder:
         named = dict(call.inputs) if isinstance(call.inputs, Mapping) else {}
         _refuse_unknown(model, said.model_inputs | named)

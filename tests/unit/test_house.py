@@ -88,7 +88,7 @@ def imports_codec(node):
         (names_layer_types, {"caches/spec/layer_spec.py"}),
         (
             calls_the_model,
-            {"engine/model/model_runner.py", "engine/planning/model_footprint.py"},
+            {"engine/model/compiled_step.py", "engine/model/model_runner.py", "engine/planning/model_footprint.py"},
         ),
         (
             uses_private_parts_of_the_model,
@@ -98,7 +98,7 @@ def imports_codec(node):
                 "engine/request/model_kwargs.py",
                 "engine/model/masks.py",
                 "engine/request/read_request.py",
-                "engine/model/growing_columns.py",
+                "engine/model/model_inputs.py",
                 "engine/request/generation_helpers.py",
             },
         ),
