@@ -23,8 +23,8 @@ class Assisted:
     """The text is that of the model alone: greedy, or with `do_sample` drawn from its distribution.
 
     num_assistant_tokens: how many tokens are proposed at a time. num_assistant_tokens_schedule: "constant", or
-    "heuristic": two more after all of them were accepted in all rows, else one fewer, remembered with the draft from
-    call to call; "heuristic_transient" forgets. assistant_confidence_threshold: fewer are proposed where the draft's
+    "heuristic": two more after all of them were accepted in all rows, else one fewer, kept with the draft from call to
+    call; "heuristic_transient" only within a call. assistant_confidence_threshold: fewer are proposed where the draft's
     probability of its own token falls below this, in the mean of the rows that go on; 0 turns it off.
     """
 
@@ -100,7 +100,7 @@ class _Drafter:
         return q, draw(q, self.task.generator)[:, 0] if self.options.samples else q.argmax(dim=-1)
 
     def unread(self, ids: torch.Tensor) -> Generator[Operation, Any, torch.Tensor]:
-        """What the draft has to read of the text before it can go on; it forgets what is none of it."""
+        """The tokens of the text that the draft has to read; it rolls back what is not in the text."""
         kept = min(self.fed, ids.shape[1] - 1)  # the last token is never one that it has read
         if self.fed > kept:
             yield Crop(self.fed - kept, model="draft")
@@ -108,7 +108,7 @@ class _Drafter:
         return ids[:, kept:]
 
     def adapt(self, columns: int) -> None:
-        """Learn from what became of the last proposal: the text has `columns` now."""
+        """Adapt the length to the last proposal: the text has `columns` now."""
         if self._end and self.options.num_assistant_tokens_schedule != "constant":
             self.length = self.length + 2 if columns == self._end else max(1, self.length - 1)
         self.task.drafts.length = self.length

@@ -1,7 +1,7 @@
-"""What a decoding strategy is made of.
+"""The operations of decoding strategies.
 
 A strategy's `flow` is a generator: it yields operations and is sent their results. One driver in the engine carries
-them out, so a flow touches no model, cache, mask or device, and a test can play the driver with `next()` and `.send()`.
+them out, so a flow touches no model, cache, mask or device, and a test can drive it with `next()` and `.send()`.
 
     operation                      result sent back
     Forward(tokens)                logits after the last token, float32 [rows, vocabulary]
@@ -36,7 +36,7 @@ Process = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass
 class SpeculationStats:
-    """What became of the tokens that a flow proposed to its model: the flow counts, the engine reports.
+    """Counts of the tokens that a flow proposed to its model: the flow counts, the engine reports.
 
     drafted, accepted: tokens of all rows, each counted once. verifications: forwards that looked at some. length: how
     many a draft proposes at a time, to begin with and in the end.
@@ -68,7 +68,7 @@ def at_once(work: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class Task:
-    """What a flow is to do.
+    """The input of a flow.
 
     ids: the prompt [rows, columns]. mask: 0 where it has a pad, [rows, columns], with columns more in front where the
     prompt begins with embeddings that have no id. process: to be applied to the scores of every step. ended: for ids
@@ -130,7 +130,7 @@ class Crop:
 class Rows:
     """Row i becomes row `index[i]` in everything that is kept per row, emitted tokens included.
 
-    Every row `n` times in a row (see `each`) is a fork: what rows have in common is then kept once.
+    Every row `n` times in a row (see `repeat_rows_index`) is a fork: the rows share their tokens in the cache.
     """
 
     index: torch.Tensor
@@ -239,7 +239,7 @@ def needs_of(strategy: Strategy) -> Needs:
 def draw(probabilities: torch.Tensor, generator: torch.Generator | None, tokens: int = 1) -> torch.Tensor:
     """Of every row [rows, vocabulary] so many different tokens, [rows, tokens]. generator: that of the task.
 
-    Rows of NaN get any: the engine tells of them, and torch would only raise, or on a GPU stop the whole process.
+    Rows of NaN get any tokens: the engine reports them, where torch would raise, or on a GPU stop the process.
     """
     return torch.multinomial(probabilities.nan_to_num(1.0), tokens, generator=generator)
 

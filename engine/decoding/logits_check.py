@@ -60,7 +60,7 @@ class LogitsCheck:
     """
 
     def __init__(self, request: Request, tokens: Tokens, session: ModelSession | GuidedSession):
-        self._processing, self._tokens, self._session = request.processing, tokens, session
+        self._processing, self._tokens, self._lane = request.processing, tokens, session
         self._prompts, self._prompt_columns = len(request.prompt.ids), request.prompt.columns
         # +inf is the best there is, but nothing can be weighed against it.
         self._weighs = request.strategy.samples or request.needs.rows_per_prompt > 1
@@ -78,7 +78,7 @@ class LogitsCheck:
         peaks = peaks[:, 0] if tokens == 1 else peaks.where(peaks.isfinite(), math.nan).amax(dim=-1)
         number = column - self._tokens.prompt + 1
         if fed is not None:  # the texts of a search are not written before its end
-            number = self._session.fed - self._prompt_columns - tokens + 2
+            number = self._lane.fed - self._prompt_columns - tokens + 2
         self._logits.append(_Logits(column, number, fed, logits, dtype, self._tokens.send(peaks)))
         if not self._tokens.late:
             self._check_logits(running)
@@ -115,7 +115,7 @@ class LogitsCheck:
             rows = [row for row in _counting(peaks, running) if not math.isfinite(peaks[row])]
             if rows:
                 if one.fed is not None:
-                    self._session.go_back(one.fed)
+                    self._lane.go_back(one.fed)
                 raise NoCandidateError(self._about_logits(one, rows, peaks))
         self._logits = [one for one in self._logits if one.column > column]
 

@@ -44,27 +44,27 @@ class Stopping:
         """
         for row, token in enumerate(tokens):
             if self.reasons[row] is None:
-                self.reasons[row] = self._said_by_itself(token, None if texts is None else texts[row])
-        # Whatever these raise, the rows that have ended by themselves are known to have.
+                self.reasons[row] = self._own_reason(token, None if texts is None else texts[row])
+        # These may raise: the reasons of rows that ended by themselves are set before.
         verdicts = [(reason, criteria(*read_by_criteria()).tolist()) for reason, criteria in self._criteria if criteria]
         for row, known in enumerate(self.reasons):
             if known is None:
-                told = [reason for reason, verdict in verdicts if verdict[row]]
+                ended_by = [reason for reason, verdict in verdicts if verdict[row]]
                 at_end = ["length"] if columns >= self._last_column else []
-                self.reasons[row] = next(iter(told + at_end), None)
+                self.reasons[row] = next(iter(ended_by + at_end), None)
 
-    def _said_by_itself(self, token: int, text: RowText | None) -> str | None:
+    def _own_reason(self, token: int, text: RowText | None) -> str | None:
         if token in self._eos_ids:
             return "eos"
         return "stop_string" if text is not None and text.stopped else None
 
     def why(self, ids: torch.Tensor, text: RowText | None) -> str:
-        """Why a text has ended with `ids` [columns], as its strategy found."""
-        said = self._said_by_itself(int(ids[-1]), text)
+        """The reason that a text ended with `ids` [columns], where the strategy found its end."""
+        said = self._own_reason(int(ids[-1]), text)
         if said is not None or len(ids) >= self._last_column:
             return said or "length"
-        told = [reason for reason, criteria in self._criteria if criteria and bool(criteria(ids[None], None).all())]
-        return next(iter(told), "criteria")
+        ended_by = [reason for reason, criteria in self._criteria if criteria and bool(criteria(ids[None], None).all())]
+        return next(iter(ended_by), "criteria")
 
     def select_rows(self, index: torch.Tensor) -> None:
         self.reasons = [self.reasons[row] for row in index.tolist()]

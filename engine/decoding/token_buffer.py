@@ -1,8 +1,7 @@
-"""The token ids of a run: written where the model computes, read by the host that decides which rows have ended.
+"""`Tokens`: the token ids of a run, written on the model's device and read by the host, which finds ended rows.
 
-On a CPU the host reads a column as soon as it is written. An accelerator would have to be waited for in every step, and
-stand still while the host thinks: there a column is read once the next one is on its way, and what turns out to be
-written after the end is forgotten.
+On a CPU the host reads a column as soon as it is written. On an accelerator it reads one step late, so that the device
+never waits for the host, and discards columns written after the end.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from engine.model.device_state import ASYNCHRONOUS, reads_late
 from engine.model.growing_columns import room_for, widened
 
 Sent: TypeAlias = "tuple[torch.Tensor, torch.Event | None]"
-"""A tensor on its way to the host, and what says that it has arrived."""
+"""A tensor that is copied to the host, and the event of its arrival."""
 
 
 class Tokens:
     """ids, mask: [rows, columns], the prompt first; mask is 0 where a pad is. columns: when the run ends, at most.
 
-    written: columns in use. read: how many of them the host has seen; those between are `unread`.
+    written: columns in use. read: how many of them the host has read; the others are `unread`.
     """
 
     def __init__(self, prompt: torch.Tensor, mask: torch.Tensor, columns: int, pad_id: int):
@@ -34,7 +33,7 @@ class Tokens:
         self._ids, self._mask = widened(prompt, room, pad_id), widened(mask.to(prompt.dtype), room, 1)
         self._ended: torch.Tensor | None = None  # bool [rows] once a row has ended
         self.late = reads_late(prompt.device)
-        self._copies: list[Sent] = []  # the unread columns on their way to the host
+        self._copies: list[Sent] = []  # copies of the unread columns to the host
 
     @property
     def ids(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A limit to what the cache may take of the device's memory, kept by acting before more is taken."""
+"""`Budget`: a limit of the cache's bytes on the device; it acts before a step would exceed it."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _logger = logging.getLogger("engine")
 class Budget:
     """most: bytes on the device, None without limit. action: see `configs.EngineConfig.over_budget`.
 
-    taken: where it is noted when it acts.
+    taken: the list that its actions are added to.
     """
 
     def __init__(self, most: int | None, action: str, taken: list[Fallback]):
         self._most, self._action, self._taken, self._has_acted = most, action, taken, False
 
     def fitted(self, config: CacheConfig, run_shape: RunShape, model: PreTrainedModel) -> CacheConfig:
-        """`config`, or another one where the cache would take too much as soon as the prompt is read.
+        """`config`, or another one where the cache would exceed the limit with the prompt.
 
         Raises `CapacityError` where there is none.
         """
@@ -48,7 +48,7 @@ class Budget:
         device = prompt_device(model).type
         try:
             footprint = inspect_model(model.config, model.dtype, type(model))
-        except InputError as error:  # then what is kept is seen as it comes
+        except InputError as error:  # the limit is then checked in every step
             _logger.info("max_cache_bytes is kept while the run goes on: %s", error)
             return config
         places = dry_run(footprint, config, first, pinned=device != "cpu").most.by_place
@@ -71,7 +71,7 @@ class Budget:
         return other
 
     def _other(self, config: CacheConfig, device: str, bytes_per_token: float) -> CacheConfig | None:
-        """What takes less of the device's memory in the place of `config`."""
+        """A configuration that takes less of the device's memory than `config`."""
         assert self._most is not None
         if config.name not in ("dynamic", "static", "hybrid", "quantized"):
             return None
@@ -84,7 +84,7 @@ class Budget:
         return OffloadedCacheConfig(residency=residency)
 
     def keep(self, session: ModelSession, tokens: int) -> None:
-        """Before `tokens` more are fed: act if there is no room for them. Raises `Exhausted` where that is no help."""
+        """Called before `tokens` more are fed: act if they exceed the limit. Raises `Exhausted` where it cannot."""
         cache = session.cache
         if self._most is None or not isinstance(cache, (Cache, EncoderDecoder, SplitCache)) or cache.total_tokens == 0:
             return
@@ -98,15 +98,15 @@ class Budget:
         if self._action == "error" or self._has_acted:
             raise Exhausted(f"{why}; over_budget={self._action!r}" + (" was not enough" if self._has_acted else ""))
         self._has_acted = True
-        seen, before = cache.total_tokens, cache.device_bytes
+        total_tokens, before = cache.total_tokens, cache.device_bytes
         what = self._act(session, cache.device_bytes / cache.total_tokens)
         if what is None:
-            raise Exhausted(f"{why}; over_budget={self._action!r} is not possible: it is away already")
-        self._taken.append(Fallback(self._action, what, seen, before, session.cache.device_bytes))
+            raise Exhausted(f"{why}; over_budget={self._action!r} is not possible: it is off the device already")
+        self._taken.append(Fallback(self._action, what, total_tokens, before, session.cache.device_bytes))
         _logger.warning("%s; %s", why, self._taken[-1])
 
     def _act(self, session: ModelSession, bytes_per_token: float) -> str | None:
-        """What was done, in words."""
+        """Act, and describe what was done; None where nothing could be."""
         assert self._most is not None
         if self._action == "offload":
             moved = session.executor.offload()
@@ -116,4 +116,4 @@ class Budget:
         return f"the cache goes on with a window of {window} tokens, which changes what is generated"
 
 
-_WINDOW_ROOM = 1.25  # a window's buffers have room for some more columns than it shows
+_WINDOW_ROOM = 1.25  # a window's buffers have more slots than the window

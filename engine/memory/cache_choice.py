@@ -1,4 +1,4 @@
-"""Which cache a call chooses: a live one that was given, one by name, or the one that a plan finds."""
+"""The cache of a call: a live one that was given, one by name, or the one that a plan chooses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AUTO = "auto"  # no backend: a plan chooses one
 
 @dataclass(frozen=True)
 class CacheChoice:
-    """What a call says about its cache. live: the object given. chosen, options, max_cache_len: of a new one."""
+    """The cache arguments of a call. live: the object given. chosen, options, max_cache_len: of a new one."""
 
     live: EngineCache | None
     chosen: str | CacheConfig | None
@@ -34,8 +34,9 @@ class CacheChoice:
 
 
 def read_cache_choice(model: PreTrainedModel, call: Call, config: EngineConfig) -> CacheChoice:
-    """The one cache that the call names, in whichever of its arguments. Raises `OptionError` where several do, and
-    what its configuration raises.
+    """The one cache that the call names in one of its arguments.
+
+    Raises `OptionError` where several name one, and the errors of the cache's configuration.
     """
     past = call.past_key_values
     if isinstance(past, tuple):
@@ -109,7 +110,7 @@ def new_cache(
     """
     chosen, options = choice.chosen, choice.options
     if chosen is None and request.config.use_cache is False:
-        chosen = "none"  # said by this call, or by the model's own configuration
+        chosen = "none"  # of this call, or of the model's own configuration
     if chosen is None and config.cache is None and not takes_cache:
         _warn_once(
             f"{type(model).__name__} takes no cache of keys and values: it runs with cache='none' and reads the whole "
@@ -160,7 +161,7 @@ def _check_size(config: CacheConfig, size: int | None) -> None:
 
 
 def _planned(model: PreTrainedModel, request: Request, compiled: bool) -> CacheConfig:
-    """What `cache="auto"` is for this request."""
+    """The cache that `cache="auto"` means for this request."""
     try:
         return choose_cache(model, replace(request.run_shape, shares=not compiled), compiled)
     except InputError as error:

@@ -78,11 +78,11 @@ class Recovery:
 
 def _applied(fallback: Callable[[ModelSession], str | None], session: ModelSession) -> tuple[str | None, str | None]:
     """A description of what the fallback did, or the reason why it could not."""
-    seen = session.cache.total_tokens
+    total_tokens = session.cache.total_tokens
     try:
         return fallback(session), None
     except (CacheError, ConfigError) as error:
-        if session.cache.total_tokens < seen:
+        if session.cache.total_tokens < total_tokens:
             raise Exhausted(in_words(error)) from without_frames(error)
         return None, in_words(error)
     except Exception as error:

@@ -43,7 +43,7 @@ class DraftRequest:
     source: Source | None = None
 
     def encoded(self, draft: PreTrainedModel, recover: Recover) -> DraftRequest:
-        """The same with what the draft's encoder makes of its source: see `encode`."""
+        """The same with the outputs of the draft's encoder: see `encode`."""
         if self.source is None:
             return self
         model_kwargs, source = encode(draft, self.model_kwargs, self.source, recover)
@@ -98,16 +98,16 @@ def _check_fits(draft: PreTrainedModel, model: PreTrainedModel, request: Request
 
 
 def check_rolls_back(runner: ModelRunner, cache: EngineCache, request: Request) -> None:
-    """Raise `OptionError` where `cache` cannot go back to what was accepted."""
+    """Raise `OptionError` where `cache` cannot roll back rejected tokens."""
     why = cache.why_not_taken_back if isinstance(cache, caches.HFCacheAdapter) else None
     if why is not None:
         raise OptionError(
-            f"{request.strategy.name} takes back what was not accepted, and {why}: give a name instead, such as "
+            f"{request.strategy.name} rolls back rejected tokens, and {why}: give a name instead, such as "
             "cache='static', or use another strategy"
         )
     if request.before > 0 and not runner.reads_on:
         raise OptionError(
-            f"{request.strategy.name} takes back what was not accepted, and {type(runner.model).__name__} then has to "
+            f"{request.strategy.name} rolls back rejected tokens, and {type(runner.model).__name__} then has to "
             f"read all again, but the {request.before} tokens in the cache were not given: give the whole conversation"
         )
 
@@ -126,7 +126,7 @@ def _prefix_ids(request: Request, cache: EngineCache | None) -> torch.Tensor | N
 
 
 def _translates(draft: PreTrainedModel, model: PreTrainedModel, tokenizer: Any, draft_tokenizer: Any) -> bool:
-    """Whether the two have different vocabularies; raises `OptionError` where nothing could tell what ids mean."""
+    """Whether the two have different vocabularies. Raises `OptionError` where a tokenizer is missing for that."""
     sizes = [one.config.get_text_config(decoder=True).vocab_size for one in (draft, model)]
     if draft_tokenizer is None:
         if sizes[0] != sizes[1]:

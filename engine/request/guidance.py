@@ -1,7 +1,6 @@
-"""Classifier-free guidance (arXiv 2306.17806): what a text would go on with, less what it would without its prompt.
+"""Classifier-free guidance (arXiv 2306.17806): conditional minus unconditional logits.
 
-The texts without their prompts are rows of the same batch, so one forward computes both and whatever becomes of a row
-becomes of both.
+The unconditional texts, which have no prompt or a negative one, are rows of the same batch: one forward computes both.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,17 +26,15 @@ from engine.request.checks import check_vocabulary
 from engine.request.model_kwargs import complete_model_kwargs
 
 ARGUMENTS = ("negative_prompt", "negative_prompt_ids", "negative_prompt_attention_mask")
-T = TypeVar("T")
-_changes: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()  # of what a model goes on with, by pads
+_changes: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()  # relative change of the logits by pads
 
 
 @dataclass(frozen=True)
 class Guidance:
     """scale: the guided scores are scale * (own - other) + other, of the log-probabilities of both texts.
 
-    prompt, mask: what the model reads, [2 * rows, columns]: the prompts, then what the other texts begin with, all
-    left-padded to the same columns. lead: columns that the prompts alone would not have. pads: whether any of either
-    text were added here.
+    prompt, mask: [2 * rows, columns], the prompts, then the first tokens of the other texts, all left-padded to equal
+    lengths. lead: columns that the prompts alone would not have. pads: whether any text was padded for this.
     """
 
     scale: float
@@ -48,12 +45,12 @@ class Guidance:
 
     @property
     def other_tokens(self) -> int:
-        """Tokens that the other texts begin with, all rows together."""
+        """First tokens of the other texts, all rows together."""
         return int(self.mask.chunk(2)[1].sum())
 
 
 def check_guidance(model: PreTrainedModel, scale: Any, given: dict[str, Any]) -> None:
-    """What can be refused before anything is read. given: the `ARGUMENTS` of the call."""
+    """Refuse arguments that contradict each other or the model. given: the `ARGUMENTS` of the call."""
     given = {name: value for name, value in given.items() if value is not None}
     if scale is None or scale == 1:
         if given:
@@ -85,7 +82,7 @@ def read_guidance(
     cache: EngineCache | None,
     infer_mask: Callable[[torch.Tensor], torch.Tensor],
 ) -> Guidance | None:
-    """The guidance that `config` asks for, if any; none is left in it.
+    """The guidance that `config` asks for, if any; it is removed from `config`.
 
     given: the `ARGUMENTS` of the call. infer_mask: the mask of ids that come without one.
     """
@@ -113,7 +110,7 @@ def read_guidance(
 
 
 def _check_alone(prompt: Prompt, cache: EngineCache | None, scale: Any) -> None:
-    """Whether the prompts are ids and nothing else, and what is kept of them is kept from now on."""
+    """Whether the prompts are token ids alone, and the cache is empty and has room for both texts."""
     more = ["inputs_embeds"] if prompt.embeds is not None else sorted(prompt.model_kwargs)
     if more:
         raise OptionError(
@@ -139,7 +136,7 @@ def _check_alone(prompt: Prompt, cache: EngineCache | None, scale: Any) -> None:
 def _read_negative(
     given: dict[str, Any], tokenizer: Any, infer_mask: Callable[[torch.Tensor], torch.Tensor], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ids of the negative prompts and their mask, [any, columns], without columns of pads alone."""
+    """The ids of the negative prompts and their mask, [any, columns], without columns of padding in all rows."""
     named = "negative_prompt" if given["negative_prompt_ids"] is None else "negative_prompt_ids"
     mask = given["negative_prompt_attention_mask"]
     try:
@@ -164,7 +161,7 @@ def _read_negative(
 
 
 def check_texts_bear_pads(runner: ModelRunner, guidance: Guidance) -> None:
-    """Refuse a model that goes on with another text where there are pads before it. Found out by executor it."""
+    """Refuse a model whose logits change with left padding. Tried once per model, on a short text."""
     if not guidance.pads:
         return
     model = runner.model
@@ -174,9 +171,9 @@ def check_texts_bear_pads(runner: ModelRunner, guidance: Guidance) -> None:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            return  # it fails whatever it reads: the run will say so
+            return  # the run will raise the same
         change = float((padded - alone).norm() / alone.norm())
-        if math.isnan(change):  # they are no numbers: the run will say so
+        if math.isnan(change):  # the run will report NaN
             return
         _changes[model] = change
     if not _changes[model] < (0.01 if model.dtype in (torch.float32, torch.float64) else 0.05):
@@ -190,7 +187,7 @@ def check_texts_bear_pads(runner: ModelRunner, guidance: Guidance) -> None:
 
 
 def _logits_behind(runner: ModelRunner, pads: int) -> torch.Tensor:
-    """The logits after a few tokens that have pads before them."""
+    """The logits after a few tokens with `pads` pads before them."""
     ids = pad(torch.arange(1, 4, device=prompt_device(runner.model))[None], (pads, 0))
     with torch.no_grad():
         outputs = runner.feed(

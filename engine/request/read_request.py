@@ -47,9 +47,9 @@ from strategies.operations import needs_of
 
 @dataclass(frozen=True)
 class _Said:
-    """What a call says besides its inputs. options: those that mean something. config: the parameters as a whole.
+    """The arguments of a call besides its inputs. options: those that have an effect. config: all parameters.
 
-    model_inputs: given as keywords. lengths: those of max_length and min_length that were chosen.
+    model_inputs: model inputs given as keywords. lengths: which of max_length and min_length were given.
     """
 
     options: dict[str, Any]
@@ -63,7 +63,7 @@ class _Said:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What the model is to read: see `Request`. device: of the prompt."""
+    """The inputs of the model: see `Request`. device: of the prompt."""
 
     prompt: Prompt
     mask: torch.Tensor
@@ -83,10 +83,8 @@ def read_request(
 ) -> Request:
     """Check everything that can be checked without running the model. Raises `InputError` and `OptionError`.
 
-    An encoder has not read its source then: see `Request.encoded`.
-
-    cache: the live one that the call continues. assistant: the draft, for strategies that need one. chunk_tokens: what
-    the engine's configuration says.
+    The encoder runs later: see `Request.encoded`. cache: the live one that the call continues. assistant: the draft.
+    chunk_tokens: of the engine's configuration.
     """
     check_model(model)
     said = _read_said(model, call, assistant)
@@ -126,7 +124,7 @@ def read_request(
 
 
 def _read_said(model: PreTrainedModel, call: Call, assistant: PreTrainedModel | None) -> _Said:
-    # Left at None, transformers' arguments mean nothing.
+    # Arguments of transformers that are None have no effect.
     spare = set(inspect.signature(GenerationMixin.generate).parameters) | set(
         inspect.signature(model.forward).parameters
     )
@@ -178,7 +176,7 @@ def _read_inputs(
 
 
 def _read_length(model: PreTrainedModel, said: _Said, inputs: _Inputs) -> int:
-    """Columns when the run ends at the latest."""
+    """Columns at the end of the longest run."""
     config, prompt = said.config, inputs.prompt
     model._prepare_generated_length(
         generation_config=config,
@@ -191,7 +189,7 @@ def _read_length(model: PreTrainedModel, said: _Said, inputs: _Inputs) -> int:
     check_ids_are_known(what_is_read(prompt, inputs.source), said.options)
     total = inputs.before + prompt.columns_without_ids + config.max_length
     check_length(inputs.mask.shape[1], total)
-    if inputs.source is not None:  # others need positions for what their cache lets them look at
+    if inputs.source is not None:  # other models need positions for the tokens that their cache shows
         check_positions(model, None, inputs.mask.shape[1], total)
     return total
 
@@ -199,9 +197,8 @@ def _read_length(model: PreTrainedModel, said: _Said, inputs: _Inputs) -> int:
 def _complete_config(
     model: PreTrainedModel, generation_config: GenerationConfig | None, options: dict[str, Any]
 ) -> tuple[GenerationConfig, dict[str, Any], set[str]]:
-    """All parameters: those given, the model's own, the defaults. The rest of `options`: inputs of the model.
-
-    Third, which of max_length and min_length were chosen: transformers counts those from the prompt's beginning.
+    """All parameters (those given, the model's own, the defaults), the model inputs among `options`, and the given ones
+    of max_length and min_length, which transformers counts from the prompt's first token.
     """
     own = read_own(model.generation_config, generation_config, options)
     configs = [config for config in (generation_config, model.generation_config) if config is not None]
@@ -210,10 +207,10 @@ def _complete_config(
         for name in ("max_length", "min_length")
         if options.get(name) is not None or any(getattr(config, name) is not None for config in configs)
     }
-    # Whether there can be several texts is for the strategy to say, which transformers knows nothing of.
+    # The strategy says whether there can be several texts; transformers does not know it.
     returned = options.get("num_return_sequences")
     passed = {name: value for name, value in options.items() if name != "num_return_sequences"}
-    # Records come back in any case: without this transformers warns that it may ignore them.
+    # Records are returned in any case; without this transformers warns that it may ignore them.
     if generation_config is None:
         passed["return_dict_in_generate"] = True
     else:
@@ -226,7 +223,7 @@ def _complete_config(
     for name, value in own.items():
         if getattr(config, name) is not None:  # transformers drops some
             setattr(config, name, value)
-    if config.eos_token_id == []:  # said, so that the model's own does not count; from here on None is no end
+    if config.eos_token_id == []:  # given, so that the model's own has no effect; below, None means no end
         config.eos_token_id = None
     config.num_return_sequences = config.num_return_sequences if returned is None else returned
     for flag in ("output_attentions", "output_hidden_states"):  # kept in the config too
@@ -235,7 +232,7 @@ def _complete_config(
 
 
 def _inferred_mask(model: PreTrainedModel, ids: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
-    """The mask of a prompt that came without one, as transformers reads it off the pad ids."""
+    """The mask of a prompt without one, which transformers infers from the pad ids."""
     if ids.numel() == 0:
         return torch.ones_like(ids)
     return model._prepare_attention_mask_for_generation(ids, config, {})

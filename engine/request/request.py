@@ -20,9 +20,9 @@ from strategies.operations import needs_of
 
 @dataclass(frozen=True)
 class Request:
-    """total: columns when the run ends at the latest. before: columns the cache holds before those of `prompt`.
+    """total: columns at the end of the longest run. before: columns in the cache that the prompt does not repeat.
 
-    source: what an encoder reads for this call. drafts, translation, generator: see `Task`.
+    source: the input of an encoder, None without one. drafts, translation, generator: see `Task`.
     """
 
     prompt: Prompt
@@ -57,18 +57,18 @@ class Request:
 
     @property
     def source_tokens(self) -> int:
-        """What is read besides the prompts, by an encoder or for guidance, pads not counted."""
+        """Tokens read besides the prompts, by an encoder or for guidance, without padding."""
         if self.source is not None:
             return self.source.tokens or 0
         return 0 if self.guidance is None else self.guidance.other_tokens
 
     @property
     def is_encoded(self) -> bool:
-        """Whether what an encoder makes of its source is there, if one reads for this call."""
+        """Whether the encoder has run, if there is one."""
         return self.source is None or self.source.tokens is not None
 
     def encoded(self, model: PreTrainedModel, recover: Recover) -> Request:
-        """The same with what the encoder of `model` makes of its source: see `encode`."""
+        """The same with the outputs of the encoder of `model`: see `encode`."""
         if self.source is None:
             return self
         model_kwargs, source = encode(model, self.prompt.model_kwargs, self.source, recover)
@@ -76,22 +76,22 @@ class Request:
 
     @property
     def rows(self) -> int:
-        """Rows that those the model reads become."""
+        """Rows of the run, after each row of the prompt became several."""
         return len(self.read[0].ids) * self.needs.rows_per_prompt
 
     @property
     def read(self) -> tuple[Prompt, torch.Tensor]:
-        """What the model reads and its mask: with guidance more than the prompt."""
+        """The prompt that the model reads and its mask: with guidance, also the texts without the prompt."""
         return (self.prompt, self.mask) if self.guidance is None else (self.guidance.prompt, self.guidance.mask)
 
     @property
     def columns(self) -> int:
-        """Columns that the model's side of the run has at most."""
+        """Columns of the model at the end of the longest run."""
         return self.read[1].shape[1] + self.new_tokens
 
     @property
     def run_shape(self) -> RunShape:
-        """What memory depends on."""
+        """The numbers that memory depends on."""
         outputs = self.prompt.model_kwargs.get("encoder_outputs")
         return RunShape(
             prompt_tokens=self.read[1].shape[1],
@@ -107,7 +107,7 @@ class Request:
 
     @property
     def first_known_column(self) -> int:
-        """Columns before the first one of which the id was given."""
+        """The first column whose id was given."""
         return self.before + self.prompt.columns_without_ids
 
     @property
@@ -122,7 +122,7 @@ class Request:
 
     @property
     def task(self) -> Task:
-        """What the strategy's flow gets."""
+        """The argument of the strategy's flow."""
         return Task(
             ids=self.prompt.ids,
             mask=self.mask[:, self.before :],
@@ -138,5 +138,5 @@ class Request:
 
     @property
     def length_is_known(self) -> bool:
-        """Whether nothing but the length can end the run."""
+        """Whether only the length can end the run."""
         return not (self.eos_ids or self.stop_strings or self.criteria or self.config.max_time is not None)

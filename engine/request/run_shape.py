@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RunShape:
-    """What memory depends on in a run.
+    """prompts: rows of the prompt. branches: rows that each of them becomes. new_tokens: of each row, at most.
 
-    prompts: rows that are read; branches: rows that each of them becomes. new_tokens: for each row, at most.
-    source_tokens: what an encoder has read. chunk_tokens: as many of the prompt are read at once, None for all.
-    ends_early: whether a row may end before it has all its tokens. shares: whether rows may share in the cache what
-    they have in common. max_cache_len: a size that the generation parameters ask for, None for none. score_copies:
-    float32 numbers there are at most at a time for every row and word of the vocabulary, see `choice.score_copies`.
+    source_tokens: tokens that an encoder has read. chunk_tokens: tokens of the prompt per forward, None for all.
+    ends_early: whether a row may end before it has all its tokens. shares: whether rows of a prompt may share its
+    tokens in the cache. max_cache_len: the size that the generation parameters ask for, or None. score_copies: float32
+    tensors [rows, vocabulary] that exist at the same time, see `engine.request.strategy.score_copies`.
     """
 
     prompt_tokens: int
