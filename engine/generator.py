@@ -11,39 +11,43 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-import caches
 import engine
 from caches import EngineCache
 from caches.torch_api import set_grad_enabled
 from configs import EngineConfig, checked_fallbacks
-from engine.decoding.assistant import Draft, DraftRequest, check_takes_back, read_draft_request, verifies
+from engine.decoding.assistant import Draft
 from engine.decoding.cancellation import Cancellation
 from engine.decoding.driver import Driver
-from engine.decoding.guidance import GuidedSession, check_texts_bear_pads
+from engine.decoding.fed_ids import CachedPrefix
+from engine.decoding.guided_session import GuidedSession
 from engine.decoding.loop import DecodingLoop
-from engine.decoding.model_session import ModelSession
+from engine.decoding.model_session import ModelSession, RunHooks, SessionOptions
+from engine.decoding.run_clock import RunClock
 from engine.errors import OptionError, OutOfMemoryError
 from engine.memory.budget import Budget
 from engine.memory.cache_choice import CacheChoice, check_new, new_cache, read_cache_choice
 from engine.memory.fallbacks import Recovery
 from engine.model.accelerate_hooks import prompt_device
-from engine.model.forward import ModelRunner
 from engine.model.loading import load
-from engine.model.masks import Columns, check_takes_masks
-from engine.model.rope_probe import check_rope
+from engine.model.masks import Columns
+from engine.model.model_inputs import ModelInputs
+from engine.model.model_runner import ModelRunner
 from engine.out_of_memory import Exhausted, empty_allocators
-from engine.output.stream_buffer import stream_buffer_for
+from engine.output.hf_streamers import adapter_for
+from engine.output.stream_buffer import StreamBuffer
+from engine.request.assistant import DraftRequest, read_draft_request
 from engine.request.call import Call, parameters, read_call, takes
-from engine.request.checks import check_places, check_positions, check_room_for_rows
+from engine.request.compatibility import check_together
 from engine.request.continuation import check_content, check_continues, check_pads_ahead
 from engine.request.parameters import read, read_parameters
-from engine.request.request import Request, read_request
-from engine.result import Generation, nothing_generated
+from engine.request.read_request import read_request
+from engine.request.request import Request
+from engine.result import Fallback, Generation, nothing_generated
 from engine.streaming import Stream
 
 
 class Generator:
-    """Generates with one model. Keeps what is worth keeping between calls: see `pools`.
+    """Generates with one model. Compiled steps and the last draft are kept between calls: see `pools`.
 
     model: a `PreTrainedModel`, in PEFT's wrapper or not, or a local path or hub id, which also brings its tokenizer.
     tokenizer: needed for text prompts, text results and stop strings. config: how it works.
@@ -83,8 +87,8 @@ class Generator:
     def pools(self) -> dict[str, int]:
         """What is kept between calls.
 
-        graphs: compiled steps, how many; torch does not say how large they are. draft_bytes: the weights of the
-        `assistant_model` that was given last, which is not let go of.
+        graphs: the number of compiled steps, whose size torch does not report. draft_bytes: the weights of the last
+        `assistant_model`, which stays referenced.
         """
         draft = self._draft
         return {
@@ -93,9 +97,9 @@ class Generator:
         }
 
     def release(self) -> None:
-        """Let go of what is kept between calls, and hand back what the allocators keep of it.
+        """Free what is kept between calls, and empty the allocators' caches.
 
-        Later calls, and streams under way, make anew what they need: no text changes.
+        Later calls and running streams compile and load again what they need: no text changes.
         """
         self._draft = None
         self._runner.drop_graphs()
@@ -105,7 +109,7 @@ class Generator:
         grad = torch.is_grad_enabled()
         try:
             return self._prepare(call, streams)
-        except BaseException:  # a thread that waits for what the streamer gets would wait for ever
+        except BaseException:  # else a thread that reads from the streamer would wait for ever
             with suppress(Exception):
                 call.streamer.end()  # type: ignore[union-attr]
             raise
@@ -113,164 +117,113 @@ class Generator:
             set_grad_enabled(grad)  # Ctrl-C may have come where torch.no_grad() ended
 
     def _prepare(self, call: Call, streams: bool) -> Driver:
+        """The run that `call` asks for. Checks come first, then the encoder's forward, then the run's objects."""
         started = time.perf_counter()
         call = read_parameters(call)
+        call = replace(call, tokenizer=self.tokenizer) if call.tokenizer is None else call
         stop = Cancellation(call.cancellation)
         fallbacks = self.config.on_oom if call.on_oom is None else checked_fallbacks(call.on_oom)
-        recovery, draft_recovery = Recovery(fallbacks), Recovery(fallbacks)
-        draft_recovery.taken = recovery.taken
-        budget = Budget(self.config.max_cache_bytes, self.config.over_budget, recovery.taken)
-        tokenizer = call.tokenizer if call.tokenizer is not None else self.tokenizer
+        taken: list[Fallback] = []
+        recovery, draft_recovery = Recovery(fallbacks, taken), Recovery(fallbacks, taken)
+        budget = Budget(self.config.max_cache_bytes, self.config.over_budget, taken)
         draft = self._draft_of(call.assistant_model)
         choice = read_cache_choice(self.model, call, self.config)
-        request, draft_request = self._read(call, tokenizer, choice.live, draft)
-        live, known = self._cache_for(choice, request, budget)
-        if request.source is not None:  # the first work, after all that can be checked without
+        request, draft_request = self._read(call, choice.live, draft)
+        cache, known = self._cache_for(choice, request, budget)
+        if request.source is not None:
             try:
                 request = request.encoded(self.model, recovery.apply_before)
                 if draft is not None and draft_request is not None:
-                    draft_request = draft_request.encoded(draft, draft_recovery.apply_before)
+                    draft_request = draft_request.encoded(draft.model, draft_recovery.apply_before)
             except Exhausted as error:
-                taken, seconds = recovery.taken, time.perf_counter() - started
-                nothing = nothing_generated(request.prompt.ids, tokenizer is not None, taken, seconds)
-                told = f"memory was out in the encoder, before the first token ({error})"
-                raise OutOfMemoryError(told, nothing) from error.__cause__
-            live, known = self._cache_for(choice, request, budget)
-        columns, model_kwargs = _columns_of(request)
+                seconds = time.perf_counter() - started
+                nothing = nothing_generated(request.prompt.ids, call.tokenizer is not None, taken, seconds)
+                message = f"memory was out in the encoder, before the first token ({error})"
+                raise OutOfMemoryError(message, nothing) from error.__cause__
+            cache, known = self._cache_for(choice, request, budget)
+        columns, inputs = _columns_of(request)
         if not known and not call.trust_cache:
-            check_content(self._runner, live, request, columns, model_kwargs, tokenizer)
-        session = self._lane(
-            request, live, columns, model_kwargs, check=stop.check, recover=recovery.apply_next, make_room=budget.keep
-        )
-        run = DecodingLoop(
+            check_content(self._runner, cache, request, columns, inputs, call.tokenizer)
+        hooks = RunHooks(stop.check, recovery.apply_next, budget.keep)
+        session = self._session(request, cache, columns, inputs, hooks)
+        draft_session = None
+        if draft is not None and draft_request is not None:
+            draft_session = draft.session(draft_request, RunHooks(stop.check, draft_recovery.apply_next))
+        loop = DecodingLoop(
             request,
             session if request.guidance is None else GuidedSession(session, request.guidance),
-            stream_buffer_for(request, tokenizer, call.streamer, streams),
-            tokenizer=tokenizer,
+            _stream_buffer(request, call, streams),
+            RunClock(started),
+            tokenizer=call.tokenizer,
             legacy=bool(call.return_legacy_cache),
-            started=started,
-            draft=None
-            if draft is None or draft_request is None
-            else draft.session(draft_request, stop.check, draft_recovery.apply_next),
-            fallbacks=recovery.taken,
+            draft=draft_session,
+            fallbacks=taken,
         )
-        return Driver(run, stop)
+        return Driver(loop, stop)
 
-    def _read(
-        self, call: Call, tokenizer: Any, live: EngineCache | None, draft: Draft | None
-    ) -> tuple[Request, DraftRequest | None]:
-        """What the call asks for, of the model and of its draft. live: the cache that was given."""
-        request = read_request(
-            self.model,
-            call,
-            tokenizer,
-            live,
-            assistant=None if draft is None else draft.model,
-            chunk_tokens=self.config.prefill_chunk_tokens,
-        )
-        read = read_draft_request(draft, self.model, request, live, tokenizer, call.assistant_tokenizer)
-        if draft is None or read is None:
+    def _read(self, call: Call, live: EngineCache | None, draft: Draft | None) -> tuple[Request, DraftRequest | None]:
+        """The requests to the model and to its draft. live: the cache that was given."""
+        assistant = None if draft is None else draft.model
+        chunk_tokens = self.config.prefill_chunk_tokens
+        request = read_request(self.model, call, live, assistant=assistant, chunk_tokens=chunk_tokens)
+        if draft is None:
             return request, None
+        read = read_draft_request(draft.model, self.model, request, live, call)
         return replace(request, drafts=draft.drafts(request.strategy), translation=read.translation), read
 
     def _cache_for(self, choice: CacheChoice, request: Request, budget: Budget) -> tuple[EngineCache, bool]:
-        """The cache, checked with all else, and whether it is certain that what it holds begins the prompt.
+        """The cache, checked with the request, and whether its content is certain to begin the prompt.
 
-        Before an encoder has read its source, as far as that can be told without.
+        Also called before an encoder has read its source, to check what can be checked then.
         """
-        live, known = choice.live, True
-        if live is None:
-            live = new_cache(self.model, choice, request, self.config, budget, self._runner.takes_cache)
+        cache, known = choice.live, True
+        if cache is None:
+            cache = new_cache(self.model, choice, request, self.config, budget, self._runner.takes_cache)
         elif request.guidance is None:  # else it is empty
-            known = check_continues(live, request, self.model)
-            check_pads_ahead(self._runner, live, request.mask)
-        self._check_together(live, request)
-        return live, known
+            known = check_continues(cache, request, self.model)
+            check_pads_ahead(self._runner, cache, request.mask)
+        check_together(self._runner, cache, request, self.config.compile)
+        return cache, known
 
-    def _lane(
-        self, request: Request, live: EngineCache, columns: Columns, model_kwargs: dict[str, Any], **hooks: Any
+    def _session(
+        self, request: Request, cache: EngineCache, columns: Columns, inputs: ModelInputs, hooks: RunHooks
     ) -> ModelSession:
-        """hooks: `check`, `recover` and `make_room`, see `ModelSession`."""
-        return ModelSession(
-            self._runner,
-            live,
-            columns,
-            rows=len(request.read[0].ids),
-            before=request.before,
-            embeds=request.prompt.embeds,
-            columns_without_ids=request.prompt.columns_without_ids,
-            model_kwargs=model_kwargs,
-            flags=request.output_flags,
-            chunk_tokens=request.chunk_tokens,
-            shares=self.config.compile == "off",
-            takes_back=verifies(request.strategy),
-            **hooks,
-        )
+        prefix = CachedPrefix(request.before, request.prompt.columns_without_ids)
+        shares_prefixes = self.config.compile == "off"  # a compiled step cannot read shared prefixes
+        options = SessionOptions(request.chunk_tokens, shares_prefixes, rolls_back=request.needs.verifies)
+        return ModelSession(self._runner, cache, columns, inputs, prefix, options, hooks)
 
     def _draft_of(self, model: Any) -> Draft | None:
-        """The draft that this model is, kept from the last call where it is the same."""
+        """The draft with this model, kept from the last call where it is the same."""
         if model is None:
             return None
-        draft = self._draft  # another thread may let go of it
+        draft = self._draft  # another thread may release it
         if draft is None or draft.given is not model:
             draft = self._draft = Draft(model, self.config.linears)
         return draft
 
-    def _check_together(self, live: EngineCache, request: Request) -> None:
-        """Refuse what this model, this cache and this request cannot do together."""
-        read, mask = request.read
-        check_positions(self.model, live, mask.shape[1], request.columns)
-        check_room_for_rows(live, len(request.prompt.ids), len(read.ids), request.rows)
-        if isinstance(live, caches.Cache):
-            check_takes_masks(self.model, live)
-            check_places(live, mask, read.model_kwargs.get("position_ids"))
-            check_rope(self._runner, live)
-        if live.handle is not None and not self._runner.takes_cache:
-            raise OptionError(
-                f"{type(self.model).__name__} takes no cache of keys and values (it keeps none, or a state of its own "
-                f"kind), so the {live.name} cache has nothing to hold: use cache='none'"
-            )
-        if live.total_tokens > 0 and getattr(request.strategy, "reads_hidden", False):
-            raise OptionError(
-                f"{request.strategy.name} compares with the hidden states of all tokens, and those of the "
-                f"{live.total_tokens} "
-                "in the cache are not known: start with an empty cache"
-            )
-        if verifies(request.strategy):
-            check_takes_back(self._runner, live, request)
-        if live.max_tokens is not None and live.max_tokens < request.columns - 1:
-            raise caches.CapacityError(
-                f"the {live.name} cache holds at most {live.max_tokens} tokens, but {mask.shape[1]} prompt "
-                f"tokens and {request.new_tokens} new ones need {request.columns - 1}: raise max_cache_len or ask for "
-                "fewer"
-            )
-        text_config = self.model.config.get_text_config(decoder=True)
-        by_id = getattr(text_config, "hidden_size_per_layer_input", None)
-        if request.prompt.embeds is not None and live.handle is None and by_id:
-            raise OptionError(
-                f"{type(self.model).__name__} looks up more of every token by its id, so embeddings and ids cannot be "
-                "computed again together: use a cache"
-            )
-        if request.chunk_tokens is not None and live.handle is None:
-            raise OptionError(
-                f"reading the prompt in pieces of {request.chunk_tokens} tokens needs a cache to keep them in"
-            )
-        if self.config.compile != "off" and request.config.disable_compile:
-            raise OptionError(f"disable_compile=True contradicts EngineConfig(compile={self.config.compile!r})")
-        if self.config.compile != "off" and live.why_not_compiled is not None:
-            raise OptionError(
-                f"compile={self.config.compile!r} cannot be with the {live.name} cache: {live.why_not_compiled}. Use "
-                "cache='static', or leave compile off"
-            )
-        if request.guidance is not None:
-            check_texts_bear_pads(self._runner, request.guidance)
 
-
-def _columns_of(request: Request) -> tuple[Columns, dict[str, Any]]:
-    """The columns of what the model reads, and its inputs beside ids, mask and positions."""
+def _columns_of(request: Request) -> tuple[Columns, ModelInputs]:
+    """The columns that the model reads, and its inputs besides ids, mask and positions."""
     read, mask = request.read
     model_kwargs = dict(read.model_kwargs)
-    return Columns(mask, request.columns, model_kwargs.pop("position_ids", None)), model_kwargs
+    columns = Columns(mask, request.columns, model_kwargs.pop("position_ids", None))
+    return columns, ModelInputs(request.prompt.embeds, model_kwargs, flags=request.output_flags)
+
+
+def _stream_buffer(request: Request, call: Call, streams: bool) -> StreamBuffer:
+    """streams: whether the run is a `Stream`."""
+    prompts = request.prompt.ids
+    adapter = adapter_for(
+        call.streamer,
+        prompts,
+        request.mask[:, request.first_known_column :],
+        returned=request.needs.texts_per_prompt,
+        pad_id=request.pad_id,
+        stop_strings=request.stop_strings,
+    )
+    tokenizer = call.tokenizer if streams or request.stop_strings else None
+    return StreamBuffer(prompts, tokenizer, request.stop_strings, adapter, streams)
 
 
 def _checked(config: EngineConfig | None) -> EngineConfig:

@@ -1,4 +1,4 @@
-"""The forms a prompt can have, turned into one."""
+"""`Prompt`: all forms of a prompt are read into one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from typing import Any
 import torch
 
 from engine.errors import InputError
+
+ENCODED = "mm_encoder_outputs"  # transformers' name for the outputs of a model's image and sound encoders
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+PER_TOKEN = ("position_ids", *_TOKEN_TYPES)  # model inputs with one entry per prompt token in their last dimension
 
 
 @dataclass(frozen=True)
@@ -139,15 +143,15 @@ def _check_integers(rows: Sequence[Any], what: str = "token ids") -> None:
                 raise InputError(f"{what} are integers, but row {row} holds {token!r:.40}")
 
 
-def _tensor(value: Any, told: str) -> torch.Tensor:
-    """A tensor of an array or lists in any form. told: what it is, in errors. Raises `InputError`."""
+def _tensor(value: Any, what: str) -> torch.Tensor:
+    """A tensor of an array or lists in any form. what: what it is, in errors. Raises `InputError`."""
     try:
         tensor = torch.as_tensor(value)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise InputError(f"{told}, but: {error}") from error
+        raise InputError(f"{what}, but: {error}") from error
     if tensor.layout != torch.strided or tensor.is_meta:
         kind = "on the device 'meta', without numbers" if tensor.is_meta else f"a tensor of layout {tensor.layout}"
-        raise InputError(f"{told}, but it is {kind}: give a dense tensor on a real device")
+        raise InputError(f"{what}, but it is {kind}: give a dense tensor on a real device")
     return tensor
 
 
@@ -172,29 +176,29 @@ def _pad_id(tokenizer: Any, pad_id: Any) -> int:
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
 
 
-def _rectangular(ids: Any, beside: dict[str, Any], pad: int, pad_left: bool) -> tuple[Any, dict[str, Any]]:
+def _rectangular(ids: Any, others: dict[str, Any], pad: int, pad_left: bool) -> tuple[Any, dict[str, Any]]:
     """Lists of ids, padded where some are longer than others, and what goes with them: masks and token types."""
     rows = _rows(ids)
     if rows is None:
-        return ids, beside
-    beside, lengths = dict(beside), list(map(len, rows))
+        return ids, others
+    others, lengths = dict(others), list(map(len, rows))
     is_ragged = len(set(lengths)) > 1
-    for name in [name for name in beside if name == "attention_mask" or name.endswith("token_type_ids")]:
-        given = _rows(beside[name])
-        if beside[name] is None:
+    for name in [name for name in others if name == "attention_mask" or name.endswith("token_type_ids")]:
+        given = _rows(others[name])
+        if others[name] is None:
             continue
         if given is not None and list(map(len, given)) == lengths:
-            beside[name] = _padded(given, 0, pad_left, f"{name} is a rectangular array of integers")[0]
+            others[name] = _padded(given, 0, pad_left, f"{name} is a rectangular array of integers")[0]
         elif is_ragged:
             raise InputError(
                 f"{name} has no entry for each id of {len(rows)} lists of {sorted(set(lengths))} ids: leave it out, or "
                 "give it as lists of the same lengths"
             )
     if not is_ragged:
-        return rows, beside
+        return rows, others
     _check_integers(rows)
     padded, mask = _padded(rows, pad, pad_left)
-    return padded, {"attention_mask": mask} | beside
+    return padded, {"attention_mask": mask} | others
 
 
 def _rows(value: Any) -> list[list[Any]] | None:
@@ -208,9 +212,9 @@ def _rows(value: Any) -> list[list[Any]] | None:
 
 
 def _padded(
-    rows: list[list[Any]], pad: int, pad_left: bool, told: str = "token ids are a rectangular array of integers"
+    rows: list[list[Any]], pad: int, pad_left: bool, what: str = "token ids are a rectangular array of integers"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows as long as the longest, [rows, columns], and which are no pads. told: what they are, in errors."""
+    """The rows as long as the longest, [rows, columns], and which are no pads. what: what they are, in errors."""
     for row, tokens in enumerate(rows):
         if not tokens:
             raise InputError(f"prompt {row} is empty: the model needs at least one token to begin with")
@@ -221,7 +225,7 @@ def _padded(
         return gap + row if pad_left else row + gap
 
     mask = [filled([1] * len(row), 0) for row in rows]
-    return _tensor([filled(row, pad) for row in rows], told), torch.tensor(mask)
+    return _tensor([filled(row, pad) for row in rows], what), torch.tensor(mask)
 
 
 def _tokenize(inputs: Any, tokenizer: Any, pad_left: bool) -> tuple[torch.Tensor, torch.Tensor]:

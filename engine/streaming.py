@@ -1,4 +1,4 @@
-"""`Stream`: a run that is watched while it goes on."""
+"""`Stream`: an iterator of the pieces of a run."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from engine.result import Generation, StreamChunk
 
 
 def _leave(pieces: PieceGenerator[StreamChunk, None, None]) -> None:
-    with suppress(ValueError):  # another thread is at work in it
+    with suppress(ValueError):  # another thread is in it
         pieces.close()
 
 
 class Stream:
-    """An iterator of pieces. Leaving it early is fine: `result()` then gives what was generated so far.
+    """An iterator of pieces. It may be left early: `result()` then returns what was generated so far.
 
     The run ends with the last piece, with `close()`, or where `with engine.stream(...) as pieces:` ends.
     """
 
-    def __init__(self, play: Driver, model: str):
-        """model: what generates, in words."""
-        self._play, self._model, self._new_tokens = play, model, 0
-        self._pieces = play.pieces()
-        # When it is collected, and before the process ends: what a run cleans up needs an interpreter that is whole.
+    def __init__(self, driver: Driver, model: str):
+        """model: its name in `repr`."""
+        self._driver, self._model, self._new_tokens = driver, model, 0
+        self._pieces = driver.pieces()
+        # On collection and before the process ends: the cleanup of a run needs a working interpreter.
         weakref.finalize(self, _leave, self._pieces)
 
     def __iter__(self) -> Iterator[StreamChunk]:
@@ -48,14 +48,14 @@ class Stream:
         self._pieces.close()
 
     def __repr__(self) -> str:
-        return f"Stream({self._model}, cache={self._play.cache_name!r}, {self._new_tokens} new tokens shown)"
+        return f"Stream({self._model}, cache={self._driver.cache_name!r}, {self._new_tokens} new tokens shown)"
 
     @property
     def given_up(self) -> bool:
-        """Whether Ctrl-C came once more while what there was became a result: there is none."""
-        return self._play.given_up
+        """Whether a second Ctrl-C came while the partial result was made: there is none."""
+        return self._driver.given_up
 
     def result(self) -> Generation:
         """End the stream, if it has not ended: the generation. Raises `EngineError` where it is `given_up`."""
         self.close()
-        return self._play.result()
+        return self._driver.result()

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from configs import ConfigError, require_positive
-from strategies.operations import Crop, Flow, Forward, Operation, Task, draw
+from strategies.operations import Crop, Flow, Forward, Needs, Operation, Task, draw
 from strategies.registry import register
 from strategies.speculative import Proposal, VerifiedText, score_copies, speculative_loop
 
@@ -23,14 +23,12 @@ class Assisted:
     """The text is that of the model alone: greedy, or with `do_sample` drawn from its distribution.
 
     num_assistant_tokens: how many tokens are proposed at a time. num_assistant_tokens_schedule: "constant", or
-    "heuristic": two more after all of them were accepted in all rows, else one fewer, remembered with the draft from
-    call to call; "heuristic_transient" forgets. assistant_confidence_threshold: fewer are proposed where the draft's
+    "heuristic": two more after all of them were accepted in all rows, else one fewer, kept with the draft from call to
+    call; "heuristic_transient" only within a call. assistant_confidence_threshold: fewer are proposed where the draft's
     probability of its own token falls below this, in the mean of the rows that go on; 0 turns it off.
     """
 
     name: ClassVar[str] = "assisted"
-    verifies: ClassVar[bool] = True
-    needs_draft: ClassVar[bool] = True
     num_assistant_tokens: int = 20
     num_assistant_tokens_schedule: str = "constant"
     assistant_confidence_threshold: float = 0.4
@@ -54,9 +52,11 @@ class Assisted:
         return self.do_sample
 
     @property
-    def score_copies(self) -> int:
-        proposed = self.num_assistant_tokens  # each with what the draft drew it from
-        return score_copies(proposed, self.samples) + (2 * proposed if self.samples else 0)
+    def needs(self) -> Needs:
+        proposed = self.num_assistant_tokens  # a draw keeps the draft's probabilities of each
+        copies = score_copies(proposed, self.samples) + (2 * proposed if self.samples else 0)
+        keeps_length = self.num_assistant_tokens_schedule == "heuristic"
+        return Needs(score_copies=copies, verifies=True, draft=True, keeps_draft_length=keeps_length)
 
     def flow(self, task: Task) -> Flow:
         drafter = _Drafter(self, task) if task.translation is None else _Translating(self, task)
@@ -100,7 +100,7 @@ class _Drafter:
         return q, draw(q, self.task.generator)[:, 0] if self.options.samples else q.argmax(dim=-1)
 
     def unread(self, ids: torch.Tensor) -> Generator[Operation, Any, torch.Tensor]:
-        """What the draft has to read of the text before it can go on; it forgets what is none of it."""
+        """The tokens of the text that the draft has to read; it rolls back what is not in the text."""
         kept = min(self.fed, ids.shape[1] - 1)  # the last token is never one that it has read
         if self.fed > kept:
             yield Crop(self.fed - kept, model="draft")
@@ -108,7 +108,7 @@ class _Drafter:
         return ids[:, kept:]
 
     def adapt(self, columns: int) -> None:
-        """Learn from what became of the last proposal: the text has `columns` now."""
+        """Adapt the length to the last proposal: the text has `columns` now."""
         if self._end and self.options.num_assistant_tokens_schedule != "constant":
             self.length = self.length + 2 if columns == self._end else max(1, self.length - 1)
         self.task.drafts.length = self.length

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from configs import ConfigError, require_positive
 from strategies.beam_search import BeamState, Rules, finish, show
-from strategies.operations import Flow, Forward, Rows, Task, read_prompt, repeat_rows_index
+from strategies.operations import Flow, Forward, Needs, Rows, Task, read_prompt, repeat_rows_index
 from strategies.registry import register
 
 
@@ -38,12 +38,13 @@ class Beam:
         return self.do_sample
 
     @property
-    def score_copies(self) -> int:
-        return 6 if self.do_sample else 3
-
-    @property
-    def branches(self) -> int:
-        return self.num_beams
+    def needs(self) -> Needs:
+        return Needs(
+            rows_per_prompt=self.num_beams,
+            rows_are_beams=True,
+            texts_per_prompt=self.num_return_sequences,
+            score_copies=6 if self.do_sample else 3,
+        )
 
     def flow(self, task: Task) -> Flow:
         size = self.num_beams

@@ -63,7 +63,7 @@ class Hypotheses:
         """With one more column."""
         return Hypotheses(_with_column(self.ids, ids), _with_column(self.rows, rows), self.scores)
 
-    def beside(self, others: Hypotheses) -> Hypotheses:
+    def joined_with(self, others: Hypotheses) -> Hypotheses:
         both = zip((self.ids, self.rows, self.scores), (others.ids, others.rows, others.scores), strict=True)
         return Hypotheses(*(torch.cat(pair, dim=1) for pair in both))
 
@@ -135,7 +135,7 @@ class BeamState:
         full = self._is_text.all(dim=1, keepdim=True) & (rules.early_stopping is True)
         for excluded in (full, ~self._can_improve, ~eligible):
             scores = scores + excluded.float() * _NEVER
-        texts = self.ended.beside(Hypotheses(found.ids, found.rows, scores))
+        texts = self.ended.joined_with(Hypotheses(found.ids, found.rows, scores))
         best = texts.scores.topk(self._size).indices
         best = best.where(~self.done[:, None], torch.arange(self._size, device=best.device))  # also where scores tie
         self.ended = texts.take(best)
@@ -192,8 +192,8 @@ class BeamSnapshot:
 
     def final(self) -> list[Hypothesis]:
         """Of every text what all that may become it have in common."""
-        ended = reduce(Hypotheses.beside, self.ended)
-        texts = reduce(Hypotheses.beside, [*self.running, ended])
+        ended = reduce(Hypotheses.joined_with, self.ended)
+        texts = reduce(Hypotheses.joined_with, [*self.running, ended])
         worst = ended.best(self.returned).scores[:, -1:]
         counts = torch.cat([self._may_win(), ended.are_chosen & (ended.scores >= worst)], dim=1)
         ids, some = texts.ids[..., self.prompt :], counts.long().argmax(dim=1, keepdim=True)
@@ -207,8 +207,8 @@ class BeamSnapshot:
 
     def best(self) -> list[Hypothesis]:
         """BeamState that run, the best first, then texts that have ended: those alone where the prompt is done."""
-        running = reduce(Hypotheses.beside, self.running)
-        ended = reduce(Hypotheses.beside, self.ended).best(self.returned)
+        running = reduce(Hypotheses.joined_with, self.running)
+        ended = reduce(Hypotheses.joined_with, self.ended).best(self.returned)
         may_win, beams, found = self._may_win().tolist(), running.scores.shape[1], []
         for prompt, scores in enumerate(running.scores.tolist()):
             ids, lengths = ended.ids[prompt, :, self.prompt :].tolist(), ended.lengths[prompt].tolist()
@@ -230,7 +230,7 @@ class BeamSnapshot:
 
 def finish(ended: list[Hypotheses], returned: int, prompt: int, scores: tuple[torch.Tensor, ...]) -> Finish:
     """The best `returned` texts of every prompt. prompt: its columns. scores: of every step."""
-    texts = reduce(Hypotheses.beside, ended).best(returned)
+    texts = reduce(Hypotheses.joined_with, ended).best(returned)
     rows, lengths = texts.rows.flatten(0, 1), texts.lengths.flatten().tolist()
     longest = max(lengths)
     tokens = texts.ids.flatten(0, 1)[:, prompt : prompt + longest]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from configs import ConfigError
-from strategies.operations import Emit, Flow, Forward, Rows, Task, repeat_rows_index
+from strategies.operations import Emit, Flow, Forward, Needs, Rows, Task, repeat_rows_index
 from strategies.registry import register
 
 
@@ -26,9 +26,6 @@ class Contrastive:
 
     name: ClassVar[str] = "contrastive"
     samples: ClassVar[bool] = False
-    reads_hidden: ClassVar[bool] = True
-    scored: ClassVar[int] = 1
-    score_copies: ClassVar[int] = 3
     penalty_alpha: float = 0.6
     top_k: int = 4
 
@@ -39,8 +36,8 @@ class Contrastive:
             raise ConfigError(f"{self.name}: top_k={self.top_k}, but it needs 2 candidates or more to choose from")
 
     @property
-    def branches(self) -> int:
-        return self.top_k
+    def needs(self) -> Needs:
+        return Needs(rows_per_prompt=self.top_k, scored_rows=1, score_copies=3, hidden_states=True)
 
     def flow(self, task: Task) -> Flow:
         ids = task.ids

@@ -11,7 +11,7 @@ import torch
 from configs import ConfigError
 from strategies.beam import check_beams
 from strategies.beam_search import BeamState, Rules, finish, show
-from strategies.operations import Flow, Forward, Rows, Task, read_prompt, repeat_rows_index
+from strategies.operations import Flow, Forward, Needs, Rows, Task, read_prompt, repeat_rows_index
 from strategies.registry import register
 
 
@@ -25,7 +25,6 @@ class DiverseBeam:
     """
 
     name: ClassVar[str] = "diverse_beam"
-    score_copies: ClassVar[int] = 4
     samples: ClassVar[bool] = False
     num_beams: int = 4
     num_beam_groups: int = 2
@@ -48,15 +47,16 @@ class DiverseBeam:
             )
 
     @property
-    def branches(self) -> int:
-        return self.num_beams
-
-    @property
-    def scored(self) -> int:
-        return self.num_beams // self.num_beam_groups
+    def needs(self) -> Needs:
+        return Needs(
+            rows_per_prompt=self.num_beams,
+            scored_rows=self.num_beams // self.num_beam_groups,
+            rows_are_beams=True,
+            texts_per_prompt=self.num_return_sequences,
+        )
 
     def flow(self, task: Task) -> Flow:
-        size = self.scored
+        size = self.num_beams // self.num_beam_groups
         rules = Rules(self.length_penalty, self.early_stopping, is_group=True)
         groups = [BeamState(task, rules, size, first, self.num_beams) for first in range(0, self.num_beams, size)]
         _, logits = yield from read_prompt(task, self.num_beams)

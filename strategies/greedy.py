@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from strategies.operations import Flow, Task, one_token_per_step
+from strategies.operations import Flow, Needs, Task, one_token_per_step
 from strategies.registry import register
 
 
@@ -16,7 +16,7 @@ class Greedy:
 
     name: ClassVar[str] = "greedy"
     samples: ClassVar[bool] = False
-    score_copies: ClassVar[int] = 2
+    needs: ClassVar[Needs] = Needs(score_copies=2)
 
     def flow(self, task: Task) -> Flow:
         return one_token_per_step(task, lambda scores: scores.argmax(dim=-1))

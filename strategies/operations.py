@@ -1,7 +1,7 @@
-"""What a decoding strategy is made of.
+"""The operations of decoding strategies.
 
 A strategy's `flow` is a generator: it yields operations and is sent their results. One driver in the engine carries
-them out, so a flow touches no model, cache, mask or device, and a test can play the driver with `next()` and `.send()`.
+them out, so a flow touches no model, cache, mask or device, and a test can drive it with `next()` and `.send()`.
 
     operation                      result sent back
     Forward(tokens)                logits after the last token, float32 [rows, vocabulary]
@@ -36,7 +36,7 @@ Process = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass
 class SpeculationStats:
-    """What became of the tokens that a flow proposed to its model: the flow counts, the engine reports.
+    """Counts of the tokens that a flow proposed to its model: the flow counts, the engine reports.
 
     drafted, accepted: tokens of all rows, each counted once. verifications: forwards that looked at some. length: how
     many a draft proposes at a time, to begin with and in the end.
@@ -68,7 +68,7 @@ def at_once(work: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class Task:
-    """What a flow is to do.
+    """The input of a flow.
 
     ids: the prompt [rows, columns]. mask: 0 where it has a pad, [rows, columns], with columns more in front where the
     prompt begins with embeddings that have no id. process: to be applied to the scores of every step. ended: for ids
@@ -101,7 +101,7 @@ class Task:
 class Forward:
     """Feed `tokens` [rows, n] to the model. They are committed by its next operation unless that is a `Crop`.
 
-    model: "main", or "draft" where the strategy `needs_draft`.
+    model: "main", or "draft" where the strategy `needs` one.
     """
 
     tokens: torch.Tensor
@@ -130,7 +130,7 @@ class Crop:
 class Rows:
     """Row i becomes row `index[i]` in everything that is kept per row, emitted tokens included.
 
-    Every row `n` times in a row (see `each`) is a fork: what rows have in common is then kept once.
+    Every row `n` times in a row (see `repeat_rows_index`) is a fork: the rows share their tokens in the cache.
     """
 
     index: torch.Tensor
@@ -181,14 +181,39 @@ class NoCandidateError(EngineError):
     """There is nothing that the next token could be chosen by."""
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What a strategy needs of the engine. The defaults fit a flow of one row per prompt that keeps every token.
+
+    rows_per_prompt: rows that each row of the prompt becomes. scored_rows: how many of these rows `Task.process` gets
+    at a time; None for all. rows_are_beams: whether logits processors take the rows of a prompt for the beams of one
+    search. texts_per_prompt: rows of the result per prompt. score_copies: float32 tensors [rows, vocabulary] that exist
+    at the same time, at most, from the model's logits to the chosen token, without those of logits processors.
+    hidden_states: whether the first `Forward` has `hidden=True`. verifies: whether tokens are fed that a `Crop` may
+    take back. draft: whether a `Forward` has `model="draft"`. keeps_draft_length: whether `Task.drafts.length` carries
+    over from call to call.
+    """
+
+    rows_per_prompt: int = 1
+    scored_rows: int | None = None
+    rows_are_beams: bool = False
+    texts_per_prompt: int = 1
+    score_copies: int = 4
+    hidden_states: bool = False
+    verifies: bool = False
+    draft: bool = False
+    keeps_draft_length: bool = False
+
+    @property
+    def rows_at_a_time(self) -> int:
+        """Rows per prompt whose scores are processed in one call."""
+        return self.rows_per_prompt if self.scored_rows is None else self.scored_rows
+
+
 class Strategy(Protocol):
     """A dataclass whose fields are the strategy's options, by the names of transformers' generation parameters.
 
-    Where the rows of the prompt become more, `branches: int` says how many each becomes, and `scored: int` how many of
-    them `Task.process` is given at a time, if that is not all; where the first `Forward` asks for hidden states,
-    `reads_hidden = True` says so; where tokens are taken back, `verifies = True`; where a draft is fed, `needs_draft =
-    True`. `score_copies: int` says how many tensors of [rows, vocabulary] float32 numbers there are at most at a time,
-    from the model's own logits to the choice, without what processors make; 4 where it says nothing.
+    `needs` may be left out where the defaults of `Needs` fit.
     """
 
     name: ClassVar[str]
@@ -197,14 +222,24 @@ class Strategy(Protocol):
     def samples(self) -> bool:
         """Whether it draws at random: then temperature, top-k, top-p and their like apply to its scores."""
 
+    @property
+    def needs(self) -> Needs:
+        """What it needs of the engine. It must not change during a run."""
+        return Needs()
+
     def flow(self, task: Task) -> Flow:
         """Decode after the prompt."""
+
+
+def needs_of(strategy: Strategy) -> Needs:
+    """What `strategy` declares; the defaults for a class without `needs`."""
+    return getattr(strategy, "needs", None) or Needs()
 
 
 def draw(probabilities: torch.Tensor, generator: torch.Generator | None, tokens: int = 1) -> torch.Tensor:
     """Of every row [rows, vocabulary] so many different tokens, [rows, tokens]. generator: that of the task.
 
-    Rows of NaN get any: the engine tells of them, and torch would only raise, or on a GPU stop the whole process.
+    Rows of NaN get any tokens: the engine reports them, where torch would raise, or on a GPU stop the process.
     """
     return torch.multinomial(probabilities.nan_to_num(1.0), tokens, generator=generator)
 

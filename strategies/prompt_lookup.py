@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from configs import require_positive
-from strategies.operations import Flow, Operation, Task
+from strategies.operations import Flow, Needs, Operation, Task
 from strategies.registry import register
 from strategies.speculative import Proposal, VerifiedText, score_copies, speculative_loop
 
@@ -24,7 +24,6 @@ class PromptLookup:
     """
 
     name: ClassVar[str] = "prompt_lookup"
-    verifies: ClassVar[bool] = True
     prompt_lookup_num_tokens: int = 10
     max_matching_ngram_size: int = 2
     do_sample: bool = False
@@ -41,8 +40,8 @@ class PromptLookup:
         return self.do_sample
 
     @property
-    def score_copies(self) -> int:
-        return score_copies(self.prompt_lookup_num_tokens, self.samples)
+    def needs(self) -> Needs:
+        return Needs(score_copies=score_copies(self.prompt_lookup_num_tokens, self.samples), verifies=True)
 
     def flow(self, task: Task) -> Flow:
         mask = task.mask[:, task.mask.shape[1] - task.ids.shape[1] :]

@@ -48,7 +48,7 @@ def names() -> list[str]:
 
 
 def options(name: str) -> list[str]:
-    """What a strategy of that name can be told. Raises `ConfigError` with the nearest names."""
+    """The options of the strategy of that name. Raises `ConfigError` with the nearest names."""
     return [field.name for field in fields(_named(name))]  # type: ignore[arg-type]
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from configs import require_positive
-from strategies.operations import Flow, Task, draw, one_token_per_step
+from strategies.operations import Flow, Needs, Task, draw, one_token_per_step
 from strategies.registry import register
 
 
@@ -24,18 +24,17 @@ class Sampling:
 
     name: ClassVar[str] = "sampling"
     samples: ClassVar[bool] = True
-    score_copies: ClassVar[int] = 4
     num_return_sequences: int = 1
 
     def __post_init__(self) -> None:
         require_positive(self.name, num_return_sequences=self.num_return_sequences)
 
     @property
-    def branches(self) -> int:
-        return self.num_return_sequences
+    def needs(self) -> Needs:
+        return Needs(rows_per_prompt=self.num_return_sequences, texts_per_prompt=self.num_return_sequences)
 
     def flow(self, task: Task) -> Flow:
-        return one_token_per_step(task, partial(_draw, task.generator), self.branches)
+        return one_token_per_step(task, partial(_draw, task.generator), self.num_return_sequences)
 
 
 def _draw(generator: torch.Generator | None, scores: torch.Tensor) -> torch.Tensor:

@@ -104,7 +104,7 @@ class VerifiedText:
 
 
 def score_copies(proposed: int, samples: bool) -> int:
-    """See `Strategy.score_copies`: there are logits after `proposed` tokens and one more, each of them twice.
+    """See `Needs.score_copies`: there are logits after `proposed` tokens and one more, each of them twice.
 
     All are there when the last token is chosen. A draw takes four more, and processors two on their way to the last
     scores; one more than this is counted where there are processors.

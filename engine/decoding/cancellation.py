@@ -1,4 +1,4 @@
-"""How a run is stopped from outside: by another thread, or by Ctrl-C. Asked before every forward."""
+"""Stopping a run from another thread or with Ctrl-C; checked before every forward."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Cancellation:
         self._is_pressed = True
 
     def pass_on(self) -> None:
-        """A Ctrl-C that was noted and that no forward came to ask for is everybody's."""
+        """Raise SIGINT again if one was noted and no forward has checked for it."""
         if self._is_pressed:
             self._is_pressed = False
             signal.raise_signal(signal.SIGINT)

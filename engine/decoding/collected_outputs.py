@@ -1,10 +1,9 @@
-"""What the forwards of one feed give, one after the other and of some rows or of all."""
+"""`CollectedOutputs`: logits and hidden states of several forwards, put together over chunks and groups of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers.utils import ModelOutput
@@ -13,8 +12,8 @@ from engine.errors import EngineError
 
 
 @dataclass(frozen=True)
-class _Given:
-    """By the forward up to column `end`, of the rows from `first` to `last`."""
+class _Outputs:
+    """Outputs of a forward that ended before column `end`, for the rows from `first` to before `last`."""
 
     first: int
     last: int
@@ -24,32 +23,33 @@ class _Given:
 
 
 class CollectedOutputs:
-    """hidden: whether the last hidden states of all columns are wanted. tokens: after how many of the last ones logits
-    are; 1 takes them from the last forward."""
+    """hidden: whether the last hidden states of all columns are wanted. tokens: logits are wanted after so many of the
+    last tokens; those of 1 are in the outputs of the last forward.
+    """
 
     def __init__(self, hidden: bool, tokens: int):
         self.hidden, self.tokens = hidden, tokens
-        self._given: list[_Given] = []
+        self._outputs: list[_Outputs] = []
 
     def of(self, rows: slice) -> Callable[[ModelOutput, int], None]:
-        """Takes the outputs of a forward of these rows, and the column it ends before."""
+        """A function that takes the outputs of a forward of these rows, and the column it ends before."""
 
-        def look(outputs: ModelOutput, end: int) -> None:
+        def collect(outputs: ModelOutput, end: int) -> None:
             logits = outputs.logits if self.tokens > 1 else None
             states = _last_hidden(outputs) if self.hidden else None
-            self._given.append(_Given(rows.start, rows.stop, end, logits, states))
+            self._outputs.append(_Outputs(rows.start, rows.stop, end, logits, states))
 
-        return look
+        return collect
 
-    def forget(self, rows: slice, seen: int) -> None:
-        """What a forward of these rows gave that had to be taken back."""
-        within = [given for given in self._given if rows.start <= given.first and given.last <= rows.stop]
-        self._given = [given for given in self._given if given not in within or given.end <= seen]
+    def discard(self, rows: slice, total_tokens: int) -> None:
+        """Drop what forwards of these rows returned for columns behind `total_tokens`: they were rolled back."""
+        within = [given for given in self._outputs if rows.start <= given.first and given.last <= rows.stop]
+        self._outputs = [given for given in self._outputs if given not in within or given.end <= total_tokens]
 
     def complete(self, rows: slice, last: ModelOutput) -> tuple[ModelOutput, torch.Tensor | None]:
-        """The outputs of the last forward of these rows, with all logits that are wanted; their hidden states."""
-        # Rows may have been computed with more of them before.
-        given = [one for one in self._given if one.first <= rows.start and rows.stop <= one.last]
+        """The outputs of the last forward of these rows, with all logits that are wanted, and the hidden states."""
+        # Earlier forwards may have computed these rows together with others.
+        given = [one for one in self._outputs if one.first <= rows.start and rows.stop <= one.last]
         own = [slice(rows.start - one.first, rows.stop - one.first) for one in given]
         if self.tokens > 1:
             logits = [one.logits[part] for one, part in zip(given, own, strict=True) if one.logits is not None]
@@ -58,25 +58,8 @@ class CollectedOutputs:
         return last, torch.cat(states, dim=1) if self.hidden else None
 
 
-def joined(parts: Sequence[ModelOutput]) -> ModelOutput:
-    """The outputs of all rows from those of some after the others. Caches are left out."""
-    if len(parts) == 1:
-        return parts[0]
-    values = {name: _joined([part[name] for part in parts]) for name in parts[0] if "past" not in name}
-    return type(parts[0])(**{name: value for name, value in values.items() if value is not None})
-
-
-def _joined(values: list[Any]) -> Any:
-    first = values[0]
-    if isinstance(first, torch.Tensor):
-        return torch.cat(values) if first.ndim else first
-    if isinstance(first, (tuple, list)):
-        return tuple(_joined(list(same)) for same in zip(*values, strict=True))
-    return None
-
-
 def _last_logits(logits: list[torch.Tensor], tokens: int) -> torch.Tensor:
-    """Those after the last `tokens` tokens, of forwards one after the other."""
+    """The logits after the last `tokens` tokens, from those of consecutive forwards."""
     whole = torch.cat(logits, dim=1) if len(logits) > 1 else logits[0]
     if whole.shape[1] < tokens:
         raise EngineError(

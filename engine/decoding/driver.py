@@ -1,5 +1,7 @@
-"""A run from its first step to its end, piece by piece. Whatever stops it, the cache is consistent, the streamer has
-ended, and what was generated is not lost."""
+"""`Driver`: a run from its first step to its end, piece by piece.
+
+However the run stops, the cache is consistent, the streamer has ended, and the generated tokens are in a result.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,13 @@ _Result = TypeVar("_Result")
 
 
 class Driver:
-    """A run under way. cancellation: the one that its session asks."""
+    """Runs a `DecodingLoop`. cancellation: the one that its session checks."""
 
-    def __init__(self, run: DecodingLoop, cancellation: Cancellation):
-        self._run, self._cancellation = run, cancellation
+    def __init__(self, loop: DecodingLoop, cancellation: Cancellation):
+        self._loop, self._cancellation = loop, cancellation
 
     def pieces(self) -> Generator[StreamChunk, None, None]:
-        run = self._run
+        run = self._loop
         flow = self._begun()
         failure: Exception | KeyboardInterrupt | None = None
         try:
@@ -45,17 +47,17 @@ class Driver:
                 run.stream_buffer.close()
                 self._cancellation.check_keys()
             except (Exception, KeyboardInterrupt) as error:
-                # An error of memory holds on to what filled it, in the frames that it went through.
+                # The frames of an out-of-memory error refer to the tensors that filled the memory.
                 failure = _exhausted(error) if is_out_of_memory(error) else error
-            if failure is not None:  # outside of `except`: who gets the rest may take a while
+            if failure is not None:  # outside of `except`: the consumer of the last pieces may take a while
                 if isinstance(failure, Exhausted):
                     empty_allocators()
                 yield from self._shown(self._broken_off(failure))
-        except KeyboardInterrupt:  # while what there is was brought into shape
+        except KeyboardInterrupt:  # while the partial result was made
             run.give_up()
             raise
-        except BaseException:  # the consumer has left: what it was not shown has not happened
-            run.forget_unread()
+        except BaseException:  # the consumer has left: tokens that it was not shown are discarded
+            run.discard_unread()
             _without_grad(run.break_off)
             raise
         finally:
@@ -66,55 +68,55 @@ class Driver:
             try:
                 self._raise(failure)
             finally:
-                failure = None  # its traceback knows this frame: both would wait for a garbage collection
+                failure = None  # its traceback refers to this frame: else both would wait for a garbage collection
 
     def to_end(self) -> Generation:
-        """The main thread does nothing else meanwhile, so that Ctrl-C is always the run's."""
+        """Run to the end. In the main thread, this run handles SIGINT until it returns."""
         with self._cancellation.noting_keys():
             for _ in self.pieces():
                 pass
         self._cancellation.pass_on()
-        return self._run.result()
+        return self._loop.result()
 
     @property
     def given_up(self) -> bool:
-        return self._run.given_up
+        return self._loop.given_up
 
     @property
     def cache_name(self) -> str:
-        return self._run.cache_name
+        return self._loop.cache_name
 
     def result(self) -> Generation:
         """What was generated. Ends the run."""
-        return self._run.result()
+        return self._loop.result()
 
     def _begun(self) -> Flow:
-        """The strategy's flow. What it is no generator for, or raises at once, has come before any work."""
+        """The strategy's flow. Its errors, and a flow that is no generator, are raised before any work."""
         try:
-            flow = self._run.begin()
+            flow = self._loop.begin()
             if not all(callable(getattr(flow, name, None)) for name in ("send", "close")):
                 raise OptionError(
                     f"the strategy's flow() returned {flow!r:.80}, where a generator of operations belongs: write it "
                     "with `yield`, or return the flow of another strategy"
                 )
         except BaseException:
-            _without_grad(self._run.close)
+            _without_grad(self._loop.close)
             raise
         return flow
 
     def _steps(self, flow: Flow) -> Generator[StreamChunk, None, None]:
-        """Do what the flow says until all rows have ended."""
+        """Perform the operations of the flow until all rows have ended."""
         with self._cancellation.noting_keys():
-            self._run.stream_buffer.begin()
+            self._loop.stream_buffer.begin()
         answer: Any = None
-        while not self._run.done:
+        while not self._loop.done:
             with self._cancellation.noting_keys():
                 step = _without_grad(partial(self._step, flow, answer))
                 if step is None:
                     break
                 answer, pieces = step
             yield from self._shown(pieces)
-        yield from self._shown(self._run.read_all())
+        yield from self._shown(self._loop.read_all())
 
     def _step(self, flow: Flow, answer: Any) -> tuple[Any, list[StreamChunk]] | None:
         """One operation of the flow; None at its end."""
@@ -122,7 +124,7 @@ class Driver:
             operation = flow.send(answer)
         except StopIteration:
             return None
-        return self._run.perform(operation)
+        return self._loop.perform(operation)
 
     def _shown(self, pieces: list[StreamChunk]) -> Generator[StreamChunk, None, None]:
         for piece in pieces:
@@ -130,38 +132,38 @@ class Driver:
             try:
                 yield piece
             finally:
-                self._run.away_s += time.perf_counter() - left_s
+                self._loop.clock.away_s += time.perf_counter() - left_s
 
     def _broken_off(self, failure: Exception | KeyboardInterrupt) -> list[StreamChunk]:
         try:
-            return _without_grad(self._run.break_off)
+            return _without_grad(self._loop.break_off)
         except Exception:
             if not isinstance(failure, KeyboardInterrupt) or isinstance(failure, UserInterrupt):
                 raise
-            self._run.give_up()  # a second Ctrl-C comes anywhere, also while rows change places
+            self._loop.give_up()  # a second Ctrl-C raises anywhere, also while rows change places
             return []
 
     def _raise(self, failure: Exception | KeyboardInterrupt) -> None:
-        """The failure, with what there is."""
-        if self._run.given_up:
+        """Raise the failure, with the partial result."""
+        if self._loop.given_up:
             raise failure
-        result = self._run.result()
+        result = self._loop.result()
         if isinstance(failure, KeyboardInterrupt):
             failure.partial = result  # type: ignore[attr-defined]
             try:
                 raise failure
             finally:
                 del failure  # as above
-        told = f"after {max(map(len, result.tokens))} new tokens per row"
+        when = f"after {max(map(len, result.tokens))} new tokens per row"
         kept = "what was generated is in `partial`, with its cache where that can be continued"
         if isinstance(failure, StopAsked):
-            raise GenerationCancelled(f"generation was cancelled {told}; {kept}", result)
+            raise GenerationCancelled(f"generation was cancelled {when}; {kept}", result)
         if isinstance(failure, Exhausted):
-            raise OutOfMemoryError(f"memory was out {told} ({failure}); {kept}", result) from failure.__cause__
+            raise OutOfMemoryError(f"memory was out {when} ({failure}); {kept}", result) from failure.__cause__
         if isinstance(failure, NoCandidateError):
-            raise InvalidLogitsError(f"generation stopped {told}: {failure}; {kept}", result)
+            raise InvalidLogitsError(f"generation stopped {when}: {failure}; {kept}", result)
         why = f"{type(failure).__name__}: {failure}"
-        raise GenerationInterrupted(f"generation stopped {told} ({why}); {kept}", result) from failure
+        raise GenerationInterrupted(f"generation stopped {when} ({why}); {kept}", result) from failure
 
 
 def _exhausted(error: Exception | KeyboardInterrupt) -> Exhausted:
@@ -171,7 +173,7 @@ def _exhausted(error: Exception | KeyboardInterrupt) -> Exhausted:
 
 
 def _without_grad(work: Callable[[], _Result]) -> _Result:
-    """As within `torch.no_grad()`, which leaves the thread without derivatives where Ctrl-C comes as it ends."""
+    """As within `torch.no_grad()`, which leaves gradients off in the thread when Ctrl-C comes as it ends."""
     grad = torch.is_grad_enabled()
     try:
         set_grad_enabled(False)

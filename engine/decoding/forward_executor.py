@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -13,22 +12,23 @@ from transformers.utils import ModelOutput
 
 from caches import Cache, EncoderDecoder, EngineCache, StepError, apply_window, migrate
 from caches.transfer.split_rows import SplitCache, halves
-from engine.decoding.collected_outputs import CollectedOutputs, joined
-from engine.model.forward import ModelRunner
+from engine.decoding.collected_outputs import CollectedOutputs
 from engine.model.linear_backend import TORCH
 from engine.model.masks import Columns
+from engine.model.model_inputs import ModelInputs
+from engine.model.model_runner import ForwardOptions, ModelRunner
 from engine.model.rope_frequencies import Frequencies
-from engine.request.encoder import index_rows, largest_matrix_bytes
-from engine.request.model_kwargs import extend_model_kwargs
+from engine.request.encoder import largest_matrix_bytes
+from engine.rows import join_rows
 
-_SMALLEST_PIECE = 8  # tokens of a prompt
+_SMALLEST_CHUNK = 8  # tokens of a prompt
 
 
 class ForwardExecutor:
-    """cache: what the columns are kept in, another one after some of the ways to do with less memory.
+    """Feeds one model. Fallbacks that save memory change `cache`, the tokens per forward and the rows per forward.
 
-    For the rest see `ModelSession`. routes: whether linear layers are routed: not where the runner has no table of
-    routes.
+    before: columns in the cache that come before the ids. chunk_tokens, check: see `ForwardOptions`. routed: whether
+    linear layers are routed; False where the runner has no table of routes.
     """
 
     def __init__(
@@ -36,24 +36,20 @@ class ForwardExecutor:
         runner: ModelRunner,
         cache: EngineCache,
         columns: Columns,
-        *,
-        rows: int,
-        before: int,
-        embeds: torch.Tensor | None,
-        model_kwargs: dict[str, Any],
-        flags: dict[str, bool],
-        chunk_tokens: int | None,
-        check: Callable[[], None] | None,
+        inputs: ModelInputs,
+        before: int = 0,
+        chunk_tokens: int | None = None,
+        check: Callable[[], None] | None = None,
     ):
-        self.cache, self.columns, self.routes = cache, columns, runner.linears != TORCH
-        self._runner, self._before, self._embeds, self._check = runner, before, embeds, check
-        self.model_kwargs, self._axes = extend_model_kwargs(runner.model, model_kwargs, columns.room)
-        self._flags, self._chunk_tokens, self._asked_chunk_tokens = flags, chunk_tokens, chunk_tokens
-        # Which row of the prompt each row goes on from: what belongs to the prompt is the same for all of its rows.
-        self._origins = torch.arange(rows)
-        self._graphs = True
+        self.cache, self.columns, self.routed = cache, columns, runner.linears != TORCH
+        self._runner, self._before, self._check = runner, before, check
+        self.inputs = inputs.extended(runner.model, columns.room)
+        self._chunk_tokens = self._given_chunk_tokens = chunk_tokens
+        # Per row, the row of the prompt that it goes on from: rows of one prompt share its inputs.
+        self._origins = torch.arange(columns.rows)
+        self._compiled = True
         self._frequencies = Frequencies(runner.model, runner.dynamic_ropes)
-        self._is_rounded = False  # the cache was encoded because memory was out
+        self._quantized_to_save_memory = False
 
     @property
     def reader(self) -> weakref.ref[PreTrainedModel]:
@@ -63,75 +59,71 @@ class ForwardExecutor:
     @property
     def linears(self) -> str:
         """See `Stats`."""
-        return self._runner.linears if self.routes else TORCH
+        return self._runner.linears if self.routed else TORCH
 
-    def computed(
-        self, ids: torch.Tensor, prefill: bool, gathered: CollectedOutputs
+    def run(
+        self, ids: torch.Tensor, prefill: bool, collected: CollectedOutputs
     ) -> tuple[ModelOutput, torch.Tensor | None]:
-        """Feed what the cache has not seen of `ids` [rows, tokens]: the last outputs, and the states of all."""
+        """Feed the tokens of `ids` [rows, tokens] that the cache does not hold.
+
+        Returns the last outputs, and the hidden states of all of these tokens where `collected` has them.
+        """
         self._reserve(self._before + ids.shape[1])
         try:
-            fed = [(rows, self._fed(ids[rows], rows, cache, prefill, gathered)) for rows, cache in self.parts]
+            fed = [(rows, self._feed(ids[rows], rows, cache, prefill, collected)) for rows, cache in self.parts]
         except BaseException:
             if isinstance(self.cache, SplitCache):
                 self.cache.abort()  # also the steps of the parts before
             raise
         try:
-            outputs, states = zip(*(gathered.complete(rows, last) for rows, last in fed), strict=True)
-            return joined(outputs), torch.cat(states) if gathered.hidden else None
+            outputs, states = zip(*(collected.complete(rows, last) for rows, last in fed), strict=True)
+            return join_rows(outputs), torch.cat(states) if collected.hidden else None
         except BaseException:
             self.cache.abort()
             raise
 
     def _reserve(self, columns: int) -> None:
-        """What is known of every column is known of so many."""
+        """Make room for `columns` columns of mask, positions and growing inputs."""
         self.columns.reserve(columns)
-        if any(self.model_kwargs[name].shape[axis] < columns for name, axis in self._axes.items()):
-            self.model_kwargs, _ = extend_model_kwargs(self._runner.model, self.model_kwargs, self.columns.room)
+        if not self.inputs.has_room_for(columns):
+            self.inputs = self.inputs.extended(self._runner.model, self.columns.room)
 
-    def _fed(
-        self, ids: torch.Tensor, rows: slice, cache: EngineCache, prefill: bool, gathered: CollectedOutputs
+    def _feed(
+        self, ids: torch.Tensor, rows: slice, cache: EngineCache, prefill: bool, collected: CollectedOutputs
     ) -> ModelOutput:
         """The last outputs of a feed of these rows."""
-        gathered.forget(rows, cache.total_tokens)
-        columns, model_kwargs = self._of_rows(rows)
-        return self._runner.feed(
-            ids,
-            columns,
-            cache,
-            before=self._before,
+        collected.discard(rows, cache.total_tokens)
+        columns, inputs = self._of_rows(rows)
+        options = ForwardOptions(
             prefill=prefill,
-            embeds=None if self._embeds is None else self._embeds[rows],
-            model_kwargs=model_kwargs,
-            axes=self._axes,
-            flags=self._flags | {"output_hidden_states": True} if gathered.hidden else self._flags,
             chunk_tokens=self._chunk_tokens,
-            look=gathered.of(rows),
-            keep=gathered.tokens,
+            logits_for_last=collected.tokens,
+            hidden_states=collected.hidden,
+            on_outputs=collected.of(rows),
             check=self._check,
-            graphs=self._graphs,
-            routes=self.routes,
             resume=self._frequencies.resume,
+            compiled=self._compiled,
+            routed=self.routed,
         )
+        return self._runner.feed(ids, columns, cache, inputs, self._before, options)
 
     @property
     def parts(self) -> list[tuple[slice, EngineCache]]:
-        """Which rows are computed together, and with which cache."""
+        """The groups of rows that are computed together, each with its cache."""
         if isinstance(self.cache, SplitCache):
             return list(self.cache.shares)
         return [(slice(0, len(self._origins)), self.cache)]
 
-    def _of_rows(self, rows: slice) -> tuple[Columns, dict[str, Any]]:
-        """What is known of the columns of these rows, and their further inputs."""
+    def _of_rows(self, rows: slice) -> tuple[Columns, ModelInputs]:
+        """The columns and the inputs of these rows."""
         count = len(self._origins)
         if rows == slice(0, count):
-            return self.columns, self.model_kwargs
+            return self.columns, self.inputs
         index = torch.arange(rows.start, rows.stop, device=self.columns.device)
-        model_kwargs = {name: index_rows(value, index, count) for name, value in self.model_kwargs.items()}
-        return self.columns.of_rows(index), model_kwargs
+        return self.columns.of_rows(index), self.inputs.of_rows(rows, count)
 
-    def choosing(self, index: torch.Tensor) -> Callable[[], None] | None:
-        """What makes row i row `index[i]`, an index on the CPU, in all but the cache, and cannot fail.
+    def row_selection(self, index: torch.Tensor) -> Callable[[], None] | None:
+        """A function that makes row i row `index[i]`, an index on the CPU, in all but the cache, and cannot fail.
 
         None where all rows keep their prompt.
         """
@@ -139,67 +131,68 @@ class ForwardExecutor:
         if torch.equal(origins, self._origins):
             return None
         index = index.to(self.columns.device)
-        columns = self.columns.of_rows(index)
-        embeds = None if self._embeds is None else self._embeds[index]
-        model_kwargs = {name: index_rows(value, index, len(self._origins)) for name, value in self.model_kwargs.items()}
+        columns, inputs = self.columns.of_rows(index), self.inputs.of_rows(index, len(self._origins))
 
-        def choose() -> None:
-            self._origins, self.columns, self._embeds, self.model_kwargs = origins, columns, embeds, model_kwargs
+        def select() -> None:
+            self._origins, self.columns, self.inputs = origins, columns, inputs
 
-        return choose
+        return select
 
-    # Ways to do with less memory.
+    # Fallbacks that save memory.
 
     @property
     def largest_matrix_bytes(self) -> int:
-        """Of the model's weights: about as much a library may take at once to rearrange one."""
+        """Of the model's weights: a library may need about as much at once to rearrange one."""
         return largest_matrix_bytes(self._runner.model)
 
     def release(self) -> None:
-        """Go on without compiled graphs, and rejected scratch memory: a step makes what it needs of it anew."""
-        self._graphs = False
+        """Go on without compiled graphs and free the scratch memory; a step allocates what it needs of it again."""
+        self._compiled = False
         self._runner.drop_graphs()
         for _, cache in self.parts:
             if isinstance(cache, (Cache, EncoderDecoder)):
                 for part in cache.parts:
                     part.scratch.release()
 
-    def read_in_smaller_pieces(self, waiting: int) -> int | None:
-        """Cut the tokens that wait to be fed into smaller pieces: the tokens of one. None where that is no use."""
+    def read_in_smaller_chunks(self, waiting: int) -> int | None:
+        """Feed the `waiting` tokens in smaller chunks: the tokens of one. None where that cannot save memory."""
         tokens = waiting if self._chunk_tokens is None else min(waiting, self._chunk_tokens)
-        is_quantized = (
-            isinstance(self.cache, (Cache, EncoderDecoder)) and self.cache.is_quantized
-        )  # pieces would read codes
-        is_quantized &= not self._is_rounded
-        if tokens <= _SMALLEST_PIECE or is_quantized or self.cache.handle is None or self._sees:
+        is_quantized = isinstance(self.cache, (Cache, EncoderDecoder)) and self.cache.is_quantized
+        is_quantized &= (
+            not self._quantized_to_save_memory
+        )  # else later chunks would read quantized keys of earlier ones
+        if tokens <= _SMALLEST_CHUNK or is_quantized or self.cache.handle is None or self._has_media:
             return None
-        self._chunk_tokens = max(_SMALLEST_PIECE, tokens // 4)
+        self._chunk_tokens = max(_SMALLEST_CHUNK, tokens // 4)
         return self._chunk_tokens
 
     @property
-    def _sees(self) -> bool:
-        return bool(set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) & set(self.model_kwargs))
+    def _has_media(self) -> bool:
+        return bool(set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) & set(self.inputs.model_kwargs))
 
-    def move_away(self, quantized: bool = False) -> str | None:
-        """Move the cache where the device does not have to hold it; its new name and place. None where it is there."""
+    def offload(self, quantized: bool = False) -> str | None:
+        """Move the cache off the device, to the host or, from a CPU, to disk: its new name and place.
+
+        None where it is there already.
+        """
         residency = "disk" if self.columns.device.type == "cpu" else "host"
         changes = 0
         for number, (_, cache) in enumerate(self.parts):
-            moved = _moved_away(cache, residency, quantized)
+            moved = _offloaded(cache, residency, quantized)
             if moved is None:
                 continue
             changes += 1
-            if isinstance(self.cache, SplitCache):  # at once: what it came from is empty
+            if isinstance(self.cache, SplitCache):  # at once: the part that it replaces is empty
                 self.cache.replace(number, moved)
             else:
                 self.cache = moved
-        self._is_rounded |= quantized and changes > 0
-        self._chunk_tokens = self._asked_chunk_tokens  # it may have been the cache that had no room, not what is read
+        self._quantized_to_save_memory |= quantized and changes > 0
+        self._chunk_tokens = self._given_chunk_tokens  # the cache may have been the part without room, not the forward
         place = "on disk" if residency == "disk" else "in host memory"
         return f"{self.cache.name} {place}" if changes else None
 
-    def impose(self, window_length: int) -> None:
-        """Go on with the last columns of the cache alone."""
+    def impose_window(self, window_length: int) -> None:
+        """Go on with the last `window_length` tokens of the cache alone."""
         slid: list[EngineCache] = []
         for _, cache in self.parts:
             if not isinstance(cache, Cache):
@@ -208,7 +201,7 @@ class ForwardExecutor:
         self._take_parts(slid)
 
     def _take_parts(self, caches: list[EngineCache]) -> None:
-        """What the parts hold is in these caches from here on."""
+        """These caches replace those of the parts."""
         if not isinstance(self.cache, SplitCache):
             [self.cache] = caches
             return
@@ -216,8 +209,8 @@ class ForwardExecutor:
             self.cache.replace(number, cache)
 
     def split(self) -> int | None:
-        """Compute the rows in smaller parts from here on: how many there are. None where none can be smaller."""
-        if self._sees:
+        """Compute the rows in smaller groups from here on: how many there are. None where none can be smaller."""
+        if self._has_media:
             return None
         cache = halves(self.cache, self._origins)
         if cache is None:
@@ -226,11 +219,11 @@ class ForwardExecutor:
         return len(cache.parts)
 
 
-def _moved_away(cache: EngineCache, residency: str, quantized: bool) -> EngineCache | None:
+def _offloaded(cache: EngineCache, residency: str, quantized: bool) -> EngineCache | None:
     if not isinstance(cache, (Cache, EncoderDecoder)):
         return None
     if isinstance(cache, Cache) and cache.imposes_windows:
-        raise StepError(f"the {cache.name} cache imposes a window on the model, and no cache that lives elsewhere does")
+        raise StepError(f"the {cache.name} cache imposes a window on the model, and no offloaded cache does")
     name = "offloaded_quantized" if quantized or cache.is_quantized else "offloaded"
     is_away = cache.name == name and (residency == "host" or "disk" in cache.bytes_by_place)
     return None if is_away else migrate(cache, name, residency=residency)

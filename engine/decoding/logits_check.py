@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.decoding.guidance import GuidedSession
+from engine.decoding.guided_session import GuidedSession
 from engine.decoding.model_session import ModelSession
 from engine.decoding.token_buffer import Sent, Tokens, arrived
 from engine.request.request import Request
@@ -52,7 +52,7 @@ class LogitsCheck:
         self._processing, self._tokens, self._session = request.processing, tokens, session
         self._prompts, self._prompt_columns = len(request.prompt.ids), request.prompt.columns
         # +inf is the best there is, but nothing can be weighed against it.
-        self._weighs = request.strategy.samples or getattr(request.strategy, "branches", 1) > 1
+        self._weighs = request.strategy.samples or request.needs.rows_per_prompt > 1
         self._forwards = 0
         self._logits: list[_Values] = []
         self._scores: list[_Values] = []

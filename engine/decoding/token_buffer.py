@@ -1,8 +1,7 @@
-"""The token ids of a run: written where the model computes, read by the host that decides which rows have ended.
+"""`Tokens`: the token ids of a run, written on the model's device and read by the host, which finds ended rows.
 
-On a CPU the host reads a column as soon as it is written. An accelerator would have to be waited for in every step, and
-stand still while the host thinks: there a column is read once the next one is on its way, and what turns out to be
-written after the end is forgotten.
+On a CPU the host reads a column as soon as it is written. On an accelerator it reads one step late, so that the device
+never waits for the host, and discards columns written after the end.
 """
 
 from __future__ import annotations
@@ -13,23 +12,17 @@ from typing import Any, TypeAlias
 import torch
 
 from caches import TokenLog
+from engine.model.device_state import ASYNCHRONOUS, reads_late
 from engine.model.growing_columns import room_for, widened
 
-_ASYNCHRONOUS = ("cuda", "xpu")
-
 Sent: TypeAlias = "tuple[torch.Tensor, torch.Event | None]"
-"""A tensor on its way to the host, and what says that it has arrived."""
-
-
-def reads_late(device: torch.device) -> bool:
-    """Whether reading a tensor on the host waits for everything that was asked of `device` before."""
-    return device.type in _ASYNCHRONOUS
+"""A tensor that is copied to the host, and the event of its arrival."""
 
 
 class Tokens:
     """ids, mask: [rows, columns], the prompt first; mask is 0 where a pad is. columns: when the run ends, at most.
 
-    written: columns in use. read: how many of them the host has seen; those between are `unread`.
+    written: columns in use. read: how many of them the host has read; the others are `unread`.
     """
 
     def __init__(self, prompt: torch.Tensor, mask: torch.Tensor, columns: int, pad_id: int):
@@ -40,7 +33,7 @@ class Tokens:
         self._ids, self._mask = widened(prompt, room, pad_id), widened(mask.to(prompt.dtype), room, 1)
         self._ended: torch.Tensor | None = None  # bool [rows] once a row has ended
         self.late = reads_late(prompt.device)
-        self._copies: list[Sent] = []  # the unread columns on their way to the host
+        self._copies: list[Sent] = []  # copies of the unread columns to the host
 
     @property
     def ids(self) -> torch.Tensor:
@@ -94,20 +87,20 @@ class Tokens:
         self._ids[row, self.read :] = self._pad_id
         self._mask[row, self.read :] = 0
 
-    def forget_unread(self) -> None:
+    def discard_unread(self) -> None:
         self.written = self.read
         self._copies.clear()
 
-    def choosing(self, index: torch.Tensor) -> Callable[[], None]:
-        """What makes row i row `index[i]` and cannot fail. Everything has to be read before."""
+    def row_selection(self, index: torch.Tensor) -> Callable[[], None]:
+        """A function that makes row i row `index[i]` and cannot fail. All columns have to be read before."""
         index = index.to(self._ids.device)
         ids, mask = self._ids[index], self._mask[index]
         ended = None if self._ended is None else self._ended[index]
 
-        def choose() -> None:
+        def select() -> None:
             self._ids, self._mask, self._ended = ids, mask, ended
 
-        return choose
+        return select
 
     def new(self) -> list[list[int]]:
         """The tokens of every row after the prompt, without the pads after its end."""
@@ -127,7 +120,7 @@ def arrived(sent: Sent) -> list[Any]:
 
 
 def _copy_to_host(column: torch.Tensor) -> Sent:
-    if column.device.type not in _ASYNCHRONOUS:
+    if column.device.type not in ASYNCHRONOUS:
         return column.clone(), None
     copy = torch.empty(column.shape, dtype=column.dtype, pin_memory=True)
     copy.copy_(column, non_blocking=True)

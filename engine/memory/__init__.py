@@ -1,1 +1,1 @@
-"""What the engine does when memory runs out, or a limit is near."""
+"""Limits of memory, and fallbacks when it runs out."""

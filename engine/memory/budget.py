@@ -20,9 +20,9 @@ from engine.decoding.model_session import ModelSession
 from engine.errors import InputError
 from engine.model.accelerate_hooks import prompt_device
 from engine.out_of_memory import Exhausted
-from engine.planning.cache_size import RunShape
 from engine.planning.dry_run import dry_run
 from engine.planning.model_footprint import inspect_model
+from engine.request.run_shape import RunShape
 from engine.result import Fallback
 
 _logger = logging.getLogger("engine")
@@ -101,21 +101,21 @@ class Budget:
         if self._action == "error" or self._has_acted:
             raise Exhausted(f"{why}; over_budget={self._action!r}" + (" was not enough" if self._has_acted else ""))
         self._has_acted = True
-        seen, before = cache.total_tokens, cache.device_bytes
+        total_tokens, before = cache.total_tokens, cache.device_bytes
         what = self._act(session, cache.device_bytes / cache.total_tokens)
         if what is None:
             raise Exhausted(f"{why}; over_budget={self._action!r} is not possible: it is offloaded already")
-        self._taken.append(Fallback(self._action, what, seen, before, session.cache.device_bytes))
+        self._taken.append(Fallback(self._action, what, total_tokens, before, session.cache.device_bytes))
         _logger.warning("%s; %s", why, self._taken[-1])
 
     def _act(self, session: ModelSession, bytes_per_token: float) -> str | None:
-        """A description of what was done; None where nothing could be."""
+        """Act. Returns a description of what was done; None where nothing could be."""
         assert self._most is not None
         if self._action == "offload":
-            moved = session.executor.move_away()
+            moved = session.executor.offload()
             return None if moved is None else f"the cache goes on as {moved}"
         window = int(self._most / bytes_per_token / _WINDOW_ROOM)
-        session.executor.impose(window)
+        session.executor.impose_window(window)
         return f"the cache goes on with a window of {window} tokens, which changes what is generated"
 
 

@@ -1,4 +1,4 @@
-"""What is tried, one fallback after the other, when memory is out in a run, which then goes on where it stands."""
+"""`Recovery`: applies one fallback after the other when memory is out in a run, which then repeats the failed step."""
 
 from __future__ import annotations
 
@@ -16,16 +16,13 @@ _logger = logging.getLogger("engine")
 
 
 class Recovery:
-    """The fallbacks of one run: see `configs.FALLBACKS`. taken: those that were, in this order."""
+    """The fallbacks of one model in a run: see `configs.FALLBACKS`. taken: the list that the applied ones go to."""
 
-    def __init__(self, fallbacks: Sequence[str]):
-        self._left = list(fallbacks)
-        self._rungs = tuple(fallbacks)
-        self.taken: list[Fallback] = []
+    def __init__(self, fallbacks: Sequence[str], taken: list[Fallback]):
+        self._left, self._allowed, self.taken = list(fallbacks), tuple(fallbacks), taken
 
     def apply_next(self, session: ModelSession, error: BaseException) -> None:
-        """Take the next fallback that may help `session`, whose last forward, choice of rows or scores failed with
-        `error`.
+        """Apply the next fallback that may help `session`, whose forward, row selection or scores failed with `error`.
 
         Raises `Exhausted` when there is none.
         """
@@ -34,12 +31,12 @@ class Recovery:
         refused = []
         for name in self._in_order():
             before = session.cache.device_bytes
-            what, refusal = _tried(_RUNGS[name], session)
+            what, refusal = _applied(_APPLY[name], session)
             if refusal is not None:
                 refused.append(f"{name} ({refusal})")
             if what is None:
                 continue
-            if name not in _TAKEN_AGAIN:
+            if name not in _REPEATABLE:
                 self._left.remove(name)
             empty_allocators()
             self._note(why, Fallback(name, what, session.cache.total_tokens, before, session.cache.device_bytes))
@@ -47,7 +44,10 @@ class Recovery:
         raise Exhausted(self._why_exhausted(why, refused)) from error
 
     def apply_before(self, error: BaseException, parts: int, most: int) -> int:
-        """Take the next fallback that may help an encoder, which runs before there is a cache."""
+        """Apply the next fallback that may help an encoder, which runs before there is a cache.
+
+        parts: the groups of rows that were encoded one after the other. most: of them. Returns how many to try next.
+        """
         why = in_words(error)
         if "release" in self._left:
             self._left.remove("release")
@@ -64,25 +64,25 @@ class Recovery:
         _logger.warning("out of memory (%s); %s", why, fallback)
 
     def _in_order(self) -> list[str]:
-        """The fallbacks that are left. If half the chunk size did not help, the others come before a smaller one."""
+        """The fallbacks that are left. Where two smaller chunk sizes did not help, the others come before a third."""
         pieces = sum(fallback.name == "chunk" for fallback in self.taken)
         return sorted(self._left, key=lambda name: name == "chunk" and pieces >= 2)
 
     def _why_exhausted(self, why: str, refused: list[str]) -> str:
-        if not self._rungs:
+        if not self._allowed:
             return f"{why}; on_oom allows no way to go on"
         taken = ", ".join(fallback.name for fallback in self.taken) or "none"
         could_not = f"; could not be taken: {', '.join(refused)}" if refused else ""
-        return f"{why}; on_oom={list(self._rungs)}, taken: {taken}{could_not}"
+        return f"{why}; on_oom={list(self._allowed)}, taken: {taken}{could_not}"
 
 
-def _tried(fallback: Callable[[ModelSession], str | None], session: ModelSession) -> tuple[str | None, str | None]:
-    """What the fallback has done, in words, or why it could not."""
-    seen = session.cache.total_tokens
+def _applied(fallback: Callable[[ModelSession], str | None], session: ModelSession) -> tuple[str | None, str | None]:
+    """A description of what the fallback did, or the reason why it could not."""
+    total_tokens = session.cache.total_tokens
     try:
         return fallback(session), None
     except (CacheError, ConfigError) as error:
-        if session.cache.total_tokens < seen:
+        if session.cache.total_tokens < total_tokens:
             raise Exhausted(in_words(error)) from without_frames(error)
         return None, in_words(error)
     except Exception as error:
@@ -97,32 +97,32 @@ def _release(session: ModelSession) -> str | None:
 
 
 def _chunk(session: ModelSession) -> str | None:
-    tokens = session.executor.read_in_smaller_pieces(session.waiting)
+    tokens = session.executor.read_in_smaller_chunks(session.waiting)
     return None if tokens is None else f"the prompt is read on in pieces of {tokens} tokens"
 
 
 def _offload(session: ModelSession) -> str | None:
-    moved = session.executor.move_away()
+    moved = session.executor.offload()
     return None if moved is None else f"the cache goes on as {moved}"
 
 
 def _quantize(session: ModelSession) -> str | None:
-    moved = session.executor.move_away(quantized=True)
+    moved = session.executor.offload(quantized=True)
     return None if moved is None else f"the cache goes on as {moved}, which changes what is generated"
 
 
 def _split(session: ModelSession) -> str | None:
-    if session.waiting <= 0:  # between forwards what lacks memory is of all rows
+    if session.waiting <= 0:  # work between forwards is for all rows at once
         return None
     parts = session.executor.split()
     return None if parts is None else f"the rows are computed in {parts} parts, one after the other"
 
 
-_RUNGS: dict[str, Callable[[ModelSession], str | None]] = {
+_APPLY: dict[str, Callable[[ModelSession], str | None]] = {
     "release": _release,
     "chunk": _chunk,
     "offload": _offload,
     "quantize": _quantize,
     "split": _split,
 }
-_TAKEN_AGAIN = ("chunk", "split")  # until there is nothing left to make smaller
+_REPEATABLE = ("chunk", "split")  # until nothing can be made smaller

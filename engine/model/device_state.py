@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
+
+T = TypeVar("T")
+ASYNCHRONOUS = ("cuda", "xpu")  # device types whose work the host does not wait for
 
 
 class Peak:
@@ -52,3 +58,28 @@ def set_random_state(state: torch.Tensor, device: torch.device, generator: torch
 def seeded(seed: int | None, device: torch.device) -> torch.Generator | None:
     """A generator with the numbers that follow `torch.manual_seed(seed)`; None without a seed."""
     return None if seed is None else torch.Generator(device).manual_seed(seed)
+
+
+def reads_late(device: torch.device) -> bool:
+    """Whether reading a tensor on the host waits for everything that was asked of `device` before."""
+    return device.type in ASYNCHRONOUS
+
+
+def rewinding(work: Callable[[], T], device: torch.device, generator: torch.Generator | None) -> Callable[[], T]:
+    """`work` that draws the same random numbers when it is repeated; new ones where other code has drawn in between."""
+    before: torch.Tensor | None = None
+    after: torch.Tensor | None = None
+
+    def drawn() -> T:
+        nonlocal before, after
+        now = random_state(device, generator)
+        if before is not None and after is not None and torch.equal(now, after):
+            set_random_state(before, device, generator)
+        else:
+            before = now
+        try:
+            return work()
+        finally:
+            after = random_state(device, generator)
+
+    return drawn

@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 from caches import Cache
 from caches.transfer.export_buffers import Buffers, places
 from engine.errors import OptionError
-from engine.model.forward import ModelRunner
 from engine.model.loading import unwrapped
 from engine.model.masks import Columns
 from engine.model.model_lock import turn_of
+from engine.model.model_runner import ModelRunner
 
 
 def export_step(model: PreTrainedModel, cache: Cache) -> torch.export.ExportedProgram:

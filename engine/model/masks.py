@@ -51,6 +51,10 @@ class Columns:
         self._widen(room_for(self.prompt, total))
 
     @property
+    def rows(self) -> int:
+        return len(self.left_padding)
+
+    @property
     def room(self) -> int:
         """The number of columns that are allocated."""
         return self._positions.shape[-1]

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from caches import Cache, UnsupportedLayerError, build
 from engine.model.accelerate_hooks import prompt_device
-from engine.model.forward import ModelRunner
 from engine.model.masks import Columns
+from engine.model.model_runner import ForwardOptions, ModelRunner
 
 _TOKENS, _FAR = 4, 1000
 # Per model: an offset in positions, and each layer's keys of the same tokens at position 0 and at the offset.
@@ -50,6 +50,6 @@ def _keys(runner: ModelRunner, begin: int) -> list[torch.Tensor | None]:
     cache = build("dynamic", runner.model.config)
     assert isinstance(cache, Cache)
     with torch.no_grad():
-        runner.feed(ids, Columns(torch.ones_like(ids), _TOKENS, positions), cache, prefill=True)
+        runner.feed(ids, Columns(torch.ones_like(ids), _TOKENS, positions), cache, options=ForwardOptions(prefill=True))
     cache.commit()
     return [layer.keys for layer in cache.layers]

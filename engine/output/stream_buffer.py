@@ -10,8 +10,7 @@ import torch
 
 from engine.errors import EngineError
 from engine.output.detokenizer import RowText, ends_of
-from engine.output.hf_streamers import StreamerAdapter, adapter_for
-from engine.request.request import Request
+from engine.output.hf_streamers import StreamerAdapter
 from engine.result import StreamChunk
 from strategies import Hypothesis
 
@@ -184,18 +183,3 @@ class StreamBuffer:
             self._is_lost = True
             what(self._adapter)
             self._is_lost = False
-
-
-def stream_buffer_for(request: Request, tokenizer: Any, streamer: Any, streams: bool) -> StreamBuffer:
-    """The buffer of a request. streams: whether the caller iterates over chunks."""
-    prompts = request.prompt.ids
-    adapter = adapter_for(
-        streamer,
-        prompts,
-        request.mask[:, request.first_known_column :],
-        returned=getattr(request.strategy, "num_return_sequences", 1),
-        pad_id=request.pad_id,
-        stop_strings=request.stop_strings,
-    )
-    wants_text = streams or request.stop_strings
-    return StreamBuffer(prompts, tokenizer if wants_text else None, request.stop_strings, adapter, streams)

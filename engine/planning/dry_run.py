@@ -15,8 +15,9 @@ from caches.attention.segmented_tensor import SegmentedTensor, segments_of
 from caches.registry import build_layers
 from configs import CacheConfig
 from engine.model.masks import check_takes_masks
-from engine.planning.cache_size import RunShape, empty_cache
+from engine.planning.cache_size import empty_cache
 from engine.planning.model_footprint import CacheWrite, MeasuredCache, ModelFootprint
+from engine.request.run_shape import RunShape
 from strategies import repeat_rows_index
 
 _FEW_QUERIES = 64  # with more of them attention reads a quantized or offloaded layer as one tensor

@@ -17,12 +17,12 @@ from engine.errors import OptionError
 from engine.model.accelerate_hooks import prompt_device
 from engine.model.loading import load, load_config
 from engine.model.placement import read_device, read_dtype
-from engine.planning.cache_size import RunShape
 from engine.planning.dry_run import dry_run
 from engine.planning.free_memory import Free, find_free
 from engine.planning.model_footprint import inspect_model, weight_bytes
 from engine.planning.planner import PlannedModel, Planner, choose, lossless
 from engine.planning.report import Plan
+from engine.request.run_shape import RunShape
 from engine.request.strategy import score_copies
 
 

@@ -11,12 +11,13 @@ from transformers import PreTrainedConfig
 
 import caches
 from configs import CacheConfig, ConfigError
-from engine.decoding.token_buffer import reads_late
-from engine.planning.cache_size import RunShape, empty_cache
+from engine.model.device_state import reads_late
+from engine.planning.cache_size import empty_cache
 from engine.planning.dry_run import CacheUsage, dry_run
 from engine.planning.free_memory import Free
 from engine.planning.model_footprint import ModelFootprint
 from engine.planning.report import BackendPlan
+from engine.request.run_shape import RunShape
 
 _MARGIN = 1.1  # for what is not counted: fragments, libraries, other processes
 _MOST_TOKENS, _MOST_PROMPTS = 2**20, 2**14  # the largest answers

@@ -15,8 +15,7 @@ from caches import Cache, CapacityError, EngineCache
 from caches.transformers_api import default_generation_params
 from engine.errors import InputError, OptionError
 from engine.model.accelerate_hooks import input_embeddings
-from engine.prompt import Prompt
-from engine.request.model_kwargs import PER_TOKEN
+from engine.prompt import PER_TOKEN, Prompt
 from engine.request.parameters import SAMPLING
 from strategies import Strategy
 

@@ -1,23 +1,24 @@
-"""Continuing on a cache that is not empty: what is in it has to begin the prompt, pads included."""
+"""Checks that the tokens in a cache are the first tokens of the prompt, padding included."""
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from caches import EngineCache, TokenLog, UnknownContentError, first_layer
+from caches.transfer.comparison import HeldColumns
 from engine.errors import InputError
 from engine.model.masks import Columns
+from engine.model.model_inputs import ModelInputs
+from engine.model.model_runner import ModelRunner
+from engine.prompt import PER_TOKEN
 from engine.request.encoder import source_of
-from engine.request.model_kwargs import PER_TOKEN, has_placeholders
-
-if TYPE_CHECKING:
-    from caches.transfer.comparison import HeldColumns
-    from engine.model.forward import ModelRunner
-    from engine.request.request import Request
+from engine.request.model_kwargs import has_placeholders
+from engine.request.request import Request
 
 _PIECE = 4096  # tokens of all rows that are compared at a time
 _OTHER_SOURCE = (
@@ -37,39 +38,41 @@ def known_mask(cache: EngineCache | None, ids: torch.Tensor) -> torch.Tensor:
 
 
 def check_continues(cache: EngineCache, request: Request, reader: PreTrainedModel) -> bool:
-    """Raise `InputError` unless what `cache` is known to hold begins the prompt that `reader` is to read.
+    """Raise `InputError` unless the tokens that `cache` is known to hold begin the prompt of the model `reader`.
 
     Returns whether that is certain: not where another loop or another model has filled the cache, nor where the prompt
-    has no ids to compare. `check_content` then looks at what is there.
+    has no ids to compare. `check_content` then compares keys.
     """
     prompt, mask, before = request.prompt, request.mask, request.before
     ids = prompt.ids
-    log, seen = cache.log, cache.total_tokens
+    log, cached = cache.log, cache.total_tokens
     if cache.batch_size not in (-1, ids.shape[0]):
         raise InputError(f"the cache holds {cache.batch_size} rows, but the prompt has {ids.shape[0]}")
     if cache.max_rows is not None and len(ids) > cache.max_rows:
         raise InputError(f"the cache has room for {cache.max_rows} rows, but the prompt has {len(ids)}")
-    if seen == 0:
+    if cached == 0:
         return True
-    ended = (mask[:, 1:seen] < mask[:, : seen - 1]).any(dim=1).nonzero().flatten().tolist()
+    ended = (mask[:, 1:cached] < mask[:, : cached - 1]).any(dim=1).nonzero().flatten().tolist()
     if ended and _remembers_pads(cache):
         raise InputError(
             f"row {ended[0]} of the cache ended early and was filled up with pads, which take places in the model's "
             "sliding window or went into its state: go on with that row alone, from its own tokens"
         )
-    if log is None or log.ids.shape[1] < seen or prompt.columns_without_ids > 0:
+    if log is None or log.ids.shape[1] < cached or prompt.columns_without_ids > 0:
         return False
     source = source_of(prompt.model_kwargs)
     if source is not None and log.source is not None and not torch.equal(source, log.source.to(source.device)):
         raise InputError(_OTHER_SOURCE)
-    known = log.first(seen)
+    known = log.first(cached)
     known_ids, known_mask = known.ids.to(ids.device), known.mask.to(mask.device)
-    different = (known_ids[:, before:] != ids[:, : seen - before]) & ((known_mask | mask[:, :seen])[:, before:] != 0)
+    different = (known_ids[:, before:] != ids[:, : cached - before]) & (
+        (known_mask | mask[:, :cached])[:, before:] != 0
+    )
     if bool(different.any()):
-        raise InputError(_differs(different, before, seen, ids, known_ids[:, before:]))
-    if not torch.equal(known_mask, mask[:, :seen]):
+        raise InputError(_differs(different, before, cached, ids, known_ids[:, before:]))
+    if not torch.equal(known_mask, mask[:, :cached]):
         raise InputError(
-            f"attention_mask says something else about the {seen} tokens in the cache than when they were read or "
+            f"attention_mask says something else about the {cached} tokens in the cache than when they were read or "
             "generated (rows that ended early were filled up with pads): leave it out, and it is remembered"
         )
     if log.live_reader not in (None, reader) or (source is not None and log.source is None):
@@ -80,7 +83,7 @@ def check_continues(cache: EngineCache, request: Request, reader: PreTrainedMode
     usual = (mask.cumsum(dim=1) - 1).clamp(min=0)
     read = usual if log.positions is None else log.positions.to(usual.device)
     given = usual if positions is None else positions
-    return bool((read[..., :seen] == given[..., :seen]).all())
+    return bool((read[..., :cached] == given[..., :cached]).all())
 
 
 def check_content(
@@ -88,44 +91,42 @@ def check_content(
     cache: EngineCache,
     request: Request,
     columns: Columns,
-    model_kwargs: dict[str, Any],
+    inputs: ModelInputs,
     tokenizer: Any,
 ) -> None:
-    """Compare what the first layer of `cache` holds with what it makes of the prompt. Equal: the content is known then.
+    """Compare the keys of the cache's first layer with those of the prompt; where they are equal, set the cache's log.
 
-    model_kwargs: inputs of the model beside ids and positions. Where only new tokens were given there is nothing to
-    compare. Raises `InputError`, which names the first token that differs, or why none can be compared.
+    Where only new tokens were given there is nothing to compare. Raises `InputError`, which names the first token that
+    differs, or why none can be compared.
     """
-    seen = cache.total_tokens
+    cached = cache.total_tokens
     if request.before > 0:
         return
     try:
         if cache.log is not None and cache.log.live_reader not in (None, runner.model):
             raise UnknownContentError("another model has filled it, of which the first layer alone could be compared")
-        held = first_layer(cache)
-        _check_comparable(runner.model, request, seen)
-        model_kwargs = (
-            model_kwargs
-            if request.source is not None
-            else {name: model_kwargs[name] for name in model_kwargs if name in PER_TOKEN}
-        )
-        _check_columns(runner, held[0], request, columns, model_kwargs, seen, tokenizer)
+        first = first_layer(cache)
+        _check_comparable(runner.model, request, cached)
+        if request.source is None:  # media are not encoded again for this
+            per_token = {name: value for name, value in inputs.model_kwargs.items() if name in PER_TOKEN}
+            inputs = replace(inputs, model_kwargs=per_token)
+        _check_columns(runner, first[0], request, columns, inputs, cached, tokenizer)
         if request.source is not None:
-            _check_source(runner, held[1], request, columns, model_kwargs)
+            _check_source(runner, first[1], request, columns, inputs)
     except UnknownContentError as reason:
         raise InputError(
-            f"the {cache.name} cache holds {seen} tokens of each row, and whether they begin this prompt cannot be "
+            f"the {cache.name} cache holds {cached} tokens of each row, and whether they begin this prompt cannot be "
             f"checked: {reason}. Start with an empty cache, or say trust_cache=True if you know that they do"
         ) from None
     if request.prompt.columns_without_ids == 0:
-        mask, ids = request.mask[:, :seen].clone(), request.prompt.ids[:, :seen].clone()
+        mask, ids = request.mask[:, :cached].clone(), request.prompt.ids[:, :cached].clone()
         source = source_of(request.prompt.model_kwargs)
-        cache.log = TokenLog(ids, mask, columns.own_positions(seen), source, weakref.ref(runner.model))
+        cache.log = TokenLog(ids, mask, columns.own_positions(cached), source, weakref.ref(runner.model))
 
 
-def _check_comparable(model: PreTrainedModel, request: Request, seen: int) -> None:
+def _check_comparable(model: PreTrainedModel, request: Request, cached: int) -> None:
     """Raise `UnknownContentError` where keys depend on more than a token and its position."""
-    ids = request.prompt.ids[:, : max(0, seen - request.prompt.columns_without_ids)]
+    ids = request.prompt.ids[:, : max(0, cached - request.prompt.columns_without_ids)]
     if request.prompt.embeds is None and request.source is None and has_placeholders(model, ids):
         raise UnknownContentError(
             "some of them stand for images or sounds, of which only the cache knows what was there"
@@ -135,7 +136,7 @@ def _check_comparable(model: PreTrainedModel, request: Request, seen: int) -> No
     kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
     trained = getattr(config, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
     trained = trained or getattr(config, "max_position_embeddings", None) or 0
-    if kinds & {"dynamic", "longrope"} and seen > trained:
+    if kinds & {"dynamic", "longrope"} and cached > trained:
         raise UnknownContentError(
             f"behind {trained} tokens the keys of this model also depend on how long the text was"
         )
@@ -143,33 +144,33 @@ def _check_comparable(model: PreTrainedModel, request: Request, seen: int) -> No
 
 def _check_columns(
     runner: ModelRunner,
-    held: tuple[HeldColumns, HeldColumns],
+    first: tuple[HeldColumns, HeldColumns],
     request: Request,
     columns: Columns,
-    model_kwargs: dict[str, Any],
-    seen: int,
+    inputs: ModelInputs,
+    cached: int,
     tokenizer: Any,
 ) -> None:
     prompt, mask = request.prompt, request.mask != 0
     ids = torch.nn.functional.pad(prompt.ids, (prompt.columns_without_ids, 0))
     step = max(1, _PIECE // len(ids))
-    for begin in range(0, seen, step):
-        end = min(begin + step, seen)
-        made = runner.first_keys(ids, columns, begin, end, embeds=prompt.embeds, model_kwargs=model_kwargs)
-        different = [part.differ(expected, begin) for part, expected in zip(held, made, strict=True)]
+    for begin in range(0, cached, step):
+        end = min(begin + step, cached)
+        made = runner.first_keys(ids, columns, begin, end, inputs)
+        different = [part.differ(expected, begin) for part, expected in zip(first, made, strict=True)]
         both = (different[0] | different[1]) & mask[:, begin:end]
         if bool(both.any()):
-            raise InputError(_differs(both, begin, seen, ids[:, begin:], None, tokenizer))
+            raise InputError(_differs(both, begin, cached, ids[:, begin:], None, tokenizer))
     if request.source is None:
-        _check_places_tell(mask[:, :seen])
-    if not bool(mask[:, :seen].all()):
-        _check_pads_show(runner, held[0], request, ids, model_kwargs, seen)
+        _check_places_tell(mask[:, :cached])
+    if not bool(mask[:, :cached].all()):
+        _check_pads_show(runner, first[0], request, ids, inputs, cached)
 
 
 def _check_places_tell(mask: torch.Tensor) -> None:
-    """Raise `UnknownContentError` where other tokens may have been pads when the same positions were read.
+    """Raise `UnknownContentError` where tokens at the same positions may have had another mask.
 
-    A pad is read at the position of the token before it, or at the first one. mask: of the columns in the cache.
+    A pad token has the position of the token before it, or the first one. mask: of the columns in the cache.
     """
     holes = (mask[:, :-1] & ~mask[:, 1:]).any(dim=1).nonzero().flatten().tolist()
     if holes:
@@ -182,17 +183,15 @@ def _check_places_tell(mask: torch.Tensor) -> None:
 
 
 def _check_pads_show(
-    runner: ModelRunner, keys: HeldColumns, request: Request, ids: torch.Tensor, model_kwargs: dict[str, Any], seen: int
+    runner: ModelRunner, keys: HeldColumns, request: Request, ids: torch.Tensor, inputs: ModelInputs, cached: int
 ) -> None:
-    """Raise `UnknownContentError` where keys are the same whether pads are masked or not: then masks cannot be
-    compared.
-    """
-    row = int((request.mask[:, :seen] == 0).any(dim=1).int().argmax())
-    end = min(seen, int((request.mask[row] == 0).nonzero()[-1]) + 2)  # the token after its last pad
+    """Raise `UnknownContentError` where keys are the same with and without masked pads: keys then tell no mask."""
+    row = int((request.mask[:, :cached] == 0).any(dim=1).int().argmax())
+    end = min(cached, int((request.mask[row] == 0).nonzero()[-1]) + 2)  # the token after its last pad
     if request.mask[row, end - 1] == 0:
         return  # it ends in pads: no token in the cache has come after them
     plain = Columns(torch.ones_like(request.mask), request.mask.shape[1])
-    keys_there = runner.first_keys(ids, plain, end - 1, end, embeds=request.prompt.embeds, model_kwargs=model_kwargs)[0]
+    keys_there = runner.first_keys(ids, plain, end - 1, end, inputs)[0]
     if not bool(keys.differ(keys_there, end - 1)[row, 0]):
         raise UnknownContentError(
             f"row {row} has pads, and the keys of this model do not tell whether they were masked when it was read"
@@ -201,24 +200,24 @@ def _check_pads_show(
 
 def _check_source(
     runner: ModelRunner,
-    held: tuple[HeldColumns, HeldColumns],
+    first: tuple[HeldColumns, HeldColumns],
     request: Request,
     columns: Columns,
-    model_kwargs: dict[str, Any],
+    inputs: ModelInputs,
 ) -> None:
-    made = runner.first_keys(request.prompt.ids, columns, 0, 1, embeds=None, model_kwargs=model_kwargs, cross=True)
-    different = held[0].differ(made[0], 0) | held[1].differ(made[1], 0)
-    mask = model_kwargs.get("attention_mask")
+    made = runner.first_keys(request.prompt.ids, columns, 0, 1, inputs, cross=True)
+    different = first[0].differ(made[0], 0) | first[1].differ(made[1], 0)
+    mask = inputs.model_kwargs.get("attention_mask")
     if mask is not None and mask.shape == different.shape:
         different = different & (mask != 0).to(different.device)
-    if held[0].held.shape[2] != made[0].shape[2] or bool(different.any()):
+    if first[0].held.shape[2] != made[0].shape[2] or bool(different.any()):
         raise InputError(_OTHER_SOURCE)
 
 
 def _differs(
-    different: torch.Tensor, before: int, seen: int, given: torch.Tensor, there: Any = None, tokenizer: Any = None
+    different: torch.Tensor, before: int, cached: int, given: torch.Tensor, there: Any = None, tokenizer: Any = None
 ) -> str:
-    """different [rows, columns] and the ids `given`, and those that are `there` if they are known, from `before` on."""
+    """The error's message. different, given, there: [rows, columns] from column `before` on; `there` where known."""
     column = int(different.any(dim=0).int().argmax())
     row = int(different[:, column].int().argmax())
     what = f"the prompt has {given[row, column].item()} there"
@@ -229,14 +228,14 @@ def _differs(
     if tokenizer is not None:
         what += f" ({tokenizer.decode(around.tolist())!r})"
     return (
-        f"the cache holds {seen} tokens that do not begin this prompt: they differ from token {before + column} on, in "
-        f"row {row} ({what}). Give the whole conversation as it was generated, with the same model, or start with an "
-        "empty cache"
+        f"the cache holds {cached} tokens that do not begin this prompt: they differ from token {before + column} on, "
+        f"in row {row} ({what}). Give the whole conversation as it was generated, with the same model, or start with "
+        "an empty cache"
     )
 
 
 def check_pads_ahead(runner: ModelRunner, cache: EngineCache, mask: torch.Tensor) -> None:
-    """Refuse pads behind what the cache holds where the model would read them into its states, one token at a time."""
+    """Refuse pads after the cached tokens where the model would read them into its states, one token at a time."""
     pads = (mask[:, cache.total_tokens :] == 0).any(dim=1).nonzero().flatten().tolist()
     if cache.total_tokens > 0 and pads and not runner.reads_on:
         raise InputError(
@@ -247,7 +246,7 @@ def check_pads_ahead(runner: ModelRunner, cache: EngineCache, mask: torch.Tensor
 
 
 def _remembers_pads(cache: EngineCache) -> bool:
-    """Whether pads after a row's end leave something behind that no mask can hide."""
+    """Whether pads after a row's end change windows or states, where no mask can hide them."""
     kinds = (getattr(cache.handle, name, ()) for name in ("is_sliding", "is_linear"))
     if getattr(cache.handle, "imposes_windows", False):
         return True

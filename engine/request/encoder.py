@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.utils import ModelOutput
 
 from caches.out_of_memory import is_out_of_memory
 from caches.transformers_api import (
@@ -25,13 +24,13 @@ from caches.transformers_api import (
     prepare_special_tokens,
     special_tokens,
 )
-from engine.decoding.collected_outputs import joined
 from engine.errors import InputError, OptionError
 from engine.model.accelerate_hooks import input_embeddings, prompt_device
 from engine.model.model_lock import turn_of
 from engine.out_of_memory import empty_allocators, in_words, without_frames
 from engine.prompt import Prompt, as_embeds, as_ids, as_mask, merged, move, read_prompt
 from engine.request.checks import check_vocabulary
+from engine.rows import index_rows, join_rows
 
 Recover = Callable[[BaseException, int, int], int]
 """When memory is out, the error and in how many of so many possible parts rows were encoded: how many to go on with.
@@ -211,7 +210,7 @@ def _encoded_in(
     for index in torch.arange(rows, device=source.device).tensor_split(parts):
         of_rows = {name: index_rows(value, index, rows) for name, value in given.items()}
         found.append(prepare(source[index], of_rows)["encoder_outputs"])
-    return given | {"encoder_outputs": joined(found)}
+    return given | {"encoder_outputs": join_rows(found)}
 
 
 def largest_matrix_bytes(model: PreTrainedModel) -> int:
@@ -326,12 +325,3 @@ def source_of(model_kwargs: dict[str, Any]) -> torch.Tensor | None:
     """What the encoder made of its source [rows, columns, width]; None without an encoder."""
     outputs = model_kwargs.get("encoder_outputs")
     return None if outputs is None else outputs[0]
-
-
-def index_rows(value: Any, index: torch.Tensor, rows: int) -> Any:
-    """`value` with row i replaced by row `index[i]`, where it has `rows` of them: a tensor or a model's outputs."""
-    if isinstance(value, torch.Tensor) and value.shape[:1] == (rows,):
-        return value[index]
-    if isinstance(value, ModelOutput):
-        return type(value)(**{name: index_rows(part, index, rows) for name, part in value.items()})
-    return value

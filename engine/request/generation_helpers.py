@@ -10,11 +10,10 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from caches.transformers_api import logits_processors, stopping_criteria
-from engine.decoding.stopping import Criteria
 from engine.errors import OptionError
 from engine.prompt import Prompt
 from engine.request.encoder import Source
-from engine.request.logits_processors import Processing
+from engine.request.logits_processors import Processing, name_of
 
 
 def what_is_read(prompt: Prompt, source: Source | None) -> torch.Tensor:
@@ -79,3 +78,24 @@ def stop_strings(config: GenerationConfig, tokenizer: Any) -> tuple[str, ...]:
     if "" in stops or config.stop_strings == "":
         raise OptionError("stop_strings: an empty stop string would end every text before it begins")
     return stops
+
+
+class Criteria(StoppingCriteriaList):
+    """Criteria whose verdicts are checked: each is bool [rows], or one for all rows."""
+
+    def __call__(self, ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None, **more: Any) -> torch.Tensor:
+        ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        for criterion in self:
+            ended |= _checked(name_of(criterion), criterion(ids, scores, **more), len(ids)).to(ids.device)
+        return ended
+
+
+def _checked(name: str, verdict: Any, rows: int) -> torch.Tensor:
+    told = f"the stopping criterion {name} returns whether each of {rows} rows ends, bool [{rows}]"
+    try:
+        found = torch.as_tensor(verdict)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise OptionError(f"{told}, but it returned {verdict!r:.80}") from error
+    if found.is_floating_point() or found.is_complex() or list(found.shape) not in ([], [1], [rows]):
+        raise OptionError(f"{told}, but it returned {found.dtype} {list(found.shape)}")
+    return found.bool()

@@ -7,7 +7,6 @@ before the first forward.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -17,15 +16,11 @@ from caches.transformers_api import (
     has_own_position_ids,
     prepare_encoder_kwargs,
     prepare_position_ids,
-    update_model_kwargs,
 )
 from engine.errors import InputError
 from engine.model.model_lock import turn_of
-from engine.prompt import Prompt
+from engine.prompt import PER_TOKEN, Prompt
 
-ENCODED = "mm_encoder_outputs"  # transformers' name for what the encoders of a model made of its media
-_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
-PER_TOKEN = ("position_ids", *_TOKEN_TYPES)  # one entry per token of the prompt in their last dimension
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 
 
@@ -102,32 +97,3 @@ def _own_positions(
             f"{type(model).__name__} cannot tell the positions of this prompt ({type(error).__name__}: {error}): begin "
             "with an empty cache and give the whole conversation with all its images"
         ) from error
-
-
-def extend_model_kwargs(
-    model: PreTrainedModel, model_kwargs: dict[str, Any], columns: int
-) -> tuple[dict[str, Any], dict[str, int]]:
-    """`model_kwargs` with those that grow with every token extended to `columns` at least; second, along which
-    dimension.
-
-    What a new token has there is asked of the model, by letting it add one.
-    """
-    grown = update_model_kwargs(model, _NoOutputs(), dict(model_kwargs))
-    extended, axes = dict(model_kwargs), {}
-    for name, value in model_kwargs.items():
-        longer = grown.get(name)
-        if not isinstance(value, torch.Tensor) or not isinstance(longer, torch.Tensor) or longer.shape == value.shape:
-            continue
-        axis = next(axis for axis in range(value.ndim) if longer.shape[axis] != value.shape[axis])
-        new = longer.narrow(axis, longer.shape[axis] - 1, 1)
-        missing = max(0, columns - value.shape[axis])
-        extended[name] = torch.cat([value, new.repeat_interleave(missing, dim=axis)], dim=axis)
-        axes[name] = axis
-    return extended, axes
-
-
-class _NoOutputs(dict):
-    """The outputs of a forward that has not been: every field is None."""
-
-    def __getattr__(self, name: str) -> None:
-        return None

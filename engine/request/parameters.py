@@ -23,6 +23,7 @@ from configs import CacheConfig
 from engine.errors import OptionError
 from engine.request.call import Call
 from engine.request.parameter_hints import hint
+from strategies import Needs
 
 
 class _Wrong(Exception):
@@ -241,6 +242,8 @@ def _strategy(value: Any) -> Any:
     is_one = isinstance(getattr(value, "name", None), str) and callable(getattr(value, "flow", None))
     if not isinstance(value, str) and (isinstance(value, type) or not is_one or not hasattr(value, "samples")):
         raise _Wrong
+    if not isinstance(needs := getattr(value, "needs", Needs()), Needs):
+        raise _Wrong(f"has needs={needs!r:.80}, but they are a strategies.Needs(...)")
     return value
 
 

@@ -1,63 +1,28 @@
-"""One call's arguments, checked and put in order before any work, with `GenerationMixin`'s own helpers."""
+"""`Request`: one call's arguments, checked and complete before any work."""
 
 from __future__ import annotations
 
-import copy
-import functools
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, MaxTimeCriteria, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
-from caches import EngineCache
-from caches.transformers_api import (
-    prepare_attention_mask,
-    prepare_generated_length,
-    prepare_generation_config,
-    prepare_special_tokens,
-    special_tokens,
-)
-from engine.decoding.guidance import ARGUMENTS, Guidance, check_guidance, read_guidance
-from engine.decoding.stopping import Criteria, Stopping
-from engine.errors import OptionError
-from engine.model.accelerate_hooks import prompt_device
-from engine.model.device_state import seeded
-from engine.planning.cache_size import RunShape
-from engine.prompt import Prompt, read_prompt
-from engine.request.call import Call, parameters
-from engine.request.checks import (
-    check_applies,
-    check_embeds,
-    check_ids,
-    check_ids_are_known,
-    check_length,
-    check_mask,
-    check_model,
-    check_model_kwargs,
-    check_pad_id,
-    check_pieces,
-    check_positions,
-    check_said_ids,
-)
-from engine.request.continuation import known_mask
-from engine.request.encoder import Recover, Source, encode, read_source
-from engine.request.generation_helpers import ended, processing, stop_strings, what_is_read
+from engine.prompt import Prompt
+from engine.request.encoder import Recover, Source, encode
+from engine.request.guidance import Guidance
 from engine.request.logits_processors import Processing
-from engine.request.model_kwargs import complete_model_kwargs
-from engine.request.parameter_hints import hint
-from engine.request.parameters import read_own
-from engine.request.strategy import choose_strategy, score_copies, scored
-from strategies import SpeculationStats, Strategy, Task, Translation
+from engine.request.run_shape import RunShape
+from engine.request.strategy import score_copies
+from strategies import Needs, SpeculationStats, Strategy, Task, Translation
+from strategies.operations import needs_of
 
 
 @dataclass(frozen=True)
 class Request:
-    """total: columns when the run ends at the latest. before: columns the cache holds before those of `prompt`.
+    """total: columns at the end of the longest run. before: columns in the cache that the prompt does not repeat.
 
-    source: what an encoder reads for this call. drafts, translation, generator: see `Task`.
+    source: the input of an encoder, None without one. drafts, translation, generator: see `Task`.
     """
 
     prompt: Prompt
@@ -81,24 +46,29 @@ class Request:
     generator: torch.Generator | None = None
 
     @property
+    def needs(self) -> Needs:
+        """What the strategy needs of the engine."""
+        return needs_of(self.strategy)
+
+    @property
     def output_flags(self) -> dict[str, bool]:
         """What the model is asked to return besides its logits."""
         return {name: True for name in ("output_attentions", "output_hidden_states") if getattr(self.config, name)}
 
     @property
     def source_tokens(self) -> int:
-        """What is read besides the prompts, by an encoder or for guidance, pads not counted."""
+        """Tokens read besides the prompts, by an encoder or for guidance, without padding."""
         if self.source is not None:
             return self.source.tokens or 0
         return 0 if self.guidance is None else self.guidance.other_tokens
 
     @property
     def is_encoded(self) -> bool:
-        """Whether what an encoder makes of its source is there, if one reads for this call."""
+        """Whether the encoder has run, if there is one."""
         return self.source is None or self.source.tokens is not None
 
     def encoded(self, model: PreTrainedModel, recover: Recover) -> Request:
-        """The same with what the encoder of `model` makes of its source: see `encode`."""
+        """The same with the outputs of the encoder of `model`: see `encode`."""
         if self.source is None:
             return self
         model_kwargs, source = encode(model, self.prompt.model_kwargs, self.source, recover)
@@ -106,28 +76,28 @@ class Request:
 
     @property
     def rows(self) -> int:
-        """Rows that those the model reads become."""
-        return len(self.read[0].ids) * int(getattr(self.strategy, "branches", 1))
+        """Rows of the run, after each row of the prompt became several."""
+        return len(self.read[0].ids) * self.needs.rows_per_prompt
 
     @property
     def read(self) -> tuple[Prompt, torch.Tensor]:
-        """What the model reads and its mask: with guidance more than the prompt."""
+        """The prompt that the model reads and its mask: with guidance, also the texts without the prompt."""
         return (self.prompt, self.mask) if self.guidance is None else (self.guidance.prompt, self.guidance.mask)
 
     @property
     def columns(self) -> int:
-        """Columns that the model's side of the run has at most."""
+        """Columns of the model at the end of the longest run."""
         return self.read[1].shape[1] + self.new_tokens
 
     @property
     def run_shape(self) -> RunShape:
-        """What memory depends on."""
+        """The numbers that memory depends on."""
         outputs = self.prompt.model_kwargs.get("encoder_outputs")
         return RunShape(
             prompt_tokens=self.read[1].shape[1],
             new_tokens=self.new_tokens,
             prompts=len(self.read[0].ids),
-            branches=int(getattr(self.strategy, "branches", 1)),
+            branches=self.needs.rows_per_prompt,
             source_tokens=0 if outputs is None else outputs[0].shape[1],
             chunk_tokens=self.chunk_tokens,
             ends_early=not self.length_is_known,
@@ -137,8 +107,13 @@ class Request:
 
     @property
     def first_known_column(self) -> int:
-        """Columns before the first one of which the id was given."""
+        """The first column whose id was given."""
         return self.before + self.prompt.columns_without_ids
+
+    @property
+    def max_columns(self) -> int:
+        """Columns with an id when the run ends at the latest."""
+        return self.total - self.first_known_column
 
     @property
     def new_tokens(self) -> int:
@@ -147,13 +122,13 @@ class Request:
 
     @property
     def task(self) -> Task:
-        """What the strategy's flow gets."""
+        """The argument of the strategy's flow."""
         return Task(
             ids=self.prompt.ids,
             mask=self.mask[:, self.before :],
             process=self.processing,
             ended=self.ended,
-            max_columns=self.total - self.first_known_column,
+            max_columns=self.max_columns,
             eos_ids=self.eos_ids,
             pad_id=self.pad_id,
             drafts=self.drafts,
@@ -163,241 +138,5 @@ class Request:
 
     @property
     def length_is_known(self) -> bool:
-        """Whether nothing but the length can end the run."""
+        """Whether only the length can end the run."""
         return not (self.eos_ids or self.stop_strings or self.criteria or self.config.max_time is not None)
-
-    def stopping(self) -> Stopping:
-        time_criteria = StoppingCriteriaList()
-        if self.config.max_time is not None:
-            time_criteria.append(MaxTimeCriteria(self.config.max_time))
-        return Stopping(
-            len(self.prompt.ids), self.total - self.first_known_column, self.eos_ids, self.criteria, time_criteria
-        )
-
-
-@dataclass(frozen=True)
-class _Said:
-    """What a call says besides its inputs. options: those that mean something. config: the parameters as a whole.
-
-    model_inputs: given as keywords. lengths: those of max_length and min_length that were chosen.
-    """
-
-    options: dict[str, Any]
-    config: GenerationConfig
-    strategy: Strategy
-    model_inputs: dict[str, Any]
-    lengths: set[str]
-    negative: dict[str, Any]
-    constraint: Callable | None
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    """What the model is to read: see `Request`. device: of the prompt."""
-
-    prompt: Prompt
-    mask: torch.Tensor
-    before: int
-    source: Source | None
-    guidance: Guidance | None
-    device: torch.device
-
-
-def read_request(
-    model: PreTrainedModel,
-    call: Call,
-    tokenizer: Any,
-    cache: EngineCache | None,
-    *,
-    assistant: PreTrainedModel | None,
-    chunk_tokens: int | None,
-) -> Request:
-    """Check everything that can be checked without running the model. Raises `InputError` and `OptionError`.
-
-    An encoder has not read its source then: see `Request.encoded`.
-
-    cache: the live one that the call continues. assistant: the draft, for strategies that need one. chunk_tokens: what
-    the engine's configuration says.
-    """
-    check_model(model)
-    said = _read_said(model, call, assistant)
-    config, chosen = said.config, said.strategy
-    chunk_tokens = config.prefill_chunk_size or chunk_tokens
-    inputs = _read_inputs(model, call, tokenizer, said, cache, chunk_tokens)
-    total = _read_length(model, said, inputs)
-    prompt, mask, source = inputs.prompt, inputs.mask, inputs.source
-    eos, pad, _ = special_tokens(config)
-    if pad is None and tokenizer is not None and tokenizer.pad_token_id is not None:
-        pad = torch.tensor(tokenizer.pad_token_id)
-    given = call.logits_processor
-    request = Request(
-        prompt=prompt,
-        mask=mask,
-        before=inputs.before,
-        total=total,
-        config=config,
-        strategy=chosen,
-        processing=processing(model, prompt, mask, source, config, scored(chosen), given, said.constraint),
-        source=source,
-        guidance=inputs.guidance,
-        criteria=Criteria(call.stopping_criteria or []),
-        eos_ids=() if eos is None else tuple(eos.tolist()),
-        pad_id=0 if pad is None else int(pad),
-        stop_strings=stop_strings(config, tokenizer),
-        ended=ended(model, config, call.stopping_criteria, tokenizer),
-        chunk_tokens=chunk_tokens,
-        use_cache=said.options.get("use_cache", call.generation_config and call.generation_config.use_cache),
-        generator=seeded(call.seed, inputs.device),
-    )
-    texts = len(prompt.ids) * int(getattr(chosen, "num_return_sequences", 1))
-    if texts > 1 and not request.length_is_known:
-        check_pad_id(model, request.pad_id, texts)
-    return request
-
-
-def _read_said(model: PreTrainedModel, call: Call, assistant: PreTrainedModel | None) -> _Said:
-    # Left at None, transformers' arguments mean nothing.
-    spare = set(inspect.signature(GenerationMixin.generate).parameters) | set(
-        inspect.signature(model.forward).parameters
-    )
-    options = {name: value for name, value in call.options.items() if value is not None or name not in spare}
-    if options.get("synced_gpus") is False:
-        del options["synced_gpus"]
-    constraint = options.pop("prefix_allowed_tokens_fn", None)
-    negative = {name: options.pop(name, None) for name in ARGUMENTS}
-    config, model_inputs, lengths = _complete_config(model, call.generation_config, options)
-    strategy = choose_strategy(config, call, options, assistant)
-    check_applies(model, strategy, config, options)
-    check_said_ids(model, config, options)
-    check_guidance(model, config.guidance_scale, negative)
-    return _Said(options, config, strategy, model_inputs, lengths, negative, constraint)
-
-
-def _read_inputs(
-    model: PreTrainedModel,
-    call: Call,
-    tokenizer: Any,
-    said: _Said,
-    cache: EngineCache | None,
-    chunk_tokens: int | None,
-) -> _Inputs:
-    device, source, config = prompt_device(model), None, said.config
-    if model.config.is_encoder_decoder:
-        named = dict(call.inputs) if isinstance(call.inputs, Mapping) else {}
-        _refuse_unknown(model, said.model_inputs | named)
-        prompt, source = read_source(model, call.inputs, said.model_inputs, tokenizer, config, device)
-    else:
-        prompt = read_prompt(call.inputs, said.model_inputs, tokenizer, config.bos_token_id, pad_id=config.pad_token_id)
-        _refuse_unknown(model, prompt.model_kwargs)
-        prompt = prompt.to(device)
-        prepare_special_tokens(model, config, prompt.mask is not None, device, len(prompt.ids))
-    check_embeds(model, prompt)
-    check_ids(model, prompt)
-    mask = prompt.mask
-    if mask is None and prompt.columns_without_ids > 0:
-        mask = torch.ones(len(prompt.ids), prompt.columns, dtype=torch.long, device=device)
-    elif mask is None:
-        known = known_mask(cache, prompt.ids)
-        mask = torch.cat([known, _inferred_mask(model, prompt.ids[:, known.shape[1] :], config)], dim=1)
-    mask = (mask != 0).long()
-    name = "attention_mask" if source is None else "decoder_attention_mask"
-    before = check_mask(prompt, mask, 0 if cache is None else cache.total_tokens, name)
-    check_model_kwargs(model, prompt, mask)
-    if source is None:
-        check_pieces(prompt, chunk_tokens)
-    infer_mask = functools.partial(_inferred_mask, model, config=config)
-    guidance = read_guidance(model, prompt, mask, config, said.negative, tokenizer, cache, infer_mask)
-    if guidance is None:
-        prompt, mask = complete_model_kwargs(model, prompt, mask, cache, config)
-    return _Inputs(prompt, mask, before, source, guidance, device)
-
-
-def _read_length(model: PreTrainedModel, said: _Said, inputs: _Inputs) -> int:
-    """Columns when the run ends at the latest."""
-    config, prompt = said.config, inputs.prompt
-    fed = prompt.ids if prompt.embeds is None else prompt.embeds
-    prepare_generated_length(model, config, fed, prompt.ids.shape[1], said.lengths)
-    check_ids_are_known(what_is_read(prompt, inputs.source), said.options)
-    total = inputs.before + prompt.columns_without_ids + config.max_length
-    check_length(inputs.mask.shape[1], total)
-    if inputs.source is not None:  # others need positions for what their cache lets them look at
-        check_positions(model, None, inputs.mask.shape[1], total)
-    return total
-
-
-def _complete_config(
-    model: PreTrainedModel, generation_config: GenerationConfig | None, options: dict[str, Any]
-) -> tuple[GenerationConfig, dict[str, Any], set[str]]:
-    """All parameters: those given, the model's own, the defaults. The rest of `options`: inputs of the model.
-
-    Third, which of max_length and min_length were chosen: transformers counts those from the prompt's beginning.
-    """
-    own = read_own(model.generation_config, generation_config, options)
-    configs = [config for config in (generation_config, model.generation_config) if config is not None]
-    given = {
-        name
-        for name in ("max_length", "min_length")
-        if options.get(name) is not None or any(getattr(config, name) is not None for config in configs)
-    }
-    # Whether there can be several texts is for the strategy to say, which transformers knows nothing of.
-    returned = options.get("num_return_sequences")
-    passed = {name: value for name, value in options.items() if name != "num_return_sequences"}
-    # Records come back in any case: without this transformers warns that it may ignore them.
-    if generation_config is None:
-        passed["return_dict_in_generate"] = True
-    else:
-        generation_config = copy.copy(generation_config)
-        generation_config.return_dict_in_generate = True
-    try:
-        config, model_inputs = prepare_generation_config(model, generation_config, **passed)
-    except (ValueError, TypeError, AttributeError) as error:  # transformers' own checks, of the model's settings too
-        raise OptionError(f"transformers refuses these generation parameters: {error}") from error
-    for name, value in own.items():
-        if getattr(config, name) is not None:  # transformers drops some
-            setattr(config, name, value)
-    if config.eos_token_id == []:  # said, so that the model's own does not count; from here on None is no end
-        config.eos_token_id = None
-    config.num_return_sequences = config.num_return_sequences if returned is None else returned
-    for flag in ("output_attentions", "output_hidden_states"):  # kept in the config too
-        model_inputs.pop(flag, None)
-    return config, model_inputs, given
-
-
-def _inferred_mask(model: PreTrainedModel, ids: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
-    """The mask of a prompt that came without one, as transformers reads it off the pad ids."""
-    if ids.numel() == 0:
-        return torch.ones_like(ids)
-    return prepare_attention_mask(model, ids, config)
-
-
-def _refuse_unknown(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
-    """Refuse model inputs that the model does not take, among them every misspelt parameter."""
-    takes = set(inspect.signature(model.forward).parameters)
-    takes |= set(inspect.signature(model.prepare_inputs_for_generation).parameters)
-    takes -= _SET_BY_THE_ENGINE
-    for name in model_kwargs:
-        if name in _SET_BY_THE_ENGINE:
-            raise OptionError(f"{name!r} is set by the engine in every step and cannot be an input: leave it out")
-        if name in takes:
-            continue
-        if name == "synced_gpus":
-            raise OptionError(
-                "synced_gpus=True is for a model that is split among processes (ZeRO-3, FSDP), which the engine does "
-                "not run: leave it out"
-            )
-        said = (set(GenerationConfig().to_dict()) | set(inspect.signature(parameters).parameters)) - _NO_PARAMETERS
-        if name in said:
-            raise OptionError(
-                f"{type(model).__name__} knows no input {name!r}, which is a parameter of the call: give it as a "
-                f"keyword, generate(..., {name}=...)"
-            )
-        meant = hint(str(name), takes | said)
-        raise OptionError(f"{type(model).__name__} and generate() know no input {name!r}; {meant}")
-
-
-_SET_BY_THE_ENGINE = {
-    "args", "kwargs", "model_kwargs", "labels", "logits_to_keep", "next_sequence_length", "is_first_iteration",
-    "past_key_values", "use_cache", "cache_position", "return_dict", "output_attentions", "output_hidden_states",
-    "decoder_inputs_embeds", "cache_params",
-}  # fmt: skip
-_NO_PARAMETERS = {"model_inputs", "transformers_version"}

@@ -22,6 +22,7 @@ from engine.errors import OptionError
 from engine.request.call import Call
 from engine.request.parameters import read
 from strategies import Strategy
+from strategies.operations import needs_of
 
 _STRATEGY_OF_MODE = {
     GenerationMode.GREEDY_SEARCH: "greedy",
@@ -48,6 +49,23 @@ def choose_strategy(
             f"assistant_model and prompt_lookup_num_tokens={config.prompt_lookup_num_tokens} both propose tokens: "
             "leave one of them out"
         )
+    implied = _implied(config, assistant)
+    if strategy is None or isinstance(strategy, str):
+        chosen = _built(strategy, implied, config, generation_config, options, assistant)
+    else:
+        chosen = strategy
+    do_sample = options.get("do_sample")  # a whole configuration gives way to a strategy that the call names
+    if do_sample is not None and do_sample != chosen.samples:
+        raise OptionError(f"strategy={chosen.name!r} contradicts do_sample={do_sample}: leave one of them out")
+    _check_draft(chosen, assistant, call.assistant_tokenizer)
+    config.do_sample = chosen.samples
+    needs = needs_of(chosen)  # logits processors take `num_beams` rows for those of one prompt
+    config.num_beams = needs.rows_at_a_time if needs.rows_are_beams else 1
+    return chosen
+
+
+def _implied(config: GenerationConfig, assistant: PreTrainedModel | None) -> str:
+    """The name of the strategy that the parameters mean in transformers. Raises `OptionError` where it is not here."""
     implied = _STRATEGY_OF_MODE.get(mode := config.get_generation_mode())
     if config.prompt_lookup_num_tokens is not None and implied in ("greedy", "sampling", "assisted"):
         implied = "prompt_lookup"
@@ -61,48 +79,49 @@ def choose_strategy(
             f"{' and '.join(asking) or 'these options'} ask for {mode.value.replace('_', ' ')}, which is not "
             f"available; strategies: {', '.join(strategies.names())}"
         )
-    if strategy is None or isinstance(strategy, str):
-        neutral = default_generation_params()
-        named = implied if strategy is None else strategy
-        values = {name: getattr(config, name, None) for name in strategies.options(named)}
-        said = {
-            name
-            for name in values
-            if options.get(name) is not None or getattr(generation_config, name, None) is not None
+    return implied
+
+
+def _built(
+    named: str | None,
+    implied: str,
+    config: GenerationConfig,
+    generation_config: GenerationConfig | None,
+    options: dict[str, Any],
+    assistant: PreTrainedModel | None,
+) -> Strategy:
+    """The strategy called `named`, or else `implied`, with the parameters that are its options.
+
+    Options that the call does not set are those of the model where they are not neutral, else the strategy's defaults.
+    """
+    neutral = default_generation_params()
+    chosen = implied if named is None else named
+    values = {name: getattr(config, name, None) for name in strategies.options(chosen)}
+    set_by_call = {
+        name for name in values if options.get(name) is not None or getattr(generation_config, name, None) is not None
+    }
+    given = {
+        name: value
+        for name, value in values.items()
+        if value is not None and (name in set_by_call or value != neutral.get(name))
+    }
+    if named is None and implied == "contrastive" and "top_k" not in given:
+        raise OptionError(
+            f"penalty_alpha={config.penalty_alpha} asks for contrastive search, which also needs top_k, how many "
+            "candidates to compare: give top_k=4, or strategy='contrastive'"
+        )
+    if assistant is not None:  # its own configuration completes the call's
+        own = {name: getattr(assistant.generation_config, name, None) for name in set(values) - set_by_call}
+        given |= {
+            name: read(f"assistant_model.generation_config.{name}", value, name)
+            for name, value in own.items()
+            if "assistant" in name and value is not None
         }
-        # What the call does not say is left to the strategy; what is not neutral the model itself says.
-        given = {
-            name: value
-            for name, value in values.items()
-            if value is not None and (name in said or value != neutral.get(name))
-        }
-        if strategy is None and implied == "contrastive" and "top_k" not in given:
-            raise OptionError(
-                f"penalty_alpha={config.penalty_alpha} asks for contrastive search, which also needs top_k, how many "
-                "candidates to compare: give top_k=4, or strategy='contrastive'"
-            )
-        if assistant is not None:  # what the call does not say of it, its own configuration says
-            own = {name: getattr(assistant.generation_config, name, None) for name in set(values) - said}
-            given |= {
-                name: read(f"assistant_model.generation_config.{name}", value, name)
-                for name, value in own.items()
-                if "assistant" in name and value is not None
-            }
-        chosen = strategies.build(named, **given)
-    else:
-        chosen = strategy
-    do_sample = options.get("do_sample")  # a whole configuration gives way to a strategy that the call names
-    if do_sample is not None and do_sample != chosen.samples:
-        raise OptionError(f"strategy={chosen.name!r} contradicts do_sample={do_sample}: leave one of them out")
-    _check_draft(chosen, assistant, call.assistant_tokenizer)
-    config.do_sample = chosen.samples
-    # By this processors know which rows belong to one prompt.
-    config.num_beams = scored(chosen) if hasattr(chosen, "num_beams") else 1
-    return chosen
+    return strategies.build(chosen, **given)
 
 
 def _check_draft(strategy: Strategy, assistant: PreTrainedModel | None, tokenizer: Any) -> None:
-    needs_draft = getattr(strategy, "needs_draft", False)
+    needs_draft = needs_of(strategy).draft
     if assistant is None and (needs_draft or tokenizer is not None):
         what = f"strategy={strategy.name!r}" if needs_draft else "assistant_tokenizer"
         raise OptionError(f"{what} is for a draft that proposes tokens: give one as assistant_model")
@@ -114,22 +133,16 @@ def _check_draft(strategy: Strategy, assistant: PreTrainedModel | None, tokenize
 
 
 def score_copies(strategy: Strategy, processors: Sequence[Any] = ()) -> int:
-    """Tensors of [rows, vocabulary] float32 numbers that there are at most at a time, the model's own logits included.
+    """Float32 tensors [rows, vocabulary] that exist at the same time, at most, the model's logits included.
 
-    What the strategy says of itself, and what transformers' processors make of the scores where there are any.
+    Those that the strategy declares, or those of transformers' processors where there are more.
     """
-    own = int(getattr(strategy, "score_copies", _COPIES_UNTOLD))
+    own = needs_of(strategy).score_copies
     if not processors:
         return own
     sorts = any(isinstance(one, _SORTING) for one in processors)
-    # Given, the result of one, and that of the next; sorted ones with their places, which have twice the bytes.
+    # The input, the output of one processor and of the next; sorting adds int64 indices of twice the bytes.
     return max(own + 1, 8 if sorts else 4)
 
 
-_COPIES_UNTOLD = 4
 _SORTING = (TopPLogitsWarper, TypicalLogitsWarper, MinPLogitsWarper, EtaLogitsWarper, EpsilonLogitsWarper)
-
-
-def scored(strategy: Strategy) -> int:
-    """Rows per prompt whose scores are processed at a time."""
-    return int(getattr(strategy, "scored", getattr(strategy, "branches", 1)))

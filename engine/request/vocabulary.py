@@ -12,16 +12,21 @@ _CONTEXT = 10  # tokens before new ones that a tokenizer is shown with them
 
 
 class Translator:
-    """For one row. mask [1, prompt columns]: 0 where a pad is. beginning [1, n]: ids that come before those given.
+    """For one row. mask [1, prompt columns]: 0 where a pad is. prefix_ids [1, n]: those before the prompt's.
 
     max_columns: the draft's texts get no longer.
     """
 
     def __init__(
-        self, tokenizer: Any, draft_tokenizer: Any, mask: torch.Tensor, beginning: torch.Tensor | None, max_columns: int
+        self,
+        tokenizer: Any,
+        draft_tokenizer: Any,
+        mask: torch.Tensor,
+        prefix_ids: torch.Tensor | None,
+        max_columns: int,
     ):
         self._tokenizer, self._draft_tokenizer = tokenizer, draft_tokenizer
-        self._beginning = [] if beginning is None else beginning[0].tolist()
+        self._prefix = [] if prefix_ids is None else prefix_ids[0].tolist()
         self._pads = mask[0].tolist()
         self.translation = Translation(self._to_draft, self._to_model, max_columns)
 
@@ -46,7 +51,7 @@ class Translator:
 
     def _all(self, ids: torch.Tensor) -> list[int]:
         """The ids of the whole text, without pads."""
-        known = self._beginning + ids[0].tolist()
+        known = self._prefix + ids[0].tolist()
         pads = self._pads + [1] * (len(known) - len(self._pads))
         return [token for token, real in zip(known, pads, strict=True) if real]
 

@@ -18,6 +18,7 @@ import caches
 import engine
 import strategies
 from strategies import Beam, Contrastive, DiverseBeam, Sampling
+from strategies.operations import needs_of
 
 pytestmark = pytest.mark.covering("pairs")
 
@@ -29,7 +30,7 @@ def run(strategy: str, kind: str, cache: str, **options) -> engine.Generation:
     model, inputs = tiny(MODELS[kind])
     torch.manual_seed(4)
     chosen = strategies.build(strategy, **OPTIONS.get(strategy, {}))
-    draft = draft_of(MODELS[kind]) if getattr(chosen, "needs_draft", False) else None
+    draft = draft_of(MODELS[kind]) if needs_of(chosen).draft else None
     return engine.generate(
         model, inputs, cache=cache, cache_config=options, strategy=chosen, assistant_model=draft, max_new_tokens=NEW
     )

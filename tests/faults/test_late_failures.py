@@ -23,16 +23,16 @@ class Pressed(KeyboardInterrupt):
 @pytest.mark.parametrize("number", [1, 2, 4])
 def test_interrupted_as_the_cache_has_chosen_rows(number, monkeypatch):
     model, inputs = tiny("llama")
-    turn, calls = ModelSession._turn, []
+    select_in_cache, calls = ModelSession._select_in_cache, []
 
-    def interrupted(lane, choose):
-        turn(lane, choose)
+    def interrupted(session, select):
+        select_in_cache(session, select)
         calls.append(1)
         if len(calls) == number:
             raise Pressed
 
     with monkeypatch.context() as patch:
-        patch.setattr(ModelSession, "_turn", interrupted)
+        patch.setattr(ModelSession, "_select_in_cache", interrupted)
         with pytest.raises(Pressed) as stopped:
             engine.generate(model, inputs, **BEAMS)
     part = stopped.value.partial

@@ -181,7 +181,7 @@ def test_no_step_needs_more_than_its_strategy_says(name, options, processed, mon
     """The plan counts them."""
     model, chosen = wide_model(), strategies.build(name, **options)
     ids = torch.tensor([[5, 6, 7, 5, 6]] * ROWS)
-    rows, counted = ROWS * int(getattr(chosen, "branches", 1)), []
+    rows, counted = ROWS * chosen.needs.rows_per_prompt, []
     real = strategy.score_copies
 
     def count(*given):

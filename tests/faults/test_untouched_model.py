@@ -18,6 +18,7 @@ import caches
 import engine
 from engine.model import linear_backend
 from engine.model.masks import Columns
+from engine.model.model_inputs import ModelInputs
 from engine.model.model_lock import turn_of
 
 pytestmark = pytest.mark.skipif(not linear_backend.has_onednn(), reason="this torch was built without oneDNN")
@@ -152,7 +153,7 @@ def compares(model):
     runner, columns = engine.Generator(model)._runner, Columns(torch.ones_like(ids), 16)
 
     def compare():
-        runner.first_keys(ids, columns, 0, 13, embeds=embeds, model_kwargs={})
+        runner.first_keys(ids, columns, 0, 13, ModelInputs(embeds))
         engine.generate(model, ids, cache=cache, max_new_tokens=2)
 
     return compare
@@ -186,5 +187,5 @@ def test_whatever_computes_has_its_turn(make, name, prepare):
 def test_a_comparison_takes_no_memory_for_the_text_to_come():
     model, ids = tiny_model("llama"), prompt(pads=0)["input_ids"]
     columns, model_kwargs = Columns(torch.ones_like(ids), 10**13), {"token_type_ids": torch.zeros_like(ids)}
-    keys, _ = engine.Generator(model)._runner.first_keys(ids, columns, 0, 6, embeds=None, model_kwargs=model_kwargs)
+    keys, _ = engine.Generator(model)._runner.first_keys(ids, columns, 0, 6, ModelInputs(model_kwargs=model_kwargs))
     assert keys.shape[-2] == 6

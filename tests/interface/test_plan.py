@@ -21,12 +21,12 @@ import engine
 import engine.request.request
 from engine.memory.cache_choice import new_cache
 from engine.planning import plan
-from engine.planning.cache_size import RunShape
 from engine.planning.free_memory import Free, find_free
 from engine.planning.model_footprint import inspect_model
 from engine.planning.plan import cache_bytes, read_planned_model
 from engine.planning.planner import Planner, choose
 from engine.planning.report import BackendPlan
+from engine.request.run_shape import RunShape
 
 PROMPT, NEW = 40, 20
 KINDS = ["llama", "mistral", "gemma2", "mamba2", "bamba", "t5", "bloom"]

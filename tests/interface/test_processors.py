@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
 
 import engine
 from engine.request.logits_processors import Processing
-from strategies import Emit, Forward, Rows, read_prompt
+from strategies import Emit, Forward, Needs, Rows, read_prompt
 
 pytestmark = pytest.mark.covering("values", "pairs")
 
@@ -51,7 +51,7 @@ class Stateless:
 class Swapping:
     """Two greedy texts of every prompt, whose rows change places with those of the other prompt."""
 
-    name, samples, branches = "swapping", False, 2
+    name, samples, needs = "swapping", False, Needs(rows_per_prompt=2)
 
     def flow(self, task):
         ids, logits = yield from read_prompt(task, 2)

@@ -27,7 +27,7 @@ from transformers import DynamicCache, GenerationMixin, StaticCache
 
 import caches
 import engine
-from strategies import Crop, Emit, Forward, Rows, read_prompt
+from strategies import Crop, Emit, Forward, Needs, Rows, read_prompt
 
 pytestmark = pytest.mark.covering("values", "pairs")
 
@@ -262,7 +262,7 @@ def test_caches_of_transformers_own(name, kind):
 class Told:
     """Two texts of every prompt whose rows change places, whatever the logits say; their last tokens are fed twice."""
 
-    name, samples, branches = "told", False, 2
+    name, samples, needs = "told", False, Needs(rows_per_prompt=2)
 
     def flow(self, task):
         ids, _ = yield from read_prompt(task, 2)

@@ -223,7 +223,7 @@ def test_codes_are_compared_to_the_rounding_of_their_codec(name, codec, bits):
     assert held[0].exact > 48
 
     def differ(others):
-        made = runner.first_keys(others, columns, 0, 60, embeds=None, model_kwargs={})
+        made = runner.first_keys(others, columns, 0, 60, continuation.ModelInputs())
         return held[0].differ(made[0], 0) | held[1].differ(made[1], 0)
 
     assert not differ(ids).any()

@@ -16,7 +16,7 @@ from caches.stores.sink import Sinks
 from caches.timeline.timeline import Timeline
 from engine.decoding import loop
 from engine.model.masks import Columns
-from engine.request import checks, request
+from engine.request import checks, read_request
 from strategies import sampling
 
 Patch = pytest.MonkeyPatch
@@ -191,12 +191,12 @@ def look_for_stop_strings_in_new_text_alone(patch: Patch) -> None:
 
 
 def read_pads_of_one_row_as_tokens(patch: Patch) -> None:
-    original = request._inferred_mask
+    original = read_request._inferred_mask
 
     def inferred(model: Any, ids: torch.Tensor, config: Any) -> torch.Tensor:
         return torch.ones_like(ids) if len(ids) == 1 else original(model, ids, config)
 
-    patch.setattr(request, "_inferred_mask", inferred)
+    patch.setattr(read_request, "_inferred_mask", inferred)
 
 
 def count_end_ids_once(patch: Patch) -> None:
@@ -216,8 +216,8 @@ def draw_once_more(patch: Patch) -> None:
 
 
 def forget_processors_of_the_call(patch: Patch) -> None:
-    original = request.processing
-    patch.setattr(request, "processing", lambda *given: original(*given[:-2], None, given[-1]))
+    original = read_request.processing
+    patch.setattr(read_request, "processing", lambda *given: original(*given[:-2], None, given[-1]))
 
 
 def forget_parameters_that_apply(patch: Patch) -> None:

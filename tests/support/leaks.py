@@ -24,6 +24,7 @@ from strategy_cases import LOSSY, MODELS, OPTIONS
 import caches
 import engine
 import strategies
+from strategies.operations import needs_of
 
 NEW = 5
 ROUNDS = 4  # in which the same calls are made again
@@ -130,7 +131,7 @@ def call(ending: Callable[..., None], strategy: str, kind: str, cache: str) -> s
     model, inputs = tiny(MODELS[kind])
     chosen = strategies.build(strategy, **OPTIONS.get(strategy, {}))
     options = {"cache": cache, "cache_config": LOSSY.get(cache) or needed(cache), "strategy": chosen}
-    if getattr(chosen, "needs_draft", False):
+    if needs_of(chosen).draft:
         options["assistant_model"] = draft_of(MODELS[kind])
     try:
         ending(model, inputs, max_new_tokens=NEW, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import caches
 import engine
 import strategies
+from strategies.operations import needs_of
 
 MODELS = {
     "full": "llama",
@@ -40,6 +41,6 @@ NAMES = strategies.names()
 def asked(name, model):
     """Arguments that ask for this strategy, small. One that needs a draft gets one that says the same."""
     strategy = strategies.build(name, **OPTIONS.get(name, {}))
-    needs_draft = getattr(strategy, "needs_draft", False)
+    needs_draft = needs_of(strategy).draft
     options = {"strategy": strategy, "max_new_tokens": NEW, "eos_token_id": NO_EOS}
     return options | ({"assistant_model": model} if needs_draft else {})

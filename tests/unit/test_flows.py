@@ -169,7 +169,7 @@ def begun(strategy, first, **of_task):
     assert next(flow).tokens.tolist() == [[1]]
     operation = flow.send(logits(first))
     assert isinstance(operation, Rows)
-    assert operation.index.tolist() == [0] * strategy.branches  # the prompt was read once
+    assert operation.index.tolist() == [0] * strategy.needs.rows_per_prompt  # the prompt was read once
     return flow
 
 

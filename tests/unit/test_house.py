@@ -130,7 +130,7 @@ def imports_codec(node):
         (names_layer_types, {"caches/spec/layer_spec.py"}),
         (
             calls_the_model,
-            {"engine/model/forward.py", "engine/planning/model_footprint.py"},
+            {"engine/model/compiled_step.py", "engine/model/model_runner.py", "engine/planning/model_footprint.py"},
         ),
         (imports_codec, {"caches/quantization/codec.py"}),
     ],
@@ -179,7 +179,7 @@ PUBLIC = {
     },
     strategies: {
         "Assisted", "Beam", "build", "Contrastive", "Crop", "DiverseBeam", "Emit", "Finish", "Flow", "Forward",
-        "Greedy", "names", "NoCandidateError", "one_token_per_step", "Operation", "options", "Process",
+        "Greedy", "names", "Needs", "NoCandidateError", "one_token_per_step", "Operation", "options", "Process",
         "PromptLookup", "read_prompt", "register", "repeat_rows_index", "Report", "Rows", "Sampling",
         "SpeculationStats", "Strategy", "Task", "Hypothesis", "Translation",
     },

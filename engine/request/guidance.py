@@ -1,7 +1,6 @@
-"""Classifier-free guidance (arXiv 2306.17806): what a text would go on with, less what it would without its prompt.
+"""Classifier-free guidance (arXiv 2306.17806): conditional minus unconditional logits.
 
-The texts without their prompts are rows of the same batch, so one forward computes both and whatever becomes of a row
-becomes of both.
+The unconditional texts, which have no prompt or a negative one, are rows of the same batch: one forward computes both.
 """
 
 from __future__ import annotations
@@ -9,38 +8,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.functional import pad
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.utils import ModelOutput
 
-from caches import EngineCache, NoCache, TokenLog
+from caches import EngineCache, NoCache
 from caches.out_of_memory import is_out_of_memory
-from caches.torch_api import tree_map
-from engine.decoding.model_session import ModelSession
 from engine.errors import InputError, OptionError
 from engine.model.accelerate_hooks import prompt_device
-from engine.model.forward import ModelRunner
 from engine.model.masks import Columns
+from engine.model.model_runner import ForwardOptions, ModelRunner
 from engine.prompt import Prompt, read_prompt
 from engine.request.checks import check_vocabulary
 from engine.request.model_kwargs import complete_model_kwargs
 
 ARGUMENTS = ("negative_prompt", "negative_prompt_ids", "negative_prompt_attention_mask")
-T = TypeVar("T")
-_changes: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()  # of what a model goes on with, by pads
+_changes: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()  # relative change of the logits by pads
 
 
 @dataclass(frozen=True)
 class Guidance:
     """scale: the guided scores are scale * (own - other) + other, of the log-probabilities of both texts.
 
-    prompt, mask: what the model reads, [2 * rows, columns]: the prompts, then what the other texts begin with, all
-    left-padded to the same columns. lead: columns that the prompts alone would not have. pads: whether any of either
-    text were added here.
+    prompt, mask: [2 * rows, columns], the prompts, then the first tokens of the other texts, all left-padded to equal
+    lengths. lead: columns that the prompts alone would not have. pads: whether any text was padded for this.
     """
 
     scale: float
@@ -51,12 +45,12 @@ class Guidance:
 
     @property
     def other_tokens(self) -> int:
-        """Tokens that the other texts begin with, all rows together."""
+        """First tokens of the other texts, all rows together."""
         return int(self.mask.chunk(2)[1].sum())
 
 
 def check_guidance(model: PreTrainedModel, scale: Any, given: dict[str, Any]) -> None:
-    """What can be refused before anything is read. given: the `ARGUMENTS` of the call."""
+    """Refuse arguments that contradict each other or the model. given: the `ARGUMENTS` of the call."""
     given = {name: value for name, value in given.items() if value is not None}
     if scale is None or scale == 1:
         if given:
@@ -88,7 +82,7 @@ def read_guidance(
     cache: EngineCache | None,
     infer_mask: Callable[[torch.Tensor], torch.Tensor],
 ) -> Guidance | None:
-    """The guidance that `config` asks for, if any; none is left in it.
+    """The guidance that `config` asks for, if any; it is removed from `config`.
 
     given: the `ARGUMENTS` of the call. infer_mask: the mask of ids that come without one.
     """
@@ -116,7 +110,7 @@ def read_guidance(
 
 
 def _check_alone(prompt: Prompt, cache: EngineCache | None, scale: Any) -> None:
-    """Whether the prompts are ids and nothing else, and what is kept of them is kept from now on."""
+    """Whether the prompts are token ids alone, and the cache is empty and has room for both texts."""
     more = ["inputs_embeds"] if prompt.embeds is not None else sorted(prompt.model_kwargs)
     if more:
         raise OptionError(
@@ -142,7 +136,7 @@ def _check_alone(prompt: Prompt, cache: EngineCache | None, scale: Any) -> None:
 def _read_negative(
     given: dict[str, Any], tokenizer: Any, infer_mask: Callable[[torch.Tensor], torch.Tensor], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ids of the negative prompts and their mask, [any, columns], without columns of pads alone."""
+    """The ids of the negative prompts and their mask, [any, columns], without columns of padding in all rows."""
     named = "negative_prompt" if given["negative_prompt_ids"] is None else "negative_prompt_ids"
     mask = given["negative_prompt_attention_mask"]
     try:
@@ -167,7 +161,7 @@ def _read_negative(
 
 
 def check_texts_bear_pads(runner: ModelRunner, guidance: Guidance) -> None:
-    """Refuse a model that goes on with another text where there are pads before it. Found out by executor it."""
+    """Refuse a model whose logits change with left padding. Tried once per model, on a short text."""
     if not guidance.pads:
         return
     model = runner.model
@@ -177,9 +171,9 @@ def check_texts_bear_pads(runner: ModelRunner, guidance: Guidance) -> None:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            return  # it fails whatever it reads: the run will say so
+            return  # the run will raise the same
         change = float((padded - alone).norm() / alone.norm())
-        if math.isnan(change):  # they are no numbers: the run will say so
+        if math.isnan(change):  # the run will report NaN
             return
         _changes[model] = change
     if not _changes[model] < (0.01 if model.dtype in (torch.float32, torch.float64) else 0.05):
@@ -193,107 +187,10 @@ def check_texts_bear_pads(runner: ModelRunner, guidance: Guidance) -> None:
 
 
 def _logits_behind(runner: ModelRunner, pads: int) -> torch.Tensor:
-    """The logits after a few tokens that have pads before them."""
+    """The logits after a few tokens with `pads` pads before them."""
     ids = pad(torch.arange(1, 4, device=prompt_device(runner.model))[None], (pads, 0))
     with torch.no_grad():
-        outputs = runner.feed(ids, Columns((ids != 0).long(), ids.shape[1]), NoCache(), prefill=True)
+        outputs = runner.feed(
+            ids, Columns((ids != 0).long(), ids.shape[1]), NoCache(), options=ForwardOptions(prefill=True)
+        )
     return outputs.logits[:, -1].float()
-
-
-class GuidedSession:
-    """A `ModelSession` of both texts that looks like one of the prompts' alone, with guided logits."""
-
-    def __init__(self, session: ModelSession, guidance: Guidance):
-        self._lane, self._scale, self._lead = session, guidance.scale, guidance.lead
-        self._others = guidance.prompt.ids.chunk(2)[1]  # what the other texts begin with, [rows, columns]
-
-    @property
-    def cache(self) -> EngineCache:
-        return self._lane.cache
-
-    @property
-    def linears(self) -> str:
-        return self._lane.linears
-
-    @property
-    def fed(self) -> int:
-        return max(0, self._lane.fed - self._lead)
-
-    @property
-    def fed_ids(self) -> torch.Tensor:
-        return self._lane.fed_ids.chunk(2)[0][:, self._lead :]
-
-    def forward(self, tokens: torch.Tensor, *wanted: Any, **more: Any) -> tuple[ModelOutput, torch.Tensor | None]:
-        """As `ModelSession.forward`. The outputs are those of the prompts' rows, with their logits as `unguided_logits`
-        too.
-        """
-        rows, columns = tokens.shape
-        outputs, states = self._lane.forward(self._beside(tokens), *wanted, **more)
-        for name in ("attentions", "hidden_states"):
-            if name in outputs:
-                outputs[name] = tree_map(lambda part: self._of_prompts(part, rows, columns), outputs[name])
-        guided = self._lane.attempt(lambda: self._guided(outputs.logits))
-        outputs["unguided_logits"] = outputs.logits[:rows]
-        outputs["logits"] = guided
-        return outputs, None if states is None else states[:rows, -columns:]
-
-    def _of_prompts(self, part: torch.Tensor | None, rows: int, columns: int) -> torch.Tensor | None:
-        """A record of a layer, [rows, ..., columns, width], without the other texts and the pads that make them fit."""
-        if part is None:
-            return None
-        return part[:rows, ..., self._lead :, :] if part.shape[-2] > columns else part[:rows]
-
-    def _guided(self, logits: torch.Tensor) -> torch.Tensor:
-        own, other = logits.float().log_softmax(dim=-1).chunk(2)
-        return self._scale * (own - other) + other
-
-    def attempt(self, work: Callable[[], T], repeats: Callable[[], bool] = lambda: True) -> T:
-        return self._lane.attempt(work, repeats)
-
-    def _beside(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The tokens of both texts: the others have columns of their own as far as the prompt goes."""
-        begin = self._lane.fed
-        own = tokens if begin else pad(tokens, (self._lead, 0))
-        return torch.cat([own, self._in_place_of(own, begin)])
-
-    def _in_place_of(self, own: torch.Tensor, begin: int) -> torch.Tensor:
-        """`own` [rows, n], which begin in column `begin`, with what the other texts have there."""
-        known = self._others[:, begin : begin + own.shape[1]]
-        return torch.cat([known, own[:, known.shape[1] :]], dim=1)
-
-    def commit(self, rejected: int = 0) -> None:
-        self._lane.commit(rejected)
-
-    def go_back(self, fed: int) -> None:
-        self._lane.go_back(fed + self._lead if fed else 0)
-
-    def select_rows(self, index: torch.Tensor) -> None:
-        others = self._others[index.to(self._others.device)]
-        self._lane.select_rows(torch.cat([index, index + len(self._others)]))
-        self._others = others
-
-    def forget(self) -> None:
-        self._lane.forget()
-
-    def close(self, log: TokenLog) -> None:
-        """End with a cache of the prompts' rows. With columns that are not the prompts' own it has to be empty."""
-        session, fed = self._lane, self._lane.fed
-        if fed > 0 and self._lead == 0:
-            session.close(TokenLog(torch.cat([log.ids, self._in_place_of(log.ids, 0)]), log.mask.repeat(2, 1)))
-        else:
-            if fed > 0:
-                self.cache.abort()
-            session.end()
-        if fed == 0:
-            return
-        own, known = torch.arange(len(log.ids)), self.cache.log
-        try:
-            self.cache.select_rows(own)
-            if self._lead > 0:
-                self.cache.reset()
-            else:
-                self.cache.log = None if known is None else known.select_rows(own)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            session.forget()  # better no cache than no text

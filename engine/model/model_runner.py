@@ -1,13 +1,12 @@
-"""The only caller of the model: which arguments it takes, prefill in pieces, the compiled decode step."""
+"""`ModelRunner`, the only caller of a model: its arguments, chunked prefill, the compiled decode step."""
 
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
-from types import FunctionType
 from typing import Any
 from weakref import finalize
 
@@ -22,12 +21,52 @@ from caches.transformers_api import can_compile_fullgraph
 from engine.errors import InputError, OptionError
 from engine.model.accelerate_hooks import is_dispatched, prompt_device
 from engine.model.cache_argument import cache_argument
+from engine.model.compiled_step import compiled, first_reason, step_of
 from engine.model.first_layer_probe import Probe, Reached
 from engine.model.linear_backend import TORCH, active, table_for
 from engine.model.masks import Columns, contiguous, graph_mask, imposed_mask, of_all_rows, one_token_mask
+from engine.model.model_inputs import ModelInputs
 from engine.model.model_lock import turn_of
 from engine.model.rope_frequencies import Frequencies, dynamic_ropes
-from engine.request.model_kwargs import ENCODED, extend_model_kwargs
+from engine.prompt import ENCODED
+
+
+@dataclass(frozen=True)
+class ForwardOptions:
+    """How tokens are fed: see `ModelRunner.feed`.
+
+    prefill: the first feed of a run. chunk_tokens: at most this many tokens per forward; None for no limit.
+    logits_for_last: logits are wanted after this many of the last tokens; each forward's outputs end with its share.
+    hidden_states: whether the outputs have them. on_outputs: called with the outputs of every forward and the column it
+    ends before. check: called before every forward, and may raise. resume: called before every forward too, in this
+    model's turn. compiled: whether compiled steps are used. routed: whether linear layers are routed.
+    """
+
+    prefill: bool = False
+    chunk_tokens: int | None = None
+    logits_for_last: int = 1
+    hidden_states: bool = False
+    on_outputs: Callable[[ModelOutput, int], None] | None = None
+    check: Callable[[], None] | None = None
+    resume: Callable[[], None] | None = None
+    compiled: bool = True
+    routed: bool = True
+
+
+_NO_INPUTS, _NO_OPTIONS = ModelInputs(), ForwardOptions()
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One forward: the columns from `begin` to `end`; `ids` [rows, n] are those after column `before`."""
+
+    ids: torch.Tensor
+    columns: Columns
+    cache: EngineCache | Probe
+    before: int
+    begin: int
+    end: int
+    prefill: bool
 
 
 class ModelRunner:
@@ -49,13 +88,9 @@ class ModelRunner:
         self._backend, self._compiled = compile, None
         if compile != "off":
             self.check_graph(f"compile={compile!r}")
-            # A graph per number of rows and size: more of them than torch expects of one function.
-            limits: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": 64}
-            known = inspect.signature(torch.compile).parameters  # both are missing in older releases
-            limits = {name: value for name, value in limits.items() if name in known}
-            self._step = _own_step(model)
+            self._step = step_of(model)
             finalize(self, discard_compiled, self._step).atexit = False
-            self._compiled = torch.compile(self._step, backend=compile, fullgraph=True, dynamic=False, **limits)
+            self._compiled = compiled(self._step, compile)
 
     @property
     def linears(self) -> str:
@@ -63,14 +98,14 @@ class ModelRunner:
         return TORCH if self._table is None else str(self._table)
 
     def drop_graphs(self) -> None:
-        """Forget what was compiled for this model here; a later call compiles again."""
+        """Discard the graphs of this runner; a later call compiles again."""
         if self._compiled is not None:
             with self._turn:
                 discard_compiled(self._step)
 
     @property
     def graphs(self) -> int:
-        """How many there are: one for each number of rows and size of a cache, for each kind of cache."""
+        """How many compiled steps exist: one per kind of cache, number of rows and size."""
         if self._compiled is None:
             return 0
         return compiled_graphs(self._step)
@@ -103,7 +138,7 @@ class ModelRunner:
 
     @property
     def reads_on(self) -> bool:
-        """Whether several tokens can go on from a cache in one step, and be taken back from it as one."""
+        """Whether a step of several tokens can follow what is in a cache, and be rolled back as one."""
         if not self._has_states:
             return True
         # Not within `_reads_on`: on Python 3.11 it has a lock for all models, which `feed` takes in a model's turn.
@@ -112,10 +147,10 @@ class ModelRunner:
 
     @cached_property
     def _reads_on(self) -> bool:
-        """Whether a forward of several tokens goes on from the states in the cache.
+        """Whether a forward of several tokens goes on from the recurrent states in the cache.
 
-        Some models (mamba, jamba) do so for one token only and read several as if nothing had been before them, without
-        a word. Found out by trying whether other states change what comes out.
+        Some models (mamba, jamba) silently start from empty states there, and read them for single tokens only. The
+        test: whether other states change the logits.
         """
         ids = torch.arange(4, device=prompt_device(self.model))[None]
         columns = Columns(torch.ones_like(ids), total=4)
@@ -124,8 +159,8 @@ class ModelRunner:
             cache = build("dynamic", self.model.config)
             for begin, end in ((0, 2), (2, 4)):
                 cache.begin(2)
-                inputs = self._inputs(ids, columns, cache, 0, begin, end, begin == 0, {}, {})
-                logits.append(self._call(inputs, cache, columns, end, graph=False).logits)
+                step = _Step(ids, columns, cache, 0, begin, end, begin == 0)
+                logits.append(self._call(self._inputs(step, _NO_INPUTS), step, graph=False).logits)
                 cache.commit()
                 assert isinstance(cache, Cache)
                 states = [state for layer in cache.layers for state in layer.recurrent_states.values()]
@@ -138,87 +173,46 @@ class ModelRunner:
         ids: torch.Tensor,
         columns: Columns,
         cache: EngineCache,
-        *,
+        inputs: ModelInputs = _NO_INPUTS,
         before: int = 0,
-        prefill: bool = False,
-        embeds: torch.Tensor | None = None,
-        model_kwargs: dict[str, Any] | None = None,
-        axes: dict[str, int] | None = None,
-        flags: dict[str, bool] | None = None,
-        chunk_tokens: int | None = None,
-        look: Callable[[ModelOutput, int], None] | None = None,
-        keep: int = 1,
-        check: Callable[[], None] | None = None,
-        graphs: bool = True,
-        routes: bool = True,
-        resume: Callable[[], None] | None = None,
+        options: ForwardOptions = _NO_OPTIONS,
     ) -> ModelOutput:
-        """Feed what the cache has not seen of `ids` [rows, n] and return the outputs of the last forward.
+        """Feed the tokens of `ids` [rows, n] that the cache does not hold, and return the outputs of the last forward.
 
-        The step of that last forward stays open: the caller settles it. When a forward raises, its step is aborted and
-        the cache holds what the forwards before it committed.
-
-        before: columns in the cache that come before `ids`. prefill: the first feed of a run. embeds: [rows, n, hidden
-        size], fed in place of the first ids. model_kwargs: further model inputs; axes: along which dimension those of
-        them go with the columns that do. flags: output_attentions, ... chunk_tokens: feed at most this many at a time.
-        look: called with the outputs of every forward and the column that it ends before. keep: after how many of the
-        last tokens logits are wanted; each forward's outputs end with its share of them. check: called before every
-        forward, and may raise. graphs: whether compiled steps are used. routes: whether linear layers are routed.
-        resume: called before every forward, in this model's turn.
+        before: columns in the cache that come before `ids`. The step of the last forward stays open: the caller commits
+        it. When a forward raises, its step is aborted, and the cache holds what earlier forwards committed.
         """
         total = before + ids.shape[1]
-        most = cache.max_step_tokens if isinstance(cache, Cache) else None
-        if most is not None and not set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) & set(model_kwargs or ()):
-            chunk_tokens = most if chunk_tokens is None else min(chunk_tokens, most)
+        chunk_tokens = _chunk_tokens(cache, inputs, options.chunk_tokens)
         while True:
-            if check is not None:
-                check()
+            if options.check is not None:
+                options.check()
             with self._turn:
-                if resume is not None:
-                    resume()
+                if options.resume is not None:
+                    options.resume()
                 begin = cache.total_tokens
-                if (prefill or begin == 0) and isinstance(cache, Cache):
+                if (options.prefill or begin == 0) and isinstance(cache, Cache):
                     cache.set_padding(columns.left_padding)
-                end = total if chunk_tokens is None else min(total, begin + chunk_tokens)
-                if self._has_states and cache.handle is not None:
-                    # Models leave pads out of their states only where several tokens are read at once.
-                    end = max(end, columns.first_full + 1) if begin == 0 else end
-                    if begin > 0 and end - begin > 1 and not self._reads_on:
-                        end = begin + 1
-                inputs = self._inputs(ids, columns, cache, before, begin, end, prefill, model_kwargs or {}, axes or {})
-                if (
-                    "logits_to_keep" in inputs
-                ):  # some models that prepare their inputs themselves put their own number there
-                    inputs["logits_to_keep"] = max(1, end - max(begin, total - keep))
-                if embeds is not None and begin - before < embeds.shape[1]:
-                    inputs["inputs_embeds"] = self._embedded(embeds, ids, max(begin - before, 0), end - before)
-                    inputs.pop("input_ids", None)
-                graph = graphs and self._compiled is not None and cache.why_not_compiled is None
-                graph = graph and end - begin == 1 and not prefill
-                if cache.handle is not None and inputs.get(self._cache_argument.name) is None:
-                    # The model wants everything computed again (longrope models do when they switch their scaling).
-                    if before > 0:
-                        raise InputError(
-                            f"the model wants all {total} tokens computed again, but the {before} in the cache were "
-                            "not given again: give the whole conversation"
-                        )
-                    if begin > 0:
-                        cache.reset()
-                        if cache.total_tokens > 0:
-                            raise InputError(
-                                f"the model wants all tokens computed again, but a {cache.name} cannot be emptied"
-                            )
+                end = self._end_of_step(cache, columns, begin, total, chunk_tokens)
+                step = _Step(ids, columns, cache, before, begin, end, options.prefill)
+                arguments = self._arguments(step, inputs, max(1, end - max(begin, total - options.logits_for_last)))
+                if cache.handle is not None and arguments.get(self._cache_argument.name) is None:
+                    if max(begin, before) > 0:
+                        _start_again(cache, before, total)
                         chunk_tokens = None
                         continue
-                    inputs[self._cache_argument.name] = cache.handle
-                if end - begin > 1 and isinstance(cache, Cache) and cache.imposes_windows:
-                    inputs["attention_mask"] = imposed_mask(self.model, cache, self._mask_kinds, columns, begin, end)
+                    arguments[self._cache_argument.name] = cache.handle
+                graph = options.compiled and self._compiled is not None and cache.why_not_compiled is None
+                graph = graph and end - begin == 1 and not options.prefill
                 cache.begin(end - begin, graph)
                 try:
-                    outputs = self._call(inputs | (flags or {}), cache, columns, end, graph, routes)
+                    arguments |= inputs.flags
+                    if options.hidden_states:
+                        arguments["output_hidden_states"] = True
+                    outputs = self._call(arguments, step, graph, options.routed)
                     self._check_kept(outputs, cache)
-                    if look is not None:
-                        look(outputs, end)
+                    if options.on_outputs is not None:
+                        options.on_outputs(outputs, end)
                 except BaseException:
                     cache.abort()
                     raise
@@ -226,33 +220,50 @@ class ModelRunner:
                     return outputs
                 cache.commit()
 
-    def first_keys(
-        self,
-        ids: torch.Tensor,
-        columns: Columns,
-        begin: int,
-        end: int,
-        *,
-        embeds: torch.Tensor | None,
-        model_kwargs: dict[str, Any],
-        cross: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [rows, kv_heads, columns, head_dim] that the first layer makes of the columns of a text.
+    def _end_of_step(
+        self, cache: EngineCache, columns: Columns, begin: int, total: int, chunk_tokens: int | None
+    ) -> int:
+        """The column that the next forward ends before."""
+        end = total if chunk_tokens is None else min(total, begin + chunk_tokens)
+        if not self._has_states or cache.handle is None:
+            return end
+        # Models leave padding out of their states only where several tokens are read at once.
+        if begin == 0:
+            return max(end, columns.first_full + 1)
+        return begin + 1 if end - begin > 1 and not self._reads_on else end
 
-        A forward that ends there. cross: those of the encoder's columns. For the rest see `feed`. Raises
-        `UnknownContentError` where the first layer hands over none.
+    def _arguments(self, step: _Step, inputs: ModelInputs, logits: int) -> dict[str, Any]:
+        """The arguments of the model's forward in this step. logits: after how many of the last tokens."""
+        arguments = self._inputs(step, inputs)
+        if "logits_to_keep" in arguments:  # some models that prepare their inputs set a number of their own
+            arguments["logits_to_keep"] = logits
+        first = step.begin - step.before
+        if inputs.embeds is not None and first < inputs.embeds.shape[1]:
+            arguments["inputs_embeds"] = self._embedded(inputs.embeds, step.ids, max(first, 0), step.end - step.before)
+            arguments.pop("input_ids", None)
+        cache = step.cache
+        if step.end - step.begin > 1 and isinstance(cache, Cache) and cache.imposes_windows:
+            kinds = self._mask_kinds
+            mask = imposed_mask(self.model, cache, kinds, step.columns, step.begin, step.end)
+            arguments["attention_mask"] = mask
+        return arguments
+
+    def first_keys(
+        self, ids: torch.Tensor, columns: Columns, begin: int, end: int, inputs: ModelInputs, cross: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [rows, kv_heads, columns, head_dim] that the first layer makes of columns `begin` to `end`.
+
+        The forward ends after that layer. cross: of the encoder's columns. Raises `UnknownContentError` where the first
+        layer does not call the cache.
         """
         probe = Probe(begin, self.model.config.is_encoder_decoder, cross)
         with self._turn, torch.no_grad():
-            Frequencies(self.model, self.dynamic_ropes).resume()  # those of a text of its own
-            model_kwargs, axes = extend_model_kwargs(self.model, model_kwargs, end)
-            inputs = self._inputs(ids, columns, probe, 0, begin, end, begin == 0, model_kwargs, axes)
-            if embeds is not None and begin < embeds.shape[1]:
-                inputs["inputs_embeds"] = self._embedded(embeds, ids, begin, end)
-                inputs.pop("input_ids", None)
-            inputs[self._cache_argument.name] = probe.handle
+            Frequencies(self.model, self.dynamic_ropes).resume()  # of a text that starts here
+            step = _Step(ids, columns, probe, 0, begin, end, begin == 0)
+            arguments = self._arguments(step, inputs.extended(self.model, end), 1)
+            arguments[self._cache_argument.name] = probe.handle
             with suppress(Reached):
-                self.model(**inputs, return_dict=True)
+                self.model(**arguments, return_dict=True)
         if probe.found is None or not (cross or probe.found[0].shape[-2] == end - begin):
             raise UnknownContentError(
                 f"the first layer of {type(self.model).__name__} does not begin with the keys of its tokens"
@@ -267,19 +278,18 @@ class ModelRunner:
                 "its own: use cache='none'"
             )
 
-    def _call(
-        self, inputs: dict[str, Any], cache: EngineCache, columns: Columns, end: int, graph: bool, routes: bool = True
-    ) -> ModelOutput:
+    def _call(self, inputs: dict[str, Any], step: _Step, graph: bool, routed: bool = True) -> ModelOutput:
         if not graph:
             outer = active.table  # of a step that this one is inside of
             try:
-                active.table = self._table if routes else None
+                active.table = self._table if routed else None
                 return self.model(**inputs, return_dict=True)
             finally:
                 active.table = outer
         assert self._compiled is not None
         part = "decoder_" if self.model.config.is_encoder_decoder else ""
-        fixed = self.graph_inputs(inputs[f"{part}input_ids"], columns, cache, end)
+        assert not isinstance(step.cache, Probe)
+        fixed = self.graph_inputs(inputs[f"{part}input_ids"], step.columns, step.cache, step.end)
         inputs |= {f"{part}{name}": fixed[name] for name in ("input_ids", "attention_mask")}
         inputs |= {name: fixed[name] for name in ("position_ids",) if name in inputs}
         try:
@@ -287,18 +297,18 @@ class ModelRunner:
         except graph_errors() as error:
             raise OptionError(
                 f"compile={self._backend!r} makes one graph of a step, and a step of {type(self.model).__name__} "
-                f"cannot be one: {_first_reason(error)}. Leave compile off"
+                f"cannot be one: {first_reason(error)}. Leave compile off"
             ) from error
 
     def graph_inputs(self, ids: torch.Tensor, columns: Columns, cache: EngineCache, end: int) -> dict[str, Any]:
-        """What a graph gets for the open step of one token per row, `ids` [rows, 1]: every shape is fixed."""
+        """The inputs of a compiled step of one token per row, `ids` [rows, 1]: every shape is fixed."""
         positions = contiguous(columns.positions(end - 1, end))
         if isinstance(cache, Cache) and cache.imposes_windows:
             mask = imposed_mask(self.model, cache, self._mask_kinds, columns, end - 1, end)
         elif self._keeps_columns:
             mask = graph_mask(self.model, cache.handle, self._mask_kinds, columns.mask(end), positions)
         else:
-            mask = None  # a new token is never a pad
+            mask = None  # a new token is never padding
         return {"input_ids": contiguous(ids), "position_ids": positions, "attention_mask": of_all_rows(mask, len(ids))}
 
     def step_logits(self, inputs: dict[str, Any], cache: EngineCache) -> torch.Tensor:
@@ -306,51 +316,41 @@ class ModelRunner:
         inputs = inputs | self._cache_argument.inputs(cache.handle) | {"logits_to_keep": 1}
         return self.model(**self._taken(inputs), return_dict=True).logits[:, -1]
 
-    def _inputs(
-        self,
-        ids: torch.Tensor,
-        columns: Columns,
-        cache: EngineCache | Probe,
-        before: int,
-        begin: int,
-        end: int,
-        prefill: bool,
-        model_kwargs: dict[str, Any],
-        axes: dict[str, int],
-    ) -> dict[str, Any]:
-        """What the model's forward gets for the columns from `begin` to `end`; `ids` are those after `before`."""
+    def _inputs(self, step: _Step, inputs: ModelInputs) -> dict[str, Any]:
+        """What the model's forward gets for the columns of this step, before embeddings take the place of ids."""
+        columns, cache, begin, end = step.columns, step.cache, step.begin, step.end
         is_encoder_decoder = self.model.config.is_encoder_decoder
-        inputs: dict[str, Any] = {
+        made: dict[str, Any] = {
             "decoder_attention_mask" if is_encoder_decoder else "attention_mask": self._mask(columns, begin, end),
             **self._cache_argument.inputs(cache.handle),
             "logits_to_keep": 1,
         }
-        if self._prepares_itself or model_kwargs or is_encoder_decoder:
-            # As long as the text is, also where its beginning is only in the cache: some models look at that.
-            ids = torch.nn.functional.pad(ids[:, : end - before], (before, 0))
-            if not is_encoder_decoder:  # decoders reckon theirs themselves
-                inputs["position_ids"] = contiguous(columns.positions(0, end))
-            model_kwargs = model_kwargs | {name: model_kwargs[name].narrow(axis, 0, end) for name, axis in axes.items()}
+        if self._prepares_itself or inputs.model_kwargs or is_encoder_decoder:
+            # As long as the text, also where only the cache has its first tokens: some models read the length.
+            ids = torch.nn.functional.pad(step.ids[:, : end - step.before], (step.before, 0))
+            if not is_encoder_decoder:  # decoders compute their own
+                made["position_ids"] = contiguous(columns.positions(0, end))
+            model_kwargs = inputs.until(end)
             if ENCODED in model_kwargs:  # models write into the containers, and without a cache every step needs them
                 model_kwargs[ENCODED] = {kind: type(output)(**output) for kind, output in model_kwargs[ENCODED].items()}
             return self.model.prepare_inputs_for_generation(
                 ids,
                 next_sequence_length=end - begin,
-                is_first_iteration=prefill,
+                is_first_iteration=step.prefill,
                 # It decides whether media are needed again, also where the model does not ask for it.
-                **(self._taken(inputs) | {"use_cache": inputs["use_cache"]} | model_kwargs),
+                **(self._taken(made) | {"use_cache": made["use_cache"]} | model_kwargs),
             )
         if end - begin == 1:
             mask = one_token_mask(self.model, cache.handle, self._mask_kinds, columns, end)
-            inputs["attention_mask"] = inputs["attention_mask"] if mask is None else mask
-        inputs["input_ids"] = ids[:, max(begin - before, 0) : end - before]
-        inputs["position_ids"] = columns.positions(begin, end)
+            made["attention_mask"] = made["attention_mask"] if mask is None else mask
+        made["input_ids"] = step.ids[:, max(begin - step.before, 0) : end - step.before]
+        made["position_ids"] = columns.positions(begin, end)
         if "cache_position" in self._takes:  # code from outside transformers; its own models have dropped it
-            inputs["cache_position"] = torch.arange(begin, end, device=ids.device)
-        return self._taken(inputs)
+            made["cache_position"] = torch.arange(begin, end, device=step.ids.device)
+        return self._taken(made)
 
     def _mask(self, columns: Columns, begin: int, end: int) -> torch.Tensor | None:
-        """2D mask of the columns that the model looks at in a step: models that keep only states see just the new."""
+        """The 2D mask of a step. Models that keep only recurrent states get the columns of the new tokens alone."""
         mask = columns.mask(end)
         if mask is None or self._keeps_columns:
             return mask
@@ -368,21 +368,24 @@ class ModelRunner:
         return {name: value for name, value in inputs.items() if name in self._takes}
 
 
-def _own_step(model: PreTrainedModel) -> Callable[..., ModelOutput]:
-    """The model's forward as a function with code of its own: torch keeps what it compiles with the code, and lets go
-    of it for all that was compiled of a code or for none.
+def _chunk_tokens(cache: EngineCache, inputs: ModelInputs, chunk_tokens: int | None) -> int | None:
+    """The tokens of one forward, at most: the cache may take fewer at a time. Media are read at once."""
+    most = cache.max_step_tokens if isinstance(cache, Cache) else None
+    if most is None or not set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL).isdisjoint(inputs.model_kwargs):
+        return chunk_tokens
+    return most if chunk_tokens is None else min(chunk_tokens, most)
+
+
+def _start_again(cache: EngineCache, before: int, total: int) -> None:
+    """Empty the cache for a model that wants every token computed again, as longrope models do at one length.
+
+    Raises `InputError` where that is not possible.
     """
-
-    def step(**inputs: Any) -> ModelOutput:
-        return model(**inputs)
-
-    return FunctionType(step.__code__.replace(), globals(), "step", None, step.__closure__)
-
-
-def _first_reason(error: Exception) -> str:
-    """What could not be traced and where, from the many lines that torch says about it."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    context = [line.partition("context: ")[2] for line in lines if "Developer debug context: " in line]
-    places = re.findall(r'File ".*/(.*)", (line \d+, in \w+)', str(error))
-    where = [", ".join(places[-1])] if places else []
-    return "; ".join(part.rstrip(".") for part in [lines[0], *context[:1], *where] if part)
+    if before > 0:
+        raise InputError(
+            f"the model wants all {total} tokens computed again, but the {before} in the cache were not given again: "
+            "give the whole conversation"
+        )
+    cache.reset()
+    if cache.total_tokens > 0:
+        raise InputError(f"the model wants all tokens computed again, but a {cache.name} cannot be emptied")

@@ -1,0 +1,71 @@
+"""`FedIds`: the token ids that a session has fed to its model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from caches import TokenLog
+from engine.errors import EngineError
+from engine.model.growing_columns import room_for, widened
+from engine.model.masks import Columns
+
+
+@dataclass(frozen=True)
+class CachedPrefix:
+    """The first columns of a run that are not fed as ids.
+
+    columns: those that the cache holds and the prompt does not repeat. columns_without_ids: those that come next as
+    embeddings, or as `ids` [rows, columns_without_ids] that the flow does not feed; None where the ids are unknown.
+    """
+
+    columns: int = 0
+    columns_without_ids: int = 0
+    ids: torch.Tensor | None = None
+
+
+class FedIds:
+    """ids: [rows, columns], those after the cached columns of `prefix`; written in place, so that no step copies them.
+
+    count: columns fed in this run, those without ids included.
+    """
+
+    def __init__(self, columns: Columns, prefix: CachedPrefix):
+        self.count, self._prefix = 0, prefix
+        self._most = columns.total - prefix.columns
+        room = room_for(columns.prompt - prefix.columns, self._most)
+        self.ids = torch.zeros(columns.rows, room, dtype=torch.long, device=columns.device)
+        if prefix.ids is not None:
+            self.ids[:, : prefix.columns_without_ids] = prefix.ids
+
+    @property
+    def room(self) -> int:
+        """Columns that there is memory for."""
+        return self.ids.shape[1]
+
+    def wider(self, columns: int) -> torch.Tensor:
+        """A copy of `ids` with room for `columns`. Raises `EngineError` beyond the last column of the run."""
+        if columns > self._most:
+            raise EngineError(
+                f"the strategy feeds {columns - self.begin} tokens after {self.count}, but this run ends after "
+                f"{self._most}: it may not look further ahead than max_new_tokens"
+            )
+        return widened(self.ids, room_for(columns, self._most, self.room))
+
+    @property
+    def begin(self) -> int:
+        """The column that the next token is written to."""
+        return self.count or self._prefix.columns_without_ids
+
+    @property
+    def known(self) -> torch.Tensor:
+        """The ids that were fed [rows, n], without the columns that have none."""
+        return self.ids[:, self._prefix.columns_without_ids : self.count]
+
+    def agreed(self, log: TokenLog) -> int:
+        """How many of the columns fed are those of `log`, whose pads may be any token."""
+        known = self.known
+        columns = min(known.shape[1], log.ids.shape[1])
+        same = (known[:, :columns] == log.ids[:, :columns]) | (log.mask[:, :columns] == 0)
+        return self._prefix.columns_without_ids + int(same.all(dim=0).long().cumprod(dim=0).sum())

@@ -1,0 +1,111 @@
+"""`GuidedSession`: the model session of a run with classifier-free guidance (see `engine.request.guidance`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.nn.functional import pad
+from transformers.utils import ModelOutput
+
+from caches import EngineCache, TokenLog
+from caches.out_of_memory import is_out_of_memory
+from caches.torch_api import tree_map
+from engine.decoding.model_session import ModelSession
+from engine.request.guidance import Guidance
+
+T = TypeVar("T")
+
+
+class GuidedSession:
+    """Has the methods of a `ModelSession` of the prompts alone, with guided logits; `session` runs both texts."""
+
+    def __init__(self, session: ModelSession, guidance: Guidance):
+        self._session, self._scale, self._lead = session, guidance.scale, guidance.lead
+        self._others = guidance.prompt.ids.chunk(2)[1]  # the first ids of the other texts, [rows, columns]
+
+    @property
+    def cache(self) -> EngineCache:
+        return self._session.cache
+
+    @property
+    def linears(self) -> str:
+        return self._session.linears
+
+    @property
+    def fed(self) -> int:
+        return max(0, self._session.fed - self._lead)
+
+    def forward(self, tokens: torch.Tensor, *wanted: Any, **more: Any) -> tuple[ModelOutput, torch.Tensor | None]:
+        """See `ModelSession.forward`. The outputs have the prompts' rows alone, and also `unguided_logits`."""
+        rows, columns = tokens.shape
+        outputs, states = self._session.forward(self._of_both(tokens), *wanted, **more)
+        for name in ("attentions", "hidden_states"):
+            if name in outputs:
+                outputs[name] = tree_map(lambda part: self._of_prompts(part, rows, columns), outputs[name])
+        guided = self._session.attempt(lambda: self._guided(outputs.logits))
+        outputs["unguided_logits"] = outputs.logits[:rows]
+        outputs["logits"] = guided
+        return outputs, None if states is None else states[:rows, -columns:]
+
+    def _of_prompts(self, part: torch.Tensor | None, rows: int, columns: int) -> torch.Tensor | None:
+        """A record of a layer, [rows, ..., columns, width], without the other texts and the padding added for them."""
+        if part is None:
+            return None
+        return part[:rows, ..., self._lead :, :] if part.shape[-2] > columns else part[:rows]
+
+    def _guided(self, logits: torch.Tensor) -> torch.Tensor:
+        own, other = logits.float().log_softmax(dim=-1).chunk(2)
+        return self._scale * (own - other) + other
+
+    def attempt(self, work: Callable[[], T], repeats: Callable[[], bool] = lambda: True) -> T:
+        return self._session.attempt(work, repeats)
+
+    def _of_both(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens of both texts, which differ in the columns of the prompt."""
+        begin = self._session.fed
+        own = tokens if begin else pad(tokens, (self._lead, 0))
+        return torch.cat([own, self._of_others(own, begin)])
+
+    def _of_others(self, own: torch.Tensor, begin: int) -> torch.Tensor:
+        """The ids of the other texts in the columns of `own` [rows, n], which begin at column `begin`."""
+        known = self._others[:, begin : begin + own.shape[1]]
+        return torch.cat([known, own[:, known.shape[1] :]], dim=1)
+
+    def commit(self, rejected: int = 0) -> None:
+        self._session.commit(rejected)
+
+    def go_back(self, fed: int) -> None:
+        self._session.go_back(fed + self._lead if fed else 0)
+
+    def select_rows(self, index: torch.Tensor) -> None:
+        others = self._others[index.to(self._others.device)]
+        self._session.select_rows(torch.cat([index, index + len(self._others)]))
+        self._others = others
+
+    def discard_cache(self) -> None:
+        self._session.discard_cache()
+
+    def close(self, log: TokenLog) -> None:
+        """End with a cache of the prompts' rows. It is empty where the prompts have columns of padding."""
+        session, fed = self._session, self._session.fed
+        if fed > 0 and self._lead == 0:
+            session.close(TokenLog(torch.cat([log.ids, self._of_others(log.ids, 0)]), log.mask.repeat(2, 1)))
+        else:
+            if fed > 0:
+                self.cache.abort()
+            session.end()
+        if fed == 0:
+            return
+        own, known = torch.arange(len(log.ids)), self.cache.log
+        try:
+            self.cache.select_rows(own)
+            if self._lead > 0:
+                self.cache.reset()
+            else:
+                self.cache.log = None if known is None else known.select_rows(own)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            session.discard_cache()  # better no cache than no text

@@ -1,0 +1,139 @@
+"""`Records`: scores, logits, attentions and hidden states of a run, where the call asks for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.utils import ModelOutput
+
+from caches.torch_api import tree_map
+from engine.model.device_state import random_state, set_random_state
+
+# By field of `Generation`: the parameter that asks for it, and its names in the outputs of a forward.
+_FIELDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "scores": ("output_scores", ()),
+    "logits": ("output_logits", ()),
+    "attentions": ("output_attentions", ("attentions", "decoder_attentions")),
+    "cross_attentions": ("output_attentions", ("cross_attentions",)),
+    "hidden_states": ("output_hidden_states", ("hidden_states", "decoder_hidden_states")),
+}
+
+
+class Records:
+    """Scores and logits: one float32 tensor [rows, vocabulary] on `device` per token; the others: one per forward."""
+
+    def __init__(self, config: GenerationConfig, device: torch.device):
+        self._device, self._logits_of_step = device, 1
+        self._values: dict[str, list[Any]] = {
+            name: [] for name, (parameter, _) in _FIELDS.items() if getattr(config, parameter, None)
+        }
+
+    def add_forward(self, outputs: ModelOutput, logits: torch.Tensor) -> None:
+        """logits [rows, tokens, vocabulary]: those that the flow gets."""
+        self._logits_of_step = logits.shape[1]
+        for name, values in self._values.items():
+            found = next((outputs[field] for field in _FIELDS[name][1] if field in outputs), None)
+            if name == "logits":
+                values += logits.to(self._device, torch.float32, copy=True).unbind(dim=1)
+            elif found is not None:
+                values.append(found)
+
+    def add_scores(self, scores: Sequence[torch.Tensor]) -> None:
+        if "scores" in self._values:
+            self._values["scores"] += scores
+
+    def scores(self, unread: int) -> tuple[torch.Tensor, ...] | None:
+        """Those of all columns but the last `unread`; None where they are not recorded."""
+        scores = self._values.get("scores")
+        return None if scores is None else tuple(scores[: len(scores) - unread])
+
+    @property
+    def has_scores(self) -> bool:
+        return "scores" in self._values
+
+    def lengths(self) -> dict[str, int]:
+        return {name: len(values) for name, values in self._values.items()}
+
+    def truncate(self, lengths: dict[str, int]) -> None:
+        """Discard what came after the records had these lengths."""
+        for name, length in lengths.items():
+            del self._values[name][length:]
+
+    def reject_logits(self, tokens: int) -> None:
+        """Discard the logits after the last `tokens` tokens of the last forward."""
+        logits = self._values.get("logits", [])
+        del logits[len(logits) - min(tokens, self._logits_of_step) :]
+
+    def keep_logits(self, tokens: int) -> None:
+        """Discard the logits of all but the first `tokens` new tokens."""
+        del self._values.get("logits", [])[tokens:]
+
+    def row_selection(self, index: torch.Tensor, rows: int) -> Callable[[], None]:
+        """A function that makes row i row `index[i]`, an index on the CPU, and cannot fail. rows: how many there are.
+
+        Where rows become more, the last forward was for all of them; earlier records keep their rows.
+        """
+        selected, last = index.to(self._device), {}
+        if len(index) > rows:
+            for name, values in self._values.items():
+                if values and name != "scores":
+                    last[name] = tree_map(lambda part: part[selected], values[-1])
+
+        def select() -> None:
+            for name, value in last.items():
+                self._values[name][-1] = value
+
+        return select
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of a `Generation`."""
+        return {name: tuple(values) for name, values in self._values.items()}
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """The state of a run after a column was written. random_state: None where the strategy does not draw."""
+
+    lengths: dict[str, int]
+    random_state: torch.Tensor | None
+
+
+class Checkpoints:
+    """The states of a run after each column that is written and not read, for `records` and the random numbers.
+
+    draws: whether the strategy draws from `generator`, or where that is None from the global one of `device`.
+    """
+
+    def __init__(self, records: Records, device: torch.device, generator: torch.Generator | None, draws: bool):
+        self._records, self._device, self._generator, self._draws = records, device, generator, draws
+        self._unread: deque[_Checkpoint] = deque()
+        self._read = self._now()
+
+    def _now(self) -> _Checkpoint:
+        state = random_state(self._device, self._generator) if self._draws else None
+        return _Checkpoint(self._records.lengths(), state)
+
+    def add(self) -> None:
+        """A column was written."""
+        self._unread.append(self._now())
+
+    def read(self) -> None:
+        """The first unread column was read."""
+        if self._unread:
+            self._read = self._unread.popleft()
+
+    def roll_back(self) -> None:
+        """Return to the state after the column read last."""
+        written = self._unread[-1].random_state if self._unread else None
+        self._unread.clear()
+        self._records.truncate(self._read.lengths)
+        before = self._read.random_state
+        # Not where other code has drawn since: it would get the same numbers again.
+        now = random_state(self._device, self._generator)
+        if before is not None and written is not None and torch.equal(now, written):
+            set_random_state(before, self._device, self._generator)

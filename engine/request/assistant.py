@@ -1,0 +1,142 @@
+"""`DraftRequest`: what a draft reads to propose tokens, and the checks that draft and model fit each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+import caches
+from caches import EngineCache
+from engine.errors import OptionError
+from engine.model.accelerate_hooks import prompt_device
+from engine.model.model_runner import ModelRunner
+from engine.prompt import PER_TOKEN
+from engine.request.call import Call
+from engine.request.checks import most_positions
+from engine.request.encoder import Recover, Source, encode, source_again
+from engine.request.request import Request
+from engine.request.vocabulary import Translator
+from strategies import Translation
+
+_LONGEST = 2**31  # tokens, where nothing limits them
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """What the draft reads. mask: [rows, prompt columns].
+
+    prefix_ids: [rows, n], the first columns, which the model has in its cache and the flow does not feed, or None.
+
+    total: columns when the run ends, at most. model_kwargs: further inputs. translation: between the vocabularies of
+    model and draft, None for the same. source: what the draft's encoder reads, None without one.
+    """
+
+    mask: torch.Tensor
+    prefix_ids: torch.Tensor | None
+    total: int
+    model_kwargs: dict[str, Any]
+    chunk_tokens: int | None
+    translation: Translation | None
+    source: Source | None = None
+
+    def encoded(self, draft: PreTrainedModel, recover: Recover) -> DraftRequest:
+        """The same with the outputs of the draft's encoder: see `encode`."""
+        if self.source is None:
+            return self
+        model_kwargs, source = encode(draft, self.model_kwargs, self.source, recover)
+        return replace(self, model_kwargs=model_kwargs, source=source)
+
+
+def read_draft_request(
+    draft: PreTrainedModel, model: PreTrainedModel, request: Request, cache: EngineCache | None, call: Call
+) -> DraftRequest:
+    """Check that `draft` can propose tokens to `model`. cache: the live one that was given. Raises `OptionError`."""
+    _check_fits(draft, model, request)
+    tokenizer, draft_tokenizer = call.tokenizer, call.assistant_tokenizer
+    prefix_ids, device = _prefix_ids(request, cache), prompt_device(draft)
+    if _translates(draft, model, tokenizer, draft_tokenizer):
+        if len(request.prompt.ids) > 1 or request.source is not None:
+            raise OptionError(
+                "a draft with a vocabulary of its own reads one text at a time, and no source of an encoder, but there "
+                f"are {len(request.prompt.ids)} rows: generate them one by one, or give a draft with the model's "
+                "vocabulary"
+            )
+        total = min(most_positions(draft) or _LONGEST, 4 * request.total + 64)  # its words may be shorter
+        translator = Translator(tokenizer, draft_tokenizer, request.mask, prefix_ids, total)
+        mask = torch.ones(1, 1, dtype=torch.long, device=device)
+        return DraftRequest(mask, None, total, {}, request.chunk_tokens, translator.translation)
+    model_kwargs: dict[str, Any] = {}
+    source = None
+    if request.source is not None:
+        model_kwargs, source = source_again(draft, request.prompt, request.source, request.config)
+    mask = request.mask.to(device)
+    return DraftRequest(mask, prefix_ids, request.total, model_kwargs, request.chunk_tokens, None, source)
+
+
+def _check_fits(draft: PreTrainedModel, model: PreTrainedModel, request: Request) -> None:
+    if draft.config.is_encoder_decoder != model.config.is_encoder_decoder:
+        has, lacks = ("draft", "model") if draft.config.is_encoder_decoder else ("model", "draft")
+        raise OptionError(
+            f"the {has} has an encoder and the {lacks} has none, so they do not read the same: give a draft of the "
+            "model's kind"
+        )
+    media = [name for name in request.prompt.model_kwargs if name not in PER_TOKEN and not name.endswith("_mask")]
+    if request.prompt.embeds is not None or (media and request.source is None):
+        raise OptionError(
+            f"a draft sees token ids only, and the prompt has {', '.join(media) or 'inputs_embeds'}: leave "
+            "assistant_model out (prompt_lookup_num_tokens needs no draft)"
+        )
+    most, needed = most_positions(draft), request.total - 1
+    if most is not None and needed > most:
+        raise OptionError(
+            f"the draft has {most} positions, but {request.mask.shape[1]} prompt tokens and {request.new_tokens} new "
+            f"ones need {needed}: ask for fewer, or give another draft"
+        )
+
+
+def check_rolls_back(runner: ModelRunner, cache: EngineCache, request: Request) -> None:
+    """Raise `OptionError` where `cache` cannot roll back rejected tokens."""
+    why = cache.why_not_taken_back if isinstance(cache, caches.HFCacheAdapter) else None
+    if why is not None:
+        raise OptionError(
+            f"{request.strategy.name} rolls back rejected tokens, and {why}: give a name instead, such as "
+            "cache='static', or use another strategy"
+        )
+    if request.before > 0 and not runner.reads_on:
+        raise OptionError(
+            f"{request.strategy.name} rolls back rejected tokens, and {type(runner.model).__name__} then has to "
+            f"read all again, but the {request.before} tokens in the cache were not given: give the whole conversation"
+        )
+
+
+def _prefix_ids(request: Request, cache: EngineCache | None) -> torch.Tensor | None:
+    """The ids of the columns that the prompt does not repeat: the draft has to read them too."""
+    if request.before == 0:
+        return None
+    log = None if cache is None else cache.log
+    if log is None or log.ids.shape[1] < request.before:
+        raise OptionError(
+            f"the draft has to read the {request.before} tokens in the cache too, and which ones they are is not "
+            "known: give the whole conversation"
+        )
+    return log.ids[:, : request.before]
+
+
+def _translates(draft: PreTrainedModel, model: PreTrainedModel, tokenizer: Any, draft_tokenizer: Any) -> bool:
+    """Whether the two have different vocabularies. Raises `OptionError` where a tokenizer is missing for that."""
+    sizes = [one.config.get_text_config(decoder=True).vocab_size for one in (draft, model)]
+    if draft_tokenizer is None:
+        if sizes[0] != sizes[1]:
+            raise OptionError(
+                f"the draft has a vocabulary of {sizes[0]} tokens and the model one of {sizes[1]}: give tokenizer= and "
+                "assistant_tokenizer=, or a draft with the model's vocabulary"
+            )
+        return False
+    if tokenizer is None:
+        raise OptionError("assistant_tokenizer says what the draft's ids mean: give tokenizer= for the model's too")
+    if sizes[0] == sizes[1] and tokenizer.get_vocab() == draft_tokenizer.get_vocab():
+        raise OptionError("assistant_tokenizer has the vocabulary of tokenizer: leave it out, ids need no translation")
+    return True

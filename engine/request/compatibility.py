@@ -1,0 +1,79 @@
+"""Checks of a request against the model and the cache that it runs on, before any work."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from caches import Cache, CapacityError, EngineCache
+from engine.errors import OptionError
+from engine.model.masks import check_takes_masks
+from engine.model.model_runner import ModelRunner
+from engine.model.rope_probe import check_rope
+from engine.request.assistant import check_rolls_back
+from engine.request.checks import check_places, check_positions, check_room_for_rows
+from engine.request.guidance import check_texts_bear_pads
+from engine.request.request import Request
+
+
+def check_together(runner: ModelRunner, cache: EngineCache, request: Request, compile: str) -> None:
+    """Refuse what this model, this cache and this request cannot do together. compile: see `configs.EngineConfig`.
+
+    Raises `OptionError`, `InputError` and `caches.CacheError`.
+    """
+    model = runner.model
+    read, mask = request.read
+    check_positions(model, cache, mask.shape[1], request.columns)
+    check_room_for_rows(cache, len(request.prompt.ids), len(read.ids), request.rows)
+    if isinstance(cache, Cache):
+        check_takes_masks(model, cache)
+        check_places(cache, mask, read.model_kwargs.get("position_ids"))
+        check_rope(runner, cache)
+    if cache.handle is not None and not runner.takes_cache:
+        raise OptionError(
+            f"{type(model).__name__} takes no cache of keys and values (it keeps none, or a state of its own "
+            f"kind), so the {cache.name} cache has nothing to hold: use cache='none'"
+        )
+    if cache.total_tokens > 0 and request.needs.hidden_states:
+        raise OptionError(
+            f"{request.strategy.name} compares with the hidden states of all tokens, and those of the "
+            f"{cache.total_tokens} in the cache are not known: start with an empty cache"
+        )
+    if request.needs.verifies:
+        check_rolls_back(runner, cache, request)
+    _check_cache(model, cache, request)
+    if compile != "off":
+        _check_compiled(cache, request, compile)
+    if request.guidance is not None:
+        check_texts_bear_pads(runner, request.guidance)
+
+
+def _check_cache(model: PreTrainedModel, cache: EngineCache, request: Request) -> None:
+    """Whether the cache has room for the run and can do what the request asks for."""
+    mask = request.read[1]
+    if cache.max_tokens is not None and cache.max_tokens < request.columns - 1:
+        raise CapacityError(
+            f"the {cache.name} cache holds at most {cache.max_tokens} tokens, but {mask.shape[1]} prompt "
+            f"tokens and {request.new_tokens} new ones need {request.columns - 1}: raise max_cache_len or ask for "
+            "fewer"
+        )
+    text_config = model.config.get_text_config(decoder=True)
+    by_id = getattr(text_config, "hidden_size_per_layer_input", None)
+    if request.prompt.embeds is not None and cache.handle is None and by_id:
+        raise OptionError(
+            f"{type(model).__name__} looks up more of every token by its id, so embeddings and ids cannot be "
+            "computed again together: use a cache"
+        )
+    if request.chunk_tokens is not None and cache.handle is None:
+        raise OptionError(
+            f"reading the prompt in pieces of {request.chunk_tokens} tokens needs a cache to keep them in"
+        )
+
+
+def _check_compiled(cache: EngineCache, request: Request, compile: str) -> None:
+    if request.config.disable_compile:
+        raise OptionError(f"disable_compile=True contradicts EngineConfig(compile={compile!r})")
+    if cache.why_not_compiled is not None:
+        raise OptionError(
+            f"compile={compile!r} cannot be with the {cache.name} cache: {cache.why_not_compiled}. Use "
+            "cache='static', or leave compile off"
+        )

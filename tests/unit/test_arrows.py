@@ -1,0 +1,167 @@
+"""Which part of a package may import which, and that no two files import each other, however far around."""
+
+import ast
+
+import pytest
+from places import ROOMS, ROOT
+
+# Lowest first. A part may import those of lower lines, and the parts of the first line each other.
+ENGINE = [
+    {"errors", "out_of_memory", "result", "prompt", "rows", "tables", "version", "notebook"},
+    {"output", "model"},
+    {"request"},
+    {"decoding", "planning"},
+    {"memory", "streaming"},
+    {"generator"},
+    {"__init__"},
+    {"cli"},
+    {"__main__"},
+]
+CACHES = [
+    {"errors", "protocol", "out_of_memory", "heavy_imports"},
+    {"spec", "timeline", "attention", "memory"},
+    {"quantization", "registry"},
+    {"stores"},
+    {"core"},
+    {"hf"},
+    {"transfer"},
+    {"backends"},
+    {"__init__"},
+]
+TABLES = {"engine": ENGINE, "caches": CACHES}
+
+# Arrows that are still to be cut: (file, part that it imports).
+KNOWN = {
+    ("caches/core/layer_stack.py", "hf"),
+    ("caches/core/row_copies.py", "hf"),
+    ("caches/core/sink_hook.py", "hf"),
+    ("caches/hf/split_rows.py", "__init__"),
+    ("caches/hf/split_rows.py", "transfer"),
+    ("caches/stores/offloaded.py", "core"),
+    ("caches/stores/quantized.py", "core"),
+    ("caches/stores/quantized_sink.py", "core"),
+    ("engine/generator.py", "__init__"),  # the docstring of `engine.generate`
+    ("engine/notebook.py", "planning"),
+}
+# Files that still import each other, by prefix.
+KNOWN_CIRCLES = (
+    "caches/core/",
+    "caches/hf/",
+    "engine/__init__.py",  # imports the generator on first use
+    "engine/generator.py",
+    "engine/model/linear_",
+    # By way of the annotations of the notebook.
+    "engine/errors.py",
+    "engine/model/loading.py",
+    "engine/model/location.py",
+    "engine/model/placement.py",
+    "engine/notebook.py",
+    "engine/planning/",
+    "engine/prompt.py",
+    "engine/request/checks.py",
+    "engine/request/parameters.py",
+    "engine/request/strategy.py",
+    "engine/result.py",
+)
+
+
+def file_of(module):
+    """The file of a module of the four packages; None for any other name."""
+    path = ROOT.joinpath(*module.split("."))
+    found = (path.with_suffix(".py"), path / "__init__.py")
+    return next((file for file in found if file.exists()), None) if module.split(".")[0] in ROOMS else None
+
+
+def imported(path):
+    """The files that a file imports: also within functions and for annotations alone."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if file_of(name) else node.module for name in inner]
+        else:
+            continue
+        yield from filter(None, map(file_of, names))
+
+
+def part_of(path):
+    """The sub-package or file of its package that a file is in."""
+    return path.relative_to(ROOT).parts[1].removesuffix(".py")
+
+
+def wrong_arrows(room, path, part):
+    """The parts of `room` that a file in `part` may not import."""
+    table = TABLES[room]
+    line = {name: number for number, names in enumerate(table) for name in names}
+    for target in imported(path):
+        if target.relative_to(ROOT).parts[0] != room or (other := part_of(target)) == part:
+            continue
+        if line[other] >= line[part] > 0 or line[other] > line[part]:
+            yield other
+
+
+def files(room):
+    return sorted((ROOT / room).rglob("*.py"))
+
+
+@pytest.mark.parametrize("room", TABLES)
+def test_every_part_has_its_line(room):
+    assert {part_of(path) for path in files(room)} == set().union(*TABLES[room])
+
+
+@pytest.mark.parametrize("room", TABLES)
+def test_parts_import_lower_ones_alone(room):
+    found = {
+        (str(path.relative_to(ROOT)), other)
+        for path in files(room)
+        for other in wrong_arrows(room, path, part_of(path))
+    }
+    assert found <= KNOWN
+
+
+def in_circles(arrows):
+    """The files that can be reached from themselves. arrows: for each file those that it imports."""
+    found = set()
+    for file in arrows:
+        reached, left = set(), list(arrows[file])
+        while left:
+            if (one := left.pop()) not in reached:
+                reached.add(one)
+                left += arrows.get(one, ())
+        found |= {file} & reached
+    return found
+
+
+def test_no_files_import_each_other():
+    arrows = {path: set(imported(path)) - {path} for room in ROOMS for path in files(room)}
+    found = [str(path.relative_to(ROOT)) for path in in_circles(arrows)]
+    assert not [file for file in found if not file.startswith(KNOWN_CIRCLES)]
+
+
+# What is wrong is found.
+
+IMPORTS = {
+    "a module": "import engine.planning.plan",
+    "a name": "from engine.planning.plan import plan",
+    "a file as a name": "from engine.planning import plan",
+    "in a function": "def f():\n    from engine.planning.plan import plan",
+    "for annotations": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from engine.planning.plan import plan",
+}
+
+
+@pytest.mark.parametrize("text", IMPORTS.values(), ids=IMPORTS)
+def test_a_wrong_arrow_is_seen(text, tmp_path):
+    (bad := tmp_path / "bad.py").write_text(text)
+    assert list(wrong_arrows("engine", bad, "request")) == ["planning"]
+    assert list(wrong_arrows("engine", bad, "decoding")) == ["planning"]  # of the same line
+    assert not list(wrong_arrows("engine", bad, "memory"))
+
+
+def test_a_wrong_arrow_of_the_caches_is_seen(tmp_path):
+    (bad := tmp_path / "bad.py").write_text("from caches.hf.cache import Cache\nfrom caches.errors import CacheError\n")
+    assert list(wrong_arrows("caches", bad, "core")) == ["hf"]
+
+
+def test_a_circle_is_seen():
+    assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {"b", "c"}
