@@ -45,9 +45,7 @@ def test_it_is_refused(repository, tokenizer):
 
 
 def test_its_configuration_is_refused(repository):
-    with pytest.raises(
-        engine.InputError, match=r"never runs to read a configuration.*model that was loaded"
-    ):
+    with pytest.raises(engine.InputError, match=r"never runs to read a configuration.*model that was loaded"):
         engine.plan(repository, prompt_tokens=4, max_new_tokens=4)
 
 
