@@ -101,11 +101,11 @@ class Budget:
         if self._action == "error" or self._has_acted:
             raise Exhausted(f"{why}; over_budget={self._action!r}" + (" was not enough" if self._has_acted else ""))
         self._has_acted = True
-        total_tokens, before = cache.total_tokens, cache.device_bytes
+        tokens_before, bytes_before = cache.total_tokens, cache.device_bytes
         what = self._act(session, cache.device_bytes / cache.total_tokens)
         if what is None:
             raise Exhausted(f"{why}; over_budget={self._action!r} is not possible: it is offloaded already")
-        self._taken.append(Fallback(self._action, what, total_tokens, before, session.cache.device_bytes))
+        self._taken.append(Fallback(self._action, what, tokens_before, bytes_before, session.cache.device_bytes))
         _logger.warning("%s; %s", why, self._taken[-1])
 
     def _act(self, session: ModelSession, bytes_per_token: float) -> str | None:

@@ -23,6 +23,7 @@ from engine.memory.cache_choice import new_cache
 from engine.planning import plan
 from engine.planning.free_memory import Free, find_free
 from engine.planning.model_footprint import inspect_model
+from engine.planning.peak_memory import FusedAttention, PeakMemory
 from engine.planning.plan import cache_bytes, read_planned_model
 from engine.planning.planner import Planner, choose
 from engine.planning.report import BackendPlan
@@ -413,6 +414,19 @@ def test_scores_are_counted_where_attention_makes_them():
     assert inspect_model(CONFIG).working.token == pytest.approx((3 * 128 + 4 * 64) * 4, rel=0.15)
     # Keys and values repeated for the queries that share them.
     assert inspect_model(CONFIG).working.column == pytest.approx(2 * 64 * 4, rel=0.15)
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "eager", "mamba2"])
+def test_working_memory_is_that_of_longer_steps(kind):
+    config = copy.deepcopy(CONFIG if kind != "mamba2" else tiny_model(kind).config)
+    if kind == "mamba2":
+        config.chunk_size = 256  # tokens that are computed together: a shorter step takes as much
+    else:
+        config._attn_implementation = kind
+    found, ids = inspect_model(config), torch.zeros(3, 3000, dtype=torch.long, device="meta")
+    with torch.no_grad(), PeakMemory(found.model) as memory, FusedAttention():
+        found.model(ids, use_cache=False, logits_to_keep=1)
+    assert found.working.of_step(3, 3000, 3000) == pytest.approx(memory.most, rel=0.2)
 
 
 @pytest.mark.slow
