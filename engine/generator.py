@@ -144,7 +144,8 @@ class Generator:
         columns, inputs = _columns_of(request)
         if not known and not call.trust_cache:
             check_content(self._runner, cache, request, columns, inputs, call.tokenizer)
-        hooks = RunHooks(stop.check, recovery.apply_next, budget.keep)
+        make_room = None if self.config.max_cache_bytes is None else budget.keep
+        hooks = RunHooks(stop.check, recovery.apply_next, make_room)
         session = self._session(request, cache, columns, inputs, hooks)
         draft_session = None
         if draft is not None and draft_request is not None:

@@ -39,33 +39,20 @@ class FedIds:
         if prefix.ids is not None:
             self.ids[:, : prefix.columns_without_ids] = prefix.ids
 
-    @property
-    def room(self) -> int:
-        """Columns that there is memory for."""
-        return self.ids.shape[1]
-
     def wider(self, columns: int) -> torch.Tensor:
         """A copy of `ids` with room for `columns`. Raises `EngineError` beyond the last column of the run."""
         if columns > self._most:
+            tokens = columns - (self.count or self._prefix.columns_without_ids)
             raise EngineError(
-                f"the strategy feeds {columns - self.begin} tokens after {self.count}, but this run ends after "
+                f"the strategy feeds {tokens} tokens after {self.count}, but this run ends after "
                 f"{self._most}: it may not look further ahead than max_new_tokens"
             )
-        return widened(self.ids, room_for(columns, self._most, self.room))
-
-    @property
-    def begin(self) -> int:
-        """The column that the next token is written to."""
-        return self.count or self._prefix.columns_without_ids
-
-    @property
-    def known(self) -> torch.Tensor:
-        """The ids that were fed [rows, n], without the columns that have none."""
-        return self.ids[:, self._prefix.columns_without_ids : self.count]
+        return widened(self.ids, room_for(columns, self._most, self.ids.shape[1]))
 
     def agreed(self, log: TokenLog) -> int:
         """How many of the columns fed are those of `log`, whose pads may be any token."""
-        known = self.known
+        without_ids = self._prefix.columns_without_ids
+        known = self.ids[:, without_ids : self.count]
         columns = min(known.shape[1], log.ids.shape[1])
         same = (known[:, :columns] == log.ids[:, :columns]) | (log.mask[:, :columns] == 0)
-        return self._prefix.columns_without_ids + int(same.all(dim=0).long().cumprod(dim=0).sum())
+        return without_ids + int(same.all(dim=0).long().cumprod(dim=0).sum())

@@ -85,7 +85,7 @@ class ForwardExecutor:
     def _reserve(self, columns: int) -> None:
         """Make room for `columns` columns of mask, positions and growing inputs."""
         self.columns.reserve(columns)
-        if not self.inputs.has_room_for(columns):
+        if self.inputs.axes and not self.inputs.has_room_for(columns):
             self.inputs = self.inputs.extended(self._runner.model, self.columns.room)
 
     def _feed(

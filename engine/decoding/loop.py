@@ -68,8 +68,7 @@ class DecodingLoop:
         self._best: Callable[[], list[Hypothesis] | None] | None = None  # of a flow that gives its texts at its end
         self._records = Records(request.config, self._device)
         self._finish_fields: dict[str, Any] = {}  # of the `Generation`
-        draws = request.strategy.samples
-        self._checkpoints = Checkpoints(self._records, self._device, request.generator, draws)
+        self._checkpoints = Checkpoints(self._records, self._device, request.generator, request.strategy.samples)
         self._new_tokens = 0
         self.given_up = False  # there is no result
         self._peak = Peak(self._device)
@@ -171,14 +170,16 @@ class DecodingLoop:
                 return None, self._finish(operation)
 
     def _forward(self, forward: Forward) -> Any:
-        if self._session.fed:  # the tokens fed now are the first ones, although a search may emit them at its end
+        fed: int | None = self._session.fed
+        if fed and not self.clock.has_first_token:  # these tokens are the first, though a search emits them at its end
             self.clock.first_token()
         tokens = forward.tokens.shape[1] if forward.all_logits else 1
         session = self._session if forward.model == "main" else self._draft
         assert session is not None  # a strategy that needs one was given one
-        fed = session.fed if forward.model == "main" else None
         if forward.model == "main":  # here, where the session can recover when memory is out
             self._session.attempt(lambda: self._tokens.reserve(tokens))
+        else:
+            fed = None
         outputs, states = session.forward(forward.tokens, forward.hidden, forward.all_logits)
         self._peak.record()
         logits = session.attempt(lambda: outputs.logits[:, -tokens:].to(self._device, torch.float32, copy=True))
@@ -216,7 +217,8 @@ class DecodingLoop:
                 break
             self._logits_check.before_write(self._running)
             self._tokens.write(tokens[:, column])
-            self._records.add_scores(scores[column : column + 1])
+            if self._records.has_scores:
+                self._records.add_scores(scores[column : column + 1])
             if self._tokens.late:
                 self._checkpoints.add()
             # The first token is waited for, so that its time is right, and no column comes after the last.
@@ -261,8 +263,10 @@ class DecodingLoop:
         running = self._running
         self._logits_check.before_read(running)
         new = self._tokens.next()
-        self._checkpoints.read()
-        self.clock.first_token()
+        if self._tokens.late:
+            self._checkpoints.read()
+        if not self.clock.has_first_token:
+            self.clock.first_token()
         self._new_tokens += sum(running)
         self.stream_buffer.push(new, running)
         try:
@@ -339,12 +343,11 @@ class DecodingLoop:
                 "and its rows may not fit together"
             )
         self.close()
-        sequences = self._tokens.ids
         records = self._records.fields()
         if "encoder_outputs" not in self._request.prompt.model_kwargs:  # GPT-2 returns an empty tuple of these
             records.pop("cross_attentions", None)
         return Generation(
-            sequences=sequences,
+            sequences=self._tokens.ids,
             tokens=self._tokens.new(),
             text=self._text(),
             finish_reasons=list(self._stopping.reasons),

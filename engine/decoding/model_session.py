@@ -107,9 +107,9 @@ class ModelSession:
             raise InputError("the cache has changed between the call and its first token: another run or loop used it")
         if self._keeps_past is not None:
             self._keeps_past.keep_past(True)
-        begin = ids.begin
+        begin = ids.count or self._prefix.columns_without_ids
         end = begin + tokens.shape[1]
-        if end > ids.room:
+        if end > ids.ids.shape[1]:
             ids.ids = self.attempt(lambda: ids.wider(end))
         ids.ids[:, begin:end] = tokens
         emptied = cache.handle is not None and cache.total_tokens == 0

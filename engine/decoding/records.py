@@ -32,6 +32,7 @@ class Records:
         self._values: dict[str, list[Any]] = {
             name: [] for name, (parameter, _) in _FIELDS.items() if getattr(config, parameter, None)
         }
+        self.has_scores = "scores" in self._values
 
     def add_forward(self, outputs: ModelOutput, logits: torch.Tensor) -> None:
         """logits [rows, tokens, vocabulary]: those that the flow gets."""
@@ -51,10 +52,6 @@ class Records:
         """Those of all columns but the last `unread`; None where they are not recorded."""
         scores = self._values.get("scores")
         return None if scores is None else tuple(scores[: len(scores) - unread])
-
-    @property
-    def has_scores(self) -> bool:
-        return "scores" in self._values
 
     def lengths(self) -> dict[str, int]:
         return {name: len(values) for name, values in self._values.items()}

@@ -15,6 +15,7 @@ class RunClock:
         self._started, self.away_s = started, 0.0
         self._ready_s = time.perf_counter()
         self._first_token_s: float | None = None
+        self.has_first_token = False
         self._ended_s: float | None = None
 
     def begin(self) -> None:
@@ -22,17 +23,12 @@ class RunClock:
         self.away_s += time.perf_counter() - self._ready_s
 
     def first_token(self) -> None:
-        """The first token is there; later calls change nothing."""
-        if self._first_token_s is None:
-            self._first_token_s = self._now()
+        """The first token is there."""
+        self._first_token_s, self.has_first_token = self._now(), True
 
     def end(self) -> None:
         if self._ended_s is None:
             self._ended_s = self._now()
-
-    @property
-    def has_first_token(self) -> bool:
-        return self._first_token_s is not None
 
     @property
     def has_ended(self) -> bool:

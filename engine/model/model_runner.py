@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import finalize
 
 import torch
@@ -56,8 +56,7 @@ class ForwardOptions:
 _NO_INPUTS, _NO_OPTIONS = ModelInputs(), ForwardOptions()
 
 
-@dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):
     """One forward: the columns from `begin` to `end`; `ids` [rows, n] are those after column `before`."""
 
     ids: torch.Tensor
@@ -183,7 +182,10 @@ class ModelRunner:
         it. When a forward raises, its step is aborted, and the cache holds what earlier forwards committed.
         """
         total = before + ids.shape[1]
-        chunk_tokens = _chunk_tokens(cache, inputs, options.chunk_tokens)
+        chunk_tokens = options.chunk_tokens
+        most = cache.step_tokens if isinstance(cache, Cache) else None
+        if most is not None and set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL).isdisjoint(inputs.model_kwargs):
+            chunk_tokens = most if chunk_tokens is None else min(chunk_tokens, most)
         while True:
             if options.check is not None:
                 options.check()
@@ -368,6 +370,7 @@ class ModelRunner:
         return {name: value for name, value in inputs.items() if name in self._takes}
 
 
+<<<<<<< HEAD
 def _chunk_tokens(cache: EngineCache, inputs: ModelInputs, chunk_tokens: int | None) -> int | None:
     """The tokens of one forward, at most: the cache may take fewer at a time. Media are read at once."""
     most = cache.max_step_tokens if isinstance(cache, Cache) else None
@@ -376,6 +379,8 @@ def _chunk_tokens(cache: EngineCache, inputs: ModelInputs, chunk_tokens: int | N
     return most if chunk_tokens is None else min(chunk_tokens, most)
 
 
+=======
+>>>>>>> w-args
 def _start_again(cache: EngineCache, before: int, total: int) -> None:
     """Empty the cache for a model that wants every token computed again, as longrope models do at one length.
 

@@ -86,9 +86,9 @@ def ends_in_the_middle(model, inputs):
 @pytest.mark.parametrize("sample", [False, True])
 def test_reading_late_changes_nothing(late, monkeypatch, name, cache, sample):
     model, inputs = tiny_model(name), prompt(pads=0)
-    forgotten = []
-    forget = Tokens.forget_unread
-    monkeypatch.setattr(Tokens, "forget_unread", lambda self: forgotten.append(self.unread) or forget(self))
+    discarded = []
+    discard = Tokens.discard_unread
+    monkeypatch.setattr(Tokens, "discard_unread", lambda self: discarded.append(self.unread) or discard(self))
     options = {"do_sample": sample, "eos_token_id": ends_in_the_middle(model, inputs), "max_new_tokens": NEW}
     options |= {"output_scores": True, "output_logits": True}
     torch.manual_seed(3)
@@ -99,8 +99,8 @@ def test_reading_late_changes_nothing(late, monkeypatch, name, cache, sample):
     assert torch.equal(out.sequences, expected.sequences)
     torch.testing.assert_close(out.scores, expected.scores, atol=1e-3, rtol=1e-4)
     torch.testing.assert_close(out.logits, expected.logits, atol=1e-3, rtol=1e-4)
-    assert torch.equal(torch.rand(1), drawn_after)  # the draw for the column that was forgotten is undone
-    assert forgotten == ([1] if out.sequences.shape[1] < 13 + NEW else [])
+    assert torch.equal(torch.rand(1), drawn_after)  # the draw for the column that was discarded is undone
+    assert discarded == ([1] if out.sequences.shape[1] < 13 + NEW else [])
     if cache != "none":
         assert out.cache.total_tokens == out.sequences.shape[1] - 1
 

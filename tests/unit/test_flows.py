@@ -2,12 +2,15 @@
 
 import dataclasses
 
+import pytest
 import torch
 from helpers import task, toy_flow
 
 import engine
 import strategies
-from strategies import Crop, Emit, Forward, Rows
+from engine.request.parameters import read
+from strategies import Crop, Emit, Forward, Needs, Rows
+from strategies.operations import needs_of
 
 
 def test_names():
@@ -400,3 +403,30 @@ def test_pads_are_not_even_unlike_a_candidate():
     flow.send(None)
     flow.send((logits([1.0, 0, 0, 0], [1.0, 0, 0, 0]), torch.tensor([[[0.6, -0.8]], [[0.0, -1.0]]])))
     assert flow.send(None).tokens.tolist() == [[2]]
+
+
+# What strategies need.
+
+
+class Plain:
+    """As short as a strategy can be."""
+
+    name, samples = "plain", False
+
+    def flow(self, task):
+        yield from strategies.Greedy().flow(task)
+
+
+def test_a_strategy_without_needs_gets_the_defaults():
+    assert needs_of(Plain()) == Needs()
+    assert needs_of(strategies.Sampling(num_return_sequences=3)).rows_at_a_time == 3
+    assert needs_of(strategies.DiverseBeam(num_beams=6, num_beam_groups=3, diversity_penalty=0.1)).rows_at_a_time == 2
+
+
+def test_needs_are_of_their_class():
+    wrong = Plain()
+    wrong.needs = {"rows_per_prompt": 2}
+    with pytest.raises(
+        engine.OptionError, match=r"strategy has needs={'rows_per_prompt': 2}, but they are a strategies.Ne"
+    ):
+        read("strategy", wrong)
