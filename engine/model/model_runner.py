@@ -183,7 +183,7 @@ class ModelRunner:
         """
         total = before + ids.shape[1]
         chunk_tokens = options.chunk_tokens
-        most = cache.step_tokens if isinstance(cache, Cache) else None
+        most = cache.max_step_tokens if isinstance(cache, Cache) else None
         if most is not None and set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL).isdisjoint(inputs.model_kwargs):
             chunk_tokens = most if chunk_tokens is None else min(chunk_tokens, most)
         while True:
@@ -370,17 +370,6 @@ class ModelRunner:
         return {name: value for name, value in inputs.items() if name in self._takes}
 
 
-<<<<<<< HEAD
-def _chunk_tokens(cache: EngineCache, inputs: ModelInputs, chunk_tokens: int | None) -> int | None:
-    """The tokens of one forward, at most: the cache may take fewer at a time. Media are read at once."""
-    most = cache.max_step_tokens if isinstance(cache, Cache) else None
-    if most is None or not set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL).isdisjoint(inputs.model_kwargs):
-        return chunk_tokens
-    return most if chunk_tokens is None else min(chunk_tokens, most)
-
-
-=======
->>>>>>> w-args
 def _start_again(cache: EngineCache, before: int, total: int) -> None:
     """Empty the cache for a model that wants every token computed again, as longrope models do at one length.
 
