@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
-from engine.notebook import generation_as_html, generation_in_short
+from engine.tables import html_table
+
+_SHORT = 50  # characters of a text in a line
+_LONG, _MOST_ROWS = 500, 20  # characters of a text in a table, and its rows
+_NO_TEXT = "none: no tokenizer was given (tokenizer=..., or the model as a path)"
 
 
 @dataclass(frozen=True)
@@ -158,10 +163,53 @@ class Generation:
         return self.cache.to_legacy_cache() if self.legacy and self.cache is not None else self.cache
 
     def __repr__(self) -> str:
-        return generation_in_short(self)
+        return _in_short(self)
 
     def _repr_html_(self) -> str:
-        return generation_as_html(self)
+        return _as_html(self)
+
+
+def _in_short(out: Generation) -> str:
+    """A `repr` of two or three lines for a result of any size."""
+    text = f"text={_NO_TEXT}" if out.text is None else f"text[0]={_cut(out.text[0], _SHORT)!r}"
+    optional = [field.name for field in fields(out) if field.default is None]
+    records = [name for name in optional if getattr(out, name) is not None]
+    separator = ",\n  "
+    lines = [_summary(out), text] + ([f"with {', '.join(records)}"] if records else [])
+    return f"Generation({separator.join(lines)})"
+
+
+def _as_html(out: Generation) -> str:
+    """A table of the first rows, and the measurements."""
+    texts: Sequence[str | None] = out.text or [None] * len(out.tokens)
+    rows = []
+    for row, text in enumerate(texts[:_MOST_ROWS]):
+        tokens, reason = out.tokens[row], out.finish_reasons[row] or "unfinished"
+        rows.append([row, _cut(str(tokens) if text is None else text, _LONG), len(tokens), reason])
+    below = [_summary(out), *map(str, out.stats.fallbacks)]
+    if len(out.tokens) > len(rows):
+        below.insert(0, f"and {_count(len(out.tokens) - len(rows), 'row')} more")
+    if out.text is None:
+        below.append(f"text: {_NO_TEXT}")
+    return html_table(["row", "text" if out.text is not None else "token ids", "tokens", "ended by"], rows, below)
+
+
+def _summary(out: Generation) -> str:
+    """Rows, tokens, why they ended, the cache and the speed."""
+    stats, ended = out.stats, Counter(reason or "unfinished" for reason in out.finish_reasons)
+    reasons = ", ".join(f"{count} {reason}" for reason, count in ended.most_common())
+    speed = stats.decode_tokens_per_s
+    parts = [_count(len(out.tokens), "row"), _count(stats.new_tokens, "new token"), f"ended: {reasons}"]
+    parts.append(f"cache={stats.cache!r}")
+    return ", ".join(parts if speed is None else [*parts, f"{speed:.1f} tokens/s"])
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def nothing_generated(

@@ -1,11 +1,13 @@
-"""Plain-text tables for a terminal. Words are never broken."""
+"""Tables: plain text for a terminal, where words are never broken, and HTML for notebooks."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 from textwrap import fill, wrap
+from typing import Any
 
 _GAP = 2  # columns between columns
 _READABLE = 24  # characters: the narrowest column of running text
@@ -83,3 +85,12 @@ def _lines(cell: str, size: int, column: Column) -> list[str]:
         return cell.splitlines() or [""]
     parts = [wrap(line, size, break_long_words=False, break_on_hyphens=False) for line in cell.splitlines()]
     return [line for part in parts for line in part] or [""]
+
+
+def html_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], below: Sequence[str]) -> str:
+    """An HTML table, and lines below it; all content is escaped."""
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    style = ' style="text-align: left; white-space: pre-wrap"'
+    body = "".join("<tr>" + "".join(f"<td{style}>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    lines = "".join(f"<p>{escape(line)}</p>" for line in below)
+    return f"<div><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{lines}</div>"

@@ -21,41 +21,13 @@ from torch.nn import functional
 
 from caches.quantization.kernel_build import compiled
 from caches.torch_api import has_onednn, onednn_linear, parameters_of
-
-Route: TypeAlias = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
-"""A matrix product: (input [..., width], weight [outs, width], bias [outs] or None) -> [..., outs], on the CPU."""
+from engine.model import linear_timings
+from engine.model.linear_products import ROW_LIMITS, TORCH, Route, routes, with_bias
 
 _GEMV = Path(__file__).with_name("gemv.cpp")
-TORCH = "torch"
-ROW_LIMITS = (1, 3, 8, 32)  # the most rows of each bucket; the last bucket has no limit
 _ROW_NAMES = ("1 row", "2-3", "4-8", "9-32", "more")
 SIZE_LIMITS = (2**17, 2**22)  # elements of a matrix: limits between `SIZES`. Small ones always use torch's product
 SIZES = ("small", "medium", "large")
-
-
-def _swapped(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The transposed product. oneDNN packs its second operand: here the small input, not the weight."""
-    rows = input.reshape(-1, input.shape[-1]).contiguous()  # oneDNN is 500 times slower with a strided one
-    return _with_bias(onednn_linear(weight, rows, None).T, input, bias)
-
-
-def _mm(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return _with_bias(torch.mm(weight, input.reshape(-1, input.shape[-1]).T).T, input, bias)
-
-
-def _with_bias(product: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    out = product.contiguous()
-    if bias is not None:
-        out += bias
-    return out.view(*input.shape[:-1], -1)
-
-
-def routes() -> dict[str, Route]:
-    """The routes other than torch's own that this torch has, by name."""
-    found: dict[str, Route] = {"mm": _mm}
-    if has_onednn():
-        found |= {"onednn": onednn_linear, "swapped": _swapped}
-    return found
 
 
 class Table:
@@ -103,9 +75,8 @@ def table_for(model: nn.Module, choice: str) -> Table | None:
         known["gemv"] = _compiled_gemv()
     names = dict.fromkeys(SIZES, by_rows)
     if choice == "auto":
-        from engine.model.linear_timings import fastest  # which imports this module
-
-        names = {size: fastest(size) if size in sizes and size != SIZES[0] else _ALL_TORCH for size in SIZES}
+        timed = sizes - {SIZES[0]}
+        names = {size: linear_timings.fastest(size) if size in timed else _ALL_TORCH for size in SIZES}
         if set(names.values()) == {_ALL_TORCH}:
             return None
     _install()
@@ -176,6 +147,6 @@ def _compiled_gemv() -> Route:
     def route(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if weight.stride(1) != 1:
             return fallback(input, weight, bias)
-        return _with_bias(gemv(weight, input), input, bias)
+        return with_bias(gemv(weight, input), input, bias)
 
     return route

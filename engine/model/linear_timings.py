@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from caches.out_of_memory import is_out_of_memory
 from caches.quantization.machine import cache_folder, processor, write_atomically
-from engine.model.linear_backend import ROW_LIMITS, TORCH, Route, routes
+from engine.model.linear_products import ROW_LIMITS, TORCH, Route, routes
 
 _MEASUREMENT = 2  # version of the method: results of other versions are ignored
 _MARGIN = 1.1  # a route has to be so many times as fast as torch's own

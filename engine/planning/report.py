@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from engine.notebook import html_table
-from engine.tables import Column, aligned, blocks, fits, terminal_width, wrapped
+from engine.tables import Column, aligned, blocks, fits, html_table, terminal_width, wrapped
 
 _UNKNOWN_WIDTH = 160  # characters, where the output is no terminal
 _COLUMNS = [

@@ -51,53 +51,6 @@ def test_configurations_know_neither_torch_nor_models():
         assert not set(imports(path)) & {"torch", "transformers", "numpy"}
 
 
-# The folders of `caches/` from the ground up: each imports those before it. Files beside them are given their place.
-FLOORS = [
-    ["errors", "out_of_memory", "heavy_imports"],
-    ["spec", "timeline", "attention", "memory"],
-    ["protocol", "quantization"],
-    ["registry", "stores"],
-    ["core"],
-    ["hf"],
-    ["transfer"],
-    ["backends"],
-    ["__init__"],
-]
-FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}
-
-
-def modules_imported(path):
-    """Modules of `caches` imported anywhere in a file."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = [node.module] if isinstance(node, ast.ImportFrom) else []
-        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        yield from (name for name in names if name and name.split(".")[0] == "caches")
-
-
-def place_of(module):
-    """The folder of `caches` that a module is in, or the name of a file beside the folders."""
-    return (module.split(".") + ["__init__"])[1]
-
-
-def test_folders_of_caches_import_one_way():
-    for path in sorted((ROOT / "caches").rglob("*.py")):
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for other in modules_imported(path):
-            own, its = FLOOR_OF[place_of(module)], FLOOR_OF[place_of(other)]
-            assert its < own or place_of(other) == place_of(module), f"{module} imports {other}"
-
-
-def test_files_of_caches_import_in_no_circle():
-    arrows = {}
-    for path in (ROOT / "caches").rglob("*.py"):
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        arrows[module] = set(modules_imported(path))
-    while free := [module for module, needed in arrows.items() if not needed & (arrows.keys() - {module})]:
-        for module in free:
-            del arrows[module]
-    assert not arrows
-
-
 def files_with(wanted):
     """Files of the four rooms in which a node of the syntax tree is wanted."""
     found = set()

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize, prune
 import configs
 import engine
 from caches.quantization import kernel_build
-from engine.model import linear_backend, linear_timings
+from engine.model import linear_backend, linear_products, linear_timings
 from engine.model.linear_backend import SIZES, Table, active, table_for
 
 pytestmark = pytest.mark.skipif(not linear_backend.has_onednn(), reason="this torch was built without oneDNN")
@@ -45,10 +45,10 @@ def routed(table):
 
 def table_of(name):
     table_for(nn.Linear(8, 8), "onednn")  # which makes linear layers ask
-    return Table(dict.fromkeys(SIZES, (name,) * 5), linear_backend.routes())
+    return Table(dict.fromkeys(SIZES, (name,) * 5), linear_products.routes())
 
 
-@pytest.mark.parametrize("name", linear_backend.routes())
+@pytest.mark.parametrize("name", linear_products.routes())
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1, 48), (3, 7, 48), (48,), (0, 48)])
 def test_equal_to_rounding(bias, shape, name):
@@ -59,7 +59,7 @@ def test_equal_to_rounding(bias, shape, name):
         torch.testing.assert_close(layer(input), expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(layer(input.expand(2, *shape)[1]), expected, atol=1e-5, rtol=1e-5)
         assert layer(input).is_contiguous()  # models take views of it
-    assert taken == [linear_backend.routes()[name]] * (3 if input.numel() else 0)
+    assert taken == [linear_products.routes()[name]] * (3 if input.numel() else 0)
 
 
 @pytest.mark.parametrize(("rows", "size", "expected"), [
@@ -72,8 +72,8 @@ def test_rows_and_size_choose_the_route(rows, size, expected):
         "medium": ("torch", "mm", "onednn", "swapped", "onednn"),
         "large": ("onednn",) * 5,
     }
-    table = Table(names, linear_backend.routes())
-    assert table.route(size, rows) is linear_backend.routes().get(expected)
+    table = Table(names, linear_products.routes())
+    assert table.route(size, rows) is linear_products.routes().get(expected)
     assert str(table).startswith("small: torch; medium: 1 row torch, 2-3 mm, 4-8 onednn")
 
 
@@ -331,7 +331,7 @@ def test_a_folder_that_cannot_be_written(cache_folder, monkeypatch):
 @pytest.mark.parametrize(("gain", "expected"), [(1.05, "torch"), (1.3, "mm")])
 def test_torchs_own_has_a_margin(gain, expected, monkeypatch):
     monkeypatch.setattr(
-        linear_timings, "times", lambda one, other: gain if other.args[0] is linear_backend._mm else 0.9
+        linear_timings, "times", lambda one, other: gain if other.args[0] is linear_products.mm else 0.9
     )
     assert linear_timings._fastest_of(list, torch.ones(1, 8)) == expected
 
@@ -339,7 +339,7 @@ def test_torchs_own_has_a_margin(gain, expected, monkeypatch):
 def test_the_measurement_says_something(monkeypatch):
     monkeypatch.setattr(linear_timings, "_SHAPES", {"medium": (64, 32, 2)})
     monkeypatch.setattr(linear_timings, "_POOL", 2**14)
-    assert set(linear_timings._measure("medium")) <= {"torch", *linear_backend.routes()}
+    assert set(linear_timings._measure("medium")) <= {"torch", *linear_products.routes()}
     assert linear_timings.times(lambda: 3.0, lambda: 1.0) == 3.0
 
 
