@@ -31,8 +31,13 @@ class CollectedOutputs:
         self.hidden, self.tokens = hidden, tokens
         self._outputs: list[_Outputs] = []
 
-    def of(self, rows: slice) -> Callable[[ModelOutput, int], None]:
-        """A function that takes the outputs of a forward of these rows, and the column it ends before."""
+    def of(self, rows: slice) -> Callable[[ModelOutput, int], None] | None:
+        """A function that takes the outputs of a forward of these rows, and the column it ends before.
+
+        None where the outputs of the last forward are enough.
+        """
+        if self.tokens == 1 and not self.hidden:
+            return None
 
         def collect(outputs: ModelOutput, end: int) -> None:
             logits = outputs.logits if self.tokens > 1 else None
