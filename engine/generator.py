@@ -220,10 +220,9 @@ class Generator:
         read, mask = request.read
         check_positions(self.model, live, mask.shape[1], request.columns)
         check_room_for_rows(live, len(request.prompt.ids), len(read.ids), request.rows)
-        if isinstance(live, caches.Cache):
-            check_takes_masks(self.model, live)
-            check_places(live, mask, read.model_kwargs.get("position_ids"))
-            check_rope(self._runner, live)
+        check_takes_masks(self.model, live)
+        check_places(live, mask, read.model_kwargs.get("position_ids"))
+        check_rope(self._runner, live)
         if live.handle is not None and not self._runner.takes_cache:
             raise OptionError(
                 f"{type(self.model).__name__} takes no cache of keys and values (it keeps none, or a state of its own "

@@ -179,7 +179,7 @@ def verifies(strategy: Strategy) -> bool:
 
 def check_takes_back(runner: ModelRunner, cache: EngineCache, request: Request) -> None:
     """Raise `OptionError` where `cache` cannot go back to what was accepted."""
-    why = cache.why_not_taken_back if isinstance(cache, caches.HFCacheAdapter) else None
+    why = caches.protocol.capabilities(cache).rollback_blocker
     if why is not None:
         raise OptionError(
             f"{request.strategy.name} takes back what was not accepted, and {why}: give a name instead, such as "

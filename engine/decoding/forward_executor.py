@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.utils import ModelOutput
 
-from caches import Cache, EncoderDecoder, EngineCache, StepError, apply_window, migrate
+from caches import EngineCache, StepError, apply_window, migrate
+from caches.protocol import capabilities
+from caches.transfer.convert import can_migrate
 from caches.transfer.split_rows import SplitCache, halves
 from engine.decoding.collected_outputs import CollectedOutputs, joined
 from engine.model.forward import ModelRunner
@@ -160,17 +162,14 @@ class ForwardExecutor:
         self._graphs = False
         self._runner.drop_graphs()
         for _, cache in self.parts:
-            if isinstance(cache, (Cache, EncoderDecoder)):
+            if can_migrate(cache):
                 for part in cache.parts:
                     part.scratch.release()
 
     def read_in_smaller_pieces(self, waiting: int) -> int | None:
         """Cut the tokens that wait to be fed into smaller pieces: the tokens of one. None where that is no use."""
         tokens = waiting if self._chunk_tokens is None else min(waiting, self._chunk_tokens)
-        is_quantized = (
-            isinstance(self.cache, (Cache, EncoderDecoder)) and self.cache.is_quantized
-        )  # pieces would read codes
-        is_quantized &= not self._is_rounded
+        is_quantized = capabilities(self.cache).is_quantized and not self._is_rounded  # pieces would read codes
         if tokens <= _SMALLEST_PIECE or is_quantized or self.cache.handle is None or self._sees:
             return None
         self._chunk_tokens = max(_SMALLEST_PIECE, tokens // 4)
@@ -202,8 +201,8 @@ class ForwardExecutor:
         """Go on with the last columns of the cache alone."""
         slid: list[EngineCache] = []
         for _, cache in self.parts:
-            if not isinstance(cache, Cache):
-                raise StepError(f"a window cannot be imposed on a {cache.name} cache of an encoder-decoder model")
+            if not can_migrate(cache):
+                raise StepError(f"a window cannot be imposed on a {cache.name} cache")
             slid.append(apply_window(cache, window_length))
         self._take_parts(slid)
 
@@ -227,9 +226,9 @@ class ForwardExecutor:
 
 
 def _moved_away(cache: EngineCache, residency: str, quantized: bool) -> EngineCache | None:
-    if not isinstance(cache, (Cache, EncoderDecoder)):
+    if not can_migrate(cache):
         return None
-    if isinstance(cache, Cache) and cache.imposes_windows:
+    if capabilities(cache).imposes_windows:
         raise StepError(f"the {cache.name} cache imposes a window on the model, and no cache that lives elsewhere does")
     name = "offloaded_quantized" if quantized or cache.is_quantized else "offloaded"
     is_away = cache.name == name and (residency == "host" or "disk" in cache.bytes_by_place)

@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 import torch
 from transformers.utils import ModelOutput
 
-from caches import CacheError, EngineCache, HFCacheAdapter, TokenLog
+from caches import CacheError, EngineCache, TokenLog
+from caches.hf.adapter import may_be_lost
 from caches.out_of_memory import is_of_onednn, is_out_of_memory
+from caches.protocol import capabilities
 from caches.transfer.split_rows import SplitCache
 from engine.decoding.collected_outputs import CollectedOutputs
 from engine.decoding.forward_executor import ForwardExecutor
@@ -86,7 +88,7 @@ class ModelSession:
         self._step_open = self._prefilled = False
         self._open = 0  # tokens of the open step
         # Our own caches keep what leaves a window until the step is settled, whatever comes.
-        self._keeping = cache if takes_back and isinstance(cache, HFCacheAdapter) else None
+        self._keeping = cache if takes_back and may_be_lost(cache) else None
         self._goal = 0  # columns that the cache will have seen after what is being fed; 0 while nothing is
         self._choosing = False  # rows: what the cache holds may be of other rows than the ids
 
@@ -217,7 +219,7 @@ class ModelSession:
 
     @property
     def _has_lost_the_cache(self) -> bool:
-        return isinstance(self.cache, HFCacheAdapter) and self.cache.handle is None
+        return capabilities(self.cache).is_lost
 
     def _go_on_after(self, failure: BaseException) -> None:
         assert self._recover is not None
@@ -375,7 +377,7 @@ class ModelSession:
             self._take_back(fed_too_far)
         elif fed_too_far <= self._open and self.cache.can_reject(fed_too_far):
             self.commit(rejected=fed_too_far)
-        elif isinstance(self.cache, HFCacheAdapter):  # what it cannot take back it keeps
+        elif may_be_lost(self.cache):  # what it cannot take back it keeps
             self.commit()
             if self._agreed(log) < self.fed:  # then it holds a token that is not in the text
                 self.cache.log = None

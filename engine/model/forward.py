@@ -17,6 +17,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from transformers.utils import ModelOutput
 
 from caches import Cache, EngineCache, UnknownContentError, UnsupportedLayerError, build, mask_kinds, read_specs
+from caches.protocol import attention_view
 from engine.errors import InputError, OptionError
 from engine.model.accelerate_hooks import is_dispatched, prompt_device
 from engine.model.cache_argument import cache_argument
@@ -165,7 +166,8 @@ class ModelRunner:
         resume: called before every forward, in this model's turn.
         """
         total = before + ids.shape[1]
-        most = cache.max_step_tokens if isinstance(cache, Cache) else None
+        view = attention_view(cache)
+        most = view.max_step_tokens
         if most is not None and not set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) & set(model_kwargs or ()):
             chunk_tokens = most if chunk_tokens is None else min(chunk_tokens, most)
         while True:
@@ -175,8 +177,8 @@ class ModelRunner:
                 if resume is not None:
                     resume()
                 begin = cache.total_tokens
-                if (prefill or begin == 0) and isinstance(cache, Cache):
-                    cache.set_padding(columns.pads)
+                if prefill or begin == 0:
+                    view.set_padding(columns.pads)
                 end = total if chunk_tokens is None else min(total, begin + chunk_tokens)
                 if self._has_states and cache.handle is not None:
                     # Models leave pads out of their states only where several tokens are read at once.
@@ -209,8 +211,8 @@ class ModelRunner:
                         chunk_tokens = None
                         continue
                     inputs[self._cache_argument.name] = cache.handle
-                if end - begin > 1 and isinstance(cache, Cache) and cache.imposes_windows:
-                    inputs["attention_mask"] = imposed_mask(self.model, cache, self._mask_kinds, columns, begin, end)
+                if end - begin > 1 and view.imposes_windows:
+                    inputs["attention_mask"] = imposed_mask(self.model, view, self._mask_kinds, columns, begin, end)
                 cache.begin(end - begin, graph)
                 try:
                     outputs = self._call(inputs | (flags or {}), cache, columns, end, graph, routes)
@@ -291,8 +293,9 @@ class ModelRunner:
     def graph_inputs(self, ids: torch.Tensor, columns: Columns, cache: EngineCache, end: int) -> dict[str, Any]:
         """What a graph gets for the open step of one token per row, `ids` [rows, 1]: every shape is fixed."""
         positions = contiguous(columns.positions(end - 1, end))
-        if isinstance(cache, Cache) and cache.imposes_windows:
-            mask = imposed_mask(self.model, cache, self._mask_kinds, columns, end - 1, end)
+        view = attention_view(cache)
+        if view.imposes_windows:
+            mask = imposed_mask(self.model, view, self._mask_kinds, columns, end - 1, end)
         elif self._keeps_columns:
             mask = graph_mask(self.model, cache.handle, self._mask_kinds, columns.mask(end), positions)
         else:

@@ -12,6 +12,7 @@ from typing import Any
 import caches
 from caches import EngineCache
 from caches.attention.segmented_tensor import SegmentedTensor, segments_of
+from caches.protocol import attention_view
 from caches.registry import build_layers
 from configs import CacheConfig
 from engine.model.masks import check_takes_masks
@@ -85,8 +86,7 @@ class _Rehearsal:
     def __init__(self, footprint: ModelFootprint, config: CacheConfig, run_shape: RunShape, pinned: bool):
         self._anatomy, self._course, self._pinned = footprint, run_shape, pinned
         self.cache: Any = fresh_cache(config, run_shape, self._build)
-        if isinstance(self.cache, caches.Cache):
-            check_takes_masks(footprint.model, self.cache)
+        check_takes_masks(footprint.model, self.cache)
         if self.cache.max_tokens is not None and self.cache.max_tokens < run_shape.held:
             raise caches.CapacityError(
                 f"the {config.name} cache holds at most {self.cache.max_tokens} tokens, but {run_shape.prompt_tokens} "
@@ -100,8 +100,7 @@ class _Rehearsal:
         return build_layers(config.name, self._anatomy.specs, self._anatomy.is_encoder_decoder, config)
 
     def kept(self) -> CacheUsage:
-        held, known = self._course.held, isinstance(self.cache, caches.Cache)
-        positions = self.cache.positions_needed(held) if known else held
+        positions = attention_view(self.cache).positions_needed(self._course.held)
         return CacheUsage(tuple(self._moments), self._together, self._chunk, positions)
 
     # The run.
@@ -116,7 +115,7 @@ class _Rehearsal:
 
     def read_prompt(self) -> None:
         tokens, calls = self._course.prompt_tokens, self._anatomy.first
-        most = self.cache.max_step_tokens if isinstance(self.cache, caches.Cache) else None
+        most = attention_view(self.cache).max_step_tokens
         self._chunk = min(tokens, self._course.chunk_tokens or tokens, most or tokens)
         whole, rest = divmod(tokens, self._chunk)
         windows, all_forget = self._windows()

@@ -162,7 +162,7 @@ class Planner:
         # A short run_shape builds any cache at once; a window of its own needs fewer positions.
         build = partial(caches.build, config.name, self._subject.config)
         cache = fresh_cache(config, replace(run_shape, prompt_tokens=1, new_tokens=1), build)
-        needed = cache.positions_needed(run_shape.held) if isinstance(cache, caches.Cache) else run_shape.held
+        needed = caches.protocol.attention_view(cache).positions_needed(run_shape.held)
         if needed > most:
             raise caches.CapacityError(
                 f"{run_shape.prompt_tokens:,} prompt tokens and {run_shape.new_tokens:,} new ones need {needed:,} "
