@@ -5,7 +5,7 @@ CacheError (an `EngineError`)
 ├── CapacityError (also a ValueError)      more tokens than a fixed cache can hold
 ├── UnsupportedLayerError (also a ValueError)   a layer kind that a backend cannot keep
 ├── UnknownContentError (also a ValueError)         what a cache holds cannot be compared with a text
-└── StepError (also a RuntimeError)        begin / settle / abort called out of order, or tokens that are gone
+└── StepError (also a RuntimeError)        begin / commit / abort called out of order, or tokens that are gone
 """
 
 from __future__ import annotations

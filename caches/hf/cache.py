@@ -69,9 +69,9 @@ class Cache(LegacyNames, TransformersCache):
         self.stack.bind_layers(specs)
         self.implicit.require_all()
 
-    def load_columns(self, columns: Sequence[Sequence[torch.Tensor]]) -> None:
+    def load_keys_and_values(self, pairs: Sequence[Sequence[torch.Tensor]]) -> None:
         """Hold these keys and values [rows, kv_heads, tokens, head_dim] of all tokens, one pair per layer."""
-        self.stack.load_columns(columns)
+        self.stack.load_keys_and_values(pairs)
         self.implicit.require_all()
 
     # One step is a transaction: see `EngineCache`.
@@ -116,9 +116,9 @@ class Cache(LegacyNames, TransformersCache):
         """Whether a step was begun and neither committed nor aborted."""
         return self.stack.is_open
 
-    def finish_step(self, whole: bool = False) -> None:
+    def finish_step(self, is_over: bool = False) -> None:
         """Commit another loop's step once it has reached every layer: see `ImplicitSteps.end_if_complete`."""
-        self.implicit.end_if_complete(whole)
+        self.implicit.end_if_complete(is_over)
 
     # Rows.
 

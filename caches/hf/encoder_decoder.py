@@ -58,12 +58,12 @@ class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
         self._check_finished()
         self.self_attention_cache.begin(tokens, graph)
         self._cross_tokens_before = self.cross_attention_cache.total_tokens
-        self.cross_attention_cache.sharing.forget_reads()
+        self.cross_attention_cache.sharing.discard_reads()
 
     def commit(self, rejected: int = 0) -> None:
         tokens = self.self_attention_cache.stack.pending
         self.self_attention_cache.commit(rejected)
-        self.cross_attention_cache.finish_step(whole=True)
+        self.cross_attention_cache.finish_step(is_over=True)
         if tokens == 1:
             self.cross_attention_cache.selection.unshare_if_materialized()
 
@@ -72,9 +72,9 @@ class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
             self.cross_attention_cache.reset()
         self.self_attention_cache.abort()
 
-    def finish_step(self, whole: bool = False) -> None:
+    def finish_step(self, is_over: bool = False) -> None:
         for part in self.parts:
-            part.finish_step(whole)
+            part.finish_step(is_over)
 
     def reset(self) -> None:
         for part in self.parts:

@@ -61,7 +61,7 @@ class LegacyNames:
         """Whether some of it is kept in fewer bits than it came in."""
 
     @abstractmethod
-    def finish_step(self, whole: bool = False) -> None:
+    def finish_step(self, is_over: bool = False) -> None:
         """Commit another loop's step once it has reached every layer."""
 
     @abstractmethod
@@ -289,8 +289,8 @@ class LegacyNames:
         states = [layer for layer in layers if STATE in layer.spec.components]
         if not states:
             raise UnsupportedLayerError("no layer that was asked about keeps a state")
-        written = states[-1].conv_states | states[-1].recurrent_states
-        return bool(written) if state_idx is None else state_idx in written
+        found = states[-1].conv_states | states[-1].recurrent_states
+        return bool(found) if state_idx is None else state_idx in found
 
     def __repr__(self) -> str:
         kind, layers = f"{type(self).__name__}({getattr(self, 'name', '')!r}", len(self.layers)

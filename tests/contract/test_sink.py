@@ -183,7 +183,7 @@ def test_inside_the_generate_of_transformers():
         **inputs, past_key_values=caches.SinkCache(W, S, config=model.config), **arguments
     )
     assert not torch.equal(first_known_column[0, 6:], expected[0])
-    with pytest.raises(caches.StepError, match=r"pads were told for 3 rows, but the step has 2"):
+    with pytest.raises(caches.StepError, match=r"padding was set for 3 rows, but the step has 2"):
         model.generate(**inputs, past_key_values=caches.SinkCache(W, S, model.config, [1, 0, 0]), **arguments)
     with pytest.raises(caches.StepError, match="further back than the window of 10"):
         model.generate(**prompt(), past_key_values=caches.SinkCache(W, S, model.config), **arguments)
