@@ -175,7 +175,7 @@ def _blocks(specs: Layers, options: QuantizedCacheConfig) -> dict[str, Any]:
 
 def _encoding(cache: Cache, options: QuantizedCacheConfig) -> Cache:
     """Raise `UnsupportedLayerError` where nothing would be encoded."""
-    if not cache.finds_layers and not cache.is_quantized:
+    if not cache.stack.finds_layers and not cache.is_quantized:
         windows = [
             spec.attention_span.size for spec in cache.specs if spec.keeps_kv and spec.attention_span.size is not None
         ]

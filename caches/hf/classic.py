@@ -36,7 +36,7 @@ def from_legacy_cache(past_key_values: Sequence[Sequence[torch.Tensor]], config:
     dynamic = recipe("dynamic")
     cache = dynamic.build(None if config is None else read_specs(config), dynamic.options())
     assert isinstance(cache, Cache)
-    if not cache.finds_layers and len(cache.layers) != len(past_key_values):
+    if not cache.stack.finds_layers and len(cache.layers) != len(past_key_values):
         raise StepError(f"the model has {len(cache.layers)} layers, but the legacy cache {len(past_key_values)}")
     cache.load_keys_and_values(past_key_values)
     return cache

@@ -24,7 +24,7 @@ from caches.registry import recipe
 from caches.stores.dense import Store, chosen_rows
 from caches.timeline.shared_timeline import ForkedTimeline
 from caches.timeline.timeline import Timeline
-from caches.transfer.convert import empty_for
+from caches.transfer.convert import can_migrate, empty_for
 from configs import PlacedCacheConfig, QuantizedCacheConfig
 
 C = TypeVar("C", Cache, EncoderDecoder)
@@ -78,7 +78,7 @@ def carry_out(givers: Sequence[Any], passages: Sequence[TensorMigration], what: 
 
 def _codec_of(cache: C, options: type[Any]) -> dict[str, Any]:
     """The options by which `cache` quantizes, for a backend that has such options."""
-    own = getattr(next(iter(getattr(cache, "parts", ())), None), "options", None)  # none of what is no cache of ours
+    own = cache.stacks[0].layout.config if can_migrate(cache) else None
     if not isinstance(own, QuantizedCacheConfig) or not issubclass(options, QuantizedCacheConfig):
         return {}
     return {name: getattr(own, name) for name in (*_OF_A_CODEC, "residual_length")}
