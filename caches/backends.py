@@ -47,7 +47,7 @@ from configs import (
 
 Layers = Sequence[LayerSpec] | None
 _FETCHED = "a graph knows where all tensors are before it begins, and here they are fetched layer by layer"
-_ENCODES = "how many blocks are encoded, and when, is decided from step to step, and a graph has one way to go"
+_QUANTIZES = "how many blocks are encoded, and when, is decided from step to step, and a graph has one way to go"
 _IN_WORDS = {KV: "keys and values", INDEX: "an index", STATE: "states"}
 
 
@@ -67,10 +67,10 @@ def static(specs: Layers, options: StaticCacheConfig) -> Cache:
 @register(HybridCacheConfig)
 def hybrid(specs: Layers, options: HybridCacheConfig) -> Cache:
     """`static` for models of which some layers look back at a window only."""
-    reaches = {spec.attention_span.size is None for spec in _known(specs, options) if spec.keeps_kv}
-    if len(reaches) < 2:
-        found, other = ("everything", "static") if True in reaches else ("a window", "sliding_window")
-        found, other = (found, other) if reaches else ("nothing: they keep no keys", "mamba")
+    sizes = {spec.attention_span.size is None for spec in _known(specs, options) if spec.keeps_kv}
+    if len(sizes) < 2:
+        found, other = ("everything", "static") if True in sizes else ("a window", "sliding_window")
+        found, other = (found, other) if sizes else ("nothing: they keep no keys", "mamba")
         raise UnsupportedLayerError(
             "cache='hybrid' is for models of which some layers look back at everything and others at a window; here "
             f"all look at {found}. Use cache={other!r}"
@@ -136,8 +136,8 @@ def _sinks(specs: Layers, options: SinkCacheConfig) -> dict[str, Any]:
         raise UnsupportedLayerError(f"cache={name!r} keeps keys and values, but the model has none: cache='mamba'")
     if window is None:
         raise UnsupportedLayerError(
-            f"cache={name!r} shows a row's first tokens beside a window of the last ones, and no window was given: "
-            "choose a window_length, or use cache='static' to keep everything"
+            f"cache={name!r} keeps a row's first tokens and a window of the last ones, and no window was given: "
+            "give window_length, or use cache='static' to keep everything"
         )
     check = partial(_check_sinks, name, window)
     if specs is not None:
@@ -163,19 +163,19 @@ def quantized(specs: Layers, options: QuantizedCacheConfig) -> Cache:
 
 
 def _blocks(specs: Layers, options: QuantizedCacheConfig) -> dict[str, Any]:
-    """Fields of the layout of a cache that encodes in blocks."""
+    """Fields of the layout of a cache that quantizes in blocks."""
     codecs: dict[str, Codec] = {name: new_codec(options, name) for name in ("keys", "values")}
     block = max(codec.block for codec in codecs.values())
     return {
         "make_store": partial(_quantized, options, codecs, _is_read_later(specs)),
         "make_timeline": partial(_block_timeline, block if block > 1 else options.block, options.residual_length),
-        "compile_blocker": _ENCODES,
+        "compile_blocker": _QUANTIZES,
     }
 
 
 def _encoding(cache: Cache, options: QuantizedCacheConfig) -> Cache:
     """Raise `UnsupportedLayerError` where nothing would be encoded."""
-    if not cache.finds_layers and not cache.is_quantized:
+    if not cache.stack.finds_layers and not cache.is_quantized:
         windows = [
             spec.attention_span.size for spec in cache.specs if spec.keeps_kv and spec.attention_span.size is not None
         ]
@@ -198,7 +198,7 @@ def encoder_decoder(specs: Layers, options: EncoderDecoderCacheConfig) -> Encode
     """Two caches of any kind for an encoder-decoder model: the decoder's tokens, and the encoder's."""
     own = _part(specs, options.self_cache)
     rows = getattr(options.self_cache, "max_batch_size", None)
-    cross = _part([CROSS] * len(own.specs), options.cross_cache or _beside(own, options.self_cache, rows))
+    cross = _part([CROSS] * len(own.specs), options.cross_cache or _default_cross(own, options.self_cache, rows))
     for part in (own, cross):
         if part.imposes_windows:
             raise UnsupportedLayerError(f"cache={part.name!r} cannot impose a window on an encoder-decoder model")
@@ -222,8 +222,8 @@ def _part(specs: Layers, choice: str | CacheConfig) -> Cache:
     return cache
 
 
-def _beside(own: Cache, options: str | CacheConfig, rows: int | None) -> CacheConfig:
-    """What keeps the encoder's tokens beside a cache of the decoder's, where none was chosen."""
+def _default_cross(own: Cache, options: str | CacheConfig, rows: int | None) -> CacheConfig:
+    """The backend for the encoder's tokens next to `own`, where none was chosen."""
     if isinstance(options, str):
         options = recipe(options).options()
     if isinstance(options, OffloadedCacheConfig):
@@ -314,14 +314,14 @@ def _fixed_size(
 
 
 def _within(window: int | None, spec: LayerSpec) -> Retention:
-    """What the layer's reach needs, but never more than a token's window."""
+    """What the layer's attention span needs, but never more than a token's window."""
     if window is None or (spec.attention_span.size is not None and spec.attention_span.size <= window):
         return needed_by_attention(spec)
     return KeepRecent(window - 1)
 
 
 def _with_sinks(window: int, sinks: int, spec: LayerSpec) -> Retention:
-    """What the layer's reach needs, or a window that begins with sinks where it looks back further than that."""
+    """What the layer's attention span needs, or a window that begins with sinks where the span is wider."""
     if spec.attention_span.size is not None and spec.attention_span.size <= window:
         return needed_by_attention(spec)
     return KeepSinks(window - 1, sinks)
@@ -330,16 +330,16 @@ def _with_sinks(window: int, sinks: int, spec: LayerSpec) -> Retention:
 def _check_sinks(name: str, window: int, specs: Sequence[LayerSpec]) -> None:
     """Refuse layers of which the first tokens cannot be shown along with a window."""
     _refuse_all_but(name, specs, {KV, STATE})
-    reaches = [spec.attention_span.size for spec in specs if spec.keeps_kv]
-    if not reaches:
+    sizes = [spec.attention_span.size for spec in specs if spec.keeps_kv]
+    if not sizes:
         raise UnsupportedLayerError(
             f"cache={name!r} with window_length={window} shows a row's first keys and values, and no layer of this "
             "model keeps any: use cache='mamba' or cache='dynamic'"
         )
-    if all(size is not None and size <= window for size in reaches):
+    if all(size is not None and size <= window for size in sizes):
         raise UnsupportedLayerError(
             f"cache={name!r} with window_length={window} would never show its first tokens: no layer looks back "
-            f"further than its own window of {max(size or 0 for size in reaches)}. Use cache='sliding_window' without "
+            f"further than its own window of {max(size or 0 for size in sizes)}. Use cache='sliding_window' without "
             "options"
         )
     for index, spec in enumerate(specs):
@@ -351,8 +351,9 @@ def _check_sinks(name: str, window: int, specs: Sequence[LayerSpec]) -> None:
             )
         if spec.rotation is None and (spec.attention_span.size is None or spec.attention_span.size > window):
             raise UnsupportedLayerError(
-                f"cache={name!r} has to turn the keys of layer {index} ({spec.layer_type}), and their rotation is not "
-                "known: build it with the model's configuration, or use cache='sliding_window' with a window_length"
+                f"cache={name!r} has to rotate the keys of layer {index} ({spec.layer_type}), and their RoPE "
+                "parameters are not known: build it with the model's configuration, or use cache='sliding_window' with "
+                "a window_length"
             )
 
 
@@ -364,10 +365,12 @@ def _known(specs: Layers, options: CacheConfig) -> Sequence[LayerSpec]:
     return specs
 
 
-def _refuse_all_but(name: str, specs: Layers, streams: set[str]) -> None:
+def _refuse_all_but(name: str, specs: Layers, components: set[str]) -> None:
     for index, spec in enumerate(specs or ()):
-        if spec.components - streams:
-            kept = " and ".join(_IN_WORDS.get(stream, stream) for stream in sorted(spec.components - streams))
+        if spec.components - components:
+            kept = " and ".join(
+                _IN_WORDS.get(component, component) for component in sorted(spec.components - components)
+            )
             other = "none" if spec.components - {KV, INDEX, STATE, MODEL_SPECIFIC} else "dynamic"
             raise UnsupportedLayerError(
                 f"layer {index} ({spec.layer_type}) keeps {kept}, which cache={name!r} has no place for. Generate with "

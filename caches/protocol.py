@@ -16,12 +16,12 @@ from caches.spec.rope import RopeRotation
 
 @dataclass(frozen=True)
 class TokenLog:
-    """The tokens of a cache and those that come after them, as far as a run of ours knows.
+    """The tokens of a cache and those that come after them, as far as the engine knows them.
 
-    ids, mask: [rows, columns], at least as many columns as the cache has seen; mask is 0 where a pad is.
-    positions: [kinds, rows, columns] where the model reckons them in a way of its own (an image takes fewer than it has
-    tokens), else None. source: what an encoder made of its source [rows, columns, width], else None.
-    reader: the model that read them, weakly; None where that is not known. A log is never written in place.
+    ids, mask: [rows, tokens], at least those that the cache holds; mask is 0 at padding.
+    positions: [kinds, rows, tokens] where the model computes them itself (an image takes fewer than it has tokens),
+    else None. source: the encoder's output [rows, tokens, width], else None.
+    reader: a weak reference to the model that read them; None where that is not known. A log is never written in place.
     """
 
     ids: torch.Tensor
@@ -50,13 +50,14 @@ class TokenLog:
         source = None if self.source is None else self.source[index]
         return replace(self, ids=self.ids[index], mask=self.mask[index], positions=positions, source=source)
 
-    def first(self, columns: int) -> TokenLog:
-        positions = None if self.positions is None else self.positions[..., :columns]
-        return replace(self, ids=self.ids[:, :columns], mask=self.mask[:, :columns], positions=positions)
+    def first(self, tokens: int) -> TokenLog:
+        """The same without what comes after the first `tokens`."""
+        positions = None if self.positions is None else self.positions[..., :tokens]
+        return replace(self, ids=self.ids[:, :tokens], mask=self.mask[:, :tokens], positions=positions)
 
     @staticmethod
     def joined(logs: list[TokenLog]) -> TokenLog:
-        """The rows of all `logs`, which have equally many columns."""
+        """The rows of all `logs`, which have equally many tokens."""
         positions = [log.positions for log in logs if log.positions is not None]
         sources = [log.source for log in logs if log.source is not None]
         reader = logs[0].live_reader
@@ -69,7 +70,7 @@ class TokenLog:
         )
 
     def then(self, later: TokenLog) -> TokenLog:
-        """Both, one after the other; `later.positions` are those of all columns."""
+        """Both, one after the other; `later.positions` are those of all tokens."""
         ids, mask = torch.cat([self.ids, later.ids], dim=1), torch.cat([self.mask, later.mask], dim=1)
         return replace(self, ids=ids, mask=mask, positions=later.positions)
 
@@ -78,7 +79,7 @@ class TokenLog:
 class EngineCache(Protocol):
     """One step is a transaction: `begin`, the forward, then `commit` or `abort`.
 
-    name: what messages call it. log: what is in it when our loop fed it all, else None.
+    name: of the recipe, for messages. log: the tokens that it holds, where the engine's loop fed them all, else None.
     """
 
     name: str
@@ -118,13 +119,13 @@ class EngineCache(Protocol):
 
     @property
     def unfinished(self) -> bool:
-        """Whether `rows` or `fork` failed after its arguments were checked, as it does when memory is out.
+        """Whether `select_rows` or `fork` failed after its arguments were checked, as it does when memory is out.
 
-        Then only `finish` goes on, and `reset` forgets it; all else raises `StepError`.
+        Then `finish` resumes it and `reset` empties the cache; all else raises `StepError`.
         """
 
     def finish(self) -> None:
-        """Go on choosing rows where that failed, as often as it takes. Nothing to do where it did not."""
+        """Resume a selection of rows that failed; may be called again when it fails again."""
 
     def check_fits(self, model_config: Any) -> None:
         """Raise `UnsupportedLayerError` when it was built for other layers than this model's (a `PreTrainedConfig`)."""
@@ -136,36 +137,34 @@ class EngineCache(Protocol):
         """
 
     def can_reject(self, rejected: int) -> bool:
-        """Whether the open step can be settled without its last `rejected` tokens; else abort and feed the others
-        again.
-        """
+        """Whether `commit(rejected)` is possible; else abort the step and feed the tokens to keep again."""
 
     def commit(self, rejected: int = 0) -> None:
-        """Commit the open step without its last `rejected` tokens, and forget what is out of reach."""
+        """Keep the open step without its last `rejected` tokens, and evict what no later token attends to."""
 
     def abort(self) -> None:
-        """Forget the open step on every layer, whichever of them it had reached. Without one: nothing to do."""
+        """Undo the open step on every layer, however far it came. Without one: nothing to do."""
 
     def select_rows(self, index: torch.Tensor) -> None:
-        """Row i becomes row `index[i]` in everything it holds. When this fails half-way: see `unfinished`."""
+        """Row i becomes a copy of row `index[i]` in all that it holds. When this fails half-way: see `unfinished`."""
 
     def crop(self, tokens: int) -> None:
         """Between steps. Positive: the new size. Negative: how many of the last tokens to remove.
 
-        Raises `StepError`, with nothing changed, where what is kept of the tokens before is gone.
+        Raises `StepError`, with nothing changed, where the tokens that would have to come back were evicted.
         """
 
     def fork(self, times: int) -> None:
-        """Row i becomes rows i * times to i * times + times - 1, as `rows` would make them.
+        """Row i becomes rows i * times to i * times + times - 1, as `select_rows` would make them.
 
-        Where it can it copies nothing: what they have in common is there once, as long as they lie together.
+        Nothing is copied where rows can share what they have in common, as long as they are next to each other.
         """
 
     def reserve(self, tokens: int) -> None:
-        """Say that it will hold `tokens` tokens in all, so that room for them is made at once."""
+        """Make room for `tokens` tokens in all at once."""
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Evict everything."""
 
 
 @dataclass(frozen=True)

@@ -90,12 +90,12 @@ class ImplicitSteps:
             if tokens == 1:
                 self.selection.unshare_if_materialized()
 
-    def end_if_complete(self, whole: bool = False) -> None:
+    def end_if_complete(self, is_over: bool = False) -> None:
         """Commit a step once it has reached every layer: then what layers hold can be read.
 
-        whole: the forward is known to have ended, so what it did not reach never takes part.
+        is_over: the forward is known to have ended, so what it did not reach never takes part.
         """
-        if whole and self.stack.is_open:
+        if is_over and self.stack.is_open:
             self.required &= self.reached
         if self.is_complete or not self.stack.is_open:
             self.end()

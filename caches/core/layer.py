@@ -43,7 +43,7 @@ class TensorHolder(RowHolder, Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, written: dict[str, Any], /) -> None: ...
+    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
 
     def release(self) -> None: ...
 
@@ -76,7 +76,7 @@ class Layer:
         """Add one step's keys and values [rows, kv_heads, tokens, head_dim]; returns what attention reads."""
         if keys.shape[-2] != self.timeline.pending:
             raise UnsupportedLayerError(
-                f"a {self.spec.layer_type} layer wrote {keys.shape[-2]} columns in a step of {self.timeline.pending} "
+                f"a {self.spec.layer_type} layer wrote {keys.shape[-2]} tokens in a step of {self.timeline.pending} "
                 "tokens: this model keeps more than the tokens it is fed. Use cache='none'"
             )
         return self.stores["keys"].append(keys), self.stores["values"].append(values)
@@ -189,7 +189,7 @@ class Layer:
             else:
                 yield part
 
-    def drop_suffix(self, prefix: Timeline) -> None:
+    def remove_suffix(self, prefix: Timeline) -> None:
         """Where rows shared a prefix: keep what is in the prefix alone, whose timeline is given."""
         stores = {}
         for name, store in self.stores.items():

@@ -250,7 +250,7 @@ class LayerStack:
             timeline.release()
 
     def _empty(self) -> None:
-        self.drop_suffixes()
+        self.remove_suffixes()
         for timeline in self.timelines:
             timeline.reset()
         for layer in self.layers:
@@ -276,12 +276,12 @@ class LayerStack:
         """The layers of a group."""
         return [layer for layer in self.layers if layer.timeline is timeline]
 
-    def drop_suffixes(self, shared: Iterable[ForkedTimeline] | None = None) -> None:
+    def remove_suffixes(self, shared: Iterable[ForkedTimeline] | None = None) -> None:
         """Groups whose rows share prefixes, by default all, keep what is in the prefixes alone."""
         for timeline in self.shared_timelines if shared is None else shared:
             for layer in self.layers_of(timeline):
                 if isinstance(layer, Layer):
-                    layer.drop_suffix(timeline.prefix)
+                    layer.remove_suffix(timeline.prefix)
             self.timelines[self.timelines.index(timeline)] = timeline.prefix
         if not self.shared_timelines:
             self.scratch.release_suffix()
@@ -293,7 +293,7 @@ class LayerStack:
     ) -> None:
         """Hold exactly this content of every layer after `total_tokens` tokens: see `Layer.dense_state`."""
         self.hook.load_state_dict(hook_state or {})
-        self.drop_suffixes()
+        self.remove_suffixes()
         kept = {
             layer.timeline: content["keys"].shape[-2]
             for layer, content in zip(self.layers, contents, strict=True)
@@ -317,13 +317,13 @@ class LayerStack:
         for layer, state in zip(self.layers, states, strict=True):
             layer.load_state_dict(state)
 
-    def load_columns(self, columns: Sequence[Sequence[torch.Tensor]]) -> None:
+    def load_keys_and_values(self, pairs: Sequence[Sequence[torch.Tensor]]) -> None:
         """Hold these keys and values [rows, kv_heads, tokens, head_dim] of all tokens, one pair per layer."""
-        rows, _, total_tokens, _ = columns[0][0].shape
+        rows, _, total_tokens, _ = pairs[0][0].shape
         if self.finds_layers:
-            self._make_layers([PLAIN] * len(columns))
+            self._make_layers([PLAIN] * len(pairs))
         contents = []
-        for layer, (keys, values) in zip(self.layers, columns, strict=True):
+        for layer, (keys, values) in zip(self.layers, pairs, strict=True):
             evicted = total_tokens - layer.timeline.retention.surviving(total_tokens)
             contents.append({"keys": keys[:, :, evicted:], "values": values[:, :, evicted:]})
         self.load_dense(total_tokens, rows, contents)

@@ -71,7 +71,7 @@ class PrefixSharing:
             if forked.rows_per_prefix == 1 and forked.suffix.is_in_full:
                 if forked.suffix.total_tokens:
                     self._merge(forked)
-                self.stack.drop_suffixes([forked])
+                self.stack.remove_suffixes([forked])
 
     def _merge(self, forked: ForkedTimeline) -> None:
         prefix, tokens = forked.prefix, forked.suffix.total_tokens
@@ -102,7 +102,7 @@ class PrefixSharing:
         """Whether the model materialized a shared prefix in the last step: it would do so in each."""
         return any(forked.should_unshare for forked in self.stack.shared_timelines)
 
-    def forget_reads(self) -> None:
+    def discard_reads(self) -> None:
         """What was materialized before the next step says nothing about the model."""
         for forked in self.stack.shared_timelines:
-            forked.was_read_whole = False
+            forked.was_materialized = False

@@ -45,7 +45,7 @@ def check_times(times: int) -> None:
         raise StepError(f"fork({times}): every row has to stay at least once")
 
 
-def is_every_row(index: torch.Tensor, rows: int) -> bool:
+def keeps_all_rows(index: torch.Tensor, rows: int) -> bool:
     """Whether `index` is known to leave all rows where they are. An index on an accelerator is not read."""
     return len(index) == rows and index.device.type == "cpu" and index.tolist() == list(range(rows))
 
@@ -67,7 +67,7 @@ class RowSelection:
         if not known or min(known) < 0 or max(known) >= rows:
             raise StepError(f"select_rows({index.tolist()}), but the cache holds rows 0 to {rows - 1}")
         self._check_room(len(index))
-        return Choice(None if is_every_row(index, rows) else index)
+        return Choice(None if keeps_all_rows(index, rows) else index)
 
     def plan_fork(self, times: int) -> Choice | None:
         """Every row `times` times, next to each other. Raises `StepError` where there is no room for them."""

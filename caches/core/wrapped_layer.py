@@ -1,4 +1,4 @@
-"""Layer kinds of one model family, kept by transformers' own layer inside our cache.
+"""Layer kinds of one model family, kept by transformers' own layer in a cache of ours.
 
 Such a layer has methods that only its model knows (compressed entries, an index of blocks). They are passed on to it.
 transformers' growing layers write nothing in place, so putting their attributes back undoes a step. Taking back a part
@@ -21,7 +21,7 @@ from caches.timeline.timeline import Timeline
 
 
 class WrappedLayer:
-    """One of transformers' layers that takes part in begin, settle, abort and rows. See `Layer` for what they mean."""
+    """One of transformers' layers that takes part in steps and row selection. See `Layer` for the methods."""
 
     is_quantized = False
     storage_format = None
@@ -53,10 +53,10 @@ class WrappedLayer:
     def indexer_position_ids(self) -> torch.Tensor | None:
         """Positions of all tokens [kinds, rows, tokens], which qwen4_exp keeps on its first indexed layer.
 
-        None before the first step. They are held with the rows first, like everything that follows rows.
+        None before the first step. They are kept with the rows first, like everything that follows rows.
         """
-        held = vars(self._layer).get("indexer_position_ids")
-        return None if held is None else held.transpose(0, 1)
+        positions = vars(self._layer).get("indexer_position_ids")
+        return None if positions is None else positions.transpose(0, 1)
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: torch.Tensor) -> None:
@@ -66,14 +66,16 @@ class WrappedLayer:
         """Nothing is copied."""
 
     def begin(self) -> None:
-        held = vars(self._layer)
-        self._before = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in held.items()}
+        attributes = vars(self._layer)
+        self._before = {
+            name: copy.copy(value) if isinstance(value, dict) else value for name, value in attributes.items()
+        }
 
     def reserve(self, room: int) -> None:
         """It makes its own room."""
 
     def compact(self) -> None:
-        """It forgets in its own way."""
+        """It evicts in its own way."""
 
     def can_reject(self, rejected: int) -> bool:
         return rejected in (0, self.timeline.pending)
@@ -113,7 +115,7 @@ class WrappedLayer:
     state_dict, load_state_dict = dense_state, load_dense
     release = reset
 
-    def mask_sizes(self, tokens: int, unsettled: int = 0) -> tuple[int, int]:
+    def mask_sizes(self, tokens: int, uncommitted: int = 0) -> tuple[int, int]:
         return self._layer.get_mask_sizes(tokens)
 
     def tensors(self) -> Iterator[torch.Tensor]:

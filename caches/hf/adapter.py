@@ -1,4 +1,4 @@
-"""transformers' own cache objects, driven in place by our loop."""
+"""transformers' own cache objects, used in place by the engine's loop."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ import torch
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import EncoderDecoderCache, QuantizedLayer, StaticLayer
 
-from caches.core.row_selection import is_every_row, repeated
+from caches.core.row_selection import keeps_all_rows, repeated
 from caches.errors import StepError, UnsupportedLayerError
 from caches.protocol import Capabilities, EngineCache, TokenLog, capabilities
 from caches.torch_api import times_written
 
 _STATES = ("conv_states", "recurrent_states")
 
-# What runs of ours left in caches, how many tokens that was, and the tensors that hold it, as they were then.
+# Of caches that the engine filled: their token log, how many tokens it fed, and the tensors with their versions.
 _logs: WeakKeyDictionary[TransformersCache, tuple[TokenLog, int, list[tuple[Any, int]]]] = WeakKeyDictionary()
 
 
 class HFCacheAdapter:
     """The operations of a step on a cache that has only `update` and `crop`.
 
-    A sliding layer of transformers forgets in the middle of a step, and the first step writes the cross part of an
+    A sliding layer of transformers evicts in the middle of a step, and the first step writes the cross part of an
     encoder-decoder cache. Such a step cannot be undone: when it fails the cache is lost, `handle` becomes None and a
     `begin` on the same object raises `StepError`, until it is emptied.
     """
 
     max_rows = None
-    why_not_compiled = "it writes where transformers' own bookkeeping says, not where a step of ours does"
+    why_not_compiled = "it writes where transformers' own bookkeeping says, not where the engine decides"
 
     def __init__(self, cache: TransformersCache):
         self._cache = cache
         self._own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-        self._seen_before: int | None = None  # while a step is open
+        self._tokens_before: int | None = None  # while a step is open
         self._before: list[dict[str, Any] | None] = []  # the attributes of layers with a state
         self._tokens = 0  # of the open step
         self._read = 0  # tokens committed by us: a cache of states alone does not count them
@@ -53,24 +53,24 @@ class HFCacheAdapter:
 
     @property
     def log(self) -> TokenLog | None:
-        """What the last run of ours left in it, as long as no other loop has written to it since."""
+        """The tokens that the engine's last run left in it, as long as no other loop has written to it since."""
         log, _, before = _logs.get(self._cache, (None, 0, []))
         if log is None or log.ids.shape[1] < self.total_tokens:
             return None
-        held = list(self._tensors())
-        same = len(held) == len(before) and all(
+        kept = list(self._tensors())
+        same = len(kept) == len(before) and all(
             was() is tensor and times_written(tensor) == version
-            for tensor, (was, version) in zip(held, before, strict=True)
+            for tensor, (was, version) in zip(kept, before, strict=True)
         )
         return log if same else None
 
     @log.setter
     def log(self, log: TokenLog | None) -> None:
         _logs.pop(self._cache, None)
-        held = list(self._tensors())
+        kept = list(self._tensors())
         # Tensors of inference mode do not count how often they were written.
-        if log is not None and not any(tensor.is_inference() for tensor in held):
-            _logs[self._cache] = log, self._read, [(ref(tensor), times_written(tensor)) for tensor in held]
+        if log is not None and not any(tensor.is_inference() for tensor in kept):
+            _logs[self._cache] = log, self._read, [(ref(tensor), times_written(tensor)) for tensor in kept]
 
     @property
     def handle(self) -> TransformersCache | None:
@@ -101,9 +101,9 @@ class HFCacheAdapter:
     @property
     def device_bytes(self) -> int:
         """transformers keeps on the host what is not on an accelerator, if there is one."""
-        away = [tensor for tensor in self._tensors() if tensor.device.type == "cpu"]
-        beside = sum(tensor.nbytes for tensor in away)
-        return self.bytes if beside == self.bytes else self.bytes - beside
+        off_device_tensors = [tensor for tensor in self._tensors() if tensor.device.type == "cpu"]
+        off_device = sum(tensor.nbytes for tensor in off_device_tensors)
+        return self.bytes if off_device == self.bytes else self.bytes - off_device
 
     @property
     def sections(self) -> list[TransformersCache]:
@@ -133,10 +133,10 @@ class HFCacheAdapter:
             raise UnsupportedLayerError(f"the model needs {wanted}, but this is a {self.name}")
 
     def begin(self, tokens: int, graph: bool = False) -> None:
-        self._check_whole()
+        self._check_finished()
         if graph:
             raise StepError(f"a compiled step needs one of our own fixed caches, not a {self.name}")
-        lengths = {int(layer.get_seq_length()) for layer in self._own.layers if _is_written(layer)}
+        lengths = {int(layer.get_seq_length()) for layer in self._own.layers if _is_filled(layer)}
         if len(lengths) > 1:
             raise StepError(
                 f"the layers of this {self.name} hold {min(lengths)} to {max(lengths)} tokens: a step failed half-way "
@@ -149,7 +149,7 @@ class HFCacheAdapter:
                 f"this {self.name} does not say how many tokens its states have read: start with an empty one"
             )
         self._before = [_attributes(layer) if _is_state(layer) else None for layer in self._own.layers]
-        self._seen_before, self._tokens = self.total_tokens, tokens
+        self._tokens_before, self._tokens = self.total_tokens, tokens
 
     def can_reject(self, rejected: int) -> bool:
         return not rejected or all(self._can_take_back(layer, rejected) for layer in self._own.layers)
@@ -163,29 +163,29 @@ class HFCacheAdapter:
                 self._take_back(index, layer, rejected)
         else:
             for layer in self._own.layers:
-                if _is_window(layer) and layer.record_past and _is_written(layer):
+                if _is_window(layer) and layer.record_past and _is_filled(layer):
                     layer.crop(0)  # what has left the window
         self._read += self._tokens - rejected
-        self._seen_before = None
+        self._tokens_before = None
 
     def abort(self) -> None:
         """Take back the layers that the failed step had reached, as far as their classes can."""
-        if self._seen_before is None:
+        if self._tokens_before is None:
             return
-        before = self._seen_before
+        before = self._tokens_before
         self._lost |= self._own is not self._cache and before == 0
         for index, layer in enumerate(self._own.layers):
-            ahead = int(layer.get_seq_length()) - before if _is_written(layer) else 0
+            ahead = int(layer.get_seq_length()) - before if _is_filled(layer) else 0
             if not ahead and not _is_state(layer):
                 continue
             if self._can_take_back(layer, self._tokens):
                 self._take_back(index, layer, ahead)
             else:
                 self._lost = True
-        self._seen_before = None
+        self._tokens_before = None
 
     def keep_past(self, keep: bool) -> None:
-        """Whether windows keep what leaves them in a step until it is settled, so that tokens can be taken back."""
+        """Whether windows keep what leaves them in a step until it is committed, so that tokens can be taken back."""
         for layer in self._own.layers:
             if _is_window(layer):
                 layer.record_past = keep
@@ -205,7 +205,7 @@ class HFCacheAdapter:
             return tokens == self._tokens
         if _is_fixed(layer):
             return True
-        if _is_full(layer) and self._seen_before is None:  # between steps what has left the window is gone
+        if _is_full(layer) and self._tokens_before is None:  # between steps what has left the window is evicted
             return False
         return getattr(layer, "is_croppable", False) and (not _is_full(layer) or getattr(layer, "record_past", False))
 
@@ -217,8 +217,8 @@ class HFCacheAdapter:
             vars(layer).update(before)
 
     def select_rows(self, index: torch.Tensor) -> None:
-        self._check_whole()
-        if not is_every_row(index, self.batch_size):
+        self._check_finished()
+        if not keeps_all_rows(index, self.batch_size):
             self._index, self._left = index, self._layers
             self.finish()
 
@@ -229,7 +229,7 @@ class HFCacheAdapter:
     def finish(self) -> None:
         while self._left:
             layer = self._left[-1]
-            before = {name: dict(held) if isinstance(held, dict) else held for name, held in vars(layer).items()}
+            before = {name: dict(kept) if isinstance(kept, dict) else kept for name, kept in vars(layer).items()}
             try:
                 layer.reorder_cache(self._index)
             except BaseException:
@@ -237,11 +237,11 @@ class HFCacheAdapter:
                 raise
             self._left.pop()
 
-    def _check_whole(self) -> None:
+    def _check_finished(self) -> None:
         if self._left:
             raise StepError(
-                f"the last choice of rows failed half-way, so {len(self._left)} layers of this {self.name} still have "
-                "the rows of before: finish() goes on where it stopped, reset() empties the cache"
+                f"the last selection of rows failed half-way, so {len(self._left)} layers of this {self.name} still "
+                "have the rows of before: finish() goes on where it stopped, reset() empties the cache"
             )
 
     def fork(self, times: int) -> None:
@@ -249,7 +249,7 @@ class HFCacheAdapter:
         self.select_rows(repeated(self.batch_size, times))
 
     def crop(self, tokens: int) -> None:
-        self._check_whole()
+        self._check_finished()
         remove = max(0, self.total_tokens - tokens) if tokens > 0 else -tokens
         for layer in self._own.layers:
             if _is_state(layer) or not self._can_take_back(layer, remove):
@@ -265,7 +265,7 @@ class HFCacheAdapter:
         self._cache.reset()
         self._read, self._left, self._lost = 0, [], False
         for layer in self._layers:  # in transformers 5.17 a growing layer only becomes zeros of the same length
-            if _is_written(layer) and not hasattr(layer, "max_cache_len"):
+            if _is_filled(layer) and not hasattr(layer, "max_cache_len"):
                 layer.keys = layer.values = None
                 layer.is_initialized = False
 
@@ -275,7 +275,7 @@ def may_be_lost(cache: EngineCache) -> TypeGuard[HFCacheAdapter]:
     return capabilities(cache).rollback == "sometimes"
 
 
-def _is_written(layer: Any) -> bool:
+def _is_filled(layer: Any) -> bool:
     return hasattr(layer, "get_seq_length") and getattr(layer, "is_initialized", False)
 
 
@@ -298,7 +298,7 @@ def _is_window(layer: Any) -> bool:
 def _is_full(layer: Any) -> bool:
     """Whether it has a window, and as many tokens as that."""
     window = getattr(layer, "sliding_window", None)
-    return window is not None and _is_written(layer) and int(layer.get_seq_length()) >= window
+    return window is not None and _is_filled(layer) and int(layer.get_seq_length()) >= window
 
 
 def _is_state(layer: Any) -> bool:

@@ -21,13 +21,12 @@ from caches.core.row_selection import RowSelection
 from caches.core.wrapped_layer import WrappedLayer
 from caches.hf.legacy_names import LegacyNames
 from caches.memory.scratch import Scratch
-from caches.protocol import AttentionView, Capabilities, TokenLog
+from caches.protocol import AttentionView, Capabilities
 from caches.spec.layer_spec import INDEX, KV, MODEL_SPECIFIC, STATE, LayerSpec, read_specs
 from caches.spec.rope import RopeRotation
 from caches.stores.recurrent_state import CONV, RECURRENT, RecurrentState
 from caches.stores.slot import StoreFactory
 from caches.timeline.retention import KeepAll
-from configs import CacheConfig
 
 
 class Cache(LegacyNames, TransformersCache):
@@ -69,9 +68,9 @@ class Cache(LegacyNames, TransformersCache):
         self.stack.bind_layers(specs)
         self.implicit.require_all()
 
-    def load_columns(self, columns: Sequence[Sequence[torch.Tensor]]) -> None:
+    def load_keys_and_values(self, pairs: Sequence[Sequence[torch.Tensor]]) -> None:
         """Hold these keys and values [rows, kv_heads, tokens, head_dim] of all tokens, one pair per layer."""
-        self.stack.load_columns(columns)
+        self.stack.load_keys_and_values(pairs)
         self.implicit.require_all()
 
     # One step is a transaction: see `EngineCache`.
@@ -79,9 +78,6 @@ class Cache(LegacyNames, TransformersCache):
     def begin(self, tokens: int, graph: bool = False) -> None:
         self.implicit.end()
         self.stack.begin(tokens, graph)
-
-    def can_reject(self, rejected: int) -> bool:
-        return self.stack.can_reject(rejected)
 
     def commit(self, rejected: int = 0) -> None:
         tokens, is_first = self.stack.pending, self.stack.is_announced and self.stack.total_tokens == 0
@@ -116,9 +112,9 @@ class Cache(LegacyNames, TransformersCache):
         """Whether a step was begun and neither committed nor aborted."""
         return self.stack.is_open
 
-    def finish_step(self, whole: bool = False) -> None:
+    def finish_step(self, is_over: bool = False) -> None:
         """Commit another loop's step once it has reached every layer: see `ImplicitSteps.end_if_complete`."""
-        self.implicit.end_if_complete(whole)
+        self.implicit.end_if_complete(is_over)
 
     # Rows.
 
@@ -287,19 +283,6 @@ class Cache(LegacyNames, TransformersCache):
     # What it is made of, and holds.
 
     @property
-    def layers(self) -> list[Layer | WrappedLayer]:
-        return self.stack.layers
-
-    @property
-    def specs(self) -> tuple[LayerSpec, ...]:
-        return self.stack.specs
-
-    @property
-    def name(self) -> str:
-        """The recipe's name."""
-        return self.stack.layout.name
-
-    @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
             can_migrate=True,
@@ -324,66 +307,17 @@ class Cache(LegacyNames, TransformersCache):
         return (self.stack,)
 
     @property
-    def options(self) -> CacheConfig | None:
-        """The recipe's options."""
-        return self.stack.layout.config
-
-    @property
-    def fixed(self) -> bool:
-        """Whether buffers are made once and never move."""
-        return self.stack.layout.preallocated
-
-    @property
-    def finds_layers(self) -> bool:
-        """Whether layers are added as they are used."""
-        return self.stack.finds_layers
-
-    @property
     def scratch(self) -> Scratch:
         return self.stack.scratch
-
-    @property
-    def log(self) -> TokenLog | None:
-        return self.stack.log
-
-    @log.setter
-    def log(self, log: TokenLog | None) -> None:
-        self.stack.log = log
 
     @property
     def total_tokens(self) -> int:
         """Tokens committed per row, or of another loop's step that is complete."""
         return self.stack.total_tokens + self.implicit.uncommitted
 
-    @property
-    def batch_size(self) -> int:
-        """Rows, or -1 before the first step."""
-        return self.stack.batch_size
-
-    @property
-    def max_tokens(self) -> int | None:
-        return self.stack.max_tokens
-
-    @property
-    def max_rows(self) -> int | None:
-        return self.stack.max_rows
-
     def get_max_length(self, layer_idx: int | None = None) -> int | None:
         """Tokens it can hold per row, or shows to a token; None when it has no limit."""
         return self.max_tokens if self.max_step_tokens is None else self.max_step_tokens
-
-    @property
-    def why_not_compiled(self) -> str | None:
-        return self.stack.why_not_compiled
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether some of it is kept in fewer bits than it came in."""
-        return self.stack.is_quantized
-
-    def growth(self, tokens: int) -> float:
-        """How many times as large buffers will be when there is room for `tokens` more."""
-        return self.stack.growth(tokens)
 
     # What attention over it has to know.
 

@@ -36,9 +36,9 @@ def from_legacy_cache(past_key_values: Sequence[Sequence[torch.Tensor]], config:
     dynamic = recipe("dynamic")
     cache = dynamic.build(None if config is None else read_specs(config), dynamic.options())
     assert isinstance(cache, Cache)
-    if not cache.finds_layers and len(cache.layers) != len(past_key_values):
+    if not cache.stack.finds_layers and len(cache.layers) != len(past_key_values):
         raise StepError(f"the model has {len(cache.layers)} layers, but the legacy cache {len(past_key_values)}")
-    cache.load_columns(past_key_values)
+    cache.load_keys_and_values(past_key_values)
     return cache
 
 
@@ -136,8 +136,8 @@ class SlidingWindowCache:
 class SinkCache:
     """The first tokens and the last: text without end, in constant memory.
 
-    pads: how many pads each row begins with; our engine says so by itself. Without a `config` only our engine can use
-    it for more tokens than the window has: it knows the model.
+    pads: how many padding tokens each row begins with; the engine sets them itself. Without a `config` only the engine
+    can use it for more tokens than the window has: it knows the model.
     """
 
     def __new__(

@@ -8,15 +8,12 @@ from typing import Any
 import torch
 from transformers.cache_utils import EncoderDecoderCache as TransformersEncoderDecoderCache
 
-from caches.core.layer import Layer
 from caches.core.layer_stack import LayerStack
 from caches.core.row_selection import Choice, RowSelection
-from caches.core.wrapped_layer import WrappedLayer
 from caches.errors import UnsupportedLayerError
 from caches.hf.cache import Cache
 from caches.hf.legacy_names import LegacyNames
-from caches.protocol import Capabilities, TokenLog
-from caches.spec.layer_spec import LayerSpec
+from caches.protocol import Capabilities
 
 
 class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
@@ -58,12 +55,12 @@ class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
         self._check_finished()
         self.self_attention_cache.begin(tokens, graph)
         self._cross_tokens_before = self.cross_attention_cache.total_tokens
-        self.cross_attention_cache.sharing.forget_reads()
+        self.cross_attention_cache.sharing.discard_reads()
 
     def commit(self, rejected: int = 0) -> None:
         tokens = self.self_attention_cache.stack.pending
         self.self_attention_cache.commit(rejected)
-        self.cross_attention_cache.finish_step(whole=True)
+        self.cross_attention_cache.finish_step(is_over=True)
         if tokens == 1:
             self.cross_attention_cache.selection.unshare_if_materialized()
 
@@ -72,9 +69,9 @@ class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
             self.cross_attention_cache.reset()
         self.self_attention_cache.abort()
 
-    def finish_step(self, whole: bool = False) -> None:
+    def finish_step(self, is_over: bool = False) -> None:
         for part in self.parts:
-            part.finish_step(whole)
+            part.finish_step(is_over)
 
     def reset(self) -> None:
         for part in self.parts:
@@ -120,15 +117,9 @@ class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
 
     # What the decoder's cache is, can and does.
 
-    def can_reject(self, rejected: int) -> bool:
-        return self.self_attention_cache.can_reject(rejected)
-
     def reserve(self, tokens: int) -> None:
         self._check_finished()
         self.self_attention_cache.reserve(tokens)
-
-    def growth(self, tokens: int) -> float:
-        return self.self_attention_cache.growth(tokens)
 
     def crop(self, tokens: int) -> None:
         """Of the decoder's tokens. Positive: the new size. Negative: how many of the last ones to remove."""
@@ -139,52 +130,8 @@ class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
         self.self_attention_cache.set_padding(padding)
 
     @property
-    def name(self) -> str:
-        return self.self_attention_cache.name
-
-    @property
-    def log(self) -> TokenLog | None:
-        return self.self_attention_cache.log
-
-    @log.setter
-    def log(self, log: TokenLog | None) -> None:
-        self.self_attention_cache.log = log
-
-    @property
-    def layers(self) -> list[Layer | WrappedLayer]:
-        return self.self_attention_cache.layers
-
-    @property
-    def specs(self) -> tuple[LayerSpec, ...]:
-        return self.self_attention_cache.specs
-
-    @property
-    def is_quantized(self) -> bool:
-        return self.self_attention_cache.is_quantized
-
-    @property
     def total_tokens(self) -> int:
         return self.self_attention_cache.total_tokens
-
-    @property
-    def batch_size(self) -> int:
-        return self.self_attention_cache.batch_size
-
-    @property
-    def max_tokens(self) -> int | None:
-        return self.self_attention_cache.max_tokens
-
-    @property
-    def max_rows(self) -> int | None:
-        return self.self_attention_cache.max_rows
-
-    @property
-    def fixed(self) -> bool:
-        return all(part.fixed for part in self.parts)
-
-    @property
-    def why_not_compiled(self) -> str | None:
-        return next((part.why_not_compiled for part in self.parts if part.why_not_compiled is not None), None)
 
     # What transformers asks.
 

@@ -12,24 +12,19 @@ from transformers.cache_utils import Cache as TransformersCache
 
 from caches.attention.segmented_tensor import plain
 from caches.core.layer import Layer
-from caches.core.layer_stack import LayerStack
 from caches.core.row_copies import select_rows
 from caches.core.wrapped_layer import WrappedLayer
 from caches.errors import StepError, UnsupportedLayerError
+from caches.hf.stack_facts import StackFacts
 from caches.spec.layer_spec import KV, STATE
 
 L = TypeVar("L", bound="LegacyNames")
 
 
-class LegacyNames:
+class LegacyNames(StackFacts):
     """What users and transformers' loops call. Stateless: a cache class has these beside its own methods."""
 
     # What everything here is said in.
-
-    @property
-    @abstractmethod
-    def stacks(self) -> tuple[LayerStack, ...]:
-        """The layers it consists of: the decoder's, and those for the encoder's tokens where there are such."""
 
     @abstractmethod
     def empty_like(self: L, max_rows: int | None = None) -> L:
@@ -37,31 +32,11 @@ class LegacyNames:
 
     @property
     @abstractmethod
-    def layers(self) -> list[Layer | WrappedLayer]:
-        """The decoder's layers."""
-
-    @property
-    @abstractmethod
     def total_tokens(self) -> int:
         """Tokens committed per row."""
 
-    @property
     @abstractmethod
-    def batch_size(self) -> int:
-        """Rows, or -1 before the first step."""
-
-    @property
-    @abstractmethod
-    def max_tokens(self) -> int | None:
-        """Tokens it can hold per row; None without limit."""
-
-    @property
-    @abstractmethod
-    def is_quantized(self) -> bool:
-        """Whether some of it is kept in fewer bits than it came in."""
-
-    @abstractmethod
-    def finish_step(self, whole: bool = False) -> None:
+    def finish_step(self, is_over: bool = False) -> None:
         """Commit another loop's step once it has reached every layer."""
 
     @abstractmethod
@@ -71,10 +46,6 @@ class LegacyNames:
     @abstractmethod
     def commit(self, rejected: int = 0) -> None:
         """See `EngineCache.commit`."""
-
-    @abstractmethod
-    def can_reject(self, rejected: int) -> bool:
-        """See `EngineCache.can_reject`."""
 
     @abstractmethod
     def unshare(self) -> None:
@@ -289,8 +260,8 @@ class LegacyNames:
         states = [layer for layer in layers if STATE in layer.spec.components]
         if not states:
             raise UnsupportedLayerError("no layer that was asked about keeps a state")
-        written = states[-1].conv_states | states[-1].recurrent_states
-        return bool(written) if state_idx is None else state_idx in written
+        found = states[-1].conv_states | states[-1].recurrent_states
+        return bool(found) if state_idx is None else state_idx in found
 
     def __repr__(self) -> str:
         kind, layers = f"{type(self).__name__}({getattr(self, 'name', '')!r}", len(self.layers)

@@ -1,4 +1,4 @@
-"""Generating without a cache: nothing is ever seen, so the loop feeds the whole sequence in every step."""
+"""Generation without a cache: nothing is kept, so the loop feeds the full sequence in every step."""
 
 from __future__ import annotations
 

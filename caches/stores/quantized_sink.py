@@ -1,4 +1,4 @@
-"""A quantized store that shows a row's first tokens, which are never encoded, where it has forgotten tokens."""
+"""A quantized store that shows a row's first tokens, which are never encoded, where the row has evicted tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from caches.stores.slot import Slot
 
 
 class QuantizedSinkStore(QuantizedStore):
-    """Keeps the sinks beside the blocks, as they were fed, and puts them in front of what was decoded for a step."""
+    """Keeps the sinks apart from the blocks, as they were fed, and puts them in front of what a step decodes."""
 
     def __init__(self, slot: Slot, codec: Codec, new_buffer: Callable[[], Buffer], lasting: bool):
         super().__init__(slot, codec, new_buffer, lasting)
@@ -24,62 +24,62 @@ class QuantizedSinkStore(QuantizedStore):
 
     def append(self, new: torch.Tensor) -> torch.Tensor:
         sinks, tokens = self.sinks, self.timeline.pending
-        sinks.pads.check(new.shape[0])
-        columns = super().append(new)
+        sinks.padding.check(new.shape[0])
+        visible = super().append(new)
         if not sinks.count:
-            return columns
-        self._note(new, self.timeline.total_tokens)
+            return visible
+        self._note_sinks(new, self.timeline.total_tokens)
         if not sinks.are_left_behind(tokens):
-            return columns
+            return visible
         assert sinks.originals is not None
         rotated = sinks.rotated(sinks.originals, tokens)
         if tokens > 1:
-            return torch.cat([rotated, columns], dim=-2)
+            return torch.cat([rotated, visible], dim=-2)
         behind = sinks.delta(1, new.device)[:, :, None, None] > 0
-        if not isinstance(columns, SegmentedTensor):
-            columns[:, :, : sinks.count] = torch.where(behind, rotated, columns[:, :, : sinks.count])
-            return columns
-        segments = columns.segments
-        return SegmentedTensor(lambda: _fronted(segments(), rotated, behind), columns.base, new)
+        if not isinstance(visible, SegmentedTensor):
+            visible[:, :, : sinks.count] = torch.where(behind, rotated, visible[:, :, : sinks.count])
+            return visible
+        segments = visible.segments
+        return SegmentedTensor(lambda: _fronted(segments(), rotated, behind), visible.base, new)
 
-    def _note(self, columns: torch.Tensor, begin: int) -> None:
-        """Keep what is a sink of the columns that come after `begin` of a text."""
-        self.sinks.make_room(columns, len(columns))
+    def _note_sinks(self, new: torch.Tensor, begin: int) -> None:
+        """Keep the sinks among `new` [rows, heads, tokens, width], which come after `begin` tokens of a text."""
+        self.sinks.make_room(new, len(new))
         originals = self.sinks.originals
         assert originals is not None
-        if begin >= self.sinks.pads.most + self.sinks.count:
+        if begin >= self.sinks.padding.most + self.sinks.count:
             return
-        places = self.sinks.pads.of(len(columns), columns.device)[:, None] - begin
-        places = places + torch.arange(self.sinks.count, device=columns.device)
-        known = ((places >= 0) & (places < columns.shape[2]))[:, None, :, None]
-        places = places.clamp(0, columns.shape[2] - 1)[:, None, :, None].expand_as(originals)
-        originals.copy_(torch.where(known, columns.gather(2, places), originals))
+        slots = self.sinks.padding.of(len(new), new.device)[:, None] - begin
+        slots = slots + torch.arange(self.sinks.count, device=new.device)
+        known = ((slots >= 0) & (slots < new.shape[2]))[:, None, :, None]
+        slots = slots.clamp(0, new.shape[2] - 1)[:, None, :, None].expand_as(originals)
+        originals.copy_(torch.where(known, new.gather(2, slots), originals))
 
     def committed(self) -> torch.Tensor | None:
         """As they were fed: copies are of use to one step only."""
-        held = super().committed()
-        if held is not None and self.timeline.evicted_tokens > self.sinks.pads.least and self.sinks.count:
-            front = held[:, :, : self.sinks.count]
+        kept = super().committed()
+        if kept is not None and self.timeline.evicted_tokens > self.sinks.padding.least and self.sinks.count:
+            front = kept[:, :, : self.sinks.count]
             front.copy_(self.sinks.instead_of(front))
-        return held
+        return kept
 
-    def load_dense(self, columns: torch.Tensor) -> None:
-        super().load_dense(columns)
-        gone, count = self.timeline.evicted_tokens, self.sinks.count
+    def load_dense(self, dense: torch.Tensor) -> None:
+        super().load_dense(dense)
+        evicted, count = self.timeline.evicted_tokens, self.sinks.count
         if count:
-            self._note(columns, gone)
-        if count and gone > self.sinks.pads.least:
-            forgot = self.sinks.pads.of(len(columns), columns.device) < gone
+            self._note_sinks(dense, evicted)
+        if count and evicted > self.sinks.padding.least:
+            has_evicted = self.sinks.padding.of(len(dense), dense.device) < evicted
             assert self.sinks.originals is not None
-            self.sinks.originals[forgot] = columns[forgot, :, :count]
+            self.sinks.originals[has_evicted] = dense[has_evicted, :, :count]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         kept = {} if self.sinks.originals is None else {"sinks": self.sinks.originals}
         return super().state_dict() | kept
 
-    def load_state_dict(self, written: dict[str, torch.Tensor]) -> None:
-        super().load_state_dict({name: part for name, part in written.items() if name != "sinks"})
-        self.sinks.originals = written["sinks"].clone() if "sinks" in written else None
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        super().load_state_dict({name: part for name, part in state.items() if name != "sinks"})
+        self.sinks.originals = state["sinks"].clone() if "sinks" in state else None
 
     def select_rows(self, index: torch.Tensor) -> None:
         originals = self.sinks.chosen(index)
@@ -97,14 +97,14 @@ class QuantizedSinkStore(QuantizedStore):
 
 
 def _fronted(segments: Iterable[Segment], front: torch.Tensor, behind: torch.Tensor) -> Iterator[Segment]:
-    """The segments, begun with `front` in the rows that are behind. What is in full is never so far in front."""
+    """The segments, with `front` first in the rows that are behind. Dense segments never reach so far to the front."""
     begin = 0
     for segment in segments:
         replaced = front[:, :, begin : begin + segment.slots]
         begin += segment.slots
         if replaced.shape[2]:
-            numbers = segment.materialize()
-            here = numbers[:, :, : replaced.shape[2]]
+            values = segment.materialize()
+            here = values[:, :, : replaced.shape[2]]
             here.copy_(torch.where(behind, replaced, here))
-            segment = DenseSegment(numbers)
+            segment = DenseSegment(values)
         yield segment

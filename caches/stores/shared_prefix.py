@@ -1,9 +1,7 @@
-"""Rows that were one: the columns from before they were forked are there once for all of them.
+"""The store of rows that share a prefix: what was committed before they were forked is there once for all of them.
 
-    |  prefix: committed before the fork, of each prompt  |  suffix: committed since, of each row  |  pending  |
-
-Row i is one of `rows_per_prefix` consecutive rows that share the prefix of prompt i // rows_per_prefix. A prefix is the
-stores and the timeline as they were, which stand still; a suffix is others of the same recipe.
+See `ForkedTimeline` for which rows share which prefix. The prefix is the store as it was, which does not change; the
+suffix is another of the same recipe.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from caches.timeline.shared_timeline import ForkedTimeline
 
 
 class ForkedStore:
-    """One stream of one layer, its prefix in one store and its suffix in another. See `Store`."""
+    """One tensor of one layer, its prefix in one store and its suffix in another. See `Store`."""
 
     def __init__(self, prefix: Store, suffix: Store, timeline: ForkedTimeline):
         self.prefix, self.suffix, self.timeline = prefix, suffix, timeline
@@ -63,24 +61,26 @@ class ForkedStore:
         return None if prefix is None else self._view(prefix, self.suffix.committed())
 
     def _view(self, prefix: torch.Tensor, suffix: torch.Tensor | None) -> SegmentedTensor:
-        # As it is now: rows may change before the view that was handed out is read again.
+        # As it is now: rows may change before the view is read again.
         rows_per_prefix = self.timeline.rows_per_prefix
-        prompts, heads, columns, width = prefix.shape
+        prompts, heads, tokens, width = prefix.shape
 
         def segments() -> Iterator[Segment]:
             yield from segments_of(prefix)
             own = () if suffix is None else segments_of(suffix)
             yield from (PerRowSegment(segment, rows_per_prefix) for segment in own) if rows_per_prefix > 1 else own
 
-        columns += 0 if suffix is None else suffix.shape[2]
-        shape = (prompts * rows_per_prefix, heads, columns, width)
-        return SegmentedTensor(segments, shape, prefix, self.timeline.note_whole, rows_per_prefix=rows_per_prefix)
+        tokens += 0 if suffix is None else suffix.shape[2]
+        shape = (prompts * rows_per_prefix, heads, tokens, width)
+        return SegmentedTensor(
+            segments, shape, prefix, self.timeline.note_materialized, rows_per_prefix=rows_per_prefix
+        )
 
     def merge(self) -> None:
         """Add the suffix to the prefix, of which a step is open that is as long. One row to a prompt."""
-        columns = self.suffix.committed()
-        if columns is not None:
-            self.prefix.add(columns)
+        suffix = self.suffix.committed()
+        if suffix is not None:
+            self.prefix.add(suffix)
 
     def reserve(self, room: int) -> None:
         self.suffix.reserve(room)
@@ -95,7 +95,7 @@ class ForkedStore:
         self.suffix.abort()
 
     def select_rows(self, index: torch.Tensor) -> None:
-        raise StepError("prefix and suffix have other rows: choose them in each of the `row_holders`")
+        raise StepError("prefix and suffix have other rows: select them in each of the `row_holders`")
 
     def reset(self) -> None:
         for part in self.row_holders:
@@ -105,16 +105,16 @@ class ForkedStore:
         for part in self.row_holders:
             part.release()
 
-    def load_dense(self, columns: torch.Tensor) -> None:
-        raise StepError("rows that share a prefix cannot be given other columns: reset the cache")
+    def load_dense(self, dense: torch.Tensor) -> None:
+        raise StepError("rows that share a prefix cannot be given other content: reset the cache")
 
     def state_dict(self) -> dict[str, Any]:
         return {"prefix": self.prefix.state_dict(), "suffix": self.suffix.state_dict()}
 
-    def load_state_dict(self, written: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, part in (("prefix", self.prefix), ("suffix", self.suffix)):
-            if written[name]:
-                part.load_state_dict(written[name])
+            if state[name]:
+                part.load_state_dict(state[name])
 
     def tensors(self) -> Iterator[torch.Tensor]:
         return chain(self.prefix.tensors(), self.suffix.tensors())

@@ -18,40 +18,40 @@ from caches.timeline.timeline import Placement, Timeline
 
 
 class ForkedTimeline(Timeline):
-    """The clock of both together.
+    """The timeline of prefix and suffix together.
 
-    prompts: those that the rows to come have, where `rows` was asked for others than there are; else None.
-    was_read_whole: a view of it was needed whole since the step began.
+    prompts: while prefixes are being selected, the index of each new one among those there are; else None.
+    was_materialized: the model needed the prefix as one tensor per row since the step began.
     """
 
     def __init__(self, prefix: Timeline, suffix: Timeline):
         super().__init__(prefix.retention, prefix.max_tokens, prefix.max_rows)
         self.prefix, self.suffix = prefix, suffix
-        self.rows_per_prefix = self._siblings_to_come = 1
+        self.rows_per_prefix = self._rows_per_prefix_to_come = 1
         self.prompts: torch.Tensor | None = None
-        self.was_read_whole = False
+        self.was_materialized = False
         self._join()
 
     def _join(self) -> None:
         self.total_tokens = self.end = self.prefix.total_tokens + self.suffix.total_tokens
         self.rows = self.suffix.rows = None if self.prefix.rows is None else self.prefix.rows * self.rows_per_prefix
 
-    def note_whole(self) -> None:
-        self.was_read_whole = True
+    def note_materialized(self) -> None:
+        self.was_materialized = True
 
     @property
     def should_unshare(self) -> bool:
-        return self.was_read_whole and self.rows_per_prefix > 1
+        return self.was_materialized and self.rows_per_prefix > 1
 
     def place(self, tokens: int) -> Placement:
         super().place(tokens)  # whether there is room for all
         placement = self.suffix.place(tokens)
-        return replace(placement, room=self._of_tail(placement.room))
+        return replace(placement, room=self._of_suffix(placement.room))
 
     def room_for(self, tokens: int) -> int:
-        return self._of_tail(self.suffix.room_for(max(0, tokens - self.prefix.total_tokens)))
+        return self._of_suffix(self.suffix.room_for(max(0, tokens - self.prefix.total_tokens)))
 
-    def _of_tail(self, room: int) -> int:
+    def _of_suffix(self, room: int) -> int:
         return room if self.max_tokens is None else min(room, self.max_tokens - self.prefix.total_tokens)
 
     def take_room(self, room: int) -> None:
@@ -61,7 +61,7 @@ class ForkedTimeline(Timeline):
     def begin(self, tokens: int, placement: Placement, graph: bool) -> None:
         super().begin(tokens, placement, graph)
         self.suffix.begin(tokens, placement, graph)
-        self.was_read_whole = False
+        self.was_materialized = False
 
     def commit(self, rejected: int = 0) -> None:
         self.suffix.commit(rejected)
@@ -72,28 +72,28 @@ class ForkedTimeline(Timeline):
         self.suffix.close()
 
     def roll_back(self, tokens: int) -> None:
-        of_tail = min(tokens, self.suffix.total_tokens)
-        self.suffix.roll_back(of_tail)
-        self.prefix.roll_back(tokens - of_tail)
+        of_suffix = min(tokens, self.suffix.total_tokens)
+        self.suffix.roll_back(of_suffix)
+        self.prefix.roll_back(tokens - of_suffix)
         super().roll_back(tokens)
 
     def before_rows(self, index: torch.Tensor) -> None:
-        """Siblings are as many rows as all prompts have next to each other, so that few trunks are copied."""
+        """Let as many rows share a prefix as all prompts have next to each other, so that few prefixes are copied."""
         if index.device.type != "cpu":  # looking at it would wait for the device: every row gets a prefix of its own
-            self.prompts, self._siblings_to_come = index.div(self.rows_per_prefix, rounding_mode="floor"), 1
+            self.prompts, self._rows_per_prefix_to_come = index.div(self.rows_per_prefix, rounding_mode="floor"), 1
             return
         prompts = [row // self.rows_per_prefix for row in index.tolist()]
-        self._siblings_to_come = gcd(*(len(list(run)) for _, run in groupby(prompts)))
-        prompts = prompts[:: self._siblings_to_come]
+        self._rows_per_prefix_to_come = gcd(*(len(list(run)) for _, run in groupby(prompts)))
+        prompts = prompts[:: self._rows_per_prefix_to_come]
         stay = prompts == list(range(self.prefix.rows or 0))
         self.prompts = None if stay else torch.tensor(prompts, device=index.device)
 
     def before_unshare(self) -> None:
         """Every row is about to get a prefix of its own."""
-        self.prompts, self._siblings_to_come = torch.arange(self.rows or 0) // self.rows_per_prefix, 1
+        self.prompts, self._rows_per_prefix_to_come = torch.arange(self.rows or 0) // self.rows_per_prefix, 1
 
     def after_rows(self, rows: int) -> None:
-        self.rows_per_prefix, self.prompts = self._siblings_to_come, None
+        self.rows_per_prefix, self.prompts = self._rows_per_prefix_to_come, None
         self.prefix.after_rows(rows // self.rows_per_prefix)
         self.suffix.after_rows(rows)
         super().after_rows(rows)
@@ -110,12 +110,12 @@ class ForkedTimeline(Timeline):
         self.adopt_parts(rows_per_prefix=1)
 
     def adopt_parts(self, rows_per_prefix: int) -> None:
-        """Be where prefix and suffix are, which have been told. Raises `CapacityError`."""
-        self.rows_per_prefix = self._siblings_to_come = rows_per_prefix
+        """Take over the tokens of prefix and suffix, which are set already. Raises `CapacityError`."""
+        self.rows_per_prefix = self._rows_per_prefix_to_come = rows_per_prefix
         self._join()
-        self.room = self._of_tail(self.suffix.room)
+        self.room = self._of_suffix(self.suffix.room)
         super().place(0)  # whether there is room for all
 
     def rows_to_come(self, rows: int) -> tuple[int, int]:
         """Of the prefix, and those that share each of them, once `rows` have been chosen."""
-        return rows // self._siblings_to_come, self._siblings_to_come
+        return rows // self._rows_per_prefix_to_come, self._rows_per_prefix_to_come

@@ -1,6 +1,6 @@
-"""What the first layer of a live cache holds, so that it can be compared with what a text has there.
+"""Content of the first layer of a live cache, to be compared with that of a text.
 
-Keys and values of the first layer are a function of the tokens and their positions alone.
+Keys and values of the first layer depend on the tokens and their positions alone.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from caches.timeline.shared_timeline import ForkedTimeline
 from caches.timeline.timeline import Timeline
 from caches.transfer.convert import can_migrate
 
-# How far numbers in full precision may be apart, relative to their norm: products of other shapes round otherwise.
+# Relative distance that values in full precision may have: products of other shapes round differently.
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 _TOLERANCE = 0.03  # of all narrower types
-_TIMES_ROUNDING = 2.0  # how far codes may be apart, in roundings of their codec
+_TIMES_ROUNDING = 2.0  # distance that decoded values may have, in rounding errors of their codec
 
 
 @dataclass(frozen=True)
 class HeldColumns:
-    """One tensor of a layer, [rows, heads, columns, width].
+    """One tensor of a layer, [rows, heads, tokens, width].
 
-    codec: what wrote the columns before `exact`, and those of `later`, in fewer bits; None where all are in full.
+    codec: encoded the tokens before `exact`, and those of `later`; None where all are in full.
     """
 
     held: torch.Tensor
@@ -40,40 +40,40 @@ class HeldColumns:
     later: range = range(0)
 
     def differ(self, expected: torch.Tensor, begin: int) -> torch.Tensor:
-        """Where the columns from `begin` on are not `expected` [rows, heads, n, width]: bool [rows, n].
+        """Where the tokens from `begin` on are not `expected` [rows, heads, n, width]: bool [rows, n].
 
-        A codec's columns may differ by twice what the codec makes of `expected`.
+        Encoded tokens may differ by twice the rounding error of their codec on `expected`.
         """
         end = begin + expected.shape[2]
-        held = self.held[:, :, begin:end].to(expected.device)
-        if held.shape != expected.shape:
+        kept = self.held[:, :, begin:end].to(expected.device)
+        if kept.shape != expected.shape:
             raise UnknownContentError(
                 f"its first layer holds {_shape(self.held)}, where this model has {_shape(expected)} of {end - begin} "
                 "tokens: it was filled by another model"
             )
-        narrow = min(held.dtype, expected.dtype, key=lambda dtype: -torch.finfo(dtype).eps)
+        narrow = min(kept.dtype, expected.dtype, key=lambda dtype: -torch.finfo(dtype).eps)
         wide = torch.promote_types(expected.dtype, torch.float32)
-        expected, held = expected.to(wide), held.to(wide)
+        expected, kept = expected.to(wide), kept.to(wide)
         allowed = _TOLERANCES.get(narrow, _TOLERANCE) * _norms(expected)
         if self.codec is not None:
             rounding = _TIMES_ROUNDING * _norms(_rounded(self.codec, expected.to(self.held.dtype)).to(wide) - expected)
-            columns = torch.arange(begin, end, device=rounding.device)
-            is_later = (columns >= self.later.start) & (columns < self.later.stop)
-            allowed += rounding * ((columns < self.exact) | is_later)
-        return ~(_norms(held - expected) <= allowed)  # also where one of them is no number
+            tokens = torch.arange(begin, end, device=rounding.device)
+            is_later = (tokens >= self.later.start) & (tokens < self.later.stop)
+            allowed += rounding * ((tokens < self.exact) | is_later)
+        return ~(_norms(kept - expected) <= allowed)  # True for NaN too
 
 
 def first_layer(cache: EngineCache) -> list[tuple[HeldColumns, HeldColumns]]:
-    """Keys and values of the first layer, of all tokens that the cache has seen, of a cache between two steps.
+    """Keys and values of the first layer for all tokens of a cache, which is between two steps.
 
-    Of an encoder-decoder cache the decoder's, then the encoder's. Raises `UnknownContentError`, and `StepError` while
-    our loop has a step open.
+    Of an encoder-decoder cache the decoder's, then the encoder's. Raises `UnknownContentError` where they are not all
+    there, `StepError` while a step is open.
     """
     if isinstance(cache, HFCacheAdapter):
         return [_of_transformers(cache, part) for part in cache.sections]
     if not can_migrate(cache):
         raise UnknownContentError(f"a {type(cache).__name__} does not say what its first layer holds")
-    cache.crop(0)  # lets the step of a foreign loop be settled
+    cache.crop(0)  # commits the step of another loop
     for part in cache.parts:
         part.finish_step()
     return [_of_ours(part) for part in cache.parts]
@@ -89,26 +89,26 @@ def _of_ours(part: Cache) -> tuple[HeldColumns, HeldColumns]:
         raise UnknownContentError(
             f"its first layer holds the last {layer.timeline.kept_tokens} of {part.total_tokens} tokens"
         )
-    return _columns(layer, "keys"), _columns(layer, "values")
+    return _content(layer, "keys"), _content(layer, "values")
 
 
-def _columns(layer: Layer, name: str) -> HeldColumns:
+def _content(layer: Layer, name: str) -> HeldColumns:
     store = layer.stores[name]
-    held = store.committed()
-    assert held is not None
+    kept = store.committed()
+    assert kept is not None
     if not store.is_quantized:
-        return HeldColumns(plain(held))
+        return HeldColumns(plain(kept))
     codec = getattr(getattr(store, "prefix", store), "codec", None)
     bits = getattr(codec, "bits", None)
     if bits is None:
-        raise UnknownContentError(f"nothing tells how the {type(store).__name__} of its first layer rounds")
-    if bits < 2:  # tried: of tokens that were changed about every sixth went unnoticed, with 2 bits none
-        raise UnknownContentError("codes of 1 bit do not tell tokens apart")
+        raise UnknownContentError(f"nothing says how the {type(store).__name__} of its first layer rounds")
+    if bits < 2:  # measured: a sixth of changed tokens went unnoticed, with 2 bits none
+        raise UnknownContentError("codes of 1 bit do not distinguish tokens")
     timeline = layer.timeline
     if not isinstance(timeline, ForkedTimeline):
-        return HeldColumns(plain(held), codec, _encoded(timeline))
+        return HeldColumns(plain(kept), codec, _encoded(timeline))
     begin = timeline.prefix.kept_tokens
-    return HeldColumns(plain(held), codec, _encoded(timeline.prefix), range(begin, begin + _encoded(timeline.suffix)))
+    return HeldColumns(plain(kept), codec, _encoded(timeline.prefix), range(begin, begin + _encoded(timeline.suffix)))
 
 
 def _encoded(timeline: Timeline) -> int:
@@ -120,29 +120,32 @@ def _of_transformers(cache: HFCacheAdapter, part: Any) -> tuple[HeldColumns, Hel
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if layer is None or not isinstance(keys, torch.Tensor) or not isinstance(values, torch.Tensor):
         raise UnknownContentError("its first layer keeps no keys")
-    seen = int(layer.get_seq_length())
-    if isinstance(layer, StaticLayer) and seen <= keys.shape[2]:
-        keys, values = keys[:, :, :seen], values[:, :, :seen]
-    if keys.ndim != 4 or keys.shape[2] != seen or (part is cache.sections[0] and seen != cache.total_tokens):
-        raise UnknownContentError(f"its first layer ({type(layer).__name__}) does not hold all {seen} tokens in full")
+    total_tokens = int(layer.get_seq_length())
+    if isinstance(layer, StaticLayer) and total_tokens <= keys.shape[2]:
+        keys, values = keys[:, :, :total_tokens], values[:, :, :total_tokens]
+    is_own = part is cache.sections[0]
+    if keys.ndim != 4 or keys.shape[2] != total_tokens or (is_own and total_tokens != cache.total_tokens):
+        raise UnknownContentError(
+            f"its first layer ({type(layer).__name__}) does not hold all {total_tokens} tokens in full"
+        )
     return HeldColumns(keys), HeldColumns(values)
 
 
-def _norms(numbers: torch.Tensor) -> torch.Tensor:
-    """Of every row and column, [rows, columns]."""
-    return numbers.transpose(1, 2).flatten(2).norm(dim=-1)
+def _norms(values: torch.Tensor) -> torch.Tensor:
+    """Of every row and token, [rows, tokens]."""
+    return values.transpose(1, 2).flatten(2).norm(dim=-1)
 
 
-def _rounded(codec: Any, numbers: torch.Tensor) -> torch.Tensor:
-    """What the codec makes of columns [rows, heads, n, width]."""
-    columns = numbers.shape[2]
-    fill = -columns % codec.block
-    whole = torch.cat([numbers, numbers[:, :, -1:].expand(-1, -1, fill, -1)], dim=2) if fill else numbers
-    out = torch.empty_like(whole, memory_format=torch.contiguous_format)
-    scratch = torch.empty(whole.numel() // whole.shape[3] * -(-whole.shape[3] // 8) * 8, dtype=torch.uint8)
-    piece = codec.decode(codec.encode(whole), lambda: (out, scratch.to(whole.device)))
-    return piece.materialize()[:, :, :columns]
+def _rounded(codec: Any, values: torch.Tensor) -> torch.Tensor:
+    """`values` [rows, heads, n, width], encoded and decoded."""
+    tokens = values.shape[2]
+    fill = -tokens % codec.block
+    blocks = torch.cat([values, values[:, :, -1:].expand(-1, -1, fill, -1)], dim=2) if fill else values
+    out = torch.empty_like(blocks, memory_format=torch.contiguous_format)
+    scratch = torch.empty(blocks.numel() // blocks.shape[3] * -(-blocks.shape[3] // 8) * 8, dtype=torch.uint8)
+    segment = codec.decode(codec.encode(blocks), lambda: (out, scratch.to(blocks.device)))
+    return segment.materialize()[:, :, :tokens]
 
 
-def _shape(columns: torch.Tensor) -> str:
-    return f"{columns.shape[0]} rows of {columns.shape[1]} heads of {columns.shape[3]} numbers"
+def _shape(kept: torch.Tensor) -> str:
+    return f"{kept.shape[0]} rows of {kept.shape[1]} heads of {kept.shape[3]} elements"

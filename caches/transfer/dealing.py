@@ -33,7 +33,7 @@ def deal_rows(cache: C, sizes: Sequence[int], rooms: Sequence[int | None]) -> li
     rows cannot be dealt out. Whatever fails later, `cache` gets back what it had: see `caches.migrate`.
     """
     parts = [cache.empty_like(room) for room in rooms]
-    carry_out([cache], [_Dealt(share) for share in _shares(cache, parts, sizes)], "dealing out the rows of")
+    carry_out([cache], [_Deal(share) for share in _shares(cache, parts, sizes)], "dealing out the rows of")
     return parts
 
 
@@ -59,11 +59,11 @@ def gather_rows(parts: Sequence[C]) -> C:
             )
         for states in zip(*(states_of(part.stack) for part in same), strict=True):
             RecurrentState.agree(states)
-    whole = parts[0].empty_like()
+    full = parts[0].empty_like()
     # The decoder's part may be empty still, where the encoder's has rows.
     sizes = [max(0, *(part.batch_size for part in cache.parts)) for cache in parts]
-    carry_out(parts, [_Gathered(share) for share in _shares(whole, parts, sizes, like=parts[0])], "putting together")
-    return whole
+    carry_out(parts, [_Gather(share) for share in _shares(full, parts, sizes, like=parts[0])], "putting together")
+    return full
 
 
 def _check_between_steps(part: Cache) -> None:
@@ -83,31 +83,31 @@ def _share_alike(parts: Sequence[Cache]) -> bool:
 
 @dataclass(eq=False)
 class _Share:
-    """One store, or the states of a layer, whole and in parts. indexes: the rows of each part."""
+    """One store, or the states of a layer, full and in parts. indexes: the rows of each part."""
 
-    whole: TensorHolder
+    full: TensorHolder
     parts: list[TensorHolder]
     indexes: list[torch.Tensor]
 
     def deal(self) -> None:
-        held = self.whole.state_dict()
-        if held:
+        states = self.full.state_dict()
+        if states:
             for part, index in zip(self.parts, self.indexes, strict=True):
-                part.load_state_dict(chosen_rows(held, index))
-        del held
-        self.whole.release()
+                part.load_state_dict(chosen_rows(states, index))
+        del states
+        self.full.release()
 
     def gather(self) -> None:
-        held = [part.state_dict() for part in self.parts]
-        if all(held):  # a store that no step used holds nothing
-            self.whole.load_state_dict(joined_rows(held))
-        del held
+        states = [part.state_dict() for part in self.parts]
+        if all(states):  # a store that no step used holds nothing
+            self.full.load_state_dict(joined_rows(states))
+        del states
         for part in self.parts:
             part.release()
 
 
 @dataclass(eq=False)
-class _Dealt:
+class _Deal:
     """See `migrate.TensorMigration`."""
 
     share: _Share
@@ -115,7 +115,7 @@ class _Dealt:
 
     @property
     def old(self) -> Any:
-        return self.share.whole
+        return self.share.full
 
     def apply(self) -> None:
         self.share.deal()
@@ -129,7 +129,7 @@ class _Dealt:
 
 
 @dataclass(eq=False)
-class _Gathered:
+class _Gather:
     """See `migrate.TensorMigration`."""
 
     share: _Share
@@ -146,16 +146,16 @@ class _Gathered:
         self.share.deal()
 
     def rejected(self) -> None:
-        self.share.whole.release()
+        self.share.full.release()
 
 
-def _shares(whole: C, parts: Sequence[C], sizes: Sequence[int], like: C | None = None) -> list[_Share]:
-    """What there is to deal out of `whole`, or to gather in it. The timelines of the takers are set already.
+def _shares(full: C, parts: Sequence[C], sizes: Sequence[int], like: C | None = None) -> list[_Share]:
+    """What there is to deal out of `full`, or to gather in it. The timelines of the takers are set already.
 
-    like: which of them to be like, `whole` by default.
+    like: which of them to be like, `full` by default.
     """
     found = []
-    for number, one in enumerate(whole.parts):
+    for number, one in enumerate(full.parts):
         pattern, others = one if like is None else like.parts[number], [part.parts[number] for part in parts]
         _check_between_steps(pattern)
         if pattern.batch_size != -1:
@@ -163,20 +163,20 @@ def _shares(whole: C, parts: Sequence[C], sizes: Sequence[int], like: C | None =
     return found
 
 
-def _shares_of(whole: Cache, parts: Sequence[Cache], sizes: Sequence[int], pattern: Cache) -> list[_Share]:
-    is_dealt = pattern is whole
+def _shares_of(full: Cache, parts: Sequence[Cache], sizes: Sequence[int], pattern: Cache) -> list[_Share]:
+    is_dealt = pattern is full
     if any(
         forked.rows_per_prefix > 1 and any(size % forked.rows_per_prefix for size in sizes)
-        for forked in whole.stack.shared_timelines
+        for forked in full.stack.shared_timelines
     ):
-        whole.unshare()
-    givers, takers = ([whole], list(parts)) if is_dealt else (list(parts), [whole])
+        full.unshare()
+    givers, takers = ([full], list(parts)) if is_dealt else (list(parts), [full])
     for giver in givers:
         giver.scratch.release()
         compact(giver.stack, takers[0].stack)
     rows = [sum(sizes)] if not is_dealt else list(sizes)
     indexes = list(torch.arange(sum(sizes)).split(list(sizes)))
-    _hand_over_hooks(whole, parts, sizes, is_dealt)
+    _hand_over_hooks(full, parts, sizes, is_dealt)
     for taker, count in zip(takers, rows, strict=True):
         taker.sharing.share_like(pattern.stack)
         for new, like in zip(taker.stack.timelines, pattern.stack.timelines, strict=True):
@@ -184,16 +184,16 @@ def _shares_of(whole: Cache, parts: Sequence[Cache], sizes: Sequence[int], patte
     logs = [giver.log for giver in givers if giver.log is not None]
     if is_dealt:
         for part, index in zip(parts, indexes, strict=True):
-            part.log = None if whole.log is None else whole.log.select_rows(index)
+            part.log = None if full.log is None else full.log.select_rows(index)
     else:
-        whole.log = TokenLog.joined(logs) if len(logs) == len(parts) else None
+        full.log = TokenLog.joined(logs) if len(logs) == len(parts) else None
     rows_per_prefix = {forked.prefix: forked.rows_per_prefix for forked in pattern.stack.shared_timelines}
-    pairs = zip(_holders(whole), *map(_holders, parts), strict=True)
+    pairs = zip(_holders(full), *map(_holders, parts), strict=True)
     found = []
-    for (whole_holder, *others), old in zip(pairs, _holders(pattern), strict=True):
+    for (full_holder, *others), old in zip(pairs, _holders(pattern), strict=True):
         times = rows_per_prefix.get(old.timeline, 1)
         own = torch.arange(sum(sizes) // times).split([size // times for size in sizes])
-        found.append(_Share(whole_holder, others, list(own)))
+        found.append(_Share(full_holder, others, list(own)))
     return found
 
 
@@ -208,11 +208,11 @@ def _holders(cache: Cache) -> list[TensorHolder]:
     return [holder for layer in cache.layers for holder in layer.row_holders()]
 
 
-def _hand_over_hooks(whole: Cache, parts: Sequence[Cache], sizes: Sequence[int], is_dealt: bool) -> None:
+def _hand_over_hooks(full: Cache, parts: Sequence[Cache], sizes: Sequence[int], is_dealt: bool) -> None:
     if is_dealt:
-        state = whole.stack.hook.state_dict(sum(sizes))
+        state = full.stack.hook.state_dict(sum(sizes))
         for part, index in zip(parts, torch.arange(sum(sizes)).split(list(sizes)), strict=True):
             part.stack.hook.load_state_dict(chosen_rows(state, index))
     else:
         states = [part.stack.hook.state_dict(size) for part, size in zip(parts, sizes, strict=True)]
-        whole.stack.hook.load_state_dict(joined_rows(states))
+        full.stack.hook.load_state_dict(joined_rows(states))

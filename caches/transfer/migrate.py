@@ -1,7 +1,7 @@
 """Migration of a live cache to another backend, store by store: what has arrived is freed where it was.
 
 So no more than about one layer is there twice. Rows go on sharing prefixes, and codes stay as they are where both
-caches encode alike.
+caches have the same storage format.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from caches.registry import recipe
 from caches.stores.dense import Store, chosen_rows
 from caches.timeline.shared_timeline import ForkedTimeline
 from caches.timeline.timeline import Timeline
-from caches.transfer.convert import empty_for
+from caches.transfer.convert import can_migrate, empty_for
 from configs import PlacedCacheConfig, QuantizedCacheConfig
 
 C = TypeVar("C", Cache, EncoderDecoder)
@@ -77,8 +77,8 @@ def carry_out(givers: Sequence[Any], passages: Sequence[TensorMigration], what: 
 
 
 def _codec_of(cache: C, options: type[Any]) -> dict[str, Any]:
-    """How `cache` encodes, for a backend that has such options."""
-    own = getattr(next(iter(getattr(cache, "parts", ())), None), "options", None)  # none of what is no cache of ours
+    """The options by which `cache` quantizes, for a backend that has such options."""
+    own = cache.stacks[0].layout.config if can_migrate(cache) else None
     if not isinstance(own, QuantizedCacheConfig) or not issubclass(options, QuantizedCacheConfig):
         return {}
     return {name: getattr(own, name) for name in (*_OF_A_CODEC, "residual_length")}
@@ -105,33 +105,33 @@ class TensorMigration(Protocol):
 
 @dataclass(eq=False)
 class _TensorMigration:
-    """One store, or the states of a layer. as_written: `new` encodes as `old` does.
+    """One store, or the states of a layer. as_encoded: both have the same storage format.
 
     index: the rows that still have to be selected of it.
     """
 
     old: TensorHolder
     new: TensorHolder
-    as_written: bool
+    as_encoded: bool
     index: torch.Tensor | None
 
     @property
     def gives_up(self) -> bool:
         """Codes that are decoded on the way would not be the same if they came back, and they are small."""
-        return self.as_written or not self.old.is_quantized
+        return self.as_encoded or not self.old.is_quantized
 
     def apply(self) -> None:
         timeline = self.old.timeline
         # These tensors already have the new row count; timelines not yet.
         with _rows_of(timeline, timeline.rows if self.index is not None else self.new.timeline.rows):
-            _hand_over(self.old, self.new, self.as_written, self.index)
+            _hand_over(self.old, self.new, self.as_encoded, self.index)
             if self.gives_up:
                 self.old.release()
 
     def undo(self) -> None:
         if self.gives_up:
             with _rows_of(self.old.timeline, self.new.timeline.rows):
-                _hand_over(self.new, self.old, self.as_written, None)
+                _hand_over(self.new, self.old, self.as_encoded, None)
         self.new.release()
 
     def rejected(self) -> None:
@@ -147,8 +147,8 @@ def _rows_of(timeline: Timeline, rows: int | None) -> Iterator[None]:
         timeline.rows = before
 
 
-def _hand_over(giver: TensorHolder, taker: TensorHolder, as_written: bool, index: torch.Tensor | None) -> None:
-    if as_written:
+def _hand_over(giver: TensorHolder, taker: TensorHolder, as_encoded: bool, index: torch.Tensor | None) -> None:
+    if as_encoded:
         state = giver.state_dict()
         if state:  # else no step used it
             taker.load_state_dict(state if index is None else chosen_rows(state, index))
@@ -221,7 +221,7 @@ def _passages(old: Cache, new: Cache) -> list[_TensorMigration]:
         _TensorMigration(
             one,
             other,
-            as_written=one.storage_format == other.storage_format
+            as_encoded=one.storage_format == other.storage_format
             and (one.storage_format is None or alike[other.timeline]),
             index=waiting.get(id(one)),
         )

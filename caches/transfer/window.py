@@ -5,16 +5,19 @@ from __future__ import annotations
 from caches.core.layer import Layer
 from caches.errors import StepError, UnsupportedLayerError
 from caches.hf.cache import Cache
+from caches.hf.encoder_decoder import EncoderDecoder
 from caches.registry import recipe
 from configs import SlidingWindowCacheConfig
 
 
-def apply_window(cache: Cache, window_length: int) -> Cache:
+def apply_window(cache: Cache | EncoderDecoder, window_length: int) -> Cache:
     """A `sliding_window` cache that holds what of `cache` is in the window of `window_length` tokens. `cache` stays.
 
     Raises `UnsupportedLayerError` where no window can be imposed on the layers, `StepError` where tokens in the window
     were evicted.
     """
+    if not isinstance(cache, Cache):
+        raise StepError(f"a window cannot be imposed on a {cache.name} cache of an encoder-decoder model")
     options = SlidingWindowCacheConfig(window_length=window_length, max_batch_size=cache.max_rows)
     empty = recipe(options.name).build(cache.specs, options)
     assert isinstance(empty, Cache)

@@ -10,7 +10,9 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.utils import ModelOutput
 
-from caches import Cache, EncoderDecoder, EngineCache, StepError, apply_window, migrate
+from caches import EngineCache, StepError, apply_window, migrate
+from caches.protocol import capabilities
+from caches.transfer.convert import can_migrate
 from caches.transfer.split_rows import SplitCache, halves
 from engine.decoding.collected_outputs import CollectedOutputs
 from engine.model.linear_backend import TORCH
@@ -150,17 +152,15 @@ class ForwardExecutor:
         self._compiled = False
         self._runner.drop_graphs()
         for _, cache in self.parts:
-            if isinstance(cache, (Cache, EncoderDecoder)):
+            if can_migrate(cache):
                 for part in cache.parts:
                     part.scratch.release()
 
     def read_in_smaller_chunks(self, waiting: int) -> int | None:
         """Feed the `waiting` tokens in smaller chunks: the tokens of one. None where that cannot save memory."""
         tokens = waiting if self._chunk_tokens is None else min(waiting, self._chunk_tokens)
-        is_quantized = isinstance(self.cache, (Cache, EncoderDecoder)) and self.cache.is_quantized
-        is_quantized &= (
-            not self._quantized_to_save_memory
-        )  # else later chunks would read quantized keys of earlier ones
+        # Later chunks would read quantized keys of earlier ones, unless quantization saves memory anyway.
+        is_quantized = capabilities(self.cache).is_quantized and not self._quantized_to_save_memory
         if tokens <= _SMALLEST_CHUNK or is_quantized or self.cache.handle is None or self._has_media:
             return None
         self._chunk_tokens = max(_SMALLEST_CHUNK, tokens // 4)
@@ -195,8 +195,8 @@ class ForwardExecutor:
         """Go on with the last `window_length` tokens of the cache alone."""
         slid: list[EngineCache] = []
         for _, cache in self.parts:
-            if not isinstance(cache, Cache):
-                raise StepError(f"a window cannot be imposed on a {cache.name} cache of an encoder-decoder model")
+            if not can_migrate(cache):
+                raise StepError(f"a window cannot be imposed on a {cache.name} cache")
             slid.append(apply_window(cache, window_length))
         self._take_parts(slid)
 
@@ -220,9 +220,9 @@ class ForwardExecutor:
 
 
 def _offloaded(cache: EngineCache, residency: str, quantized: bool) -> EngineCache | None:
-    if not isinstance(cache, (Cache, EncoderDecoder)):
+    if not can_migrate(cache):
         return None
-    if isinstance(cache, Cache) and cache.imposes_windows:
+    if capabilities(cache).imposes_windows:
         raise StepError(f"the {cache.name} cache imposes a window on the model, and no offloaded cache does")
     name = "offloaded_quantized" if quantized or cache.is_quantized else "offloaded"
     is_away = cache.name == name and (residency == "host" or "disk" in cache.bytes_by_place)

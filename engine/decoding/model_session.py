@@ -11,8 +11,10 @@ from typing import TypeVar
 import torch
 from transformers.utils import ModelOutput
 
-from caches import CacheError, EngineCache, HFCacheAdapter, TokenLog
+from caches import CacheError, EngineCache, TokenLog
+from caches.hf.adapter import may_be_lost
 from caches.out_of_memory import is_of_onednn, is_out_of_memory
+from caches.protocol import capabilities
 from caches.transfer.split_rows import SplitCache
 from engine.decoding.collected_outputs import CollectedOutputs
 from engine.decoding.fed_ids import CachedPrefix, FedIds
@@ -75,7 +77,7 @@ class ModelSession:
         self._step_open = self._prefilled = False
         self._open_tokens = 0  # of the open step
         # The project's own caches keep what leaves a window until the step is committed in any case.
-        self._keeps_past = cache if options.rolls_back and isinstance(cache, HFCacheAdapter) else None
+        self._keeps_past = cache if options.rolls_back and may_be_lost(cache) else None
         self._goal = 0  # columns that the cache holds after the current feed; 0 between feeds
         self._selecting_rows = False  # while True, rows of the cache and of the ids may differ
 
@@ -210,7 +212,7 @@ class ModelSession:
 
     @property
     def _has_lost_the_cache(self) -> bool:
-        return isinstance(self.cache, HFCacheAdapter) and self.cache.handle is None
+        return capabilities(self.cache).is_lost
 
     def _recover(self, failure: BaseException) -> None:
         assert self._hooks.recover is not None
@@ -360,7 +362,7 @@ class ModelSession:
             self._roll_back(fed_too_far)
         elif fed_too_far <= self._open_tokens and self.cache.can_reject(fed_too_far):
             self.commit(rejected=fed_too_far)
-        elif isinstance(self.cache, HFCacheAdapter):  # it keeps the tokens that it cannot roll back
+        elif may_be_lost(self.cache):  # it keeps the tokens that it cannot roll back
             self.commit()
             if self._ids.agreed(log) < self._ids.count:  # one of them is not in the text
                 self.cache.log = None

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from caches import Cache, CapacityError, EncoderDecoder
-from caches.transfer.split_rows import SplitCache
+from caches import CapacityError
+from caches.protocol import can_predict
 from configs import (
     CacheConfig,
     OffloadedCacheConfig,
@@ -89,7 +89,7 @@ class Budget:
         Raises `Exhausted` where no action is left.
         """
         cache = session.cache
-        if self._most is None or not isinstance(cache, (Cache, EncoderDecoder, SplitCache)) or cache.total_tokens == 0:
+        if self._most is None or not can_predict(cache) or cache.total_tokens == 0:
             return
         needed = int(cache.device_bytes * cache.growth(tokens))
         if needed <= self._most:

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from caches import Cache
+from caches.transfer.convert import can_migrate
 from caches.transfer.export_buffers import Buffers, places
 from engine.errors import OptionError
 from engine.model.loading import unwrapped
@@ -35,7 +36,7 @@ def export_step(model: PreTrainedModel, cache: Cache) -> torch.export.ExportedPr
     """
     model = unwrapped(model)
     ModelRunner(model).check_graph("export_step")
-    if not isinstance(cache, Cache):
+    if not (can_migrate(cache) and len(cache.parts) == 1):
         raise OptionError(f"a {type(cache).__name__} has no tensors that can be exported: use cache='static'")
     with turn_of(model):  # tracing replaces its parameters
         cache.check_fits(model.config)

@@ -13,7 +13,8 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from caches import Cache, UnsupportedLayerError
+from caches import EngineCache, UnsupportedLayerError
+from caches.protocol import AttentionView, attention_view
 from caches.transformers_api import attn_implementation, supports_attention_backend
 from engine.model.growing_columns import room_for, widened
 
@@ -164,24 +165,25 @@ def one_token_mask(model: Any, cache: TransformersCache | None, kinds: MaskKinds
     has to make the mask: no padding, models that read the 2D mask, other caches, windows smaller than the cache.
     """
     dtype = _mask_dtype(model)
-    if not isinstance(cache, Cache) or columns.mask(end) is None or dtype is None:
+    view = attention_view(cache)
+    if not view.specs or columns.mask(end) is None or dtype is None:
         return None
     masks: dict[str, torch.Tensor | None] = {}
-    for layer, spec in enumerate(cache.specs):
+    for layer, spec in enumerate(view.specs):
         if spec.keeps_state and not spec.keeps_kv:
             masks[spec.layer_type] = None  # a new token is never a pad
         if spec.layer_type in masks or not spec.keeps_kv:
             continue
-        length, offset = cache.get_mask_sizes(1, layer)
+        length, offset = view.get_mask_sizes(1, layer)
         if spec.attention_span.kind not in ("all", "window") or length > (spec.attention_span.size or length):
             return None
         masks[spec.layer_type] = columns.step_mask(offset, offset + length, dtype)
     return with_parts(masks) if isinstance(kinds, dict) else next(iter(masks.values()))
 
 
-def check_takes_masks(model: Any, cache: Cache) -> None:
+def check_takes_masks(model: Any, cache: EngineCache) -> None:
     """Raise `UnsupportedLayerError` if `cache` imposes windows and the model does not take 4D masks."""
-    if cache.imposes_windows and _mask_dtype(model) is None:
+    if attention_view(cache).imposes_windows and _mask_dtype(model) is None:
         attention = attn_implementation(model.config)
         unmarked = "transformers does not mark the model as one that takes such masks: use another cache"
         remedy = f"{attention!r} takes none: load the model with attn_implementation='sdpa', or use another cache"
@@ -191,23 +193,23 @@ def check_takes_masks(model: Any, cache: Cache) -> None:
         )
 
 
-def imposed_mask(model: Any, cache: Cache, kinds: MaskKinds, columns: Columns, begin: int, end: int) -> Any:
+def imposed_mask(model: Any, view: AttentionView, kinds: MaskKinds, columns: Columns, begin: int, end: int) -> Any:
     """The mask of a step from `begin` to `end` on a cache that imposes windows, or a dict of them per layer type."""
     dtype = _mask_dtype(model)
     assert dtype is not None  # checked before the run
     mask = columns.mask(end)
     states = None if end - begin == 1 or mask is None else mask[:, begin:]
     masks: dict[str, torch.Tensor | None] = {}
-    for layer, spec in enumerate(cache.specs):
+    for layer, spec in enumerate(view.specs):
         if spec.layer_type in masks or not spec.keeps_kv:
             continue
-        window = cache.imposed_window(layer) or spec.attention_span.size
-        length, offset = cache.get_mask_sizes(end - begin, layer)
-        copied = cache.extra_slots(layer, end - begin)
+        window = view.imposed_window(layer) or spec.attention_span.size
+        length, offset = view.get_mask_sizes(end - begin, layer)
+        copied = view.extra_slots(layer, end - begin)
         masks[spec.layer_type] = columns.window_mask(begin, end, offset, length, window, dtype, copied)
     if isinstance(kinds, str):
         return next(iter(masks.values()))
-    masks |= {spec.layer_type: states for spec in cache.specs if spec.keeps_state and not spec.keeps_kv}
+    masks |= {spec.layer_type: states for spec in view.specs if spec.keeps_state and not spec.keeps_kv}
     return with_parts(masks, states)
 
 

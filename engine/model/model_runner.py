@@ -15,6 +15,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from transformers.utils import ModelOutput
 
 from caches import Cache, EngineCache, UnknownContentError, UnsupportedLayerError, build, mask_kinds, read_specs
+from caches.protocol import attention_view
 from caches.torch_api import compiled_graphs, discard_compiled, graph_errors
 from caches.transformers_api import can_compile_fullgraph
 from engine.errors import InputError, OptionError
@@ -181,7 +182,8 @@ class ModelRunner:
         """
         total = before + ids.shape[1]
         chunk_tokens = options.chunk_tokens
-        most = cache.max_step_tokens if isinstance(cache, Cache) else None
+        view = attention_view(cache)
+        most = view.max_step_tokens
         if most is not None and set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL).isdisjoint(inputs.model_kwargs):
             chunk_tokens = most if chunk_tokens is None else min(chunk_tokens, most)
         while True:
@@ -191,8 +193,8 @@ class ModelRunner:
                 if options.resume is not None:
                     options.resume()
                 begin = cache.total_tokens
-                if (options.prefill or begin == 0) and isinstance(cache, Cache):
-                    cache.set_padding(columns.left_padding)
+                if options.prefill or begin == 0:
+                    view.set_padding(columns.left_padding)
                 end = self._end_of_step(cache, columns, begin, total, chunk_tokens)
                 step = _Step(ids, columns, cache, before, begin, end, options.prefill)
                 arguments = self._arguments(step, inputs, max(1, end - max(begin, total - options.logits_for_last)))
@@ -241,10 +243,9 @@ class ModelRunner:
         if inputs.embeds is not None and first < inputs.embeds.shape[1]:
             arguments["inputs_embeds"] = self._embedded(inputs.embeds, step.ids, max(first, 0), step.end - step.before)
             arguments.pop("input_ids", None)
-        cache = step.cache
-        if step.end - step.begin > 1 and isinstance(cache, Cache) and cache.imposes_windows:
-            kinds = self._mask_kinds
-            mask = imposed_mask(self.model, cache, kinds, step.columns, step.begin, step.end)
+        view = attention_view(step.cache)
+        if step.end - step.begin > 1 and view.imposes_windows:
+            mask = imposed_mask(self.model, view, self._mask_kinds, step.columns, step.begin, step.end)
             arguments["attention_mask"] = mask
         return arguments
 
@@ -303,8 +304,9 @@ class ModelRunner:
     def graph_inputs(self, ids: torch.Tensor, columns: Columns, cache: EngineCache, end: int) -> dict[str, Any]:
         """The inputs of a compiled step of one token per row, `ids` [rows, 1]: every shape is fixed."""
         positions = contiguous(columns.positions(end - 1, end))
-        if isinstance(cache, Cache) and cache.imposes_windows:
-            mask = imposed_mask(self.model, cache, self._mask_kinds, columns, end - 1, end)
+        view = attention_view(cache)
+        if view.imposes_windows:
+            mask = imposed_mask(self.model, view, self._mask_kinds, columns, end - 1, end)
         elif self._keeps_columns:
             mask = graph_mask(self.model, cache.handle, self._mask_kinds, columns.mask(end), positions)
         else:

@@ -7,7 +7,8 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from caches import Cache, UnsupportedLayerError, build
+from caches import Cache, EngineCache, UnsupportedLayerError, build
+from caches.protocol import attention_view
 from engine.model.accelerate_hooks import prompt_device
 from engine.model.masks import Columns
 from engine.model.model_runner import ForwardOptions, ModelRunner
@@ -18,9 +19,10 @@ _found: WeakKeyDictionary[PreTrainedModel, tuple[int, list[torch.Tensor | None],
 _found = WeakKeyDictionary()
 
 
-def check_rope(runner: ModelRunner, cache: Cache) -> None:
+def check_rope(runner: ModelRunner, cache: EngineCache) -> None:
     """Raise `UnsupportedLayerError` if keys at a later position are not the keys at position 0, rotated by `cache`."""
-    model, rotations = runner.model, cache.rotations
+    model, view = runner.model, attention_view(cache)
+    rotations = view.rotations
     if not rotations:
         return
     if model not in _found:
@@ -37,7 +39,7 @@ def check_rope(runner: ModelRunner, cache: Cache) -> None:
         if not error < (0.01 if first.dtype in (torch.float32, torch.float64) else 0.2):
             raise UnsupportedLayerError(
                 f"cache={cache.name!r} re-rotates the keys of the first tokens as the window moves, but the keys of "
-                f"layer {layer} ({cache.specs[layer].layer_type}) of {type(model).__name__} are not rotated as its "
+                f"layer {layer} ({view.specs[layer].layer_type}) of {type(model).__name__} are not rotated as its "
                 f"configuration says: {far} positions later they are off by {error:.0%}. Use cache='sliding_window' "
                 "with a window_length, or cache='dynamic'"
             )

@@ -12,6 +12,7 @@ from typing import Any, cast
 import caches
 from caches import EngineCache
 from caches.attention.segmented_tensor import SegmentedTensor, segments_of
+from caches.protocol import attention_view
 from caches.registry import build_layers
 from configs import CacheConfig
 from engine.model.masks import check_takes_masks
@@ -80,8 +81,7 @@ class _DryRun:
     def __init__(self, footprint: ModelFootprint, config: CacheConfig, run_shape: RunShape, pinned: bool):
         self._footprint, self._run_shape, self._pinned = footprint, run_shape, pinned
         self.cache = cast(MeasuredCache, empty_cache(config, run_shape, self._build))
-        if isinstance(self.cache, caches.Cache):
-            check_takes_masks(footprint.model, self.cache)
+        check_takes_masks(footprint.model, self.cache)
         if self.cache.max_tokens is not None and self.cache.max_tokens < run_shape.held:
             raise caches.CapacityError(
                 f"the {config.name} cache holds at most {self.cache.max_tokens} tokens, but {run_shape.prompt_tokens} "
@@ -95,9 +95,7 @@ class _DryRun:
         return build_layers(config.name, self._footprint.specs, self._footprint.is_encoder_decoder, config)
 
     def usage(self) -> CacheUsage:
-        positions = self._run_shape.held
-        if isinstance(self.cache, caches.Cache):
-            positions = self.cache.positions_needed(positions)
+        positions = attention_view(self.cache).positions_needed(self._run_shape.held)
         return CacheUsage(tuple(self._samples), self._materialized_bytes, self._chunk, positions)
 
     # The run.
@@ -112,7 +110,7 @@ class _DryRun:
 
     def read_prompt(self) -> None:
         tokens, writes = self._run_shape.prompt_tokens, self._footprint.first
-        most = self.cache.max_step_tokens if isinstance(self.cache, caches.Cache) else None
+        most = attention_view(self.cache).max_step_tokens
         self._chunk = min(tokens, self._run_shape.chunk_tokens or tokens, most or tokens)
         whole, rest = divmod(tokens, self._chunk)
         windows, all_evict = self._windows()

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 import caches
+from caches.protocol import attention_view
 from configs import CacheConfig, ConfigError
 from engine.model.device_state import reads_late
 from engine.planning.cache_size import empty_cache
@@ -106,7 +107,7 @@ class Planner:
         # A cache for a short run is built at once. A cache with a window needs fewer positions than tokens.
         build = partial(caches.build, config.name, self._model.config)
         cache = empty_cache(config, replace(run_shape, prompt_tokens=1, new_tokens=1), build)
-        needed = cache.positions_needed(run_shape.held) if isinstance(cache, caches.Cache) else run_shape.held
+        needed = attention_view(cache).positions_needed(run_shape.held)
         if needed > most:
             raise caches.CapacityError(
                 f"{run_shape.prompt_tokens:,} prompt tokens and {run_shape.new_tokens:,} new ones need {needed:,} "

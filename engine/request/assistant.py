@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-import caches
 from caches import EngineCache
+from caches.protocol import capabilities
 from engine.errors import OptionError
 from engine.model.accelerate_hooks import prompt_device
 from engine.model.model_runner import ModelRunner
@@ -99,7 +99,7 @@ def _check_fits(draft: PreTrainedModel, model: PreTrainedModel, request: Request
 
 def check_rolls_back(runner: ModelRunner, cache: EngineCache, request: Request) -> None:
     """Raise `OptionError` where `cache` cannot roll back rejected tokens."""
-    why = cache.why_not_taken_back if isinstance(cache, caches.HFCacheAdapter) else None
+    why = capabilities(cache).rollback_blocker
     if why is not None:
         raise OptionError(
             f"{request.strategy.name} rolls back rejected tokens, and {why}: give a name instead, such as "

@@ -11,7 +11,8 @@ from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
-from caches import Cache, CapacityError, EngineCache
+from caches import CapacityError, EngineCache
+from caches.protocol import attention_view
 from caches.transformers_api import default_generation_params
 from engine.errors import InputError, OptionError
 from engine.model.accelerate_hooks import input_embeddings
@@ -312,7 +313,7 @@ def check_positions(model: PreTrainedModel, cache: EngineCache | None, prompt_co
     if positions is None:
         return
     # The last new token is never fed, so it needs no position.
-    needed = cache.positions_needed(total - 1) if isinstance(cache, Cache) else total - 1
+    needed = attention_view(cache).positions_needed(total - 1)
     if needed > positions:
         raise InputError(
             f"{prompt_columns} prompt tokens and {total - prompt_columns} new ones need {needed} positions, but the "
@@ -338,7 +339,7 @@ def check_room_for_rows(cache: EngineCache, prompts: int, first: int, rows: int)
 
 def check_places(cache: EngineCache, mask: torch.Tensor, positions: torch.Tensor | None) -> None:
     """Refuse gaps in a text of which the first tokens are to move with a window: by how much is counted in tokens."""
-    if not isinstance(cache, Cache) or not cache.rotations:
+    if not attention_view(cache).rotations:
         return
     holes = (mask[:, 1:] < mask[:, :-1]).any(dim=1).nonzero().flatten().tolist()
     if holes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from caches import Cache, CapacityError, EngineCache
+from caches import CapacityError, EngineCache
 from engine.errors import OptionError
 from engine.model.masks import check_takes_masks
 from engine.model.model_runner import ModelRunner
@@ -24,10 +24,9 @@ def check_together(runner: ModelRunner, cache: EngineCache, request: Request, co
     read, mask = request.read
     check_positions(model, cache, mask.shape[1], request.columns)
     check_room_for_rows(cache, len(request.prompt.ids), len(read.ids), request.rows)
-    if isinstance(cache, Cache):
-        check_takes_masks(model, cache)
-        check_places(cache, mask, read.model_kwargs.get("position_ids"))
-        check_rope(runner, cache)
+    check_takes_masks(model, cache)
+    check_places(cache, mask, read.model_kwargs.get("position_ids"))
+    check_rope(runner, cache)
     if cache.handle is not None and not runner.takes_cache:
         raise OptionError(
             f"{type(model).__name__} takes no cache of keys and values (it keeps none, or a state of its own "

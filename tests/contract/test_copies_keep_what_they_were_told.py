@@ -82,7 +82,7 @@ def test_a_full_disk_does_not_undo_a_step_that_is_settled(monkeypatch):
 def test_a_codec_that_does_not_say_its_bits_is_not_compared(monkeypatch):
     monkeypatch.setattr(backends, "new_codec", lambda options, name: Exactly())
     cache = filled("quantized", residual_length=4)
-    with pytest.raises(caches.UnknownContentError, match=r"nothing tells how the .* rounds"):
+    with pytest.raises(caches.UnknownContentError, match=r"nothing says how the .* rounds"):
         first_layer(cache)
 
 

@@ -185,7 +185,7 @@ def test_an_encoders_part_is_gathered_where_the_decoders_is_empty():
     cache = caches.build("dynamic", model.config)
     encoder, decoder = cache.parts[1], cache.parts[0]
     columns = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 4, 6, 8)
-    encoder.load_columns([(columns, columns)] * len(encoder.layers))
+    encoder.load_keys_and_values([(columns, columns)] * len(encoder.layers))
     assert decoder.batch_size == -1
     whole = gather_rows(deal_rows(cache, [1, 3], [None, None]))
     assert whole.parts[1].batch_size == 4

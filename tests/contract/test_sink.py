@@ -183,11 +183,11 @@ def test_inside_the_generate_of_transformers():
         **inputs, past_key_values=caches.SinkCache(W, S, config=model.config), **arguments
     )
     assert not torch.equal(first_known_column[0, 6:], expected[0])
-    with pytest.raises(caches.StepError, match=r"pads were told for 3 rows, but the step has 2"):
+    with pytest.raises(caches.StepError, match=r"padding was set for 3 rows, but the step has 2"):
         model.generate(**inputs, past_key_values=caches.SinkCache(W, S, model.config, [1, 0, 0]), **arguments)
     with pytest.raises(caches.StepError, match="further back than the window of 10"):
         model.generate(**prompt(), past_key_values=caches.SinkCache(W, S, model.config), **arguments)
-    with pytest.raises(caches.StepError, match=r"first tokens have to move .*build it with config=model\.config"):
+    with pytest.raises(caches.StepError, match=r"first tokens have to be rotated .*build it with config=model\.config"):
         model.generate(**prompt(tokens=6, pads=0), past_key_values=caches.SinkCache(W, S), **arguments)
 
 
@@ -241,7 +241,7 @@ def test_a_compiled_step(name):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({}, "no window was given: choose a window_length"),
+        ({}, "no window was given: give window_length"),
         ({"window_length": 4}, "window_length=4 is a window smaller than the sinks: num_sink_tokens=4 .* or more"),
         ({"window_length": 3, "num_sink_tokens": 5}, "smaller than the sinks.*window_length=6"),
         ({"window_length": 0, "num_sink_tokens": 0}, "window_length=0, but it has to be at least 1"),

@@ -237,5 +237,5 @@ def test_codes_of_one_bit_say_too_little():
     model, inputs = randomised(*ARCHITECTURES["llama"]), prompt(pads=0)
     cache = caches.build("quantized", model.config, backend="hqq", nbits=1, residual_length=2, q_group_size=8)
     filled(model, inputs, cache)
-    with pytest.raises(engine.InputError, match="codes of 1 bit do not tell tokens apart"):
+    with pytest.raises(engine.InputError, match="codes of 1 bit do not distinguish tokens"):
         engine.generate(model, longer(inputs), cache=cache, max_new_tokens=NEW)
