@@ -163,9 +163,9 @@ def test_the_statistics_of_a_device_are_left_alone(monkeypatch):
     assert peak.bytes == 150  # higher than ever: the device knows it
     later = Peak(torch.device("cuda"))
     allocate(-80)
-    later.look()
+    later.record()
     allocate(10)
-    later.look()
+    later.record()
     allocate(-20)
     assert later.bytes == 30
     assert Peak(torch.device("cpu")).bytes is None

@@ -126,7 +126,7 @@ def test_every_form_is_found(line):
 @pytest.mark.parametrize(
     "line",
     [
-        "self._timelines[0]._decode_index",
+        "self._segments[0]._decode_index",
         "name.endswith('_mask')",
         "sys._getframe(1)",
         "from caches.core import _anything",
