@@ -16,22 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
-    "DisableTorchFunctionSubclass",
-    "TorchDispatchMode",
-    "compiled_graphs",
-    "discard_compiled",
-    "graph_errors",
-    "has_onednn",
-    "inside_compiled",
-    "make_wrapper_subclass",
-    "module_call_code",
-    "onednn_linear",
-    "parameters_of",
-    "set_grad_enabled",
-    "storage_key",
-    "tree_leaves",
-    "tree_map",
-    "write_count",
+    "DisableTorchFunctionSubclass", "TorchDispatchMode", "compiled_graphs", "discard_compiled", "graph_errors",
+    "has_onednn", "inside_compiled", "make_wrapper_subclass", "module_call_code", "onednn_linear",
+    "parameters_of", "set_grad_enabled", "storage_key", "tree_leaves", "tree_map", "write_count",
 ]  # fmt: skip
 
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
