@@ -304,12 +304,7 @@ def _fixed_size(
     if options.max_cache_len is None and any(spec != CROSS for spec in _known(specs, options)):
         raise ConfigError(f"a {options.name} cache built by hand needs max_cache_len, the tokens it can hold per row")
     return _cache(
-        specs,
-        options,
-        make_store,
-        preallocated=True,
-        compile_blocker=compile_blocker,
-        max_tokens=options.max_cache_len,
+        specs, options, make_store, preallocated=True, compile_blocker=compile_blocker, max_tokens=options.max_cache_len
     )
 
 

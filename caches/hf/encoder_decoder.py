@@ -133,24 +133,10 @@ class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
     def total_tokens(self) -> int:
         return self.self_attention_cache.total_tokens
 
-    # What transformers asks.
-
-    def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
-        return self.self_attention_cache.get_seq_length(layer_idx)
+    # What transformers asks. Its class passes sizes and kinds on to the decoder's cache, but for this.
 
     def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
         return self.self_attention_cache.get_query_offset(layer_idx)
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, Any]:
-        return self.self_attention_cache.get_mask_sizes(query_length, layer_idx)
-
-    @property
-    def is_compileable(self) -> bool:
-        return self.self_attention_cache.is_compileable
-
-    @property
-    def is_croppable(self) -> bool:
-        return self.self_attention_cache.is_croppable
 
     def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor | None, ...]:
         return self.self_attention_cache[layer_idx] + self.cross_attention_cache[layer_idx]

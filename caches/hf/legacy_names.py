@@ -4,27 +4,59 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
 from caches.attention.segmented_tensor import plain
 from caches.core.layer import Layer
+from caches.core.layer_stack import LayerStack
 from caches.core.row_copies import select_rows
 from caches.core.wrapped_layer import WrappedLayer
 from caches.errors import StepError, UnsupportedLayerError
-from caches.hf.stack_facts import StackFacts
-from caches.spec.layer_spec import KV, STATE
+from caches.protocol import TokenLog
+from caches.spec.layer_spec import KV, STATE, LayerSpec
 
 L = TypeVar("L", bound="LegacyNames")
 
 
-class LegacyNames(StackFacts):
-    """What users and transformers' loops call. Stateless: a cache class has these beside its own methods."""
+class _OldName:
+    """The former name of the attribute `new`, with a warning. arguments: the new names of renamed ones."""
 
-    # What everything here is said in.
+    def __init__(self, new: str, **arguments: str):
+        self.new, self.arguments = new, arguments
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.old = name
+
+    def __get__(self, cache: object, owner: type | None = None) -> Any:
+        if cache is None:
+            return self
+        text = f"a cache's {self.old} is now {self.new}; the old name goes in release 0.3"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        found = getattr(cache, self.new)
+        return self._renaming(found) if self.arguments else found
+
+    def _renaming(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **named: method(
+            *args, **{self.arguments.get(name, name): value for name, value in named.items()}
+        )
+
+
+class LegacyNames:
+    """What users and transformers' loops call. Stateless: a cache class has these next to its own methods.
+
+    Where there are two stacks, most is that of the first, which keeps the decoder's tokens.
+    """
+
+    # Everything here is written in terms of these.
+
+    @property
+    @abstractmethod
+    def stacks(self) -> tuple[LayerStack, ...]:
+        """The layers: the decoder's, and those for the encoder's tokens where there are such."""
 
     @abstractmethod
     def empty_like(self: L, max_rows: int | None = None) -> L:
@@ -61,35 +93,75 @@ class LegacyNames(StackFacts):
 
     # Names of release 0.1.
 
-    def settle(self, drop: int = 0) -> None:
-        _renamed("settle(drop)", "commit(rejected)")
-        self.commit(drop)
+    settle = _OldName("commit", drop="rejected")
+    can_drop = _OldName("can_reject", drop="rejected")
+    rows = _OldName("select_rows")
+    unfork = _OldName("unshare")
+    take_pads = _OldName("set_padding", pads="padding")
+    seen = _OldName("total_tokens")
+    encodes = _OldName("is_quantized")
 
-    def can_drop(self, drop: int) -> bool:
-        _renamed("can_drop(drop)", "can_reject(rejected)")
-        return self.can_reject(drop)
-
-    def rows(self, index: torch.Tensor) -> None:
-        _renamed("rows(index)", "select_rows(index)")
-        self.select_rows(index)
-
-    def unfork(self) -> None:
-        _renamed("unfork()", "unshare()")
-        self.unshare()
-
-    def take_pads(self, pads: torch.Tensor | Sequence[int] | None) -> None:
-        _renamed("take_pads(pads)", "set_padding(padding)")
-        self.set_padding(pads)
+    # Of its stacks.
 
     @property
-    def seen(self) -> int:
-        _renamed("seen", "total_tokens")
-        return self.total_tokens
+    def name(self) -> str:
+        """The recipe's name."""
+        return self.stacks[0].layout.name
 
     @property
-    def encodes(self) -> bool:
-        _renamed("encodes", "is_quantized")
-        return self.is_quantized
+    def layers(self) -> list[Layer | WrappedLayer]:
+        return self.stacks[0].layers
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        return self.stacks[0].specs
+
+    @property
+    def log(self) -> TokenLog | None:
+        """The tokens it holds, where they are known."""
+        return self.stacks[0].log
+
+    @log.setter
+    def log(self, log: TokenLog | None) -> None:
+        self.stacks[0].log = log
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, or -1 before the first step."""
+        return self.stacks[0].batch_size
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens it can hold per row; None without limit."""
+        return self.stacks[0].max_tokens
+
+    @property
+    def max_rows(self) -> int | None:
+        """Rows it has room for; None without limit."""
+        return self.stacks[0].max_rows
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether some of it is kept in fewer bits than it came in."""
+        return self.stacks[0].is_quantized
+
+    @property
+    def fixed(self) -> bool:
+        """Whether buffers are made once and never move."""
+        return all(stack.layout.preallocated for stack in self.stacks)
+
+    @property
+    def why_not_compiled(self) -> str | None:
+        """Why a compiled step cannot use it; None where it can."""
+        return next((why for stack in self.stacks if (why := stack.why_not_compiled) is not None), None)
+
+    def can_reject(self, rejected: int) -> bool:
+        """Whether `commit(rejected)` is possible."""
+        return self.stacks[0].can_reject(rejected)
+
+    def growth(self, tokens: int) -> float:
+        """How many times as large buffers will be when there is room for `tokens` more."""
+        return self.stacks[0].growth(tokens)
 
     # Sizes.
 
@@ -266,10 +338,6 @@ class LegacyNames(StackFacts):
     def __repr__(self) -> str:
         kind, layers = f"{type(self).__name__}({getattr(self, 'name', '')!r}", len(self.layers)
         return f"{kind}, layers={layers}, total_tokens={self.total_tokens}, bytes={self.bytes})"
-
-
-def _renamed(old: str, new: str) -> None:
-    warnings.warn(f"a cache's {old} is now {new}; the old name goes in release 0.3", DeprecationWarning, stacklevel=3)
 
 
 def _plain(kept: torch.Tensor | None) -> torch.Tensor | None:
