@@ -112,8 +112,7 @@ class HFCacheAdapter:
 
     @property
     def _layers(self) -> list[Any]:
-        cross = [] if self._own is self._cache else self._cache.cross_attention_cache.layers
-        return [*self._own.layers, *cross]
+        return [layer for section in self.sections for layer in section.layers]
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         for layer in self._layers:

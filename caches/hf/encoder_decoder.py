@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers.cache_utils import EncoderDecoderCache as TransformersEncoderDecoderCache
 
-from caches.core.layer_stack import LayerStack
 from caches.core.row_selection import Choice, RowSelection
 from caches.errors import UnsupportedLayerError
 from caches.hf.cache import Cache
@@ -24,6 +23,7 @@ class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
 
     def __init__(self, own: Cache, cross: Cache):
         self.self_attention_cache, self.cross_attention_cache = own, cross
+        self.stacks = own.stack, cross.stack
         self.is_updated = Updated(cross)
         self._cross_tokens_before = 0  # before the open step
 
@@ -31,10 +31,6 @@ class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
     def parts(self) -> tuple[Cache, Cache]:
         """The decoder's cache, and the encoder's."""
         return self.self_attention_cache, self.cross_attention_cache
-
-    @property
-    def stacks(self) -> tuple[LayerStack, ...]:
-        return tuple(part.stack for part in self.parts)
 
     @property
     def capabilities(self) -> Capabilities:

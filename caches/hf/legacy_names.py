@@ -48,44 +48,35 @@ class _OldName:
 class LegacyNames:
     """What users and transformers' loops call. Stateless: a cache class has these next to its own methods.
 
-    Where there are two stacks, most is that of the first, which keeps the decoder's tokens.
+    stacks: the layers for the decoder's tokens, and those for the encoder's where there are such. Most is read from
+    the first.
     """
+
+    stacks: tuple[LayerStack, ...]
 
     # Everything here is written in terms of these.
 
-    @property
     @abstractmethod
-    def stacks(self) -> tuple[LayerStack, ...]:
-        """The layers: the decoder's, and those for the encoder's tokens where there are such."""
-
-    @abstractmethod
-    def empty_like(self: L, max_rows: int | None = None) -> L:
-        """An empty cache of the same backend and layers."""
+    def empty_like(self: L, max_rows: int | None = None) -> L: ...
 
     @property
     @abstractmethod
-    def total_tokens(self) -> int:
-        """Tokens committed per row."""
+    def total_tokens(self) -> int: ...
 
     @abstractmethod
-    def finish_step(self, is_over: bool = False) -> None:
-        """Commit another loop's step once it has reached every layer."""
+    def finish_step(self, is_over: bool = False) -> None: ...
 
     @abstractmethod
-    def select_rows(self, index: torch.Tensor) -> None:
-        """Row i becomes a copy of row `index[i]` in everything it holds."""
+    def select_rows(self, index: torch.Tensor) -> None: ...
 
     @abstractmethod
-    def commit(self, rejected: int = 0) -> None:
-        """See `EngineCache.commit`."""
+    def commit(self, rejected: int = 0) -> None: ...
 
     @abstractmethod
-    def unshare(self) -> None:
-        """Every row gets all its tokens for itself."""
+    def unshare(self) -> None: ...
 
     @abstractmethod
-    def set_padding(self, padding: torch.Tensor | Sequence[int] | None) -> None:
-        """Say how many padding tokens each row begins with; None for none."""
+    def set_padding(self, padding: torch.Tensor | Sequence[int] | None) -> None: ...
 
     @property
     def handle(self) -> TransformersCache:
@@ -195,8 +186,9 @@ class LegacyNames:
         return self.total_tokens
 
     def get_max_length(self, layer_idx: int | None = None) -> int | None:
-        """Tokens it can hold per row; None when it has no limit."""
-        return self.max_tokens
+        """Tokens it can hold per row, or shows to a token; None when it has no limit."""
+        window = self.stacks[0].hook.window
+        return self.max_tokens if window is None else window
 
     def get_max_cache_shape(self, layer_idx: int | None = None) -> int | None:
         return self.get_max_length(layer_idx)
