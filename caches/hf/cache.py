@@ -54,6 +54,7 @@ class Cache(LegacyNames, TransformersCache):
         self.sharing = PrefixSharing(self.stack)
         self.selection = RowSelection(self.stack, self.sharing)
         self.implicit = ImplicitSteps(self.stack, self.selection)
+        self.implicit_steps = (self.implicit,)
 
     def empty_like(self, max_rows: int | None = None) -> Cache:
         """An empty cache of the same layout; a preallocated one with room for the rows of its first step."""
@@ -93,57 +94,18 @@ class Cache(LegacyNames, TransformersCache):
         self.stack.crop(tokens)
 
     def reserve(self, tokens: int) -> None:
-        self.selection.check_finished()
+        self.check_finished()
         self.stack.reserve(tokens)
-
-    def reset(self) -> None:
-        self.selection.discard()
-        self.stack.reset()
-
-    def release(self) -> None:
-        """Reset, and free all memory: the next step allocates it anew."""
-        self.selection.discard()
-        self.stack.release()
 
     @property
     def is_open(self) -> bool:
         """Whether a step was begun and neither committed nor aborted."""
         return self.stack.is_open
 
-    def finish_step(self, is_over: bool = False) -> None:
-        """Commit another loop's step once it has reached every layer: see `ImplicitSteps.end_if_complete`."""
-        self.implicit.end_if_complete(is_over)
-
-    # Rows.
-
-    def select_rows(self, index: torch.Tensor) -> None:
-        """Row i becomes a copy of row `index[i]`. See `EngineCache.unfinished` for what is there when memory is out."""
-        self.implicit.end()
-        self.selection.start(self.selection.plan_rows(index))
-        self.selection.finish()
-
-    def fork(self, times: int) -> None:
-        self.implicit.end()
-        self.selection.start(self.selection.plan_fork(times))
-        self.selection.finish()
-
-    def unshare(self) -> None:
-        """Every row gets all its tokens for itself. What was encoded since a fork stays in a suffix."""
-        self.implicit.end()
-        self.selection.start(self.selection.plan_unshare())
-        self.selection.finish()
-
     @property
     def shares(self) -> bool:
         """Whether rows share a prefix at present."""
         return self.sharing.is_shared
-
-    @property
-    def unfinished(self) -> bool:
-        return self.selection.unfinished
-
-    def finish(self) -> None:
-        self.selection.finish()
 
     def set_padding(self, padding: torch.Tensor | Sequence[int] | None) -> None:
         """Say how many padding tokens each row begins with; None for none. Only sinks need to know.

@@ -11,9 +11,11 @@ import torch
 from transformers.cache_utils import Cache as TransformersCache
 
 from caches.attention.segmented_tensor import plain
+from caches.core.implicit_steps import ImplicitSteps
 from caches.core.layer import Layer
 from caches.core.layer_stack import LayerStack
 from caches.core.row_copies import select_rows
+from caches.core.row_selection import Choice, RowSelection
 from caches.core.wrapped_layer import WrappedLayer
 from caches.errors import StepError, UnsupportedLayerError
 from caches.protocol import TokenLog
@@ -48,11 +50,12 @@ class _OldName:
 class LegacyNames:
     """What users and transformers' loops call. Stateless: a cache class has these next to its own methods.
 
-    stacks: the layers for the decoder's tokens, and those for the encoder's where there are such. Most is read from
-    the first.
+    stacks, implicit_steps: of the decoder's tokens, and of the encoder's where there are such. Most is read from the
+    first.
     """
 
     stacks: tuple[LayerStack, ...]
+    implicit_steps: tuple[ImplicitSteps, ...]
 
     # Everything here is written in terms of these.
 
@@ -64,16 +67,7 @@ class LegacyNames:
     def total_tokens(self) -> int: ...
 
     @abstractmethod
-    def finish_step(self, is_over: bool = False) -> None: ...
-
-    @abstractmethod
-    def select_rows(self, index: torch.Tensor) -> None: ...
-
-    @abstractmethod
     def commit(self, rejected: int = 0) -> None: ...
-
-    @abstractmethod
-    def unshare(self) -> None: ...
 
     @abstractmethod
     def set_padding(self, padding: torch.Tensor | Sequence[int] | None) -> None: ...
@@ -199,6 +193,60 @@ class LegacyNames:
         return self.total_tokens if limit is None else min(self.total_tokens, limit - new_seq_length)
 
     # Rows.
+
+    def select_rows(self, index: torch.Tensor) -> None:
+        """Row i becomes a copy of row `index[i]`. See `EngineCache.unfinished` for what is there when memory is out."""
+        self._select(lambda selection: selection.plan_rows(index))
+
+    def fork(self, times: int) -> None:
+        self._select(lambda selection: selection.plan_fork(times))
+
+    def unshare(self) -> None:
+        """Every row gets all its tokens for itself. What was encoded since a fork stays in a suffix."""
+        self._select(RowSelection.plan_unshare)
+
+    def _select(self, plan: Callable[[RowSelection], Choice | None]) -> None:
+        """All stacks select rows, or can be finished, whichever fails."""
+        self.check_finished()
+        for steps in self.implicit_steps:
+            steps.end()
+        choices = [plan(steps.selection) for steps in self.implicit_steps]
+        for steps, choice in zip(self.implicit_steps, choices, strict=True):
+            steps.selection.start(choice)
+        self.finish()
+
+    @property
+    def unfinished(self) -> bool:
+        return any(steps.selection.unfinished for steps in self.implicit_steps)
+
+    def finish(self) -> None:
+        for steps in self.implicit_steps:
+            steps.selection.finish()
+
+    def check_finished(self) -> None:
+        """Raise `StepError` while rows are half selected."""
+        for steps in self.implicit_steps:
+            steps.selection.check_finished()
+
+    # Steps.
+
+    def finish_step(self, is_over: bool = False) -> None:
+        """Commit another loop's step once it has reached every layer: see `ImplicitSteps.end_if_complete`."""
+        for steps in self.implicit_steps:
+            steps.end_if_complete(is_over)
+
+    def reset(self) -> None:
+        for steps in self.implicit_steps:
+            steps.selection.discard()
+            steps.stack.reset()
+
+    def release(self) -> None:
+        """Reset, and free all memory: the next step allocates it anew."""
+        for steps in self.implicit_steps:
+            steps.selection.discard()
+            steps.stack.release()
+
+    # transformers' names for selecting rows.
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.select_rows(beam_idx)
