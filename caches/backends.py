@@ -84,10 +84,7 @@ def sliding_window(specs: Layers, options: SlidingWindowCacheConfig) -> Cache:
     specs = _known(specs, options)
     _refuse_all_but("sliding_window", specs, {KV, STATE})
     window = options.window_length
-    if not any(spec.keeps_kv for spec in specs):
-        raise UnsupportedLayerError(
-            "cache='sliding_window' keeps keys and values, but the model has none: cache='mamba'"
-        )
+    _refuse_without_keys("sliding_window", specs)
     for index, spec in enumerate(specs):
         if window is None and spec.keeps_kv and spec.attention_span.size is None:
             raise UnsupportedLayerError(
@@ -105,13 +102,13 @@ def sliding_window(specs: Layers, options: SlidingWindowCacheConfig) -> Cache:
 def offloaded(specs: Layers, options: OffloadedCacheConfig) -> Cache:
     """`dynamic` in host memory or on disk: the device only has the layers at work."""
     _refuse_all_but("offloaded", specs, {KV, INDEX, STATE, MODEL_SPECIFIC})
-    return _cache(specs, options, partial(_offloaded, options, _is_read_later(specs)), compile_blocker=_FETCHED)
+    return _cache(specs, options, partial(_offloaded, options, False, _is_read_later(specs)), compile_blocker=_FETCHED)
 
 
 @register(OffloadedStaticCacheConfig)
 def offloaded_static(specs: Layers, options: OffloadedStaticCacheConfig) -> Cache:
     """`offloaded` with a fixed size."""
-    make_store = partial(_offloaded_fixed, options, _is_read_later(specs))
+    make_store = partial(_offloaded, options, True, _is_read_later(specs))
     return _fixed_size(specs, options, make_store, compile_blocker=_FETCHED)
 
 
@@ -131,9 +128,8 @@ def quantized_sink(specs: Layers, options: QuantizedSinkCacheConfig) -> Cache:
 def _sinks(specs: Layers, options: SinkCacheConfig) -> dict[str, Any]:
     """Fields of the layout of a cache with sinks. Raises `UnsupportedLayerError` for layers that cannot have them."""
     name, window = options.name, options.window_length
-    keeps = None if specs is None else [spec for spec in specs if spec.keeps_kv]
-    if keeps == []:
-        raise UnsupportedLayerError(f"cache={name!r} keeps keys and values, but the model has none: cache='mamba'")
+    if specs is not None:
+        _refuse_without_keys(name, specs)
     if window is None:
         raise UnsupportedLayerError(
             f"cache={name!r} keeps a row's first tokens and a window of the last ones, and no window was given: "
@@ -255,16 +251,11 @@ def _block_timeline(
     return BlockTimeline(retention, max_rows, block=block, residual=residual)
 
 
-def _offloaded(options: OffloadedCacheConfig, is_read_later: bool, slot: Slot) -> Store:
+def _offloaded(options: OffloadedCacheConfig, is_fixed: bool, is_read_later: bool, slot: Slot) -> Store:
     if options.offload_only_non_sliding and slot.spec.attention_span.size is not None:
-        return _growing(slot)
-    return OffloadedStore(slot, _buffers(options, slot)(), is_read_later)
-
-
-def _offloaded_fixed(options: OffloadedCacheConfig, is_read_later: bool, slot: Slot) -> Store:
-    if options.offload_only_non_sliding and slot.spec.attention_span.size is not None:
-        return _fixed(slot)
-    return FixedOffloadedStore(slot, _buffers(options, slot)(), is_read_later)
+        return _fixed(slot) if is_fixed else _growing(slot)
+    kind = FixedOffloadedStore if is_fixed else OffloadedStore
+    return kind(slot, _buffers(options, slot)(), is_read_later)
 
 
 def _buffers(options: OffloadedCacheConfig | QuantizedCacheConfig, slot: Slot) -> Callable[[], Buffer]:
@@ -304,12 +295,7 @@ def _fixed_size(
     if options.max_cache_len is None and any(spec != CROSS for spec in _known(specs, options)):
         raise ConfigError(f"a {options.name} cache built by hand needs max_cache_len, the tokens it can hold per row")
     return _cache(
-        specs,
-        options,
-        make_store,
-        preallocated=True,
-        compile_blocker=compile_blocker,
-        max_tokens=options.max_cache_len,
+        specs, options, make_store, preallocated=True, compile_blocker=compile_blocker, max_tokens=options.max_cache_len
     )
 
 
@@ -355,6 +341,11 @@ def _check_sinks(name: str, window: int, specs: Sequence[LayerSpec]) -> None:
                 "parameters are not known: build it with the model's configuration, or use cache='sliding_window' with "
                 "a window_length"
             )
+
+
+def _refuse_without_keys(name: str, specs: Sequence[LayerSpec]) -> None:
+    if not any(spec.keeps_kv for spec in specs):
+        raise UnsupportedLayerError(f"cache={name!r} keeps keys and values, but the model has none: cache='mamba'")
 
 
 def _known(specs: Layers, options: CacheConfig) -> Sequence[LayerSpec]:

@@ -10,6 +10,7 @@ from weakref import ref
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
+from caches.errors import StepError
 from caches.spec.layer_spec import LayerSpec
 from caches.spec.rope import RopeRotation
 
@@ -207,62 +208,51 @@ def can_predict(cache: EngineCache) -> TypeGuard[Growing]:
 
 
 class AttentionView(Protocol):
-    """What attention over a cache has to know."""
+    """What attention over a cache has to know. The defaults: it shows every token, transformers makes the masks."""
 
     @property
     def specs(self) -> Sequence[LayerSpec]:
         """Its layers; none where transformers makes the masks."""
+        return ()
 
     @property
     def max_step_tokens(self) -> int | None:
         """Tokens that a step should have at most; None for any number."""
+        return None
 
     @property
     def imposes_windows(self) -> bool:
         """Whether it shows a token less than the model would."""
+        return False
 
     @property
     def rotations(self) -> Mapping[int, RopeRotation]:
         """How it rotates the keys of which layers, where it does."""
+        return {}
 
     def positions_needed(self, tokens: int) -> int:
         """Positions that a model has to tell apart in a text of `tokens`."""
-
-    def imposed_window(self, layer_idx: int) -> int | None:
-        """Tokens that a token can attend to, itself included, where that is fewer than the layer's attention span."""
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, Any]:
-        """(kv_length, kv_offset) of what attention over the next `query_length` tokens reads."""
-
-    def extra_slots(self, layer_idx: int, tokens: int) -> int:
-        """Slots that attention over the next `tokens` finds before those that `get_mask_sizes` counts."""
-
-    def set_padding(self, padding: torch.Tensor | Sequence[int] | None) -> None:
-        """Say how many padding tokens each row begins with; None for none."""
-
-
-class _FullView:
-    """Of a cache that shows every token, and of which transformers makes the masks."""
-
-    specs: tuple[LayerSpec, ...] = ()
-    max_step_tokens: int | None = None
-    imposes_windows = False
-    rotations: Mapping[int, RopeRotation] = {}
-
-    def positions_needed(self, tokens: int) -> int:
         return tokens
 
     def imposed_window(self, layer_idx: int) -> int | None:
+        """Tokens that a token can attend to, itself included, where that is fewer than the layer's attention span."""
         return None
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, Any]:
-        raise NotImplementedError("transformers makes the masks for this cache")
+        """(kv_length, kv_offset) of what attention over the next `query_length` tokens reads."""
+        raise StepError("transformers makes the masks for this cache")
 
     def extra_slots(self, layer_idx: int, tokens: int) -> int:
+        """Slots that attention over the next `tokens` finds before those that `get_mask_sizes` counts."""
         return 0
 
     def set_padding(self, padding: torch.Tensor | Sequence[int] | None) -> None:
-        pass
+        """Say how many padding tokens each row begins with; None for none."""
+        return
+
+
+class _FullView(AttentionView):
+    """All defaults."""
 
 
 _FULL_VIEW = _FullView()

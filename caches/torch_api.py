@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 __all__ = [
     "DisableTorchFunctionSubclass", "TorchDispatchMode", "compiled_graphs", "discard_compiled", "graph_errors",
     "has_onednn", "inside_compiled", "make_wrapper_subclass", "module_call_code", "onednn_linear",
-    "parameters_of", "set_grad_enabled", "storage_key", "times_written", "tree_leaves", "tree_map",
+    "parameters_of", "set_grad_enabled", "storage_key", "tree_leaves", "tree_map", "write_count",
 ]  # fmt: skip
 
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
@@ -30,7 +30,7 @@ make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 """Derivatives of this thread on or off. C code: Ctrl-C does not stop it halfway, as it can `torch.set_grad_enabled`."""
 
-times_written: Callable[[torch.Tensor], int] = attrgetter("_version")
+write_count: Callable[[torch.Tensor], int] = attrgetter("_version")
 """How often a tensor was written in place. Raises `RuntimeError` for one made in inference mode."""
 
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")

@@ -92,11 +92,11 @@ def special_tokens(config: GenerationConfig) -> SpecialTokens:
 
 
 def prepare_generated_length(
-    model: PreTrainedModel, config: GenerationConfig, inputs: torch.Tensor, columns: int, given: set[str]
+    model: PreTrainedModel, config: GenerationConfig, inputs: torch.Tensor, tokens: int, given: set[str]
 ) -> None:
     """Set `max_length` and `min_length` of `config` from `max_new_tokens` and `min_new_tokens`.
 
-    inputs: ids [rows, columns] or embeddings [rows, columns, width]. columns: of the ids. given: which of "max_length"
+    inputs: ids [rows, tokens] or embeddings [rows, tokens, width]. tokens: of the ids. given: which of "max_length"
     and "min_length" were chosen.
     """
     model._prepare_generated_length(
@@ -104,13 +104,13 @@ def prepare_generated_length(
         has_default_max_length="max_length" not in given,
         has_default_min_length="min_length" not in given,
         model_input_name="input_ids" if inputs.ndim == 2 else "inputs_embeds",
-        input_ids_length=columns,
+        input_ids_length=tokens,
         inputs_tensor=inputs,
     )
 
 
 def prepare_attention_mask(model: PreTrainedModel, ids: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
-    """The mask [rows, columns] that transformers infers from pad ids; see `prepare_special_tokens`."""
+    """The mask [rows, tokens] that transformers infers from pad ids; see `prepare_special_tokens`."""
     return model._prepare_attention_mask_for_generation(ids, config, {})
 
 
@@ -124,7 +124,7 @@ def prepare_model_inputs(
 def prepare_decoder_input_ids(
     model: PreTrainedModel, rows: int, name: str, model_kwargs: dict[str, Any], start: Any, device: torch.device
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The ids [rows, columns] that a decoder begins with, and `model_kwargs` without them.
+    """The ids [rows, tokens] that a decoder begins with, and `model_kwargs` without them.
 
     name: of what the encoder reads. start: `SpecialTokens.decoder_start`.
     """

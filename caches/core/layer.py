@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from caches.attention.segmented_tensor import plain
+from caches.core.wrapped_layer import WrappedLayer
 from caches.errors import UnsupportedLayerError
 from caches.memory.buffers import Buffer
 from caches.memory.scratch import Scratch
@@ -18,6 +19,7 @@ from caches.stores.shared_prefix import ForkedStore
 from caches.stores.slot import Slot, StoreFactory
 from caches.timeline.timeline import Timeline
 
+TensorHolder: TypeAlias = Store | RecurrentState | WrappedLayer  # what is moved as one to another cache
 _STORES_OF = {KV: ("keys", "values"), INDEX: ("index",)}
 
 
@@ -26,26 +28,6 @@ class RowHolder(Protocol):
 
     def select_rows(self, index: torch.Tensor) -> None:
         """Row i becomes a copy of row `index[i]`. When this raises, nothing has changed."""
-
-
-class TensorHolder(RowHolder, Protocol):
-    """A store, the states of a layer, or a layer of transformers': what is moved as a whole to another cache."""
-
-    @property
-    def timeline(self) -> Timeline: ...
-
-    @property
-    def is_quantized(self) -> bool: ...
-
-    @property
-    def storage_format(self) -> object:
-        """How: what one holder has encoded can be held by another with the same format. None: in full."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
-
-    def release(self) -> None: ...
 
 
 class Layer:
@@ -137,34 +119,34 @@ class Layer:
     def dense_state(self) -> dict[str, torch.Tensor]:
         """What is committed, by name: [rows, heads, tokens, width] of the stores, states [rows, ...]."""
         stores = {name: store.committed() for name, store in self.stores.items()}
-        kept = {name: tensor for name, tensor in stores.items() if tensor is not None}
-        return kept | ({} if self.state is None else self.state.dense_state())
+        return {name: tensor for name, tensor in stores.items() if tensor is not None} | self._dense_states()
 
     def load_dense(self, content: dict[str, torch.Tensor]) -> None:
         """Hold exactly this content, to which the timeline is set already."""
         for name, store in self.stores.items():
             if name in content:
                 store.load_dense(plain(content[name]))
-        if self.state is not None:
-            self._load_states(content)
+        self._load_states(content)
 
     def state_dict(self) -> dict[str, Any]:
         """What is committed as it is encoded, for a layer of the same kind: a dict of each store, states."""
         stores = {name: store.state_dict() for name, store in self.stores.items()}
-        kept = {name: state for name, state in stores.items() if state}
-        return kept | ({} if self.state is None else self.state.dense_state())
+        return {name: state for name, state in stores.items() if state} | self._dense_states()
+
+    def _dense_states(self) -> dict[str, torch.Tensor]:
+        return {} if self.state is None else self.state.dense_state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hold exactly this, to which the timeline is set already."""
         for name, store in self.stores.items():
             if name in state:
                 store.load_state_dict(state[name])
-        if self.state is not None:
-            self._load_states(state)
+        self._load_states(state)
 
     def _load_states(self, content: dict[str, Any]) -> None:
-        assert self.state is not None
-        self.state.load_dense({name: state for name, state in content.items() if name.split()[0] in (CONV, RECURRENT)})
+        if self.state is not None:
+            found = {name: state for name, state in content.items() if name.split()[0] in (CONV, RECURRENT)}
+            self.state.load_dense(found)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All tensors that the layer keeps."""

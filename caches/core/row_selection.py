@@ -92,7 +92,7 @@ class RowSelection:
         self._pending = choice
 
     def discard(self) -> None:
-        """Forget a selection that was started: the cache is about to be emptied."""
+        """Discard a selection that was started: the cache is about to be emptied."""
         self._pending = None
 
     def defer_merge(self) -> None:
@@ -110,16 +110,12 @@ class RowSelection:
             holder.select_rows(index)
             left.pop()
         if not choice.is_counted:
-            self._count()
-            choice.is_counted = True
+            rows, log = self.rows_to_come, self.log_to_come
+            for timeline in self.stack.timelines:
+                timeline.after_rows(rows)
+            self.stack.log, choice.is_counted = log, True
         self.sharing.merge_suffixes()
         self._pending = None
-
-    def _count(self) -> None:
-        rows, log = self.rows_to_come, self.log_to_come
-        for timeline in self.stack.timelines:
-            timeline.after_rows(rows)
-        self.stack.log = log
 
     def check_finished(self) -> None:
         """Carry out what was deferred. Raises `StepError` while rows are half selected."""

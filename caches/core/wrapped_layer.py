@@ -62,20 +62,16 @@ class WrappedLayer:
     def indexer_position_ids(self, positions: torch.Tensor) -> None:
         self._layer.indexer_position_ids = positions.transpose(0, 1)
 
-    def prepare(self) -> None:
-        """Nothing is copied."""
-
     def begin(self) -> None:
         attributes = vars(self._layer)
         self._before = {
             name: copy.copy(value) if isinstance(value, dict) else value for name, value in attributes.items()
         }
 
-    def reserve(self, room: int) -> None:
-        """It makes its own room."""
+    def _does_by_itself(self, *arguments: int) -> None:
+        """transformers' layer makes its own room and evicts by itself; no committed token can be rolled back."""
 
-    def compact(self) -> None:
-        """It evicts in its own way."""
+    prepare = reserve = compact = roll_back = _does_by_itself
 
     def can_reject(self, rejected: int) -> bool:
         return rejected in (0, self.timeline.pending)
@@ -87,9 +83,6 @@ class WrappedLayer:
 
     def can_roll_back(self, tokens: int) -> bool:
         return tokens == 0
-
-    def roll_back(self, tokens: int) -> None:
-        """Only what `can_roll_back` allows, and that is nothing."""
 
     def abort(self) -> None:
         if self._before is not None:

@@ -13,7 +13,7 @@ from transformers.cache_utils import EncoderDecoderCache, QuantizedLayer, Static
 from caches.core.row_selection import keeps_all_rows, repeated
 from caches.errors import StepError, UnsupportedLayerError
 from caches.protocol import Capabilities, EngineCache, TokenLog, capabilities
-from caches.torch_api import times_written
+from caches.torch_api import write_count
 
 _STATES = ("conv_states", "recurrent_states")
 
@@ -59,7 +59,7 @@ class HFCacheAdapter:
             return None
         kept = list(self._tensors())
         same = len(kept) == len(before) and all(
-            was() is tensor and times_written(tensor) == version
+            was() is tensor and write_count(tensor) == version
             for tensor, (was, version) in zip(kept, before, strict=True)
         )
         return log if same else None
@@ -70,7 +70,7 @@ class HFCacheAdapter:
         kept = list(self._tensors())
         # Tensors of inference mode do not count how often they were written.
         if log is not None and not any(tensor.is_inference() for tensor in kept):
-            _logs[self._cache] = log, self._read, [(ref(tensor), times_written(tensor)) for tensor in kept]
+            _logs[self._cache] = log, self._read, [(ref(tensor), write_count(tensor)) for tensor in kept]
 
     @property
     def handle(self) -> TransformersCache | None:
@@ -112,8 +112,7 @@ class HFCacheAdapter:
 
     @property
     def _layers(self) -> list[Any]:
-        cross = [] if self._own is self._cache else self._cache.cross_attention_cache.layers
-        return [*self._own.layers, *cross]
+        return [layer for section in self.sections for layer in section.layers]
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         for layer in self._layers:

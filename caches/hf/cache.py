@@ -7,6 +7,7 @@ call those: see `ImplicitSteps`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,9 +50,11 @@ class Cache(LegacyNames, TransformersCache):
             assert make_store is not None
             layout = CacheLayout(layout, specs, make_store, **fields)
         self.stack = LayerStack(layout)
+        self.stacks = (self.stack,)
         self.sharing = PrefixSharing(self.stack)
         self.selection = RowSelection(self.stack, self.sharing)
         self.implicit = ImplicitSteps(self.stack, self.selection)
+        self.implicit_steps = (self.implicit,)
 
     def empty_like(self, max_rows: int | None = None) -> Cache:
         """An empty cache of the same layout; a preallocated one with room for the rows of its first step."""
@@ -60,13 +63,9 @@ class Cache(LegacyNames, TransformersCache):
     def check_fits(self, model_config: Any) -> None:
         specs = read_specs(model_config)
         if self.stack.finds_layers and self.total_tokens == 0:
-            self.bind_layers(specs)
+            self.stack.bind_layers(specs)
+            self.implicit.require_all()
         self.stack.check_specs(specs)
-
-    def bind_layers(self, specs: Sequence[LayerSpec]) -> None:
-        """Have these layers, in place of adding them as they are used. Only while it is empty."""
-        self.stack.bind_layers(specs)
-        self.implicit.require_all()
 
     def load_keys_and_values(self, pairs: Sequence[Sequence[torch.Tensor]]) -> None:
         """Hold these keys and values [rows, kv_heads, tokens, head_dim] of all tokens, one pair per layer."""
@@ -95,57 +94,18 @@ class Cache(LegacyNames, TransformersCache):
         self.stack.crop(tokens)
 
     def reserve(self, tokens: int) -> None:
-        self.selection.check_finished()
+        self.check_finished()
         self.stack.reserve(tokens)
-
-    def reset(self) -> None:
-        self.selection.discard()
-        self.stack.reset()
-
-    def release(self) -> None:
-        """Reset, and free all memory: the next step allocates it anew."""
-        self.selection.discard()
-        self.stack.release()
 
     @property
     def is_open(self) -> bool:
         """Whether a step was begun and neither committed nor aborted."""
         return self.stack.is_open
 
-    def finish_step(self, is_over: bool = False) -> None:
-        """Commit another loop's step once it has reached every layer: see `ImplicitSteps.end_if_complete`."""
-        self.implicit.end_if_complete(is_over)
-
-    # Rows.
-
-    def select_rows(self, index: torch.Tensor) -> None:
-        """Row i becomes a copy of row `index[i]`. See `EngineCache.unfinished` for what is there when memory is out."""
-        self.implicit.end()
-        self.selection.start(self.selection.plan_rows(index))
-        self.selection.finish()
-
-    def fork(self, times: int) -> None:
-        self.implicit.end()
-        self.selection.start(self.selection.plan_fork(times))
-        self.selection.finish()
-
-    def unshare(self) -> None:
-        """Every row gets all its tokens for itself. What was encoded since a fork stays in a suffix."""
-        self.implicit.end()
-        self.selection.start(self.selection.plan_unshare())
-        self.selection.finish()
-
     @property
     def shares(self) -> bool:
         """Whether rows share a prefix at present."""
         return self.sharing.is_shared
-
-    @property
-    def unfinished(self) -> bool:
-        return self.selection.unfinished
-
-    def finish(self) -> None:
-        self.selection.finish()
 
     def set_padding(self, padding: torch.Tensor | Sequence[int] | None) -> None:
         """Say how many padding tokens each row begins with; None for none. Only sinks need to know.
@@ -179,15 +139,11 @@ class Cache(LegacyNames, TransformersCache):
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """Conv state `state_idx` [rows, channels, kernel], to be written in place; None before the first step."""
-        state = self._state(layer_idx, f"get conv {state_idx}").get((CONV, state_idx))
-        self._reached(layer_idx, STATE)
-        return state
+        return self._get_state(layer_idx, (CONV, state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """Recurrent state `state_idx` [rows, ...], to be written in place; None before the first step."""
-        state = self._state(layer_idx, f"get recurrent {state_idx}").get((RECURRENT, state_idx))
-        self._reached(layer_idx, STATE)
-        return state
+        return self._get_state(layer_idx, (RECURRENT, state_idx))
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Whether a layer's state was ever written; without `layer_idx`, that of the last layer with a state."""
@@ -227,6 +183,11 @@ class Cache(LegacyNames, TransformersCache):
         """MiniMax's name for setting recurrent state 0, [rows, heads, head_dim, head_dim]."""
         self.update_recurrent_state(linear_cache, layer_idx)
 
+    def _get_state(self, layer_idx: int, key: tuple[str, int]) -> torch.Tensor | None:
+        state = self._state(layer_idx, f"get {key[0]} {key[1]}").get(key)
+        self._reached(layer_idx, STATE)
+        return state
+
     def _state(
         self, layer_idx: int, call: str, tokens: int | None = None, new: torch.Tensor | None = None
     ) -> RecurrentState:
@@ -252,7 +213,7 @@ class Cache(LegacyNames, TransformersCache):
         return layer
 
     def _reached(self, layer_idx: int, component: str) -> None:
-        """Another loop's step has come so far: what a layer was given is there."""
+        """Another loop's step has reached this component of a layer."""
         if not self.stack.is_announced:
             self.implicit.reached.add((layer_idx, component))
 
@@ -280,31 +241,17 @@ class Cache(LegacyNames, TransformersCache):
             spec.components & {STATE, MODEL_SPECIFIC} for spec in self.specs
         )
 
-    # What it is made of, and holds.
+    # What it is made of.
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(
-            can_migrate=True,
-            can_split=True,
-            can_predict=True,
-            is_quantized=self.is_quantized,
-            imposes_windows=self.imposes_windows,
-        )
-
-    @property
-    def view(self) -> AttentionView:
-        """What attention over it has to know: see `attention_view`."""
-        return self
+        able = Capabilities(can_migrate=True, can_split=True, can_predict=True)
+        return replace(able, is_quantized=self.is_quantized, imposes_windows=self.imposes_windows)
 
     @property
     def parts(self) -> tuple[Cache, ...]:
         """The caches of layers it consists of."""
         return (self,)
-
-    @property
-    def stacks(self) -> tuple[LayerStack, ...]:
-        return (self.stack,)
 
     @property
     def scratch(self) -> Scratch:
@@ -315,29 +262,24 @@ class Cache(LegacyNames, TransformersCache):
         """Tokens committed per row, or of another loop's step that is complete."""
         return self.stack.total_tokens + self.implicit.uncommitted
 
-    def get_max_length(self, layer_idx: int | None = None) -> int | None:
-        """Tokens it can hold per row, or shows to a token; None when it has no limit."""
-        return self.max_tokens if self.max_step_tokens is None else self.max_step_tokens
+    # What attention over it has to know: see `AttentionView`.
 
-    # What attention over it has to know.
+    @property
+    def view(self) -> AttentionView:
+        return self
 
     @property
     def rotations(self) -> dict[int, RopeRotation]:
-        """How it rotates the keys of which layers, where it does."""
         return self.stack.hook.rotations(self.layers)
 
     @property
     def max_step_tokens(self) -> int | None:
-        """Tokens that a step should have at most; None for any number."""
         return self.stack.hook.window
 
     def positions_needed(self, tokens: int) -> int:
-        """Positions that a model has to tell apart in a text of `tokens`."""
-        window = self.stack.hook.window
-        return tokens if window is None else min(tokens, window)
+        return min(tokens, self.max_step_tokens or tokens)
 
     def extra_slots(self, layer_idx: int, tokens: int) -> int:
-        """Slots that attention over the next `tokens` finds before those that `get_mask_sizes` counts."""
         return self.stack.hook.extra_slots(self.layers[layer_idx], tokens)
 
     @property
@@ -345,5 +287,4 @@ class Cache(LegacyNames, TransformersCache):
         return any(self.imposed_window(index) is not None for index in range(len(self.layers)))
 
     def imposed_window(self, layer_idx: int) -> int | None:
-        """Tokens that a token can attend to, itself included, where that is fewer than the layer's attention span."""
         return self.stack.imposed_window(layer_idx)

@@ -46,10 +46,7 @@ class DynamicCache:
     """Grows as tokens come. Without a `config` its layers appear as they are used, all of full attention."""
 
     def __new__(cls, config: Any = None, *, offloading: bool = False, **options: Any) -> Any:
-        name = "offloaded" if offloading else "dynamic"
-        if config is None:
-            return recipe(name).build(None, recipe(name).options.from_dict(_spelled(options)))
-        return _build(name, config, options)
+        return _build("offloaded" if offloading else "dynamic", config, options)
 
     from_legacy_cache = staticmethod(from_legacy_cache)
     from_batch_splits = staticmethod(join_rows)
@@ -85,11 +82,7 @@ class QuantizedCache:
     """Older keys and values in few bits. Without a `config` its layers appear as they are used."""
 
     def __new__(cls, backend: str, config: Any = None, **options: Any) -> Any:
-        options |= {"backend": backend}
-        if config is not None:
-            return _build("quantized", config, options)
-        chosen = recipe("quantized")
-        return chosen.build(None, chosen.options.from_dict(_spelled(options)))
+        return _build("quantized", config, options | {"backend": backend})
 
 
 class QuantoQuantizedCache:
@@ -194,6 +187,8 @@ class EncoderDecoderCache:
 
 
 def _build(name: str, config: Any, options: dict[str, Any]) -> Any:
+    if config is None:
+        return recipe(name).build(None, recipe(name).options.from_dict(_spelled(options)))
     return build(name, config, **_spelled(options))
 
 

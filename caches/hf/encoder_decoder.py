@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers.cache_utils import EncoderDecoderCache as TransformersEncoderDecoderCache
 
-from caches.core.layer_stack import LayerStack
-from caches.core.row_selection import Choice, RowSelection
 from caches.errors import UnsupportedLayerError
 from caches.hf.cache import Cache
 from caches.hf.legacy_names import LegacyNames
@@ -24,6 +22,7 @@ class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
 
     def __init__(self, own: Cache, cross: Cache):
         self.self_attention_cache, self.cross_attention_cache = own, cross
+        self.stacks, self.implicit_steps = (own.stack, cross.stack), (own.implicit, cross.implicit)
         self.is_updated = Updated(cross)
         self._cross_tokens_before = 0  # before the open step
 
@@ -31,10 +30,6 @@ class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
     def parts(self) -> tuple[Cache, Cache]:
         """The decoder's cache, and the encoder's."""
         return self.self_attention_cache, self.cross_attention_cache
-
-    @property
-    def stacks(self) -> tuple[LayerStack, ...]:
-        return tuple(part.stack for part in self.parts)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -52,7 +47,7 @@ class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
     # One step is a transaction.
 
     def begin(self, tokens: int, graph: bool = False) -> None:
-        self._check_finished()
+        self.check_finished()
         self.self_attention_cache.begin(tokens, graph)
         self._cross_tokens_before = self.cross_attention_cache.total_tokens
         self.cross_attention_cache.sharing.discard_reads()
@@ -69,61 +64,15 @@ class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
             self.cross_attention_cache.reset()
         self.self_attention_cache.abort()
 
-    def finish_step(self, is_over: bool = False) -> None:
-        for part in self.parts:
-            part.finish_step(is_over)
-
-    def reset(self) -> None:
-        for part in self.parts:
-            part.reset()
-
-    def release(self) -> None:
-        """Reset, and free all memory: the next step allocates it anew."""
-        for part in self.parts:
-            part.release()
-
-    # Rows: both parts select them, or can be finished, whichever fails.
-
-    def select_rows(self, index: torch.Tensor) -> None:
-        self._select(lambda selection: selection.plan_rows(index))
-
-    def fork(self, times: int) -> None:
-        self._select(lambda selection: selection.plan_fork(times))
-
-    def unshare(self) -> None:
-        """Every row gets all its tokens for itself. What was encoded since a fork stays in a suffix."""
-        self._select(RowSelection.plan_unshare)
-
-    def _select(self, plan: Callable[[RowSelection], Choice | None]) -> None:
-        self._check_finished()
-        for part in self.parts:
-            part.implicit.end()
-        choices = [plan(part.selection) for part in self.parts]
-        for part, choice in zip(self.parts, choices, strict=True):
-            part.selection.start(choice)
-        self.finish()
-
-    @property
-    def unfinished(self) -> bool:
-        return any(part.unfinished for part in self.parts)
-
-    def finish(self) -> None:
-        for part in self.parts:
-            part.finish()
-
-    def _check_finished(self) -> None:
-        for part in self.parts:
-            part.selection.check_finished()
-
     # What the decoder's cache is, can and does.
 
     def reserve(self, tokens: int) -> None:
-        self._check_finished()
+        self.check_finished()
         self.self_attention_cache.reserve(tokens)
 
     def crop(self, tokens: int) -> None:
         """Of the decoder's tokens. Positive: the new size. Negative: how many of the last ones to remove."""
-        self._check_finished()
+        self.check_finished()
         self.self_attention_cache.crop(tokens)
 
     def set_padding(self, padding: torch.Tensor | Sequence[int] | None) -> None:
@@ -133,24 +82,10 @@ class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
     def total_tokens(self) -> int:
         return self.self_attention_cache.total_tokens
 
-    # What transformers asks.
-
-    def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
-        return self.self_attention_cache.get_seq_length(layer_idx)
+    # What transformers asks. Its class passes sizes and kinds on to the decoder's cache, but for this.
 
     def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
         return self.self_attention_cache.get_query_offset(layer_idx)
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, Any]:
-        return self.self_attention_cache.get_mask_sizes(query_length, layer_idx)
-
-    @property
-    def is_compileable(self) -> bool:
-        return self.self_attention_cache.is_compileable
-
-    @property
-    def is_croppable(self) -> bool:
-        return self.self_attention_cache.is_croppable
 
     def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor | None, ...]:
         return self.self_attention_cache[layer_idx] + self.cross_attention_cache[layer_idx]

@@ -4,56 +4,73 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
 from caches.attention.segmented_tensor import plain
+from caches.core.implicit_steps import ImplicitSteps
 from caches.core.layer import Layer
+from caches.core.layer_stack import LayerStack
 from caches.core.row_copies import select_rows
+from caches.core.row_selection import Choice, RowSelection
 from caches.core.wrapped_layer import WrappedLayer
 from caches.errors import StepError, UnsupportedLayerError
-from caches.hf.stack_facts import StackFacts
-from caches.spec.layer_spec import KV, STATE
+from caches.protocol import TokenLog
+from caches.spec.layer_spec import KV, STATE, LayerSpec
 
 L = TypeVar("L", bound="LegacyNames")
 
 
-class LegacyNames(StackFacts):
-    """What users and transformers' loops call. Stateless: a cache class has these beside its own methods."""
+class _OldName:
+    """The former name of the attribute `new`, with a warning. arguments: the new names of renamed ones."""
 
-    # What everything here is said in.
+    def __init__(self, new: str, **arguments: str):
+        self.new, self.arguments = new, arguments
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.old = name
+
+    def __get__(self, cache: object, owner: type | None = None) -> Any:
+        if cache is None:
+            return self
+        text = f"a cache's {self.old} is now {self.new}; the old name goes in release 0.3"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        found = getattr(cache, self.new)
+        return self._renaming(found) if self.arguments else found
+
+    def _renaming(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **named: method(
+            *args, **{self.arguments.get(name, name): value for name, value in named.items()}
+        )
+
+
+class LegacyNames:
+    """What users and transformers' loops call. Stateless: a cache class has these next to its own methods.
+
+    stacks, implicit_steps: of the decoder's tokens, and of the encoder's where there are such. Most is read from the
+    first.
+    """
+
+    stacks: tuple[LayerStack, ...]
+    implicit_steps: tuple[ImplicitSteps, ...]
+
+    # Everything here is written in terms of these.
 
     @abstractmethod
-    def empty_like(self: L, max_rows: int | None = None) -> L:
-        """An empty cache of the same backend and layers."""
+    def empty_like(self: L, max_rows: int | None = None) -> L: ...
 
     @property
     @abstractmethod
-    def total_tokens(self) -> int:
-        """Tokens committed per row."""
+    def total_tokens(self) -> int: ...
 
     @abstractmethod
-    def finish_step(self, is_over: bool = False) -> None:
-        """Commit another loop's step once it has reached every layer."""
+    def commit(self, rejected: int = 0) -> None: ...
 
     @abstractmethod
-    def select_rows(self, index: torch.Tensor) -> None:
-        """Row i becomes a copy of row `index[i]` in everything it holds."""
-
-    @abstractmethod
-    def commit(self, rejected: int = 0) -> None:
-        """See `EngineCache.commit`."""
-
-    @abstractmethod
-    def unshare(self) -> None:
-        """Every row gets all its tokens for itself."""
-
-    @abstractmethod
-    def set_padding(self, padding: torch.Tensor | Sequence[int] | None) -> None:
-        """Say how many padding tokens each row begins with; None for none."""
+    def set_padding(self, padding: torch.Tensor | Sequence[int] | None) -> None: ...
 
     @property
     def handle(self) -> TransformersCache:
@@ -61,35 +78,75 @@ class LegacyNames(StackFacts):
 
     # Names of release 0.1.
 
-    def settle(self, drop: int = 0) -> None:
-        _renamed("settle(drop)", "commit(rejected)")
-        self.commit(drop)
+    settle = _OldName("commit", drop="rejected")
+    can_drop = _OldName("can_reject", drop="rejected")
+    rows = _OldName("select_rows")
+    unfork = _OldName("unshare")
+    take_pads = _OldName("set_padding", pads="padding")
+    seen = _OldName("total_tokens")
+    encodes = _OldName("is_quantized")
 
-    def can_drop(self, drop: int) -> bool:
-        _renamed("can_drop(drop)", "can_reject(rejected)")
-        return self.can_reject(drop)
-
-    def rows(self, index: torch.Tensor) -> None:
-        _renamed("rows(index)", "select_rows(index)")
-        self.select_rows(index)
-
-    def unfork(self) -> None:
-        _renamed("unfork()", "unshare()")
-        self.unshare()
-
-    def take_pads(self, pads: torch.Tensor | Sequence[int] | None) -> None:
-        _renamed("take_pads(pads)", "set_padding(padding)")
-        self.set_padding(pads)
+    # Of its stacks.
 
     @property
-    def seen(self) -> int:
-        _renamed("seen", "total_tokens")
-        return self.total_tokens
+    def name(self) -> str:
+        """The recipe's name."""
+        return self.stacks[0].layout.name
 
     @property
-    def encodes(self) -> bool:
-        _renamed("encodes", "is_quantized")
-        return self.is_quantized
+    def layers(self) -> list[Layer | WrappedLayer]:
+        return self.stacks[0].layers
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        return self.stacks[0].specs
+
+    @property
+    def log(self) -> TokenLog | None:
+        """The tokens it holds, where they are known."""
+        return self.stacks[0].log
+
+    @log.setter
+    def log(self, log: TokenLog | None) -> None:
+        self.stacks[0].log = log
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, or -1 before the first step."""
+        return self.stacks[0].batch_size
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens it can hold per row; None without limit."""
+        return self.stacks[0].max_tokens
+
+    @property
+    def max_rows(self) -> int | None:
+        """Rows it has room for; None without limit."""
+        return self.stacks[0].max_rows
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether some of it is kept in fewer bits than it came in."""
+        return self.stacks[0].is_quantized
+
+    @property
+    def fixed(self) -> bool:
+        """Whether buffers are made once and never move."""
+        return all(stack.layout.preallocated for stack in self.stacks)
+
+    @property
+    def why_not_compiled(self) -> str | None:
+        """Why a compiled step cannot use it; None where it can."""
+        return next((why for stack in self.stacks if (why := stack.why_not_compiled) is not None), None)
+
+    def can_reject(self, rejected: int) -> bool:
+        """Whether `commit(rejected)` is possible."""
+        return self.stacks[0].can_reject(rejected)
+
+    def growth(self, tokens: int) -> float:
+        """How many times as large buffers will be when there is room for `tokens` more."""
+        return self.stacks[0].growth(tokens)
 
     # Sizes.
 
@@ -123,8 +180,9 @@ class LegacyNames(StackFacts):
         return self.total_tokens
 
     def get_max_length(self, layer_idx: int | None = None) -> int | None:
-        """Tokens it can hold per row; None when it has no limit."""
-        return self.max_tokens
+        """Tokens it can hold per row, or shows to a token; None when it has no limit."""
+        window = self.stacks[0].hook.window
+        return self.max_tokens if window is None else window
 
     def get_max_cache_shape(self, layer_idx: int | None = None) -> int | None:
         return self.get_max_length(layer_idx)
@@ -135,6 +193,60 @@ class LegacyNames(StackFacts):
         return self.total_tokens if limit is None else min(self.total_tokens, limit - new_seq_length)
 
     # Rows.
+
+    def select_rows(self, index: torch.Tensor) -> None:
+        """Row i becomes a copy of row `index[i]`. See `EngineCache.unfinished` for what is there when memory is out."""
+        self._select(lambda selection: selection.plan_rows(index))
+
+    def fork(self, times: int) -> None:
+        self._select(lambda selection: selection.plan_fork(times))
+
+    def unshare(self) -> None:
+        """Every row gets all its tokens for itself. What was encoded since a fork stays in a suffix."""
+        self._select(RowSelection.plan_unshare)
+
+    def _select(self, plan: Callable[[RowSelection], Choice | None]) -> None:
+        """All stacks select rows, or can be finished, whichever fails."""
+        self.check_finished()
+        for steps in self.implicit_steps:
+            steps.end()
+        choices = [plan(steps.selection) for steps in self.implicit_steps]
+        for steps, choice in zip(self.implicit_steps, choices, strict=True):
+            steps.selection.start(choice)
+        self.finish()
+
+    @property
+    def unfinished(self) -> bool:
+        return any(steps.selection.unfinished for steps in self.implicit_steps)
+
+    def finish(self) -> None:
+        for steps in self.implicit_steps:
+            steps.selection.finish()
+
+    def check_finished(self) -> None:
+        """Raise `StepError` while rows are half selected."""
+        for steps in self.implicit_steps:
+            steps.selection.check_finished()
+
+    # Steps.
+
+    def finish_step(self, is_over: bool = False) -> None:
+        """Commit another loop's step once it has reached every layer: see `ImplicitSteps.end_if_complete`."""
+        for steps in self.implicit_steps:
+            steps.end_if_complete(is_over)
+
+    def reset(self) -> None:
+        for steps in self.implicit_steps:
+            steps.selection.discard()
+            steps.stack.reset()
+
+    def release(self) -> None:
+        """Reset, and free all memory: the next step allocates it anew."""
+        for steps in self.implicit_steps:
+            steps.selection.discard()
+            steps.stack.release()
+
+    # transformers' names for selecting rows.
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.select_rows(beam_idx)
@@ -266,10 +378,6 @@ class LegacyNames(StackFacts):
     def __repr__(self) -> str:
         kind, layers = f"{type(self).__name__}({getattr(self, 'name', '')!r}", len(self.layers)
         return f"{kind}, layers={layers}, total_tokens={self.total_tokens}, bytes={self.bytes})"
-
-
-def _renamed(old: str, new: str) -> None:
-    warnings.warn(f"a cache's {old} is now {new}; the old name goes in release 0.3", DeprecationWarning, stacklevel=3)
 
 
 def _plain(kept: torch.Tensor | None) -> torch.Tensor | None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-
 from caches.protocol import Capabilities, TokenLog
 
 
@@ -24,35 +20,10 @@ class NoCache:
     unfinished = False
     capabilities = Capabilities(can_split=True)
 
-    def check_fits(self, model_config: Any) -> None:
-        pass
-
-    def begin(self, tokens: int, graph: bool = False) -> None:
-        pass
-
     def can_reject(self, rejected: int) -> bool:
         return True
 
-    def commit(self, rejected: int = 0) -> None:
-        pass
+    def _do_nothing(self, *arguments: object, **named: object) -> None:
+        """There is nothing to check, keep or undo."""
 
-    def abort(self) -> None:
-        pass
-
-    def select_rows(self, index: torch.Tensor) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-    def crop(self, tokens: int) -> None:
-        pass
-
-    def fork(self, times: int) -> None:
-        pass
-
-    def reserve(self, tokens: int) -> None:
-        pass
-
-    def reset(self) -> None:
-        pass
+    check_fits = begin = commit = abort = select_rows = finish = crop = fork = reserve = reset = _do_nothing

@@ -25,22 +25,12 @@ class ForkedStore:
 
     def __init__(self, prefix: Store, suffix: Store, timeline: ForkedTimeline):
         self.prefix, self.suffix, self.timeline = prefix, suffix, timeline
-
-    @property
-    def fixed(self) -> bool:
-        return self.prefix.fixed
-
-    @property
-    def is_quantized(self) -> bool:
-        return self.prefix.is_quantized
-
-    @property
-    def storage_format(self) -> object:
-        return self.prefix.storage_format
-
-    @property
-    def row_holders(self) -> tuple[Store, Store]:
-        return self.prefix, self.suffix
+        self.row_holders = prefix, suffix
+        self.fixed, self.is_quantized = prefix.fixed, prefix.is_quantized
+        self.storage_format = prefix.storage_format
+        # A step changes the suffix alone.
+        self.add, self.reserve, self.compact = suffix.add, suffix.reserve, suffix.compact
+        self.commit, self.abort = suffix.commit, suffix.abort
 
     def append(self, new: torch.Tensor) -> torch.Tensor:
         prefix = self.prefix.read()
@@ -48,9 +38,6 @@ class ForkedStore:
             raise StepError("a layer that had no part in the steps before its rows were forked cannot have one after")
         check_alike((prefix.shape[1], prefix.shape[3]), prefix.dtype, new)
         return self._view(prefix, self.suffix.append(new))
-
-    def add(self, new: torch.Tensor) -> None:
-        self.suffix.add(new)
 
     def read(self) -> torch.Tensor | None:
         prefix = self.prefix.read()
@@ -81,18 +68,6 @@ class ForkedStore:
         suffix = self.suffix.committed()
         if suffix is not None:
             self.prefix.add(suffix)
-
-    def reserve(self, room: int) -> None:
-        self.suffix.reserve(room)
-
-    def compact(self) -> None:
-        self.suffix.compact()
-
-    def commit(self, rejected: int) -> None:
-        self.suffix.commit(rejected)
-
-    def abort(self) -> None:
-        self.suffix.abort()
 
     def select_rows(self, index: torch.Tensor) -> None:
         raise StepError("prefix and suffix have other rows: select them in each of the `row_holders`")

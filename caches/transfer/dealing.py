@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -21,7 +21,7 @@ from caches.protocol import TokenLog
 from caches.stores.dense import chosen_rows, joined_rows
 from caches.stores.recurrent_state import RecurrentState
 from caches.timeline.shared_timeline import ForkedTimeline
-from caches.transfer.migrate import adopt, carry_out, compact
+from caches.transfer.migrate import TensorMigration, adopt, carry_out, compact
 
 C = TypeVar("C", Cache, EncoderDecoder)
 
@@ -33,7 +33,11 @@ def deal_rows(cache: C, sizes: Sequence[int], rooms: Sequence[int | None]) -> li
     rows cannot be dealt out. Whatever fails later, `cache` gets back what it had: see `caches.migrate`.
     """
     parts = [cache.empty_like(room) for room in rooms]
-    carry_out([cache], [_Deal(share) for share in _shares(cache, parts, sizes)], "dealing out the rows of")
+    steps = [
+        TensorMigration(share.full, True, share.deal, share.gather, share.release_parts)
+        for share in _shares(cache, parts, sizes)
+    ]
+    carry_out([cache], steps, "dealing out the rows of")
     return parts
 
 
@@ -62,7 +66,11 @@ def gather_rows(parts: Sequence[C]) -> C:
     full = parts[0].empty_like()
     # The decoder's part may be empty still, where the encoder's has rows.
     sizes = [max(0, *(part.batch_size for part in cache.parts)) for cache in parts]
-    carry_out(parts, [_Gather(share) for share in _shares(full, parts, sizes, like=parts[0])], "putting together")
+    steps = [
+        TensorMigration(share.parts[0], True, share.gather, share.deal, share.full.release)
+        for share in _shares(full, parts, sizes, like=parts[0])
+    ]
+    carry_out(parts, steps, "putting together")
     return full
 
 
@@ -83,7 +91,10 @@ def _share_alike(parts: Sequence[Cache]) -> bool:
 
 @dataclass(eq=False)
 class _Share:
-    """One store, or the states of a layer, full and in parts. indexes: the rows of each part."""
+    """One store, or the states of a layer, full and in parts. indexes: the rows of each part.
+
+    `deal` and `gather` free what they read.
+    """
 
     full: TensorHolder
     parts: list[TensorHolder]
@@ -102,51 +113,11 @@ class _Share:
         if all(states):  # a store that no step used holds nothing
             self.full.load_state_dict(joined_rows(states))
         del states
+        self.release_parts()
+
+    def release_parts(self) -> None:
         for part in self.parts:
             part.release()
-
-
-@dataclass(eq=False)
-class _Deal:
-    """See `migrate.TensorMigration`."""
-
-    share: _Share
-    gives_up = True
-
-    @property
-    def old(self) -> Any:
-        return self.share.full
-
-    def apply(self) -> None:
-        self.share.deal()
-
-    def undo(self) -> None:
-        self.share.gather()
-
-    def rejected(self) -> None:
-        for part in self.share.parts:
-            part.release()
-
-
-@dataclass(eq=False)
-class _Gather:
-    """See `migrate.TensorMigration`."""
-
-    share: _Share
-    gives_up = True
-
-    @property
-    def old(self) -> Any:
-        return self.share.parts[0]
-
-    def apply(self) -> None:
-        self.share.gather()
-
-    def undo(self) -> None:
-        self.share.deal()
-
-    def rejected(self) -> None:
-        self.share.full.release()
 
 
 def _shares(full: C, parts: Sequence[C], sizes: Sequence[int], like: C | None = None) -> list[_Share]:
@@ -170,23 +141,15 @@ def _shares_of(full: Cache, parts: Sequence[Cache], sizes: Sequence[int], patter
         for forked in full.stack.shared_timelines
     ):
         full.unshare()
-    givers, takers = ([full], list(parts)) if is_dealt else (list(parts), [full])
+    givers, takers, rows = ([full], list(parts), list(sizes)) if is_dealt else (list(parts), [full], [sum(sizes)])
     for giver in givers:
         giver.scratch.release()
         compact(giver.stack, takers[0].stack)
-    rows = [sum(sizes)] if not is_dealt else list(sizes)
-    indexes = list(torch.arange(sum(sizes)).split(list(sizes)))
-    _hand_over_hooks(full, parts, sizes, is_dealt)
+    _hand_over_hooks_and_logs(full, parts, sizes, is_dealt)
     for taker, count in zip(takers, rows, strict=True):
         taker.sharing.share_like(pattern.stack)
         for new, like in zip(taker.stack.timelines, pattern.stack.timelines, strict=True):
-            adopt(new, like, count, _Everything())
-    logs = [giver.log for giver in givers if giver.log is not None]
-    if is_dealt:
-        for part, index in zip(parts, indexes, strict=True):
-            part.log = None if full.log is None else full.log.select_rows(index)
-    else:
-        full.log = TokenLog.joined(logs) if len(logs) == len(parts) else None
+            adopt(new, like, count)
     rows_per_prefix = {forked.prefix: forked.rows_per_prefix for forked in pattern.stack.shared_timelines}
     pairs = zip(_holders(full), *map(_holders, parts), strict=True)
     found = []
@@ -197,22 +160,18 @@ def _shares_of(full: Cache, parts: Sequence[Cache], sizes: Sequence[int], patter
     return found
 
 
-class _Everything(dict[Any, bool]):
-    """Of all timelines: what follows them is taken as it is encoded."""
-
-    def get(self, key: Any, default: Any = None) -> bool:
-        return True
-
-
 def _holders(cache: Cache) -> list[TensorHolder]:
     return [holder for layer in cache.layers for holder in layer.row_holders()]
 
 
-def _hand_over_hooks(full: Cache, parts: Sequence[Cache], sizes: Sequence[int], is_dealt: bool) -> None:
+def _hand_over_hooks_and_logs(full: Cache, parts: Sequence[Cache], sizes: Sequence[int], is_dealt: bool) -> None:
     if is_dealt:
         state = full.stack.hook.state_dict(sum(sizes))
         for part, index in zip(parts, torch.arange(sum(sizes)).split(list(sizes)), strict=True):
             part.stack.hook.load_state_dict(chosen_rows(state, index))
+            part.log = None if full.log is None else full.log.select_rows(index)
     else:
         states = [part.stack.hook.state_dict(size) for part, size in zip(parts, sizes, strict=True)]
         full.stack.hook.load_state_dict(joined_rows(states))
+        logs = [part.log for part in parts if part.log is not None]
+        full.log = TokenLog.joined(logs) if len(logs) == len(parts) else None

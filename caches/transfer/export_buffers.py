@@ -56,10 +56,7 @@ def places(cache: Cache) -> dict[str, torch.Tensor]:
     """Where the open step writes: write_index [groups], the slot in each group of layers; seen [], tokens before."""
     device = next(tensor.device for layer in cache.layers for tensor in layer.tensors())
     slots = [timeline.end for timeline in cache.stack.timelines]
-    return {
-        "write_index": torch.tensor(slots, device=device),
-        "seen": torch.tensor(cache.total_tokens, device=device),
-    }
+    return {"write_index": torch.tensor(slots, device=device), "seen": torch.tensor(cache.total_tokens, device=device)}
 
 
 def _slots(cache: Cache) -> Iterator[tuple[str, _Place]]:

@@ -7,10 +7,10 @@ caches have the same storage format.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -45,12 +45,12 @@ def migrate(cache: C, name: str, **options: Any) -> C:
     if _OF_A_CODEC.isdisjoint(options):
         options = _codec_of(cache, chosen) | options
     new = empty_for(cache, chosen.from_dict(options))
-    passages = [passage for parts in zip(cache.parts, new.parts, strict=True) for passage in _passages(*parts)]
-    carry_out([cache], passages, "moving")
+    steps = [step for parts in zip(cache.parts, new.parts, strict=True) for step in _steps(*parts)]
+    carry_out([cache], steps, "moving")
     return new
 
 
-def carry_out(givers: Sequence[Any], passages: Sequence[TensorMigration], what: str) -> None:
+def carry_out(givers: Sequence[Any], steps: Sequence[TensorMigration], what: str) -> None:
     """Apply all of them, in their order, and leave `givers` empty; or none, then `givers` hold what they held.
 
     what: is done with the caches, in words.
@@ -58,9 +58,9 @@ def carry_out(givers: Sequence[Any], passages: Sequence[TensorMigration], what: 
     done: list[TensorMigration] = []
     failure: BaseException | None = None
     try:
-        for passage in passages:
-            passage.apply()
-            done.append(passage)
+        for step in steps:
+            step.apply()
+            done.append(step)
     except BaseException as error:
         failure = error
     if failure is None:
@@ -68,8 +68,8 @@ def carry_out(givers: Sequence[Any], passages: Sequence[TensorMigration], what: 
         return
     try:
         traceback.clear_frames(failure.__traceback__)  # they refer to what was being moved
-        for half_done in passages[len(done) : len(done) + 1]:
-            half_done.rejected()
+        for half_done in steps[len(done) : len(done) + 1]:
+            half_done.release()
         _bring_back(givers, done, failure, what)
         raise failure
     finally:
@@ -84,28 +84,24 @@ def _codec_of(cache: C, options: type[Any]) -> dict[str, Any]:
     return {name: getattr(own, name) for name in (*_OF_A_CODEC, "residual_length")}
 
 
-class TensorMigration(Protocol):
-    """One step of a migration. old: what had the tensors. gives_up: whether `apply` frees them there."""
+@dataclass(frozen=True, eq=False)
+class TensorMigration:
+    """One step of a migration.
 
-    @property
-    def old(self) -> Any: ...
+    old: what had the tensors. gives_up: whether `apply`, which moves them, frees them there. undo: after `apply`,
+    restores what was before. release: after `apply` failed, frees what has arrived.
+    """
 
-    @property
-    def gives_up(self) -> bool: ...
-
-    def apply(self) -> None:
-        """Move them."""
-
-    def undo(self) -> None:
-        """After `apply`: restore what was before."""
-
-    def rejected(self) -> None:
-        """After `apply` failed: free what has arrived."""
+    old: TensorHolder
+    gives_up: bool
+    apply: Callable[[], None]
+    undo: Callable[[], None]
+    release: Callable[[], None]
 
 
 @dataclass(eq=False)
-class _TensorMigration:
-    """One store, or the states of a layer. as_encoded: both have the same storage format.
+class _HolderPair:
+    """One store, or the states of a layer, in both caches. as_encoded: they have the same storage format.
 
     index: the rows that still have to be selected of it.
     """
@@ -134,8 +130,8 @@ class _TensorMigration:
                 _hand_over(self.new, self.old, self.as_encoded, None)
         self.new.release()
 
-    def rejected(self) -> None:
-        self.new.release()
+    def step(self) -> TensorMigration:
+        return TensorMigration(self.old, self.gives_up, self.apply, self.undo, self.new.release)
 
 
 @contextmanager
@@ -165,7 +161,7 @@ def _release(caches: Sequence[Any]) -> None:
 
 
 def _bring_back(givers: Sequence[Any], done: list[TensorMigration], failure: BaseException, what: str) -> None:
-    back = {id(passage.old) for passage in done if passage.gives_up}
+    back = {id(step.old) for step in done if step.gives_up}
     try:
         while done:
             done[-1].undo()
@@ -181,7 +177,7 @@ def _bring_back(givers: Sequence[Any], done: list[TensorMigration], failure: Bas
         left[:] = [(one, index) for one, index in left if id(one) not in back]
 
 
-def _passages(old: Cache, new: Cache) -> list[_TensorMigration]:
+def _steps(old: Cache, new: Cache) -> list[TensorMigration]:
     """What there is to move to `new`, which is set to hold it. Raises before any change is visible."""
     selection = old.selection
     if not selection.is_pending:
@@ -218,13 +214,12 @@ def _passages(old: Cache, new: Cache) -> list[_TensorMigration]:
     new.log = selection.log_to_come
     new.selection.defer_merge()
     return [
-        _TensorMigration(
+        _HolderPair(
             one,
             other,
-            as_encoded=one.storage_format == other.storage_format
-            and (one.storage_format is None or alike[other.timeline]),
-            index=waiting.get(id(one)),
-        )
+            one.storage_format == other.storage_format and (one.storage_format is None or alike[other.timeline]),
+            waiting.get(id(one)),
+        ).step()
         for one, other in holders
     ]
 
@@ -249,14 +244,15 @@ def _alike(holders: list[tuple[TensorHolder, TensorHolder]]) -> dict[Timeline, b
     return alike
 
 
-def adopt(new: Timeline, old: Timeline, rows: int, alike: Mapping[Timeline, bool]) -> None:
+def adopt(new: Timeline, old: Timeline, rows: int, alike: Mapping[Timeline, bool] | None = None) -> None:
+    """Let `new` count what `old` does, for `rows`. alike: see `_alike`; None where all is taken as it is encoded."""
     if isinstance(old, ForkedTimeline):
         assert isinstance(new, ForkedTimeline)
         prompts, rows_per_prefix = old.rows_to_come(rows)
         adopt(new.prefix, old.prefix, prompts, alike)
         adopt(new.suffix, old.suffix, rows, alike)
         new.adopt_parts(rows_per_prefix)
-    elif alike.get(new):
+    elif alike is None or alike.get(new):
         new.adopt_like(old, rows)
     else:
         new.adopt(old.total_tokens, old.kept_tokens, rows)

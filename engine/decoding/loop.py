@@ -15,7 +15,7 @@ import torch
 
 from caches import CacheError
 from caches.out_of_memory import is_out_of_memory
-from caches.torch_api import times_written
+from caches.torch_api import write_count
 from engine.decoding.guided_session import GuidedSession
 from engine.decoding.logits_check import LogitsCheck
 from engine.decoding.model_session import ModelSession
@@ -192,10 +192,10 @@ class DecodingLoop:
 
     def _process(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """See `Task`. Not repeated where a processor has written into the scores."""
-        before = None if scores.is_inference() else times_written(scores)
+        before = None if scores.is_inference() else write_count(scores)
 
         def is_unchanged() -> bool:
-            return before is not None and times_written(scores) == before
+            return before is not None and write_count(scores) == before
 
         # Processors draw from torch's global generator, not from that of the call's seed.
         work = self._rewinding(lambda: self._logits_check.process(ids, scores), None)

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from caches import EngineCache, TokenLog, UnknownContentError, first_layer
-from caches.transfer.comparison import HeldColumns
+from caches.transfer.comparison import KeptTokens
 from engine.errors import InputError
 from engine.model.masks import Columns
 from engine.model.model_inputs import ModelInputs
@@ -144,7 +144,7 @@ def _check_comparable(model: PreTrainedModel, request: Request, cached: int) -> 
 
 def _check_columns(
     runner: ModelRunner,
-    first: tuple[HeldColumns, HeldColumns],
+    first: tuple[KeptTokens, KeptTokens],
     request: Request,
     columns: Columns,
     inputs: ModelInputs,
@@ -183,7 +183,7 @@ def _check_places_tell(mask: torch.Tensor) -> None:
 
 
 def _check_pads_show(
-    runner: ModelRunner, keys: HeldColumns, request: Request, ids: torch.Tensor, inputs: ModelInputs, cached: int
+    runner: ModelRunner, keys: KeptTokens, request: Request, ids: torch.Tensor, inputs: ModelInputs, cached: int
 ) -> None:
     """Raise `UnknownContentError` where keys are the same with and without masked pads: keys then tell no mask."""
     row = int((request.mask[:, :cached] == 0).any(dim=1).int().argmax())
@@ -200,7 +200,7 @@ def _check_pads_show(
 
 def _check_source(
     runner: ModelRunner,
-    first: tuple[HeldColumns, HeldColumns],
+    first: tuple[KeptTokens, KeptTokens],
     request: Request,
     columns: Columns,
     inputs: ModelInputs,
@@ -210,7 +210,7 @@ def _check_source(
     mask = inputs.model_kwargs.get("attention_mask")
     if mask is not None and mask.shape == different.shape:
         different = different & (mask != 0).to(different.device)
-    if first[0].held.shape[2] != made[0].shape[2] or bool(different.any()):
+    if first[0].kept.shape[2] != made[0].shape[2] or bool(different.any()):
         raise InputError(_OTHER_SOURCE)
 
 

@@ -84,6 +84,14 @@ ALLOWED = {
     ("", "siblings", "check_siblings"): "the packages that are installed next to each other",
     ("configs/__init__.py", "rungs", ""): "public names of release 0.1, until 0.3",
     ("caches/__init__.py", "driven", ""): "public names of release 0.1, until 0.3",
+    ("docs/reference/caches.md", "driven", "::: caches.driven"): "a public name",
+    ("caches/__init__.py", "foreign", "ForeignCache"): "a public name of release 0.1, until 0.3",
+    ("caches/hf/classic.py", "pads", ""): "public: an argument of `SinkCache`",
+    ("caches/hf/legacy_names.py", "staging", ""): "public: a key of `bytes_by_place`",
+    **{
+        ("caches/hf/legacy_names.py", word, ""): "public names of release 0.1, until 0.3"
+        for word in ("settle", "drop", "pads", "seen", "encodes")
+    },
     ("engine/__init__.py", "face", ""): "public names of release 0.1, until 0.3",
     ("", "drop", "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL"): "a name of transformers",
     ("", "leaves", "tree_leaves"): "a function of torch",
@@ -100,28 +108,6 @@ PROPER_NAMES = re.compile(r"Hugging ?Face|huggingface", re.IGNORECASE)
 
 # Files that are still to be rewritten. New ones are not added.
 NOT_YET: set[str] = {
-    "caches/__init__.py",
-    "caches/backends.py",
-    "caches/core/layer.py",
-    "caches/core/layer_stack.py",
-    "caches/core/prefix_sharing.py",
-    "caches/core/row_copies.py",
-    "caches/core/row_selection.py",
-    "caches/core/sink_hook.py",
-    "caches/core/wrapped_layer.py",
-    "caches/hf/adapter.py",
-    "caches/hf/cache.py",
-    "caches/hf/classic.py",
-    "caches/hf/encoder_decoder.py",
-    "caches/hf/legacy_names.py",
-    "caches/protocol.py",
-    "caches/stores/quantized_sink.py",
-    "caches/stores/shared_prefix.py",
-    "caches/transfer/comparison.py",
-    "caches/transfer/dealing.py",
-    "caches/transfer/export_buffers.py",
-    "caches/transfer/migrate.py",
-    "caches/transfer/window.py",
     "strategies/beam_search.py",
     "strategies/contrastive.py",
     "strategies/operations.py",
@@ -164,7 +150,6 @@ NOT_YET: set[str] = {
     "engine/request/vocabulary.py",
     "engine/streaming.py",
     "README.md",
-    "docs/differences.md",
 }
 
 

@@ -228,7 +228,7 @@ def gradients_can_be_set():
 def writes_are_counted():
     tensor = torch.ones(2)
     tensor.add_(1)
-    return torch_api.times_written(tensor) == 1
+    return torch_api.write_count(tensor) == 1
 
 
 def storages_are_told_apart():
@@ -280,7 +280,7 @@ WORK = {
         "parameters_of": lambda: torch_api.parameters_of(nn.Linear(1, 1, bias=False)).keys() == {"weight", "bias"},
         "set_grad_enabled": gradients_can_be_set,
         "storage_key": storages_are_told_apart,
-        "times_written": writes_are_counted,
+        "write_count": writes_are_counted,
         "tree_leaves": lambda: torch_api.tree_leaves({"a": (1, [2])}) == [1, 2],
         "tree_map": lambda: torch_api.tree_map(str, {"a": (1, [2])}) == {"a": ("1", ["2"])},
     },
