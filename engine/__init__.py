@@ -198,7 +198,7 @@ forced_bos_token_id, forced_eos_token_id, exponential_decay_length_penalty, reno
     return _generator(model, arguments).generate(inputs, **arguments)
 
 
-@takes(parameters, as_told_by=generate)
+@takes(parameters, documented_by=generate)
 def stream(model: PreTrainedModel | str | Path, inputs: Any = None, **arguments: Any) -> Stream:
     """As `generate`, but yields a `StreamChunk` (row, token ids, text) per row and step while they come.
 

@@ -38,7 +38,7 @@ from engine.output.stream_buffer import StreamBuffer
 from engine.request.assistant import DraftRequest, read_draft_request
 from engine.request.call import Call, parameters, read_call, takes
 from engine.request.compatibility import check_together
-from engine.request.continuation import check_content, check_continues, check_pads_ahead
+from engine.request.continuation import check_content, check_continues, check_padding_ahead
 from engine.request.parameters import read, read_parameters
 from engine.request.read_request import read_request
 from engine.request.request import Request
@@ -59,12 +59,12 @@ class Generator:
         self._runner = ModelRunner(self.model, self.config.compile, self.config.linears)
         self._draft: Draft | None = None
 
-    @takes(parameters, as_told_by=engine.generate)
+    @takes(parameters, documented_by=engine.generate)
     def generate(self, inputs: Any = None, **arguments: Any) -> Generation:
         """Generate to the end. Parameters: those of `engine.generate`, without its model."""
         return self._start(read_call(inputs, **arguments), streams=False).to_end()
 
-    @takes(parameters, as_told_by=engine.generate)
+    @takes(parameters, documented_by=engine.generate)
     def stream(self, inputs: Any = None, **arguments: Any) -> Stream:
         """Generate piece by piece: one `StreamChunk` per row and step. Arguments are checked here, before the first
         piece.
@@ -102,7 +102,7 @@ class Generator:
         Later calls and running streams compile and load again what they need: no text changes.
         """
         self._draft = None
-        self._runner.drop_graphs()
+        self._runner.discard_graphs()
         empty_allocators()
 
     def _start(self, call: Call, streams: bool) -> Driver:
@@ -182,7 +182,7 @@ class Generator:
             cache = new_cache(self.model, choice, request, self.config, budget, self._runner.takes_cache)
         elif request.guidance is None:  # else it is empty
             known = check_continues(cache, request, self.model)
-            check_pads_ahead(self._runner, cache, request.mask)
+            check_padding_ahead(self._runner, cache, request.mask)
         check_together(self._runner, cache, request, self.config.compile)
         return cache, known
 

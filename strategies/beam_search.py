@@ -206,7 +206,7 @@ class BeamSnapshot:
         return found
 
     def best(self) -> list[Hypothesis]:
-        """BeamState that run, the best first, then texts that have ended: those alone where the prompt is done."""
+        """The running beams, the best first, then texts that have ended: those alone where the prompt is done."""
         running = reduce(Hypotheses.joined_with, self.running)
         ended = reduce(Hypotheses.joined_with, self.ended).best(self.returned)
         may_win, beams, found = self._may_win().tolist(), running.scores.shape[1], []
@@ -217,7 +217,7 @@ class BeamSnapshot:
             ids, real = running.ids[prompt, :, self.prompt :].tolist(), running.are_chosen[prompt].tolist()
             order = sorted((beam for beam in range(beams) if may_win[prompt][beam]), key=lambda beam: -scores[beam])
             alive = [Hypothesis(ids[beam], False, prompt * beams + beam) for beam in order if real[beam]]
-            # BeamState that have ended only run on for want of others.
+            # Beams that have ended only go on for want of others.
             dead = [Hypothesis(ids[beam], False, prompt * beams + beam) for beam in order if not real[beam]]
             found += (alive + texts + dead)[: self.returned]
         return found

@@ -50,7 +50,7 @@ class VerifiedText:
         return int(self.counts.max())
 
     def known(self, column: int, otherwise: torch.Tensor) -> torch.Tensor:
-        """The tokens [rows] `column` columns after the text: fixed ones, pads after the end, else `otherwise`."""
+        """The tokens [rows] `column` columns after the text: fixed ones, the pad id after the end, else `otherwise`."""
         if column < self.fixed.shape[1]:
             otherwise = self.fixed[:, column].where(column < self.counts, otherwise)
         return otherwise.masked_fill(self.over, self.task.pad_id)
@@ -97,7 +97,7 @@ class VerifiedText:
         """`emitted` was emitted, and the driver answered `ids`."""
         columns = emitted.shape[1]
         new = ids[:, -columns:]
-        # Where it put pads, the row had ended in a way that only the driver sees.
+        # Where it put the pad id, the row had ended in a way that only the driver sees.
         self.over = self.over | torch.isin(new, self._eos).any(dim=1) | (new != emitted).any(dim=1)
         self.ids, self.fixed = ids, self.fixed[:, columns:]
         self.counts = (self.counts - columns).clamp(min=0).masked_fill(self.over, 0)

@@ -47,7 +47,7 @@ class CollectedOutputs:
         return collect
 
     def discard(self, rows: slice, total_tokens: int) -> None:
-        """Drop what forwards of these rows returned for columns behind `total_tokens`: they were rolled back."""
+        """Discard what forwards of these rows returned for columns behind `total_tokens`: they were rolled back."""
         within = [given for given in self._outputs if rows.start <= given.first and given.last <= rows.stop]
         self._outputs = [given for given in self._outputs if given not in within or given.end <= total_tokens]
 
@@ -65,13 +65,13 @@ class CollectedOutputs:
 
 def _last_logits(logits: list[torch.Tensor], tokens: int) -> torch.Tensor:
     """The logits after the last `tokens` tokens, from those of consecutive forwards."""
-    whole = torch.cat(logits, dim=1) if len(logits) > 1 else logits[0]
-    if whole.shape[1] < tokens:
+    joined = torch.cat(logits, dim=1) if len(logits) > 1 else logits[0]
+    if joined.shape[1] < tokens:
         raise EngineError(
-            f"the model returns logits after {whole.shape[1]} of the last {tokens} tokens, and a strategy that "
+            f"the model returns logits after {joined.shape[1]} of the last {tokens} tokens, and a strategy that "
             "proposes tokens needs all of them: use another strategy"
         )
-    return whole[:, -tokens:]
+    return joined[:, -tokens:]
 
 
 def _last_hidden(outputs: ModelOutput) -> torch.Tensor:

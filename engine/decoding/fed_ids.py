@@ -50,7 +50,7 @@ class FedIds:
         return widened(self.ids, room_for(columns, self._most, self.ids.shape[1]))
 
     def agreed(self, log: TokenLog) -> int:
-        """How many of the columns fed are those of `log`, whose pads may be any token."""
+        """How many of the columns fed are those of `log`, where padding agrees with any token."""
         without_ids = self._prefix.columns_without_ids
         known = self.ids[:, without_ids : self.count]
         columns = min(known.shape[1], log.ids.shape[1])

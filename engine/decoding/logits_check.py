@@ -57,7 +57,7 @@ class LogitsCheck:
         self._logits: list[_Values] = []
         self._scores: list[_Values] = []
 
-    def look(self, logits: torch.Tensor, dtype: torch.dtype, fed: int | None, running: Sequence[bool]) -> None:
+    def record(self, logits: torch.Tensor, dtype: torch.dtype, fed: int | None, running: Sequence[bool]) -> None:
         """Check what a forward returned: see `_Values`. Where tokens are read late, it is checked with them."""
         self._forwards += 1
         if self._processing.repairs:
@@ -137,7 +137,7 @@ class LogitsCheck:
         return f"the model returned {found}, by which no token can be chosen; {computed}"
 
     def _found(self, one: _Values, rows: list[int], of: int) -> str:
-        """What is wrong, with numbers, for which tokens of which of `of` rows; of which prompts where these differ."""
+        """What is wrong, with counts, for which tokens of which of `of` rows; of which prompts where these differ."""
         values, last = one.values[rows], one.number + one.values.shape[1] - 1
         counts = {"NaN": int(values.isnan().sum()), "+inf": int(values.isposinf().sum())}
         wrong = " and ".join(f"{count} {name}" for name, count in counts.items() if count)
@@ -148,5 +148,5 @@ class LogitsCheck:
         return f"{wrong} scores for new {which} of {_named('row', rows)}{whose}"
 
 
-def _named(kind: str, numbers: list[int]) -> str:
-    return f"{kind}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+def _named(kind: str, indices: list[int]) -> str:
+    return f"{kind}{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}"

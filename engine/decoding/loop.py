@@ -183,7 +183,7 @@ class DecodingLoop:
         outputs, states = session.forward(forward.tokens, forward.hidden, forward.all_logits)
         self._peak.record()
         logits = session.attempt(lambda: outputs.logits[:, -tokens:].to(self._device, torch.float32, copy=True))
-        self._logits_check.look(logits, outputs.logits.dtype, fed, self._running)
+        self._logits_check.record(logits, outputs.logits.dtype, fed, self._running)
         if forward.model == "main":
             own = outputs.get("unguided_logits", outputs.logits)
             self._records.add_forward(outputs, own[:, -tokens:])
@@ -242,8 +242,8 @@ class DecodingLoop:
     def _take(self, texts: list[Hypothesis]) -> None:
         """Write these texts, one for each row, after the prompt: the run ends with them."""
         lengths = [len(text.tokens) for text in texts]
-        pads = [[self._request.pad_id] * (max(lengths) - length) for length in lengths]
-        tokens = [text.tokens + after for text, after in zip(texts, pads, strict=True)]
+        padding = [[self._request.pad_id] * (max(lengths) - length) for length in lengths]
+        tokens = [text.tokens + after for text, after in zip(texts, padding, strict=True)]
         self._tokens.write_rows(torch.tensor(tokens, dtype=torch.long, device=self._device), lengths)
         self._best = None
         self._new_tokens = sum(lengths)

@@ -20,7 +20,7 @@ Sent: TypeAlias = "tuple[torch.Tensor, torch.Event | None]"
 
 
 class Tokens:
-    """ids, mask: [rows, columns], the prompt first; mask is 0 where a pad is. columns: when the run ends, at most.
+    """ids, mask: [rows, columns], the prompt first; mask is 0 at padding. columns: when the run ends, at most.
 
     written: columns in use. read: how many of them the host has read; the others are `unread`.
     """
@@ -80,7 +80,7 @@ class Tokens:
         return arrived(self._copies.pop(0))
 
     def end_row(self, row: int) -> None:
-        """The row ends with the column read last: what comes after it are pads."""
+        """The row ends with the column read last: what comes after it is padding."""
         if self._ended is None:
             self._ended = torch.zeros(len(self._ids), dtype=torch.bool, device=self._ids.device)
         self._ended[row] = True
@@ -103,7 +103,7 @@ class Tokens:
         return select
 
     def new(self) -> list[list[int]]:
-        """The tokens of every row after the prompt, without the pads after its end."""
+        """The tokens of every row after the prompt, without the padding after its end."""
         new, mask = (part[:, self.prompt : self.written].tolist() for part in (self._ids, self._mask))
         return [[token for token, real in zip(*row, strict=True) if real] for row in zip(new, mask, strict=True)]
 

@@ -11,7 +11,7 @@ from engine.model.model_runner import ModelRunner
 from engine.model.rope_probe import check_rope
 from engine.request.assistant import check_rolls_back
 from engine.request.checks import check_places, check_positions, check_room_for_rows
-from engine.request.guidance import check_texts_bear_pads
+from engine.request.guidance import check_padding_is_neutral
 from engine.request.request import Request
 
 
@@ -43,7 +43,7 @@ def check_together(runner: ModelRunner, cache: EngineCache, request: Request, co
     if compile != "off":
         _check_compiled(cache, request, compile)
     if request.guidance is not None:
-        check_texts_bear_pads(runner, request.guidance)
+        check_padding_is_neutral(runner, request.guidance)
 
 
 def _check_cache(model: PreTrainedModel, cache: EngineCache, request: Request) -> None:

@@ -100,13 +100,13 @@ def encode(
     """
     with turn_of(model), torch.no_grad():
         try:
-            whole = _encoded(source, model_kwargs, recover, largest_matrix_bytes(model))
+            found = _encoded(source, model_kwargs, recover, largest_matrix_bytes(model))
         except (ValueError, RuntimeError, IndexError) as error:  # what shapes it reads, each encoder knows by itself
             raise InputError(
                 f"the encoder of {type(model).__name__} ({str(model.dtype).removeprefix('torch.')}) cannot read "
                 f"{source}: {in_words(error)}"
             ) from error
-    return whole, replace(source, tokens=_tokens_read(whole))
+    return found, replace(source, tokens=_tokens_read(found))
 
 
 def _check_source(model: PreTrainedModel, given: dict[str, Any]) -> None:

@@ -38,9 +38,9 @@ def complete_model_kwargs(
     """
     if model.config.is_encoder_decoder:
         return prompt, mask
-    seen = 0 if cache is None else cache.total_tokens
+    cached = 0 if cache is None else cache.total_tokens
     model_kwargs = dict(prompt.model_kwargs)
-    if seen > 0 and not _has_new_media(model, prompt, mask, seen):
+    if cached > 0 and not _has_new_media(model, prompt, mask, cached):
         model_kwargs = {
             name: value for name, value in model_kwargs.items() if name in PER_TOKEN or name.endswith("_mask")
         }
@@ -53,12 +53,12 @@ def complete_model_kwargs(
     return replace(prompt, mask=None, model_kwargs=model_kwargs), mask
 
 
-def _has_new_media(model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor, seen: int) -> bool:
-    """Whether a column that the cache has not seen stands for a part of an image, a video or a sound."""
+def _has_new_media(model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor, cached: int) -> bool:
+    """Whether a column that the cache does not hold stands for a part of an image, a video or a sound."""
     types = prompt.model_kwargs.get("mm_token_type_ids")
     if types is not None:
-        return bool(types[:, seen:].any())
-    ids = prompt.ids[:, seen - mask.shape[1] :]
+        return bool(types[:, cached:].any())
+    ids = prompt.ids[:, cached - mask.shape[1] :]
     return not _placeholders(model) or has_placeholders(model, ids)
 
 
@@ -80,13 +80,13 @@ def _own_positions(
     Those of the columns in the cache are remembered with it: models only keep the last conversation they had.
     """
     model_kwargs = prompt.model_kwargs
-    seen = 0 if cache is None else cache.total_tokens
+    cached = 0 if cache is None else cache.total_tokens
     log = None if cache is None else cache.log
     has_media = any(name not in PER_TOKEN for name in model_kwargs)
-    if seen > 0 and not has_media and log is not None and log.positions is not None:
-        known = log.positions[..., :seen].to(mask.device)
-        return torch.cat([known, known[..., -1:] + mask[:, seen:].cumsum(dim=1)], dim=-1)
-    handle = None if cache is None or has_media or seen == 0 else cache.handle
+    if cached > 0 and not has_media and log is not None and log.positions is not None:
+        known = log.positions[..., :cached].to(mask.device)
+        return torch.cat([known, known[..., -1:] + mask[:, cached:].cumsum(dim=1)], dim=-1)
+    handle = None if cache is None or has_media or cached == 0 else cache.handle
     inputs = prompt.ids if prompt.embeds is None else prompt.embeds
     try:
         return prepare_position_ids(

@@ -64,7 +64,7 @@ def number(words: str, least: float = -sys.float_info.max, most: float = sys.flo
     return Kind(words, read)
 
 
-def whole(least: int | None = None, most: int | None = None) -> Kind:
+def integer(least: int | None = None, most: int | None = None) -> Kind:
     """An int; a float that is whole counts as one."""
     words = "a whole number" if least is None else f"a whole number, {least} or more"
     words = words if most is None else f"a whole number from {least} to {most}"
@@ -114,7 +114,7 @@ def _sequence(value: Any) -> list[Any]:
 
 
 def _id(value: Any) -> int:
-    found = _WHOLE.read(value)
+    found = _INTEGER.read(value)
     if not -(2**63) <= found < 2**63:
         raise _Wrong(f"has the token id {found}, which is no number of 64 bits")
     return found
@@ -287,9 +287,9 @@ def _generation_config(value: Any) -> GenerationConfig:
     return config
 
 
-_WHOLE, _POSITIVE, _COUNT = whole(), whole(1), whole(0)
+_INTEGER, _POSITIVE, _COUNT = integer(), integer(1), integer(0)
 _ID = Kind("a token id", _id)
-_SEED = whole(-(2**63), 2**64 - 1)
+_SEED = integer(-(2**63), 2**64 - 1)
 _FLAG = Kind("True or False", _flag)
 _TEXT = Kind("a text", _text)
 _FINITE = number("a finite number")
@@ -305,8 +305,8 @@ _FIELDS: dict[str, Kind] = {
     **dict.fromkeys(("max_new_tokens", "max_length", "max_cache_len", "prefill_chunk_size"), _POSITIVE),
     **dict.fromkeys(("min_new_tokens", "min_length", "top_k"), _COUNT),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), _COUNT),
-    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "num_assistant_tokens"), _WHOLE),
-    **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size"), _WHOLE),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "num_assistant_tokens"), _INTEGER),
+    **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size"), _INTEGER),
     **dict.fromkeys(("pad_token_id", "bos_token_id"), _ID),
     "eos_token_id": Kind("a token id, a list of them, or [] for no end", _end_ids),
     **dict.fromkeys(("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"), _SOME_IDS),
