@@ -231,7 +231,8 @@ def check_mask(prompt: Prompt, mask: torch.Tensor, cached_tokens: int, name: str
     padded_rows = (mask[:, -1] == 0).nonzero().flatten().tolist()
     if padded_rows and cached_tokens > 0:
         raise InputError(
-            f"row {padded_rows[0]} has ended and is filled up with pad tokens: give all rows new tokens, or go on without it"
+            f"row {padded_rows[0]} has ended and is filled up with pad tokens: give all rows new tokens, or go on "
+            "without it"
         )
     if padded_rows:
         raise InputError(
