@@ -21,7 +21,7 @@ from engine.decoding.driver import Driver
 from engine.decoding.fed_ids import CachedPrefix
 from engine.decoding.guided_session import GuidedSession
 from engine.decoding.loop import DecodingLoop
-from engine.decoding.model_session import ModelSession, RunHooks, SessionOptions
+from engine.decoding.model_session import ModelSession, SessionOptions
 from engine.decoding.run_clock import RunClock
 from engine.errors import OptionError, OutOfMemoryError
 from engine.memory.budget import Budget
@@ -145,11 +145,16 @@ class Generator:
         if not known and not call.trust_cache:
             check_content(self._runner, cache, request, columns, inputs, call.tokenizer)
         make_room = None if self.config.max_cache_bytes is None else budget.keep
-        hooks = RunHooks(stop.check, recovery.apply_next, make_room)
-        session = self._session(request, cache, columns, inputs, hooks)
+        prefix = CachedPrefix(request.before, request.prompt.columns_without_ids)
+        shares = self.config.compile == "off"  # a compiled step cannot read shared prefixes
+        options = SessionOptions(
+            request.chunk_tokens, shares, request.needs.verifies, stop.check, recovery.apply_next, make_room
+        )
+        session = ModelSession(self._runner, cache, columns, inputs, prefix, options)
         draft_session = None
         if draft is not None and draft_request is not None:
-            draft_session = draft.session(draft_request, RunHooks(stop.check, draft_recovery.apply_next))
+            options = SessionOptions(request.chunk_tokens, check=stop.check, recover=draft_recovery.apply_next)
+            draft_session = draft.session(draft_request, options)
         loop = DecodingLoop(
             request,
             session if request.guidance is None else GuidedSession(session, request.guidance),
@@ -185,14 +190,6 @@ class Generator:
             check_padding_ahead(self._runner, cache, request.mask)
         check_together(self._runner, cache, request, self.config.compile)
         return cache, known
-
-    def _session(
-        self, request: Request, cache: EngineCache, columns: Columns, inputs: ModelInputs, hooks: RunHooks
-    ) -> ModelSession:
-        prefix = CachedPrefix(request.before, request.prompt.columns_without_ids)
-        shares_prefixes = self.config.compile == "off"  # a compiled step cannot read shared prefixes
-        options = SessionOptions(request.chunk_tokens, shares_prefixes, rolls_back=request.needs.verifies)
-        return ModelSession(self._runner, cache, columns, inputs, prefix, options, hooks)
 
     def _draft_of(self, model: Any) -> Draft | None:
         """The draft with this model, kept from the last call where it is the same."""

@@ -384,7 +384,7 @@ class DecodingLoop:
             accepted_tokens=drafts.accepted if drafts.verifications else None,
             verifications=drafts.verifications or None,
             fallbacks=tuple(self._fallbacks),
-            linears=self._session.linears,
+            linears=self._session.executor.linears,
         )
 
 

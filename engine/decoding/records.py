@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import GenerationConfig
@@ -92,12 +91,8 @@ class Records:
         return {name: tuple(values) for name, values in self._values.items()}
 
 
-@dataclass(frozen=True)
-class _Checkpoint:
-    """The state of a run after a column was written. random_state: None where the strategy does not draw."""
-
-    lengths: dict[str, int]
-    random_state: torch.Tensor | None
+_Checkpoint: TypeAlias = tuple[dict[str, int], torch.Tensor | None]
+"""The lengths of the records and the state of the random numbers; None where the strategy does not draw."""
 
 
 class Checkpoints:
@@ -113,7 +108,7 @@ class Checkpoints:
 
     def _now(self) -> _Checkpoint:
         state = random_state(self._device, self._generator) if self._draws else None
-        return _Checkpoint(self._records.lengths(), state)
+        return self._records.lengths(), state
 
     def add(self) -> None:
         """A column was written."""
@@ -126,10 +121,10 @@ class Checkpoints:
 
     def roll_back(self) -> None:
         """Return to the state after the column read last."""
-        written = self._unread[-1].random_state if self._unread else None
+        written = self._unread[-1][1] if self._unread else None
         self._unread.clear()
-        self._records.truncate(self._read.lengths)
-        before = self._read.random_state
+        lengths, before = self._read
+        self._records.truncate(lengths)
         # Not where other code has drawn since: it would get the same numbers again.
         now = random_state(self._device, self._generator)
         if before is not None and written is not None and torch.equal(now, written):

@@ -112,8 +112,7 @@ class Budget:
         """Act. Returns a description of what was done; None where nothing could be."""
         assert self._most is not None
         if self._action == "offload":
-            moved = session.executor.offload()
-            return None if moved is None else f"the cache goes on as {moved}"
+            return session.executor.offload()
         window = int(self._most / bytes_per_token / _WINDOW_ROOM)
         session.executor.impose_window(window)
         return f"the cache goes on with a window of {window} tokens, which changes what is generated"

@@ -101,14 +101,9 @@ def _chunk(session: ModelSession) -> str | None:
     return None if tokens is None else f"the prompt is read on in pieces of {tokens} tokens"
 
 
-def _offload(session: ModelSession) -> str | None:
-    moved = session.executor.offload()
-    return None if moved is None else f"the cache goes on as {moved}"
-
-
 def _quantize(session: ModelSession) -> str | None:
     moved = session.executor.offload(quantized=True)
-    return None if moved is None else f"the cache goes on as {moved}, which changes what is generated"
+    return None if moved is None else f"{moved}, which changes what is generated"
 
 
 def _split(session: ModelSession) -> str | None:
@@ -121,7 +116,7 @@ def _split(session: ModelSession) -> str | None:
 _APPLY: dict[str, Callable[[ModelSession], str | None]] = {
     "release": _release,
     "chunk": _chunk,
-    "offload": _offload,
+    "offload": lambda session: session.executor.offload(),
     "quantize": _quantize,
     "split": _split,
 }
