@@ -117,7 +117,7 @@ class BeamState:
             self._look_ahead(self.running.scores[:, :1])
             over = ends.all()
         self._can_improve = self._can_improve & ~over  # or there is nothing to go on with
-        self.done = ~self._can_improve[:, 0] | self._stopped
+        self.done = ~self._can_improve[:, 0] | (self._is_text.all(dim=1) & (self._rules.early_stopping is True))
 
     def _choose(self, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = (log_probs + self.running.scores[..., None]).flatten(1)
@@ -148,11 +148,6 @@ class BeamState:
         hoped = best / ((at_best - self._prompt) ** rules.length_penalty)
         worst = self.ended.scores.min(dim=1, keepdim=True).values.where(self._is_text, _NEVER)
         self._can_improve = self._can_improve & (hoped > worst).any(dim=1, keepdim=True)
-
-    @property
-    def _stopped(self) -> torch.Tensor:
-        """Which prompts have all their texts where that is enough, [prompts]."""
-        return self._is_text.all(dim=1) & (self._rules.early_stopping is True)
 
     @property
     def over(self) -> bool:

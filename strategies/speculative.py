@@ -37,7 +37,7 @@ class VerifiedText:
         self.fixed = task.ids[:, :0]
         self.counts = torch.zeros(rows, dtype=torch.long, device=task.ids.device)
         self._eos = torch.tensor(sorted(task.eos_ids), dtype=torch.long, device=task.ids.device)
-        self._choose = partial(_draw, task.generator) if samples else _take_best
+        self._samples = samples
 
     @property
     def room(self) -> int:
@@ -87,6 +87,24 @@ class VerifiedText:
         self.counts = certain
         return self.fixed[:, :columns], tuple(scores[:columns])
 
+    def _choose(
+        self, scores: torch.Tensor, proposed: torch.Tensor | None, q: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens [rows] that are chosen by `scores`, and whether they are those `proposed`.
+
+        q [rows, vocabulary]: what the proposed ones were drawn from. Then they are accepted as often as possible
+        without changing the distribution of the scores (arXiv 2211.17192).
+        """
+        p, generator = scores.softmax(dim=-1) if self._samples else scores, self.task.generator
+        if q is None or proposed is None:
+            chosen = draw(p, generator)[:, 0] if self._samples else p.argmax(dim=-1)
+            return chosen, torch.zeros_like(self.over) if proposed is None else chosen == proposed
+        ratio = (p.gather(1, proposed[:, None]) / q.gather(1, proposed[:, None]))[:, 0]
+        accepted = torch.rand(ratio.shape, generator=generator, dtype=ratio.dtype, device=ratio.device) < ratio
+        rest = (p - q).clamp(min=0)
+        rest = rest.where(rest.sum(dim=-1, keepdim=True) > 0, p)  # equal but for rounding: nothing is left to draw from
+        return proposed.where(accepted, draw(rest, generator)[:, 0]), accepted
+
     def _count(self, k: int, accepted: torch.Tensor) -> None:
         drafts, new = self.task.drafts, (k - self.counts).clamp(min=0).masked_fill(self.over, 0)
         drafts.verifications += 1
@@ -104,11 +122,7 @@ class VerifiedText:
 
 
 def score_copies(proposed: int, samples: bool) -> int:
-    """See `Needs.score_copies`: there are logits after `proposed` tokens and one more, each of them twice.
-
-    All are there when the last token is chosen. A draw takes four more, and processors two on their way to the last
-    scores; one more than this is counted where there are processors.
-    """
+    """See `Needs.score_copies`: logits after `proposed` tokens and one more, each twice, and the last scores."""
     return 2 * (proposed + 1) + (3 if samples else 1)
 
 
@@ -129,32 +143,3 @@ def speculative_loop(task: Task, samples: bool, propose: Propose) -> Flow:
         del logits, scores  # the next forward makes others
         proposal = yield from propose(text)
         logits = yield Forward(torch.cat([text.ids[:, -1:], proposal.tokens], dim=1), all_logits=True)
-
-
-def _take_best(
-    scores: torch.Tensor, proposed: torch.Tensor | None, q: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens [rows] that are chosen, and whether they are those `proposed`."""
-    return _compared(scores.argmax(dim=-1), proposed)
-
-
-def _draw(
-    generator: torch.Generator | None, scores: torch.Tensor, proposed: torch.Tensor | None, q: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for sampling: whatever was proposed, tokens come from the distribution of the scores.
-
-    q [rows, vocabulary]: what the proposed ones were drawn from. Then they are accepted as often as can be without
-    changing that distribution (arXiv 2211.17192).
-    """
-    p = scores.softmax(dim=-1)
-    if q is None or proposed is None:
-        return _compared(draw(p, generator)[:, 0], proposed)
-    ratio = (p.gather(1, proposed[:, None]) / q.gather(1, proposed[:, None]))[:, 0]
-    accepted = torch.rand(ratio.shape, generator=generator, dtype=ratio.dtype, device=ratio.device) < ratio
-    rest = (p - q).clamp(min=0)
-    rest = rest.where(rest.sum(dim=-1, keepdim=True) > 0, p)  # equal but for rounding: nothing is left to draw from
-    return proposed.where(accepted, draw(rest, generator)[:, 0]), accepted
-
-
-def _compared(chosen: torch.Tensor, proposed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    return chosen, torch.zeros_like(chosen, dtype=torch.bool) if proposed is None else chosen == proposed

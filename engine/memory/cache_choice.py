@@ -120,7 +120,11 @@ def new_cache(
     if chosen is None:  # last the model's own setting, with its own options
         chosen = request.config.cache_implementation or "dynamic"
         options = request.config.cache_config if options is None else options
-    run_shape, compiled, build = request.run_shape, config.compile != "off", functools.partial(_built, model.config)
+    run_shape, compiled = request.run_shape, config.compile != "off"
+
+    def build(config: CacheConfig) -> EngineCache:
+        return caches.build(config.name, model.config, config)
+
     if chosen == AUTO and not request.is_encoded:
         return empty_cache(_configured("static" if compiled else "dynamic", None), run_shape, build)
     if chosen == AUTO:
@@ -165,10 +169,6 @@ def _planned(model: PreTrainedModel, request: Request, compiled: bool) -> CacheC
     except InputError as error:
         _warn_once(f"cache='auto' cannot plan this model, so it is 'dynamic': {error}")
         return caches.recipe("dynamic").options()
-
-
-def _built(model_config: Any, config: CacheConfig) -> EngineCache:
-    return caches.build(config.name, model_config, config)
 
 
 @functools.cache

@@ -41,7 +41,13 @@ def check_together(runner: ModelRunner, cache: EngineCache, request: Request, co
         check_rolls_back(runner, cache, request)
     _check_cache(model, cache, request)
     if compile != "off":
-        _check_compiled(cache, request, compile)
+        if request.config.disable_compile:
+            raise OptionError(f"disable_compile=True contradicts EngineConfig(compile={compile!r})")
+        if cache.why_not_compiled is not None:
+            raise OptionError(
+                f"compile={compile!r} cannot be with the {cache.name} cache: {cache.why_not_compiled}. Use "
+                "cache='static', or leave compile off"
+            )
     if request.guidance is not None:
         check_padding_is_neutral(runner, request.guidance)
 
@@ -65,14 +71,4 @@ def _check_cache(model: PreTrainedModel, cache: EngineCache, request: Request) -
     if request.chunk_tokens is not None and cache.handle is None:
         raise OptionError(
             f"reading the prompt in pieces of {request.chunk_tokens} tokens needs a cache to keep them in"
-        )
-
-
-def _check_compiled(cache: EngineCache, request: Request, compile: str) -> None:
-    if request.config.disable_compile:
-        raise OptionError(f"disable_compile=True contradicts EngineConfig(compile={compile!r})")
-    if cache.why_not_compiled is not None:
-        raise OptionError(
-            f"compile={compile!r} cannot be with the {cache.name} cache: {cache.why_not_compiled}. Use "
-            "cache='static', or leave compile off"
         )

@@ -84,7 +84,10 @@ def read_source(
         _check_columns(model, given, source, name)
         start = special_tokens(config).decoder_start
         assert start is not None  # else transformers has refused it above
-        _check_starts(start, rows)
+        if start.ndim == 1 and len(start) != rows:
+            raise OptionError(
+                f"decoder_start_token_id has {len(start)} ids for {rows} rows: give one for each, or one for all"
+            )
         ids, given = prepare_decoder_input_ids(model, rows, name, given, start, device)
     prepare = partial(prepare_encoder_kwargs, model, config, name)
     mask = given.pop("decoder_attention_mask", None)
@@ -106,7 +109,9 @@ def encode(
                 f"the encoder of {type(model).__name__} ({str(model.dtype).removeprefix('torch.')}) cannot read "
                 f"{source}: {in_words(error)}"
             ) from error
-    return found, replace(source, tokens=_tokens_read(found))
+    states, mask = found["encoder_outputs"][0], found.get("attention_mask")
+    tokens = states.shape[0] * states.shape[1] if mask is None else int((mask != 0).sum())
+    return found, replace(source, tokens=tokens)
 
 
 def _check_source(model: PreTrainedModel, given: dict[str, Any]) -> None:
@@ -176,13 +181,6 @@ def _check_states(model: PreTrainedModel, states: torch.Tensor, source: torch.Te
         )
 
 
-def _check_starts(starts: torch.Tensor, rows: int) -> None:
-    if starts.ndim == 1 and len(starts) != rows:
-        raise OptionError(
-            f"decoder_start_token_id has {len(starts)} ids for {rows} rows: give one for each, or one for all"
-        )
-
-
 def _encoded(source: Source, given: dict[str, Any], recover: Recover, largest: int) -> dict[str, Any]:
     """`given` with what the encoder makes of the source: of all rows at once, or of some after the others.
 
@@ -192,7 +190,13 @@ def _encoded(source: Source, given: dict[str, Any], recover: Recover, largest: i
     rows, parts = len(inputs), 1
     while True:
         try:
-            return prepare(inputs, dict(given)) if parts == 1 else _encoded_in(parts, prepare, inputs, given)
+            if parts == 1:
+                return prepare(inputs, dict(given))
+            outputs = []
+            for index in torch.arange(rows, device=inputs.device).tensor_split(parts):
+                of_rows = {name: index_rows(value, index, rows) for name, value in given.items()}
+                outputs.append(prepare(inputs[index], of_rows)["encoder_outputs"])
+            return given | {"encoder_outputs": join_rows(outputs)}
         except Exception as error:
             if not is_out_of_memory(error, largest):
                 raise
@@ -201,16 +205,6 @@ def _encoded(source: Source, given: dict[str, Any], recover: Recover, largest: i
         by_row = all(part.shape[:1] == (rows,) for part in given.values() if isinstance(part, torch.Tensor))
         parts = recover(failure, parts, rows if by_row else 1)
         empty_allocators()
-
-
-def _encoded_in(
-    parts: int, prepare: Callable[..., dict[str, Any]], source: torch.Tensor, given: dict[str, Any]
-) -> dict[str, Any]:
-    rows, found = len(source), []
-    for index in torch.arange(rows, device=source.device).tensor_split(parts):
-        of_rows = {name: index_rows(value, index, rows) for name, value in given.items()}
-        found.append(prepare(source[index], of_rows)["encoder_outputs"])
-    return given | {"encoder_outputs": join_rows(found)}
 
 
 def largest_matrix_bytes(model: PreTrainedModel) -> int:
@@ -303,12 +297,6 @@ def _complete_given(given: dict[str, Any]) -> dict[str, Any]:
             "columns, width]"
         )
     return given
-
-
-def _tokens_read(given: dict[str, Any]) -> int:
-    states = given["encoder_outputs"][0]
-    mask = given.get("attention_mask")
-    return int((mask != 0).sum()) if mask is not None else states.shape[0] * states.shape[1]
 
 
 def encoder_records(model_kwargs: dict[str, Any], flags: dict[str, bool]) -> dict[str, Any]:

@@ -38,6 +38,9 @@ class Kind:
     read: Callable[[Any], Any]
 
 
+_LISTS = (list, tuple, set, frozenset)
+
+
 def _plain(value: Any) -> Any:
     """Numbers and arrays of numpy and torch as Python's."""
     return value.tolist() if hasattr(value, "tolist") and not isinstance(value, type) else value
@@ -108,7 +111,7 @@ def _texts(value: Any) -> str | list[str]:
 
 def _sequence(value: Any) -> list[Any]:
     value = _plain(value)
-    if not isinstance(value, (list, tuple, set, frozenset)):
+    if not isinstance(value, _LISTS):
         raise _Wrong
     return list(value)
 
@@ -126,7 +129,7 @@ def _ids(value: Any) -> list[int]:
 
 def _some_ids(value: Any) -> int | list[int]:
     value = _plain(value)
-    found = _ids(value) if isinstance(value, (list, tuple, set, frozenset)) else _id(value)
+    found = _ids(value) if isinstance(value, _LISTS) else _id(value)
     if found == []:
         raise _Wrong
     return found
@@ -134,7 +137,7 @@ def _some_ids(value: Any) -> int | list[int]:
 
 def _end_ids(value: Any) -> int | list[int]:
     value = _plain(value)
-    return [] if isinstance(value, (list, tuple, set, frozenset)) and not value else _some_ids(value)
+    return [] if isinstance(value, _LISTS) and not value else _some_ids(value)
 
 
 def _words(value: Any) -> list[list[int]]:
@@ -177,16 +180,21 @@ def _watermark(value: Any) -> Any:
     return value
 
 
+def _complete(value: Any, lacking: str, words: str) -> Any:
+    """`value`, which has to be an object that lacks nothing."""
+    if isinstance(value, type):
+        raise _Wrong(f"is the class {value.__name__}: give {words}")
+    if lacking:
+        raise _Wrong(f"is a {type(value).__name__} without {lacking}: give {words}")
+    return value
+
+
 def having(*methods: str, words: str) -> Kind:
     """An object with these methods."""
 
     def read(value: Any) -> Any:
-        lacking = [name for name in methods if not callable(getattr(value, name, None))]
-        if lacking or isinstance(value, type):
-            what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-            without = "" if isinstance(value, type) else f" without {' and '.join(f'{name}()' for name in lacking)}"
-            raise _Wrong(f"is {what}{without}: give {words}")
-        return value
+        lacking = [f"{name}()" for name in methods if not callable(getattr(value, name, None))]
+        return _complete(value, " and ".join(lacking), words)
 
     return Kind(words, read)
 
@@ -199,14 +207,12 @@ def _tokenizer(value: Any) -> Any:
     lacking = [name for name in _NEEDED if not hasattr(value, name)]
     if lacking and hasattr(value, "tokenizer"):
         return _tokenizer(value.tokenizer)
-    if lacking or isinstance(value, type):
-        what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-        without = "" if isinstance(value, type) else f" without {', '.join(lacking)}"
-        raise _Wrong(
-            f"is {what}{without}: give a tokenizer of transformers, which PreTrainedTokenizerFast(tokenizer_object=...)"
-            " makes of one of the package tokenizers"
-        )
-    return value
+    return _complete(
+        value,
+        ", ".join(lacking),
+        "a tokenizer of transformers, which PreTrainedTokenizerFast(tokenizer_object=...) makes of one of the package "
+        "tokenizers",
+    )
 
 
 def _callables(value: Any) -> list[Any]:
@@ -256,14 +262,12 @@ def _cache_options(value: Any) -> Any:
 def _past(value: Any) -> Any:
     if isinstance(value, (TransformersCache, EngineCache)):
         return value
-    if not isinstance(value, (tuple, list)) or not value or not all(map(_is_layer, value)):
+    layers = value if isinstance(value, (tuple, list)) else ()
+    if not layers or not all(isinstance(layer, (tuple, list)) and len(layer) in (2, 4) for layer in layers):
         raise _Wrong
-    return tuple(value)
-
-
-def _is_layer(value: Any) -> bool:
-    is_one = isinstance(value, (tuple, list)) and len(value) in (2, 4)
-    return is_one and all(isinstance(part, torch.Tensor) for part in value)
+    if not all(isinstance(part, torch.Tensor) for layer in layers for part in layer):
+        raise _Wrong
+    return tuple(layers)
 
 
 def _generation_config(value: Any) -> GenerationConfig:

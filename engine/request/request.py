@@ -38,7 +38,6 @@ class Request:
     stop_strings: tuple[str, ...]
     ended: Callable[[torch.Tensor], torch.Tensor]
     chunk_tokens: int | None
-    use_cache: bool | None
     source: Source | None = None
     drafts: SpeculationStats = field(default_factory=SpeculationStats)
     translation: Translation | None = None
