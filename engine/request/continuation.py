@@ -87,12 +87,7 @@ def check_continues(cache: EngineCache, request: Request, reader: PreTrainedMode
 
 
 def check_content(
-    runner: ModelRunner,
-    cache: EngineCache,
-    request: Request,
-    columns: Columns,
-    inputs: ModelInputs,
-    tokenizer: Any,
+    runner: ModelRunner, cache: EngineCache, request: Request, columns: Columns, inputs: ModelInputs, tokenizer: Any
 ) -> None:
     """Compare the keys of the cache's first layer with those of the prompt; where they are equal, set the cache's log.
 
@@ -199,11 +194,7 @@ def _check_masked(
 
 
 def _check_source(
-    runner: ModelRunner,
-    first: tuple[HeldColumns, HeldColumns],
-    request: Request,
-    columns: Columns,
-    inputs: ModelInputs,
+    runner: ModelRunner, first: tuple[HeldColumns, HeldColumns], request: Request, columns: Columns, inputs: ModelInputs
 ) -> None:
     made = runner.first_keys(request.prompt.ids, columns, 0, 1, inputs, cross=True)
     different = first[0].differ(made[0], 0) | first[1].differ(made[1], 0)

@@ -12,11 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from caches import EngineCache
-from caches.transformers_api import (
-    has_own_position_ids,
-    prepare_encoder_kwargs,
-    prepare_position_ids,
-)
+from caches.transformers_api import has_own_position_ids, prepare_encoder_kwargs, prepare_position_ids
 from engine.errors import InputError
 from engine.model.model_lock import turn_of
 from engine.prompt import PER_TOKEN, Prompt
@@ -25,11 +21,7 @@ _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 
 
 def complete_model_kwargs(
-    model: PreTrainedModel,
-    prompt: Prompt,
-    mask: torch.Tensor,
-    cache: EngineCache | None,
-    config: GenerationConfig,
+    model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor, cache: EngineCache | None, config: GenerationConfig
 ) -> tuple[Prompt, torch.Tensor]:
     """The prompt, ready to be fed, and its mask.
 
