@@ -66,8 +66,7 @@ class Generator:
 
     @takes(parameters, documented_by=engine.generate)
     def stream(self, inputs: Any = None, **arguments: Any) -> Stream:
-        """Generate piece by piece: one `StreamChunk` per row and step. Arguments are checked here, before the first
-        piece.
+        """Generate piece by piece: one `StreamChunk` per row and step. Arguments are checked here.
 
         Parameters: those of `engine.generate`, without its model.
         """
@@ -85,11 +84,7 @@ class Generator:
 
     @property
     def pools(self) -> dict[str, int]:
-        """What is kept between calls.
-
-        graphs: the number of compiled steps, whose size torch does not report. draft_bytes: the weights of the last
-        `assistant_model`, which stays referenced.
-        """
+        """graphs: compiled steps that are kept between calls. draft_bytes: the weights of the last assistant_model."""
         draft = self._draft
         return {
             "graphs": self._runner.graphs,
@@ -178,10 +173,7 @@ class Generator:
         return replace(request, drafts=draft.drafts(request.strategy), translation=read.translation), read
 
     def _cache_for(self, choice: CacheChoice, request: Request, budget: Budget) -> tuple[EngineCache, bool]:
-        """The cache, checked with the request, and whether its content is certain to begin the prompt.
-
-        Also called before an encoder has read its source, to check what can be checked then.
-        """
+        """The cache, checked with the request as far as possible, and whether its content surely begins the prompt."""
         cache, known = choice.live, True
         if cache is None:
             cache = new_cache(self.model, choice, request, self.config, budget, self._runner.takes_cache)

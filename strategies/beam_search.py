@@ -1,7 +1,6 @@
-"""The bookkeeping of beam search: the beams that run, the texts that have ended, and when nothing can get better.
+"""The bookkeeping of beam search: running beams, ended texts, and when nothing can get better.
 
-All tensors begin with [prompts, beams]. The rules are those of transformers: of release 5 for beam search, of release 4
-for the groups of diverse beam search, which release 5 no longer has.
+All tensors begin with [prompts, beams]. The rules are transformers': release 5, for diverse groups release 4.
 """
 
 from __future__ import annotations
@@ -151,10 +150,7 @@ class BeamState:
 
     @property
     def over(self) -> bool:
-        """Whether no prompt goes on. Waits for the device.
-
-        Raises `NoCandidateError` where one that has no text yet cannot go on.
-        """
+        """Whether no prompt goes on; waits for the device. Raises `NoCandidateError` for one without a text."""
         lost = self._lost.tolist()
         if any(lost):
             raise NoCandidateError(
@@ -166,10 +162,7 @@ class BeamState:
 
 
 def show(searches: list[BeamState], returned: int, prompt: int) -> Report:
-    """How the best `returned` texts of every prompt stand, once the rows are those of the running beams.
-
-    prompt: its columns.
-    """
+    """The best `returned` texts of every prompt, for rows that are the running beams. prompt: its columns."""
     running, ended, done = zip(*((search.running, search.ended, search.done) for search in searches), strict=True)
     standing = BeamSnapshot(running, ended, done, returned, prompt)
     return Report(standing.final, standing.best)

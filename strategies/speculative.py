@@ -1,7 +1,6 @@
-"""What strategies share that propose several tokens at once and let the model verify them in one forward.
+"""What strategies share that propose several tokens and let the model verify them in one forward.
 
-Rows are emitted together, as many columns as the row that got least. What another row has got beyond them is certain
-all the same: it is kept, and stands at the beginning of what is proposed next.
+Rows are emitted together, up to the shortest; verified tokens beyond that are proposed again first.
 """
 
 from __future__ import annotations
@@ -56,10 +55,7 @@ class VerifiedText:
         return otherwise.masked_fill(self.over, self.task.pad_id)
 
     def verify(self, proposal: Proposal, logits: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The tokens [rows, n] to be emitted, n > 0, and the scores of their columns.
-
-        logits [rows, k + 1, vocabulary]: before each of the proposed tokens and after the last one.
-        """
+        """The tokens [rows, n] to emit, n > 0, and their scores. logits: [rows, k + 1, vocabulary]."""
         task, drafted = self.task, proposal.tokens
         k, read = drafted.shape[1], torch.cat([self.ids, drafted], dim=1)
         goes_on, over = torch.ones_like(self.over), self.over  # those whose tokens so far are what was fed; ended

@@ -23,10 +23,7 @@ from strategies.operations import needs_of
 
 
 class Draft:
-    """A model that proposes tokens to another. A `Generator` keeps it from call to call.
-
-    given: the model of the call, which may be in a wrapper.
-    """
+    """A model that proposes tokens. A `Generator` keeps the last one. given: that model, maybe in a wrapper."""
 
     def __init__(self, model: PreTrainedModel, linears: str):
         if isinstance(model, (str, Path)):

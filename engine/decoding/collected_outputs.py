@@ -23,19 +23,14 @@ class _Outputs:
 
 
 class CollectedOutputs:
-    """hidden: whether the last hidden states of all columns are wanted. tokens: logits are wanted after so many of the
-    last tokens; those of 1 are in the outputs of the last forward.
-    """
+    """hidden: collect the last hidden states of all columns. tokens: collect the logits after so many last tokens."""
 
     def __init__(self, hidden: bool, tokens: int):
         self.hidden, self.tokens = hidden, tokens
         self._outputs: list[_Outputs] = []
 
     def of(self, rows: slice) -> Callable[[ModelOutput, int], None] | None:
-        """A function that takes the outputs of a forward of these rows, and the column it ends before.
-
-        None where the outputs of the last forward are enough.
-        """
+        """A function that takes outputs and the column they end before; None where the last ones are enough."""
         if self.tokens == 1 and not self.hidden:
             return None
 

@@ -1,7 +1,4 @@
-"""`Driver`: a run from its first step to its end, piece by piece.
-
-However the run stops, the cache is consistent, the streamer has ended, and the generated tokens are in a result.
-"""
+"""`Driver`: runs a strategy piece by piece; however it stops, the cache is consistent and the result has all tokens."""
 
 from __future__ import annotations
 

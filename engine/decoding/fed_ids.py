@@ -26,10 +26,7 @@ class CachedPrefix:
 
 
 class FedIds:
-    """ids: [rows, columns], those after the cached columns of `prefix`; written in place, so that no step copies them.
-
-    count: columns fed in this run, those without ids included.
-    """
+    """ids: [rows, columns] after the cached columns, written in place. count: columns fed, with or without ids."""
 
     def __init__(self, columns: Columns, prefix: CachedPrefix):
         self.count, self._prefix = 0, prefix

@@ -58,10 +58,7 @@ class ForwardExecutor:
     def run(
         self, ids: torch.Tensor, prefill: bool, collected: CollectedOutputs
     ) -> tuple[ModelOutput, torch.Tensor | None]:
-        """Feed the tokens of `ids` [rows, tokens] that the cache does not hold.
-
-        Returns the last outputs, and the hidden states of all of these tokens where `collected` has them.
-        """
+        """Feed the tokens of `ids` [rows, tokens] that are not cached: the last outputs, and all hidden states."""
         self._reserve(self._before + ids.shape[1])
         try:
             fed = [(rows, self._feed(ids[rows], rows, cache, prefill, collected)) for rows, cache in self.parts]
@@ -158,10 +155,7 @@ class ForwardExecutor:
         return bool(set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) & set(self.inputs.model_kwargs))
 
     def offload(self, quantized: bool = False) -> str | None:
-        """Move the cache off the device, to the host or, from a CPU, to disk: a description of that.
-
-        None where it is there already.
-        """
+        """Move the cache to the host or, from a CPU, to disk. Returns a description; None where it is there already."""
         residency = "disk" if self.columns.device.type == "cpu" else "host"
         changes = 0
         for number, (_, cache) in enumerate(self.parts):

@@ -1,7 +1,6 @@
 """Whether tokens can be chosen by the scores of a run: of its model, of its draft, and as the processors left them.
 
-`argmax` takes NaN for the highest value, and token 0 where all scores are -inf: a text would go on with nonsense and
-without an error. The check costs one reduction, whose result the host reads together with the tokens.
+`argmax` takes NaN for the highest value, and token 0 where all scores are -inf. The check costs one reduction.
 """
 
 from __future__ import annotations
@@ -42,11 +41,7 @@ class _Values:
 
 
 class LogitsCheck:
-    """Its methods raise `NoCandidateError` with what was found, for which tokens of which rows.
-
-    session: the model's; it goes back to where it was before a forward that failed the check. running: which rows have
-    not ended; the others may get anything.
-    """
+    """Its methods raise `NoCandidateError`, and roll `session` back. running: which rows have not ended."""
 
     def __init__(self, request: Request, tokens: Tokens, session: ModelSession | GuidedSession):
         self._processing, self._tokens, self._session = request.processing, tokens, session

@@ -1,7 +1,4 @@
-"""`DecodingLoop`: performs the operations of a strategy's flow, and owns the tokens and the records of the run.
-
-The model is behind a `ModelSession`; what is shown while the run goes on is in a `StreamBuffer`.
-"""
+"""`DecodingLoop`: performs the operations of a strategy's flow, and owns the tokens and the records of the run."""
 
 from __future__ import annotations
 
@@ -96,10 +93,7 @@ class DecodingLoop:
         return [reason is None for reason in self._stopping.reasons]
 
     def break_off(self) -> list[StreamChunk]:
-        """Make a result of a run that stops before its end: the pieces that were not shown.
-
-        A flow that gives its texts at its end gives the best so far; else candidate rows become those they came from.
-        """
+        """Prepare the result of a run that stops early: the pieces that were not shown."""
         try:
             self._read_unread()
         except Exception:  # what raised before may raise again, and is reported already

@@ -155,10 +155,7 @@ class ModelSession:
     # When memory is out.
 
     def attempt(self, work: Callable[[], T], repeats: Callable[[], bool] = lambda: True) -> T:
-        """`work()`, a computation between two forwards; once more after every fallback when memory is out in it.
-
-        repeats: whether the work can be repeated after it has failed. Raises `Exhausted`.
-        """
+        """`work()`, repeated after each fallback when memory is out. repeats: whether it can be. Raises `Exhausted`."""
         while True:
             try:
                 return work()
@@ -183,10 +180,7 @@ class ModelSession:
             self._ids.count, self._step_open = fed, True
 
     def _can_change_route(self, error: BaseException) -> bool:
-        """Whether the step can be repeated with torch's own linear layers.
-
-        oneDNN rearranges whole matrices in memory of its own, and its errors do not say whether that was the reason.
-        """
+        """Whether to repeat the step with torch's linear layers: oneDNN's errors do not tell whether memory was out."""
         return self._can_recover and self.executor.routed and is_of_onednn(error)
 
     def _out_of_memory(self, error: BaseException) -> BaseException | None:

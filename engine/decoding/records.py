@@ -70,10 +70,7 @@ class Records:
         del self._values.get("logits", [])[tokens:]
 
     def row_selection(self, index: torch.Tensor, rows: int) -> Callable[[], None]:
-        """A function that makes row i row `index[i]`, an index on the CPU, and cannot fail. rows: how many there are.
-
-        Where rows become more, the last forward was for all of them; earlier records keep their rows.
-        """
+        """A function that makes row i row `index[i]` (on the CPU), and cannot fail. rows: how many there are."""
         selected, last = index.to(self._device), {}
         if len(index) > rows:
             for name, values in self._values.items():
@@ -96,10 +93,7 @@ _Checkpoint: TypeAlias = tuple[dict[str, int], torch.Tensor | None]
 
 
 class Checkpoints:
-    """The states of a run after each column that is written and not read, for `records` and the random numbers.
-
-    draws: whether the strategy draws from `generator`, or where that is None from the global one of `device`.
-    """
+    """The states of a run after each unread column. draws: whether the strategy draws random numbers."""
 
     def __init__(self, records: Records, device: torch.device, generator: torch.Generator | None, draws: bool):
         self._records, self._device, self._generator, self._draws = records, device, generator, draws

@@ -1,7 +1,6 @@
-"""`Tokens`: the token ids of a run, written on the model's device and read by the host, which finds ended rows.
+"""`Tokens`: the token ids of a run, on the model's device and on the host, which finds ended rows.
 
-On a CPU the host reads a column as soon as it is written. On an accelerator it reads one step late, so that the device
-never waits for the host, and discards columns written after the end.
+On an accelerator the host reads one step late, so that the device never waits, and discards what came after the end.
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ Sent: TypeAlias = "tuple[torch.Tensor, torch.Event | None]"
 
 
 class Tokens:
-    """ids, mask: [rows, columns], the prompt first; mask is 0 at padding. columns: when the run ends, at most.
-
-    written: columns in use. read: how many of them the host has read; the others are `unread`.
-    """
+    """ids, mask: [rows, columns], the prompt first; mask is 0 at padding. columns: the most there can be."""
 
     def __init__(self, prompt: torch.Tensor, mask: torch.Tensor, columns: int, pad_id: int):
         self.prompt = prompt.shape[1]

@@ -29,19 +29,13 @@ _logger = logging.getLogger("engine")
 
 
 class Budget:
-    """most: bytes on the device, None without limit. action: see `configs.EngineConfig.over_budget`.
-
-    taken: the list to which its action is added.
-    """
+    """most: bytes on the device, None without limit. action: `over_budget`. taken: the list to which it is added."""
 
     def __init__(self, most: int | None, action: str, taken: list[Fallback]):
         self._most, self._action, self._taken, self._has_acted = most, action, taken, False
 
     def fitted(self, config: CacheConfig, run_shape: RunShape, model: PreTrainedModel) -> CacheConfig:
-        """`config`, or the configuration of a smaller cache where this one would exceed the limit.
-
-        Raises `CapacityError` where no other fits, or the action is "error".
-        """
+        """`config`, or that of a smaller cache if it exceeds the limit. Raises `CapacityError` if none fits."""
         if self._most is None or config.name == "none":
             return config
         first = replace(run_shape, new_tokens=min(run_shape.new_tokens, 129)) if run_shape.ends_early else run_shape
@@ -84,10 +78,7 @@ class Budget:
         return OffloadedCacheConfig(residency=residency)
 
     def keep(self, session: ModelSession, tokens: int) -> None:
-        """Called before `tokens` more are fed: act if they would exceed the limit.
-
-        Raises `Exhausted` where no action is left.
-        """
+        """Called before `tokens` more are fed: act if they would exceed the limit. Raises `Exhausted`."""
         cache = session.cache
         if self._most is None or not can_predict(cache) or cache.total_tokens == 0:
             return

@@ -34,9 +34,7 @@ class CacheChoice:
 
 
 def read_cache_choice(model: PreTrainedModel, call: Call, config: EngineConfig) -> CacheChoice:
-    """The one cache that the arguments of a call name. Raises `OptionError` where they name several, and what the
-    cache's configuration raises.
-    """
+    """The one cache that the arguments of a call name. Raises `OptionError` where they name several."""
     past = call.past_key_values
     if isinstance(past, tuple):
         past = caches.from_legacy_cache(past, model.config)
@@ -102,10 +100,7 @@ def new_cache(
     budget: Budget,
     takes_cache: bool,
 ) -> EngineCache:
-    """An empty cache for this request. takes_cache: whether the model's forward takes one of keys and values.
-
-    Before the encoder has read the source, the size is unknown: the cache then only serves to check the request.
-    """
+    """An empty cache for this request; of preliminary size before the encoder has run. takes_cache: of the runner."""
     chosen, options = choice.chosen, choice.options
     if chosen is None and request.config.use_cache is False:
         chosen = "none"  # set by the call, or by the model's generation_config

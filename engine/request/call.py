@@ -112,8 +112,7 @@ def takes(
 ) -> Callable[[Callable[Concatenate[F, ...], R]], Callable[Concatenate[F, P], R]]:
     """Decorate a function of `(first, ..., **arguments)` whose parameters after the first are those of `source`.
 
-    Type checkers see them by the type, `help()` and notebooks by `__signature__`. documented_by: the function whose
-    docstring has the sections about these parameters, which are added to that of the decorated function.
+    documented_by: the function whose docstring describes these parameters; that part is added to the docstring.
     """
 
     def decorated(function: Callable[Concatenate[F, ...], R]) -> Callable[Concatenate[F, P], R]:
@@ -131,10 +130,7 @@ def takes(
 
 @dataclass(frozen=True)
 class Call:
-    """What a call said. Fields are the engine's own parameters, see `parameters`.
-
-    options: generation parameters of transformers and inputs of the model, mixed.
-    """
+    """The `parameters` of a call. options: generation parameters of transformers and inputs of the model, mixed."""
 
     inputs: Any = None
     tokenizer: Any = None

@@ -81,10 +81,7 @@ _CHANGE_THE_TEXT = {
 def check_applies(
     model: PreTrainedModel, strategy: Strategy, config: GenerationConfig, options: dict[str, Any]
 ) -> None:
-    """Refuse what the call itself asks for and nothing would carry out. config: the parameters as a whole.
-
-    A whole configuration also serves other calls, and may hold anything that leaves the text as it is.
-    """
+    """Refuse options of the call that have no effect. config: all parameters, which may serve other calls too."""
     neutral = default_generation_params()
     known = GenerationConfig().to_dict()
     own: dict[str, Any] = {}
@@ -217,10 +214,7 @@ def check_vocabulary(reader: Any, ids: torch.Tensor, where: str = "") -> None:
 
 
 def check_mask(prompt: Prompt, mask: torch.Tensor, cached_tokens: int, name: str = "attention_mask") -> int:
-    """How many columns `mask` covers before the prompt's first: those in the cache, when only new tokens were given.
-
-    name: the mask's, in errors.
-    """
+    """The columns of `mask` before the prompt's: those in the cache, or 0. name: of the mask, in errors."""
     rows, tokens = len(prompt.ids), prompt.columns
     before = cached_tokens if cached_tokens > 0 and list(mask.shape) == [rows, cached_tokens + tokens] else 0
     if before == 0 and list(mask.shape) != [rows, tokens]:

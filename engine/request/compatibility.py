@@ -16,10 +16,7 @@ from engine.request.request import Request
 
 
 def check_together(runner: ModelRunner, cache: EngineCache, request: Request, compile: str) -> None:
-    """Refuse what this model, this cache and this request cannot do together. compile: see `configs.EngineConfig`.
-
-    Raises `OptionError`, `InputError` and `caches.CacheError`.
-    """
+    """Refuse what model, cache and request cannot do together: `OptionError`, `InputError`, `caches.CacheError`."""
     model = runner.model
     read, mask = request.read
     check_positions(model, cache, mask.shape[1], request.columns)

@@ -163,10 +163,7 @@ def _check_columns(
 
 
 def _check_places_tell(mask: torch.Tensor) -> None:
-    """Raise `UnknownContentError` where tokens at the same positions may have had another mask.
-
-    A pad token has the position of the token before it, or the first one. mask: of the columns in the cache.
-    """
+    """Raise `UnknownContentError` where positions do not tell the mask [rows, cached tokens] that was used."""
     holes = (mask[:, :-1] & ~mask[:, 1:]).any(dim=1).nonzero().flatten().tolist()
     if holes:
         raise UnknownContentError(

@@ -1,7 +1,4 @@
-"""Encoder-decoder models: their source is encoded once, before the decoder's first step.
-
-transformers' own functions do it, those that its `generate` calls too.
-"""
+"""Encoder-decoder models: transformers' own functions encode the source once, before the decoder's first step."""
 
 from __future__ import annotations
 
@@ -97,10 +94,7 @@ def read_source(
 def encode(
     model: PreTrainedModel, model_kwargs: dict[str, Any], source: Source, recover: Recover
 ) -> tuple[dict[str, Any], Source]:
-    """The prompt's `model_kwargs` with what the encoder makes of `source`, and the source with its tokens counted.
-
-    recover: what to do when memory is out. Raises `Exhausted`, and `InputError` where the encoder cannot read it.
-    """
+    """`model_kwargs` with the encoder's outputs, and the source with its tokens. Raises `Exhausted`, `InputError`."""
     with turn_of(model), torch.no_grad():
         try:
             found = _encoded(source, model_kwargs, recover, largest_matrix_bytes(model))
@@ -182,10 +176,7 @@ def _check_states(model: PreTrainedModel, states: torch.Tensor, source: torch.Te
 
 
 def _encoded(source: Source, given: dict[str, Any], recover: Recover, largest: int) -> dict[str, Any]:
-    """`given` with what the encoder makes of the source: of all rows at once, or of some after the others.
-
-    largest: bytes of the model's largest matrix.
-    """
+    """`given` with the encoder's outputs, of all rows at once or in parts. largest: bytes of the largest matrix."""
     prepare, inputs = source.prepare, source.inputs
     rows, parts = len(inputs), 1
     while True:
@@ -215,10 +206,7 @@ def largest_matrix_bytes(model: PreTrainedModel) -> int:
 def source_again(
     model: PreTrainedModel, prompt: Prompt, source: Source, config: GenerationConfig
 ) -> tuple[dict[str, Any], Source]:
-    """What the encoder of `model`, a draft, is to read: the same source. First the further inputs of the draft.
-
-    prompt: the decoder's of the model that the draft is for. Raises `OptionError`.
-    """
+    """The same source for the encoder of a draft: its inputs and the source. prompt: of the main model's decoder."""
     name = _source_name(model)
     is_ids = source.inputs.ndim == 2 and not source.inputs.is_floating_point()
     if (name == "input_ids") != is_ids or (is_ids and bool((source.inputs < 0).any())):
@@ -300,10 +288,7 @@ def _complete_given(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def encoder_records(model_kwargs: dict[str, Any], flags: dict[str, bool]) -> dict[str, Any]:
-    """What the encoder returned besides its states, of what was asked for, as transformers' `generate` gives it back.
-
-    flags: `output_attentions`, `output_hidden_states`. Rows are those of the prompts, however many texts each has.
-    """
+    """The encoder's attentions and hidden states that `flags` ask for; their rows are those of the prompts."""
     outputs = model_kwargs.get("encoder_outputs") or {}
     names = [name for name in ("attentions", "hidden_states") if flags.get(f"output_{name}")]
     return {f"encoder_{name}": outputs.get(name) for name in names}

@@ -1,7 +1,4 @@
-"""Classifier-free guidance (arXiv 2306.17806): conditional minus unconditional logits.
-
-The unconditional texts, which have no prompt or a negative one, are rows of the same batch: one forward computes both.
-"""
+"""Classifier-free guidance (arXiv 2306.17806): conditional minus unconditional logits, as rows of one batch."""
 
 from __future__ import annotations
 
@@ -82,10 +79,7 @@ def read_guidance(
     cache: EngineCache | None,
     infer_mask: Callable[[torch.Tensor], torch.Tensor],
 ) -> Guidance | None:
-    """The guidance that `config` asks for, if any; it is removed from `config`.
-
-    given: the `ARGUMENTS` of the call. infer_mask: the mask of ids that come without one.
-    """
+    """The guidance of `config`, which is removed there. given: the `ARGUMENTS`. infer_mask: of ids without a mask."""
     scale, config.guidance_scale = config.guidance_scale, None
     if scale is None or scale == 1:
         return None

@@ -41,10 +41,7 @@ class StatefulLogitsProcessor(Protocol):
 
 
 class Processing:
-    """The logits processors of a run, in their order, as its strategy calls them.
-
-    prompt: its ids [rows, columns].
-    """
+    """The logits processors of a run, as its strategy calls them. prompt: its ids [rows, columns]."""
 
     def __init__(self, processors: Sequence[Any], prompt: torch.Tensor):
         self._prompts = len(prompt)
@@ -174,9 +171,7 @@ def _from_ids_alone(processor: Any, prompt_columns: int) -> Any:
 
 
 class _Watermark(LogitsProcessor):
-    """The SynthID watermark. transformers' own remembers what every row was and counts its calls; what it remembers
-    follows from the ids, so here it is made from them each time.
-    """
+    """The SynthID watermark without state between calls: what transformers' own remembers follows from the ids."""
 
     def __init__(self, watermark: SynthIDTextWatermarkLogitsProcessor, prompt_columns: int):
         self._watermark, self._prompt_columns = watermark, prompt_columns

@@ -1,8 +1,4 @@
-"""Further inputs of a model: pixels, sounds, token types, positions of its own kind.
-
-What they mean is the model's business. Its own functions, those that transformers' `generate` calls too, complete them
-before the first forward.
-"""
+"""Further inputs of a model (pixels, sounds, token types, positions), completed by transformers' own functions."""
 
 from __future__ import annotations
 
@@ -67,10 +63,7 @@ def has_placeholders(model: PreTrainedModel, ids: torch.Tensor) -> bool:
 def _own_positions(
     model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor, cache: EngineCache | None
 ) -> torch.Tensor | None:
-    """Position ids of a model with a function of its own for them; None: it wants none at all (reformer).
-
-    Those of the columns in the cache are remembered with it: models only keep the last conversation they had.
-    """
+    """Position ids of a model that computes its own, those of cached tokens from the log; None: it wants none."""
     model_kwargs = prompt.model_kwargs
     cached = 0 if cache is None else cache.total_tokens
     log = None if cache is None else cache.log

@@ -1,8 +1,4 @@
-"""The types and ranges of all parameters of a call, in one table.
-
-Each value is read once, before any work: numbers of numpy and torch become Python's, one processor becomes a list. What
-a value means together with others is for later checks, among them transformers' own.
-"""
+"""The types and ranges of all parameters of a call, in one table; each value is read once, before any work."""
 
 from __future__ import annotations
 
@@ -382,10 +378,7 @@ def read_parameters(call: Call) -> Call:
 
 
 def read_own(config: GenerationConfig, given: GenerationConfig | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a model's own configuration that a call leaves to it, read. Raises `OptionError`.
-
-    given, options: what the call says. What shapes a distribution is not looked at where nothing is drawn.
-    """
+    """The fields of a model's own configuration that a call leaves to it, read. Raises `OptionError`."""
     sources = (options.get("do_sample"), getattr(given, "do_sample", None), config.do_sample)
     draws = next((value for value in sources if value is not None), False)
     left = {name for name in _FIELDS if name not in options and getattr(given, name, None) is None}

@@ -54,10 +54,7 @@ from strategies.operations import needs_of
 
 @dataclass(frozen=True)
 class _Said:
-    """The arguments of a call besides its inputs. options: those that have an effect. config: all parameters.
-
-    model_inputs: model inputs given as keywords. lengths: which of max_length and min_length were given.
-    """
+    """Arguments besides the inputs. options: those with an effect. lengths: max_length and min_length if given."""
 
     options: dict[str, Any]
     config: GenerationConfig
@@ -182,9 +179,7 @@ def _read_length(model: PreTrainedModel, said: _Said, prompt: Prompt, source: So
 def _complete_config(
     model: PreTrainedModel, generation_config: GenerationConfig | None, options: dict[str, Any]
 ) -> tuple[GenerationConfig, dict[str, Any], set[str]]:
-    """All parameters (those given, the model's own, the defaults), the model inputs among `options`, and the given ones
-    of max_length and min_length, which transformers counts from the prompt's first token.
-    """
+    """All parameters, the model inputs among `options`, and which of max_length and min_length were given."""
     own = read_own(model.generation_config, generation_config, options)
     configs = [config for config in (generation_config, model.generation_config) if config is not None]
     given = {

@@ -39,10 +39,7 @@ _NOT_AVAILABLE = ("constraints", "force_words_ids", "dola_layers")
 def choose_strategy(
     config: GenerationConfig, call: Call, options: dict[str, Any], assistant: PreTrainedModel | None
 ) -> Strategy:
-    """The named strategy, or the one that the parameters mean in transformers. They may not contradict each other.
-
-    config: the parameters as a whole. options: those that the call itself has.
-    """
+    """The named strategy, or the one that the parameters mean in transformers. config: all; options: of the call."""
     strategy, generation_config = call.strategy, call.generation_config
     if assistant is not None and config.prompt_lookup_num_tokens is not None:
         raise OptionError(
@@ -133,10 +130,7 @@ def _check_draft(strategy: Strategy, assistant: PreTrainedModel | None, tokenize
 
 
 def score_copies(strategy: Strategy, processors: Sequence[Any] = ()) -> int:
-    """Float32 tensors [rows, vocabulary] that exist at the same time, at most, the model's logits included.
-
-    Those that the strategy declares, or those of transformers' processors where there are more.
-    """
+    """Float32 tensors [rows, vocabulary] at the same time, at most: of the strategy, or of transformers' processors."""
     own = needs_of(strategy).score_copies
     if not processors:
         return own

@@ -12,10 +12,7 @@ _CONTEXT = 10  # tokens before new ones that a tokenizer is shown with them
 
 
 class Translator:
-    """For one row. mask [1, prompt columns]: 0 at padding. prefix_ids [1, n]: those before the prompt's.
-
-    max_columns: the draft's texts get no longer.
-    """
+    """For one row. mask [1, prompt columns]; prefix_ids [1, n] come before. max_columns: of the draft's texts."""
 
     def __init__(
         self,
