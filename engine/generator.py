@@ -136,7 +136,10 @@ class Generator:
                 message = f"memory was out in the encoder, before the first token ({error})"
                 raise OutOfMemoryError(message, nothing) from error.__cause__
             cache, known = self._cache_for(choice, request, budget)
-        columns, inputs = _columns_of(request)
+        read, mask = request.read
+        model_kwargs = dict(read.model_kwargs)
+        columns = Columns(mask, request.columns, model_kwargs.pop("position_ids", None))
+        inputs = ModelInputs(request.prompt.embeds, model_kwargs, flags=request.output_flags)
         if not known and not call.trust_cache:
             check_content(self._runner, cache, request, columns, inputs, call.tokenizer)
         make_room = None if self.config.max_cache_bytes is None else budget.keep
@@ -191,14 +194,6 @@ class Generator:
         if draft is None or draft.given is not model:
             draft = self._draft = Draft(model, self.config.linears)
         return draft
-
-
-def _columns_of(request: Request) -> tuple[Columns, ModelInputs]:
-    """The columns that the model reads, and its inputs besides ids, mask and positions."""
-    read, mask = request.read
-    model_kwargs = dict(read.model_kwargs)
-    columns = Columns(mask, request.columns, model_kwargs.pop("position_ids", None))
-    return columns, ModelInputs(request.prompt.embeds, model_kwargs, flags=request.output_flags)
 
 
 def _stream_buffer(request: Request, call: Call, streams: bool) -> StreamBuffer:

@@ -28,13 +28,13 @@ _TIMES_ROUNDING = 2.0  # distance that decoded values may have, in rounding erro
 
 
 @dataclass(frozen=True)
-class HeldColumns:
+class KeptTokens:
     """One tensor of a layer, [rows, heads, tokens, width].
 
     codec: encoded the tokens before `exact`, and those of `later`; None where all are in full.
     """
 
-    held: torch.Tensor
+    kept: torch.Tensor
     codec: Any = None
     exact: int = 0
     later: range = range(0)
@@ -45,10 +45,10 @@ class HeldColumns:
         Encoded tokens may differ by twice the rounding error of their codec on `expected`.
         """
         end = begin + expected.shape[2]
-        kept = self.held[:, :, begin:end].to(expected.device)
+        kept = self.kept[:, :, begin:end].to(expected.device)
         if kept.shape != expected.shape:
             raise UnknownContentError(
-                f"its first layer holds {_shape(self.held)}, where this model has {_shape(expected)} of {end - begin} "
+                f"its first layer holds {_shape(self.kept)}, where this model has {_shape(expected)} of {end - begin} "
                 "tokens: it was filled by another model"
             )
         narrow = min(kept.dtype, expected.dtype, key=lambda dtype: -torch.finfo(dtype).eps)
@@ -56,14 +56,14 @@ class HeldColumns:
         expected, kept = expected.to(wide), kept.to(wide)
         allowed = _TOLERANCES.get(narrow, _TOLERANCE) * _norms(expected)
         if self.codec is not None:
-            rounding = _TIMES_ROUNDING * _norms(_rounded(self.codec, expected.to(self.held.dtype)).to(wide) - expected)
+            rounding = _TIMES_ROUNDING * _norms(_rounded(self.codec, expected.to(self.kept.dtype)).to(wide) - expected)
             tokens = torch.arange(begin, end, device=rounding.device)
             is_later = (tokens >= self.later.start) & (tokens < self.later.stop)
             allowed += rounding * ((tokens < self.exact) | is_later)
         return ~(_norms(kept - expected) <= allowed)  # True for NaN too
 
 
-def first_layer(cache: EngineCache) -> list[tuple[HeldColumns, HeldColumns]]:
+def first_layer(cache: EngineCache) -> list[tuple[KeptTokens, KeptTokens]]:
     """Keys and values of the first layer for all tokens of a cache, which is between two steps.
 
     Of an encoder-decoder cache the decoder's, then the encoder's. Raises `UnknownContentError` where they are not all
@@ -79,7 +79,7 @@ def first_layer(cache: EngineCache) -> list[tuple[HeldColumns, HeldColumns]]:
     return [_of_ours(part) for part in cache.parts]
 
 
-def _of_ours(part: Cache) -> tuple[HeldColumns, HeldColumns]:
+def _of_ours(part: Cache) -> tuple[KeptTokens, KeptTokens]:
     layer = part.layers[0] if part.layers else None
     if not isinstance(layer, Layer) or "keys" not in layer.stores:
         raise UnknownContentError(
@@ -92,12 +92,12 @@ def _of_ours(part: Cache) -> tuple[HeldColumns, HeldColumns]:
     return _content(layer, "keys"), _content(layer, "values")
 
 
-def _content(layer: Layer, name: str) -> HeldColumns:
+def _content(layer: Layer, name: str) -> KeptTokens:
     store = layer.stores[name]
     kept = store.committed()
     assert kept is not None
     if not store.is_quantized:
-        return HeldColumns(plain(kept))
+        return KeptTokens(plain(kept))
     codec = getattr(getattr(store, "prefix", store), "codec", None)
     bits = getattr(codec, "bits", None)
     if bits is None:
@@ -106,16 +106,16 @@ def _content(layer: Layer, name: str) -> HeldColumns:
         raise UnknownContentError("codes of 1 bit do not distinguish tokens")
     timeline = layer.timeline
     if not isinstance(timeline, ForkedTimeline):
-        return HeldColumns(plain(kept), codec, _encoded(timeline))
+        return KeptTokens(plain(kept), codec, _encoded(timeline))
     begin = timeline.prefix.kept_tokens
-    return HeldColumns(plain(kept), codec, _encoded(timeline.prefix), range(begin, begin + _encoded(timeline.suffix)))
+    return KeptTokens(plain(kept), codec, _encoded(timeline.prefix), range(begin, begin + _encoded(timeline.suffix)))
 
 
 def _encoded(timeline: Timeline) -> int:
     return getattr(timeline, "encoded", timeline.kept_tokens)
 
 
-def _of_transformers(cache: HFCacheAdapter, part: Any) -> tuple[HeldColumns, HeldColumns]:
+def _of_transformers(cache: HFCacheAdapter, part: Any) -> tuple[KeptTokens, KeptTokens]:
     layer = part.layers[0] if part.layers else None
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if layer is None or not isinstance(keys, torch.Tensor) or not isinstance(values, torch.Tensor):
@@ -128,7 +128,7 @@ def _of_transformers(cache: HFCacheAdapter, part: Any) -> tuple[HeldColumns, Hel
         raise UnknownContentError(
             f"its first layer ({type(layer).__name__}) does not hold all {total_tokens} tokens in full"
         )
-    return HeldColumns(keys), HeldColumns(values)
+    return KeptTokens(keys), KeptTokens(values)
 
 
 def _norms(values: torch.Tensor) -> torch.Tensor:

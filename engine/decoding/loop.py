@@ -356,13 +356,10 @@ class DecodingLoop:
     def _text(self) -> list[str] | None:
         if self._tokenizer is None:
             return None
-        texts = self.stream_buffer.flushed()
+        texts, decode = self.stream_buffer.flushed(), self._tokenizer.decode
         if texts is not None:
             return texts
-        return [
-            self._tokenizer.decode(row, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            for row in self._tokens.new()
-        ]
+        return [decode(row, skip_special_tokens=True, clean_up_tokenization_spaces=False) for row in self._tokens.new()]
 
     def _stats(self) -> Stats:
         drafts = self._request.drafts

@@ -325,8 +325,16 @@ class ModelSession:
 
     def end(self) -> None:
         """Join the parts of a split cache, and stop keeping what has left a window."""
-        if isinstance(self.cache, SplitCache):
-            self._join(self.cache)
+        split = self.cache
+        if isinstance(split, SplitCache):
+            try:
+                self.executor.cache = split.joined()
+                self.cache.log = split.log
+            except Exception as error:
+                if not (isinstance(error, CacheError) or is_out_of_memory(error)):
+                    raise
+                _logger.warning("the result has no cache, because its parts could not be put together: %s", error)
+                split.give_up()
         if self._keeps_past is not None:
             self._keeps_past.keep_past(False)
 
@@ -363,17 +371,6 @@ class ModelSession:
             self.cache.log = log
         elif self._log_before is not None:
             self.cache.log = self._log_before.first(before).then(log)
-
-    def _join(self, split: SplitCache) -> None:
-        """One cache again, or none where memory is out for that too."""
-        try:
-            self.executor.cache = split.joined()
-            self.cache.log = split.log
-        except Exception as error:
-            if not (isinstance(error, CacheError) or is_out_of_memory(error)):
-                raise
-            _logger.warning("the result has no cache, because its parts could not be put together: %s", error)
-            split.give_up()
 
     def discard_cache(self) -> None:
         """Empty the cache, where its content is not known or memory is out."""

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from caches import EngineCache, TokenLog, UnknownContentError, first_layer
-from caches.transfer.comparison import HeldColumns
+from caches.transfer.comparison import KeptTokens
 from engine.errors import InputError
 from engine.model.masks import Columns
 from engine.model.model_inputs import ModelInputs
@@ -107,7 +107,13 @@ def check_content(
             inputs = replace(inputs, model_kwargs=per_token)
         _check_columns(runner, first[0], request, columns, inputs, cached, tokenizer)
         if request.source is not None:
-            _check_source(runner, first[1], request, columns, inputs)
+            keys, values = runner.first_keys(request.prompt.ids, columns, 0, 1, inputs, cross=True)
+            different = first[1][0].differ(keys, 0) | first[1][1].differ(values, 0)
+            source_mask = inputs.model_kwargs.get("attention_mask")
+            if source_mask is not None and source_mask.shape == different.shape:
+                different = different & (source_mask != 0).to(different.device)
+            if first[1][0].kept.shape[2] != keys.shape[2] or bool(different.any()):
+                raise InputError(_OTHER_SOURCE)
     except UnknownContentError as reason:
         raise InputError(
             f"the {cache.name} cache holds {cached} tokens of each row, and whether they begin this prompt cannot be "
@@ -139,7 +145,7 @@ def _check_comparable(model: PreTrainedModel, request: Request, cached: int) -> 
 
 def _check_columns(
     runner: ModelRunner,
-    first: tuple[HeldColumns, HeldColumns],
+    first: tuple[KeptTokens, KeptTokens],
     request: Request,
     columns: Columns,
     inputs: ModelInputs,
@@ -175,7 +181,7 @@ def _check_places_tell(mask: torch.Tensor) -> None:
 
 
 def _check_masked(
-    runner: ModelRunner, keys: HeldColumns, request: Request, ids: torch.Tensor, inputs: ModelInputs, cached: int
+    runner: ModelRunner, keys: KeptTokens, request: Request, ids: torch.Tensor, inputs: ModelInputs, cached: int
 ) -> None:
     """Raise `UnknownContentError` where keys are the same with and without a mask on the padding."""
     row = int((request.mask[:, :cached] == 0).any(dim=1).int().argmax())
@@ -188,18 +194,6 @@ def _check_masked(
         raise UnknownContentError(
             f"row {row} has padding, and the keys of this model do not tell whether it was masked when it was read"
         )
-
-
-def _check_source(
-    runner: ModelRunner, first: tuple[HeldColumns, HeldColumns], request: Request, columns: Columns, inputs: ModelInputs
-) -> None:
-    made = runner.first_keys(request.prompt.ids, columns, 0, 1, inputs, cross=True)
-    different = first[0].differ(made[0], 0) | first[1].differ(made[1], 0)
-    mask = inputs.model_kwargs.get("attention_mask")
-    if mask is not None and mask.shape == different.shape:
-        different = different & (mask != 0).to(different.device)
-    if first[0].held.shape[2] != made[0].shape[2] or bool(different.any()):
-        raise InputError(_OTHER_SOURCE)
 
 
 def _differs(
