@@ -14,10 +14,9 @@ from engine.model.masks import Columns
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """The first columns of a run that are not fed as ids.
+    """The first columns of a run. columns: those in the cache that the prompt does not repeat.
 
-    columns: those that the cache holds and the prompt does not repeat. columns_without_ids: those that come next as
-    embeddings, or as `ids` [rows, columns_without_ids] that the flow does not feed; None where the ids are unknown.
+    columns_without_ids: those fed next as embeddings, or as `ids` [rows, columns_without_ids] that no flow feeds.
     """
 
     columns: int = 0

@@ -114,10 +114,7 @@ class ForwardExecutor:
         return self.columns.of_rows(index), self.inputs.of_rows(rows, count)
 
     def row_selection(self, index: torch.Tensor) -> Callable[[], None] | None:
-        """A function that makes row i row `index[i]`, an index on the CPU, in all but the cache, and cannot fail.
-
-        None where all rows keep their prompt.
-        """
+        """A function that makes row i row `index[i]` outside the cache and cannot fail; None if prompts stay."""
         origins = self._origins[index]
         if torch.equal(origins, self._origins):
             return None

@@ -34,10 +34,9 @@ _logger = logging.getLogger("engine")
 
 
 class DecodingLoop:
-    """One run. session: of the model. draft: of the model that proposes tokens, where the strategy needs one.
+    """One run. session: of the model. draft: of the model that proposes tokens, if there is one. clock: of the call.
 
-    tokenizer: None when no text is wanted. legacy: whether the result gives its cache as tuples. clock: begins with the
-    call. fallbacks: the list that the sessions add to when memory is out.
+    tokenizer: None when no text is wanted. legacy: return the cache as tuples. fallbacks: those applied so far.
     """
 
     def __init__(

@@ -93,20 +93,16 @@ class Budget:
             raise Exhausted(f"{why}; over_budget={self._action!r}" + (" was not enough" if self._has_acted else ""))
         self._has_acted = True
         tokens_before, bytes_before = cache.total_tokens, cache.device_bytes
-        what = self._act(session, cache.device_bytes / cache.total_tokens)
+        if self._action == "offload":
+            what = session.executor.offload()
+        else:
+            window = int(self._most / (bytes_before / tokens_before) / _WINDOW_ROOM)
+            session.executor.impose_window(window)
+            what = f"the cache goes on with a window of {window} tokens, which changes what is generated"
         if what is None:
             raise Exhausted(f"{why}; over_budget={self._action!r} is not possible: it is offloaded already")
         self._taken.append(Fallback(self._action, what, tokens_before, bytes_before, session.cache.device_bytes))
         _logger.warning("%s; %s", why, self._taken[-1])
-
-    def _act(self, session: ModelSession, bytes_per_token: float) -> str | None:
-        """Act. Returns a description of what was done; None where nothing could be."""
-        assert self._most is not None
-        if self._action == "offload":
-            return session.executor.offload()
-        window = int(self._most / bytes_per_token / _WINDOW_ROOM)
-        session.executor.impose_window(window)
-        return f"the cache goes on with a window of {window} tokens, which changes what is generated"
 
 
 _WINDOW_ROOM = 1.25  # a window's buffers are somewhat longer than the window

@@ -38,10 +38,9 @@ def known_mask(cache: EngineCache | None, ids: torch.Tensor) -> torch.Tensor:
 
 
 def check_continues(cache: EngineCache, request: Request, reader: PreTrainedModel) -> bool:
-    """Raise `InputError` unless the tokens that `cache` is known to hold begin the prompt of the model `reader`.
+    """Raise `InputError` where the tokens known to be in `cache` do not begin the prompt of the model `reader`.
 
-    Returns whether that is certain: not where another loop or another model has filled the cache, nor where the prompt
-    has no ids to compare. `check_content` then compares keys.
+    Returns whether they certainly do; otherwise `check_content` has to compare keys.
     """
     prompt, mask, before = request.prompt, request.mask, request.before
     ids = prompt.ids
@@ -89,11 +88,7 @@ def check_continues(cache: EngineCache, request: Request, reader: PreTrainedMode
 def check_content(
     runner: ModelRunner, cache: EngineCache, request: Request, columns: Columns, inputs: ModelInputs, tokenizer: Any
 ) -> None:
-    """Compare the keys of the cache's first layer with those of the prompt; where they are equal, set the cache's log.
-
-    Where only new tokens were given there is nothing to compare. Raises `InputError`, which names the first token that
-    differs, or why none can be compared.
-    """
+    """Compare the keys of the cache's first layer with the prompt's, and set the cache's log. Raises `InputError`."""
     cached = cache.total_tokens
     if request.before > 0:
         return

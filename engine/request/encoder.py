@@ -40,8 +40,7 @@ Raises `Exhausted` when nothing is left to try.
 class Source:
     """What an encoder reads: ids [rows, columns] or features [rows, ...], called `name`.
 
-    prepare: lets the encoder read them, unless its outputs were given. tokens: how many tokens or frames it has read,
-    None before.
+    prepare: runs the encoder, unless its outputs were given. tokens: how many it has read, None before.
     """
 
     inputs: torch.Tensor

@@ -19,11 +19,7 @@ _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 def complete_model_kwargs(
     model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor, cache: EngineCache | None, config: GenerationConfig
 ) -> tuple[Prompt, torch.Tensor]:
-    """The prompt, ready to be fed, and its mask.
-
-    Media are encoded here, once; those that only columns in the cache are about are left out. Positions are added where
-    the model reckons them in a way of its own.
-    """
+    """The prompt, ready to be fed, and its mask: media are encoded once, and the model's own positions added."""
     if model.config.is_encoder_decoder:
         return prompt, mask
     cached = 0 if cache is None else cache.total_tokens

@@ -73,11 +73,7 @@ def read_request(
     assistant: PreTrainedModel | None,
     chunk_tokens: int | None,
 ) -> Request:
-    """Check everything that can be checked without running the model. Raises `InputError` and `OptionError`.
-
-    The encoder runs later: see `Request.encoded`. cache: the live one that the call continues. assistant: the draft.
-    chunk_tokens: of the engine's configuration.
-    """
+    """Read and check all that needs no forward. cache: the live one. Raises `InputError` and `OptionError`."""
     check_model(model)
     said = _read_said(model, call, assistant)
     config, chosen = said.config, said.strategy

@@ -20,10 +20,7 @@ from strategies.operations import needs_of
 
 @dataclass(frozen=True)
 class Request:
-    """total: columns at the end of the longest run. before: columns in the cache that the prompt does not repeat.
-
-    source: the input of an encoder, None without one. drafts, translation, generator: see `Task`.
-    """
+    """before: cached columns that the prompt does not repeat. total: columns at the end. source: of an encoder."""
 
     prompt: Prompt
     mask: torch.Tensor

@@ -82,10 +82,7 @@ def _implied(config: GenerationConfig, assistant: PreTrainedModel | None) -> str
 def _built(
     call: Call, implied: str, config: GenerationConfig, options: dict[str, Any], assistant: PreTrainedModel | None
 ) -> Strategy:
-    """The strategy that the call names, or else `implied`, with the parameters that are its options.
-
-    Options that the call does not set are those of the model where they are not neutral, else the strategy's defaults.
-    """
+    """The strategy that the call names, or `implied`, with options of the call, the model, or its defaults."""
     neutral = default_generation_params()
     chosen = call.strategy if isinstance(call.strategy, str) else implied
     values = {name: getattr(config, name, None) for name in strategies.options(chosen)}
