@@ -38,32 +38,23 @@ if TYPE_CHECKING:
     from engine.version import __version__
 
 # Imported on first use: torch and transformers take seconds, and `engine --help` needs neither.
-_HOME = {
-    "SHIPPED_MODEL": "engine.model.loading",
-    "InvalidLogitsError": "engine.errors",
-    "BackendPlan": "engine.planning.report",
-    "GenerationCancelled": "engine.errors",
-    "ConfigError": "engine.errors",
-    "UserInterrupt": "engine.errors",
-    "EngineConfig": "configs",
-    "EngineError": "engine.errors",
-    "Fallback": "engine.result",
-    "StatefulLogitsProcessor": "engine.request.logits_processors",
-    "Generation": "engine.result",
-    "Generator": "engine.generator",
-    "InputError": "engine.errors",
-    "GenerationInterrupted": "engine.errors",
-    "OptionError": "engine.errors",
-    "OutOfMemoryError": "engine.errors",
-    "StreamChunk": "engine.result",
-    "Plan": "engine.planning.report",
-    "Stats": "engine.result",
-    "Stream": "engine.streaming",
-    "__version__": "engine.version",
-    "export_step": "engine.model.export",
-    "plan": "engine.planning.plan",
-    "step_inputs": "engine.model.export",
-}
+_CONTENTS = {
+    "configs": ["EngineConfig"],
+    "engine.errors": [
+        "ConfigError", "EngineError", "GenerationCancelled", "GenerationInterrupted", "InputError",
+        "InvalidLogitsError", "OptionError", "OutOfMemoryError", "UserInterrupt",
+    ],
+    "engine.generator": ["Generator"],
+    "engine.model.export": ["export_step", "step_inputs"],
+    "engine.model.loading": ["SHIPPED_MODEL"],
+    "engine.planning.plan": ["plan"],
+    "engine.planning.report": ["BackendPlan", "Plan"],
+    "engine.request.logits_processors": ["StatefulLogitsProcessor"],
+    "engine.result": ["Fallback", "Generation", "Stats", "StreamChunk"],
+    "engine.streaming": ["Stream"],
+    "engine.version": ["__version__"],
+}  # fmt: skip
+_HOME = {name: module for module, names in _CONTENTS.items() for name in names}
 _old_name = old_names(
     "engine",
     {
@@ -198,7 +189,7 @@ forced_bos_token_id, forced_eos_token_id, exponential_decay_length_penalty, reno
     return _generator(model, arguments).generate(inputs, **arguments)
 
 
-@takes(parameters, as_told_by=generate)
+@takes(parameters, documented_by=generate)
 def stream(model: PreTrainedModel | str | Path, inputs: Any = None, **arguments: Any) -> Stream:
     """As `generate`, but yields a `StreamChunk` (row, token ids, text) per row and step while they come.
 
@@ -222,30 +213,8 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "SHIPPED_MODEL",
-    "BackendPlan",
-    "ConfigError",
-    "EngineConfig",
-    "EngineError",
-    "Fallback",
-    "Generation",
-    "GenerationCancelled",
-    "GenerationInterrupted",
-    "Generator",
-    "InputError",
-    "InvalidLogitsError",
-    "OptionError",
-    "OutOfMemoryError",
-    "Plan",
-    "StatefulLogitsProcessor",
-    "Stats",
-    "Stream",
-    "StreamChunk",
-    "UserInterrupt",
-    "__version__",
-    "export_step",
-    "generate",
-    "plan",
-    "step_inputs",
-    "stream",
-]
+    "SHIPPED_MODEL", "BackendPlan", "ConfigError", "EngineConfig", "EngineError", "Fallback", "Generation",
+    "GenerationCancelled", "GenerationInterrupted", "Generator", "InputError", "InvalidLogitsError", "OptionError",
+    "OutOfMemoryError", "Plan", "StatefulLogitsProcessor", "Stats", "Stream", "StreamChunk", "UserInterrupt",
+    "__version__", "export_step", "generate", "plan", "step_inputs", "stream",
+]  # fmt: skip

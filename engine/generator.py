@@ -21,7 +21,7 @@ from engine.decoding.driver import Driver
 from engine.decoding.fed_ids import CachedPrefix
 from engine.decoding.guided_session import GuidedSession
 from engine.decoding.loop import DecodingLoop
-from engine.decoding.model_session import ModelSession, RunHooks, SessionOptions
+from engine.decoding.model_session import ModelSession, SessionOptions
 from engine.decoding.run_clock import RunClock
 from engine.errors import OptionError, OutOfMemoryError
 from engine.memory.budget import Budget
@@ -38,7 +38,7 @@ from engine.output.stream_buffer import StreamBuffer
 from engine.request.assistant import DraftRequest, read_draft_request
 from engine.request.call import Call, parameters, read_call, takes
 from engine.request.compatibility import check_together
-from engine.request.continuation import check_content, check_continues, check_pads_ahead
+from engine.request.continuation import check_content, check_continues, check_padding_ahead
 from engine.request.parameters import read, read_parameters
 from engine.request.read_request import read_request
 from engine.request.request import Request
@@ -59,15 +59,14 @@ class Generator:
         self._runner = ModelRunner(self.model, self.config.compile, self.config.linears)
         self._draft: Draft | None = None
 
-    @takes(parameters, as_told_by=engine.generate)
+    @takes(parameters, documented_by=engine.generate)
     def generate(self, inputs: Any = None, **arguments: Any) -> Generation:
         """Generate to the end. Parameters: those of `engine.generate`, without its model."""
         return self._start(read_call(inputs, **arguments), streams=False).to_end()
 
-    @takes(parameters, as_told_by=engine.generate)
+    @takes(parameters, documented_by=engine.generate)
     def stream(self, inputs: Any = None, **arguments: Any) -> Stream:
-        """Generate piece by piece: one `StreamChunk` per row and step. Arguments are checked here, before the first
-        piece.
+        """Generate piece by piece: one `StreamChunk` per row and step. Arguments are checked here.
 
         Parameters: those of `engine.generate`, without its model.
         """
@@ -85,11 +84,7 @@ class Generator:
 
     @property
     def pools(self) -> dict[str, int]:
-        """What is kept between calls.
-
-        graphs: the number of compiled steps, whose size torch does not report. draft_bytes: the weights of the last
-        `assistant_model`, which stays referenced.
-        """
+        """graphs: compiled steps that are kept between calls. draft_bytes: the weights of the last assistant_model."""
         draft = self._draft
         return {
             "graphs": self._runner.graphs,
@@ -102,7 +97,7 @@ class Generator:
         Later calls and running streams compile and load again what they need: no text changes.
         """
         self._draft = None
-        self._runner.drop_graphs()
+        self._runner.discard_graphs()
         empty_allocators()
 
     def _start(self, call: Call, streams: bool) -> Driver:
@@ -141,15 +136,23 @@ class Generator:
                 message = f"memory was out in the encoder, before the first token ({error})"
                 raise OutOfMemoryError(message, nothing) from error.__cause__
             cache, known = self._cache_for(choice, request, budget)
-        columns, inputs = _columns_of(request)
+        read, mask = request.read
+        model_kwargs = dict(read.model_kwargs)
+        columns = Columns(mask, request.columns, model_kwargs.pop("position_ids", None))
+        inputs = ModelInputs(request.prompt.embeds, model_kwargs, flags=request.output_flags)
         if not known and not call.trust_cache:
             check_content(self._runner, cache, request, columns, inputs, call.tokenizer)
         make_room = None if self.config.max_cache_bytes is None else budget.keep
-        hooks = RunHooks(stop.check, recovery.apply_next, make_room)
-        session = self._session(request, cache, columns, inputs, hooks)
+        prefix = CachedPrefix(request.before, request.prompt.columns_without_ids)
+        shares = self.config.compile == "off"  # a compiled step cannot read shared prefixes
+        options = SessionOptions(
+            request.chunk_tokens, shares, request.needs.verifies, stop.check, recovery.apply_next, make_room
+        )
+        session = ModelSession(self._runner, cache, columns, inputs, prefix, options)
         draft_session = None
         if draft is not None and draft_request is not None:
-            draft_session = draft.session(draft_request, RunHooks(stop.check, draft_recovery.apply_next))
+            options = SessionOptions(request.chunk_tokens, check=stop.check, recover=draft_recovery.apply_next)
+            draft_session = draft.session(draft_request, options)
         loop = DecodingLoop(
             request,
             session if request.guidance is None else GuidedSession(session, request.guidance),
@@ -173,26 +176,15 @@ class Generator:
         return replace(request, drafts=draft.drafts(request.strategy), translation=read.translation), read
 
     def _cache_for(self, choice: CacheChoice, request: Request, budget: Budget) -> tuple[EngineCache, bool]:
-        """The cache, checked with the request, and whether its content is certain to begin the prompt.
-
-        Also called before an encoder has read its source, to check what can be checked then.
-        """
+        """The cache, checked with the request as far as possible, and whether its content surely begins the prompt."""
         cache, known = choice.live, True
         if cache is None:
             cache = new_cache(self.model, choice, request, self.config, budget, self._runner.takes_cache)
         elif request.guidance is None:  # else it is empty
             known = check_continues(cache, request, self.model)
-            check_pads_ahead(self._runner, cache, request.mask)
+            check_padding_ahead(self._runner, cache, request.mask)
         check_together(self._runner, cache, request, self.config.compile)
         return cache, known
-
-    def _session(
-        self, request: Request, cache: EngineCache, columns: Columns, inputs: ModelInputs, hooks: RunHooks
-    ) -> ModelSession:
-        prefix = CachedPrefix(request.before, request.prompt.columns_without_ids)
-        shares_prefixes = self.config.compile == "off"  # a compiled step cannot read shared prefixes
-        options = SessionOptions(request.chunk_tokens, shares_prefixes, rolls_back=request.needs.verifies)
-        return ModelSession(self._runner, cache, columns, inputs, prefix, options, hooks)
 
     def _draft_of(self, model: Any) -> Draft | None:
         """The draft with this model, kept from the last call where it is the same."""
@@ -202,14 +194,6 @@ class Generator:
         if draft is None or draft.given is not model:
             draft = self._draft = Draft(model, self.config.linears)
         return draft
-
-
-def _columns_of(request: Request) -> tuple[Columns, ModelInputs]:
-    """The columns that the model reads, and its inputs besides ids, mask and positions."""
-    read, mask = request.read
-    model_kwargs = dict(read.model_kwargs)
-    columns = Columns(mask, request.columns, model_kwargs.pop("position_ids", None))
-    return columns, ModelInputs(request.prompt.embeds, model_kwargs, flags=request.output_flags)
 
 
 def _stream_buffer(request: Request, call: Call, streams: bool) -> StreamBuffer:

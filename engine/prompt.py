@@ -60,9 +60,9 @@ def read_prompt(
 ) -> Prompt:
     """Text, texts, chat messages, ids, or a mapping with `input_ids` or `inputs_embeds`, as a `Prompt`.
 
-    model_kwargs: model inputs given as keywords; they may hold `input_ids`, `inputs_embeds` and `attention_mask`
-    themselves. bos_id: the prompt when there is none. pad_left: where the pads of a ragged batch go. pad_id: what pads
-    ragged ids where there is no tokenizer; default 0. Raises `InputError`.
+    model_kwargs: model inputs given as keywords, also `input_ids`, `inputs_embeds` and `attention_mask`. bos_id: the
+    prompt when there is none. pad_left: whether ragged rows are padded on the left. pad_id: fills up ragged rows of ids
+    without a tokenizer; default 0. Raises `InputError`.
     """
     inputs, model_kwargs = merged(inputs, model_kwargs)
     model_kwargs = {name: value for name, value in model_kwargs.items() if value is not None or name not in _OPTIONAL}
@@ -214,7 +214,7 @@ def _rows(value: Any) -> list[list[Any]] | None:
 def _padded(
     rows: list[list[Any]], pad: int, pad_left: bool, what: str = "token ids are a rectangular array of integers"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows as long as the longest, [rows, columns], and which are no pads. what: what they are, in errors."""
+    """The rows as long as the longest, [rows, columns], and their mask. what: what they are, in errors."""
     for row, tokens in enumerate(rows):
         if not tokens:
             raise InputError(f"prompt {row} is empty: the model needs at least one token to begin with")

@@ -48,14 +48,14 @@ class Stream:
         self._pieces.close()
 
     def __repr__(self) -> str:
-        return f"Stream({self._model}, cache={self._driver.cache_name!r}, {self._new_tokens} new tokens shown)"
+        return f"Stream({self._model}, cache={self._driver.loop.cache_name!r}, {self._new_tokens} new tokens shown)"
 
     @property
     def given_up(self) -> bool:
         """Whether a second Ctrl-C came while the partial result was made: there is none."""
-        return self._driver.given_up
+        return self._driver.loop.given_up
 
     def result(self) -> Generation:
         """End the stream, if it has not ended: the generation. Raises `EngineError` where it is `given_up`."""
         self.close()
-        return self._driver.result()
+        return self._driver.loop.result()

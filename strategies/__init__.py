@@ -35,37 +35,11 @@ from strategies.registry import build, names, options, register
 from strategies.sampling import Sampling
 
 __all__ = [
-    "Assisted",
-    "Beam",
-    "Contrastive",
-    "Crop",
-    "DiverseBeam",
-    "Emit",
-    "Finish",
-    "Flow",
-    "Forward",
-    "Greedy",
-    "Hypothesis",
-    "Needs",
-    "NoCandidateError",
-    "Operation",
-    "Process",
-    "PromptLookup",
-    "Report",
-    "Rows",
-    "Sampling",
-    "SpeculationStats",
-    "Strategy",
-    "Task",
-    "Translation",
-    "build",
-    "names",
-    "one_token_per_step",
-    "options",
-    "read_prompt",
-    "register",
-    "repeat_rows_index",
-]
+    "Assisted", "Beam", "Contrastive", "Crop", "DiverseBeam", "Emit", "Finish", "Flow", "Forward", "Greedy",
+    "Hypothesis", "Needs", "NoCandidateError", "Operation", "Process", "PromptLookup", "Report", "Rows", "Sampling",
+    "SpeculationStats", "Strategy", "Task", "Translation", "build", "names", "one_token_per_step", "options",
+    "read_prompt", "register", "repeat_rows_index",
+]  # fmt: skip
 
 __getattr__ = old_names(
     "strategies",

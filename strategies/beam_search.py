@@ -1,7 +1,6 @@
-"""The bookkeeping of beam search: the beams that run, the texts that have ended, and when nothing can get better.
+"""The bookkeeping of beam search: running beams, ended texts, and when nothing can get better.
 
-All tensors begin with [prompts, beams]. The rules are those of transformers: of release 5 for beam search, of release 4
-for the groups of diverse beam search, which release 5 no longer has.
+All tensors begin with [prompts, beams]. The rules are transformers': release 5, for diverse groups release 4.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ class BeamState:
             self._look_ahead(self.running.scores[:, :1])
             over = ends.all()
         self._can_improve = self._can_improve & ~over  # or there is nothing to go on with
-        self.done = ~self._can_improve[:, 0] | self._stopped
+        self.done = ~self._can_improve[:, 0] | (self._is_text.all(dim=1) & (self._rules.early_stopping is True))
 
     def _choose(self, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = (log_probs + self.running.scores[..., None]).flatten(1)
@@ -150,16 +149,8 @@ class BeamState:
         self._can_improve = self._can_improve & (hoped > worst).any(dim=1, keepdim=True)
 
     @property
-    def _stopped(self) -> torch.Tensor:
-        """Which prompts have all their texts where that is enough, [prompts]."""
-        return self._is_text.all(dim=1) & (self._rules.early_stopping is True)
-
-    @property
     def over(self) -> bool:
-        """Whether no prompt goes on. Waits for the device.
-
-        Raises `NoCandidateError` where one that has no text yet cannot go on.
-        """
+        """Whether no prompt goes on; waits for the device. Raises `NoCandidateError` for one without a text."""
         lost = self._lost.tolist()
         if any(lost):
             raise NoCandidateError(
@@ -171,10 +162,7 @@ class BeamState:
 
 
 def show(searches: list[BeamState], returned: int, prompt: int) -> Report:
-    """How the best `returned` texts of every prompt stand, once the rows are those of the running beams.
-
-    prompt: its columns.
-    """
+    """The best `returned` texts of every prompt, for rows that are the running beams. prompt: its columns."""
     running, ended, done = zip(*((search.running, search.ended, search.done) for search in searches), strict=True)
     standing = BeamSnapshot(running, ended, done, returned, prompt)
     return Report(standing.final, standing.best)
@@ -206,7 +194,7 @@ class BeamSnapshot:
         return found
 
     def best(self) -> list[Hypothesis]:
-        """BeamState that run, the best first, then texts that have ended: those alone where the prompt is done."""
+        """The running beams, the best first, then texts that have ended: those alone where the prompt is done."""
         running = reduce(Hypotheses.joined_with, self.running)
         ended = reduce(Hypotheses.joined_with, self.ended).best(self.returned)
         may_win, beams, found = self._may_win().tolist(), running.scores.shape[1], []
@@ -217,7 +205,7 @@ class BeamSnapshot:
             ids, real = running.ids[prompt, :, self.prompt :].tolist(), running.are_chosen[prompt].tolist()
             order = sorted((beam for beam in range(beams) if may_win[prompt][beam]), key=lambda beam: -scores[beam])
             alive = [Hypothesis(ids[beam], False, prompt * beams + beam) for beam in order if real[beam]]
-            # BeamState that have ended only run on for want of others.
+            # Beams that have ended only go on for want of others.
             dead = [Hypothesis(ids[beam], False, prompt * beams + beam) for beam in order if not real[beam]]
             found += (alive + texts + dead)[: self.returned]
         return found

@@ -44,7 +44,7 @@ class Contrastive:
         logits, hidden = yield Forward(ids, hidden=True)
         k = min(self.top_k, logits.shape[-1])
         context = _directions(hidden)
-        visible = task.mask != 0  # pads are no context
+        visible = task.mask != 0  # padding is no context
         first_rows = torch.arange(len(ids), device=ids.device) * k
         while True:
             scores = task.process(ids, logits)

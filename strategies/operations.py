@@ -237,10 +237,7 @@ def needs_of(strategy: Strategy) -> Needs:
 
 
 def draw(probabilities: torch.Tensor, generator: torch.Generator | None, tokens: int = 1) -> torch.Tensor:
-    """Of every row [rows, vocabulary] so many different tokens, [rows, tokens]. generator: that of the task.
-
-    Rows of NaN get any tokens: the engine reports them, where torch would raise, or on a GPU stop the process.
-    """
+    """`tokens` different ones of each row [rows, vocabulary]. Rows of NaN get any; the engine reports those."""
     return torch.multinomial(probabilities.nan_to_num(1.0), tokens, generator=generator)
 
 
@@ -259,10 +256,7 @@ def read_prompt(task: Task, branches: int) -> Generator[Operation, Any, tuple[to
 
 
 def one_token_per_step(task: Task, choose: Callable[[torch.Tensor], torch.Tensor], branches: int = 1) -> Flow:
-    """The flow of every strategy that picks each row's next token from its scores alone.
-
-    choose: scores [rows, vocabulary] -> tokens [rows]. branches: texts per row of the prompt.
-    """
+    """The flow of strategies that choose tokens [rows] by scores [rows, vocabulary]. branches: texts per prompt."""
     ids, logits = yield from read_prompt(task, branches)
     while True:
         scores = task.process(ids, logits)

@@ -45,7 +45,7 @@ class PromptLookup:
 
     def flow(self, task: Task) -> Flow:
         mask = task.mask[:, task.mask.shape[1] - task.ids.shape[1] :]
-        pads = [row.count(0) for row in mask.tolist()]  # they are no words
+        padding = [row.count(0) for row in mask.tolist()]  # per row, on the left
 
         def propose(text: VerifiedText) -> Generator[Operation, Any, Proposal]:
             yield from ()
@@ -53,7 +53,7 @@ class PromptLookup:
             rows = []
             for row, (fixed, over) in enumerate(zip(text.counts.tolist(), text.over.tolist(), strict=True)):
                 known = ids[row, : columns + fixed]
-                found = known[:0] if over else self.look_up(known[pads[row] :])
+                found = known[:0] if over else self.look_up(known[padding[row] :])
                 rows.append(torch.cat([known[columns:], found]))
             k = max(0, min(text.room, max(map(len, rows))))
             drafted = torch.full((len(rows), k), task.pad_id)

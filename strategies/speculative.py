@@ -1,7 +1,6 @@
-"""What strategies share that propose several tokens at once and let the model verify them in one forward.
+"""What strategies share that propose several tokens and let the model verify them in one forward.
 
-Rows are emitted together, as many columns as the row that got least. What another row has got beyond them is certain
-all the same: it is kept, and stands at the beginning of what is proposed next.
+Rows are emitted together, up to the shortest; verified tokens beyond that are proposed again first.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class VerifiedText:
         self.fixed = task.ids[:, :0]
         self.counts = torch.zeros(rows, dtype=torch.long, device=task.ids.device)
         self._eos = torch.tensor(sorted(task.eos_ids), dtype=torch.long, device=task.ids.device)
-        self._choose = partial(_draw, task.generator) if samples else _take_best
+        self._samples = samples
 
     @property
     def room(self) -> int:
@@ -50,16 +49,13 @@ class VerifiedText:
         return int(self.counts.max())
 
     def known(self, column: int, otherwise: torch.Tensor) -> torch.Tensor:
-        """The tokens [rows] `column` columns after the text: fixed ones, pads after the end, else `otherwise`."""
+        """The tokens [rows] `column` columns after the text: fixed ones, the pad id after the end, else `otherwise`."""
         if column < self.fixed.shape[1]:
             otherwise = self.fixed[:, column].where(column < self.counts, otherwise)
         return otherwise.masked_fill(self.over, self.task.pad_id)
 
     def verify(self, proposal: Proposal, logits: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The tokens [rows, n] to be emitted, n > 0, and the scores of their columns.
-
-        logits [rows, k + 1, vocabulary]: before each of the proposed tokens and after the last one.
-        """
+        """The tokens [rows, n] to emit, n > 0, and their scores. logits: [rows, k + 1, vocabulary]."""
         task, drafted = self.task, proposal.tokens
         k, read = drafted.shape[1], torch.cat([self.ids, drafted], dim=1)
         goes_on, over = torch.ones_like(self.over), self.over  # those whose tokens so far are what was fed; ended
@@ -87,6 +83,24 @@ class VerifiedText:
         self.counts = certain
         return self.fixed[:, :columns], tuple(scores[:columns])
 
+    def _choose(
+        self, scores: torch.Tensor, proposed: torch.Tensor | None, q: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens [rows] that are chosen by `scores`, and whether they are those `proposed`.
+
+        q [rows, vocabulary]: what the proposed ones were drawn from. Then they are accepted as often as possible
+        without changing the distribution of the scores (arXiv 2211.17192).
+        """
+        p, generator = scores.softmax(dim=-1) if self._samples else scores, self.task.generator
+        if q is None or proposed is None:
+            chosen = draw(p, generator)[:, 0] if self._samples else p.argmax(dim=-1)
+            return chosen, torch.zeros_like(self.over) if proposed is None else chosen == proposed
+        ratio = (p.gather(1, proposed[:, None]) / q.gather(1, proposed[:, None]))[:, 0]
+        accepted = torch.rand(ratio.shape, generator=generator, dtype=ratio.dtype, device=ratio.device) < ratio
+        rest = (p - q).clamp(min=0)
+        rest = rest.where(rest.sum(dim=-1, keepdim=True) > 0, p)  # equal but for rounding: nothing is left to draw from
+        return proposed.where(accepted, draw(rest, generator)[:, 0]), accepted
+
     def _count(self, k: int, accepted: torch.Tensor) -> None:
         drafts, new = self.task.drafts, (k - self.counts).clamp(min=0).masked_fill(self.over, 0)
         drafts.verifications += 1
@@ -97,18 +111,14 @@ class VerifiedText:
         """`emitted` was emitted, and the driver answered `ids`."""
         columns = emitted.shape[1]
         new = ids[:, -columns:]
-        # Where it put pads, the row had ended in a way that only the driver sees.
+        # Where it put the pad id, the row had ended in a way that only the driver sees.
         self.over = self.over | torch.isin(new, self._eos).any(dim=1) | (new != emitted).any(dim=1)
         self.ids, self.fixed = ids, self.fixed[:, columns:]
         self.counts = (self.counts - columns).clamp(min=0).masked_fill(self.over, 0)
 
 
 def score_copies(proposed: int, samples: bool) -> int:
-    """See `Needs.score_copies`: there are logits after `proposed` tokens and one more, each of them twice.
-
-    All are there when the last token is chosen. A draw takes four more, and processors two on their way to the last
-    scores; one more than this is counted where there are processors.
-    """
+    """See `Needs.score_copies`: logits after `proposed` tokens and one more, each twice, and the last scores."""
     return 2 * (proposed + 1) + (3 if samples else 1)
 
 
@@ -129,32 +139,3 @@ def speculative_loop(task: Task, samples: bool, propose: Propose) -> Flow:
         del logits, scores  # the next forward makes others
         proposal = yield from propose(text)
         logits = yield Forward(torch.cat([text.ids[:, -1:], proposal.tokens], dim=1), all_logits=True)
-
-
-def _take_best(
-    scores: torch.Tensor, proposed: torch.Tensor | None, q: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens [rows] that are chosen, and whether they are those `proposed`."""
-    return _compared(scores.argmax(dim=-1), proposed)
-
-
-def _draw(
-    generator: torch.Generator | None, scores: torch.Tensor, proposed: torch.Tensor | None, q: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for sampling: whatever was proposed, tokens come from the distribution of the scores.
-
-    q [rows, vocabulary]: what the proposed ones were drawn from. Then they are accepted as often as can be without
-    changing that distribution (arXiv 2211.17192).
-    """
-    p = scores.softmax(dim=-1)
-    if q is None or proposed is None:
-        return _compared(draw(p, generator)[:, 0], proposed)
-    ratio = (p.gather(1, proposed[:, None]) / q.gather(1, proposed[:, None]))[:, 0]
-    accepted = torch.rand(ratio.shape, generator=generator, dtype=ratio.dtype, device=ratio.device) < ratio
-    rest = (p - q).clamp(min=0)
-    rest = rest.where(rest.sum(dim=-1, keepdim=True) > 0, p)  # equal but for rounding: nothing is left to draw from
-    return proposed.where(accepted, draw(rest, generator)[:, 0]), accepted
-
-
-def _compared(chosen: torch.Tensor, proposed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    return chosen, torch.zeros_like(chosen, dtype=torch.bool) if proposed is None else chosen == proposed

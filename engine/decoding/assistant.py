@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel
 import caches
 from caches import EngineCache
 from engine.decoding.fed_ids import CachedPrefix
-from engine.decoding.model_session import ModelSession, RunHooks, SessionOptions
+from engine.decoding.model_session import ModelSession, SessionOptions
 from engine.errors import InputError, OptionError
 from engine.model.loading import unwrapped
 from engine.model.masks import Columns
@@ -22,10 +23,7 @@ from strategies.operations import needs_of
 
 
 class Draft:
-    """A model that proposes tokens to another. A `Generator` keeps it from call to call.
-
-    given: the model of the call, which may be in a wrapper.
-    """
+    """A model that proposes tokens. A `Generator` keeps the last one. given: that model, maybe in a wrapper."""
 
     def __init__(self, model: PreTrainedModel, linears: str):
         if isinstance(model, (str, Path)):
@@ -52,7 +50,7 @@ class Draft:
             self._learned = strategy, found
         return found
 
-    def session(self, request: DraftRequest, hooks: RunHooks) -> ModelSession:
+    def session(self, request: DraftRequest, options: SessionOptions) -> ModelSession:
         """A session of its own for one run, with an empty cache."""
         prefix = request.prefix_ids
         return ModelSession(
@@ -61,14 +59,11 @@ class Draft:
             Columns(request.mask, request.total),
             ModelInputs(model_kwargs=request.model_kwargs),
             CachedPrefix(columns_without_ids=0 if prefix is None else prefix.shape[1], ids=prefix),
-            SessionOptions(request.chunk_tokens),
-            hooks,
+            options,
         )
 
     def _new_cache(self) -> EngineCache:
-        if not self._runner.takes_cache:
-            return caches.build("none", self.model.config)
-        try:
-            return caches.build("dynamic", self.model.config)
-        except caches.UnsupportedLayerError:
-            return caches.build("none", self.model.config)
+        with suppress(caches.UnsupportedLayerError):
+            if self._runner.takes_cache:
+                return caches.build("dynamic", self.model.config)
+        return caches.build("none", self.model.config)

@@ -34,10 +34,7 @@ class Cancellation:
 
     @contextmanager
     def noting_keys(self) -> Iterator[None]:
-        """Only note the first Ctrl-C, so that the step is finished; the second one raises wherever it comes.
-
-        A handler of the user's own stays in charge. Signals reach the main thread only.
-        """
+        """Only note the first Ctrl-C; the second one raises. A handler of the user's own stays in charge."""
         in_main = threading.current_thread() is threading.main_thread()
         if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             yield

@@ -23,19 +23,14 @@ class _Outputs:
 
 
 class CollectedOutputs:
-    """hidden: whether the last hidden states of all columns are wanted. tokens: logits are wanted after so many of the
-    last tokens; those of 1 are in the outputs of the last forward.
-    """
+    """hidden: collect the last hidden states of all columns. tokens: collect the logits after so many last tokens."""
 
     def __init__(self, hidden: bool, tokens: int):
         self.hidden, self.tokens = hidden, tokens
         self._outputs: list[_Outputs] = []
 
     def of(self, rows: slice) -> Callable[[ModelOutput, int], None] | None:
-        """A function that takes the outputs of a forward of these rows, and the column it ends before.
-
-        None where the outputs of the last forward are enough.
-        """
+        """A function that takes outputs and the column they end before; None where the last ones are enough."""
         if self.tokens == 1 and not self.hidden:
             return None
 
@@ -47,7 +42,7 @@ class CollectedOutputs:
         return collect
 
     def discard(self, rows: slice, total_tokens: int) -> None:
-        """Drop what forwards of these rows returned for columns behind `total_tokens`: they were rolled back."""
+        """Discard what forwards of these rows returned for columns behind `total_tokens`: they were rolled back."""
         within = [given for given in self._outputs if rows.start <= given.first and given.last <= rows.stop]
         self._outputs = [given for given in self._outputs if given not in within or given.end <= total_tokens]
 
@@ -65,13 +60,13 @@ class CollectedOutputs:
 
 def _last_logits(logits: list[torch.Tensor], tokens: int) -> torch.Tensor:
     """The logits after the last `tokens` tokens, from those of consecutive forwards."""
-    whole = torch.cat(logits, dim=1) if len(logits) > 1 else logits[0]
-    if whole.shape[1] < tokens:
+    joined = torch.cat(logits, dim=1) if len(logits) > 1 else logits[0]
+    if joined.shape[1] < tokens:
         raise EngineError(
-            f"the model returns logits after {whole.shape[1]} of the last {tokens} tokens, and a strategy that "
+            f"the model returns logits after {joined.shape[1]} of the last {tokens} tokens, and a strategy that "
             "proposes tokens needs all of them: use another strategy"
         )
-    return whole[:, -tokens:]
+    return joined[:, -tokens:]
 
 
 def _last_hidden(outputs: ModelOutput) -> torch.Tensor:

@@ -1,7 +1,4 @@
-"""`Driver`: a run from its first step to its end, piece by piece.
-
-However the run stops, the cache is consistent, the streamer has ended, and the generated tokens are in a result.
-"""
+"""`Driver`: runs a strategy piece by piece; however it stops, the cache is consistent and the result has all tokens."""
 
 from __future__ import annotations
 
@@ -32,13 +29,13 @@ _Result = TypeVar("_Result")
 
 
 class Driver:
-    """Runs a `DecodingLoop`. cancellation: the one that its session checks."""
+    """Runs `loop`. cancellation: the one that its session checks."""
 
     def __init__(self, loop: DecodingLoop, cancellation: Cancellation):
-        self._loop, self._cancellation = loop, cancellation
+        self.loop, self._cancellation = loop, cancellation
 
     def pieces(self) -> Generator[StreamChunk, None, None]:
-        run = self._loop
+        run = self.loop
         flow = self._begun()
         failure: Exception | KeyboardInterrupt | None = None
         try:
@@ -76,47 +73,35 @@ class Driver:
             for _ in self.pieces():
                 pass
         self._cancellation.pass_on()
-        return self._loop.result()
-
-    @property
-    def given_up(self) -> bool:
-        return self._loop.given_up
-
-    @property
-    def cache_name(self) -> str:
-        return self._loop.cache_name
-
-    def result(self) -> Generation:
-        """What was generated. Ends the run."""
-        return self._loop.result()
+        return self.loop.result()
 
     def _begun(self) -> Flow:
         """The strategy's flow. Its errors, and a flow that is no generator, are raised before any work."""
         try:
-            flow = self._loop.begin()
+            flow = self.loop.begin()
             if not all(callable(getattr(flow, name, None)) for name in ("send", "close")):
                 raise OptionError(
                     f"the strategy's flow() returned {flow!r:.80}, where a generator of operations belongs: write it "
                     "with `yield`, or return the flow of another strategy"
                 )
         except BaseException:
-            _without_grad(self._loop.close)
+            _without_grad(self.loop.close)
             raise
         return flow
 
     def _steps(self, flow: Flow) -> Generator[StreamChunk, None, None]:
         """Perform the operations of the flow until all rows have ended."""
         with self._cancellation.noting_keys():
-            self._loop.stream_buffer.begin()
+            self.loop.stream_buffer.begin()
         answer: Any = None
-        while not self._loop.done:
+        while not self.loop.done:
             with self._cancellation.noting_keys():
                 step = _without_grad(partial(self._step, flow, answer))
                 if step is None:
                     break
                 answer, pieces = step
             yield from self._shown(pieces)
-        yield from self._shown(self._loop.read_all())
+        yield from self._shown(self.loop.read_all())
 
     def _step(self, flow: Flow, answer: Any) -> tuple[Any, list[StreamChunk]] | None:
         """One operation of the flow; None at its end."""
@@ -124,7 +109,7 @@ class Driver:
             operation = flow.send(answer)
         except StopIteration:
             return None
-        return self._loop.perform(operation)
+        return self.loop.perform(operation)
 
     def _shown(self, pieces: list[StreamChunk]) -> Generator[StreamChunk, None, None]:
         for piece in pieces:
@@ -132,22 +117,22 @@ class Driver:
             try:
                 yield piece
             finally:
-                self._loop.clock.away_s += time.perf_counter() - left_s
+                self.loop.clock.away_s += time.perf_counter() - left_s
 
     def _broken_off(self, failure: Exception | KeyboardInterrupt) -> list[StreamChunk]:
         try:
-            return _without_grad(self._loop.break_off)
+            return _without_grad(self.loop.break_off)
         except Exception:
             if not isinstance(failure, KeyboardInterrupt) or isinstance(failure, UserInterrupt):
                 raise
-            self._loop.give_up()  # a second Ctrl-C raises anywhere, also while rows change places
+            self.loop.give_up()  # a second Ctrl-C raises anywhere, also while rows change places
             return []
 
     def _raise(self, failure: Exception | KeyboardInterrupt) -> None:
         """Raise the failure, with the partial result."""
-        if self._loop.given_up:
+        if self.loop.given_up:
             raise failure
-        result = self._loop.result()
+        result = self.loop.result()
         if isinstance(failure, KeyboardInterrupt):
             failure.partial = result  # type: ignore[attr-defined]
             try:

@@ -14,10 +14,9 @@ from engine.model.masks import Columns
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """The first columns of a run that are not fed as ids.
+    """The first columns of a run. columns: those in the cache that the prompt does not repeat.
 
-    columns: those that the cache holds and the prompt does not repeat. columns_without_ids: those that come next as
-    embeddings, or as `ids` [rows, columns_without_ids] that the flow does not feed; None where the ids are unknown.
+    columns_without_ids: those fed next as embeddings, or as `ids` [rows, columns_without_ids] that no flow feeds.
     """
 
     columns: int = 0
@@ -26,10 +25,7 @@ class CachedPrefix:
 
 
 class FedIds:
-    """ids: [rows, columns], those after the cached columns of `prefix`; written in place, so that no step copies them.
-
-    count: columns fed in this run, those without ids included.
-    """
+    """ids: [rows, columns] after the cached columns, written in place. count: columns fed, with or without ids."""
 
     def __init__(self, columns: Columns, prefix: CachedPrefix):
         self.count, self._prefix = 0, prefix
@@ -50,7 +46,7 @@ class FedIds:
         return widened(self.ids, room_for(columns, self._most, self.ids.shape[1]))
 
     def agreed(self, log: TokenLog) -> int:
-        """How many of the columns fed are those of `log`, whose pads may be any token."""
+        """How many of the columns fed are those of `log`, where padding agrees with any token."""
         without_ids = self._prefix.columns_without_ids
         known = self.ids[:, without_ids : self.count]
         columns = min(known.shape[1], log.ids.shape[1])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 
 import torch
-from transformers import PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.utils import ModelOutput
 
@@ -20,7 +18,6 @@ from engine.model.masks import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ForwardOptions, ModelRunner
 from engine.model.rope_frequencies import Frequencies
-from engine.request.encoder import largest_matrix_bytes
 from engine.rows import join_rows
 
 _SMALLEST_CHUNK = 8  # tokens of a prompt
@@ -43,20 +40,15 @@ class ForwardExecutor:
         chunk_tokens: int | None = None,
         check: Callable[[], None] | None = None,
     ):
-        self.cache, self.columns, self.routed = cache, columns, runner.linears != TORCH
+        self.model, self.cache, self.columns, self.routed = runner.model, cache, columns, runner.linears != TORCH
         self._runner, self._before, self._check = runner, before, check
-        self.inputs = inputs.extended(runner.model, columns.room)
+        self.inputs = inputs.extended(self.model, columns.room)
         self._chunk_tokens = self._given_chunk_tokens = chunk_tokens
         # Per row, the row of the prompt that it goes on from: rows of one prompt share its inputs.
         self._origins = torch.arange(columns.rows)
         self._compiled = True
         self._frequencies = Frequencies(runner.model, runner.dynamic_ropes)
         self._quantized_to_save_memory = False
-
-    @property
-    def reader(self) -> weakref.ref[PreTrainedModel]:
-        """The model that is fed."""
-        return weakref.ref(self._runner.model)
 
     @property
     def linears(self) -> str:
@@ -66,10 +58,7 @@ class ForwardExecutor:
     def run(
         self, ids: torch.Tensor, prefill: bool, collected: CollectedOutputs
     ) -> tuple[ModelOutput, torch.Tensor | None]:
-        """Feed the tokens of `ids` [rows, tokens] that the cache does not hold.
-
-        Returns the last outputs, and the hidden states of all of these tokens where `collected` has them.
-        """
+        """Feed the tokens of `ids` [rows, tokens] that are not cached: the last outputs, and all hidden states."""
         self._reserve(self._before + ids.shape[1])
         try:
             fed = [(rows, self._feed(ids[rows], rows, cache, prefill, collected)) for rows, cache in self.parts]
@@ -88,7 +77,7 @@ class ForwardExecutor:
         """Make room for `columns` columns of mask, positions and growing inputs."""
         self.columns.reserve(columns)
         if self.inputs.axes and not self.inputs.has_room_for(columns):
-            self.inputs = self.inputs.extended(self._runner.model, self.columns.room)
+            self.inputs = self.inputs.extended(self.model, self.columns.room)
 
     def _feed(
         self, ids: torch.Tensor, rows: slice, cache: EngineCache, prefill: bool, collected: CollectedOutputs
@@ -125,10 +114,7 @@ class ForwardExecutor:
         return self.columns.of_rows(index), self.inputs.of_rows(rows, count)
 
     def row_selection(self, index: torch.Tensor) -> Callable[[], None] | None:
-        """A function that makes row i row `index[i]`, an index on the CPU, in all but the cache, and cannot fail.
-
-        None where all rows keep their prompt.
-        """
+        """A function that makes row i row `index[i]` outside the cache and cannot fail; None if prompts stay."""
         origins = self._origins[index]
         if torch.equal(origins, self._origins):
             return None
@@ -142,15 +128,10 @@ class ForwardExecutor:
 
     # Fallbacks that save memory.
 
-    @property
-    def largest_matrix_bytes(self) -> int:
-        """Of the model's weights: a library may need about as much at once to rearrange one."""
-        return largest_matrix_bytes(self._runner.model)
-
     def release(self) -> None:
         """Go on without compiled graphs and free the scratch memory; a step allocates what it needs of it again."""
         self._compiled = False
-        self._runner.drop_graphs()
+        self._runner.discard_graphs()
         for _, cache in self.parts:
             if can_migrate(cache):
                 for part in cache.parts:
@@ -171,25 +152,18 @@ class ForwardExecutor:
         return bool(set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) & set(self.inputs.model_kwargs))
 
     def offload(self, quantized: bool = False) -> str | None:
-        """Move the cache off the device, to the host or, from a CPU, to disk: its new name and place.
-
-        None where it is there already.
-        """
+        """Move the cache to the host or, from a CPU, to disk. Returns a description; None where it is there already."""
         residency = "disk" if self.columns.device.type == "cpu" else "host"
         changes = 0
         for number, (_, cache) in enumerate(self.parts):
             moved = _offloaded(cache, residency, quantized)
-            if moved is None:
-                continue
-            changes += 1
-            if isinstance(self.cache, SplitCache):  # at once: the part that it replaces is empty
-                self.cache.replace(number, moved)
-            else:
-                self.cache = moved
+            if moved is not None:
+                self._replace(number, moved)  # at once: the part that it replaces is empty
+                changes += 1
         self._quantized_to_save_memory |= quantized and changes > 0
         self._chunk_tokens = self._given_chunk_tokens  # the cache may have been the part without room, not the forward
         place = "on disk" if residency == "disk" else "in host memory"
-        return f"{self.cache.name} {place}" if changes else None
+        return f"the cache goes on as {self.cache.name} {place}" if changes else None
 
     def impose_window(self, window_length: int) -> None:
         """Go on with the last `window_length` tokens of the cache alone."""
@@ -198,15 +172,15 @@ class ForwardExecutor:
             if not can_migrate(cache):
                 raise StepError(f"a window cannot be imposed on a {cache.name} cache")
             slid.append(apply_window(cache, window_length))
-        self._take_parts(slid)
+        for number, part in enumerate(slid):
+            self._replace(number, part)
 
-    def _take_parts(self, caches: list[EngineCache]) -> None:
-        """These caches replace those of the parts."""
-        if not isinstance(self.cache, SplitCache):
-            [self.cache] = caches
-            return
-        for number, cache in enumerate(caches):
+    def _replace(self, number: int, cache: EngineCache) -> None:
+        """`cache` replaces that of the part of this number."""
+        if isinstance(self.cache, SplitCache):
             self.cache.replace(number, cache)
+        else:
+            self.cache = cache
 
     def split(self) -> int | None:
         """Compute the rows in smaller groups from here on: how many there are. None where none can be smaller."""

@@ -12,6 +12,7 @@ from transformers.utils import ModelOutput
 from caches import EngineCache, TokenLog
 from caches.out_of_memory import is_out_of_memory
 from caches.torch_api import tree_map
+from engine.decoding.forward_executor import ForwardExecutor
 from engine.decoding.model_session import ModelSession
 from engine.request.guidance import Guidance
 
@@ -30,8 +31,8 @@ class GuidedSession:
         return self._session.cache
 
     @property
-    def linears(self) -> str:
-        return self._session.linears
+    def executor(self) -> ForwardExecutor:
+        return self._session.executor
 
     @property
     def fed(self) -> int:

@@ -1,7 +1,6 @@
 """Whether tokens can be chosen by the scores of a run: of its model, of its draft, and as the processors left them.
 
-`argmax` takes NaN for the highest value, and token 0 where all scores are -inf: a text would go on with nonsense and
-without an error. The check costs one reduction, whose result the host reads together with the tokens.
+`argmax` takes NaN for the highest value, and token 0 where all scores are -inf. The check costs one reduction.
 """
 
 from __future__ import annotations
@@ -42,11 +41,7 @@ class _Values:
 
 
 class LogitsCheck:
-    """Its methods raise `NoCandidateError` with what was found, for which tokens of which rows.
-
-    session: the model's; it goes back to where it was before a forward that failed the check. running: which rows have
-    not ended; the others may get anything.
-    """
+    """Its methods raise `NoCandidateError`, and roll `session` back. running: which rows have not ended."""
 
     def __init__(self, request: Request, tokens: Tokens, session: ModelSession | GuidedSession):
         self._processing, self._tokens, self._session = request.processing, tokens, session
@@ -57,7 +52,7 @@ class LogitsCheck:
         self._logits: list[_Values] = []
         self._scores: list[_Values] = []
 
-    def look(self, logits: torch.Tensor, dtype: torch.dtype, fed: int | None, running: Sequence[bool]) -> None:
+    def record(self, logits: torch.Tensor, dtype: torch.dtype, fed: int | None, running: Sequence[bool]) -> None:
         """Check what a forward returned: see `_Values`. Where tokens are read late, it is checked with them."""
         self._forwards += 1
         if self._processing.repairs:
@@ -137,7 +132,7 @@ class LogitsCheck:
         return f"the model returned {found}, by which no token can be chosen; {computed}"
 
     def _found(self, one: _Values, rows: list[int], of: int) -> str:
-        """What is wrong, with numbers, for which tokens of which of `of` rows; of which prompts where these differ."""
+        """What is wrong, with counts, for which tokens of which of `of` rows; of which prompts where these differ."""
         values, last = one.values[rows], one.number + one.values.shape[1] - 1
         counts = {"NaN": int(values.isnan().sum()), "+inf": int(values.isposinf().sum())}
         wrong = " and ".join(f"{count} {name}" for name, count in counts.items() if count)
@@ -148,5 +143,5 @@ class LogitsCheck:
         return f"{wrong} scores for new {which} of {_named('row', rows)}{whose}"
 
 
-def _named(kind: str, numbers: list[int]) -> str:
-    return f"{kind}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+def _named(kind: str, indices: list[int]) -> str:
+    return f"{kind}{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}"

@@ -1,7 +1,4 @@
-"""`DecodingLoop`: performs the operations of a strategy's flow, and owns the tokens and the records of the run.
-
-The model is behind a `ModelSession`; what is shown while the run goes on is in a `StreamBuffer`.
-"""
+"""`DecodingLoop`: performs the operations of a strategy's flow, and owns the tokens and the records of the run."""
 
 from __future__ import annotations
 
@@ -37,10 +34,9 @@ _logger = logging.getLogger("engine")
 
 
 class DecodingLoop:
-    """One run. session: of the model. draft: of the model that proposes tokens, where the strategy needs one.
+    """One run. session: of the model. draft: of the model that proposes tokens, if there is one. clock: of the call.
 
-    tokenizer: None when no text is wanted. legacy: whether the result gives its cache as tuples. clock: begins with the
-    call. fallbacks: the list that the sessions add to when memory is out.
+    tokenizer: None when no text is wanted. legacy: return the cache as tuples. fallbacks: those applied so far.
     """
 
     def __init__(
@@ -96,10 +92,7 @@ class DecodingLoop:
         return [reason is None for reason in self._stopping.reasons]
 
     def break_off(self) -> list[StreamChunk]:
-        """Make a result of a run that stops before its end: the pieces that were not shown.
-
-        A flow that gives its texts at its end gives the best so far; else candidate rows become those they came from.
-        """
+        """Prepare the result of a run that stops early: the pieces that were not shown."""
         try:
             self._read_unread()
         except Exception:  # what raised before may raise again, and is reported already
@@ -183,7 +176,7 @@ class DecodingLoop:
         outputs, states = session.forward(forward.tokens, forward.hidden, forward.all_logits)
         self._peak.record()
         logits = session.attempt(lambda: outputs.logits[:, -tokens:].to(self._device, torch.float32, copy=True))
-        self._logits_check.look(logits, outputs.logits.dtype, fed, self._running)
+        self._logits_check.record(logits, outputs.logits.dtype, fed, self._running)
         if forward.model == "main":
             own = outputs.get("unguided_logits", outputs.logits)
             self._records.add_forward(outputs, own[:, -tokens:])
@@ -242,8 +235,8 @@ class DecodingLoop:
     def _take(self, texts: list[Hypothesis]) -> None:
         """Write these texts, one for each row, after the prompt: the run ends with them."""
         lengths = [len(text.tokens) for text in texts]
-        pads = [[self._request.pad_id] * (max(lengths) - length) for length in lengths]
-        tokens = [text.tokens + after for text, after in zip(texts, pads, strict=True)]
+        padding = [[self._request.pad_id] * (max(lengths) - length) for length in lengths]
+        tokens = [text.tokens + after for text, after in zip(texts, padding, strict=True)]
         self._tokens.write_rows(torch.tensor(tokens, dtype=torch.long, device=self._device), lengths)
         self._best = None
         self._new_tokens = sum(lengths)
@@ -362,13 +355,10 @@ class DecodingLoop:
     def _text(self) -> list[str] | None:
         if self._tokenizer is None:
             return None
-        texts = self.stream_buffer.flushed()
+        texts, decode = self.stream_buffer.flushed(), self._tokenizer.decode
         if texts is not None:
             return texts
-        return [
-            self._tokenizer.decode(row, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            for row in self._tokens.new()
-        ]
+        return [decode(row, skip_special_tokens=True, clean_up_tokenization_spaces=False) for row in self._tokens.new()]
 
     def _stats(self) -> Stats:
         drafts = self._request.drafts
@@ -384,7 +374,7 @@ class DecodingLoop:
             accepted_tokens=drafts.accepted if drafts.verifications else None,
             verifications=drafts.verifications or None,
             fallbacks=tuple(self._fallbacks),
-            linears=self._session.linears,
+            linears=self._session.executor.linears,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner
 from engine.out_of_memory import without_frames
 from engine.prompt import ENCODED
-from engine.request.encoder import source_of
+from engine.request.encoder import largest_matrix_bytes, source_of
 from strategies import repeat_rows_index
 
 T = TypeVar("T")
@@ -36,21 +37,15 @@ _logger = logging.getLogger("engine")
 class SessionOptions:
     """chunk_tokens: see `ForwardOptions`. shares_prefixes: whether rows that come from one row share it in the cache,
     which compiled steps cannot read. rolls_back: whether the flow rolls back tokens.
+
+    check: called before every forward; it raises to stop the run. recover: called with the session and the error,
+    without its frames, when memory is out; it makes room or raises, and the session repeats the step. make_room: called
+    with the session and the number of tokens that are about to be fed.
     """
 
     chunk_tokens: int | None = None
     shares_prefixes: bool = False
     rolls_back: bool = False
-
-
-@dataclass(frozen=True)
-class RunHooks:
-    """check: called before every forward; it raises to stop the run.
-
-    recover: called with the session and the error, without its frames, when memory is out; it makes room or raises, and
-    the session repeats the step. make_room: called with the session and the number of tokens that are about to be fed.
-    """
-
     check: Callable[[], None] | None = None
     recover: Callable[[ModelSession, BaseException], None] | None = None
     make_room: Callable[[ModelSession, int], None] | None = None
@@ -67,11 +62,10 @@ class ModelSession:
         inputs: ModelInputs,
         prefix: CachedPrefix,
         options: SessionOptions,
-        hooks: RunHooks,
     ):
         before = prefix.columns
-        self.executor = ForwardExecutor(runner, cache, columns, inputs, before, options.chunk_tokens, hooks.check)
-        self._prefix, self._options, self._hooks = prefix, options, hooks
+        self.executor = ForwardExecutor(runner, cache, columns, inputs, before, options.chunk_tokens, options.check)
+        self._prefix, self._options = prefix, options
         self._ids = FedIds(columns, prefix)
         self._log_before, self._total_before = cache.log, cache.total_tokens
         self._step_open = self._prefilled = False
@@ -84,11 +78,6 @@ class ModelSession:
     @property
     def cache(self) -> EngineCache:
         return self.executor.cache
-
-    @property
-    def linears(self) -> str:
-        """See `Stats`."""
-        return self.executor.linears
 
     @property
     def fed(self) -> int:
@@ -128,8 +117,8 @@ class ModelSession:
             while True:
                 try:
                     self.cache.finish()
-                    if self._hooks.make_room is not None:
-                        self._hooks.make_room(self, self.waiting)
+                    if self._options.make_room is not None:
+                        self._options.make_room(self, self.waiting)
                     return self.executor.run(self._ids.ids[:, :end], prefill, collected)
                 except BaseException as error:
                     changes_route = self._can_change_route(error)
@@ -137,7 +126,7 @@ class ModelSession:
                     if failure is None and not changes_route:
                         raise
                 # Outside of `except`: the error refers to all tensors of the step.
-                if self._has_lost_the_cache:
+                if capabilities(self.cache).is_lost:
                     self.cache.reset()
                     prefill = True
                 if failure is None:
@@ -166,10 +155,7 @@ class ModelSession:
     # When memory is out.
 
     def attempt(self, work: Callable[[], T], repeats: Callable[[], bool] = lambda: True) -> T:
-        """`work()`, a computation between two forwards; once more after every fallback when memory is out in it.
-
-        repeats: whether the work can be repeated after it has failed. Raises `Exhausted`.
-        """
+        """`work()`, repeated after each fallback when memory is out. repeats: whether it can be. Raises `Exhausted`."""
         while True:
             try:
                 return work()
@@ -194,29 +180,23 @@ class ModelSession:
             self._ids.count, self._step_open = fed, True
 
     def _can_change_route(self, error: BaseException) -> bool:
-        """Whether the step can be repeated with torch's own linear layers.
-
-        oneDNN rearranges whole matrices in memory of its own, and its errors do not say whether that was the reason.
-        """
+        """Whether to repeat the step with torch's linear layers: oneDNN's errors do not tell whether memory was out."""
         return self._can_recover and self.executor.routed and is_of_onednn(error)
 
     def _out_of_memory(self, error: BaseException) -> BaseException | None:
         """The error without its frames, if the run can recover from it."""
-        is_one = self._can_recover and is_out_of_memory(error, self.executor.largest_matrix_bytes)
+        is_one = self._can_recover and is_out_of_memory(error, largest_matrix_bytes(self.executor.model))
         return without_frames(error) if is_one else None
 
     @property
     def _can_recover(self) -> bool:
         """Whether a step can be repeated: not without the cached columns, which were not given again."""
-        return self._hooks.recover is not None and not (self._has_lost_the_cache and self._prefix.columns > 0)
-
-    @property
-    def _has_lost_the_cache(self) -> bool:
-        return capabilities(self.cache).is_lost
+        is_lost = capabilities(self.cache).is_lost and self._prefix.columns > 0
+        return self._options.recover is not None and not is_lost
 
     def _recover(self, failure: BaseException) -> None:
-        assert self._hooks.recover is not None
-        self._hooks.recover(self, failure)
+        assert self._options.recover is not None
+        self._options.recover(self, failure)
 
     def commit(self, rejected: int = 0) -> None:
         """Commit the open step, if there is one, without its last `rejected` tokens."""
@@ -345,8 +325,16 @@ class ModelSession:
 
     def end(self) -> None:
         """Join the parts of a split cache, and stop keeping what has left a window."""
-        if isinstance(self.cache, SplitCache):
-            self._join(self.cache)
+        split = self.cache
+        if isinstance(split, SplitCache):
+            try:
+                self.executor.cache = split.joined()
+                self.cache.log = split.log
+            except Exception as error:
+                if not (isinstance(error, CacheError) or is_out_of_memory(error)):
+                    raise
+                _logger.warning("the result has no cache, because its parts could not be put together: %s", error)
+                split.give_up()
         if self._keeps_past is not None:
             self._keeps_past.keep_past(False)
 
@@ -377,23 +365,12 @@ class ModelSession:
             log.copied(),  # the ids are the result's, whose owner may write into them
             positions=self.executor.columns.own_positions(before + known),
             source=source_of(self.executor.inputs.model_kwargs),
-            reader=self.executor.reader,
+            reader=weakref.ref(self.executor.model),
         )
         if before == 0:
             self.cache.log = log
         elif self._log_before is not None:
             self.cache.log = self._log_before.first(before).then(log)
-
-    def _join(self, split: SplitCache) -> None:
-        """One cache again, or none where memory is out for that too."""
-        try:
-            self.executor.cache = split.joined()
-            self.cache.log = split.log
-        except Exception as error:
-            if not (isinstance(error, CacheError) or is_out_of_memory(error)):
-                raise
-            _logger.warning("the result has no cache, because its parts could not be put together: %s", error)
-            split.give_up()
 
     def discard_cache(self) -> None:
         """Empty the cache, where its content is not known or memory is out."""

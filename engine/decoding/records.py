@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import GenerationConfig
@@ -71,10 +70,7 @@ class Records:
         del self._values.get("logits", [])[tokens:]
 
     def row_selection(self, index: torch.Tensor, rows: int) -> Callable[[], None]:
-        """A function that makes row i row `index[i]`, an index on the CPU, and cannot fail. rows: how many there are.
-
-        Where rows become more, the last forward was for all of them; earlier records keep their rows.
-        """
+        """A function that makes row i row `index[i]` (on the CPU), and cannot fail. rows: how many there are."""
         selected, last = index.to(self._device), {}
         if len(index) > rows:
             for name, values in self._values.items():
@@ -92,19 +88,12 @@ class Records:
         return {name: tuple(values) for name, values in self._values.items()}
 
 
-@dataclass(frozen=True)
-class _Checkpoint:
-    """The state of a run after a column was written. random_state: None where the strategy does not draw."""
-
-    lengths: dict[str, int]
-    random_state: torch.Tensor | None
+_Checkpoint: TypeAlias = tuple[dict[str, int], torch.Tensor | None]
+"""The lengths of the records and the state of the random numbers; None where the strategy does not draw."""
 
 
 class Checkpoints:
-    """The states of a run after each column that is written and not read, for `records` and the random numbers.
-
-    draws: whether the strategy draws from `generator`, or where that is None from the global one of `device`.
-    """
+    """The states of a run after each unread column. draws: whether the strategy draws random numbers."""
 
     def __init__(self, records: Records, device: torch.device, generator: torch.Generator | None, draws: bool):
         self._records, self._device, self._generator, self._draws = records, device, generator, draws
@@ -113,7 +102,7 @@ class Checkpoints:
 
     def _now(self) -> _Checkpoint:
         state = random_state(self._device, self._generator) if self._draws else None
-        return _Checkpoint(self._records.lengths(), state)
+        return self._records.lengths(), state
 
     def add(self) -> None:
         """A column was written."""
@@ -126,10 +115,10 @@ class Checkpoints:
 
     def roll_back(self) -> None:
         """Return to the state after the column read last."""
-        written = self._unread[-1].random_state if self._unread else None
+        written = self._unread[-1][1] if self._unread else None
         self._unread.clear()
-        self._records.truncate(self._read.lengths)
-        before = self._read.random_state
+        lengths, before = self._read
+        self._records.truncate(lengths)
         # Not where other code has drawn since: it would get the same numbers again.
         now = random_state(self._device, self._generator)
         if before is not None and written is not None and torch.equal(now, written):

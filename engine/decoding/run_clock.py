@@ -6,10 +6,7 @@ import time
 
 
 class RunClock:
-    """All times in seconds. started: when the call began, of `time.perf_counter`.
-
-    away_s: how much of the time since then the consumer of a stream took.
-    """
+    """All times in seconds. started: of the call, by `time.perf_counter`. away_s: taken by a stream's consumer."""
 
     def __init__(self, started: float):
         self._started, self.away_s = started, 0.0

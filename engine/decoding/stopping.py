@@ -38,10 +38,7 @@ class Stopping:
         texts: Sequence[RowText] | None,
         read_by_criteria: Callable[[], tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]],
     ) -> None:
-        """Look at the last of `columns` columns: `tokens` are its ids on the host.
-
-        read_by_criteria: the ids [rows, columns] and the scores so far, asked for only where there are criteria.
-        """
+        """Check the last of `columns` columns. tokens: its ids. read_by_criteria: the ids and scores so far."""
         for row, token in enumerate(tokens):
             if self.reasons[row] is None:
                 self.reasons[row] = self._own_reason(token, None if texts is None else texts[row])

@@ -1,7 +1,6 @@
-"""`Tokens`: the token ids of a run, written on the model's device and read by the host, which finds ended rows.
+"""`Tokens`: the token ids of a run, on the model's device and on the host, which finds ended rows.
 
-On a CPU the host reads a column as soon as it is written. On an accelerator it reads one step late, so that the device
-never waits for the host, and discards columns written after the end.
+On an accelerator the host reads one step late, so that the device never waits, and discards what came after the end.
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ Sent: TypeAlias = "tuple[torch.Tensor, torch.Event | None]"
 
 
 class Tokens:
-    """ids, mask: [rows, columns], the prompt first; mask is 0 where a pad is. columns: when the run ends, at most.
-
-    written: columns in use. read: how many of them the host has read; the others are `unread`.
-    """
+    """ids, mask: [rows, columns], the prompt first; mask is 0 at padding. columns: the most there can be."""
 
     def __init__(self, prompt: torch.Tensor, mask: torch.Tensor, columns: int, pad_id: int):
         self.prompt = prompt.shape[1]
@@ -62,7 +58,15 @@ class Tokens:
 
     def send(self, tensor: torch.Tensor) -> Sent:
         """To the host. Read at once, it needs no copy of its own."""
-        return _copy_to_host(tensor) if self.late else (tensor, None)
+        if not self.late:
+            return tensor, None
+        if tensor.device.type not in ASYNCHRONOUS:
+            return tensor.clone(), None
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        copy.copy_(tensor, non_blocking=True)
+        event = torch.Event(tensor.device)
+        event.record()
+        return copy, event
 
     def write_rows(self, tokens: torch.Tensor, lengths: list[int]) -> None:
         """Append `tokens` [rows, n], of which row i ends after `lengths[i]`. Nothing comes after them."""
@@ -80,7 +84,7 @@ class Tokens:
         return arrived(self._copies.pop(0))
 
     def end_row(self, row: int) -> None:
-        """The row ends with the column read last: what comes after it are pads."""
+        """The row ends with the column read last: what comes after it is padding."""
         if self._ended is None:
             self._ended = torch.zeros(len(self._ids), dtype=torch.bool, device=self._ids.device)
         self._ended[row] = True
@@ -103,7 +107,7 @@ class Tokens:
         return select
 
     def new(self) -> list[list[int]]:
-        """The tokens of every row after the prompt, without the pads after its end."""
+        """The tokens of every row after the prompt, without the padding after its end."""
         new, mask = (part[:, self.prompt : self.written].tolist() for part in (self._ids, self._mask))
         return [[token for token, real in zip(*row, strict=True) if real] for row in zip(new, mask, strict=True)]
 
@@ -117,13 +121,3 @@ def arrived(sent: Sent) -> list[Any]:
     if event is not None:
         event.synchronize()
     return tensor.tolist()
-
-
-def _copy_to_host(column: torch.Tensor) -> Sent:
-    if column.device.type not in ASYNCHRONOUS:
-        return column.clone(), None
-    copy = torch.empty(column.shape, dtype=column.dtype, pin_memory=True)
-    copy.copy_(column, non_blocking=True)
-    arrived = torch.Event(column.device)
-    arrived.record()
-    return copy, arrived

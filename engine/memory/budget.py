@@ -29,19 +29,13 @@ _logger = logging.getLogger("engine")
 
 
 class Budget:
-    """most: bytes on the device, None without limit. action: see `configs.EngineConfig.over_budget`.
-
-    taken: the list to which its action is added.
-    """
+    """most: bytes on the device, None without limit. action: `over_budget`. taken: the list to which it is added."""
 
     def __init__(self, most: int | None, action: str, taken: list[Fallback]):
         self._most, self._action, self._taken, self._has_acted = most, action, taken, False
 
     def fitted(self, config: CacheConfig, run_shape: RunShape, model: PreTrainedModel) -> CacheConfig:
-        """`config`, or the configuration of a smaller cache where this one would exceed the limit.
-
-        Raises `CapacityError` where no other fits, or the action is "error".
-        """
+        """`config`, or that of a smaller cache if it exceeds the limit. Raises `CapacityError` if none fits."""
         if self._most is None or config.name == "none":
             return config
         first = replace(run_shape, new_tokens=min(run_shape.new_tokens, 129)) if run_shape.ends_early else run_shape
@@ -56,12 +50,12 @@ class Budget:
         if needed <= self._most:
             return config
         why = (
-            f"the {config.name} cache needs {needed:,} bytes for {first.rows} rows of {first.held} tokens, and "
+            f"the {config.name} cache needs {needed:,} bytes for {first.rows} rows of {first.kept} tokens, and "
             f"max_cache_bytes={self._most:,}"
         )
         if self._action == "error":
             raise CapacityError(f"{why}: ask for fewer tokens or rows, raise it, or set over_budget='offload'")
-        other = self._other(config, device, needed / first.held)
+        other = self._other(config, device, needed / first.kept)
         if other is None:
             raise CapacityError(f"{why}; over_budget={self._action!r} has no remedy for it: choose another cache")
         self._has_acted = True
@@ -84,10 +78,7 @@ class Budget:
         return OffloadedCacheConfig(residency=residency)
 
     def keep(self, session: ModelSession, tokens: int) -> None:
-        """Called before `tokens` more are fed: act if they would exceed the limit.
-
-        Raises `Exhausted` where no action is left.
-        """
+        """Called before `tokens` more are fed: act if they would exceed the limit. Raises `Exhausted`."""
         cache = session.cache
         if self._most is None or not can_predict(cache) or cache.total_tokens == 0:
             return
@@ -102,21 +93,16 @@ class Budget:
             raise Exhausted(f"{why}; over_budget={self._action!r}" + (" was not enough" if self._has_acted else ""))
         self._has_acted = True
         tokens_before, bytes_before = cache.total_tokens, cache.device_bytes
-        what = self._act(session, cache.device_bytes / cache.total_tokens)
+        if self._action == "offload":
+            what = session.executor.offload()
+        else:
+            window = int(self._most / (bytes_before / tokens_before) / _WINDOW_ROOM)
+            session.executor.impose_window(window)
+            what = f"the cache goes on with a window of {window} tokens, which changes what is generated"
         if what is None:
             raise Exhausted(f"{why}; over_budget={self._action!r} is not possible: it is offloaded already")
         self._taken.append(Fallback(self._action, what, tokens_before, bytes_before, session.cache.device_bytes))
         _logger.warning("%s; %s", why, self._taken[-1])
-
-    def _act(self, session: ModelSession, bytes_per_token: float) -> str | None:
-        """Act. Returns a description of what was done; None where nothing could be."""
-        assert self._most is not None
-        if self._action == "offload":
-            moved = session.executor.offload()
-            return None if moved is None else f"the cache goes on as {moved}"
-        window = int(self._most / bytes_per_token / _WINDOW_ROOM)
-        session.executor.impose_window(window)
-        return f"the cache goes on with a window of {window} tokens, which changes what is generated"
 
 
 _WINDOW_ROOM = 1.25  # a window's buffers are somewhat longer than the window

@@ -34,9 +34,7 @@ class CacheChoice:
 
 
 def read_cache_choice(model: PreTrainedModel, call: Call, config: EngineConfig) -> CacheChoice:
-    """The one cache that the arguments of a call name. Raises `OptionError` where they name several, and what the
-    cache's configuration raises.
-    """
+    """The one cache that the arguments of a call name. Raises `OptionError` where they name several."""
     past = call.past_key_values
     if isinstance(past, tuple):
         past = caches.from_legacy_cache(past, model.config)
@@ -102,10 +100,7 @@ def new_cache(
     budget: Budget,
     takes_cache: bool,
 ) -> EngineCache:
-    """An empty cache for this request. takes_cache: whether the model's forward takes one of keys and values.
-
-    Before the encoder has read the source, the size is unknown: the cache then only serves to check the request.
-    """
+    """An empty cache for this request; of preliminary size before the encoder has run. takes_cache: of the runner."""
     chosen, options = choice.chosen, choice.options
     if chosen is None and request.config.use_cache is False:
         chosen = "none"  # set by the call, or by the model's generation_config
@@ -120,7 +115,11 @@ def new_cache(
     if chosen is None:  # last the model's own setting, with its own options
         chosen = request.config.cache_implementation or "dynamic"
         options = request.config.cache_config if options is None else options
-    run_shape, compiled, build = request.run_shape, config.compile != "off", functools.partial(_built, model.config)
+    run_shape, compiled = request.run_shape, config.compile != "off"
+
+    def build(config: CacheConfig) -> EngineCache:
+        return caches.build(config.name, model.config, config)
+
     if chosen == AUTO and not request.is_encoded:
         return empty_cache(_configured("static" if compiled else "dynamic", None), run_shape, build)
     if chosen == AUTO:
@@ -165,10 +164,6 @@ def _planned(model: PreTrainedModel, request: Request, compiled: bool) -> CacheC
     except InputError as error:
         _warn_once(f"cache='auto' cannot plan this model, so it is 'dynamic': {error}")
         return caches.recipe("dynamic").options()
-
-
-def _built(model_config: Any, config: CacheConfig) -> EngineCache:
-    return caches.build(config.name, model_config, config)
 
 
 @functools.cache

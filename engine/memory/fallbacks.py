@@ -22,10 +22,7 @@ class Recovery:
         self._left, self._allowed, self.taken = list(fallbacks), tuple(fallbacks), taken
 
     def apply_next(self, session: ModelSession, error: BaseException) -> None:
-        """Apply the next fallback that may help `session`, whose forward, row selection or scores failed with `error`.
-
-        Raises `Exhausted` when there is none.
-        """
+        """Apply the next fallback that may help `session`, which failed with `error`. Raises `Exhausted`."""
         empty_allocators()
         why = in_words(error)
         refused = []
@@ -44,10 +41,7 @@ class Recovery:
         raise Exhausted(self._why_exhausted(why, refused)) from error
 
     def apply_before(self, error: BaseException, parts: int, most: int) -> int:
-        """Apply the next fallback that may help an encoder, which runs before there is a cache.
-
-        parts: the groups of rows that were encoded one after the other. most: of them. Returns how many to try next.
-        """
+        """Apply the next fallback for an encoder: in how many parts to encode next, `most` at most."""
         why = in_words(error)
         if "release" in self._left:
             self._left.remove("release")
@@ -101,14 +95,9 @@ def _chunk(session: ModelSession) -> str | None:
     return None if tokens is None else f"the prompt is read on in pieces of {tokens} tokens"
 
 
-def _offload(session: ModelSession) -> str | None:
-    moved = session.executor.offload()
-    return None if moved is None else f"the cache goes on as {moved}"
-
-
 def _quantize(session: ModelSession) -> str | None:
     moved = session.executor.offload(quantized=True)
-    return None if moved is None else f"the cache goes on as {moved}, which changes what is generated"
+    return None if moved is None else f"{moved}, which changes what is generated"
 
 
 def _split(session: ModelSession) -> str | None:
@@ -121,7 +110,7 @@ def _split(session: ModelSession) -> str | None:
 _APPLY: dict[str, Callable[[ModelSession], str | None]] = {
     "release": _release,
     "chunk": _chunk,
-    "offload": _offload,
+    "offload": lambda session: session.executor.offload(),
     "quantize": _quantize,
     "split": _split,
 }

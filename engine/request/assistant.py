@@ -29,7 +29,6 @@ class DraftRequest:
     """What the draft reads. mask: [rows, prompt columns].
 
     prefix_ids: [rows, n], the first columns, which the model has in its cache and the flow does not feed, or None.
-
     total: columns when the run ends, at most. model_kwargs: further inputs. translation: between the vocabularies of
     model and draft, None for the same. source: what the draft's encoder reads, None without one.
     """
@@ -38,7 +37,6 @@ class DraftRequest:
     prefix_ids: torch.Tensor | None
     total: int
     model_kwargs: dict[str, Any]
-    chunk_tokens: int | None
     translation: Translation | None
     source: Source | None = None
 
@@ -67,13 +65,12 @@ def read_draft_request(
         total = min(most_positions(draft) or _LONGEST, 4 * request.total + 64)  # its words may be shorter
         translator = Translator(tokenizer, draft_tokenizer, request.mask, prefix_ids, total)
         mask = torch.ones(1, 1, dtype=torch.long, device=device)
-        return DraftRequest(mask, None, total, {}, request.chunk_tokens, translator.translation)
+        return DraftRequest(mask, None, total, {}, translator.translation)
     model_kwargs: dict[str, Any] = {}
-    source = None
-    if request.source is not None:
-        model_kwargs, source = source_again(draft, request.prompt, request.source, request.config)
-    mask = request.mask.to(device)
-    return DraftRequest(mask, prefix_ids, request.total, model_kwargs, request.chunk_tokens, None, source)
+    source = request.source
+    if source is not None:
+        model_kwargs, source = source_again(draft, request.prompt, source, request.config)
+    return DraftRequest(request.mask.to(device), prefix_ids, request.total, model_kwargs, None, source)
 
 
 def _check_fits(draft: PreTrainedModel, model: PreTrainedModel, request: Request) -> None:

@@ -108,21 +108,20 @@ def parameters(
 
 
 def takes(
-    source: Callable[P, Any], as_told_by: Callable[..., Any] | None = None
+    source: Callable[P, Any], documented_by: Callable[..., Any] | None = None
 ) -> Callable[[Callable[Concatenate[F, ...], R]], Callable[Concatenate[F, P], R]]:
     """Decorate a function of `(first, ..., **arguments)` whose parameters after the first are those of `source`.
 
-    Type checkers see them by the type, `help()` and notebooks by `__signature__`. as_told_by: the function whose
-    docstring has the sections about these parameters, which are added to that of the decorated function.
+    documented_by: the function whose docstring describes these parameters; that part is added to the docstring.
     """
 
     def decorated(function: Callable[Concatenate[F, ...], R]) -> Callable[Concatenate[F, P], R]:
         own = inspect.signature(function)
         shown = [next(iter(own.parameters.values())), *inspect.signature(source).parameters.values()]
         function.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
-        if as_told_by is not None:
-            told = inspect.getdoc(as_told_by) or ""
-            sections = told[told.index("inputs :") :]  # the first parameter is another one here
+        if documented_by is not None:
+            documentation = inspect.getdoc(documented_by) or ""
+            sections = documentation[documentation.index("inputs :") :]  # the first parameter is another one here
             function.__doc__ = f"{inspect.getdoc(function)}\n\nParameters\n----------\n{sections}"
         return function
 
@@ -131,10 +130,7 @@ def takes(
 
 @dataclass(frozen=True)
 class Call:
-    """What a call said. Fields are the engine's own parameters, see `parameters`.
-
-    options: generation parameters of transformers and inputs of the model, mixed.
-    """
+    """The `parameters` of a call. options: generation parameters of transformers and inputs of the model, mixed."""
 
     inputs: Any = None
     tokenizer: Any = None

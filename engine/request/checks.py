@@ -1,4 +1,4 @@
-"""Whether a model can be given a prompt: checked before any work, and told with numbers when it cannot."""
+"""Whether a model can be given a prompt: checked before any work."""
 
 from __future__ import annotations
 
@@ -81,10 +81,7 @@ _CHANGE_THE_TEXT = {
 def check_applies(
     model: PreTrainedModel, strategy: Strategy, config: GenerationConfig, options: dict[str, Any]
 ) -> None:
-    """Refuse what the call itself asks for and nothing would carry out. config: the parameters as a whole.
-
-    A whole configuration also serves other calls, and may hold anything that leaves the text as it is.
-    """
+    """Refuse options of the call that have no effect. config: all parameters, which may serve other calls too."""
     neutral = default_generation_params()
     known = GenerationConfig().to_dict()
     own: dict[str, Any] = {}
@@ -115,7 +112,7 @@ def check_applies(
 
 
 # Which ids a model has to know: in any case, or only if the call itself says them, because nothing comes of others.
-# Pads are looked at where rows are filled up with them; the id of the beginning where it begins a prompt.
+# The pad id is checked where rows are filled up with them; the id of the beginning where it begins a prompt.
 _KNOWN_IDS = ("bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "decoder_start_token_id")
 _KNOWN_IF_SAID = ("suppress_tokens", "begin_suppress_tokens")
 
@@ -216,31 +213,29 @@ def check_vocabulary(reader: Any, ids: torch.Tensor, where: str = "") -> None:
         raise InputError(_outside(where, wrong, vocabulary))
 
 
-def check_mask(prompt: Prompt, mask: torch.Tensor, cache_seen: int, name: str = "attention_mask") -> int:
-    """How many columns `mask` covers before the prompt's first: those in the cache, when only new tokens were given.
-
-    name: the mask's, in errors.
-    """
+def check_mask(prompt: Prompt, mask: torch.Tensor, cached_tokens: int, name: str = "attention_mask") -> int:
+    """The columns of `mask` before the prompt's: those in the cache, or 0. name: of the mask, in errors."""
     rows, tokens = len(prompt.ids), prompt.columns
-    before = cache_seen if cache_seen > 0 and list(mask.shape) == [rows, cache_seen + tokens] else 0
+    before = cached_tokens if cached_tokens > 0 and list(mask.shape) == [rows, cached_tokens + tokens] else 0
     if before == 0 and list(mask.shape) != [rows, tokens]:
         what = "token ids" if prompt.embeds is None else "embeddings"
         raise InputError(
             f"{name} has shape {list(mask.shape)}, but the {what} have {[rows, tokens]}: it needs one entry per token"
         )
-    ends_in_pads = (mask[:, -1] == 0).nonzero().flatten().tolist()
-    if ends_in_pads and cache_seen > 0:
+    padded_rows = (mask[:, -1] == 0).nonzero().flatten().tolist()
+    if padded_rows and cached_tokens > 0:
         raise InputError(
-            f"row {ends_in_pads[0]} has ended and is filled up with pads: give all rows new tokens, or go on without it"
+            f"row {padded_rows[0]} has ended and is filled up with pad tokens: give all rows new tokens, or go on "
+            "without it"
         )
-    if ends_in_pads:
+    if padded_rows:
         raise InputError(
-            f"row {ends_in_pads[0]} is padded on the right, so the model would continue after pads: pad on the left "
+            f"row {padded_rows[0]} is padded on the right, so the model would continue after padding: pad on the left "
             "(tokenizer.padding_side = 'left'), or give attention_mask where the pad id stands for a token"
         )
-    if cache_seen >= before + tokens:
+    if cached_tokens >= before + tokens:
         raise InputError(
-            f"the cache holds {cache_seen} tokens and the prompt has {before + tokens}: nothing is left to feed. "
+            f"the cache holds {cached_tokens} tokens and the prompt has {before + tokens}: nothing is left to feed. "
             "Give the whole conversation, with at least one token that the cache has not seen; or the new tokens "
             "alone, with an attention_mask that covers those in the cache too"
         )
@@ -344,7 +339,7 @@ def check_places(cache: EngineCache, mask: torch.Tensor, positions: torch.Tensor
     holes = (mask[:, 1:] < mask[:, :-1]).any(dim=1).nonzero().flatten().tolist()
     if holes:
         raise InputError(
-            f"attention_mask has pads after the first token of row {holes[0]}, which the {cache.name} cache would "
+            f"attention_mask has padding after the first token of row {holes[0]}, which the {cache.name} cache would "
             "count as tokens: pad on the left only, or use another cache"
         )
     if positions is None:

@@ -11,15 +11,12 @@ from engine.model.model_runner import ModelRunner
 from engine.model.rope_probe import check_rope
 from engine.request.assistant import check_rolls_back
 from engine.request.checks import check_places, check_positions, check_room_for_rows
-from engine.request.guidance import check_texts_bear_pads
+from engine.request.guidance import check_padding_is_neutral
 from engine.request.request import Request
 
 
 def check_together(runner: ModelRunner, cache: EngineCache, request: Request, compile: str) -> None:
-    """Refuse what this model, this cache and this request cannot do together. compile: see `configs.EngineConfig`.
-
-    Raises `OptionError`, `InputError` and `caches.CacheError`.
-    """
+    """Refuse what model, cache and request cannot do together: `OptionError`, `InputError`, `caches.CacheError`."""
     model = runner.model
     read, mask = request.read
     check_positions(model, cache, mask.shape[1], request.columns)
@@ -41,9 +38,15 @@ def check_together(runner: ModelRunner, cache: EngineCache, request: Request, co
         check_rolls_back(runner, cache, request)
     _check_cache(model, cache, request)
     if compile != "off":
-        _check_compiled(cache, request, compile)
+        if request.config.disable_compile:
+            raise OptionError(f"disable_compile=True contradicts EngineConfig(compile={compile!r})")
+        if cache.why_not_compiled is not None:
+            raise OptionError(
+                f"compile={compile!r} cannot be with the {cache.name} cache: {cache.why_not_compiled}. Use "
+                "cache='static', or leave compile off"
+            )
     if request.guidance is not None:
-        check_texts_bear_pads(runner, request.guidance)
+        check_padding_is_neutral(runner, request.guidance)
 
 
 def _check_cache(model: PreTrainedModel, cache: EngineCache, request: Request) -> None:
@@ -65,14 +68,4 @@ def _check_cache(model: PreTrainedModel, cache: EngineCache, request: Request) -
     if request.chunk_tokens is not None and cache.handle is None:
         raise OptionError(
             f"reading the prompt in pieces of {request.chunk_tokens} tokens needs a cache to keep them in"
-        )
-
-
-def _check_compiled(cache: EngineCache, request: Request, compile: str) -> None:
-    if request.config.disable_compile:
-        raise OptionError(f"disable_compile=True contradicts EngineConfig(compile={compile!r})")
-    if cache.why_not_compiled is not None:
-        raise OptionError(
-            f"compile={compile!r} cannot be with the {cache.name} cache: {cache.why_not_compiled}. Use "
-            "cache='static', or leave compile off"
         )

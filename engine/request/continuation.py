@@ -38,10 +38,9 @@ def known_mask(cache: EngineCache | None, ids: torch.Tensor) -> torch.Tensor:
 
 
 def check_continues(cache: EngineCache, request: Request, reader: PreTrainedModel) -> bool:
-    """Raise `InputError` unless the tokens that `cache` is known to hold begin the prompt of the model `reader`.
+    """Raise `InputError` where the tokens known to be in `cache` do not begin the prompt of the model `reader`.
 
-    Returns whether that is certain: not where another loop or another model has filled the cache, nor where the prompt
-    has no ids to compare. `check_content` then compares keys.
+    Returns whether they certainly do; otherwise `check_content` has to compare keys.
     """
     prompt, mask, before = request.prompt, request.mask, request.before
     ids = prompt.ids
@@ -53,10 +52,10 @@ def check_continues(cache: EngineCache, request: Request, reader: PreTrainedMode
     if cached == 0:
         return True
     ended = (mask[:, 1:cached] < mask[:, : cached - 1]).any(dim=1).nonzero().flatten().tolist()
-    if ended and _remembers_pads(cache):
+    if ended and _keeps_padding(cache):
         raise InputError(
-            f"row {ended[0]} of the cache ended early and was filled up with pads, which take places in the model's "
-            "sliding window or went into its state: go on with that row alone, from its own tokens"
+            f"row {ended[0]} of the cache ended early and was filled up with pad tokens, which take places in the "
+            "model's sliding window or went into its state: go on with that row alone, from its own tokens"
         )
     if log is None or log.ids.shape[1] < cached or prompt.columns_without_ids > 0:
         return False
@@ -73,7 +72,7 @@ def check_continues(cache: EngineCache, request: Request, reader: PreTrainedMode
     if not torch.equal(known_mask, mask[:, :cached]):
         raise InputError(
             f"attention_mask says something else about the {cached} tokens in the cache than when they were read or "
-            "generated (rows that ended early were filled up with pads): leave it out, and it is remembered"
+            "generated (rows that ended early were filled up with pad tokens): leave it out, and it is remembered"
         )
     if log.live_reader not in (None, reader) or (source is not None and log.source is None):
         return False
@@ -87,18 +86,9 @@ def check_continues(cache: EngineCache, request: Request, reader: PreTrainedMode
 
 
 def check_content(
-    runner: ModelRunner,
-    cache: EngineCache,
-    request: Request,
-    columns: Columns,
-    inputs: ModelInputs,
-    tokenizer: Any,
+    runner: ModelRunner, cache: EngineCache, request: Request, columns: Columns, inputs: ModelInputs, tokenizer: Any
 ) -> None:
-    """Compare the keys of the cache's first layer with those of the prompt; where they are equal, set the cache's log.
-
-    Where only new tokens were given there is nothing to compare. Raises `InputError`, which names the first token that
-    differs, or why none can be compared.
-    """
+    """Compare the keys of the cache's first layer with the prompt's, and set the cache's log. Raises `InputError`."""
     cached = cache.total_tokens
     if request.before > 0:
         return
@@ -112,7 +102,13 @@ def check_content(
             inputs = replace(inputs, model_kwargs=per_token)
         _check_columns(runner, first[0], request, columns, inputs, cached, tokenizer)
         if request.source is not None:
-            _check_source(runner, first[1], request, columns, inputs)
+            keys, values = runner.first_keys(request.prompt.ids, columns, 0, 1, inputs, cross=True)
+            different = first[1][0].differ(keys, 0) | first[1][1].differ(values, 0)
+            source_mask = inputs.model_kwargs.get("attention_mask")
+            if source_mask is not None and source_mask.shape == different.shape:
+                different = different & (source_mask != 0).to(different.device)
+            if first[1][0].kept.shape[2] != keys.shape[2] or bool(different.any()):
+                raise InputError(_OTHER_SOURCE)
     except UnknownContentError as reason:
         raise InputError(
             f"the {cache.name} cache holds {cached} tokens of each row, and whether they begin this prompt cannot be "
@@ -164,54 +160,35 @@ def _check_columns(
     if request.source is None:
         _check_places_tell(mask[:, :cached])
     if not bool(mask[:, :cached].all()):
-        _check_pads_show(runner, first[0], request, ids, inputs, cached)
+        _check_masked(runner, first[0], request, ids, inputs, cached)
 
 
 def _check_places_tell(mask: torch.Tensor) -> None:
-    """Raise `UnknownContentError` where tokens at the same positions may have had another mask.
-
-    A pad token has the position of the token before it, or the first one. mask: of the columns in the cache.
-    """
+    """Raise `UnknownContentError` where positions do not tell the mask [rows, cached tokens] that was used."""
     holes = (mask[:, :-1] & ~mask[:, 1:]).any(dim=1).nonzero().flatten().tolist()
     if holes:
         raise UnknownContentError(
-            f"row {holes[0]} has pads after its first token, which may have been read in other places"
+            f"row {holes[0]} has padding after its first token, which may have been read in other places"
         )
     alone = (mask.sum(dim=1) == 1).nonzero().flatten().tolist()
     if alone:
         raise UnknownContentError(f"a single token of row {alone[0]} is there, which may have been read as a pad")
 
 
-def _check_pads_show(
+def _check_masked(
     runner: ModelRunner, keys: KeptTokens, request: Request, ids: torch.Tensor, inputs: ModelInputs, cached: int
 ) -> None:
-    """Raise `UnknownContentError` where keys are the same with and without masked pads: keys then tell no mask."""
+    """Raise `UnknownContentError` where keys are the same with and without a mask on the padding."""
     row = int((request.mask[:, :cached] == 0).any(dim=1).int().argmax())
     end = min(cached, int((request.mask[row] == 0).nonzero()[-1]) + 2)  # the token after its last pad
     if request.mask[row, end - 1] == 0:
-        return  # it ends in pads: no token in the cache has come after them
+        return  # it ends in padding: no token in the cache has come after them
     plain = Columns(torch.ones_like(request.mask), request.mask.shape[1])
     keys_there = runner.first_keys(ids, plain, end - 1, end, inputs)[0]
     if not bool(keys.differ(keys_there, end - 1)[row, 0]):
         raise UnknownContentError(
-            f"row {row} has pads, and the keys of this model do not tell whether they were masked when it was read"
+            f"row {row} has padding, and the keys of this model do not tell whether it was masked when it was read"
         )
-
-
-def _check_source(
-    runner: ModelRunner,
-    first: tuple[KeptTokens, KeptTokens],
-    request: Request,
-    columns: Columns,
-    inputs: ModelInputs,
-) -> None:
-    made = runner.first_keys(request.prompt.ids, columns, 0, 1, inputs, cross=True)
-    different = first[0].differ(made[0], 0) | first[1].differ(made[1], 0)
-    mask = inputs.model_kwargs.get("attention_mask")
-    if mask is not None and mask.shape == different.shape:
-        different = different & (mask != 0).to(different.device)
-    if first[0].kept.shape[2] != made[0].shape[2] or bool(different.any()):
-        raise InputError(_OTHER_SOURCE)
 
 
 def _differs(
@@ -234,19 +211,19 @@ def _differs(
     )
 
 
-def check_pads_ahead(runner: ModelRunner, cache: EngineCache, mask: torch.Tensor) -> None:
-    """Refuse pads after the cached tokens where the model would read them into its states, one token at a time."""
-    pads = (mask[:, cache.total_tokens :] == 0).any(dim=1).nonzero().flatten().tolist()
-    if cache.total_tokens > 0 and pads and not runner.reads_on:
+def check_padding_ahead(runner: ModelRunner, cache: EngineCache, mask: torch.Tensor) -> None:
+    """Refuse padding after the cached tokens where the model would read them into its states, one token at a time."""
+    padded = (mask[:, cache.total_tokens :] == 0).any(dim=1).nonzero().flatten().tolist()
+    if cache.total_tokens > 0 and padded and not runner.reads_on:
         raise InputError(
-            f"row {pads[0]} has a pad behind the {cache.total_tokens} tokens in the cache, and "
+            f"row {padded[0]} has a pad behind the {cache.total_tokens} tokens in the cache, and "
             f"{type(runner.model).__name__} "
-            "reads what comes after them one by one, pads too: go on with that row alone, from its own tokens"
+            "reads what comes after them one by one, pad tokens too: go on with that row alone, from its own tokens"
         )
 
 
-def _remembers_pads(cache: EngineCache) -> bool:
-    """Whether pads after a row's end change windows or states, where no mask can hide them."""
+def _keeps_padding(cache: EngineCache) -> bool:
+    """Whether padding after a row's end changes windows or states, which no mask can undo."""
     kinds = (getattr(cache.handle, name, ()) for name in ("is_sliding", "is_linear"))
     if getattr(cache.handle, "imposes_windows", False):
         return True

@@ -1,7 +1,4 @@
-"""Encoder-decoder models: their source is encoded once, before the decoder's first step.
-
-transformers' own functions do it, those that its `generate` calls too.
-"""
+"""Encoder-decoder models: transformers' own functions encode the source once, before the decoder's first step."""
 
 from __future__ import annotations
 
@@ -43,8 +40,7 @@ Raises `Exhausted` when nothing is left to try.
 class Source:
     """What an encoder reads: ids [rows, columns] or features [rows, ...], called `name`.
 
-    prepare: lets the encoder read them, unless its outputs were given. tokens: how many tokens or frames it has read,
-    None before.
+    prepare: runs the encoder, unless its outputs were given. tokens: how many it has read, None before.
     """
 
     inputs: torch.Tensor
@@ -84,7 +80,10 @@ def read_source(
         _check_columns(model, given, source, name)
         start = special_tokens(config).decoder_start
         assert start is not None  # else transformers has refused it above
-        _check_starts(start, rows)
+        if start.ndim == 1 and len(start) != rows:
+            raise OptionError(
+                f"decoder_start_token_id has {len(start)} ids for {rows} rows: give one for each, or one for all"
+            )
         ids, given = prepare_decoder_input_ids(model, rows, name, given, start, device)
     prepare = partial(prepare_encoder_kwargs, model, config, name)
     mask = given.pop("decoder_attention_mask", None)
@@ -94,19 +93,18 @@ def read_source(
 def encode(
     model: PreTrainedModel, model_kwargs: dict[str, Any], source: Source, recover: Recover
 ) -> tuple[dict[str, Any], Source]:
-    """The prompt's `model_kwargs` with what the encoder makes of `source`, and the source with its tokens counted.
-
-    recover: what to do when memory is out. Raises `Exhausted`, and `InputError` where the encoder cannot read it.
-    """
+    """`model_kwargs` with the encoder's outputs, and the source with its tokens. Raises `Exhausted`, `InputError`."""
     with turn_of(model), torch.no_grad():
         try:
-            whole = _encoded(source, model_kwargs, recover, largest_matrix_bytes(model))
+            found = _encoded(source, model_kwargs, recover, largest_matrix_bytes(model))
         except (ValueError, RuntimeError, IndexError) as error:  # what shapes it reads, each encoder knows by itself
             raise InputError(
                 f"the encoder of {type(model).__name__} ({str(model.dtype).removeprefix('torch.')}) cannot read "
                 f"{source}: {in_words(error)}"
             ) from error
-    return whole, replace(source, tokens=_tokens_read(whole))
+    states, mask = found["encoder_outputs"][0], found.get("attention_mask")
+    tokens = states.shape[0] * states.shape[1] if mask is None else int((mask != 0).sum())
+    return found, replace(source, tokens=tokens)
 
 
 def _check_source(model: PreTrainedModel, given: dict[str, Any]) -> None:
@@ -176,23 +174,19 @@ def _check_states(model: PreTrainedModel, states: torch.Tensor, source: torch.Te
         )
 
 
-def _check_starts(starts: torch.Tensor, rows: int) -> None:
-    if starts.ndim == 1 and len(starts) != rows:
-        raise OptionError(
-            f"decoder_start_token_id has {len(starts)} ids for {rows} rows: give one for each, or one for all"
-        )
-
-
 def _encoded(source: Source, given: dict[str, Any], recover: Recover, largest: int) -> dict[str, Any]:
-    """`given` with what the encoder makes of the source: of all rows at once, or of some after the others.
-
-    largest: bytes of the model's largest matrix.
-    """
+    """`given` with the encoder's outputs, of all rows at once or in parts. largest: bytes of the largest matrix."""
     prepare, inputs = source.prepare, source.inputs
     rows, parts = len(inputs), 1
     while True:
         try:
-            return prepare(inputs, dict(given)) if parts == 1 else _encoded_in(parts, prepare, inputs, given)
+            if parts == 1:
+                return prepare(inputs, dict(given))
+            outputs = []
+            for index in torch.arange(rows, device=inputs.device).tensor_split(parts):
+                of_rows = {name: index_rows(value, index, rows) for name, value in given.items()}
+                outputs.append(prepare(inputs[index], of_rows)["encoder_outputs"])
+            return given | {"encoder_outputs": join_rows(outputs)}
         except Exception as error:
             if not is_out_of_memory(error, largest):
                 raise
@@ -203,16 +197,6 @@ def _encoded(source: Source, given: dict[str, Any], recover: Recover, largest: i
         empty_allocators()
 
 
-def _encoded_in(
-    parts: int, prepare: Callable[..., dict[str, Any]], source: torch.Tensor, given: dict[str, Any]
-) -> dict[str, Any]:
-    rows, found = len(source), []
-    for index in torch.arange(rows, device=source.device).tensor_split(parts):
-        of_rows = {name: index_rows(value, index, rows) for name, value in given.items()}
-        found.append(prepare(source[index], of_rows)["encoder_outputs"])
-    return given | {"encoder_outputs": join_rows(found)}
-
-
 def largest_matrix_bytes(model: PreTrainedModel) -> int:
     """Of its weights."""
     return max((weight.nbytes for weight in model.parameters()), default=0)
@@ -221,10 +205,7 @@ def largest_matrix_bytes(model: PreTrainedModel) -> int:
 def source_again(
     model: PreTrainedModel, prompt: Prompt, source: Source, config: GenerationConfig
 ) -> tuple[dict[str, Any], Source]:
-    """What the encoder of `model`, a draft, is to read: the same source. First the further inputs of the draft.
-
-    prompt: the decoder's of the model that the draft is for. Raises `OptionError`.
-    """
+    """The same source for the encoder of a draft: its inputs and the source. prompt: of the main model's decoder."""
     name = _source_name(model)
     is_ids = source.inputs.ndim == 2 and not source.inputs.is_floating_point()
     if (name == "input_ids") != is_ids or (is_ids and bool((source.inputs < 0).any())):
@@ -305,17 +286,8 @@ def _complete_given(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _tokens_read(given: dict[str, Any]) -> int:
-    states = given["encoder_outputs"][0]
-    mask = given.get("attention_mask")
-    return int((mask != 0).sum()) if mask is not None else states.shape[0] * states.shape[1]
-
-
 def encoder_records(model_kwargs: dict[str, Any], flags: dict[str, bool]) -> dict[str, Any]:
-    """What the encoder returned besides its states, of what was asked for, as transformers' `generate` gives it back.
-
-    flags: `output_attentions`, `output_hidden_states`. Rows are those of the prompts, however many texts each has.
-    """
+    """The encoder's attentions and hidden states that `flags` ask for; their rows are those of the prompts."""
     outputs = model_kwargs.get("encoder_outputs") or {}
     names = [name for name in ("attentions", "hidden_states") if flags.get(f"output_{name}")]
     return {f"encoder_{name}": outputs.get(name) for name in names}

@@ -91,11 +91,11 @@ class Criteria(StoppingCriteriaList):
 
 
 def _checked(name: str, verdict: Any, rows: int) -> torch.Tensor:
-    told = f"the stopping criterion {name} returns whether each of {rows} rows ends, bool [{rows}]"
+    expected = f"the stopping criterion {name} returns whether each of {rows} rows ends, bool [{rows}]"
     try:
         found = torch.as_tensor(verdict)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise OptionError(f"{told}, but it returned {verdict!r:.80}") from error
+        raise OptionError(f"{expected}, but it returned {verdict!r:.80}") from error
     if found.is_floating_point() or found.is_complex() or list(found.shape) not in ([], [1], [rows]):
-        raise OptionError(f"{told}, but it returned {found.dtype} {list(found.shape)}")
+        raise OptionError(f"{expected}, but it returned {found.dtype} {list(found.shape)}")
     return found.bool()

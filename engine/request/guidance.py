@@ -1,7 +1,4 @@
-"""Classifier-free guidance (arXiv 2306.17806): conditional minus unconditional logits.
-
-The unconditional texts, which have no prompt or a negative one, are rows of the same batch: one forward computes both.
-"""
+"""Classifier-free guidance (arXiv 2306.17806): conditional minus unconditional logits, as rows of one batch."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from engine.request.checks import check_vocabulary
 from engine.request.model_kwargs import complete_model_kwargs
 
 ARGUMENTS = ("negative_prompt", "negative_prompt_ids", "negative_prompt_attention_mask")
-_changes: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()  # relative change of the logits by pads
+_changes: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()  # of the logits by left padding
 
 
 @dataclass(frozen=True)
@@ -34,14 +31,14 @@ class Guidance:
     """scale: the guided scores are scale * (own - other) + other, of the log-probabilities of both texts.
 
     prompt, mask: [2 * rows, columns], the prompts, then the first tokens of the other texts, all left-padded to equal
-    lengths. lead: columns that the prompts alone would not have. pads: whether any text was padded for this.
+    lengths. lead: columns that the prompts alone would not have. has_padding: whether any text was padded for this.
     """
 
     scale: float
     prompt: Prompt
     mask: torch.Tensor
     lead: int
-    pads: bool
+    has_padding: bool
 
     @property
     def other_tokens(self) -> int:
@@ -82,10 +79,7 @@ def read_guidance(
     cache: EngineCache | None,
     infer_mask: Callable[[torch.Tensor], torch.Tensor],
 ) -> Guidance | None:
-    """The guidance that `config` asks for, if any; it is removed from `config`.
-
-    given: the `ARGUMENTS` of the call. infer_mask: the mask of ids that come without one.
-    """
+    """The guidance of `config`, which is removed there. given: the `ARGUMENTS`. infer_mask: of ids without a mask."""
     scale, config.guidance_scale = config.guidance_scale, None
     if scale is None or scale == 1:
         return None
@@ -160,14 +154,14 @@ def _read_negative(
     return ids[:, first:], real[:, first:]
 
 
-def check_texts_bear_pads(runner: ModelRunner, guidance: Guidance) -> None:
+def check_padding_is_neutral(runner: ModelRunner, guidance: Guidance) -> None:
     """Refuse a model whose logits change with left padding. Tried once per model, on a short text."""
-    if not guidance.pads:
+    if not guidance.has_padding:
         return
     model = runner.model
     if model not in _changes:
         try:
-            alone, padded = (_logits_behind(runner, pads) for pads in (0, 3))
+            alone, padded = (_logits_behind(runner, padding) for padding in (0, 3))
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -179,16 +173,16 @@ def check_texts_bear_pads(runner: ModelRunner, guidance: Guidance) -> None:
     if not _changes[model] < (0.01 if model.dtype in (torch.float32, torch.float64) else 0.05):
         rows, columns = guidance.mask.shape
         raise OptionError(
-            f"guidance_scale={guidance.scale} needs pads before texts shorter than {columns} tokens, and what "
-            f"{type(model).__name__} goes on with changes by {_changes[model]:.0%} with three of them: give "
+            f"guidance_scale={guidance.scale} needs padding before texts shorter than {columns} tokens, and what "
+            f"{type(model).__name__} goes on with changes by {_changes[model]:.0%} with three pad tokens: give "
             f"negative_prompt_ids with as many tokens as the prompt has, {columns - guidance.lead}, for all "
             f"{rows // 2} rows"
         )
 
 
-def _logits_behind(runner: ModelRunner, pads: int) -> torch.Tensor:
-    """The logits after a few tokens with `pads` pads before them."""
-    ids = pad(torch.arange(1, 4, device=prompt_device(runner.model))[None], (pads, 0))
+def _logits_behind(runner: ModelRunner, padding: int) -> torch.Tensor:
+    """The logits after a few tokens after `padding` pad tokens."""
+    ids = pad(torch.arange(1, 4, device=prompt_device(runner.model))[None], (padding, 0))
     with torch.no_grad():
         outputs = runner.feed(
             ids, Columns((ids != 0).long(), ids.shape[1]), NoCache(), options=ForwardOptions(prefill=True)

@@ -41,33 +41,30 @@ class StatefulLogitsProcessor(Protocol):
 
 
 class Processing:
-    """The logits processors of a run, in their order, as its strategy calls them.
-
-    prompt: its ids [rows, columns].
-    """
+    """The logits processors of a run, as its strategy calls them. prompt: its ids [rows, columns]."""
 
     def __init__(self, processors: Sequence[Any], prompt: torch.Tensor):
         self._prompts = len(prompt)
         self._processors = LogitsProcessorList(_from_ids_alone(processor, prompt.shape[1]) for processor in processors)
         constraints = [one for one in processors if isinstance(one, PrefixConstrainedLogitsProcessor)]
         functions = [constraint_of(constraint) for constraint in constraints]
-        self._followers = [follower for follower in [*processors, *functions] if _follows(follower)]
-        self._followed: torch.Tensor | None = None  # the ids that they were called with last
+        self._stateful = [one for one in [*processors, *functions] if _is_stateful(one)]
+        self._last_ids: torch.Tensor | None = None  # the ids that they were called with last
         self._origins = torch.arange(self._prompts)  # of which prompt each row is
         self._by_place = next((processor for processor in processors if _knows_rows_by_place(processor)), None)
-        self._misplaced = False
+        self._rows_mixed = False
         self.given = tuple(processors)
         self.names = [name_of(processor) for processor in processors]
         # It was asked for, so what is NaN or infinite before is none of the engine's business.
         self.repairs = any(isinstance(one, InfNanRemoveLogitsProcessor) for one in processors)
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self._misplaced and self._by_place is not None:
+        if self._rows_mixed and self._by_place is not None:
             raise EngineError(
                 f"the strategy has exchanged rows of different prompts, and {type(self._by_place).__name__} knows by "
                 "its place which prompt a row is of: keep the rows of every prompt together and in order"
             )
-        if self._followers:
+        if self._stateful:
             self._follow(ids)
         for name, processor in zip(self.names, self._processors, strict=True):
             scores = _checked(name, processor(ids, scores), scores)
@@ -76,7 +73,7 @@ class Processing:
     def culprit(self, ids: torch.Tensor, scores: torch.Tensor, is_bad: Callable[[torch.Tensor], bool]) -> str:
         """The name of the processor that makes bad scores of these, found by asking again; else those of all."""
         if len(self.names) > 1 and not is_bad(scores):  # else one has written into what it was given
-            if self._followers:
+            if self._stateful:
                 self._follow(ids)
             for name, processor in zip(self.names, self._processors, strict=True):
                 scores = processor(ids, scores)
@@ -87,30 +84,30 @@ class Processing:
     def select_rows(self, index: torch.Tensor) -> None:
         """Row i of the run becomes row `index[i]`, an index on the CPU."""
         self._origins = self._origins[index]
-        self._misplaced = not torch.equal(self._origins, repeat_rows_index(self._prompts, len(index) // self._prompts))
+        self._rows_mixed = not torch.equal(self._origins, repeat_rows_index(self._prompts, len(index) // self._prompts))
         # A strategy may process some of its rows at a time. Those that are kept are then others than the index is
         # about, and `_follow` finds out how little it knows of the next.
-        if self._followed is not None and int(index.max()) < len(self._followed):
-            self._followed = self._followed[index.to(self._followed.device)]
-            for follower in self._followers:
-                follower.select_rows(index)
+        if self._last_ids is not None and int(index.max()) < len(self._last_ids):
+            self._last_ids = self._last_ids[index.to(self._last_ids.device)]
+            for processor in self._stateful:
+                processor.select_rows(index)
 
     def _follow(self, ids: torch.Tensor) -> None:
         """Have forgotten what is not about these ids."""
-        known = self._followed
+        known = self._last_ids
         if known is not None and len(known) != len(ids):
             raise EngineError(
                 f"the strategy has scores of {len(ids)} rows processed after those of {len(known)}, and processors "
-                "that follow rows were not told which became which: yield Rows in between"
+                "that follow rows do not know which became which: yield Rows in between"
             )
         agreed = 0
         if known is not None:
             columns = min(known.shape[1], ids.shape[1])
             agreed = int((known[:, :columns] == ids[:, :columns]).all(dim=0).long().cumprod(dim=0).sum())
         if known is None or agreed < known.shape[1]:
-            for follower in self._followers:
-                follower.crop(agreed)
-        self._followed = ids.clone()
+            for processor in self._stateful:
+                processor.crop(agreed)
+        self._last_ids = ids.clone()
 
 
 def _checked(name: str, made: Any, given: torch.Tensor) -> torch.Tensor:
@@ -130,13 +127,13 @@ def name_of(processor: Any) -> str:
     return getattr(processor, "__name__", type(processor).__name__)
 
 
-def _follows(processor: Any) -> bool:
+def _is_stateful(processor: Any) -> bool:
     verbs = [verb for verb in ("select_rows", "crop") if callable(getattr(processor, verb, None))]
     if len(verbs) == 1:
         raise OptionError(
             f"{type(processor).__name__} has {verbs[0]}() alone of the two methods of an "
             f"engine.StatefulLogitsProcessor: with both it "
-            "is told what becomes of its rows and columns, with neither it is a processor that keeps nothing"
+            "follows its rows and columns, with neither it is a processor that keeps nothing"
         )
     return len(verbs) == 2
 
@@ -144,8 +141,8 @@ def _follows(processor: Any) -> bool:
 def _knows_rows_by_place(processor: Any) -> bool:
     """Whether it was made for the prompts in their order, and says something different about each."""
     if isinstance(processor, RepetitionPenaltyLogitsProcessor):
-        pads = processor.prompt_ignore_length
-        return isinstance(pads, torch.Tensor) and len(pads.unique()) > 1
+        padding = processor.prompt_ignore_length
+        return isinstance(padding, torch.Tensor) and len(padding.unique()) > 1
     made_for_prompts = (
         EncoderNoRepeatNGramLogitsProcessor,
         EncoderRepetitionPenaltyLogitsProcessor,
@@ -174,9 +171,7 @@ def _from_ids_alone(processor: Any, prompt_columns: int) -> Any:
 
 
 class _Watermark(LogitsProcessor):
-    """The SynthID watermark. transformers' own remembers what every row was and counts its calls; what it remembers
-    follows from the ids, so here it is made from them each time.
-    """
+    """The SynthID watermark without state between calls: what transformers' own remembers follows from the ids."""
 
     def __init__(self, watermark: SynthIDTextWatermarkLogitsProcessor, prompt_columns: int):
         self._watermark, self._prompt_columns = watermark, prompt_columns

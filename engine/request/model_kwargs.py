@@ -1,8 +1,4 @@
-"""Further inputs of a model: pixels, sounds, token types, positions of its own kind.
-
-What they mean is the model's business. Its own functions, those that transformers' `generate` calls too, complete them
-before the first forward.
-"""
+"""Further inputs of a model (pixels, sounds, token types, positions), completed by transformers' own functions."""
 
 from __future__ import annotations
 
@@ -12,11 +8,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from caches import EngineCache
-from caches.transformers_api import (
-    has_own_position_ids,
-    prepare_encoder_kwargs,
-    prepare_position_ids,
-)
+from caches.transformers_api import has_own_position_ids, prepare_encoder_kwargs, prepare_position_ids
 from engine.errors import InputError
 from engine.model.model_lock import turn_of
 from engine.prompt import PER_TOKEN, Prompt
@@ -25,22 +17,14 @@ _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 
 
 def complete_model_kwargs(
-    model: PreTrainedModel,
-    prompt: Prompt,
-    mask: torch.Tensor,
-    cache: EngineCache | None,
-    config: GenerationConfig,
+    model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor, cache: EngineCache | None, config: GenerationConfig
 ) -> tuple[Prompt, torch.Tensor]:
-    """The prompt, ready to be fed, and its mask.
-
-    Media are encoded here, once; those that only columns in the cache are about are left out. Positions are added where
-    the model reckons them in a way of its own.
-    """
+    """The prompt, ready to be fed, and its mask: media are encoded once, and the model's own positions added."""
     if model.config.is_encoder_decoder:
         return prompt, mask
-    seen = 0 if cache is None else cache.total_tokens
+    cached = 0 if cache is None else cache.total_tokens
     model_kwargs = dict(prompt.model_kwargs)
-    if seen > 0 and not _has_new_media(model, prompt, mask, seen):
+    if cached > 0 and not _has_new_media(model, prompt, mask, cached):
         model_kwargs = {
             name: value for name, value in model_kwargs.items() if name in PER_TOKEN or name.endswith("_mask")
         }
@@ -53,12 +37,12 @@ def complete_model_kwargs(
     return replace(prompt, mask=None, model_kwargs=model_kwargs), mask
 
 
-def _has_new_media(model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor, seen: int) -> bool:
-    """Whether a column that the cache has not seen stands for a part of an image, a video or a sound."""
+def _has_new_media(model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor, cached: int) -> bool:
+    """Whether a column that the cache does not hold stands for a part of an image, a video or a sound."""
     types = prompt.model_kwargs.get("mm_token_type_ids")
     if types is not None:
-        return bool(types[:, seen:].any())
-    ids = prompt.ids[:, seen - mask.shape[1] :]
+        return bool(types[:, cached:].any())
+    ids = prompt.ids[:, cached - mask.shape[1] :]
     return not _placeholders(model) or has_placeholders(model, ids)
 
 
@@ -75,18 +59,15 @@ def has_placeholders(model: PreTrainedModel, ids: torch.Tensor) -> bool:
 def _own_positions(
     model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor, cache: EngineCache | None
 ) -> torch.Tensor | None:
-    """Position ids of a model with a function of its own for them; None: it wants none at all (reformer).
-
-    Those of the columns in the cache are remembered with it: models only keep the last conversation they had.
-    """
+    """Position ids of a model that computes its own, those of cached tokens from the log; None: it wants none."""
     model_kwargs = prompt.model_kwargs
-    seen = 0 if cache is None else cache.total_tokens
+    cached = 0 if cache is None else cache.total_tokens
     log = None if cache is None else cache.log
     has_media = any(name not in PER_TOKEN for name in model_kwargs)
-    if seen > 0 and not has_media and log is not None and log.positions is not None:
-        known = log.positions[..., :seen].to(mask.device)
-        return torch.cat([known, known[..., -1:] + mask[:, seen:].cumsum(dim=1)], dim=-1)
-    handle = None if cache is None or has_media or seen == 0 else cache.handle
+    if cached > 0 and not has_media and log is not None and log.positions is not None:
+        known = log.positions[..., :cached].to(mask.device)
+        return torch.cat([known, known[..., -1:] + mask[:, cached:].cumsum(dim=1)], dim=-1)
+    handle = None if cache is None or has_media or cached == 0 else cache.handle
     inputs = prompt.ids if prompt.embeds is None else prompt.embeds
     try:
         return prepare_position_ids(

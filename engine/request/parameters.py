@@ -1,8 +1,4 @@
-"""The types and ranges of all parameters of a call, in one table.
-
-Each value is read once, before any work: numbers of numpy and torch become Python's, one processor becomes a list. What
-a value means together with others is for later checks, among them transformers' own.
-"""
+"""The types and ranges of all parameters of a call, in one table; each value is read once, before any work."""
 
 from __future__ import annotations
 
@@ -38,6 +34,9 @@ class Kind:
     read: Callable[[Any], Any]
 
 
+_LISTS = (list, tuple, set, frozenset)
+
+
 def _plain(value: Any) -> Any:
     """Numbers and arrays of numpy and torch as Python's."""
     return value.tolist() if hasattr(value, "tolist") and not isinstance(value, type) else value
@@ -64,7 +63,7 @@ def number(words: str, least: float = -sys.float_info.max, most: float = sys.flo
     return Kind(words, read)
 
 
-def whole(least: int | None = None, most: int | None = None) -> Kind:
+def integer(least: int | None = None, most: int | None = None) -> Kind:
     """An int; a float that is whole counts as one."""
     words = "a whole number" if least is None else f"a whole number, {least} or more"
     words = words if most is None else f"a whole number from {least} to {most}"
@@ -108,13 +107,13 @@ def _texts(value: Any) -> str | list[str]:
 
 def _sequence(value: Any) -> list[Any]:
     value = _plain(value)
-    if not isinstance(value, (list, tuple, set, frozenset)):
+    if not isinstance(value, _LISTS):
         raise _Wrong
     return list(value)
 
 
 def _id(value: Any) -> int:
-    found = _WHOLE.read(value)
+    found = _INTEGER.read(value)
     if not -(2**63) <= found < 2**63:
         raise _Wrong(f"has the token id {found}, which is no number of 64 bits")
     return found
@@ -126,7 +125,7 @@ def _ids(value: Any) -> list[int]:
 
 def _some_ids(value: Any) -> int | list[int]:
     value = _plain(value)
-    found = _ids(value) if isinstance(value, (list, tuple, set, frozenset)) else _id(value)
+    found = _ids(value) if isinstance(value, _LISTS) else _id(value)
     if found == []:
         raise _Wrong
     return found
@@ -134,7 +133,7 @@ def _some_ids(value: Any) -> int | list[int]:
 
 def _end_ids(value: Any) -> int | list[int]:
     value = _plain(value)
-    return [] if isinstance(value, (list, tuple, set, frozenset)) and not value else _some_ids(value)
+    return [] if isinstance(value, _LISTS) and not value else _some_ids(value)
 
 
 def _words(value: Any) -> list[list[int]]:
@@ -177,16 +176,21 @@ def _watermark(value: Any) -> Any:
     return value
 
 
+def _complete(value: Any, lacking: str, words: str) -> Any:
+    """`value`, which has to be an object that lacks nothing."""
+    if isinstance(value, type):
+        raise _Wrong(f"is the class {value.__name__}: give {words}")
+    if lacking:
+        raise _Wrong(f"is a {type(value).__name__} without {lacking}: give {words}")
+    return value
+
+
 def having(*methods: str, words: str) -> Kind:
     """An object with these methods."""
 
     def read(value: Any) -> Any:
-        lacking = [name for name in methods if not callable(getattr(value, name, None))]
-        if lacking or isinstance(value, type):
-            what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-            without = "" if isinstance(value, type) else f" without {' and '.join(f'{name}()' for name in lacking)}"
-            raise _Wrong(f"is {what}{without}: give {words}")
-        return value
+        lacking = [f"{name}()" for name in methods if not callable(getattr(value, name, None))]
+        return _complete(value, " and ".join(lacking), words)
 
     return Kind(words, read)
 
@@ -199,14 +203,12 @@ def _tokenizer(value: Any) -> Any:
     lacking = [name for name in _NEEDED if not hasattr(value, name)]
     if lacking and hasattr(value, "tokenizer"):
         return _tokenizer(value.tokenizer)
-    if lacking or isinstance(value, type):
-        what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-        without = "" if isinstance(value, type) else f" without {', '.join(lacking)}"
-        raise _Wrong(
-            f"is {what}{without}: give a tokenizer of transformers, which PreTrainedTokenizerFast(tokenizer_object=...)"
-            " makes of one of the package tokenizers"
-        )
-    return value
+    return _complete(
+        value,
+        ", ".join(lacking),
+        "a tokenizer of transformers, which PreTrainedTokenizerFast(tokenizer_object=...) makes of one of the package "
+        "tokenizers",
+    )
 
 
 def _callables(value: Any) -> list[Any]:
@@ -256,14 +258,12 @@ def _cache_options(value: Any) -> Any:
 def _past(value: Any) -> Any:
     if isinstance(value, (TransformersCache, EngineCache)):
         return value
-    if not isinstance(value, (tuple, list)) or not value or not all(map(_is_layer, value)):
+    layers = value if isinstance(value, (tuple, list)) else ()
+    if not layers or not all(isinstance(layer, (tuple, list)) and len(layer) in (2, 4) for layer in layers):
         raise _Wrong
-    return tuple(value)
-
-
-def _is_layer(value: Any) -> bool:
-    is_one = isinstance(value, (tuple, list)) and len(value) in (2, 4)
-    return is_one and all(isinstance(part, torch.Tensor) for part in value)
+    if not all(isinstance(part, torch.Tensor) for layer in layers for part in layer):
+        raise _Wrong
+    return tuple(layers)
 
 
 def _generation_config(value: Any) -> GenerationConfig:
@@ -287,9 +287,9 @@ def _generation_config(value: Any) -> GenerationConfig:
     return config
 
 
-_WHOLE, _POSITIVE, _COUNT = whole(), whole(1), whole(0)
+_INTEGER, _POSITIVE, _COUNT = integer(), integer(1), integer(0)
 _ID = Kind("a token id", _id)
-_SEED = whole(-(2**63), 2**64 - 1)
+_SEED = integer(-(2**63), 2**64 - 1)
 _FLAG = Kind("True or False", _flag)
 _TEXT = Kind("a text", _text)
 _FINITE = number("a finite number")
@@ -305,8 +305,8 @@ _FIELDS: dict[str, Kind] = {
     **dict.fromkeys(("max_new_tokens", "max_length", "max_cache_len", "prefill_chunk_size"), _POSITIVE),
     **dict.fromkeys(("min_new_tokens", "min_length", "top_k"), _COUNT),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), _COUNT),
-    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "num_assistant_tokens"), _WHOLE),
-    **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size"), _WHOLE),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "num_assistant_tokens"), _INTEGER),
+    **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size"), _INTEGER),
     **dict.fromkeys(("pad_token_id", "bos_token_id"), _ID),
     "eos_token_id": Kind("a token id, a list of them, or [] for no end", _end_ids),
     **dict.fromkeys(("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"), _SOME_IDS),
@@ -378,10 +378,7 @@ def read_parameters(call: Call) -> Call:
 
 
 def read_own(config: GenerationConfig, given: GenerationConfig | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a model's own configuration that a call leaves to it, read. Raises `OptionError`.
-
-    given, options: what the call says. What shapes a distribution is not looked at where nothing is drawn.
-    """
+    """The fields of a model's own configuration that a call leaves to it, read. Raises `OptionError`."""
     sources = (options.get("do_sample"), getattr(given, "do_sample", None), config.do_sample)
     draws = next((value for value in sources if value is not None), False)
     left = {name for name in _FIELDS if name not in options and getattr(given, name, None) is None}

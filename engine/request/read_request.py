@@ -42,7 +42,7 @@ from engine.request.checks import (
 from engine.request.continuation import known_mask
 from engine.request.encoder import Source, read_source
 from engine.request.generation_helpers import Criteria, ended, processing, stop_strings, what_is_read
-from engine.request.guidance import ARGUMENTS, Guidance, check_guidance, read_guidance
+from engine.request.guidance import ARGUMENTS, check_guidance, read_guidance
 from engine.request.model_kwargs import complete_model_kwargs
 from engine.request.parameter_hints import hint
 from engine.request.parameters import read_own
@@ -54,10 +54,7 @@ from strategies.operations import needs_of
 
 @dataclass(frozen=True)
 class _Said:
-    """The arguments of a call besides its inputs. options: those that have an effect. config: all parameters.
-
-    model_inputs: model inputs given as keywords. lengths: which of max_length and min_length were given.
-    """
+    """Arguments besides the inputs. options: those with an effect. lengths: max_length and min_length if given."""
 
     options: dict[str, Any]
     config: GenerationConfig
@@ -68,18 +65,6 @@ class _Said:
     constraint: Callable | None
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """The inputs of the model: see `Request`. device: of the prompt."""
-
-    prompt: Prompt
-    mask: torch.Tensor
-    before: int
-    source: Source | None
-    guidance: Guidance | None
-    device: torch.device
-
-
 def read_request(
     model: PreTrainedModel,
     call: Call,
@@ -88,19 +73,26 @@ def read_request(
     assistant: PreTrainedModel | None,
     chunk_tokens: int | None,
 ) -> Request:
-    """Check everything that can be checked without running the model. Raises `InputError` and `OptionError`.
-
-    The encoder runs later: see `Request.encoded`. cache: the live one that the call continues. assistant: the draft.
-    chunk_tokens: of the engine's configuration.
-    """
+    """Read and check all that needs no forward. cache: the live one. Raises `InputError` and `OptionError`."""
     check_model(model)
     said = _read_said(model, call, assistant)
     config, chosen = said.config, said.strategy
     needs = needs_of(chosen)
     chunk_tokens = config.prefill_chunk_size or chunk_tokens
-    tokenizer, inputs = call.tokenizer, _read_inputs(model, call, said, cache, chunk_tokens)
-    total = _read_length(model, said, inputs)
-    prompt, mask, source = inputs.prompt, inputs.mask, inputs.source
+    prompt, mask, source = _read_inputs(model, call, said, cache)
+    name = "attention_mask" if source is None else "decoder_attention_mask"
+    before = check_mask(prompt, mask, 0 if cache is None else cache.total_tokens, name)
+    check_model_kwargs(model, prompt, mask)
+    if source is None:
+        check_pieces(prompt, chunk_tokens)
+    infer_mask, tokenizer = functools.partial(_inferred_mask, model, config=config), call.tokenizer
+    guidance = read_guidance(model, prompt, mask, config, said.negative, tokenizer, cache, infer_mask)
+    if guidance is None:
+        prompt, mask = complete_model_kwargs(model, prompt, mask, cache, config)
+    total = before + prompt.columns_without_ids + _read_length(model, said, prompt, source)
+    check_length(mask.shape[1], total)
+    if source is not None:  # other models need positions for the tokens that their cache shows
+        check_positions(model, None, mask.shape[1], total)
     eos, pad, _ = special_tokens(config)
     if pad is None and tokenizer is not None and tokenizer.pad_token_id is not None:
         pad = torch.tensor(tokenizer.pad_token_id)
@@ -108,21 +100,20 @@ def read_request(
     request = Request(
         prompt=prompt,
         mask=mask,
-        before=inputs.before,
+        before=before,
         total=total,
         config=config,
         strategy=chosen,
         processing=processing(model, prompt, mask, source, config, needs.rows_at_a_time, given, said.constraint),
         source=source,
-        guidance=inputs.guidance,
+        guidance=guidance,
         criteria=Criteria(call.stopping_criteria or []),
         eos_ids=() if eos is None else tuple(eos.tolist()),
         pad_id=0 if pad is None else int(pad),
         stop_strings=stop_strings(config, tokenizer),
         ended=ended(model, config, call.stopping_criteria, tokenizer),
         chunk_tokens=chunk_tokens,
-        use_cache=said.options.get("use_cache", call.generation_config and call.generation_config.use_cache),
-        generator=seeded(call.seed, inputs.device),
+        generator=seeded(call.seed, prompt_device(model)),
     )
     texts = len(prompt.ids) * needs.texts_per_prompt
     if texts > 1 and not request.length_is_known:
@@ -149,8 +140,9 @@ def _read_said(model: PreTrainedModel, call: Call, assistant: PreTrainedModel | 
 
 
 def _read_inputs(
-    model: PreTrainedModel, call: Call, said: _Said, cache: EngineCache | None, chunk_tokens: int | None
-) -> _Inputs:
+    model: PreTrainedModel, call: Call, said: _Said, cache: EngineCache | None
+) -> tuple[Prompt, torch.Tensor, Source | None]:
+    """The prompt on the model's device, its mask, and the source of an encoder."""
     device, source, config, tokenizer = prompt_device(model), None, said.config, call.tokenizer
     if model.config.is_encoder_decoder:
         named = dict(call.inputs) if isinstance(call.inputs, Mapping) else {}
@@ -169,38 +161,21 @@ def _read_inputs(
     elif mask is None:
         known = known_mask(cache, prompt.ids)
         mask = torch.cat([known, _inferred_mask(model, prompt.ids[:, known.shape[1] :], config)], dim=1)
-    mask = (mask != 0).long()
-    name = "attention_mask" if source is None else "decoder_attention_mask"
-    before = check_mask(prompt, mask, 0 if cache is None else cache.total_tokens, name)
-    check_model_kwargs(model, prompt, mask)
-    if source is None:
-        check_pieces(prompt, chunk_tokens)
-    infer_mask = functools.partial(_inferred_mask, model, config=config)
-    guidance = read_guidance(model, prompt, mask, config, said.negative, tokenizer, cache, infer_mask)
-    if guidance is None:
-        prompt, mask = complete_model_kwargs(model, prompt, mask, cache, config)
-    return _Inputs(prompt, mask, before, source, guidance, device)
+    return prompt, (mask != 0).long(), source
 
 
-def _read_length(model: PreTrainedModel, said: _Said, inputs: _Inputs) -> int:
-    """Columns at the end of the longest run."""
-    config, prompt = said.config, inputs.prompt
+def _read_length(model: PreTrainedModel, said: _Said, prompt: Prompt, source: Source | None) -> int:
+    """The `max_length` of the call: columns with an id at the end of the longest run."""
     fed = prompt.ids if prompt.embeds is None else prompt.embeds
-    prepare_generated_length(model, config, fed, prompt.ids.shape[1], said.lengths)
-    check_ids_are_known(what_is_read(prompt, inputs.source), said.options)
-    total = inputs.before + prompt.columns_without_ids + config.max_length
-    check_length(inputs.mask.shape[1], total)
-    if inputs.source is not None:  # other models need positions for the tokens that their cache shows
-        check_positions(model, None, inputs.mask.shape[1], total)
-    return total
+    prepare_generated_length(model, said.config, fed, prompt.ids.shape[1], said.lengths)
+    check_ids_are_known(what_is_read(prompt, source), said.options)
+    return said.config.max_length
 
 
 def _complete_config(
     model: PreTrainedModel, generation_config: GenerationConfig | None, options: dict[str, Any]
 ) -> tuple[GenerationConfig, dict[str, Any], set[str]]:
-    """All parameters (those given, the model's own, the defaults), the model inputs among `options`, and the given ones
-    of max_length and min_length, which transformers counts from the prompt's first token.
-    """
+    """All parameters, the model inputs among `options`, and which of max_length and min_length were given."""
     own = read_own(model.generation_config, generation_config, options)
     configs = [config for config in (generation_config, model.generation_config) if config is not None]
     given = {

@@ -20,10 +20,7 @@ from strategies.operations import needs_of
 
 @dataclass(frozen=True)
 class Request:
-    """total: columns at the end of the longest run. before: columns in the cache that the prompt does not repeat.
-
-    source: the input of an encoder, None without one. drafts, translation, generator: see `Task`.
-    """
+    """before: cached columns that the prompt does not repeat. total: columns at the end. source: of an encoder."""
 
     prompt: Prompt
     mask: torch.Tensor
@@ -38,7 +35,6 @@ class Request:
     stop_strings: tuple[str, ...]
     ended: Callable[[torch.Tensor], torch.Tensor]
     chunk_tokens: int | None
-    use_cache: bool | None
     source: Source | None = None
     drafts: SpeculationStats = field(default_factory=SpeculationStats)
     translation: Translation | None = None

@@ -39,11 +39,8 @@ _NOT_AVAILABLE = ("constraints", "force_words_ids", "dola_layers")
 def choose_strategy(
     config: GenerationConfig, call: Call, options: dict[str, Any], assistant: PreTrainedModel | None
 ) -> Strategy:
-    """The named strategy, or the one that the parameters mean in transformers. They may not contradict each other.
-
-    config: the parameters as a whole. options: those that the call itself has.
-    """
-    strategy, generation_config = call.strategy, call.generation_config
+    """The named strategy, or the one that the parameters mean in transformers. config: all; options: of the call."""
+    strategy = call.strategy
     if assistant is not None and config.prompt_lookup_num_tokens is not None:
         raise OptionError(
             f"assistant_model and prompt_lookup_num_tokens={config.prompt_lookup_num_tokens} both propose tokens: "
@@ -51,7 +48,7 @@ def choose_strategy(
         )
     implied = _implied(config, assistant)
     if strategy is None or isinstance(strategy, str):
-        chosen = _built(strategy, implied, config, generation_config, options, assistant)
+        chosen = _built(call, implied, config, options, assistant)
     else:
         chosen = strategy
     do_sample = options.get("do_sample")  # a whole configuration gives way to a strategy that the call names
@@ -83,29 +80,23 @@ def _implied(config: GenerationConfig, assistant: PreTrainedModel | None) -> str
 
 
 def _built(
-    named: str | None,
-    implied: str,
-    config: GenerationConfig,
-    generation_config: GenerationConfig | None,
-    options: dict[str, Any],
-    assistant: PreTrainedModel | None,
+    call: Call, implied: str, config: GenerationConfig, options: dict[str, Any], assistant: PreTrainedModel | None
 ) -> Strategy:
-    """The strategy called `named`, or else `implied`, with the parameters that are its options.
-
-    Options that the call does not set are those of the model where they are not neutral, else the strategy's defaults.
-    """
+    """The strategy that the call names, or `implied`, with options of the call, the model, or its defaults."""
     neutral = default_generation_params()
-    chosen = implied if named is None else named
+    chosen = call.strategy if isinstance(call.strategy, str) else implied
     values = {name: getattr(config, name, None) for name in strategies.options(chosen)}
     set_by_call = {
-        name for name in values if options.get(name) is not None or getattr(generation_config, name, None) is not None
+        name
+        for name in values
+        if options.get(name) is not None or getattr(call.generation_config, name, None) is not None
     }
     given = {
         name: value
         for name, value in values.items()
         if value is not None and (name in set_by_call or value != neutral.get(name))
     }
-    if named is None and implied == "contrastive" and "top_k" not in given:
+    if call.strategy is None and implied == "contrastive" and "top_k" not in given:
         raise OptionError(
             f"penalty_alpha={config.penalty_alpha} asks for contrastive search, which also needs top_k, how many "
             "candidates to compare: give top_k=4, or strategy='contrastive'"
@@ -133,10 +124,7 @@ def _check_draft(strategy: Strategy, assistant: PreTrainedModel | None, tokenize
 
 
 def score_copies(strategy: Strategy, processors: Sequence[Any] = ()) -> int:
-    """Float32 tensors [rows, vocabulary] that exist at the same time, at most, the model's logits included.
-
-    Those that the strategy declares, or those of transformers' processors where there are more.
-    """
+    """Float32 tensors [rows, vocabulary] at the same time, at most: of the strategy, or of transformers' processors."""
     own = needs_of(strategy).score_copies
     if not processors:
         return own

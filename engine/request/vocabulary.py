@@ -12,10 +12,7 @@ _CONTEXT = 10  # tokens before new ones that a tokenizer is shown with them
 
 
 class Translator:
-    """For one row. mask [1, prompt columns]: 0 where a pad is. prefix_ids [1, n]: those before the prompt's.
-
-    max_columns: the draft's texts get no longer.
-    """
+    """For one row. mask [1, prompt columns]; prefix_ids [1, n] come before. max_columns: of the draft's texts."""
 
     def __init__(
         self,
@@ -27,7 +24,7 @@ class Translator:
     ):
         self._tokenizer, self._draft_tokenizer = tokenizer, draft_tokenizer
         self._prefix = [] if prefix_ids is None else prefix_ids[0].tolist()
-        self._pads = mask[0].tolist()
+        self._mask = mask[0].tolist()
         self.translation = Translation(self._to_draft, self._to_model, max_columns)
 
     def _to_draft(self, ids: torch.Tensor) -> torch.Tensor:
@@ -39,21 +36,21 @@ class Translator:
         return torch.tensor([read or [begin]], device=ids.device)
 
     def _to_model(self, ids: torch.Tensor, read: torch.Tensor, known: int) -> torch.Tensor:
-        before, whole = (_text(self._draft_tokenizer, part) for part in (read[0, :known].tolist(), read[0].tolist()))
-        if not whole.startswith(before):  # half a character has become a whole one
+        before, text = (_text(self._draft_tokenizer, part) for part in (read[0, :known].tolist(), read[0].tolist()))
+        if not text.startswith(before):  # half a character has become a whole one
             return ids[:, :0]
         context = self._all(ids)[-_CONTEXT:]
-        tokens = self._encode(_text(self._tokenizer, context) + whole[len(before) :])
+        tokens = self._encode(_text(self._tokenizer, context) + text[len(before) :])
         # What is at the border may be written in another way beside its neighbours.
         is_prefix = tokens[: len(context)] == context
-        tokens = tokens[len(context) :] if is_prefix else self._encode(whole[len(before) :])
+        tokens = tokens[len(context) :] if is_prefix else self._encode(text[len(before) :])
         return torch.tensor([tokens], dtype=torch.long, device=ids.device).view(1, -1)
 
     def _all(self, ids: torch.Tensor) -> list[int]:
-        """The ids of the whole text, without pads."""
+        """The ids of the whole text, without padding."""
         known = self._prefix + ids[0].tolist()
-        pads = self._pads + [1] * (len(known) - len(self._pads))
-        return [token for token, real in zip(known, pads, strict=True) if real]
+        mask = self._mask + [1] * (len(known) - len(self._mask))
+        return [token for token, real in zip(known, mask, strict=True) if real]
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

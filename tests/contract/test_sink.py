@@ -322,7 +322,7 @@ def test_gaps_in_a_text_are_refused():
     with pytest.raises(engine.InputError, match="do not count the tokens one by one"):
         generate(model, inputs | {"position_ids": positions * 2})
     inputs["attention_mask"][1, 5] = 0
-    with pytest.raises(engine.InputError, match="pads after the first token of row 1"):
+    with pytest.raises(engine.InputError, match="padding after the first token of row 1"):
         generate(model, inputs)
 
 

@@ -72,7 +72,7 @@ def test_pads_that_were_read_as_tokens_are_refused():
         ("gemma2", 0, "its first layer holds the last 7 of 13 tokens"),
         ("bamba", 0, r"its first layer keeps no keys \(linear_attention\)"),
         ("falcon_h1", 0, "the first layer of FalconH1ForCausalLM does not begin with the keys"),
-        ("bloom", 4, "row 0 has pads, and the keys of this model do not tell whether they were masked"),
+        ("bloom", 4, "row 0 has padding, and the keys of this model do not tell whether it was masked"),
     ],
 )
 def test_what_cannot_be_checked_needs_trust(name, pads, reason):
