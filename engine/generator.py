@@ -102,7 +102,7 @@ class Generator:
         Later calls and running streams compile and load again what they need: no text changes.
         """
         self._draft = None
-        self._runner.drop_graphs()
+        self._runner.discard_graphs()
         empty_allocators()
 
     def _start(self, call: Call, streams: bool) -> Driver:

@@ -150,7 +150,7 @@ class ForwardExecutor:
     def release(self) -> None:
         """Go on without compiled graphs and free the scratch memory; a step allocates what it needs of it again."""
         self._compiled = False
-        self._runner.drop_graphs()
+        self._runner.discard_graphs()
         for _, cache in self.parts:
             if can_migrate(cache):
                 for part in cache.parts:

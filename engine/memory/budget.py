@@ -56,12 +56,12 @@ class Budget:
         if needed <= self._most:
             return config
         why = (
-            f"the {config.name} cache needs {needed:,} bytes for {first.rows} rows of {first.held} tokens, and "
+            f"the {config.name} cache needs {needed:,} bytes for {first.rows} rows of {first.kept} tokens, and "
             f"max_cache_bytes={self._most:,}"
         )
         if self._action == "error":
             raise CapacityError(f"{why}: ask for fewer tokens or rows, raise it, or set over_budget='offload'")
-        other = self._other(config, device, needed / first.held)
+        other = self._other(config, device, needed / first.kept)
         if other is None:
             raise CapacityError(f"{why}; over_budget={self._action!r} has no remedy for it: choose another cache")
         self._has_acted = True

@@ -95,7 +95,7 @@ class ModelRunner:
         """Which matrix products float32 linear layers on a CPU take, in short."""
         return TORCH if self._table is None else str(self._table)
 
-    def drop_graphs(self) -> None:
+    def discard_graphs(self) -> None:
         """Discard the graphs of this runner; a later call compiles again."""
         if self._compiled is not None:
             with self._turn:

@@ -22,8 +22,8 @@ def empty_cache(config: CacheConfig, run_shape: RunShape, build: Callable[[Cache
     if run_shape.rows > run_shape.prompts and is_fixed(cache):
         cache = build(_with_rows(config, run_shape.rows))
     # A row may end early: room for all its tokens could stay unused.
-    as_they_come = run_shape.ends_early or run_shape.held > _MOST_AT_ONCE
-    cache.reserve(min(run_shape.held, run_shape.prompt_tokens + 128) if as_they_come else run_shape.held)
+    as_they_come = run_shape.ends_early or run_shape.kept > _MOST_AT_ONCE
+    cache.reserve(min(run_shape.kept, run_shape.prompt_tokens + 128) if as_they_come else run_shape.kept)
     return cache
 
 
@@ -34,7 +34,7 @@ def _sized(choice: str | CacheConfig, run_shape: RunShape) -> CacheConfig:
         config = replace(config, self_cache=_sized(config.self_cache, run_shape))
     if not config.needs_size or config.to_dict()["max_cache_len"] is not None:
         return config
-    wanted = max(run_shape.held + 1, run_shape.max_cache_len or 0)
+    wanted = max(run_shape.kept + 1, run_shape.max_cache_len or 0)
     if wanted > _MOST_AT_ONCE:
         raise CapacityError(
             f"cache={config.name!r} makes room for all tokens before the first one, and {run_shape.prompt_tokens:,} of "

@@ -82,10 +82,10 @@ class _DryRun:
         self._footprint, self._run_shape, self._pinned = footprint, run_shape, pinned
         self.cache = cast(MeasuredCache, empty_cache(config, run_shape, self._build))
         check_takes_masks(footprint.model, self.cache)
-        if self.cache.max_tokens is not None and self.cache.max_tokens < run_shape.held:
+        if self.cache.max_tokens is not None and self.cache.max_tokens < run_shape.kept:
             raise caches.CapacityError(
                 f"the {config.name} cache holds at most {self.cache.max_tokens} tokens, but {run_shape.prompt_tokens} "
-                f"prompt tokens and {run_shape.new_tokens} new ones need {run_shape.held}: raise max_cache_len"
+                f"prompt tokens and {run_shape.new_tokens} new ones need {run_shape.kept}: raise max_cache_len"
             )
         self._rows = run_shape.prompts
         self._samples = [UsageSample({"device": 0}, {})]
@@ -95,13 +95,13 @@ class _DryRun:
         return build_layers(config.name, self._footprint.specs, self._footprint.is_encoder_decoder, config)
 
     def usage(self) -> CacheUsage:
-        positions = attention_view(self.cache).positions_needed(self._run_shape.held)
+        positions = attention_view(self.cache).positions_needed(self._run_shape.kept)
         return CacheUsage(tuple(self._samples), self._materialized_bytes, self._chunk, positions)
 
     # The run.
 
     def check_length(self) -> None:
-        tokens = self._run_shape.held + self._run_shape.source_tokens
+        tokens = self._run_shape.kept + self._run_shape.source_tokens
         if tokens > _MOST_TOKENS and not self._windows()[1]:
             raise caches.CapacityError(
                 f"{tokens:,} tokens per row are too many for a plan, which takes at most {_MOST_TOKENS:,} unless every "
@@ -112,11 +112,11 @@ class _DryRun:
         tokens, writes = self._run_shape.prompt_tokens, self._footprint.first
         most = attention_view(self.cache).max_step_tokens
         self._chunk = min(tokens, self._run_shape.chunk_tokens or tokens, most or tokens)
-        whole, rest = divmod(tokens, self._chunk)
+        full, rest = divmod(tokens, self._chunk)
         windows, all_evict = self._windows()
         if all_evict:  # after some windows the size no longer changes
-            whole = min(whole, 3 * max(windows) // self._chunk + 3)
-        steps = [self._chunk] * whole + [rest] * (rest > 0)
+            full = min(full, 3 * max(windows) // self._chunk + 3)
+        steps = [self._chunk] * full + [rest] * (rest > 0)
         for number, count in enumerate(steps):
             is_last = number == len(steps) - 1
             self._step(count, writes, reads=is_last)

@@ -102,12 +102,12 @@ class Planner:
     def _check_positions(self, config: CacheConfig, run_shape: RunShape) -> None:
         """Raise `CapacityError` where the model lacks positions: a dry run of such a length would take long."""
         most = self._footprint.positions
-        if most is None or run_shape.held <= most:
+        if most is None or run_shape.kept <= most:
             return
         # A cache for a short run is built at once. A cache with a window needs fewer positions than tokens.
         build = partial(caches.build, config.name, self._model.config)
         cache = empty_cache(config, replace(run_shape, prompt_tokens=1, new_tokens=1), build)
-        needed = attention_view(cache).positions_needed(run_shape.held)
+        needed = attention_view(cache).positions_needed(run_shape.kept)
         if needed > most:
             raise caches.CapacityError(
                 f"{run_shape.prompt_tokens:,} prompt tokens and {run_shape.new_tokens:,} new ones need {needed:,} "
@@ -132,10 +132,10 @@ class Planner:
             encoder = working.of_step(run_shape.prompts, run_shape.source_tokens, run_shape.source_tokens)
             return max(0, int(factor * encoder) - self._on_device(usage))
         if not usage.chunk_tokens:  # without a cache every step reads all tokens
-            return int(factor * working.of_step(run_shape.rows, run_shape.held, run_shape.held))
+            return int(factor * working.of_step(run_shape.rows, run_shape.kept, run_shape.kept))
         prompt = working.of_step(run_shape.prompts, usage.chunk_tokens, run_shape.prompt_tokens)
         distinct_rows = run_shape.prompts if all(self._footprint.shares) else run_shape.rows
-        new_token = working.of_one_token(run_shape.rows, distinct_rows, run_shape.held)
+        new_token = working.of_one_token(run_shape.rows, distinct_rows, run_shape.kept)
         return int(factor * max(prompt + usage.materialized_bytes, new_token))
 
     def _fits(self, need: dict[str, int]) -> bool | None:
@@ -153,7 +153,7 @@ class Planner:
         if source := run_shape.source_tokens:
             return _largest(lambda n: self._run_fits(config, replace(run_shape, source_tokens=n)), source, _MOST_TOKENS)
         most = _MOST_TOKENS
-        if positions is not None and usage.positions == run_shape.held:  # no window: every token needs a position
+        if positions is not None and usage.positions == run_shape.kept:  # no window: every token needs a position
             most = positions - new + 1
         longest = _largest(lambda n: self._run_fits(config, replace(run_shape, prompt_tokens=n)), tokens, most)
         return longest + new if longest else 0

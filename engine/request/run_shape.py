@@ -31,6 +31,6 @@ class RunShape:
         return self.prompts * self.branches
 
     @property
-    def held(self) -> int:
+    def kept(self) -> int:
         """Tokens of a row that the cache holds in the end: all but the last, which is never fed."""
         return self.prompt_tokens + self.new_tokens - 1
