@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from configs import CacheConfig, PlacedCacheConfig
 from engine.cli import options, output
@@ -14,32 +12,28 @@ from engine.cli.progress import Work
 from engine.tables import Column, aligned, blocks, fits, terminal_width, wrapped
 
 
-def caches(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME",
-            help="Only this one, with its options.",
-            autocompletion=CacheConfig.names,
-            show_default=False,
-        ),
-    ] = None,
-    model: options.Model = None,
-    tokens: Annotated[
-        int,
-        typer.Option(
-            metavar="N", help="Tokens per row to state the size for, 64 to 16777216 (2**24).", min=64, max=2**24
-        ),
-    ] = 4096,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json",
-            help="Print JSON: model, tokens, dtype and caches (name, summary, options; bytes and bytes_per_token, "
-            "or refused).",
-        ),
-    ] = False,
-) -> None:
+@options.takes(
+    {
+        None: {
+            "name": options.argument(str, "NAME", "Only this one, with its options.", autocompletion=CacheConfig.names),
+            "model": options.MODEL["model"],
+            "tokens": options.option(
+                int,
+                "N",
+                "Tokens per row to state the size for, 64 to 16777216 (2**24).",
+                default=4096,
+                min=64,
+                max=2**24,
+            ),
+            "as_json": options.flag(
+                "Print JSON: model, tokens, dtype and caches (name, summary, options; bytes and bytes_per_token, or "
+                "refused).",
+                "--json",
+            ),
+        }
+    }
+)
+def caches(name: str | None, model: str | None, tokens: int, as_json: bool) -> None:
     """List the cache backends: what each is for, its options, and its size for a model (no weights are loaded)."""
     with Work() as work:
         start_libraries(work, model)

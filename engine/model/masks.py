@@ -7,11 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.masking_utils import (
-    create_causal_mask,
-    create_chunked_causal_mask,
-    create_sliding_window_causal_mask,
-)
+from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask, create_sliding_window_causal_mask
 
 from caches import EngineCache, UnsupportedLayerError
 from caches.protocol import AttentionView, attention_view
