@@ -8,7 +8,7 @@ from dataclasses import asdict
 from textwrap import indent
 from typing import TYPE_CHECKING
 
-from engine.tables import Column, aligned
+from engine import tables
 
 if TYPE_CHECKING:
     from engine.result import Generation, StreamChunk
@@ -53,4 +53,4 @@ def stats(result: Generation, width: int) -> str:
         facts += [("proposed", f"{measured.drafted_tokens} tokens, {measured.accepted_tokens} accepted")]
     facts += [("cache size", f"{measured.cache_bytes:,} bytes")]
     facts += [("out of memory", str(fallback)) for fallback in measured.fallbacks]
-    return aligned([Column(), Column(wraps=True)], facts, width)
+    return tables.facts(facts, width)

@@ -104,9 +104,7 @@ class Columns:
         if copied:
             assert window is not None
             sinks = copied // (end - begin)
-            behind = (tokens - window >= self.left_padding.to(self.device)[:, None, None])[
-                :, None
-            ]  # [rows, 1, tokens, 1]
+            behind = tokens - window >= self.left_padding.to(self.device)[:, None, None, None]  # [rows, 1, tokens, 1]
             visible = visible & (~behind | (columns > tokens - window + sinks))
             own = torch.arange(begin, end, device=self.device).repeat_interleave(sinks) == tokens
         if self._mask is not None:

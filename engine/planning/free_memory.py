@@ -78,7 +78,7 @@ def _of_groups() -> Iterator[int]:
             limit, used = _number(group / limit_name), _number(group / used_name)
             if limit is not None and used is not None:
                 # Pages of files that are not in use are given back when others are wanted.
-                yield max(0, limit - used + _entry(group / "memory.stat", idle_name))
+                yield max(0, limit - used + (_number(group / "memory.stat", f"^{idle_name} ") or 0))
             if group == root:
                 break
 
@@ -95,17 +95,9 @@ def _of_limits() -> Iterator[int]:
             yield max(0, most - used)
 
 
-def _number(file: Path) -> int | None:
-    """The number in a file, None where there is none."""
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _entry(file: Path, name: str) -> int:
-    """The number after a name in a file of such lines, 0 where there is none."""
+def _number(file: Path, before: str = r"\A\s*") -> int | None:
+    """The number at the end of a line that begins with `before`, None where there is none."""
     with suppress(OSError):
-        if found := re.search(rf"^{name} (\d+)$", file.read_text(), re.MULTILINE):
+        if found := re.search(rf"{before}(\d+)\s*$", file.read_text(), re.MULTILINE):
             return int(found[1])
-    return 0
+    return None
