@@ -60,120 +60,73 @@ def takes(panels: dict[str | None, dict[str, Declared]]) -> Callable[[Callable[.
     return declare
 
 
+# fmt: off
 PROMPT = {
-    "prompt": argument(
-        list[str], "PROMPT", "The text to continue; several are a batch; - or none reads standard input."
-    ),
-    "file": option(
-        list[Path],
-        "PATH",
-        "Read the prompt from this file, - is standard input; repeat it for a batch.",
-        "--file",
-        "-f",
-    ),
+    "prompt": argument(list[str], "PROMPT",
+        "The text to continue; several are a batch; - or none reads standard input."),
+    "file": option(list[Path], "PATH", "Read the prompt from this file, - is standard input; repeat it for a batch.",
+        "--file", "-f"),
     "chat": flag("The prompt is a user's message to a chat model.", "--chat"),
     "system": option(str, "TEXT", "The system message that comes before it, with --chat."),
 }
 MODEL = {
     "model": option(str, "PATH", "Folder or hub id; default: the small model of the package."),
-    "config": option(
-        str,
-        "NAME_OR_FILE",
+    "config": option(str, "NAME_OR_FILE",
         f"A preset ({', '.join(presets())}) or the JSON file of an EngineConfig; other options override it.",
-        autocompletion=presets,
-    ),
+        autocompletion=presets),
     "dtype": option(str, "NAME", "Data type of the weights: float32, bfloat16, ...; default: auto."),
-    "device_map": option(
-        str, "NAME", "Where the model goes: cpu, cuda:1, ...; default: auto.", "--device", "--device-map"
-    ),
+    "device_map": option(str, "NAME", "Where the model goes: cpu, cuda:1, ...; default: auto.", "--device",
+        "--device-map"),
     "trust_remote_code": flag("Allow Python code in the model's repository to run.", "--trust-remote-code"),
     "prefill_chunk_tokens": option(int, "N", "Compute the prompt in chunks of this many tokens, to save memory."),
-    "compile": option(
-        str,
-        "NAME",
-        f"Compile the decode step: {', '.join(COMPILE_CHOICES)}; default: off.",
-        autocompletion=lambda: list(COMPILE_CHOICES),
-    ),
-    "linears": option(
-        str,
-        "NAME",
+    "compile": option(str, "NAME", f"Compile the decode step: {', '.join(COMPILE_CHOICES)}; default: off.",
+        autocompletion=lambda: list(COMPILE_CHOICES)),
+    "linears": option(str, "NAME",
         f"Matrix product of linear layers on a CPU: {', '.join(LINEARS_CHOICES)}; default: auto.",
-        autocompletion=lambda: list(LINEARS_CHOICES),
-    ),
-    "on_oom": option(
-        list[str],
-        "NAME",
+        autocompletion=lambda: list(LINEARS_CHOICES)),
+    "on_oom": option(list[str], "NAME",
         "Fallback when memory is out; may be repeated, in order. Default: release, chunk, offload, split.",
-        autocompletion=lambda: list(FALLBACKS),
-    ),
+        autocompletion=lambda: list(FALLBACKS)),
 }
 CACHE = {
-    "cache": option(
-        str,
-        "NAME",
-        "Cache backend, see `engine caches`, or auto for what fits; default: dynamic.",
-        autocompletion=lambda: [*CacheConfig.names(), "auto"],
-    ),
-    "cache_option": option(
-        list[str], "NAME=VALUE", "An option of the cache, see `engine caches NAME`; may be repeated."
-    ),
+    "cache": option(str, "NAME", "Cache backend, see `engine caches`, or auto for what fits; default: dynamic.",
+        autocompletion=lambda: [*CacheConfig.names(), "auto"]),
+    "cache_option": option(list[str], "NAME=VALUE",
+        "An option of the cache, see `engine caches NAME`; may be repeated."),
 }
 CHOOSING = {
     "do_sample": flag("Draw tokens instead of taking the best.", "--do-sample"),
     "temperature": option(float, "X", "Sample at this temperature; 0 is greedy.", min=0),
     "top_k": option(int, "N", "Sample from this many most probable tokens; 0 is all.", min=0),
     "top_p": option(float, "X", "Sample from the most probable tokens that add up to this, 0 to 1.", min=0, max=1),
-    "min_p": option(
-        float, "X", "Sample from tokens at least this probable, relative to the most probable, 0 to 1.", min=0, max=1
-    ),
+    "min_p": option(float, "X", "Sample from tokens at least this probable, relative to the most probable, 0 to 1.",
+        min=0, max=1),
     "seed": option(int, "N", "Seed for sampling.", min=0, max=2**63),
     "repetition_penalty": option(float, "X", "Over 1: repeat less."),
-    "num_return_sequences": option(
-        int, "N", "Texts per prompt, sampled or the best of the beams.", "--num-return-sequences", "--samples", min=1
-    ),
+    "num_return_sequences": option(int, "N", "Texts per prompt, sampled or the best of the beams.",
+        "--num-return-sequences", "--samples", min=1),
     "num_beams": option(int, "N", "Search with this many beams.", min=1),
     "num_beam_groups": option(int, "N", "Diverse beam search in so many groups.", min=1),
     "diversity_penalty": option(float, "X", "How strongly groups avoid each other's tokens."),
     "length_penalty": option(float, "X", "Over 0: beams favour long texts."),
-    "penalty_alpha": option(
-        float, "X", "Contrastive search: how strongly to avoid repetition, 0 to 1; needs --top-k.", min=0, max=1
-    ),
-    "prompt_lookup_num_tokens": option(
-        int,
-        "N",
-        "Speculative decoding from the text itself: propose so many tokens at a time.",
-        "--prompt-lookup-num-tokens",
-        "--prompt-lookup",
-        min=1,
-    ),
-    "assistant_model": option(
-        str,
-        "PATH",
-        "Speculative decoding with a small model of the same kind, which proposes tokens.",
-        "--assistant-model",
-        "--draft",
-    ),
-    "num_assistant_tokens": option(
-        int,
-        "N",
-        "Tokens to propose at a time, with --assistant-model; default: 20.",
-        "--num-assistant-tokens",
-        "--draft-tokens",
-        min=1,
-    ),
+    "penalty_alpha": option(float, "X",
+        "Contrastive search: how strongly to avoid repetition, 0 to 1; needs --top-k.", min=0, max=1),
+    "prompt_lookup_num_tokens": option(int, "N",
+        "Speculative decoding from the text itself: propose so many tokens at a time.", "--prompt-lookup-num-tokens",
+        "--prompt-lookup", min=1),
+    "assistant_model": option(str, "PATH",
+        "Speculative decoding with a small model of the same kind, which proposes tokens.", "--assistant-model",
+        "--draft"),
+    "num_assistant_tokens": option(int, "N", "Tokens to propose at a time, with --assistant-model; default: 20.",
+        "--num-assistant-tokens", "--draft-tokens", min=1),
     "strategy": option(str, "NAME", "Decoding strategy by name."),
-    "set_option": option(
-        list[str], "NAME=VALUE", "Any generation parameter of transformers; may be repeated.", "--set"
-    ),
+    "set_option": option(list[str], "NAME=VALUE", "Any generation parameter of transformers; may be repeated.",
+        "--set"),
 }
 ENDING = {
-    "max_new_tokens": option(
-        int,
-        "N",
-        "Tokens to generate at most; default: what the model's own settings say, or else 20.",
-        "--max-new-tokens",
-        "-n",
-    ),
+    "max_new_tokens": option(int, "N",
+        "Tokens to generate at most; default: what the model's own settings say, or else 20.", "--max-new-tokens",
+        "-n"),
     "min_new_tokens": option(int, "N", "Tokens to generate at least.", min=0),
     "max_time": option(float, "SECONDS", "Stop after this time.", min=0),
     "stop_strings": option(list[str], "TEXT", "Stop before this text; may be repeated.", "--stop-strings", "--stop"),
@@ -183,7 +136,12 @@ OUTPUT = {
     "as_json": flag("Print JSON: rows (text, tokens, finish_reason) and stats.", "--json"),
     "stats": flag("Print speed and cache size to standard error.", "--stats"),
 }
+# fmt: on
 GENERATE: dict[str | None, dict[str, Declared]] = {
-    "The prompt": PROMPT, "The model": MODEL, "The cache": CACHE, "How tokens are chosen": CHOOSING,
-    "When it ends": ENDING, "What is printed": OUTPUT,
+    "The prompt": PROMPT,
+    "The model": MODEL,
+    "The cache": CACHE,
+    "How tokens are chosen": CHOOSING,
+    "When it ends": ENDING,
+    "What is printed": OUTPUT,
 }  # fmt: skip
