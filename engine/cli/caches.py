@@ -12,27 +12,7 @@ from engine.cli.progress import Work
 from engine.tables import Column, aligned, blocks, facts, fits, megabytes, terminal_width, wrapped
 
 
-@options.takes(
-    {
-        None: {
-            "name": options.argument(str, "NAME", "Only this one, with its options.", autocompletion=CacheConfig.names),
-            "model": options.MODEL["model"],
-            "tokens": options.option(
-                int,
-                "N",
-                "Tokens per row to state the size for, 64 to 16777216 (2**24).",
-                default=4096,
-                min=64,
-                max=2**24,
-            ),
-            "as_json": options.flag(
-                "Print JSON: model, tokens, dtype and caches (name, summary, options; bytes and bytes_per_token, or "
-                "refused).",
-                "--json",
-            ),
-        }
-    }
-)
+@options.takes({None: options.CACHES})
 def caches(name: str | None, model: str | None, tokens: int, as_json: bool) -> None:
     """List the cache backends: what each is for, its options, and its size for a model (no weights are loaded)."""
     with Work() as work:

@@ -42,11 +42,8 @@ def generate(**given: Any) -> None:
         work.doing("reading the prompt")
         chunks = generator.stream(inputs, cache=given["cache"], cache_config=cache_config, **parameters)
         result = _print(chunks, work, given, parameters.get("max_new_tokens"))
-    if (
-        not given["stats"]
-        and "length" in result.finish_reasons
-        and not {"max_new_tokens", "max_length"} & set(parameters)
-    ):
+    has_limit = {"max_new_tokens", "max_length"} & set(parameters)
+    if "length" in result.finish_reasons and not given["stats"] and not has_limit:
         most = max(map(len, result.tokens))
         output.remark(f"(ended at the limit of {most} tokens: --max-new-tokens or -n sets another)")
 

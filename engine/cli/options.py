@@ -1,6 +1,6 @@
 """The options of the commands. Each is declared once; `takes` gives them to a command.
 
-The options of `engine generate` are grouped as in its help. `engine plan` and `engine caches` share some.
+The options of `engine generate` are grouped as in its help. `PLAN` and `CACHES` are those of the other commands.
 """
 
 from __future__ import annotations
@@ -135,6 +135,34 @@ OUTPUT = {
     "stream": flag("Print the text as it is generated.", "--stream"),
     "as_json": flag("Print JSON: rows (text, tokens, finish_reason) and stats.", "--json"),
     "stats": flag("Print speed and cache size to standard error.", "--stats"),
+}
+PLAN = {
+    "path": argument(str, "MODEL",
+        "Folder or hub id; only its configuration is read. Default: the small model of the package."),
+    "model": option(str, "PATH", "The same as MODEL, as in the other commands."),
+    "prompt_tokens": option(int, "N", "Tokens of a prompt.", default=1024, min=1),
+    "max_new_tokens": option(int, "N", "New tokens per row, at most.", "--max-new-tokens", "-n", default=20, min=1),
+    "batch_size": option(int, "N", "Number of prompts.", default=1, min=1),
+    "num_beams": option(int, "N", "Beams of a beam search.", default=1, min=1),
+    "num_return_sequences": option(int, "N", "Sequences per prompt.", "--num-return-sequences", "--samples",
+        default=1, min=1),
+    "do_sample": flag("Sample tokens, also in a beam search.", "--do-sample", "--sample"),
+    "cache": option(str, "NAME", "Plan only this backend; default: all.", autocompletion=CacheConfig.names),
+    "cache_option": CACHE["cache_option"],
+    "dtype": MODEL["dtype"],
+    "device": option(str, "NAME", "The device to plan for: cpu, cuda:1, ... It need not be present.", "--device",
+        "--device-map"),
+    "free_gib": option(float, "GIB", "Free memory of the device; default: what is found.", min=0),
+    "prefill_chunk_tokens": option(int, "N", "Tokens of the prompt per step; default: all.", min=1),
+    "as_json": flag("Print JSON: the fields of `engine.Plan`.", "--json"),
+}
+CACHES = {
+    "name": argument(str, "NAME", "Only this one, with its options.", autocompletion=CacheConfig.names),
+    "model": MODEL["model"],
+    "tokens": option(int, "N", "Tokens per row to state the size for, 64 to 16777216 (2**24).", default=4096, min=64,
+        max=2**24),
+    "as_json": flag("Print JSON: model, tokens, dtype and caches (name, summary, options; bytes and bytes_per_token, "
+        "or refused).", "--json"),
 }
 # fmt: on
 GENERATE: dict[str | None, dict[str, Declared]] = {

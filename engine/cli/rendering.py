@@ -19,11 +19,8 @@ def as_text(result: Generation) -> str:
     assert result.text is not None  # a model given as a path comes with its tokenizer
     if len(result.text) == 1:
         return result.text[0]
-    labels = [f"[{row}] " for row in range(len(result.text))]
-    return "\n".join(
-        label + indent(text, " " * len(label)).removeprefix(" " * len(label))
-        for label, text in zip(labels, result.text, strict=True)
-    )
+    labelled = ((f"[{row}] ", text) for row, text in enumerate(result.text))
+    return "\n".join(label + indent(text, " " * len(label)).removeprefix(" " * len(label)) for label, text in labelled)
 
 
 def as_json(result: Generation) -> str:

@@ -29,7 +29,8 @@ class Free:
 
 def find_free(device: torch.device, folder: str | None = None) -> Free:
     """What is free on a device, in host memory and in `folder` (default: that of caches on disk)."""
-    host = _host_bytes()
+    # What the machine has left, or the limits of this process and of its group leave it, whichever is least.
+    host = min(psutil.virtual_memory().available, *_of_groups(), *_of_limits())
     on_device = host if device.type == "cpu" else _device_bytes(device)
     try:
         disk = shutil.disk_usage(disk_folder(folder)).free
@@ -52,11 +53,6 @@ def _device_bytes(device: torch.device) -> int | None:
     if hasattr(module, "recommended_max_memory"):  # mps
         return int(module.recommended_max_memory() - module.driver_allocated_memory())
     return None
-
-
-def _host_bytes() -> int:
-    """What the machine has left, or the limits of this process and of its group leave it, whichever is least."""
-    return min(psutil.virtual_memory().available, *_of_groups(), *_of_limits())
 
 
 def _of_groups() -> Iterator[int]:

@@ -144,7 +144,18 @@ class Plan:
         )
 
     def _repr_html_(self) -> str:
-        return plan_as_html(self)
+        """A table with a line for each cache, with the reason where it is refused, and the choice below."""
+        rows = []
+        for backend in self.backends:
+            needs = ", ".join(f"{megabytes(size)} ({place})" for place, size in backend.need_bytes.items())
+            cells = ["", "", "", "", backend.refused] if backend.refused is not None else [needs, *_found(backend), ""]
+            rows.append([backend.title, *cells])
+        run = (
+            f"{self.batch_size} x {self.prompt_tokens:,} tokens, {self.max_new_tokens:,} new ones, in {self.rows} rows"
+        )
+        choice = f"choice: {self.choice or 'none of them'}; {self.why}"
+        below = [f"{self.model}, {self.dtype} on {self.device}; {run}", choice]
+        return html_table(["cache", "needs", "fits", "longest context", "largest batch", "refused"], rows, below)
 
 
 def plan_as_text(plan: Plan, width: int | None = None) -> str:
@@ -190,14 +201,8 @@ def _row(backend: BackendPlan, names_kinds: bool) -> list[str]:
     kinds = [f"{megabytes(size)}{f' ({kind})' if names_kinds else ''}" for kind, size in backend.kind_bytes.items()]
     needs = [megabytes(size) + (f" ({place})" if place != "device" else "")
              for place, size in backend.need_bytes.items() if size]  # fmt: skip
-    return [
-        backend.title.replace(", ", "\n  "),
-        "\n".join(kinds),
-        megabytes(backend.cache_bytes.get("staging", 0)),
-        megabytes(backend.working_bytes),
-        "\n".join(needs),
-        *_found(backend),
-    ]
+    sizes = [megabytes(size) for size in (backend.cache_bytes.get("staging", 0), backend.working_bytes)]
+    return [backend.title.replace(", ", "\n  "), "\n".join(kinds), *sizes, "\n".join(needs), *_found(backend)]
 
 
 def _found(backend: BackendPlan) -> list[str]:
@@ -226,18 +231,3 @@ def _refusals(plan: Plan) -> list[str]:
 
 def _kinds(backends: Sequence[BackendPlan]) -> list[str]:
     return list(dict.fromkeys(kind for backend in backends for kind in backend.kind_bytes))
-
-
-def plan_as_html(plan: Plan) -> str:
-    """A table with a line for each cache, with the reason where it is refused, and the choice below."""
-    rows = []
-    for backend in plan.backends:
-        needs = ", ".join(f"{megabytes(size)} ({place})" for place, size in backend.need_bytes.items())
-        cells = ["", "", "", "", backend.refused] if backend.refused is not None else [needs, *_found(backend), ""]
-        rows.append([backend.title, *cells])
-    run = f"{plan.batch_size} x {plan.prompt_tokens:,} tokens, {plan.max_new_tokens:,} new ones, in {plan.rows} rows"
-    below = [
-        f"{plan.model}, {plan.dtype} on {plan.device}; {run}",
-        f"choice: {plan.choice or 'none of them'}; {plan.why}",
-    ]
-    return html_table(["cache", "needs", "fits", "longest context", "largest batch", "refused"], rows, below)
