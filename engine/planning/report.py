@@ -150,11 +150,9 @@ class Plan:
             needs = ", ".join(f"{megabytes(size)} ({place})" for place, size in backend.need_bytes.items())
             cells = ["", "", "", "", backend.refused] if backend.refused is not None else [needs, *_found(backend), ""]
             rows.append([backend.title, *cells])
-        run = (
-            f"{self.batch_size} x {self.prompt_tokens:,} tokens, {self.max_new_tokens:,} new ones, in {self.rows} rows"
-        )
-        choice = f"choice: {self.choice or 'none of them'}; {self.why}"
-        below = [f"{self.model}, {self.dtype} on {self.device}; {run}", choice]
+        tokens = f"{self.prompt_tokens:,} tokens, {self.max_new_tokens:,} new ones, in {self.rows} rows"
+        below = [f"{self.model}, {self.dtype} on {self.device}; {self.batch_size} x {tokens}",
+                 f"choice: {self.choice or 'none of them'}; {self.why}"]  # fmt: skip
         return html_table(["cache", "needs", "fits", "longest context", "largest batch", "refused"], rows, below)
 
 
