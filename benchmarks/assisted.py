@@ -1,4 +1,4 @@
-"""Proposed tokens: assisted decoding and prompt lookup beside greedy search, ours and transformers'.
+"""Proposed tokens: assisted decoding and prompt lookup next to greedy search, ours and transformers'.
 
     python benchmarks/assisted.py --out benchmarks/results/assisted-cpu.json
 

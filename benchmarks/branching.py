@@ -1,4 +1,4 @@
-"""Rows that branch from one prompt: beams, samples and candidates, beside transformers' `generate` where it has them.
+"""Rows that branch from one prompt: beams, samples and candidates, next to transformers' `generate` where it has them.
 
     python benchmarks/branching.py --out benchmarks/results/branching-cpu.json
     python benchmarks/plot.py benchmarks/results/branching-cpu.json

@@ -20,35 +20,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import caches
 import configs
 
-SMALL = dict(
-    vocab_size=32000,
-    hidden_size=768,
-    intermediate_size=2048,
-    num_hidden_layers=12,
-    num_attention_heads=12,
-    num_key_value_heads=4,
-    max_position_embeddings=8192,
-)
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+          "num_key_value_heads", "max_position_embeddings")  # fmt: skip
+SMALL = dict(zip(_SIZES, (32000, 768, 2048, 12, 12, 4, 8192), strict=True))
 SHAPES = {
     "small": SMALL,
-    "llama-3.1-8b": dict(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-    ),
-    "tiny": dict(  # to try a benchmark
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=8192,
-    ),
+    "llama-3.1-8b": dict(zip(_SIZES, (128256, 4096, 14336, 32, 32, 8, 131072), strict=True)),
+    "tiny": dict(zip(_SIZES, (512, 128, 128, 2, 2, 1, 8192), strict=True)),  # to try a benchmark
 }
 
 
@@ -86,7 +64,7 @@ def spread(samples: list[float]) -> dict[str, float]:
 
 
 def decode_ms(engines: dict[str, Callable[[int], Any]], new: int, runs: int) -> dict[str, dict[str, float]]:
-    """Per engine the time of one decode step: a whole call minus a call for one token, after a warm-up.
+    """Per engine the time of one decode step: a complete call minus a call for one token, after a warm-up.
 
     The engines take turns, so that a slow minute hits all of them.
     """
@@ -95,8 +73,8 @@ def decode_ms(engines: dict[str, Callable[[int], Any]], new: int, runs: int) -> 
     samples: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(runs):
         for name, work in engines.items():
-            whole, first = timed(lambda: work(new)), timed(lambda: work(1))  # noqa: B023
-            samples[name].append(1000 * (whole - first) / (new - 1))
+            complete, first = timed(lambda: work(new)), timed(lambda: work(1))  # noqa: B023
+            samples[name].append(1000 * (complete - first) / (new - 1))
     return {name: spread(taken) for name, taken in samples.items()}
 
 
@@ -108,12 +86,12 @@ def full_bytes_per_token(config: Any, item_bytes: int) -> int:
 def encoded_bytes_per_token(config: Any, item_bytes: int, options: configs.QuantizedCacheConfig) -> float:
     """The same in the few bits of `options`: codes, and a scale and an offset per group. The head's width and the
     group are powers of two. fp8 has no offset."""
-    beside = item_bytes * (1 if options.backend == "fp8" else 2)
-    per_number = 0.0
+    scales = item_bytes * (1 if options.backend == "fp8" else 2)
+    per_element = 0.0
     for name in ("keys", "values"):
         group = options.group if options.is_per_channel(name) else min(options.group, config.head_dim)
-        per_number += (options.bits / 8 + beside / group) / 2
-    return full_bytes_per_token(config, 1) * per_number
+        per_element += (options.bits / 8 + scales / group) / 2
+    return full_bytes_per_token(config, 1) * per_element
 
 
 def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
@@ -129,7 +107,7 @@ def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
 
 
 def kept_bytes(cache: Any) -> tuple[int, int]:
-    """Bytes of what a cache keeps, ours or transformers' own, and of the scratch that its layers take turns in."""
+    """Bytes of what a cache keeps, ours or transformers' own, and of the scratch that its layers share."""
     if isinstance(cache, caches.Cache):
         layers = sum(tensor.nbytes for layer in cache.layers for tensor in layer.tensors())
         return layers, sum(tensor.nbytes for tensor in cache.scratch.tensors())
@@ -141,7 +119,7 @@ def kept_bytes(cache: Any) -> tuple[int, int]:
 def report(benchmark: str, out: Path | None, **found: Any) -> None:
     """One JSON line, with the machine and the versions; also into a file."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    whole = {
+    found = {
         "benchmark": benchmark,
         "processor": processor(),
         "threads": torch.get_num_threads(),
@@ -152,8 +130,8 @@ def report(benchmark: str, out: Path | None, **found: Any) -> None:
         **found,
     }
     if out is not None:
-        out.write_text(json.dumps(whole, indent=2) + "\n")
-    print(json.dumps(whole))
+        out.write_text(json.dumps(found, indent=2) + "\n")
+    print(json.dumps(found))
 
 
 def processor() -> str:

@@ -1,4 +1,4 @@
-"""Greedy decoding beside transformers' `generate`, and llama.cpp where it is installed: same model, prompt and length.
+"""Greedy decoding next to transformers' `generate`, and llama.cpp where it is installed: same model, prompt and length.
 
     python benchmarks/decode.py --out benchmarks/results/decode-cpu.json
     python benchmarks/plot.py benchmarks/results/decode-cpu.json

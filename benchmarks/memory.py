@@ -1,4 +1,4 @@
-"""What a long context costs per backend, in bytes and in ms per token, beside transformers' own cache of the same kind.
+"""Bytes and ms per token of a long context, per backend, next to transformers' own cache of the same kind.
 
     python benchmarks/memory.py --peak --contexts 1024,4096 --out benchmarks/results/memory-cpu.json
     python benchmarks/memory.py --peak --contexts 16384 --only "..." --out benchmarks/results/memory-long-cpu.json
@@ -218,7 +218,7 @@ def predicted_bytes(row: Row, tokens: int, setting: Setting) -> float:
     if "quantized" not in row.cache:
         return full * tokens
     options = configs.QuantizedCacheConfig.from_dict(row.options)
-    # transformers is_quantized the prompt whole, ours keeps the most recent tokens of it.
+    # transformers quantizes the complete prompt, this engine keeps the most recent tokens of it.
     in_full = min(tokens, setting.new if row.theirs else options.residual_length)
     return full * in_full + encoded_bytes_per_token(config, item_bytes, options) * (tokens - in_full)
 
@@ -301,7 +301,7 @@ def here(work: Callable[..., Any], *arguments: Any) -> Any:
 def main(
     out: Annotated[Path | None, typer.Option(help="file for the results")] = None,
     contexts: Annotated[str, typer.Option(help="tokens of the prompts, with commas between")] = "1024,4096,16384",
-    only: Annotated[str, typer.Option(help="rows beside the first, names with ; between, or 'all'")] = "all",
+    only: Annotated[str, typer.Option(help="rows next to the first, names with ; between, or 'all'")] = "all",
     new: Annotated[int, typer.Option(help="decode steps that are timed")] = 32,
     window: Annotated[int, typer.Option(help="of the backends that keep one")] = 1024,
     peak: Annotated[bool, typer.Option(help="a process per backend, and its peak memory")] = False,

@@ -1,4 +1,4 @@
-"""Runs for which there is not enough memory, beside transformers' `generate`: who finishes, and by which fallbacks.
+"""Runs for which there is not enough memory, next to transformers' `generate`: who finishes, and by which fallbacks.
 
     python benchmarks/out_of_memory.py --out benchmarks/results/out-of-memory-cpu.json
 
@@ -102,8 +102,8 @@ def main(
             for line in run["log"]:
                 _console.print(f"  {line}", markup=False)
             same = None if run["text"] is None else run["text"] == whole["text"]
-            told = run["error"] if same is None else f"finished in {run['seconds']:.1f} s, the whole text: {same}"
-            _console.print(f"{engine_name}: {told}", markup=False)
+            outcome = run["error"] if same is None else f"finished in {run['seconds']:.1f} s, the whole text: {same}"
+            _console.print(f"{engine_name}: {outcome}", markup=False)
             found[engine_name] = {key: value for key, value in run.items() if key != "text"} | {"same_text": same}
         cases[name] = {**asdict(scenario), "unlimited_s": whole["seconds"], "engines": found}
     report("out_of_memory", out, model=SHAPES[model], dtype="float32", cases=cases)

@@ -4,7 +4,7 @@
 
 Everything is seeded: the same Python release, torch release, thread count and `--steps` give the same weights. The run
 checkpoints to `--work` every 100 steps and resumes from there. At the end it writes a transformers folder (float16
-safetensors, fast tokenizer) and reports bits per byte on the held-out modules, beside what `xz -9e` needs for them.
+safetensors, fast tokenizer) and reports bits per byte on the held-out modules, next to what `xz -9e` needs for them.
 """
 
 from __future__ import annotations

@@ -56,10 +56,4 @@ __all__ = [
     "require_positive",
 ]
 
-__getattr__ = old_names(
-    "configs",
-    {
-        "RUNGS": "FALLBACKS",
-        "checked_rungs": "checked_fallbacks",
-    },
-)
+__getattr__ = old_names("configs", {"RUNGS": "FALLBACKS", "checked_rungs": "checked_fallbacks"})

@@ -10,6 +10,7 @@ from configs.errors import ConfigError
 from configs.plugins import check_name, load_plugins
 
 CACHE_PLUGINS = "kvengine.caches"  # the group of entry points
+_COUNTS = ("max_batch_size", "max_cache_len", "window_length", "q_group_size", "nbits")  # options that are at least 1
 C = TypeVar("C", bound="CacheConfig")
 
 
@@ -89,7 +90,7 @@ class PlacedCacheConfig(CacheConfig):
         super().__post_init__()
 
     def validate(self) -> None:
-        require_positive(type(self).__name__, max_batch_size=self.max_batch_size)
+        require_positive(type(self).__name__, **{name: getattr(self, name, None) for name in _COUNTS})
 
 
 @dataclass(frozen=True)
@@ -110,10 +111,6 @@ class StaticCacheConfig(PlacedCacheConfig):
     needs_size: ClassVar[bool] = True
     max_cache_len: int | None = None
 
-    def validate(self) -> None:
-        super().validate()
-        require_positive(type(self).__name__, max_cache_len=self.max_cache_len)
-
 
 @dataclass(frozen=True)
 class HybridCacheConfig(StaticCacheConfig):
@@ -133,11 +130,6 @@ class SlidingWindowCacheConfig(PlacedCacheConfig):
     name: ClassVar[str] = "sliding_window"
     window_length: int | None = None
     max_cache_len: int | None = None
-
-    def validate(self) -> None:
-        super().validate()
-        sizes = {"window_length": self.window_length, "max_cache_len": self.max_cache_len}
-        require_positive(type(self).__name__, **sizes)
 
 
 def check_residency(residency: str, folder: str | None, known: tuple[str, ...]) -> None:
@@ -180,10 +172,6 @@ class OffloadedStaticCacheConfig(OffloadedCacheConfig):
     max_cache_len: int | None = None
     offload_only_non_sliding: bool = True
 
-    def validate(self) -> None:
-        super().validate()
-        require_positive(type(self).__name__, max_cache_len=self.max_cache_len)
-
 
 @dataclass(frozen=True)
 class SinkCacheConfig(PlacedCacheConfig):
@@ -203,7 +191,6 @@ class SinkCacheConfig(PlacedCacheConfig):
 
     def validate(self) -> None:
         super().validate()
-        require_positive(type(self).__name__, window_length=self.window_length)
         if self.num_sink_tokens < 0:
             raise ConfigError(f"num_sink_tokens={self.num_sink_tokens}, but it has to be 0 or more")
         if self.window_length is not None and self.window_length <= self.num_sink_tokens:

@@ -56,14 +56,10 @@ class EngineConfig(Config):
     def validate(self) -> None:
         positive = {"prefill_chunk_tokens": self.prefill_chunk_tokens, "max_cache_bytes": self.max_cache_bytes}
         require_positive("EngineConfig", **positive)
-        if self.compile not in COMPILE_CHOICES:
-            raise ConfigError(f"EngineConfig: compile={self.compile!r}, but it is one of {', '.join(COMPILE_CHOICES)}")
-        if self.linears not in LINEARS_CHOICES:
-            raise ConfigError(f"EngineConfig: linears={self.linears!r}, but it is one of {', '.join(LINEARS_CHOICES)}")
-        if self.over_budget not in BUDGET_CHOICES:
-            raise ConfigError(
-                f"EngineConfig: over_budget={self.over_budget!r}, but it is one of {', '.join(BUDGET_CHOICES)}"
-            )
+        choices = {"compile": COMPILE_CHOICES, "linears": LINEARS_CHOICES, "over_budget": BUDGET_CHOICES}
+        for name, known in choices.items():
+            if (value := getattr(self, name)) not in known:
+                raise ConfigError(f"EngineConfig: {name}={value!r}, but it is one of {', '.join(known)}")
         object.__setattr__(self, "on_oom", checked_fallbacks(self.on_oom))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from configs.base import nearest, require_positive
+from configs.base import nearest
 from configs.cache import PlacedCacheConfig, SinkCacheConfig, check_residency
 from configs.errors import ConfigError
 
@@ -83,22 +83,21 @@ class QuantizedCacheConfig(PlacedCacheConfig):
 
     def validate(self) -> None:
         super().validate()
-        require_positive(type(self).__name__, q_group_size=self.q_group_size, nbits=self.nbits)
         if self.backend not in CODECS:
             raise ConfigError(f"there is no codec named {self.backend!r}; {nearest(self.backend, list(CODECS))}")
         facts = CODECS[self.backend]
         if self.nbits is not None and self.nbits not in facts.bits:
+            bits = ", ".join(map(str, sorted(facts.bits)))
             raise ConfigError(
-                f"backend={self.backend!r} does not support {self.nbits} bits, only {_either(sorted(facts.bits))}: "
-                "choose one of them, or another backend"
+                f"backend={self.backend!r} does not support {self.nbits} bits, only {bits}: choose one of them, or "
+                "another backend"
             )
         for name, axis in (("axis_key", self.axis_key), ("axis_value", self.axis_value)):
             if axis is not None and not facts.axes:
                 raise ConfigError(f"{name}={axis}, but the groups of backend={self.backend!r} are fixed: leave it out")
             if axis is not None and axis not in facts.axes:
-                raise ConfigError(
-                    f"{name}={axis}, but backend={self.backend!r} has the axes {_either(sorted(facts.axes))}"
-                )
+                axes = ", ".join(map(str, sorted(facts.axes)))
+                raise ConfigError(f"{name}={axis}, but backend={self.backend!r} has the axes {axes}")
         if self.residual_length < 0:
             raise ConfigError(f"residual_length={self.residual_length}, but it has to be 0 or more")
         check_residency(self.residency, self.folder, self.choices["residency"])
@@ -156,7 +155,3 @@ class QuantizedSinkCacheConfig(SinkCacheConfig, QuantizedCacheConfig):
                 f"window_length={self.window_length}, but up to {unquantized} tokens stay in full precision: nothing "
                 "would be quantized: give a wider window or a smaller residual_length, or use cache='sink'"
             )
-
-
-def _either(values: list[int]) -> str:
-    return ", ".join(map(str, values))

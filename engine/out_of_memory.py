@@ -27,8 +27,7 @@ def without_frames(error: BaseException) -> BaseException:
 
 def first_line(error: BaseException) -> str:
     """The first line of its text; its class where it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def in_words(error: BaseException) -> str:

@@ -80,14 +80,14 @@ class Stats:
     """
 
     cache: str
-    prompt_tokens: int
-    new_tokens: int
-    ttft_s: float | None
-    prefill_tokens_per_s: float | None
-    decode_tokens_per_s: float | None
-    total_s: float
-    cache_bytes: int
-    peak_bytes: int | None
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    ttft_s: float | None = None
+    prefill_tokens_per_s: float | None = None
+    decode_tokens_per_s: float | None = None
+    total_s: float = 0.0
+    cache_bytes: int = 0
+    peak_bytes: int | None = None
     drafted_tokens: int | None = None
     accepted_tokens: int | None = None
     verifications: int | None = None
@@ -163,35 +163,27 @@ class Generation:
         return self.cache.to_legacy_cache() if self.legacy and self.cache is not None else self.cache
 
     def __repr__(self) -> str:
-        return _in_short(self)
+        """Two or three lines for a result of any size."""
+        text = f"text={_NO_TEXT}" if self.text is None else f"text[0]={_cut(self.text[0], _SHORT)!r}"
+        optional = [field.name for field in fields(self) if field.default is None]
+        records = [name for name in optional if getattr(self, name) is not None]
+        separator = ",\n  "
+        lines = [_summary(self), text] + ([f"with {', '.join(records)}"] if records else [])
+        return f"Generation({separator.join(lines)})"
 
     def _repr_html_(self) -> str:
-        return _as_html(self)
-
-
-def _in_short(out: Generation) -> str:
-    """A `repr` of two or three lines for a result of any size."""
-    text = f"text={_NO_TEXT}" if out.text is None else f"text[0]={_cut(out.text[0], _SHORT)!r}"
-    optional = [field.name for field in fields(out) if field.default is None]
-    records = [name for name in optional if getattr(out, name) is not None]
-    separator = ",\n  "
-    lines = [_summary(out), text] + ([f"with {', '.join(records)}"] if records else [])
-    return f"Generation({separator.join(lines)})"
-
-
-def _as_html(out: Generation) -> str:
-    """A table of the first rows, and the measurements."""
-    texts: Sequence[str | None] = out.text or [None] * len(out.tokens)
-    rows = []
-    for row, text in enumerate(texts[:_MOST_ROWS]):
-        tokens, reason = out.tokens[row], out.finish_reasons[row] or "unfinished"
-        rows.append([row, _cut(str(tokens) if text is None else text, _LONG), len(tokens), reason])
-    below = [_summary(out), *map(str, out.stats.fallbacks)]
-    if len(out.tokens) > len(rows):
-        below.insert(0, f"and {_count(len(out.tokens) - len(rows), 'row')} more")
-    if out.text is None:
-        below.append(f"text: {_NO_TEXT}")
-    return html_table(["row", "text" if out.text is not None else "token ids", "tokens", "ended by"], rows, below)
+        """A table of the first rows, and the measurements."""
+        texts: Sequence[str | None] = self.text or [None] * len(self.tokens)
+        rows = []
+        for row, text in enumerate(texts[:_MOST_ROWS]):
+            tokens, reason = self.tokens[row], self.finish_reasons[row] or "unfinished"
+            rows.append([row, _cut(str(tokens) if text is None else text, _LONG), len(tokens), reason])
+        below = [_summary(self), *map(str, self.stats.fallbacks)]
+        if len(self.tokens) > len(rows):
+            below.insert(0, f"and {_count(len(self.tokens) - len(rows), 'row')} more")
+        if self.text is None:
+            below.append(f"text: {_NO_TEXT}")
+        return html_table(["row", "text" if self.text is not None else "token ids", "tokens", "ended by"], rows, below)
 
 
 def _summary(out: Generation) -> str:
@@ -216,26 +208,9 @@ def nothing_generated(
     prompts: torch.Tensor, with_text: bool, fallbacks: Sequence[Fallback], total_s: float
 ) -> Generation:
     """The result of a run that ended before its first forward. prompts: [rows, columns]."""
-    stats = Stats(
-        cache="none",
-        prompt_tokens=0,
-        new_tokens=0,
-        ttft_s=None,
-        prefill_tokens_per_s=None,
-        decode_tokens_per_s=None,
-        total_s=total_s,
-        cache_bytes=0,
-        peak_bytes=None,
-        fallbacks=tuple(fallbacks),
-    )
-    return Generation(
-        sequences=prompts,
-        tokens=[[] for _ in prompts],
-        text=[""] * len(prompts) if with_text else None,
-        finish_reasons=[None] * len(prompts),
-        stats=stats,
-        cache=None,
-    )
+    stats = Stats("none", total_s=total_s, fallbacks=tuple(fallbacks))
+    text = [""] * len(prompts) if with_text else None
+    return Generation(prompts, [[] for _ in prompts], text, [None] * len(prompts), stats, cache=None)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import zip_longest
 from textwrap import fill, wrap
 from typing import Any
 
@@ -34,13 +35,39 @@ def wrapped(text: str, width: int, indent: str = "") -> str:
 
 def aligned(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int) -> str:
     """The table. Only columns of running text are fitted to `width`; it may become wider."""
-    return _table(columns, [[column.title for column in columns], *rows], width)
+    table = [[column.title for column in columns], *rows]
+    room = _least(columns, table)
+    for number in (number for number, column in enumerate(columns) if column.wraps):  # they share the remaining width
+        left = width - sum(room) - _GAP * (len(columns) - 1)
+        widest = max(len(line) for row in table for line in row[number].splitlines() or [""])
+        longest_word = max((len(word) for row in table for word in row[number].split()), default=0)
+        room[number] = max(min(widest, room[number] + left), min(longest_word, width), 1)
+    lines = []
+    for row in table if any(column.title for column in columns) else table[1:]:
+        cells = [_lines(cell, size, column) for cell, size, column in zip(row, room, columns, strict=True)]
+        for parts in zip_longest(*cells, fillvalue=""):
+            lines.append((" " * _GAP).join(part.ljust(size) for part, size in zip(parts, room, strict=True)).rstrip())
+    return "\n".join(lines)
+
+
+def facts(pairs: Iterable[tuple[str, str]], width: int) -> str:
+    """Names, and next to them their texts, wrapped to `width`."""
+    return aligned([Column(), Column(wraps=True)], pairs, width)
+
+
+def megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"
 
 
 def fits(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int) -> bool:
     """Whether `aligned` would fit into `width` with readable columns of running text."""
-    least = sum(_least(column, cells) for column, cells in _by_column(columns, rows)) + _GAP * (len(columns) - 1)
-    return least <= width
+    return sum(_least(columns, [[column.title for column in columns], *rows])) + _GAP * (len(columns) - 1) <= width
+
+
+def _least(columns: Sequence[Column], table: Sequence[Sequence[str]]) -> list[int]:
+    """The least width of every column."""
+    widest = [max(len(line) for row in table for line in row[n].splitlines() or [""]) for n in range(len(columns))]
+    return [min(size, _READABLE) if column.wraps else size for column, size in zip(columns, widest, strict=True)]
 
 
 def blocks(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int) -> str:
@@ -48,36 +75,9 @@ def blocks(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int)
     names = [" ".join(column.title.split()) for column in columns[1:]]
     parts = []
     for first, *rest in rows:
-        facts = [(f"  {name}", " ".join(cell.split())) for name, cell in zip(names, rest, strict=True) if cell]
-        parts.append(f"{' '.join(first.split())}\n{aligned([Column(), Column(wraps=True)], facts, width)}")
+        pairs = [(f"  {name}", " ".join(cell.split())) for name, cell in zip(names, rest, strict=True) if cell]
+        parts.append(f"{' '.join(first.split())}\n{facts(pairs, width)}")
     return "\n\n".join(parts)
-
-
-def _by_column(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> list[tuple[Column, list[str]]]:
-    table = [[column.title for column in columns], *rows]
-    return [(column, [row[number] for row in table]) for number, column in enumerate(columns)]
-
-
-def _least(column: Column, cells: Sequence[str]) -> int:
-    widest = max((len(line) for cell in cells for line in cell.splitlines()), default=0)
-    return min(widest, _READABLE) if column.wraps else widest
-
-
-def _table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> str:
-    room = [_least(column, [row[number] for row in rows]) for number, column in enumerate(columns)]
-    running = [number for number, column in enumerate(columns) if column.wraps]
-    for number in running:  # they share the remaining width
-        left = width - sum(room) - _GAP * (len(columns) - 1)
-        widest = max(len(line) for row in rows for line in row[number].splitlines() or [""])
-        longest_word = max((len(word) for row in rows for word in row[number].split()), default=0)
-        room[number] = max(min(widest, room[number] + left), min(longest_word, width), 1)
-    lines = []
-    for row in rows:
-        cells = [_lines(cell, size, column) for cell, size, column in zip(row, room, columns, strict=True)]
-        for number in range(max(map(len, cells))):
-            parts = (cell[number] if number < len(cell) else "" for cell in cells)
-            lines.append((" " * _GAP).join(part.ljust(size) for part, size in zip(parts, room, strict=True)).rstrip())
-    return "\n".join(lines[1:] if not any(column.title for column in columns) else lines)
 
 
 def _lines(cell: str, size: int, column: Column) -> list[str]:

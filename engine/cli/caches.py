@@ -3,43 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from configs import CacheConfig, PlacedCacheConfig
 from engine.cli import options, output
 from engine.cli.libraries import start_libraries
 from engine.cli.progress import Work
-from engine.tables import Column, aligned, blocks, fits, terminal_width, wrapped
+from engine.tables import Column, aligned, blocks, facts, fits, megabytes, terminal_width, wrapped
 
 
-def caches(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME",
-            help="Only this one, with its options.",
-            autocompletion=CacheConfig.names,
-            show_default=False,
-        ),
-    ] = None,
-    model: options.Model = None,
-    tokens: Annotated[
-        int,
-        typer.Option(
-            metavar="N", help="Tokens per row to state the size for, 64 to 16777216 (2**24).", min=64, max=2**24
-        ),
-    ] = 4096,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json",
-            help="Print JSON: model, tokens, dtype and caches (name, summary, options; bytes and bytes_per_token, "
-            "or refused).",
-        ),
-    ] = False,
-) -> None:
+@options.takes({None: options.CACHES})
+def caches(name: str | None, model: str | None, tokens: int, as_json: bool) -> None:
     """List the cache backends: what each is for, its options, and its size for a model (no weights are loaded)."""
     with Work() as work:
         start_libraries(work, model)
@@ -56,12 +30,9 @@ def caches(
             found.append(_entry(recipe, config, tokens))
         dtype = str(inspect_model(config).model.dtype).removeprefix("torch.")
     report = {"model": str(model or "shipped"), "tokens": tokens, "dtype": dtype, "caches": found}
-    if as_json:
-        output.say(json.dumps(report))
-    elif name:
-        output.say(one_as_text(report, recipes[0].options, terminal_width(100)))
-    else:
-        output.say(all_as_text(report, terminal_width(100)))
+    width = terminal_width(100)
+    shown = one_as_text(report, recipes[0].options, width) if name else all_as_text(report, width)
+    output.say(json.dumps(report) if as_json else shown)
 
 
 def _entry(recipe: Any, model_config: Any, tokens: int) -> dict[str, Any]:
@@ -87,7 +58,7 @@ def all_as_text(report: dict[str, Any], width: int) -> str:
     columns = [Column("cache"), Column("bytes per\ntoken"), Column(f"{report['tokens']:,}\ntokens"),
                Column("what it is", wraps=True)]  # fmt: skip
     rows = [
-        [one["name"], f"{one['bytes_per_token']:,.0f}", _megabytes(one["bytes"]), one["summary"]]
+        [one["name"], f"{one['bytes_per_token']:,.0f}", megabytes(one["bytes"]), one["summary"]]
         for one in report["caches"]
         if "refused" not in one
     ]
@@ -106,28 +77,21 @@ def one_as_text(report: dict[str, Any], config: type[CacheConfig], width: int) -
     else:
         size = (
             f"For this model, in {report['dtype']}: {one['bytes_per_token']:,.0f} bytes per token, "
-            f"{_megabytes(one['bytes'])} for {report['tokens']:,} tokens."
+            f"{megabytes(one['bytes'])} for {report['tokens']:,} tokens."
         )
     paragraphs = [wrapped(f"{one['name']}: {one['summary']}", width), wrapped(size, width)]
     if not one["options"]:
         return "\n\n".join([*paragraphs, "It has no options."])
     paragraphs.append(wrapped("Options: --cache-option NAME=VALUE, in Python cache_config={...}.", width))
-    columns, meanings = [Column(), Column(wraps=True)], config.meanings()
-    common = PlacedCacheConfig.option_names()
+    meanings, common = config.meanings(), PlacedCacheConfig.option_names()
     names = sorted(one["options"], key=lambda name: name in common)  # its own options come first
     rows = [(f"  {name}", f"{meanings[name]}\n{_values(config, name)}") for name in names]
-    return "\n\n".join([*paragraphs, aligned(columns, rows, width)])
+    return "\n\n".join([*paragraphs, facts(rows, width)])
 
 
 def _values(config: type[CacheConfig], name: str) -> str:
     """The values that an option may have, and its default."""
     default, words = config.defaults()[name], config.values()[name]
     may_be = f"One of {', '.join(words)}" if name in config.choices else " or ".join(words).capitalize()
-    shown = (
-        default if default is None or isinstance(default, str) else json.dumps(default)
-    )  # as typed on the command line
+    shown = default if default is None or isinstance(default, str) else json.dumps(default)  # as typed
     return f"{may_be}; default {shown}."
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:,.1f} MB"

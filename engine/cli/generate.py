@@ -16,54 +16,9 @@ if TYPE_CHECKING:
     from engine.streaming import Stream
 
 
-def generate(
-    prompt: options.Prompt = None,
-    file: options.File = None,
-    chat: options.Chat = False,
-    system: options.System = None,
-    model: options.Model = None,
-    config: options.Config = None,
-    dtype: options.Dtype = None,
-    device_map: options.Device = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    prefill_chunk_tokens: options.PrefillChunkTokens = None,
-    compile: options.Compile = None,
-    linears: options.Linears = None,
-    on_oom: options.OnOom = None,
-    cache: options.Cache = None,
-    cache_option: options.CacheOption = None,
-    do_sample: options.DoSample = False,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    seed: options.Seed = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    num_return_sequences: options.NumReturnSequences = None,
-    num_beams: options.NumBeams = None,
-    num_beam_groups: options.NumBeamGroups = None,
-    diversity_penalty: options.DiversityPenalty = None,
-    length_penalty: options.LengthPenalty = None,
-    penalty_alpha: options.PenaltyAlpha = None,
-    prompt_lookup_num_tokens: options.PromptLookup = None,
-    assistant_model: options.AssistantModel = None,
-    num_assistant_tokens: options.NumAssistantTokens = None,
-    strategy: options.Strategy = None,
-    set_option: options.SetOption = None,
-    max_new_tokens: options.MaxNewTokens = None,
-    min_new_tokens: options.MinNewTokens = None,
-    max_time: options.MaxTime = None,
-    stop_strings: options.StopStrings = None,
-    stream: options.Stream = False,
-    as_json: options.Json = False,
-    stats: options.Stats = False,
-) -> None:
+@options.takes(options.GENERATE)
+def generate(**given: Any) -> None:
     """Continue PROMPT. Greedy, unless the model's own settings or an option ask for sampling or for a search."""
-    _run(dict(locals()))
-
-
-def _run(given: dict[str, Any]) -> None:
-    """given: the options of `generate` by name."""
     texts = values.prompts(given["prompt"] or [], given["file"] or [])
     parameters = values.generation_parameters(given)
     per_text = parameters.get("num_return_sequences", 1)
@@ -87,11 +42,8 @@ def _run(given: dict[str, Any]) -> None:
         work.doing("reading the prompt")
         chunks = generator.stream(inputs, cache=given["cache"], cache_config=cache_config, **parameters)
         result = _print(chunks, work, given, parameters.get("max_new_tokens"))
-    if (
-        not given["stats"]
-        and "length" in result.finish_reasons
-        and not {"max_new_tokens", "max_length"} & set(parameters)
-    ):
+    has_limit = {"max_new_tokens", "max_length"} & set(parameters)
+    if "length" in result.finish_reasons and not given["stats"] and not has_limit:
         most = max(map(len, result.tokens))
         output.remark(f"(ended at the limit of {most} tokens: --max-new-tokens or -n sets another)")
 

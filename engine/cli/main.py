@@ -110,14 +110,14 @@ def _report(error: BaseException, prints_traceback: bool) -> int:
         print_exception(error)
     try:
         if isinstance(error, KeyboardInterrupt):
-            code, partial = 130, getattr(error, "partial", None)
+            partial = getattr(error, "partial", None)
             output.tell("interrupted" + (f" after {partial.stats.new_tokens} tokens" if partial else ""))
-        else:
-            code, message = _code_and_message(error)
-            output.complain(message)
+            return 130
+        code, message = _code_and_message(error)
+        output.complain(message)
+        return code
     except typer.Exit as end:
         return end.exit_code
-    return code
 
 
 def _code_and_message(error: Any) -> tuple[int, str]:

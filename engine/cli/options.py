@@ -1,241 +1,175 @@
-"""The options of `engine generate`, grouped as in its help. `engine plan` and `engine caches` share some."""
+"""The options of the commands. Each is declared once; `takes` gives them to a command.
+
+The options of `engine generate` are grouped as in its help. `PLAN` and `CACHES` are those of the other commands.
+"""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from copy import copy
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from configs import FALLBACKS, CacheConfig, presets
 from configs.engine import COMPILE_CHOICES, LINEARS_CHOICES
 
-# Values for shell completion.
+
+class Declared(NamedTuple):
+    """An option or argument. kind: the type of its value. info: what typer shows and checks."""
+
+    kind: Any
+    default: Any
+    info: Any
 
 
-def _caches() -> list[str]:
-    return [*CacheConfig.names(), "auto"]
+def option(kind: Any, metavar: str | None, help: str, *names: str, default: Any = None, **settings: Any) -> Declared:
+    """names: as typed; default: the parameter's name. settings: further arguments of `typer.Option`."""
+    kind = kind | None if default is None else kind
+    return Declared(kind, default, typer.Option(*names, metavar=metavar, help=help, **settings))
 
 
-def _compilers() -> list[str]:
-    return list(COMPILE_CHOICES)
+def flag(help: str, *names: str) -> Declared:
+    return option(bool, None, help, *names, default=False)
 
 
-def _linears() -> list[str]:
-    return list(LINEARS_CHOICES)
+def argument(kind: Any, metavar: str, help: str, **settings: Any) -> Declared:
+    return Declared(kind | None, None, typer.Argument(metavar=metavar, help=help, show_default=False, **settings))
 
 
-def _fallbacks() -> list[str]:
-    return list(FALLBACKS)
+def takes(panels: dict[str | None, dict[str, Declared]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator that makes a function a command with these options by name.
+
+    panels: the heading in the help for the options below it; None for typer's own.
+    """
+    parameters = []
+    for panel, declared in panels.items():
+        for name, (kind, default, info) in declared.items():
+            info = copy(info)
+            info.rich_help_panel = panel
+            parameters.append(
+                Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
+            )
+
+    def declare(command: Callable[..., None]) -> Callable[..., None]:
+        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        return command
+
+    return declare
 
 
-_of_prompt = partial(typer.Option, rich_help_panel="The prompt")
-Prompt = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="PROMPT",
-        help="The text to continue; several are a batch; - or none reads standard input.",
-        show_default=False,
-        rich_help_panel="The prompt",
-    ),
-]
-File = Annotated[
-    list[Path] | None,
-    _of_prompt(
-        "--file",
-        "-f",
-        metavar="PATH",
-        help="Read the prompt from this file, - is standard input; repeat it for a batch.",
-    ),
-]
-Chat = Annotated[bool, _of_prompt("--chat", help="The prompt is a user's message to a chat model.")]
-System = Annotated[
-    str | None,
-    _of_prompt(metavar="TEXT", help="The system message that comes before it, with --chat."),
-]
-
-_of_model = partial(typer.Option, rich_help_panel="The model")
-Model = Annotated[
-    str | None,
-    _of_model("--model", metavar="PATH", help="Folder or hub id; default: the small model of the package."),
-]
-Config = Annotated[
-    str | None,
-    _of_model(
-        metavar="NAME_OR_FILE",
-        help=f"A preset ({', '.join(presets())}) or the JSON file of an EngineConfig; other options override it.",
-        autocompletion=presets,
-    ),
-]
-Dtype = Annotated[
-    str | None,
-    _of_model(metavar="NAME", help="Data type of the weights: float32, bfloat16, ...; default: auto."),
-]
-Device = Annotated[
-    str | None,
-    _of_model(
-        "--device", "--device-map", metavar="NAME", help="Where the model goes: cpu, cuda:1, ...; default: auto."
-    ),
-]
-TrustRemoteCode = Annotated[
-    bool,
-    _of_model("--trust-remote-code", help="Allow Python code in the model's repository to run."),
-]
-PrefillChunkTokens = Annotated[
-    int | None,
-    _of_model(metavar="N", help="Compute the prompt in chunks of this many tokens, to save memory."),
-]
-Compile = Annotated[
-    str | None,
-    _of_model(
-        metavar="NAME",
-        help=f"Compile the decode step: {', '.join(COMPILE_CHOICES)}; default: off.",
-        autocompletion=_compilers,
-    ),
-]
-Linears = Annotated[
-    str | None,
-    _of_model(
-        metavar="NAME",
-        help=f"Matrix product of linear layers on a CPU: {', '.join(LINEARS_CHOICES)}; default: auto.",
-        autocompletion=_linears,
-    ),
-]
-OnOom = Annotated[
-    list[str] | None,
-    _of_model(
-        metavar="NAME",
-        help="Fallback when memory is out; may be repeated, in order. Default: release, chunk, offload, split.",
-        autocompletion=_fallbacks,
-    ),
-]
-
-_of_cache = partial(typer.Option, rich_help_panel="The cache")
-Cache = Annotated[
-    str | None,
-    _of_cache(
-        metavar="NAME",
-        help="Cache backend, see `engine caches`, or auto for what fits; default: dynamic.",
-        autocompletion=_caches,
-    ),
-]
-CacheOption = Annotated[
-    list[str] | None,
-    _of_cache(metavar="NAME=VALUE", help="An option of the cache, see `engine caches NAME`; may be repeated."),
-]
-
-_of_choosing = partial(typer.Option, rich_help_panel="How tokens are chosen")
-DoSample = Annotated[bool, _of_choosing("--do-sample", help="Draw tokens instead of taking the best.")]
-Temperature = Annotated[
-    float | None,
-    _of_choosing(metavar="X", help="Sample at this temperature; 0 is greedy.", min=0),
-]
-TopK = Annotated[
-    int | None,
-    _of_choosing(metavar="N", help="Sample from this many most probable tokens; 0 is all.", min=0),
-]
-TopP = Annotated[
-    float | None,
-    _of_choosing(metavar="X", help="Sample from the most probable tokens that add up to this, 0 to 1.", min=0, max=1),
-]
-MinP = Annotated[
-    float | None,
-    _of_choosing(
-        metavar="X",
-        help="Sample from tokens at least this probable, relative to the most probable, 0 to 1.",
-        min=0,
-        max=1,
-    ),
-]
-Seed = Annotated[int | None, _of_choosing(metavar="N", help="Seed for sampling.", min=0, max=2**63)]
-RepetitionPenalty = Annotated[float | None, _of_choosing(metavar="X", help="Over 1: repeat less.")]
-NumReturnSequences = Annotated[
-    int | None,
-    _of_choosing(
-        "--num-return-sequences",
-        "--samples",
-        metavar="N",
-        help="Texts per prompt, sampled or the best of the beams.",
-        min=1,
-    ),
-]
-NumBeams = Annotated[int | None, _of_choosing(metavar="N", help="Search with this many beams.", min=1)]
-NumBeamGroups = Annotated[
-    int | None,
-    _of_choosing(metavar="N", help="Diverse beam search in so many groups.", min=1),
-]
-DiversityPenalty = Annotated[
-    float | None,
-    _of_choosing(metavar="X", help="How strongly groups avoid each other's tokens."),
-]
-LengthPenalty = Annotated[float | None, _of_choosing(metavar="X", help="Over 0: beams favour long texts.")]
-PenaltyAlpha = Annotated[
-    float | None,
-    _of_choosing(
-        metavar="X",
-        help="Contrastive search: how strongly to avoid repetition, 0 to 1; needs --top-k.",
-        min=0,
-        max=1,
-    ),
-]
-PromptLookup = Annotated[
-    int | None,
-    _of_choosing(
-        "--prompt-lookup-num-tokens",
-        "--prompt-lookup",
-        metavar="N",
-        min=1,
-        help="Speculative decoding from the text itself: propose so many tokens at a time.",
-    ),
-]
-AssistantModel = Annotated[
-    str | None,
-    _of_choosing(
-        "--assistant-model",
-        "--draft",
-        metavar="PATH",
-        help="Speculative decoding with a small model of the same kind, which proposes tokens.",
-    ),
-]
-NumAssistantTokens = Annotated[
-    int | None,
-    _of_choosing(
-        "--num-assistant-tokens",
-        "--draft-tokens",
-        metavar="N",
-        min=1,
-        help="Tokens to propose at a time, with --assistant-model; default: 20.",
-    ),
-]
-Strategy = Annotated[str | None, _of_choosing(metavar="NAME", help="Decoding strategy by name.")]
-SetOption = Annotated[
-    list[str] | None,
-    _of_choosing(
-        "--set",
-        metavar="NAME=VALUE",
-        help="Any generation parameter of transformers; may be repeated.",
-    ),
-]
-
-_of_ending = partial(typer.Option, rich_help_panel="When it ends")
-MaxNewTokens = Annotated[
-    int | None,
-    _of_ending(
-        "--max-new-tokens",
-        "-n",
-        metavar="N",
-        help="Tokens to generate at most; default: what the model's own settings say, or else 20.",
-    ),
-]
-MinNewTokens = Annotated[int | None, _of_ending(metavar="N", help="Tokens to generate at least.", min=0)]
-MaxTime = Annotated[float | None, _of_ending(metavar="SECONDS", help="Stop after this time.", min=0)]
-StopStrings = Annotated[
-    list[str] | None,
-    _of_ending("--stop-strings", "--stop", metavar="TEXT", help="Stop before this text; may be repeated."),
-]
-
-_of_output = partial(typer.Option, rich_help_panel="What is printed")
-Stream = Annotated[bool, _of_output("--stream", help="Print the text as it is generated.")]
-Json = Annotated[bool, _of_output("--json", help="Print JSON: rows (text, tokens, finish_reason) and stats.")]
-Stats = Annotated[bool, _of_output("--stats", help="Print speed and cache size to standard error.")]
+# fmt: off
+PROMPT = {
+    "prompt": argument(list[str], "PROMPT",
+        "The text to continue; several are a batch; - or none reads standard input."),
+    "file": option(list[Path], "PATH", "Read the prompt from this file, - is standard input; repeat it for a batch.",
+        "--file", "-f"),
+    "chat": flag("The prompt is a user's message to a chat model.", "--chat"),
+    "system": option(str, "TEXT", "The system message that comes before it, with --chat."),
+}
+MODEL = {
+    "model": option(str, "PATH", "Folder or hub id; default: the small model of the package."),
+    "config": option(str, "NAME_OR_FILE",
+        f"A preset ({', '.join(presets())}) or the JSON file of an EngineConfig; other options override it.",
+        autocompletion=presets),
+    "dtype": option(str, "NAME", "Data type of the weights: float32, bfloat16, ...; default: auto."),
+    "device_map": option(str, "NAME", "Where the model goes: cpu, cuda:1, ...; default: auto.", "--device",
+        "--device-map"),
+    "trust_remote_code": flag("Allow Python code in the model's repository to run.", "--trust-remote-code"),
+    "prefill_chunk_tokens": option(int, "N", "Compute the prompt in chunks of this many tokens, to save memory."),
+    "compile": option(str, "NAME", f"Compile the decode step: {', '.join(COMPILE_CHOICES)}; default: off.",
+        autocompletion=lambda: list(COMPILE_CHOICES)),
+    "linears": option(str, "NAME",
+        f"Matrix product of linear layers on a CPU: {', '.join(LINEARS_CHOICES)}; default: auto.",
+        autocompletion=lambda: list(LINEARS_CHOICES)),
+    "on_oom": option(list[str], "NAME",
+        "Fallback when memory is out; may be repeated, in order. Default: release, chunk, offload, split.",
+        autocompletion=lambda: list(FALLBACKS)),
+}
+CACHE = {
+    "cache": option(str, "NAME", "Cache backend, see `engine caches`, or auto for what fits; default: dynamic.",
+        autocompletion=lambda: [*CacheConfig.names(), "auto"]),
+    "cache_option": option(list[str], "NAME=VALUE",
+        "An option of the cache, see `engine caches NAME`; may be repeated."),
+}
+CHOOSING = {
+    "do_sample": flag("Draw tokens instead of taking the best.", "--do-sample"),
+    "temperature": option(float, "X", "Sample at this temperature; 0 is greedy.", min=0),
+    "top_k": option(int, "N", "Sample from this many most probable tokens; 0 is all.", min=0),
+    "top_p": option(float, "X", "Sample from the most probable tokens that add up to this, 0 to 1.", min=0, max=1),
+    "min_p": option(float, "X", "Sample from tokens at least this probable, relative to the most probable, 0 to 1.",
+        min=0, max=1),
+    "seed": option(int, "N", "Seed for sampling.", min=0, max=2**63),
+    "repetition_penalty": option(float, "X", "Over 1: repeat less."),
+    "num_return_sequences": option(int, "N", "Texts per prompt, sampled or the best of the beams.",
+        "--num-return-sequences", "--samples", min=1),
+    "num_beams": option(int, "N", "Search with this many beams.", min=1),
+    "num_beam_groups": option(int, "N", "Diverse beam search in so many groups.", min=1),
+    "diversity_penalty": option(float, "X", "How strongly groups avoid each other's tokens."),
+    "length_penalty": option(float, "X", "Over 0: beams favour long texts."),
+    "penalty_alpha": option(float, "X",
+        "Contrastive search: how strongly to avoid repetition, 0 to 1; needs --top-k.", min=0, max=1),
+    "prompt_lookup_num_tokens": option(int, "N",
+        "Speculative decoding from the text itself: propose so many tokens at a time.", "--prompt-lookup-num-tokens",
+        "--prompt-lookup", min=1),
+    "assistant_model": option(str, "PATH",
+        "Speculative decoding with a small model of the same kind, which proposes tokens.", "--assistant-model",
+        "--draft"),
+    "num_assistant_tokens": option(int, "N", "Tokens to propose at a time, with --assistant-model; default: 20.",
+        "--num-assistant-tokens", "--draft-tokens", min=1),
+    "strategy": option(str, "NAME", "Decoding strategy by name."),
+    "set_option": option(list[str], "NAME=VALUE", "Any generation parameter of transformers; may be repeated.",
+        "--set"),
+}
+ENDING = {
+    "max_new_tokens": option(int, "N",
+        "Tokens to generate at most; default: what the model's own settings say, or else 20.", "--max-new-tokens",
+        "-n"),
+    "min_new_tokens": option(int, "N", "Tokens to generate at least.", min=0),
+    "max_time": option(float, "SECONDS", "Stop after this time.", min=0),
+    "stop_strings": option(list[str], "TEXT", "Stop before this text; may be repeated.", "--stop-strings", "--stop"),
+}
+OUTPUT = {
+    "stream": flag("Print the text as it is generated.", "--stream"),
+    "as_json": flag("Print JSON: rows (text, tokens, finish_reason) and stats.", "--json"),
+    "stats": flag("Print speed and cache size to standard error.", "--stats"),
+}
+PLAN = {
+    "path": argument(str, "MODEL",
+        "Folder or hub id; only its configuration is read. Default: the small model of the package."),
+    "model": option(str, "PATH", "The same as MODEL, as in the other commands."),
+    "prompt_tokens": option(int, "N", "Tokens of a prompt.", default=1024, min=1),
+    "max_new_tokens": option(int, "N", "New tokens per row, at most.", "--max-new-tokens", "-n", default=20, min=1),
+    "batch_size": option(int, "N", "Number of prompts.", default=1, min=1),
+    "num_beams": option(int, "N", "Beams of a beam search.", default=1, min=1),
+    "num_return_sequences": option(int, "N", "Sequences per prompt.", "--num-return-sequences", "--samples",
+        default=1, min=1),
+    "do_sample": flag("Sample tokens, also in a beam search.", "--do-sample", "--sample"),
+    "cache": option(str, "NAME", "Plan only this backend; default: all.", autocompletion=CacheConfig.names),
+    "cache_option": CACHE["cache_option"],
+    "dtype": MODEL["dtype"],
+    "device": option(str, "NAME", "The device to plan for: cpu, cuda:1, ... It need not be present.", "--device",
+        "--device-map"),
+    "free_gib": option(float, "GIB", "Free memory of the device; default: what is found.", min=0),
+    "prefill_chunk_tokens": option(int, "N", "Tokens of the prompt per step; default: all.", min=1),
+    "as_json": flag("Print JSON: the fields of `engine.Plan`.", "--json"),
+}
+CACHES = {
+    "name": argument(str, "NAME", "Only this one, with its options.", autocompletion=CacheConfig.names),
+    "model": MODEL["model"],
+    "tokens": option(int, "N", "Tokens per row to state the size for, 64 to 16777216 (2**24).", default=4096, min=64,
+        max=2**24),
+    "as_json": flag("Print JSON: model, tokens, dtype and caches (name, summary, options; bytes and bytes_per_token, "
+        "or refused).", "--json"),
+}
+# fmt: on
+GENERATE: dict[str | None, dict[str, Declared]] = {
+    "The prompt": PROMPT,
+    "The model": MODEL,
+    "The cache": CACHE,
+    "How tokens are chosen": CHOOSING,
+    "When it ends": ENDING,
+    "What is printed": OUTPUT,
+}  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from textwrap import indent
 from typing import TYPE_CHECKING
 
-from engine.tables import Column, aligned
+from engine import tables
 
 if TYPE_CHECKING:
     from engine.result import Generation, StreamChunk
@@ -19,11 +19,8 @@ def as_text(result: Generation) -> str:
     assert result.text is not None  # a model given as a path comes with its tokenizer
     if len(result.text) == 1:
         return result.text[0]
-    labels = [f"[{row}] " for row in range(len(result.text))]
-    return "\n".join(
-        label + indent(text, " " * len(label)).removeprefix(" " * len(label))
-        for label, text in zip(labels, result.text, strict=True)
-    )
+    labelled = ((f"[{row}] ", text) for row, text in enumerate(result.text))
+    return "\n".join(label + indent(text, " " * len(label)).removeprefix(" " * len(label)) for label, text in labelled)
 
 
 def as_json(result: Generation) -> str:
@@ -53,4 +50,4 @@ def stats(result: Generation, width: int) -> str:
         facts += [("proposed", f"{measured.drafted_tokens} tokens, {measured.accepted_tokens} accepted")]
     facts += [("cache size", f"{measured.cache_bytes:,} bytes")]
     facts += [("out of memory", str(fallback)) for fallback in measured.fallbacks]
-    return aligned([Column(), Column(wraps=True)], facts, width)
+    return tables.facts(facts, width)

@@ -9,19 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from configs import EngineConfig, preset, presets
+from engine.cli import options
 from engine.errors import OptionError
 
-# Options with the name of their generation parameter.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _SEARCHING = ("num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "penalty_alpha")
-_OTHERS = ("seed", "num_return_sequences", "max_new_tokens", "min_new_tokens", "max_time", "strategy",
-           "repetition_penalty", "prompt_lookup_num_tokens", "num_assistant_tokens", "stop_strings")  # fmt: skip
-_NAMED = (*_SAMPLING, *_SEARCHING, *_OTHERS, "do_sample")
+# Options with the name of their generation parameter.
+_NAMED = [name for name in (*options.CHOOSING, *options.ENDING) if name not in ("assistant_model", "set_option")]
 # Parameters that --set refuses, with the remedy.
 _INSTEAD = {"inputs": "PROMPT", "prompt": "PROMPT", "as_json": "--json", "set_option": "--set",
             "cache_config": "--cache-option", "logits_processor": "engine.generate, in Python"}  # fmt: skip
 # Options that are fields of `EngineConfig`.
-_SETTINGS = ("prefill_chunk_tokens", "compile", "linears", "dtype", "device_map", "on_oom", "trust_remote_code")
+_SETTINGS = [name for name in options.MODEL if name not in ("model", "config")]
 
 _PYTHONS = {"True": True, "False": False, "None": None}
 

@@ -10,6 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from itertools import cycle, islice
@@ -70,21 +71,14 @@ def _stored() -> dict[str, list[str]]:
 
 
 def _read(size: str) -> tuple[str, ...] | None:
-    names = _stored().get(size)
-    known = {TORCH, *routes()}
-    if not isinstance(names, list) or len(names) != len(_ROWS):
-        return None
-    if not all(isinstance(name, str) and name in known for name in names):
-        return None
-    return tuple(names)
+    names, known = _stored().get(size), (TORCH, *routes())
+    is_valid = isinstance(names, list) and len(names) == len(_ROWS) and all(name in known for name in names)
+    return tuple(names) if names and is_valid else None
 
 
 def _write(size: str, names: tuple[str, ...]) -> None:
-    content = json.dumps(_stored() | {size: list(names)}, indent=1)
-    try:
-        write_atomically(path(), content.encode())
-    except OSError:
-        return  # the result is valid for this process only
+    with suppress(OSError):  # then the result is valid for this process only
+        write_atomically(path(), json.dumps(_stored() | {size: list(names)}, indent=1).encode())
 
 
 @torch.autocast("cpu", enabled=False)

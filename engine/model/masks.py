@@ -7,11 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.masking_utils import (
-    create_causal_mask,
-    create_chunked_causal_mask,
-    create_sliding_window_causal_mask,
-)
+from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask, create_sliding_window_causal_mask
 
 from caches import EngineCache, UnsupportedLayerError
 from caches.protocol import AttentionView, attention_view
@@ -108,9 +104,7 @@ class Columns:
         if copied:
             assert window is not None
             sinks = copied // (end - begin)
-            behind = (tokens - window >= self.left_padding.to(self.device)[:, None, None])[
-                :, None
-            ]  # [rows, 1, tokens, 1]
+            behind = tokens - window >= self.left_padding.to(self.device)[:, None, None, None]  # [rows, 1, tokens, 1]
             visible = visible & (~behind | (columns > tokens - window + sinks))
             own = torch.arange(begin, end, device=self.device).repeat_interleave(sinks) == tokens
         if self._mask is not None:

@@ -74,7 +74,8 @@ def dry_run(footprint: ModelFootprint, config: CacheConfig, run_shape: RunShape,
         run.read_prompt()
         run.branch()
         run.decode()
-    return run.usage()
+    positions = attention_view(run.cache).positions_needed(run_shape.kept)
+    return CacheUsage(tuple(run.samples), run.materialized_bytes, run.chunk, positions)
 
 
 class _DryRun:
@@ -88,17 +89,11 @@ class _DryRun:
                 f"prompt tokens and {run_shape.new_tokens} new ones need {run_shape.kept}: raise max_cache_len"
             )
         self._rows = run_shape.prompts
-        self._samples = [UsageSample({"device": 0}, {})]
-        self._materialized_bytes = self._chunk = 0
+        self.samples = [UsageSample({"device": 0}, {})]
+        self.materialized_bytes = self.chunk = 0
 
     def _build(self, config: CacheConfig) -> EngineCache:
         return build_layers(config.name, self._footprint.specs, self._footprint.is_encoder_decoder, config)
-
-    def usage(self) -> CacheUsage:
-        positions = attention_view(self.cache).positions_needed(self._run_shape.kept)
-        return CacheUsage(tuple(self._samples), self._materialized_bytes, self._chunk, positions)
-
-    # The run.
 
     def check_length(self) -> None:
         tokens = self._run_shape.kept + self._run_shape.source_tokens
@@ -111,12 +106,12 @@ class _DryRun:
     def read_prompt(self) -> None:
         tokens, writes = self._run_shape.prompt_tokens, self._footprint.first
         most = attention_view(self.cache).max_step_tokens
-        self._chunk = min(tokens, self._run_shape.chunk_tokens or tokens, most or tokens)
-        whole, rest = divmod(tokens, self._chunk)
+        self.chunk = min(tokens, self._run_shape.chunk_tokens or tokens, most or tokens)
+        full, rest = divmod(tokens, self.chunk)
         windows, all_evict = self._windows()
         if all_evict:  # after some windows the size no longer changes
-            whole = min(whole, 3 * max(windows) // self._chunk + 3)
-        steps = [self._chunk] * whole + [rest] * (rest > 0)
+            full = min(full, 3 * max(windows) // self.chunk + 3)
+        steps = [self.chunk] * full + [rest] * (rest > 0)
         for number, count in enumerate(steps):
             is_last = number == len(steps) - 1
             self._step(count, writes, reads=is_last)
@@ -172,7 +167,7 @@ class _DryRun:
                     pass
             if tokens > _FEW_QUERIES:
                 materialized = sum(prod(view.base) * view.dtype.itemsize for view in views)
-                self._materialized_bytes = max(self._materialized_bytes, materialized)
+                self.materialized_bytes = max(self.materialized_bytes, materialized)
         self.cache.commit()
 
     def _windows(self) -> tuple[list[int], bool]:
@@ -181,15 +176,13 @@ class _DryRun:
         known = [bound for bound in bounds if bound is not None]
         return known, 0 < len(known) == len(bounds)
 
-    # What it takes.
-
     def _take_sample(self) -> None:
         by_place, by_kind = Counter(device=0), Counter[str]()
         for kind, place, size in self._sizes():
             by_place[place] += size
             if place != "staging":
                 by_kind[kind] += size
-        self._samples.append(UsageSample(dict(by_place), dict(by_kind)))
+        self.samples.append(UsageSample(dict(by_place), dict(by_kind)))
 
     def _sizes(self) -> Iterator[tuple[str, str, int]]:
         """Kind of layer, place and bytes of each tensor of the cache."""

@@ -29,7 +29,8 @@ class Free:
 
 def find_free(device: torch.device, folder: str | None = None) -> Free:
     """What is free on a device, in host memory and in `folder` (default: that of caches on disk)."""
-    host = _host_bytes()
+    # What the machine has left, or the limits of this process and of its group leave it, whichever is least.
+    host = min(psutil.virtual_memory().available, *_of_groups(), *_of_limits())
     on_device = host if device.type == "cpu" else _device_bytes(device)
     try:
         disk = shutil.disk_usage(disk_folder(folder)).free
@@ -54,11 +55,6 @@ def _device_bytes(device: torch.device) -> int | None:
     return None
 
 
-def _host_bytes() -> int:
-    """What the machine has left, or the limits of this process and of its group leave it, whichever is least."""
-    return min(psutil.virtual_memory().available, *_of_groups(), *_of_limits())
-
-
 def _of_groups() -> Iterator[int]:
     """Of the control groups that this process is in, and those that they are in: both versions of them."""
     try:
@@ -78,7 +74,7 @@ def _of_groups() -> Iterator[int]:
             limit, used = _number(group / limit_name), _number(group / used_name)
             if limit is not None and used is not None:
                 # Pages of files that are not in use are given back when others are wanted.
-                yield max(0, limit - used + _entry(group / "memory.stat", idle_name))
+                yield max(0, limit - used + (_number(group / "memory.stat", f"^{idle_name} ") or 0))
             if group == root:
                 break
 
@@ -95,17 +91,9 @@ def _of_limits() -> Iterator[int]:
             yield max(0, most - used)
 
 
-def _number(file: Path) -> int | None:
-    """The number in a file, None where there is none."""
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _entry(file: Path, name: str) -> int:
-    """The number after a name in a file of such lines, 0 where there is none."""
+def _number(file: Path, before: str = r"\A\s*") -> int | None:
+    """The number at the end of a line that begins with `before`, None where there is none."""
     with suppress(OSError):
-        if found := re.search(rf"^{name} (\d+)$", file.read_text(), re.MULTILINE):
+        if found := re.search(rf"{before}(\d+)\s*$", file.read_text(), re.MULTILINE):
             return int(found[1])
-    return 0
+    return None

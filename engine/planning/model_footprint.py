@@ -320,8 +320,8 @@ def _recorded(
 ) -> Any:
     given = inspect.signature(method).bind(*args, **kwargs).arguments
     # Without the kernel's size, the argument is a whole convolution state.
-    whole_state = name == "update_conv_state" and given.get("conv_kernel_size") is None
-    dimensions = {} if whole_state else _TOKEN_DIMENSIONS[name]
+    complete_state = name == "update_conv_state" and given.get("conv_kernel_size") is None
+    dimensions = {} if complete_state else _TOKEN_DIMENSIONS[name]
     arguments = tuple(
         (key, TensorSpec(tuple(value.shape), value.dtype, dimensions.get(key)))
         if isinstance(value, torch.Tensor)

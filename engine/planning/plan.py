@@ -206,13 +206,20 @@ def read_planned_model(
     dtype: torch.dtype | str | None,
     device: torch.device | str | None,
 ) -> PlannedModel:
-    """The model that is planned. Raises `OptionError` when `dtype` or `device` are given for a loaded model."""
+    """The model that is planned, by default for the device that it would be loaded onto.
+
+    Raises `OptionError` when `dtype` or `device` are given for a loaded model.
+    """
     model = load_config(model) if isinstance(model, (str, Path)) else model
     wanted = None if dtype is None else read_dtype(dtype)
-    target = _target_device(device)
+    if device is None:
+        target = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    else:
+        target = read_device(device)
     if isinstance(model, PreTrainedConfig):
-        footprint = inspect_model(model, wanted)
-        return PlannedModel(model, footprint, target, weight_bytes(footprint.model), False, _has_end(model))
+        footprint, configs = inspect_model(model, wanted), (model, model.get_text_config(decoder=True))
+        has_end = any(getattr(config, "eos_token_id", None) is not None for config in configs)
+        return PlannedModel(model, footprint, target, weight_bytes(footprint.model), False, has_end)
     model, _ = load(model, None, EngineConfig())
     is_loaded = model.device.type != "meta"
     if is_loaded and (dtype is not None or device is not None):
@@ -225,15 +232,3 @@ def read_planned_model(
     has_end = model.generation_config.eos_token_id is not None
     footprint = inspect_model(model.config, wanted or model.dtype, type(model))
     return PlannedModel(model.config, footprint, target, weight_bytes(model), is_loaded, has_end)
-
-
-def _target_device(device: torch.device | str | None) -> torch.device:
-    """The device that was named, or the one that a model is loaded onto by default."""
-    if device is None:
-        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    return read_device(device)
-
-
-def _has_end(config: PreTrainedConfig) -> bool:
-    configs = (config, config.get_text_config(decoder=True))
-    return any(getattr(one, "eos_token_id", None) is not None for one in configs)

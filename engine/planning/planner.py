@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -58,19 +59,14 @@ class Planner:
         batch that would fit too.
         """
         options = {name: value for name, value in config.to_dict(use_diff=True).items() if name != "name"}
-        found = BackendPlan(config.name, options)
         try:
             usage = self._usage(config, run_shape)
         except (caches.CacheError, ConfigError) as error:
-            return replace(found, refused=str(error))
+            return BackendPlan(config.name, options, refused=str(error))
         need = self._need(usage, run_shape)
-        found = replace(
-            found,
-            cache_bytes=usage.most.by_place,
-            kind_bytes=usage.most.by_kind,
-            working_bytes=self._working(usage, run_shape),
-            need_bytes=need,
-            fits=self._fits(need),
+        most, working = usage.most, self._working(usage, run_shape)
+        found = BackendPlan(
+            config.name, options, most.by_place, most.by_kind, working, need_bytes=need, fits=self._fits(need)
         )
         if not search or found.fits is None:
             return found
@@ -144,18 +140,19 @@ class Planner:
             return False
         return None if any(free is None for _, free in known) else True
 
-    def _run_fits(self, config: CacheConfig, run_shape: RunShape) -> bool:
-        return self.backend(config, run_shape).fits is True
-
     def _longest_context(self, config: CacheConfig, run_shape: RunShape, usage: CacheUsage) -> int:
         """Tokens that fit: of the source, or of the prompt and the new ones."""
         tokens, new, positions = run_shape.prompt_tokens, run_shape.new_tokens, self._footprint.positions
+
+        def fits(**sizes: Any) -> bool:
+            return self.backend(config, replace(run_shape, **sizes)).fits is True
+
         if source := run_shape.source_tokens:
-            return _largest(lambda n: self._run_fits(config, replace(run_shape, source_tokens=n)), source, _MOST_TOKENS)
+            return _largest(lambda n: fits(source_tokens=n), source, _MOST_TOKENS)
         most = _MOST_TOKENS
         if positions is not None and usage.positions == run_shape.kept:  # no window: every token needs a position
             most = positions - new + 1
-        longest = _largest(lambda n: self._run_fits(config, replace(run_shape, prompt_tokens=n)), tokens, most)
+        longest = _largest(lambda n: fits(prompt_tokens=n), tokens, most)
         return longest + new if longest else 0
 
     def _largest_batch(self, need: dict[str, int], prompts: int) -> int:

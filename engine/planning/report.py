@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from engine.tables import Column, aligned, blocks, fits, html_table, terminal_width, wrapped
+from engine.tables import Column, aligned, blocks, facts, fits, html_table, megabytes, terminal_width, wrapped
 
 _UNKNOWN_WIDTH = 160  # characters, where the output is no terminal
 _COLUMNS = [
@@ -144,13 +144,22 @@ class Plan:
         )
 
     def _repr_html_(self) -> str:
-        return plan_as_html(self)
+        """A table with a line for each cache, with the reason where it is refused, and the choice below."""
+        rows = []
+        for backend in self.backends:
+            needs = ", ".join(f"{megabytes(size)} ({place})" for place, size in backend.need_bytes.items())
+            cells = ["", "", "", "", backend.refused] if backend.refused is not None else [needs, *_found(backend), ""]
+            rows.append([backend.title, *cells])
+        tokens = f"{self.prompt_tokens:,} tokens, {self.max_new_tokens:,} new ones, in {self.rows} rows"
+        below = [f"{self.model}, {self.dtype} on {self.device}; {self.batch_size} x {tokens}",
+                 f"choice: {self.choice or 'none of them'}; {self.why}"]  # fmt: skip
+        return html_table(["cache", "needs", "fits", "longest context", "largest batch", "refused"], rows, below)
 
 
 def plan_as_text(plan: Plan, width: int | None = None) -> str:
     """The plan as a table. width: in characters; default: that of the terminal."""
     width = terminal_width(_UNKNOWN_WIDTH) if width is None else width
-    paragraphs = [aligned([Column(), Column(wraps=True)], _facts(plan), width)]
+    paragraphs = [facts(_facts(plan), width)]
     possible = [backend for backend in plan.backends if backend.refused is None]
     if possible:
         paragraphs.append(_backends(possible, width))
@@ -166,9 +175,9 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     return [
         ("model", f"{plan.model}, {plan.dtype} on {plan.device}"),
         ("run", f"{plan.batch_size} x {plan.prompt_tokens:,} tokens, {plan.max_new_tokens:,} new ones{rows}"),
-        ("weights", _megabytes(plan.weight_bytes) + (", loaded" if plan.weights_are_loaded else "")),
-        ("last logits", _megabytes(plan.logits_bytes)),
-        ("free", ", ".join(f"{_megabytes(size)} ({place})" for place, size in known.items()) or "not known"),
+        ("weights", megabytes(plan.weight_bytes) + (", loaded" if plan.weights_are_loaded else "")),
+        ("last logits", megabytes(plan.logits_bytes)),
+        ("free", ", ".join(f"{megabytes(size)} ({place})" for place, size in known.items()) or "not known"),
         *([("layers keep", kinds[0])] if len(kinds) == 1 else []),
     ]
 
@@ -187,17 +196,11 @@ def _backends(possible: list[BackendPlan], width: int) -> str:
 
 
 def _row(backend: BackendPlan, names_kinds: bool) -> list[str]:
-    kinds = [f"{_megabytes(size)}{f' ({kind})' if names_kinds else ''}" for kind, size in backend.kind_bytes.items()]
-    needs = [_megabytes(size) + (f" ({place})" if place != "device" else "")
+    kinds = [f"{megabytes(size)}{f' ({kind})' if names_kinds else ''}" for kind, size in backend.kind_bytes.items()]
+    needs = [megabytes(size) + (f" ({place})" if place != "device" else "")
              for place, size in backend.need_bytes.items() if size]  # fmt: skip
-    return [
-        backend.title.replace(", ", "\n  "),
-        "\n".join(kinds),
-        _megabytes(backend.cache_bytes.get("staging", 0)),
-        _megabytes(backend.working_bytes),
-        "\n".join(needs),
-        *_found(backend),
-    ]
+    sizes = [megabytes(size) for size in (backend.cache_bytes.get("staging", 0), backend.working_bytes)]
+    return [backend.title.replace(", ", "\n  "), "\n".join(kinds), *sizes, "\n".join(needs), *_found(backend)]
 
 
 def _found(backend: BackendPlan) -> list[str]:
@@ -226,25 +229,3 @@ def _refusals(plan: Plan) -> list[str]:
 
 def _kinds(backends: Sequence[BackendPlan]) -> list[str]:
     return list(dict.fromkeys(kind for backend in backends for kind in backend.kind_bytes))
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:,.1f} MB"
-
-
-def plan_as_html(plan: Plan) -> str:
-    """A table with a line for each cache, with the reason where it is refused, and the choice below."""
-    rows = [_html_cells(backend) for backend in plan.backends]
-    run = f"{plan.batch_size} x {plan.prompt_tokens:,} tokens, {plan.max_new_tokens:,} new ones, in {plan.rows} rows"
-    below = [
-        f"{plan.model}, {plan.dtype} on {plan.device}; {run}",
-        f"choice: {plan.choice or 'none of them'}; {plan.why}",
-    ]
-    return html_table(["cache", "needs", "fits", "longest context", "largest batch", "refused"], rows, below)
-
-
-def _html_cells(backend: BackendPlan) -> list[str]:
-    if backend.refused is not None:
-        return [backend.title, "", "", "", "", backend.refused]
-    needs = ", ".join(f"{_megabytes(size)} ({place})" for place, size in backend.need_bytes.items())
-    return [backend.title, needs, *_found(backend), ""]
