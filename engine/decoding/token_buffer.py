@@ -58,15 +58,7 @@ class Tokens:
 
     def send(self, tensor: torch.Tensor) -> Sent:
         """To the host. Read at once, it needs no copy of its own."""
-        if not self.late:
-            return tensor, None
-        if tensor.device.type not in ASYNCHRONOUS:
-            return tensor.clone(), None
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        copy.copy_(tensor, non_blocking=True)
-        event = torch.Event(tensor.device)
-        event.record()
-        return copy, event
+        return _copy_to_host(tensor) if self.late else (tensor, None)
 
     def write_rows(self, tokens: torch.Tensor, lengths: list[int]) -> None:
         """Append `tokens` [rows, n], of which row i ends after `lengths[i]`. Nothing comes after them."""
@@ -121,3 +113,13 @@ def arrived(sent: Sent) -> list[Any]:
     if event is not None:
         event.synchronize()
     return tensor.tolist()
+
+
+def _copy_to_host(column: torch.Tensor) -> Sent:
+    if column.device.type not in ASYNCHRONOUS:
+        return column.clone(), None
+    copy = torch.empty(column.shape, dtype=column.dtype, pin_memory=True)
+    copy.copy_(column, non_blocking=True)
+    event = torch.Event(column.device)
+    event.record()
+    return copy, event
