@@ -99,8 +99,8 @@ def test_only_encoded_columns_may_differ_by_a_rounding():
     assert 0 < trunk < 40
     assert 0 < tail < 30
     assert (keys.exact, keys.later) == (trunk, range(40, 40 + tail))
-    noise = torch.randn(keys.held.shape, generator=torch.Generator().manual_seed(1))
-    others = keys.held + 0.01 * noise * keys.held.std()  # more than products round, less than codes of two bits
+    noise = torch.randn(keys.kept.shape, generator=torch.Generator().manual_seed(1))
+    others = keys.kept + 0.01 * noise * keys.kept.std()  # more than products round, less than codes of two bits
     may_differ = (~keys.differ(others, 0)).all(dim=0)
     assert not may_differ[trunk:40].any()
     assert not may_differ[40 + tail :].any()
