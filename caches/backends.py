@@ -46,8 +46,8 @@ from configs import (
 )
 
 Layers = Sequence[LayerSpec] | None
-_FETCHED = "a graph knows where all tensors are before it begins, and here they are fetched layer by layer"
-_QUANTIZES = "how many blocks are encoded, and when, is decided from step to step, and a graph has one way to go"
+_FETCHED = "a graph needs static addresses, and here keys and values are fetched layer by layer"
+_QUANTIZES = "a graph has no branches, and here each step decides how many blocks it quantizes"
 _IN_WORDS = {KV: "keys and values", INDEX: "an index", STATE: "states"}
 
 

@@ -14,7 +14,7 @@ from caches.timeline.retention import KeepAll, KeepRecent, Retention
 from caches.timeline.timeline import Timeline
 from configs import CacheConfig
 
-MOVES = "a graph needs tensors that never move, and here they move as room is made"
+MOVES = "a graph needs static addresses, and here tensors move as room is made"
 
 
 class TimelineFactory(Protocol):

@@ -1,7 +1,7 @@
 """The layers of a cache, and the transaction that a step is on them.
 
-`begin` makes room and decides where new tokens go, the forward appends, `commit` keeps them and evicts what is out of
-reach, `abort` undoes everything.
+`begin` makes room and decides where new tokens go, the forward appends, `commit` keeps them and evicts what no later
+token attends to, `abort` undoes everything.
 """
 
 from __future__ import annotations
@@ -130,11 +130,13 @@ class LayerStack:
         placements = {timeline: timeline.place(tokens) for timeline in self.timelines}
         finish = self.hook.before_begin(self.layers, tokens)
         if not self.is_open:
-            self._prepare_layers()
+            for layer in self.layers:
+                layer.prepare()
         self._make_room({timeline: placement.room for timeline, placement in placements.items()})
         # Nothing below can fail.
         if not self.is_open:
-            self._begin_layers()
+            for layer in self.layers:
+                layer.begin()
         for layer in self.layers:
             if placements[layer.timeline].compact:
                 layer.compact()
@@ -144,14 +146,8 @@ class LayerStack:
 
     def open_states(self) -> None:
         """Begin a step of which the number of tokens is not known yet: states can be written."""
-        self._prepare_layers()
-        self._begin_layers()
-
-    def _prepare_layers(self) -> None:
         for layer in self.layers:
             layer.prepare()
-
-    def _begin_layers(self) -> None:
         for layer in self.layers:
             layer.begin()
 

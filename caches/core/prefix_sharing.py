@@ -103,6 +103,6 @@ class PrefixSharing:
         return any(forked.should_unshare for forked in self.stack.shared_timelines)
 
     def discard_reads(self) -> None:
-        """What was materialized before the next step says nothing about the model."""
+        """Do not count what was materialized between two steps: the model did not need it."""
         for forked in self.stack.shared_timelines:
             forked.was_materialized = False

@@ -95,7 +95,7 @@ def _fill(
     PrefixSharing(empty).share_like(sources[0])  # encoded suffixes are not merged when rows stop sharing
     layers = zip(*(source.layers for source in sources), strict=True)
     hook_state = of_states([source.hook.state_dict(source.batch_size) for source in sources])
-    # A layer at a time: they may come from a place with more room than where they are put together.
+    # One layer at a time: the sources may be on a device with more memory.
     states = (of_states([layer.state_dict() for layer in same]) for same in layers)
     empty.load_state_dict(sources[0], rows, states, hook_state)
     logs = [source.log for source in sources if source.log is not None]

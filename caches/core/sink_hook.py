@@ -75,8 +75,9 @@ class SinkHook(StepHook):
         self.padding.take(padding)
 
     def rotations(self, layers: Layers) -> dict[int, RopeRotation]:
-        found = {index: _sinks_of_keys(layer) for index, layer in enumerate(layers)}
-        return {index: one.rotation for index, one in found.items() if one is not None and one.rotation is not None}
+        keys = {index: layer.stores.get("keys") for index, layer in enumerate(layers) if isinstance(layer, Layer)}
+        found = {index: getattr(getattr(store, "sinks", None), "rotation", None) for index, store in keys.items()}
+        return {index: rotation for index, rotation in found.items() if rotation is not None}
 
     def extra_slots(self, layer: Layer | WrappedLayer, tokens: int) -> int:
         sinks = next(iter(_sinks([layer])), None)
@@ -104,7 +105,3 @@ def _stores(layers: Layers) -> Iterator[Store]:
 def _sinks(layers: Layers) -> list[Sinks]:
     found = [getattr(store, "sinks", None) for store in _stores(layers)]
     return [sinks for sinks in found if sinks is not None]
-
-
-def _sinks_of_keys(layer: Layer | WrappedLayer) -> Sinks | None:
-    return getattr(layer.stores.get("keys"), "sinks", None) if isinstance(layer, Layer) else None

@@ -1,8 +1,7 @@
 """Layer kinds of one model family, kept by transformers' own layer in a cache of ours.
 
-Such a layer has methods that only its model knows (compressed entries, an index of blocks). They are passed on to it.
-transformers' growing layers write nothing in place, so putting their attributes back undoes a step. Taking back a part
-of a step is not possible.
+Methods that only its model knows (compressed entries, an index of blocks) are passed on to it. Its growing layers write
+nothing in place, so restoring their attributes undoes a step; a part of a step cannot be rolled back.
 """
 
 from __future__ import annotations

@@ -95,10 +95,6 @@ class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
         own, cross = (part.to_legacy_cache() for part in self.parts)
         return tuple(both[0] + both[1] for both in zip(own, cross, strict=True))
 
-    def check_finite(self) -> None:
-        for part in self.parts:
-            part.check_finite()
-
     def __repr__(self) -> str:
         return f"EncoderDecoder({self.self_attention_cache!r}, cross={self.cross_attention_cache!r})"
 

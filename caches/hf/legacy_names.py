@@ -1,10 +1,14 @@
-"""The names that transformers' cache classes have or had, and those of release 0.1, in terms of a cache's few verbs."""
+"""What caches of one and of two stacks share: row selection, sizes, and names that transformers' classes have or had.
+
+Names of release 0.1 are here too, each with a warning.
+"""
 
 from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -332,7 +336,8 @@ class LegacyNames:
 
     def check_finite(self) -> None:
         """Raise `StepError`, with the first layer and row, where keys, values or states are not finite."""
-        for index, layer in enumerate(self._committed_layers()):
+        self.finish_step()
+        for index, layer in chain.from_iterable(enumerate(stack.layers) for stack in self.stacks):
             for name, kept in layer.dense_state().items():
                 if not isinstance(kept, torch.Tensor) or not kept.is_floating_point():
                     continue

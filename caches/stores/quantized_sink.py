@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 import torch
 
@@ -91,9 +92,7 @@ class QuantizedSinkStore(QuantizedStore):
         self.sinks.originals = None
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        yield from super().tensors()
-        if self.sinks.originals is not None:
-            yield self.sinks.originals
+        return chain(super().tensors(), self.sinks.tensors())
 
 
 def _fronted(segments: Iterable[Segment], front: torch.Tensor, behind: torch.Tensor) -> Iterator[Segment]:

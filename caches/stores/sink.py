@@ -8,6 +8,7 @@ rotated, from their originals, to where the window begins. Nothing else ever mov
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 
@@ -118,6 +119,9 @@ class Sinks:
             with torch.inference_mode(False):
                 self.originals = like.new_zeros((rows, like.shape[1], self.count, like.shape[3]))
 
+    def tensors(self) -> list[torch.Tensor]:
+        return [] if self.originals is None else [self.originals]
+
     def chosen(self, index: torch.Tensor) -> torch.Tensor | None:
         """The originals of these rows."""
         return None if self.originals is None else self.originals.index_select(0, index.to(self.originals.device))
@@ -191,6 +195,4 @@ class SinkStore(FixedStore):
             self.sinks.originals[: len(dense)] = dense[:, :, : self.sinks.count]
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        yield from super().tensors()
-        if self.sinks.originals is not None:
-            yield self.sinks.originals
+        return chain(super().tensors(), self.sinks.tensors())

@@ -64,7 +64,8 @@ def carry_out(givers: Sequence[Any], steps: Sequence[TensorMigration], what: str
     except BaseException as error:
         failure = error
     if failure is None:
-        _release(givers)
+        for cache in givers:
+            cache.release()
         return
     try:
         traceback.clear_frames(failure.__traceback__)  # they refer to what was being moved
@@ -155,11 +156,6 @@ def _hand_over(giver: TensorHolder, taker: TensorHolder, as_encoded: bool, index
         cast(Store, taker).load_dense(kept if index is None else chosen_rows(kept, index))
 
 
-def _release(caches: Sequence[Any]) -> None:
-    for cache in caches:
-        cache.release()
-
-
 def _bring_back(givers: Sequence[Any], done: list[TensorMigration], failure: BaseException, what: str) -> None:
     back = {id(step.old) for step in done if step.gives_up}
     try:
@@ -167,7 +163,8 @@ def _bring_back(givers: Sequence[Any], done: list[TensorMigration], failure: Bas
             done[-1].undo()
             done.pop()
     except BaseException as error:
-        _release(givers)
+        for cache in givers:
+            cache.release()
         raise StepError(
             f"{what} a {givers[0].name} cache failed ({type(failure).__name__}: {failure}), and so did bringing back "
             f"what had been moved ({type(error).__name__}: {error}): it is empty, all tokens have to be read again"

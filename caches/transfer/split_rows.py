@@ -21,6 +21,7 @@ class SplitCache:
     parts: the caches. sizes: how many rows each of them has.
     """
 
+    max_rows = None
     why_not_compiled = "its rows are computed part after part"
     capabilities = Capabilities(can_split=True, can_predict=True)
 
@@ -55,10 +56,6 @@ class SplitCache:
     @property
     def max_tokens(self) -> int | None:
         return self.parts[0].max_tokens
-
-    @property
-    def max_rows(self) -> int | None:
-        return None
 
     @property
     def bytes(self) -> int:

@@ -375,7 +375,7 @@ def test_no_graph():
     generator = engine.Generator(
         tiny_model("llama"), config=engine.EngineConfig(cache="quantized", compile="aot_eager")
     )
-    with pytest.raises(engine.OptionError, match="cannot be with the quantized cache: how many blocks are encoded"):
+    with pytest.raises(engine.OptionError, match="cannot be with the quantized cache: a graph has no branches"):
         generator.generate(prompt(), max_new_tokens=3)
 
 
