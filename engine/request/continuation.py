@@ -102,13 +102,7 @@ def check_content(
             inputs = replace(inputs, model_kwargs=per_token)
         _check_columns(runner, first[0], request, columns, inputs, cached, tokenizer)
         if request.source is not None:
-            keys, values = runner.first_keys(request.prompt.ids, columns, 0, 1, inputs, cross=True)
-            different = first[1][0].differ(keys, 0) | first[1][1].differ(values, 0)
-            source_mask = inputs.model_kwargs.get("attention_mask")
-            if source_mask is not None and source_mask.shape == different.shape:
-                different = different & (source_mask != 0).to(different.device)
-            if first[1][0].kept.shape[2] != keys.shape[2] or bool(different.any()):
-                raise InputError(_OTHER_SOURCE)
+            _check_source(runner, first[1], request, columns, inputs)
     except UnknownContentError as reason:
         raise InputError(
             f"the {cache.name} cache holds {cached} tokens of each row, and whether they begin this prompt cannot be "
@@ -161,6 +155,23 @@ def _check_columns(
         _check_places_tell(mask[:, :cached])
     if not bool(mask[:, :cached].all()):
         _check_masked(runner, first[0], request, ids, inputs, cached)
+
+
+def _check_source(
+    runner: ModelRunner,
+    kept: tuple[KeptTokens, KeptTokens],
+    request: Request,
+    columns: Columns,
+    inputs: ModelInputs,
+) -> None:
+    """Raise `InputError` where the cross-attention keys and values in the cache are of another source."""
+    keys, values = runner.first_keys(request.prompt.ids, columns, 0, 1, inputs, cross=True)
+    different = kept[0].differ(keys, 0) | kept[1].differ(values, 0)
+    mask = inputs.model_kwargs.get("attention_mask")
+    if mask is not None and mask.shape == different.shape:
+        different = different & (mask != 0).to(different.device)
+    if kept[0].kept.shape[2] != keys.shape[2] or bool(different.any()):
+        raise InputError(_OTHER_SOURCE)
 
 
 def _check_places_tell(mask: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from caches.stores.quantized import QuantizedStore
 from caches.stores.recurrent_state import RecurrentState
 from caches.stores.sink import Sinks
 from caches.timeline.timeline import Timeline
-from engine.decoding import loop
+from engine.decoding import records
 from engine.model.masks import Columns
 from engine.request import checks, read_request
 from strategies import sampling
@@ -226,19 +226,19 @@ def forget_parameters_that_apply(patch: Patch) -> None:
 
 
 def record_no_attentions(patch: Patch) -> None:
-    patch.setitem(loop._RECORDS, "attentions", ("output_attentions", ("no attentions",)))
+    patch.setitem(records._FIELDS, "attentions", ("output_attentions", ("no attentions",)))
 
 
 def record_states_of_the_last_token_alone(patch: Patch) -> None:
-    original = loop.DecodingLoop._record
+    original = records.Records.add_forward
 
     def record(self: Any, *given: Any) -> None:
         original(self, *given)
-        states = self._records.get("hidden_states")
+        states = self._values.get("hidden_states")
         if states:
             states[-1] = tuple(layer[:, -1:] for layer in states[-1])
 
-    patch.setattr(loop.DecodingLoop, "_record", record)
+    patch.setattr(records.Records, "add_forward", record)
 
 
 DAMAGES: dict[str, Callable[[Patch], None]] = {
