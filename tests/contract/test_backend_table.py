@@ -105,7 +105,9 @@ def growth(cache: str) -> str:
         return "those of its parts"
     if set(shares) == {"0%"}:
         return "constant size"
-    return f"{shares[0]} of keys and values" if len(set(shares)) == 1 else "{} of float32, {} of bfloat16".format(*shares)
+    if len(set(shares)) == 1:
+        return f"{shares[0]} of keys and values"
+    return "{} of float32, {} of bfloat16".format(*shares)
 
 
 def share(cache: str, model: PreTrainedModel, few: int, many: int) -> str:
