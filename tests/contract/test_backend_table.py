@@ -75,14 +75,15 @@ def in_transformers_beam_search(cache: str) -> bool:
 
 
 def compiled(cache: str) -> bool:
-    return same_text(sample(cache, ["gemma2", "mistral", "llama"]), cache, engine.EngineConfig(compile="aot_eager"))
+    samples = ["gemma2", "mistral", "llama", "mamba"]
+    return same_text(sample(cache, samples), cache, engine.EngineConfig(compile="aot_eager"))
 
 
 @functools.cache
-def wide_llama() -> LlamaForCausalLM:
+def wide_llama(dtype: torch.dtype) -> LlamaForCausalLM:
     """With heads as wide as those of real models: a codec's scales are for groups of channels."""
     sizes = dict(hidden_size=128, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=101, **sizes)).eval()
+    return LlamaForCausalLM(LlamaConfig(vocab_size=101, **sizes)).eval().to(dtype)
 
 
 def bytes_after(model: PreTrainedModel, cache: str, columns: int) -> int:
@@ -93,20 +94,29 @@ def bytes_after(model: PreTrainedModel, cache: str, columns: int) -> int:
 
 def growth(cache: str) -> str:
     """Bytes of another token behind hundreds of others, the scratch of a step left out."""
-    model, few, many = tiny_model(sample(cache)), 96, 224
-    if is_for(cache, "llama"):
-        model, few, many = wide_llama(), 992, 1248
-    try:
-        per_token = (bytes_after(model, cache, many) - bytes_after(model, cache, few)) / (many - few)
-    except caches.UnsupportedLayerError:
-        return "those of its parts"
-    config = model.config.get_text_config()
-    width = getattr(config, "head_dim", None) or config.hidden_size // max(1, getattr(config, "num_attention_heads", 1))
-    ideal = config.num_hidden_layers * 2 * getattr(config, "num_key_value_heads", 2) * width * 4
     if cache == "none":
         return "nothing is kept"
-    share = f"{per_token / ideal:.0%}"
-    return "constant size" if share == "0%" else f"{share} of keys and values"
+    try:
+        if is_for(cache, "llama"):
+            shares = [share(cache, wide_llama(dtype), 992, 1248) for dtype in (torch.float32, torch.bfloat16)]
+        else:
+            shares = [share(cache, tiny_model(sample(cache)), 96, 224)]
+    except caches.UnsupportedLayerError:
+        return "those of its parts"
+    if set(shares) == {"0%"}:
+        return "constant size"
+    if len(set(shares)) == 1:
+        return f"{shares[0]} of keys and values"
+    return "{} of float32, {} of bfloat16".format(*shares)
+
+
+def share(cache: str, model: PreTrainedModel, few: int, many: int) -> str:
+    """Bytes of a token, of those of its keys and values in the model's data type."""
+    per_token = (bytes_after(model, cache, many) - bytes_after(model, cache, few)) / (many - few)
+    config = model.config.get_text_config()
+    width = getattr(config, "head_dim", None) or config.hidden_size // max(1, getattr(config, "num_attention_heads", 1))
+    heads = getattr(config, "num_key_value_heads", 2)
+    return f"{per_token / (config.num_hidden_layers * 2 * heads * width * model.dtype.itemsize):.0%}"
 
 
 def trial_of(cache: str, kinds: list[str]) -> Trial | None:
