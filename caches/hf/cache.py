@@ -34,7 +34,7 @@ class Cache(LegacyNames, TransformersCache):
     """Keys, values and states of a model's layers, kept as its layout says. For a step see `EngineCache`.
 
     layout: a `CacheLayout`; a name, `specs` (None: layers are added as they are used), `make_store` and further fields
-    of a `CacheLayout` stand for one.
+    of a `CacheLayout` stand for one. `commit` and `abort` are no hooks: steps of another loop end without them.
     """
 
     layer_class_to_replicate, offloading = None, False  # of transformers' own cache: layers and buffers are ours

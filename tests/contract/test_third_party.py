@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from architectures import tiny_model
 from transformers import LlamaConfig
 
 import caches
+import engine
 from caches.protocol import Capabilities
 from caches.spec.layer_spec import PLAIN
 from caches.transfer.split_rows import halves
@@ -136,3 +138,12 @@ def test_rows_that_cannot_be_dealt_out_are_not_lost():
     with pytest.raises(caches.StepError, match="cannot be split"):
         halves(Proxy(fed(caches.build("dynamic", CONFIG))), torch.arange(2))
     assert len(halves(caches.NoCache(), torch.arange(2)).parts) == 2
+
+
+def test_a_cache_that_may_be_lost_need_not_keep_the_past():
+    model = tiny_model("llama")
+    cache = Proxy(caches.build("dynamic", model.config))
+    cache.capabilities = Capabilities(rollback="sometimes")
+    cache.name, cache.log = "proxy", None
+    result = engine.generate(model, [[3, 4, 5]], cache=cache, max_new_tokens=4, prompt_lookup_num_tokens=2)
+    assert result.tokens == engine.generate(model, [[3, 4, 5]], max_new_tokens=4).tokens
