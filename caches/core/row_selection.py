@@ -108,9 +108,10 @@ class RowSelection:
 
     def finish(self) -> None:
         """Carry out what was started. When it fails it can be called again."""
-        choice, left = self._pending, self.rows_left()
+        choice = self._pending
         if choice is None:
             return
+        left = self.rows_left()
         while left:
             holder, index = left[-1]
             holder.select_rows(index)

@@ -79,8 +79,8 @@ class Cache(LegacyNames, TransformersCache):
     # One step is a transaction: see `EngineCache`.
 
     def begin(self, tokens: int, graph: bool = False) -> None:
-        if graph:
-            self.stack.check_compiles()
+        if graph and self.implicit.is_open:
+            self.stack.check_compiles()  # before the end of that step changes anything
         self.implicit.end()
         self.stack.begin(tokens, graph)
 
@@ -269,7 +269,7 @@ class Cache(LegacyNames, TransformersCache):
     @property
     def total_tokens(self) -> int:
         """Tokens committed per row, or of another loop's step that is complete."""
-        return self.stack.total_tokens + self.implicit.uncommitted
+        return self.stack.total_tokens + (self.implicit.uncommitted if self.stack.is_open else 0)
 
     # What attention over it has to know: see `AttentionView`.
 
