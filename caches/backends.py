@@ -47,7 +47,6 @@ from configs import (
 
 Layers = Sequence[LayerSpec] | None
 _FETCHED = "a graph needs static addresses, and here keys and values are fetched layer by layer"
-_QUANTIZES = "a graph has no branches, and here each step decides how many blocks it quantizes"
 _IN_WORDS = {KV: "keys and values", INDEX: "an index", STATE: "states"}
 
 
@@ -165,7 +164,6 @@ def _blocks(specs: Layers, options: QuantizedCacheConfig) -> dict[str, Any]:
     return {
         "make_store": partial(_quantized, options, codecs, _is_read_later(specs)),
         "make_timeline": partial(_block_timeline, block if block > 1 else options.block, options.residual_length),
-        "compile_blocker": _QUANTIZES,
     }
 
 
@@ -280,7 +278,7 @@ def _cache(specs: Layers, options: PlacedCacheConfig, make_store: StoreFactory, 
         options,
         max_rows=options.max_batch_size,
         expected=expected if expected.is_given else None,
-        **({"preallocated": is_fixed, "compile_blocker": None if is_fixed else MOVES} | fields),
+        **({"preallocated": is_fixed} | fields),
     )
     return Cache(layout)
 
@@ -289,7 +287,7 @@ def _fixed_size(
     specs: Layers,
     options: StaticCacheConfig | OffloadedStaticCacheConfig,
     make_store: StoreFactory = _fixed,
-    compile_blocker: str | None = None,
+    compile_blocker: str | None = MOVES,
 ) -> Cache:
     _refuse_all_but(options.name, specs, {KV, INDEX, STATE})
     if options.max_cache_len is None and any(spec != CROSS for spec in _known(specs, options)):

@@ -207,6 +207,14 @@ def can_predict(cache: EngineCache) -> TypeGuard[Growing]:
     return capabilities(cache).can_predict
 
 
+@runtime_checkable
+class KeepsPast(Protocol):
+    """A cache that has to be told when tokens may be taken back from its windows."""
+
+    def keep_past(self, keep: bool) -> None:
+        """Whether windows keep what leaves them in a step until it is committed, so that tokens can be taken back."""
+
+
 class AttentionView(Protocol):
     """What attention over a cache has to know. The defaults: it shows every token, transformers makes the masks."""
 

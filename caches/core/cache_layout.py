@@ -15,6 +15,7 @@ from caches.timeline.timeline import Timeline
 from configs import CacheConfig
 
 MOVES = "a graph needs static addresses, and here tensors move as room is made"
+QUANTIZES = "a graph has no branches, and here each step decides how many blocks it quantizes"
 
 
 class TimelineFactory(Protocol):
@@ -38,8 +39,9 @@ class CacheLayout:
     make_store: makes the store of each tensor of a layer. config: the recipe's options. max_rows, max_tokens: what the
     cache has room for, None without limit (a preallocated one: the rows of its first step). preallocated: buffers are
     made once and never move. retention: which tokens a layer keeps. compile_blocker: why a compiled step cannot use the
-    cache, None where it can. make_hook: makes what is done around every step, see `StepHook`. expected: device and data
-    type that keys and values have to come in, where the options name them.
+    cache, None where it can; by default because buffers move, unless they are preallocated. make_hook: makes what is
+    done around every step, see `StepHook`. expected: device and data type that keys and values have to come in, where
+    the options name them.
     """
 
     name: str
@@ -54,3 +56,7 @@ class CacheLayout:
     compile_blocker: str | None = MOVES
     make_hook: Callable[[], StepHook] = StepHook
     expected: ExpectedDevice | None = None
+
+    def __post_init__(self) -> None:
+        if self.preallocated and self.compile_blocker == MOVES:
+            object.__setattr__(self, "compile_blocker", None)

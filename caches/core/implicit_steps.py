@@ -75,11 +75,18 @@ class ImplicitSteps:
         return {(index, component) for index, component in self.required if self.stack.layers[index].is_initialized}
 
     def end(self) -> None:
-        """Between steps: end an open step. Raises `StepError` where one was announced, or rows are half selected."""
+        """Between steps: end an open step, and carry out what was deferred.
+
+        Raises `StepError` where a step was announced, or rows are half selected.
+        """
+        self.end_step()
+        self.selection.check_finished()
+
+    def end_step(self) -> None:
+        """End an open step. A deferred selection may stay pending. Raises `StepError` where a step was announced."""
         stack = self.stack
         if not self.is_open:
             stack.check_closed()
-            self.selection.check_finished()
         elif not self.is_complete:
             self._give_up()
         else:

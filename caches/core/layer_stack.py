@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from caches.core.cache_layout import CacheLayout
+from caches.core.cache_layout import MOVES, QUANTIZES, CacheLayout
 from caches.core.layer import Layer
 from caches.core.wrapped_layer import WrappedLayer
 from caches.errors import StepError, UnsupportedLayerError
@@ -114,11 +114,16 @@ class LayerStack:
 
     def begin(self, tokens: int, graph: bool = False) -> None:
         """See `EngineCache.begin`."""
-        if graph and self.why_not_compiled is not None:
-            raise StepError(f"cache={self.layout.name!r} cannot be in a compiled step: {self.why_not_compiled}")
+        if graph:
+            self.check_compiles()
         self.check_closed()
         self.place(tokens, graph)
         self.is_open = self.is_announced = True
+
+    def check_compiles(self) -> None:
+        """Raise `StepError` where a compiled step cannot use it."""
+        if self.why_not_compiled is not None:
+            raise StepError(f"cache={self.layout.name!r} cannot be in a compiled step: {self.why_not_compiled}")
 
     def check_closed(self) -> None:
         """Raise `StepError` while a step is open."""
@@ -336,7 +341,8 @@ class LayerStack:
         """See `EngineCache.why_not_compiled`."""
         if self.shared_timelines:
             return "a graph reads one tensor per layer, and here rows share the prefix of their prompt"
-        return self.layout.compile_blocker
+        blocker = self.layout.compile_blocker
+        return QUANTIZES if self.is_quantized and blocker in (None, MOVES) else blocker
 
     @property
     def total_tokens(self) -> int:
@@ -370,6 +376,8 @@ class LayerStack:
 
     def imposed_window(self, layer_idx: int) -> int | None:
         """Tokens that a token can attend to, itself included, where that is fewer than the layer's attention span."""
+        if layer_idx >= len(self.layers):  # not added yet
+            return None
         spec, bound = self.specs[layer_idx], self.layers[layer_idx].timeline.retention.bound
         if bound is None or not spec.keeps_kv:
             return None

@@ -88,12 +88,18 @@ class RowSelection:
             )
 
     def start(self, choice: Choice | None) -> None:
-        """Carry out a plan with the next `finish`."""
+        """Carry out a plan with the next `finish`. None selects all rows as they are."""
+        assert self._pending is None, "check_finished() comes before a plan"
         self._pending = choice
 
     def discard(self) -> None:
         """Discard a selection that was started: the cache is about to be emptied."""
         self._pending = None
+
+    def discard_deferred(self) -> None:
+        """Discard what was deferred: all tokens are about to be removed."""
+        if not self.unfinished:
+            self.discard()
 
     def defer_merge(self) -> None:
         """Merge suffixes that no rows share before the next step."""
@@ -102,9 +108,10 @@ class RowSelection:
 
     def finish(self) -> None:
         """Carry out what was started. When it fails it can be called again."""
-        choice, left = self._pending, self.rows_left()
+        choice = self._pending
         if choice is None:
             return
+        left = self.rows_left()
         while left:
             holder, index = left[-1]
             holder.select_rows(index)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeGuard
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -269,8 +269,8 @@ class HFCacheAdapter:
                 layer.is_initialized = False
 
 
-def may_be_lost(cache: EngineCache) -> TypeGuard[HFCacheAdapter]:
-    """Whether a step of the cache cannot always be undone: then it is to keep what leaves its windows meanwhile."""
+def may_be_lost(cache: EngineCache) -> bool:
+    """Whether a step of the cache cannot always be undone."""
     return capabilities(cache).rollback == "sometimes"
 
 

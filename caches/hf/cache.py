@@ -34,7 +34,7 @@ class Cache(LegacyNames, TransformersCache):
     """Keys, values and states of a model's layers, kept as its layout says. For a step see `EngineCache`.
 
     layout: a `CacheLayout`; a name, `specs` (None: layers are added as they are used), `make_store` and further fields
-    of a `CacheLayout` stand for one.
+    of a `CacheLayout` stand for one. `commit` and `abort` are no hooks: steps of another loop end without them.
     """
 
     layer_class_to_replicate, offloading = None, False  # of transformers' own cache: layers and buffers are ours
@@ -47,7 +47,10 @@ class Cache(LegacyNames, TransformersCache):
         **fields: Any,
     ):
         if isinstance(layout, str):
-            assert make_store is not None
+            if make_store is None:
+                raise TypeError(
+                    "a Cache needs make_store, a function from a Slot to a Store; release 0.1 called it new_store"
+                )
             layout = CacheLayout(layout, specs, make_store, **fields)
         self.stack = LayerStack(layout)
         self.stacks = (self.stack,)
@@ -58,7 +61,7 @@ class Cache(LegacyNames, TransformersCache):
 
     def empty_like(self, max_rows: int | None = None) -> Cache:
         """An empty cache of the same layout; a preallocated one with room for the rows of its first step."""
-        return Cache(self.stack.empty_layout(max_rows))
+        return type(self)(self.stack.empty_layout(max_rows))
 
     def check_fits(self, model_config: Any) -> None:
         specs = read_specs(model_config)
@@ -69,12 +72,15 @@ class Cache(LegacyNames, TransformersCache):
 
     def load_keys_and_values(self, pairs: Sequence[Sequence[torch.Tensor]]) -> None:
         """Hold these keys and values [rows, kv_heads, tokens, head_dim] of all tokens, one pair per layer."""
+        self.selection.discard()
         self.stack.load_keys_and_values(pairs)
         self.implicit.require_all()
 
     # One step is a transaction: see `EngineCache`.
 
     def begin(self, tokens: int, graph: bool = False) -> None:
+        if graph and self.implicit.is_open:
+            self.stack.check_compiles()  # before the end of that step changes anything
         self.implicit.end()
         self.stack.begin(tokens, graph)
 
@@ -90,7 +96,10 @@ class Cache(LegacyNames, TransformersCache):
         self.stack.abort()
 
     def crop(self, tokens: int) -> None:
-        self.implicit.end()
+        self.implicit.end_step()
+        if -tokens == self.stack.total_tokens:
+            self.selection.discard_deferred()
+        self.selection.check_finished()
         self.stack.crop(tokens)
 
     def reserve(self, tokens: int) -> None:
@@ -260,7 +269,7 @@ class Cache(LegacyNames, TransformersCache):
     @property
     def total_tokens(self) -> int:
         """Tokens committed per row, or of another loop's step that is complete."""
-        return self.stack.total_tokens + self.implicit.uncommitted
+        return self.stack.total_tokens + (self.implicit.uncommitted if self.stack.is_open else 0)
 
     # What attention over it has to know: see `AttentionView`.
 
@@ -280,7 +289,8 @@ class Cache(LegacyNames, TransformersCache):
         return min(tokens, self.max_step_tokens or tokens)
 
     def extra_slots(self, layer_idx: int, tokens: int) -> int:
-        return self.stack.hook.extra_slots(self.layers[layer_idx], tokens)
+        is_found = layer_idx < len(self.layers)  # layers may be added as they are used
+        return self.stack.hook.extra_slots(self.layers[layer_idx], tokens) if is_found else 0
 
     @property
     def imposes_windows(self) -> bool:

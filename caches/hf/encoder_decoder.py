@@ -37,7 +37,7 @@ class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
 
     def empty_like(self, max_rows: int | None = None) -> EncoderDecoder:
         """An empty cache of the same layouts."""
-        return EncoderDecoder(*(part.empty_like(max_rows) for part in self.parts))
+        return type(self)(*(part.empty_like(max_rows) for part in self.parts))
 
     def check_fits(self, model_config: Any) -> None:
         if not model_config.is_encoder_decoder:

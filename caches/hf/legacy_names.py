@@ -5,9 +5,9 @@ Names of release 0.1 are here too, each with a warning.
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -21,34 +21,16 @@ from caches.core.layer_stack import LayerStack
 from caches.core.row_copies import select_rows
 from caches.core.row_selection import Choice, RowSelection
 from caches.core.wrapped_layer import WrappedLayer
-from caches.errors import StepError, UnsupportedLayerError
+from caches.errors import StepError, UnsupportedLayerError, refuse_old_methods
+from caches.hf.old_name import OldName
 from caches.protocol import TokenLog
 from caches.spec.layer_spec import KV, STATE, LayerSpec
 
 L = TypeVar("L", bound="LegacyNames")
-
-
-class _OldName:
-    """The former name of the attribute `new`, with a warning. arguments: the new names of renamed ones."""
-
-    def __init__(self, new: str, **arguments: str):
-        self.new, self.arguments = new, arguments
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.old = name
-
-    def __get__(self, cache: object, owner: type | None = None) -> Any:
-        if cache is None:
-            return self
-        text = f"a cache's {self.old} is now {self.new}; the old name goes in release 0.3"
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
-        found = getattr(cache, self.new)
-        return self._renaming(found) if self.arguments else found
-
-    def _renaming(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **named: method(
-            *args, **{self.arguments.get(name, name): value for name, value in named.items()}
-        )
+_RENAMED = {
+    "settle": "commit", "can_drop": "can_reject", "rows": "select_rows", "unfork": "unshare",
+    "take_pads": "set_padding", "seen": "total_tokens", "encodes": "is_quantized",
+}  # fmt: skip
 
 
 class LegacyNames:
@@ -82,13 +64,27 @@ class LegacyNames:
 
     # Names of release 0.1.
 
-    settle = _OldName("commit", drop="rejected")
-    can_drop = _OldName("can_reject", drop="rejected")
-    rows = _OldName("select_rows")
-    unfork = _OldName("unshare")
-    take_pads = _OldName("set_padding", pads="padding")
-    seen = _OldName("total_tokens")
-    encodes = _OldName("is_quantized")
+    settle = OldName("commit", drop="rejected")
+    can_drop = OldName("can_reject", drop="rejected")
+    rows = OldName("select_rows")
+    unfork = OldName("unshare")
+    take_pads = OldName("set_padding", pads="padding")
+    seen = OldName("total_tokens")
+    encodes = OldName("is_quantized")
+    load_columns = OldName("load_keys_and_values")
+    step_tokens = OldName("max_step_tokens")
+    rotaries = OldName("rotations")
+    copied = OldName("extra_slots")
+    window = OldName("stack.hook.window")
+    pads = OldName("stack.hook.padding")
+    pending = OldName("stack.pending")
+    options = OldName("stack.layout.config")
+    finds_layers = OldName("stack.finds_layers")
+    take_layers = OldName("stack.bind_layers")
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        refuse_old_methods(cls, _RENAMED)
 
     # Of its stacks.
 
@@ -96,6 +92,10 @@ class LegacyNames:
     def name(self) -> str:
         """The recipe's name."""
         return self.stacks[0].layout.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self.stacks[0].layout = replace(self.stacks[0].layout, name=name)
 
     @property
     def layers(self) -> list[Layer | WrappedLayer]:

@@ -11,13 +11,22 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from caches.errors import StepError
+from caches.errors import StepError, refuse_old_methods
 from caches.memory.buffers import Buffer
 from caches.timeline.timeline import Timeline
+
+_RENAMED = {
+    "settle": "commit", "rows": "select_rows", "load": "load_dense", "written": "state_dict",
+    "load_written": "load_state_dict", "away": "offloaded_buffers", "encodes": "is_quantized",
+    "writing": "storage_format",
+}  # fmt: skip
 
 
 class Store(Protocol):
     """One component of one layer: its keys, its values or its index."""
+
+    def __init_subclass__(cls) -> None:
+        refuse_old_methods(cls, _RENAMED)
 
     @property
     def timeline(self) -> Timeline:
@@ -123,6 +132,9 @@ class GrowingStore:
     fixed: ClassVar[bool] = False
     is_quantized: ClassVar[bool] = False
     storage_format: ClassVar[None] = None
+
+    def __init_subclass__(cls) -> None:
+        refuse_old_methods(cls, _RENAMED)
 
     def __init__(self, timeline: Timeline):
         self.timeline = timeline

@@ -49,7 +49,7 @@ def empty_for(cache: C, config: CacheConfig) -> C:
         config = EncoderDecoderCacheConfig(self_cache=config)
     finds_layers = cache.stacks[0].finds_layers and not cache.layers
     empty = recipe(config.name).build(None if finds_layers else cache.specs, config)
-    if type(empty) is not type(cache):
+    if not can_migrate(empty) or len(empty.parts) != len(cache.parts):
         raise UnsupportedLayerError(
             f"cache={name!r} cannot hold what is in a {type(cache).__name__} named {cache.name!r}: some of it would be "
             "lost. Choose another, or keep the cache"

@@ -187,8 +187,10 @@ def halves(cache: EngineCache, prompts: torch.Tensor) -> SplitCache | None:
 def _dealt(cache: EngineCache, sizes: list[int]) -> list[EngineCache]:
     if not capabilities(cache).can_split:
         raise StepError(f"the rows of a {cache.name} cannot be split")
-    if not can_migrate(cache):  # it keeps nothing
+    if cache.handle is None:  # it keeps nothing
         return [NoCache() for _ in sizes]
+    if not can_migrate(cache):
+        raise StepError(f"the rows of a {cache.name} cannot be split: it was not made by caches.build")
     # As many as these rows may become, where there was room for all of what all may become.
     rooms = [None if cache.max_rows is None else cache.max_rows * size // sum(sizes) for size in sizes]
     return list(deal_rows(cache, sizes, rooms))

@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 from caches import CacheError, EngineCache, TokenLog
 from caches.hf.adapter import may_be_lost
 from caches.out_of_memory import is_of_onednn, is_out_of_memory
-from caches.protocol import capabilities
+from caches.protocol import KeepsPast, capabilities
 from caches.transfer.split_rows import SplitCache
 from engine.decoding.collected_outputs import CollectedOutputs
 from engine.decoding.fed_ids import CachedPrefix, FedIds
@@ -71,7 +71,7 @@ class ModelSession:
         self._step_open = self._prefilled = False
         self._open_tokens = 0  # of the open step
         # The project's own caches keep what leaves a window until the step is committed in any case.
-        self._keeps_past = cache if options.rolls_back and may_be_lost(cache) else None
+        self._keeps_past = cache if options.rolls_back and isinstance(cache, KeepsPast) else None
         self._goal = 0  # columns that the cache holds after the current feed; 0 between feeds
         self._selecting_rows = False  # while True, rows of the cache and of the ids may differ
 

@@ -243,8 +243,7 @@ class ModelRunner:
         if inputs.embeds is not None and first < inputs.embeds.shape[1]:
             arguments["inputs_embeds"] = self._embedded(inputs.embeds, step.ids, max(first, 0), step.end - step.before)
             arguments.pop("input_ids", None)
-        view = attention_view(step.cache)
-        if step.end - step.begin > 1 and view.imposes_windows:
+        if step.end - step.begin > 1 and (view := attention_view(step.cache)).imposes_windows:
             mask = imposed_mask(self.model, view, self._mask_kinds, step.columns, step.begin, step.end)
             arguments["attention_mask"] = mask
         return arguments

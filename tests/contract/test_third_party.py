@@ -1,0 +1,149 @@
+"""Caches and stores that are not the project's own: subclasses, layouts given by hand, and what release 0.1 allowed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from architectures import tiny_model
+from transformers import LlamaConfig
+
+import caches
+import engine
+from caches.protocol import Capabilities
+from caches.spec.layer_spec import PLAIN
+from caches.transfer.split_rows import halves
+
+CONFIG = LlamaConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
+
+
+class Own(caches.Cache):
+    """A cache class of a user's."""
+
+
+def growing(slot):
+    return caches.GrowingStore(slot.timeline)
+
+
+def fed(cache, rows=2, tokens=5):
+    cache.begin(tokens)
+    for layer in range(2):
+        cache.update(torch.randn(rows, 2, tokens, 8), torch.randn(rows, 2, tokens, 8), layer)
+    cache.commit()
+    return cache
+
+
+def test_a_subclass_moves_to_other_backends_and_stays_a_subclass():
+    cache = fed(Own("own", [PLAIN] * 2, growing))
+    assert caches.convert(cache, "static", max_cache_len=8).total_tokens == 5
+    assert [type(part) for part in cache.batch_split(2, 1)] == [Own, Own]
+    assert type(caches.migrate(cache, "dynamic")) is caches.Cache
+
+
+def test_copies_of_a_subclass_of_two_parts_are_of_that_class():
+    class Both(caches.EncoderDecoder):
+        pass
+
+    parts = [Own("own", [PLAIN] * 2, growing) for _ in range(2)]
+    assert type(Both(*parts).empty_like()) is Both
+
+
+@pytest.mark.parametrize("base", [caches.Cache, caches.EncoderDecoder, caches.GrowingStore, caches.FixedStore])
+def test_a_class_that_overrides_an_old_name_is_refused(base):
+    with pytest.raises(TypeError, match=r"Old\.rows is called select_rows by now.*rename it"):
+        type("Old", (base,), {"rows": lambda self, index: None})
+
+
+def test_a_protocol_store_that_overrides_an_old_name_is_refused():
+    with pytest.raises(TypeError, match="load_dense"):
+
+        class Old(caches.Store):
+            def load(self, columns):
+                pass
+
+
+@pytest.mark.parametrize("preallocated", [False, True])
+def test_only_buffers_that_move_keep_a_layout_from_being_compiled(preallocated):
+    store = caches.FixedStore if preallocated else caches.GrowingStore
+    cache = caches.Cache("own", [PLAIN], lambda slot: store(slot.timeline), preallocated=preallocated)
+    assert (cache.why_not_compiled is None) == preallocated
+
+
+def test_quantized_stores_are_not_compiled():
+    class Quantized(caches.FixedStore):
+        is_quantized = True
+
+    cache = caches.Cache("own", [PLAIN], lambda slot: Quantized(slot.timeline), preallocated=True)
+    assert "encoded" in cache.why_not_compiled
+
+
+def test_a_refused_graph_changes_nothing():
+    cache = caches.build("dynamic", CONFIG)
+    cache.update(torch.randn(2, 2, 4, 8), torch.randn(2, 2, 4, 8), 0)
+    with pytest.raises(caches.StepError, match="compiled"):
+        cache.begin(1, graph=True)
+    assert cache.implicit.is_open
+
+
+@pytest.mark.parametrize("cache", [caches.DynamicCache(), caches.SinkCache(window_length=6)])
+def test_layers_that_were_not_found_yet_have_no_extra_slots_and_no_window(cache):
+    assert cache.extra_slots(3, 2) == 0
+    assert cache.imposed_window(3) is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("pending", lambda cache: cache.stack.pending),
+        ("options", lambda cache: cache.stack.layout.config),
+        ("finds_layers", lambda cache: False),
+        ("step_tokens", lambda cache: 8),
+        ("rotaries", lambda cache: cache.rotations),
+        ("window", lambda cache: 8),
+        ("pads", lambda cache: cache.stack.hook.padding),
+        ("take_layers", lambda cache: cache.stack.bind_layers),
+        ("load_columns", lambda cache: cache.load_keys_and_values),
+        ("copied", lambda cache: cache.extra_slots),
+    ],
+)
+def test_names_of_release_0_1_warn(old, new):
+    cache = caches.build("sink", CONFIG, window_length=8)
+    with pytest.warns(DeprecationWarning, match=f"a cache's {old} is now"):
+        assert getattr(cache, old) == new(cache)
+
+
+def test_a_cache_can_be_renamed():
+    cache = caches.build("dynamic", CONFIG)
+    cache.name = "own"
+    assert cache.name == cache.empty_like().name == "own"
+
+
+def test_the_store_factory_is_asked_for_by_its_new_name():
+    with pytest.raises(TypeError, match="make_store"):
+        caches.Cache("own", [PLAIN], new_store=growing)
+
+
+class Proxy:
+    """An engine cache that hands everything on and consists of no layers of its own."""
+
+    capabilities = Capabilities(can_split=True)
+
+    def __init__(self, cache):
+        self.cache = cache
+
+    def __getattr__(self, name):
+        return getattr(self.cache, name)
+
+
+def test_rows_that_cannot_be_dealt_out_are_not_lost():
+    with pytest.raises(caches.StepError, match="cannot be split"):
+        halves(Proxy(fed(caches.build("dynamic", CONFIG))), torch.arange(2))
+    assert len(halves(caches.NoCache(), torch.arange(2)).parts) == 2
+
+
+def test_a_cache_that_may_be_lost_need_not_keep_the_past():
+    model = tiny_model("llama")
+    cache = Proxy(caches.build("dynamic", model.config))
+    cache.capabilities = Capabilities(rollback="sometimes")
+    cache.name, cache.log = "proxy", None
+    result = engine.generate(model, [[3, 4, 5]], cache=cache, max_new_tokens=4, prompt_lookup_num_tokens=2)
+    assert result.tokens == engine.generate(model, [[3, 4, 5]], max_new_tokens=4).tokens
