@@ -38,19 +38,20 @@ def check_siblings(package_file: str, *names: str) -> None:
             )
 
 
-def old_names(package: str, new: dict[str, str]) -> Callable[[str], Any]:
+def old_names(package: str, new: dict[str, str]) -> Callable[..., Any]:
     """A package's `__getattr__` for the names that its public things had in release 0.1, until release 0.3.
 
-    new: today's name of each. Raises `AttributeError` for other names.
+    new: today's name of each. Raises `AttributeError` for other names. stacklevel: of the warning, one more for every
+    function between the user's line and this one.
     """
 
-    def find(name: str) -> Any:
+    def find(name: str, stacklevel: int = 2) -> Any:
         if name not in new:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         warnings.warn(
             f"{package}.{name} is now {package}.{new[name]}; the old name goes in release 0.3",
             DeprecationWarning,
-            stacklevel=2,
+            stacklevel=stacklevel,
         )
         return getattr(import_module(package), new[name])
 

@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from caches.errors import UnknownCacheError, UnsupportedLayerError
 from caches.protocol import EngineCache
 from caches.spec.layer_spec import LayerSpec, read_specs
-from configs import CacheConfig, EncoderDecoderCacheConfig, nearest
+from configs import CacheConfig, ConfigError, EncoderDecoderCacheConfig, nearest
 from configs.cache import CACHE_PLUGINS
 from configs.plugins import check_name, load_plugins
 
@@ -84,6 +86,9 @@ def build(name: str, model_config: Any, options: CacheConfig | None = None, **ch
     Raises `UnknownCacheError`, `configs.ConfigError` (an unknown or impossible option), `UnsupportedLayerError`.
     """
     chosen = recipe(name)
+    if not isinstance(model_config, PreTrainedConfig):
+        kind = "None" if model_config is None else f"a {type(model_config).__name__}"
+        raise ConfigError(f"model_config has to be a PreTrainedConfig, not {kind}: pass model.config")
     if chosen.any_layers:
         return chosen.build((), _complete(chosen, options, changes))
     return build_layers(name, read_specs(model_config), model_config.is_encoder_decoder, options, **changes)

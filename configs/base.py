@@ -26,7 +26,9 @@ def nearest(word: str, known: Iterable[str], most: int = 24) -> str:
     """
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
-    if close:
+    if close:  # beside a word with a typing error, words that share a part with it are noise
+        best = difflib.SequenceMatcher(None, close[0], word).ratio()
+        close = difflib.get_close_matches(word, close, n=3, cutoff=best - 0.15)
         return "did you mean " + " or ".join(repr(w) for w in close) + "?"
     return "known: " + ", ".join(known) if len(known) <= most else ""
 

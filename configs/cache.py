@@ -98,6 +98,7 @@ class DynamicCacheConfig(PlacedCacheConfig):
     """A cache that grows with the text."""
 
     name: ClassVar[str] = "dynamic"
+    absent: ClassVar[dict[str, str]] = {"max_cache_len": "a dynamic cache grows: for a fixed size use cache='static'"}
 
 
 @dataclass(frozen=True)

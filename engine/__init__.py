@@ -72,7 +72,7 @@ _LIGHT = ("configs", "engine.errors", "engine.version")
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        return _old_name(name)
+        return _old_name(name, stacklevel=3)
     if _HOME[name] not in _LIGHT:
         import caches  # noqa: F401 - first, because it imports torch and transformers in less time
     return getattr(importlib.import_module(_HOME[name]), name)
@@ -96,9 +96,9 @@ def generate(model: PreTrainedModel | str | Path, inputs: Any = None, **argument
     tokenizer : PreTrainedTokenizerBase, optional
         Needed for text prompts, text results and stop strings, unless the model was given as a path.
     cache : str, CacheConfig or a live cache, default "dynamic"
-        A registered name ("dynamic", "static", "none", ...: `engine caches` lists them), "auto" for the fastest that
-        loses nothing and fits (see `plan`), a `CacheConfig`, or a cache object that holds the beginning of the prompt.
-        The default is "none" for a model that keeps no keys and values.
+        A registered name ("dynamic", "static", "none", ...: `engine caches` lists them), "auto" for the first of the
+        backends that lose nothing and fit (see `plan`), a `CacheConfig`, or a cache object that holds the beginning of
+        the prompt. The default is "none" for a model that keeps no keys and values.
     cache_config : dict or CacheConfig, optional
         Options of that backend; without `cache` they change the cache of a `Generator`'s `EngineConfig`.
     trust_cache : bool, default False
@@ -119,16 +119,32 @@ def generate(model: PreTrainedModel | str | Path, inputs: Any = None, **argument
         search without `do_sample` draw nothing.
     do_sample : bool, default False
         Draw tokens instead of taking the most probable.
-    temperature, top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff : float or int, optional
-        What tokens are drawn from. temperature: over 0. top_k: so many. top_p, typical_p: up to this total, 0 to 1.
-        min_p: at least so probable, relative to the most probable one, 0 to 1.
+    temperature : float, optional
+        With `do_sample`: logits are divided by this value, over 0.
+    top_k : int, optional
+        With `do_sample`: draw from the k most probable tokens; 0 is all.
+    top_p : float, optional
+        With `do_sample`: draw from the most probable tokens whose probabilities add up to this, 0 to 1.
+    min_p : float, optional
+        With `do_sample`: draw from tokens with at least this share of the highest probability, 0 to 1.
+    typical_p : float, optional
+        With `do_sample`: draw from the most typical tokens whose probabilities add up to this, 0 to 1.
+    epsilon_cutoff : float, optional
+        With `do_sample`: draw from tokens with at least this probability, 0 to 1.
+    eta_cutoff : float, optional
+        As `epsilon_cutoff`, with a lower limit where the distribution has a high entropy.
     num_return_sequences : int, default 1
         Texts per prompt: drawn, or the best of a search.
-    num_beams, length_penalty, early_stopping
-        Beam search: how many beams (1 is none); over 0 favours long texts; whether it ends with the first
-        `num_beams` whole texts.
-    num_beam_groups, diversity_penalty
-        Diverse beam search: in so many groups, each kept from the others' tokens so strongly.
+    num_beams : int, default 1
+        Beams of a beam search; 1 is no search.
+    length_penalty : float, default 1.0
+        Exponent of the length by which the scores of beams are divided: over 0 favours long texts.
+    early_stopping : bool or "never", default False
+        Whether a beam search ends as soon as it has `num_beams` complete texts.
+    num_beam_groups : int, default 1
+        Groups of beams of a diverse beam search.
+    diversity_penalty : float, optional
+        What a token's score loses for each beam of the earlier groups that chose the token in this step.
     penalty_alpha : float, optional
         Contrastive search, with `top_k`: how strongly to avoid what was said, 0 to 1.
     assistant_model : PreTrainedModel, optional
@@ -152,8 +168,12 @@ forced_bos_token_id, forced_eos_token_id, exponential_decay_length_penalty, reno
         Called with the prompt's index and a row's ids; returns the ids that may come next.
     max_new_tokens : int, default 20
         Tokens per row at most.
-    min_new_tokens, max_length, min_length : int, optional
-        Tokens per row at least; the same two with those of the prompt.
+    min_new_tokens : int, optional
+        New tokens per row at least.
+    max_length : int, optional
+        Tokens per row at most, with those of the prompt.
+    min_length : int, optional
+        Tokens per row at least, with those of the prompt.
     max_time : float, optional
         Seconds after which the run ends, with one token at least.
     stop_strings : str or list of str, optional
@@ -180,11 +200,24 @@ forced_bos_token_id, forced_eos_token_id, exponential_decay_length_penalty, reno
 
     Raises
     ------
-    InputError, OptionError, ConfigError, caches.CacheError
-        Before any work.
+    InputError
+        Before any work: the model, the prompt or another input cannot be used.
+    OptionError
+        Before any work: a parameter is unknown, contradicts another, or does not apply.
+    ConfigError
+        Before any work: a configuration has an unknown key or an impossible value.
+    caches.CacheError
+        The cache cannot serve this model or this run.
     GenerationInterrupted
-        Something failed later; it carries what was generated. Of its kind: `InvalidLogitsError`, `GenerationCancelled`,
-        `OutOfMemoryError`. UserInterrupt A KeyboardInterrupt that carries the same.
+        The run failed; `partial` is the result so far, as for the errors below.
+    InvalidLogitsError
+        A `GenerationInterrupted`: no token can be chosen from the logits or scores.
+    GenerationCancelled
+        A `GenerationInterrupted`: `cancellation` was set.
+    OutOfMemoryError
+        A `GenerationInterrupted`: an allocation failed, and no fallback of `on_oom` is left.
+    UserInterrupt
+        A `KeyboardInterrupt`: Ctrl-C was pressed.
     """
     return _generator(model, arguments).generate(inputs, **arguments)
 

@@ -128,6 +128,8 @@ def as_ids(ids: Any, what: str = "token ids") -> torch.Tensor:
     if isinstance(ids, (list, tuple)):
         _check_integers(ids, what)
     ids = _tensor(ids, f"{what} are a rectangular array of integers")
+    if ids.ndim == 0:
+        raise InputError(f"{what} are integers [rows, tokens], but this is {ids.item()}: one number has no rows")
     if ids.ndim == 1:
         ids = ids[None]
     if ids.ndim != 2 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:

@@ -119,7 +119,9 @@ CHOOSING = {
         "--draft"),
     "num_assistant_tokens": option(int, "N", "Tokens to propose at a time, with --assistant-model; default: 20.",
         "--num-assistant-tokens", "--draft-tokens", min=1),
-    "strategy": option(str, "NAME", "Decoding strategy by name."),
+    "strategy": option(str, "NAME",
+        "Decoding strategy: greedy, sampling, beam, diverse_beam, contrastive, assisted, prompt_lookup, or one of a "
+        "plug-in, whose options --set gives."),
     "set_option": option(list[str], "NAME=VALUE", "Any generation parameter of transformers; may be repeated.",
         "--set"),
 }

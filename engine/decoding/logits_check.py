@@ -120,8 +120,8 @@ class LogitsCheck:
         if one.asked is not None:
             who = self._processing.culprit(*one.asked, self._are_lost)
             return (
-                f"{who} made {found}, of the model's finite logits, by which no token can be chosen: a logits "
-                "processor may set scores to -inf, but not all of a row, and none to NaN or +inf"
+                f"{who} set {found}, so no token can be chosen; the model's logits were finite. A logits processor may "
+                "set scores to -inf, but not all of a row, and none to NaN or +inf"
             )
         computed = f"they were computed in {str(one.dtype).removeprefix('torch.')}: {_TYPES}"
         if one.fed is None:
@@ -135,12 +135,15 @@ class LogitsCheck:
         """What is wrong, with counts, for which tokens of which of `of` rows; of which prompts where these differ."""
         values, last = one.values[rows], one.number + one.values.shape[1] - 1
         counts = {"NaN": int(values.isnan().sum()), "+inf": int(values.isposinf().sum())}
-        wrong = " and ".join(f"{count} {name}" for name, count in counts.items() if count)
-        wrong = f"{wrong} among {values.numel()}" if wrong else f"nothing but -inf in {values.numel()}"
-        which = f"token {last}" if last == one.number else f"tokens {one.number} to {last}"
+        counts, scores = {name: count for name, count in counts.items() if count}, f"{values.numel()} scores"
+        which = f"new token {last}" if last == one.number else f"new tokens {one.number} to {last}"
         prompts = sorted({row * self._prompts // of for row in rows})
-        whose = "" if of == self._prompts else f" (of {_named('prompt', prompts)})"
-        return f"{wrong} scores for new {which} of {_named('row', rows)}{whose}"
+        whose = _named("row", rows) + ("" if of == self._prompts else f" (of {_named('prompt', prompts)})")
+        if one.asked is not None:  # what a processor did: "set ..."
+            to = " and ".join(f"{count} to {name}" for name, count in counts.items())
+            return f"{f'{to} of the' if to else 'all'} {scores} of {whose}{'' if to else ' to -inf'} at {which}"
+        wrong = " and ".join(f"{count} {name}" for name, count in counts.items())
+        return f"{f'{wrong} among' if wrong else 'nothing but -inf in'} {scores} for {which} of {whose}"
 
 
 def _named(kind: str, indices: list[int]) -> str:

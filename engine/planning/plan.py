@@ -115,7 +115,7 @@ def _planned(planned: PlannedModel, run_shape: RunShape, configs: list[CacheConf
     possible = [backends[configs.index(config)] for config in candidates]
     if chooses and all(backend.refused is not None for backend in possible):  # the model takes no cache
         possible = [backend for backend in backends if backend.cache == "none"]
-    choice, why = choose(possible, free)
+    choice, why = choose(possible, free, is_named=not chooses)
     return Plan(
         model=planned.footprint.name,
         dtype=str(planned.footprint.model.dtype).removeprefix("torch."),

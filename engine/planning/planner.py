@@ -20,6 +20,7 @@ from engine.planning.free_memory import Free
 from engine.planning.model_footprint import ModelFootprint
 from engine.planning.report import BackendPlan
 from engine.request.run_shape import RunShape
+from engine.tables import megabytes
 
 _MARGIN = 1.1  # for what is not counted: fragments, libraries, other processes
 _MOST_TOKENS, _MOST_PROMPTS = 2**20, 2**14  # the largest answers
@@ -178,26 +179,43 @@ def _largest(fits: Callable[[int], bool], begin: int, most: int) -> int:
     return low
 
 
-def choose(found: Sequence[BackendPlan], free: Free) -> tuple[BackendPlan | None, str]:
-    """The first that fits, or else the one that needs least; and why, in a sentence."""
+def choose(found: Sequence[BackendPlan], free: Free, is_named: bool = False) -> tuple[BackendPlan | None, str]:
+    """The first that fits, or else the one that needs least; and why, in a sentence.
+
+    found: the lossless backends, in the order of preference; is_named: the one backend that was asked for instead.
+    """
     possible = [one for one in found if one.refused is None]
     if not possible:
         reasons = {one.refused for one in found}
         which = "it" if len(found) == 1 else "every cache that loses nothing"
         why = f": {reasons.pop()}" if len(reasons) == 1 else " for this model or this run"
         return None, f"{which} is refused{why}"
-    first, taken = possible[0], next((one for one in possible if one.fits is not False), None)
-    before = "" if taken is first else f"{first.title} would need {_in_words(first, free)}, which does not fit; "
-    if taken is not None:
-        doubt = "may fit, how much is free is unknown" if taken.fits is None else "fits"
-        return taken, f"{before}{taken.title} loses nothing and {doubt}: it needs {_in_words(taken, free)}"
+    first, chosen = possible[0], next((one for one in possible if one.fits is not False), None)
+    if is_named:
+        verdict = {True: "fits", False: "does not fit", None: "may fit, how much is free is unknown"}[first.fits]
+        loss = "; it can change the text" if _changes_text(first.cache, first.options) else ""
+        return first, f"it {verdict}: it needs {_in_words(first, free)}{loss}"
+    if chosen is not None:
+        before = "" if chosen is first else f"{first.title} would need {_in_words(first, free)}, which does not fit; "
+        verdict = "may fit, how much is free is unknown" if chosen.fits is None else "fits"
+        return chosen, f"{before}it loses nothing and {verdict}: it needs {_in_words(chosen, free)}"
     least = min(possible, key=lambda one: one.need_bytes["device"])
     return least, f"no cache that loses nothing fits; {least.title} needs least: {_in_words(least, free)}"
 
 
+def _changes_text(cache: str, options: dict[str, Any]) -> bool:
+    """Whether a backend of this package stores rounded values or evicts tokens that the model would read."""
+    parts = [options[name] for name in ("self_cache", "cross_cache") if name in options]  # of an encoder-decoder model
+    named = [(part, {}) if isinstance(part, str) else (part["name"], part) for part in parts]
+    is_lossy = cache in ("quantized", "offloaded_quantized") or "window_length" in options
+    return is_lossy or any(_changes_text(name, values) for name, values in named)
+
+
 def _in_words(backend: BackendPlan, free: Free) -> str:
-    known = asdict(free)
-    return ", ".join(
-        f"{size:,} bytes on the {place}" + (f" of {known[place]:,} free" if known[place] is not None else "")
-        for place, size in backend.need_bytes.items()
-    )
+    """Megabytes by place; the place is named where it is not the device alone."""
+    known, needs = asdict(free), backend.need_bytes
+    amounts = []
+    for place, size in needs.items():
+        of = "" if known[place] is None else f" of {megabytes(known[place])} free"
+        amounts.append(megabytes(size) + of + ("" if list(needs) == ["device"] else f" ({place})"))
+    return ", ".join(amounts)

@@ -82,6 +82,8 @@ def check_applies(
     model: PreTrainedModel, strategy: Strategy, config: GenerationConfig, options: dict[str, Any]
 ) -> None:
     """Refuse options of the call that have no effect. config: all parameters, which may serve other calls too."""
+    if strategy.samples and config.temperature == 0:
+        raise OptionError("temperature has to be over 0; for the most probable token leave do_sample out")
     neutral = default_generation_params()
     known = GenerationConfig().to_dict()
     own: dict[str, Any] = {}

@@ -20,6 +20,7 @@ from engine.errors import OptionError
 from engine.request.call import Call
 from engine.request.parameter_hints import hint
 from strategies import Needs
+from strategies.registry import old_declaration
 
 
 class _Wrong(Exception):
@@ -200,6 +201,8 @@ _NEEDED = ("decode", "__call__", "pad_token_id", "eos_token_id", "all_special_id
 
 def _tokenizer(value: Any) -> Any:
     """One of transformers, or that of its processor."""
+    if isinstance(value, str):
+        raise _Wrong(f"is the text {value!r:.80}: load it first, with AutoTokenizer.from_pretrained({value!r:.80})")
     lacking = [name for name in _NEEDED if not hasattr(value, name)]
     if lacking and hasattr(value, "tokenizer"):
         return _tokenizer(value.tokenizer)
@@ -244,6 +247,8 @@ def _strategy(value: Any) -> Any:
     is_one = isinstance(getattr(value, "name", None), str) and callable(getattr(value, "flow", None))
     if not isinstance(value, str) and (isinstance(value, type) or not is_one or not hasattr(value, "samples")):
         raise _Wrong
+    if not isinstance(value, str) and (old := old_declaration(value)):
+        raise _Wrong(f"is a {type(value).__name__} {old}")
     if not isinstance(needs := getattr(value, "needs", Needs()), Needs):
         raise _Wrong(f"has needs={needs!r:.80}, but they are a strategies.Needs(...)")
     return value
@@ -315,7 +320,7 @@ _FIELDS: dict[str, Kind] = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), _OVER_0),
     **dict.fromkeys(("top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"), _SHARE),
     "assistant_confidence_threshold": _FINITE,
-    "temperature": number("a number, 0 or more", 0, math.inf),
+    "temperature": number("a number over 0, or 0 without do_sample", 0, math.inf),
     "max_time": number("a number of seconds", -math.inf, math.inf),
     "early_stopping": Kind("True, False or 'never'", _early_stopping),
     "stop_strings": Kind("a text or a list of texts", _texts),

@@ -45,9 +45,9 @@ from engine.request.generation_helpers import Criteria, ended, processing, stop_
 from engine.request.guidance import ARGUMENTS, check_guidance, read_guidance
 from engine.request.model_kwargs import complete_model_kwargs
 from engine.request.parameter_hints import hint
-from engine.request.parameters import read_own
+from engine.request.parameters import SAMPLING, read_own
 from engine.request.request import Request
-from engine.request.strategy import choose_strategy
+from engine.request.strategy import choose_strategy, pop_own_options
 from strategies import Strategy
 from strategies.operations import needs_of
 
@@ -131,8 +131,9 @@ def _read_said(model: PreTrainedModel, call: Call, assistant: PreTrainedModel | 
         del options["synced_gpus"]
     constraint = options.pop("prefix_allowed_tokens_fn", None)
     negative = {name: options.pop(name, None) for name in ARGUMENTS}
+    own = pop_own_options(call.strategy, options)
     config, model_inputs, lengths = _complete_config(model, call.generation_config, options)
-    strategy = choose_strategy(config, call, options, assistant)
+    strategy = choose_strategy(config, call, options, assistant, own)
     check_applies(model, strategy, config, options)
     check_said_ids(model, config, options)
     check_guidance(model, config.guidance_scale, negative)
@@ -192,6 +193,8 @@ def _complete_config(
     else:
         generation_config = copy.copy(generation_config)
         generation_config.return_dict_in_generate = True
+    # Set afterwards: transformers warns of them without do_sample, and `check_applies` refuses those without effect.
+    sampling = {name: passed.pop(name) for name in SAMPLING & set(passed) if passed[name] is not None}
     try:
         config, model_inputs = prepare_generation_config(model, generation_config, **passed)
     except (ValueError, TypeError, AttributeError) as error:  # transformers' own checks, of the model's settings too
@@ -199,6 +202,8 @@ def _complete_config(
     for name, value in own.items():
         if getattr(config, name) is not None:  # transformers drops some
             setattr(config, name, value)
+    for name, value in sampling.items():
+        setattr(config, name, value)
     if config.eos_token_id == []:  # given, so that the model's own has no effect; below, None means no end
         config.eos_token_id = None
     config.num_return_sequences = config.num_return_sequences if returned is None else returned

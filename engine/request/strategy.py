@@ -36,10 +36,24 @@ _STRATEGY_OF_MODE = {
 _NOT_AVAILABLE = ("constraints", "force_words_ids", "dola_layers")
 
 
+def pop_own_options(strategy: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Those of `options` that only the named strategy has: transformers knows no such parameter."""
+    names = strategies.options(strategy) if isinstance(strategy, str) else []
+    known = GenerationConfig().to_dict()
+    return {name: options.pop(name) for name in names if name in options and name not in known}
+
+
 def choose_strategy(
-    config: GenerationConfig, call: Call, options: dict[str, Any], assistant: PreTrainedModel | None
+    config: GenerationConfig,
+    call: Call,
+    options: dict[str, Any],
+    assistant: PreTrainedModel | None,
+    own: dict[str, Any],
 ) -> Strategy:
-    """The named strategy, or the one that the parameters mean in transformers. config: all; options: of the call."""
+    """The named strategy, or the one that the parameters mean in transformers.
+
+    config: all parameters; options: those of the call; own: those that only the named strategy has.
+    """
     strategy = call.strategy
     if assistant is not None and config.prompt_lookup_num_tokens is not None:
         raise OptionError(
@@ -48,7 +62,7 @@ def choose_strategy(
         )
     implied = _implied(config, assistant)
     if strategy is None or isinstance(strategy, str):
-        chosen = _built(call, implied, config, options, assistant)
+        chosen = _built(call, implied, config, options, assistant, own)
     else:
         chosen = strategy
     do_sample = options.get("do_sample")  # a whole configuration gives way to a strategy that the call names
@@ -80,7 +94,12 @@ def _implied(config: GenerationConfig, assistant: PreTrainedModel | None) -> str
 
 
 def _built(
-    call: Call, implied: str, config: GenerationConfig, options: dict[str, Any], assistant: PreTrainedModel | None
+    call: Call,
+    implied: str,
+    config: GenerationConfig,
+    options: dict[str, Any],
+    assistant: PreTrainedModel | None,
+    own: dict[str, Any],
 ) -> Strategy:
     """The strategy that the call names, or `implied`, with options of the call, the model, or its defaults."""
     neutral = default_generation_params()
@@ -102,13 +121,13 @@ def _built(
             "candidates to compare: give top_k=4, or strategy='contrastive'"
         )
     if assistant is not None:  # its own configuration completes the call's
-        own = {name: getattr(assistant.generation_config, name, None) for name in set(values) - set_by_call}
+        drafts = {name: getattr(assistant.generation_config, name, None) for name in set(values) - set_by_call}
         given |= {
             name: read(f"assistant_model.generation_config.{name}", value, name)
-            for name, value in own.items()
+            for name, value in drafts.items()
             if "assistant" in name and value is not None
         }
-    return strategies.build(chosen, **given)
+    return strategies.build(chosen, **given, **own)
 
 
 def _check_draft(strategy: Strategy, assistant: PreTrainedModel | None, tokenizer: Any) -> None:

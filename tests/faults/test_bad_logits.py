@@ -225,12 +225,19 @@ def test_a_processor_that_leaves_nothing(late, strategy):
         check_goes_on(model, inputs, part)
 
 
-@pytest.mark.parametrize(("value", "found"), [(NAN, f"{VOCABULARY} NaN"), (-INF, "nothing but -inf")], ids=str)
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (NAN, f"{VOCABULARY} to NaN of the {VOCABULARY} scores of row 1"),
+        (-INF, f"all {VOCABULARY} scores of row 1 to -inf"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("sample", [False, True])
 def test_it_is_named(late, value, found, sample):
     model, inputs = tiny("llama")
     processors = [harmless, spoils(value, rows=[1]), harmless]
-    match = rf"processor made {found} .* for new token 4 of row 1, .* not all of a row"
+    match = rf"processor set {found} at new token 4, so no token can be chosen; the model's logits were finite\. .* not"
     part = stopped(model, inputs, match, logits_processor=processors, do_sample=sample)
     assert [len(tokens) for tokens in part.tokens] == [3, 3]
 
@@ -238,9 +245,9 @@ def test_it_is_named(late, value, found, sample):
         scores[:] = value
         return scores
 
-    stopped(model, inputs, "function made", logits_processor=[harmless, function], do_sample=sample)
+    stopped(model, inputs, "function set", logits_processor=[harmless, function], do_sample=sample)
     # It has written into what it was given: asking again would not tell which of them it was.
-    stopped(model, inputs, "function or harmless.* made", logits_processor=[function, harmless], do_sample=sample)
+    stopped(model, inputs, "function or harmless.* set", logits_processor=[function, harmless], do_sample=sample)
 
 
 def test_infinity_is_the_best_but_cannot_be_weighed(late):
@@ -253,7 +260,7 @@ def test_infinity_is_the_best_but_cannot_be_weighed(late):
         out = engine.generate(model, inputs, logits_processor=[forces], max_new_tokens=NEW, **options)
         assert out.tokens == [list(range(13, 13 + NEW))] * 2
     for options in ({"do_sample": True}, {"num_beams": 3}, {"penalty_alpha": 0.6, "top_k": 4}):
-        stopped(model, inputs, r"forces made 2|forces made 6 \+inf", logits_processor=[forces], **options)
+        stopped(model, inputs, r"forces set (2|6) to \+inf of the", logits_processor=[forces], **options)
 
 
 TRIED = [
@@ -297,7 +304,9 @@ def test_the_first_of_several_groups(late):
         return scores * NAN if len(calls) == 5 else scores  # of two in each step
 
     groups = {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.7}
-    part = stopped(model, inputs, "first_group made .* NaN .* new token 3 of", logits_processor=[first_group], **groups)
+    part = stopped(
+        model, inputs, "first_group set .* to NaN of .* at new token 3,", logits_processor=[first_group], **groups
+    )
     assert [len(tokens) for tokens in part.tokens] == [2, 2]
 
 

@@ -16,6 +16,7 @@ from architectures import tiny_model
 import caches
 import configs
 import engine
+import strategies
 from engine.cli.generate import generate
 from engine.cli.values import assignments
 from engine.planning.report import BackendPlan
@@ -54,7 +55,7 @@ def test_help_of_generate_has_headings_and_whole_names(cli, width):
     assert found == [*HEADINGS, "Options:"]
     names = {parameter.replace("_", "-") for parameter in inspect.signature(generate).parameters}
     shared = {f"--{name}" for name in names - {"prompt", "set-option", "as-json"}} | {"--samples", "-n", "--draft"}
-    check_whole(shown, shared, width)
+    check_whole(shown, shared | set(strategies.names()), width)
     assert "<" not in shown
 
 

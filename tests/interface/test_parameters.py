@@ -1,6 +1,9 @@
 """What a call may say: numbers of any kind, whole configurations, seeds; and what other engines call a parameter."""
 
 import copy
+import logging
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from references import draft_of
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import MinNewTokensLengthLogitsProcessor
 
+import configs
 import engine
 import strategies
 
@@ -249,6 +253,83 @@ def test_an_unknown_parameter_is_answered_with_what_may_be_meant(name, meant):
     hint = str(failure.value).split("; ")[1]
     assert hint.count("'") <= 6  # three names at most
     assert "'_" not in hint
+
+
+def test_one_typing_error_is_answered_with_the_same_kind_of_name():
+    with pytest.raises(engine.OptionError, match="did you mean 'max_new_tokens' or 'min_new_tokens'\\?"):
+        texts(*llama(), max_new_token=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (
+            {"temperature": 0, "do_sample": True},
+            "^temperature has to be over 0; for the most probable token leave",
+        ),
+        ({"temperature": -1, "do_sample": True}, "^temperature=-1, but it is a number over 0, or 0 without do_sample$"),
+        (
+            {"tokenizer": "gpt2"},
+            r"^tokenizer is the text 'gpt2': load it first, with AutoTokenizer.from_pretrained",
+        ),
+        ({"cache_config": {"max_cache_len": 9}}, "a dynamic cache grows: for a fixed size use cache='static'"),
+        ({"inputs": 7}, "^token ids are integers .*, but this is 7: one number has no rows"),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_answered_with_the_remedy(options, match):
+    model, ids = llama()
+    with pytest.raises(engine.EngineError, match=match):
+        engine.generate(model, **{"inputs": ids} | options)
+
+
+def test_contrastive_search_is_quiet(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    texts(*llama(), penalty_alpha=0.6, top_k=3)
+    assert caplog.text == ""
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Takes the token of rank `rank`, 0 for the most probable one."""
+
+    name: ClassVar[str] = "ranked"
+    samples: ClassVar[bool] = False
+    rank: int = 0
+
+    def flow(self, task):
+        return strategies.one_token_per_step(task, lambda scores: scores.argsort(descending=True)[:, self.rank])
+
+
+def test_a_registered_strategy_takes_options_of_its_own(monkeypatch):
+    monkeypatch.setitem(strategies.registry._strategies, "ranked", Ranked)
+    model, ids = llama()
+    greedy, second = texts(model, ids), texts(model, ids, strategy=Ranked(1))
+    assert torch.equal(texts(model, ids, strategy="ranked"), greedy)
+    assert torch.equal(texts(model, ids, strategy="ranked", rank=1), second)
+    assert not torch.equal(greedy, second)
+    with pytest.raises(engine.OptionError, match="know no input 'rank'"):
+        texts(model, ids, strategy="greedy", rank=1)
+
+
+@pytest.mark.parametrize(
+    ("old", "field"),
+    [
+        ("branches", "rows_per_prompt"),
+        ("scored", "scored_rows"),
+        ("verifies", "verifies"),
+        ("needs_draft", "draft"),
+        ("reads_hidden", "hidden_states"),
+    ],
+)
+def test_a_strategy_of_release_0_1_is_refused(old, field):
+    kind = type("Old", (Ranked,), {"name": "old", old: 2})
+    match = rf"with {old}, as in release 0.1: give it a property needs that returns strategies.Needs\({field}=...\)"
+    with pytest.raises(configs.ConfigError, match="^Old is a strategy " + match):
+        strategies.register(kind)
+    with pytest.raises(engine.OptionError, match="^strategy is a Old " + match):
+        texts(*llama(), strategy=kind())
+    assert "old" not in strategies.names()
 
 
 def test_temperature_says_how_to_sample():

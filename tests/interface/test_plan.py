@@ -28,6 +28,7 @@ from engine.planning.plan import cache_bytes, read_planned_model
 from engine.planning.planner import Planner, choose
 from engine.planning.report import BackendPlan
 from engine.request.run_shape import RunShape
+from engine.tables import megabytes
 
 PROMPT, NEW = 40, 20
 KINDS = ["llama", "mistral", "gemma2", "mamba2", "bamba", "t5", "bloom"]
@@ -214,7 +215,7 @@ def test_the_choice_is_the_first_that_loses_nothing_and_fits():
     assert away["disk"] == plenty["dynamic"].cache_bytes["device"]
     tight = plan_of(int(1.1 * (dynamic["device"] + away["device"]) / 2))
     assert tight.choice == "offloaded, residency=disk"
-    assert f"dynamic would need {dynamic['device']:,} bytes on the device of" in tight.why
+    assert f"dynamic would need {megabytes(dynamic['device'])} of" in tight.why
     assert tight["quantized"].fits  # it fits too, but is never chosen: it loses something
     none = plan_of(1000)
     assert none.choice == "offloaded, residency=disk"
@@ -350,7 +351,7 @@ def test_auto_takes_what_fits(caplog, free):
     cache, log = auto(caplog)
     assert cache.name == "offloaded"
     assert "no cache that loses nothing fits" in log
-    assert "of 10 free" in log
+    assert "of 0.0 MB free" in log
 
 
 def needs(model, run_shape):
@@ -359,12 +360,30 @@ def needs(model, run_shape):
     return [planner.backend(config, run_shape) for config in plan.lossless(subject.device)]
 
 
+@pytest.mark.parametrize(("cache", "options"), [("static", {}), ("quantized", {}), ("sink", {"window_length": 64})])
+def test_a_named_cache_is_described_without_a_claim(cache, options):
+    found = plan_of(10**12, cache=cache, cache_config=options)
+    loss = "" if cache == "static" else "; it can change the text"
+    assert found.why == f"it fits: it needs {megabytes(found[cache].need_bytes['device'])} of 1,000,000.0 MB free{loss}"
+    assert f"Choice: {found.choice}; it fits: it needs" in str(found)
+    assert plan_of(1000, cache=cache, cache_config=options).why.startswith("it does not fit: it needs ")
+
+
+def test_parts_of_an_encoder_decoder_cache_change_the_text():
+    part = BackendPlan(
+        "encoder_decoder", {"self_cache": "quantized"}, need_bytes={"device": 5, "disk": 10**6}, fits=True
+    )
+    assert choose([part], Free(10**6, 1, None), is_named=True)[1] == (
+        "it fits: it needs 0.0 MB of 1.0 MB free (device), 1.0 MB (disk); it can change the text"
+    )
+
+
 def test_a_model_that_takes_no_cache_runs_without():
     config = OpenAIGPTConfig(vocab_size=100, n_embd=32, n_layer=2, n_head=2, n_positions=64)
     model, ids = OpenAIGPTLMHeadModel(config).eval(), torch.arange(3, 11)[None]
     plan = engine.plan(model, prompt_tokens=8, max_new_tokens=5)
     assert plan.choice == plan["none"].title == "none"
-    assert "none loses nothing and fits" in plan.why
+    assert plan.why.startswith("it loses nothing and fits: it needs ")
     assert plan["dynamic"].refused is not None
     out = engine.generate(model, ids, cache="auto", max_new_tokens=5)
     assert out.stats.cache == "none"
@@ -387,7 +406,7 @@ def test_auto_gives_the_same_text_and_is_no_backend():
 def test_what_is_free_may_be_unknown():
     found = BackendPlan("dynamic", need_bytes={"device": 5})
     assert choose([found], Free(None, None, None))[1] == (
-        "dynamic loses nothing and may fit, how much is free is unknown: it needs 5 bytes on the device"
+        "it loses nothing and may fit, how much is free is unknown: it needs 0.0 MB"
     )
     assert choose([BackendPlan("dynamic", refused="no")], Free(1, 1, 1))[0] is None
 

@@ -158,8 +158,9 @@ def test_public_names(room):
     ],
 )
 def test_old_names_warn(room, old, new):
-    with pytest.warns(DeprecationWarning, match=f"{room.__name__}.{old} is now {room.__name__}.{new}"):
+    with pytest.warns(DeprecationWarning, match=f"{room.__name__}.{old} is now {room.__name__}.{new}") as warned:
         assert getattr(room, old) is getattr(room, new)
+    assert [warning.filename for warning in warned] == [__file__]
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         room.nonsense  # noqa: B018
 

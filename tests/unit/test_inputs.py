@@ -451,6 +451,12 @@ def test_a_layer_kind_no_backend_keeps():
     assert caches.build("none", unheard).handle is None
 
 
+@pytest.mark.parametrize(("wrong", "kind"), [(None, "None"), ("llama", "a str"), (TEXT.encode(), "a bytes")])
+def test_a_cache_is_built_from_a_configuration(wrong, kind):
+    with pytest.raises(ConfigError, match=f"has to be a PreTrainedConfig, not {kind}: pass model.config"):
+        caches.build("static", wrong, max_cache_len=9)
+
+
 def test_images_cannot_be_read_in_pieces():
     from engine.prompt import Prompt
     from engine.request.checks import check_pieces
