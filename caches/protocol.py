@@ -209,7 +209,7 @@ def can_predict(cache: EngineCache) -> TypeGuard[Growing]:
 
 @runtime_checkable
 class KeepsPast(Protocol):
-    """A cache that has to be told when tokens may be taken back from its windows."""
+    """A cache of which windows keep what leaves them only on request."""
 
     def keep_past(self, keep: bool) -> None:
         """Whether windows keep what leaves them in a step until it is committed, so that tokens can be taken back."""
