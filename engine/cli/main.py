@@ -1,7 +1,8 @@
 """The entry point of the command line: commands, errors and exit codes.
 
-Exit codes: 0 success, 1 a failure while generating, 2 a wrong option, prompt or model, 130 interrupted with Ctrl-C, 141
-the reader of the output closed the pipe. torch and transformers are imported only when a command needs them.
+Exit codes: 0 success, 1 a failure while generating or a refused cache of a plan, 2 a wrong option, prompt or model, 130
+interrupted with Ctrl-C, 141 the reader of the output closed the pipe. torch and transformers are imported only when a
+command needs them.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ import json
 from math import isfinite
 from typing import Any
 
+import typer
+
 from engine.cli import options, output
 from engine.cli.libraries import start_libraries
 from engine.cli.progress import Work
@@ -30,3 +32,5 @@ def plan(path: str | None, model: str | None, free_gib: float | None, as_json: b
         work.doing(f"planning the run with {asked['cache'] or 'every cache'}")
         found = engine.plan(model or engine.SHIPPED_MODEL, cache_config=cache_config, free_bytes=free_bytes, **asked)
     output.say(json.dumps(found.to_dict()) if as_json else str(found))
+    if asked["cache"] and found.choice is None:
+        raise typer.Exit(1)

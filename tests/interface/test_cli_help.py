@@ -301,3 +301,10 @@ def test_a_plan_for_a_device_that_is_not_here():
     found = engine.plan(config, **free, free_bytes=10**9)
     assert isinstance(found["dynamic"], BackendPlan)
     assert found["dynamic"].fits
+
+
+def test_a_plan_of_a_refused_cache_fails(cli):
+    refused, served = (cli(["plan", "--cache", name]) for name in ("encoder_decoder", "dynamic"))
+    assert (refused.exit_code, served.exit_code) == (1, 0)
+    assert "Choice: none of them; it is refused: " in refused.stdout
+    assert cli(["plan"]).exit_code == 0
