@@ -84,6 +84,14 @@ def test_the_readme_is_short():
     assert len(README.read_text().splitlines()) <= 250
 
 
+@pytest.mark.parametrize(("name", "most"), [("cache-backend", 30), ("strategy", 50)])
+def test_a_plug_in_is_small(name, most):
+    """Lines of the longest example that registers something."""
+    examples = [text for text in blocks(ROOT / "docs" / "extend" / f"{name}.md", "python") if "register" in text]
+    assert examples
+    assert all(len([line for line in text.splitlines() if line.strip()]) <= most for text in examples)
+
+
 def test_the_first_example_prints_text():
     first = re.search(r"```(\w+)\n(.*?)```", README.read_text(), flags=re.S)
     assert first[1] == "python"
