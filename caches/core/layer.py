@@ -37,7 +37,7 @@ class Layer:
     """
 
     supports_early_init = False  # transformers asks: shapes are learned from the first step
-    record_past = False  # models of transformers 5.17 ask the layer: see `LegacyNames.is_recording_past`
+    record_past = False  # models of transformers 5.17 ask the layer: see `SharedMethods.is_recording_past`
 
     def __init__(
         self, spec: LayerSpec, timeline: Timeline, scratch: Scratch, make_store: StoreFactory, preallocated: bool

@@ -20,7 +20,7 @@ from caches.core.layer_stack import LayerStack
 from caches.core.prefix_sharing import PrefixSharing
 from caches.core.row_selection import RowSelection
 from caches.core.wrapped_layer import WrappedLayer
-from caches.hf.legacy_names import LegacyNames
+from caches.hf.shared_methods import SharedMethods
 from caches.memory.scratch import Scratch
 from caches.protocol import AttentionView, Capabilities
 from caches.spec.layer_spec import INDEX, KV, MODEL_SPECIFIC, STATE, LayerSpec, read_specs
@@ -30,7 +30,7 @@ from caches.stores.slot import StoreFactory
 from caches.timeline.retention import KeepAll
 
 
-class Cache(LegacyNames, TransformersCache):
+class Cache(SharedMethods, TransformersCache):
     """Keys, values and states of a model's layers, kept as its layout says. For a step see `EngineCache`.
 
     layout: a `CacheLayout`; a name, `specs` (None: layers are added as they are used), `make_store` and further fields

@@ -10,11 +10,11 @@ from transformers.cache_utils import EncoderDecoderCache as TransformersEncoderD
 
 from caches.errors import UnsupportedLayerError
 from caches.hf.cache import Cache
-from caches.hf.legacy_names import LegacyNames
+from caches.hf.shared_methods import SharedMethods
 from caches.protocol import Capabilities
 
 
-class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
+class EncoderDecoder(SharedMethods, TransformersEncoderDecoderCache):
     """Two caches as one. Steps are those of the decoder; the first also writes the cross part, which then stays.
 
     See `EngineCache` for the methods of a step.
@@ -91,7 +91,7 @@ class EncoderDecoder(LegacyNames, TransformersEncoderDecoderCache):
         return self.self_attention_cache[layer_idx] + self.cross_attention_cache[layer_idx]
 
     def to_legacy_cache(self) -> tuple[tuple[torch.Tensor | None, ...], ...]:
-        """Keys and values of every layer, then those of its cross-attention. See `LegacyNames.to_legacy_cache`."""
+        """Keys and values of every layer, then those of its cross-attention. See `SharedMethods.to_legacy_cache`."""
         own, cross = (part.to_legacy_cache() for part in self.parts)
         return tuple(both[0] + both[1] for both in zip(own, cross, strict=True))
 

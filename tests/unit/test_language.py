@@ -87,9 +87,9 @@ ALLOWED = {
     ("docs/reference/caches.md", "driven", "::: caches.driven"): "a public name",
     ("caches/__init__.py", "foreign", "ForeignCache"): "a public name of release 0.1, until 0.3",
     ("caches/hf/classic.py", "pads", ""): "public: an argument of `SinkCache`",
-    ("caches/hf/legacy_names.py", "staging", ""): "public: a key of `bytes_by_place`",
+    ("caches/hf/shared_methods.py", "staging", ""): "public: a key of `bytes_by_place`",
     **{
-        ("caches/hf/legacy_names.py", word, ""): "public names of release 0.1, until 0.3"
+        ("caches/hf/shared_methods.py", word, ""): "public names of release 0.1, until 0.3"
         for word in ("settle", "drop", "pads", "seen", "encodes", "columns")
     },
     ("caches/stores/dense.py", "settle", "settle"): "a name of release 0.1, until 0.3",

@@ -26,14 +26,14 @@ from caches.hf.old_name import OldName
 from caches.protocol import TokenLog
 from caches.spec.layer_spec import KV, STATE, LayerSpec
 
-L = TypeVar("L", bound="LegacyNames")
+L = TypeVar("L", bound="SharedMethods")
 _RENAMED = {
     "settle": "commit", "can_drop": "can_reject", "rows": "select_rows", "unfork": "unshare",
     "take_pads": "set_padding", "seen": "total_tokens", "encodes": "is_quantized",
 }  # fmt: skip
 
 
-class LegacyNames:
+class SharedMethods:
     """What users and transformers' loops call. Stateless: a cache class has these next to its own methods.
 
     stacks, implicit_steps: of the decoder's tokens, and of the encoder's where there are such. Most is read from the
