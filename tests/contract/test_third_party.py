@@ -73,7 +73,7 @@ def test_quantized_stores_are_not_compiled():
         is_quantized = True
 
     cache = caches.Cache("own", [PLAIN], lambda slot: Quantized(slot.timeline), preallocated=True)
-    assert "encoded" in cache.why_not_compiled
+    assert "quantizes" in cache.why_not_compiled
 
 
 def test_a_refused_graph_changes_nothing():

@@ -15,6 +15,7 @@ import caches
 import configs
 import engine
 from caches import registry
+from caches.quantization import codec
 from strategies import registry as strategy_registry
 
 PAGES = pages()
@@ -37,6 +38,9 @@ def _own_registries(monkeypatch):
     monkeypatch.setattr(registry, "_recipes", dict(registry._recipes))
     monkeypatch.setattr(configs.CacheConfig, "_by_name", dict(configs.CacheConfig._by_name))
     monkeypatch.setattr(strategy_registry, "_strategies", dict(strategy_registry._strategies))
+    for codecs in (configs.CODECS, codec.CHOICES):  # entries are removed again
+        monkeypatch.setitem(codecs, "symmetric", None)
+        del codecs["symmetric"]
 
 
 @with_blocks("python")
