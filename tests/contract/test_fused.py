@@ -153,7 +153,7 @@ def test_other_types_are_refused_with_the_first_step():
     model = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
     options = {"cache": "quantized", "cache_config": {"fused": True, "residual_length": 4}}
     with pytest.raises(
-        engine.GenerationInterrupted, match=r"fused=True is for keys of float32 on a CPU.*bfloat16"
+        engine.GenerationInterrupted, match=r"fused=True needs float32 keys on a CPU.*bfloat16"
     ) as stopped:
         engine.generate(model, prompt(), **options)
     assert stopped.value.partial.cache.total_tokens == 0

@@ -18,6 +18,7 @@ from engine.decoding import records
 from engine.model.masks import Columns
 from engine.request import checks, read_request
 from strategies import sampling
+from strategies.speculative import VerifiedText
 
 Patch = pytest.MonkeyPatch
 
@@ -162,12 +163,15 @@ def hand_over_one_token_more(patch: Patch) -> None:
 
 
 def accept_every_proposal(patch: Patch) -> None:
-    def compared(chosen: torch.Tensor, proposed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if proposed is None:
-            return chosen, torch.zeros_like(chosen, dtype=torch.bool)
-        return proposed, torch.ones_like(chosen, dtype=torch.bool)
+    original = VerifiedText._choose
 
-    patch.setattr("strategies.speculative._compared", compared)
+    def choose(
+        self: VerifiedText, scores: torch.Tensor, proposed: torch.Tensor | None, q: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen, accepted = original(self, scores, proposed, q)
+        return (chosen, accepted) if proposed is None else (proposed, torch.ones_like(accepted))
+
+    patch.setattr(VerifiedText, "_choose", choose)
 
 
 def keep_the_worst_beams(patch: Patch) -> None:
