@@ -26,10 +26,10 @@ class EngineConfig(Config):
     prefill_chunk_tokens: the prompt is computed in chunks of at most this many tokens; None computes it at once.
     compile: "off", or the `torch.compile` backend that compiles the decode step of a cache of fixed size.
     linears: the matrix product of float32 linear layers on a CPU. "default": torch's own; "onednn"; "auto": the fastest
-        for each number of rows and size of the matrix, if it is at least 10 % faster than torch's own, as measured once
-        per machine (1 s; stored in `$KVENGINE_CACHE`, by default the user's cache folder); "gemv": for single rows a
-        kernel that is compiled on first use (about 20 s, once per machine, needs a C++ compiler), else as "onednn".
-        Results differ by rounding. `Stats.linears` reports the choice.
+        for each shape of the matrix and number of rows, if it is at least 10 % faster than torch's own, as measured
+        once per machine and shape (0.5 s; stored in `$KVENGINE_CACHE`, by default the user's cache folder); "gemv": for
+        single rows a kernel that is compiled on first use (about 20 s, once per machine, needs a C++ compiler), else as
+        "onednn". Results differ by rounding. `Stats.linears` reports the choice.
     on_oom: the fallbacks, in this order, when an allocation fails during a run; after the last one the run ends with
         `engine.OutOfMemoryError`. "release": free compiled graphs and idle memory. "chunk": compute the prompt in
         smaller chunks. "offload": move the live cache to host memory, or to disk if the model computes on the CPU.

@@ -43,6 +43,16 @@ def processor() -> str:
     return "\n".join(found[name] for name in _FIELDS if name in found) or platform.machine()
 
 
+@functools.cache
+def last_level_cache_bytes() -> int:
+    """The size of the processor's largest cache; 0 where the system does not report it."""
+    sizes = [0]
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with suppress(OSError, ValueError):
+            sizes.append(int(file.read_text().strip().removesuffix("K")) * 1024)
+    return max(sizes)
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that other processes see all of it or nothing. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,7 @@ from engine.cli import output
 from engine.cli.caches import caches
 from engine.cli.generate import generate
 from engine.cli.help import Command
+from engine.cli.linears import linears
 from engine.cli.plan import plan
 from engine.errors import EngineError, GenerationInterrupted, OptionError
 
@@ -33,6 +34,7 @@ _SHORT: dict[Callable[..., None], str] = {
     generate: "Continue a prompt.",
     caches: "List the cache backends and their options.",
     plan: "Say what a run takes before it runs.",
+    linears: "List the fastest matrix products of linear layers on this processor.",
 }
 for _command, _help in _SHORT.items():
     app.command(cls=Command, short_help=_help)(_command)

@@ -1,6 +1,6 @@
 """The options of the commands. Each is declared once; `takes` gives them to a command.
 
-The options of `engine generate` are grouped as in its help. `PLAN` and `CACHES` are those of the other commands.
+The options of `engine generate` are grouped as in its help. `PLAN`, `CACHES` and `LINEARS` are those of other commands.
 """
 
 from __future__ import annotations
@@ -165,6 +165,11 @@ CACHES = {
         max=2**24),
     "as_json": flag("Print JSON: model, tokens, dtype and caches (name, summary, options; bytes and bytes_per_token, "
         "or refused).", "--json"),
+}
+LINEARS = {
+    "path": PLAN["path"],
+    "threads": option(int, "N", "Threads of torch; default: what torch uses.", min=1),
+    "as_json": flag("Print JSON: threads and shapes (outputs, inputs, layers, fastest).", "--json"),
 }
 # fmt: on
 GENERATE: dict[str | None, dict[str, Declared]] = {

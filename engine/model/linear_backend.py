@@ -1,6 +1,6 @@
 """The matrix product of float32 linear layers on a CPU: torch's own (MKL), oneDNN, or the kernel `gemv.cpp`.
 
-Which one is the fastest depends on the processor, the number of rows and the size of the matrix. All use the weights as
+Which one is the fastest depends on the processor, the number of rows and the matrix's shape. All use the weights as
 they are, without a copy; results differ by rounding. For one row, `gemv.cpp` reads the weights at memory bandwidth.
 
 The model is not changed. `torch.nn.Linear.forward` is replaced once per process by a function that does the same as the
@@ -10,7 +10,8 @@ original, unless the calling thread is in a step of the engine: then `active.tab
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias, TypeGuard
@@ -21,42 +22,49 @@ from torch.nn import functional
 
 from caches.quantization.kernel_build import compiled
 from caches.torch_api import has_onednn, onednn_linear, parameters_of
-from engine.model import linear_timings
-from engine.model.linear_products import ROW_LIMITS, TORCH, Route, routes, with_bias
+from engine.model.linear_routes import (
+    ALL_TORCH,
+    ROW_LIMITS,
+    ROW_NAMES,
+    Names,
+    Route,
+    Shape,
+    fastest,
+    routes,
+    shape_of,
+    with_bias,
+)
 
 _GEMV = Path(__file__).with_name("gemv.cpp")
-_ROW_NAMES = ("1 row", "2-3", "4-8", "9-32", "more")
-SIZE_LIMITS = (2**17, 2**22)  # elements of a matrix: limits between `SIZES`. Small ones always use torch's product
-SIZES = ("small", "medium", "large")
+_ALL_ONEDNN: Names = ("onednn", "onednn", "swapped", "swapped", "swapped", "onednn")
 
 
 class Table:
-    """The route of each product. names: by size, for each bucket of rows the name of a route, or "torch"."""
+    """The route of each product. names: by the matrix's shape; shapes that are not there use torch's own."""
 
-    def __init__(self, names: dict[str, tuple[str, ...]], routes: dict[str, Route]):
+    def __init__(self, names: dict[Shape, Names], routes: dict[str, Route]):
         self._names = names
-        self._routes = [[routes.get(name) for name in names[size]] for size in SIZES]
+        self._routes = {shape: [routes.get(name) for name in by_rows] for shape, by_rows in names.items()}
 
-    def route(self, elements: int, rows: int) -> Route | None:
-        """The route for `rows` rows and a matrix of `elements` elements; None for torch's own."""
-        return self._routes[bisect_right(SIZE_LIMITS, elements)][bisect_left(ROW_LIMITS, rows)]
+    def route(self, shape: Shape, rows: int) -> Route | None:
+        """The route for `rows` rows and a matrix of this shape; None for torch's own."""
+        by_rows = self._routes.get(shape)
+        return None if by_rows is None else by_rows[bisect_left(ROW_LIMITS, rows)]
 
     def __str__(self) -> str:
-        """The routes by rows, and by size if sizes differ."""
-        texts = {size: _in_short(self._names[size]) for size in SIZES}
-        if len(set(texts.values())) == 1:
-            return texts[SIZES[0]]
-        return "; ".join(f"{size}: {text}" for size, text in texts.items())
+        """The routes by rows, and by shape if shapes differ."""
+        by_routes = defaultdict(list)
+        for shape, names in sorted(self._names.items()):
+            by_routes[_in_short(names)].append("x".join(map(str, shape)))
+        if len(by_routes) == 1:
+            return next(iter(by_routes))
+        return "; ".join(f"{' '.join(shapes)}: {text}" for text, shapes in by_routes.items())
 
 
-def _in_short(names: tuple[str, ...]) -> str:
+def _in_short(names: Names) -> str:
     if len(set(names)) == 1:
         return names[0]
-    return ", ".join(f"{rows} {name}" for rows, name in zip(_ROW_NAMES, names, strict=True))
-
-
-_ALL_TORCH = (TORCH,) * len(_ROW_NAMES)
-_ALL_ONEDNN = ("onednn", "onednn", "swapped", "swapped", "onednn")
+    return ", ".join(f"{rows} {name}" for rows, name in zip(ROW_NAMES, names, strict=True))
 
 
 def table_for(model: nn.Module, choice: str) -> Table | None:
@@ -65,20 +73,20 @@ def table_for(model: nn.Module, choice: str) -> Table | None:
     Raises `ConfigError` if the kernel of "gemv" cannot be compiled.
     """
     weights = [parameters_of(module).get("weight") for module in model.modules() if isinstance(module, nn.Linear)]
-    sizes = {SIZES[bisect_right(SIZE_LIMITS, weight.numel())] for weight in weights if _is_plain(weight)}
-    if not sizes or choice == "default" or (choice == "onednn" and not has_onednn()):
+    shapes = {shape_of(weight) for weight in weights if _is_plain(weight) and weight.numel()}
+    if not shapes or choice == "default" or (choice == "onednn" and not has_onednn()):
         return None
     known = routes()
-    by_rows = _ALL_ONEDNN if has_onednn() else _ALL_TORCH
-    if choice == "gemv":
-        by_rows = ("gemv", *by_rows[1:])
-        known["gemv"] = _compiled_gemv()
-    names = dict.fromkeys(SIZES, by_rows)
     if choice == "auto":
-        timed = sizes - {SIZES[0]}
-        names = {size: linear_timings.fastest(size) if size in timed else _ALL_TORCH for size in SIZES}
-        if set(names.values()) == {_ALL_TORCH}:
+        names = {shape: by_rows for shape, by_rows in fastest(shapes).items() if by_rows != ALL_TORCH}
+        if not names:
             return None
+    else:
+        by_rows = _ALL_ONEDNN if has_onednn() else ALL_TORCH
+        if choice == "gemv":
+            by_rows = ("gemv", *by_rows[1:])
+            known["gemv"] = _compiled_gemv()
+        names = dict.fromkeys(shapes, by_rows)
     _install()
     return Table(names, known)
 
@@ -116,8 +124,8 @@ def _routed(original: _Forward, layer: nn.Linear, input: torch.Tensor) -> torch.
         return original(layer, input)
     if not (_is_plain(bias) or (bias is None and "bias" in parameters)):  # a computed bias
         return original(layer, input)
-    size = weight.numel()
-    route = active.table.route(size, input.numel() * weight.shape[0] // size) if size else None
+    outs, width = weight.shape
+    route = active.table.route((outs, width), input.numel() // width) if width else None
     return original(layer, input) if route is None else route(input, weight, bias)
 
 

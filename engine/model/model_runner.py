@@ -23,7 +23,8 @@ from engine.model.accelerate_hooks import is_dispatched, prompt_device
 from engine.model.cache_argument import cache_argument
 from engine.model.compiled_step import compiled, first_reason, step_of
 from engine.model.first_layer_probe import Probe, Reached
-from engine.model.linear_backend import TORCH, active, table_for
+from engine.model.linear_backend import active, table_for
+from engine.model.linear_routes import TORCH
 from engine.model.masks import Columns, contiguous, graph_mask, imposed_mask, of_all_rows, one_token_mask
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_lock import turn_of

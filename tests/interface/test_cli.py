@@ -277,6 +277,19 @@ def test_sizes_are_found_without_weights(cli, tmp_path, name):
     assert cache["bytes"] == out.stats.cache_bytes
 
 
+def test_linears_lists_the_products_by_shape(cli):
+    report = json.loads(cli(["linears", "--json", "--threads", str(torch.get_num_threads())]).stdout)
+    assert report["threads"] == torch.get_num_threads()
+    found = {(one["outputs"], one["inputs"]): one for one in report["shapes"]}
+    assert set(found) == {(128, 256), (256, 256), (256, 704), (704, 256), (4096, 256)}
+    assert found[704, 256]["layers"] == 12
+    assert set(found[128, 256]["fastest"].values()) == {"torch"}  # too small
+    assert found[704, 256]["fastest"]["2-4"] == "mm"  # as conftest.py stores it
+    shown = cli(["linears"]).stdout.splitlines()
+    assert shown[0].split() == ["outputs", "x", "inputs", "layers", "1", "row", "2-4", "5-8", "9-16", "17-32", "more"]
+    assert shown[4].split() == ["704", "x", "256", "12", "torch", "mm", "onednn", "swapped", "swapped", "onednn"]
+
+
 def test_sizes_of_an_encoder_decoder_model(cli, tmp_path):
     model = tiny_encoder_decoder("bart")
     model.config.save_pretrained(tmp_path)

@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from torch.nn.utils import parametrize, prune
 import configs
 import engine
 from caches.quantization import kernel_build
-from engine.model import linear_backend, linear_products, linear_timings
-from engine.model.linear_backend import SIZES, Table, active, table_for
+from engine.model import linear_backend, linear_routes
+from engine.model.linear_backend import Table, active, table_for
+from engine.model.linear_routes import ALL_TORCH
 
 pytestmark = pytest.mark.skipif(not linear_backend.has_onednn(), reason="this torch was built without oneDNN")
 
@@ -30,8 +32,8 @@ def routed(table):
         def __init__(self):
             pass
 
-        def route(self, numbers, rows):
-            found = table.route(numbers, rows)
+        def route(self, shape, rows):
+            found = table.route(shape, rows)
             taken.append(found)
             return found
 
@@ -43,38 +45,38 @@ def routed(table):
         active.table = None
 
 
-def table_of(name):
+def table_of(name, *shapes):
     table_for(nn.Linear(8, 8), "onednn")  # which makes linear layers ask
-    return Table(dict.fromkeys(SIZES, (name,) * 5), linear_products.routes())
+    return Table(dict.fromkeys(shapes or [(8, 8)], (name,) * 6), linear_routes.routes())
 
 
-@pytest.mark.parametrize("name", linear_products.routes())
+@pytest.mark.parametrize("name", linear_routes.routes())
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1, 48), (3, 7, 48), (48,), (0, 48)])
 def test_equal_to_rounding(bias, shape, name):
     layer, input = nn.Linear(48, 33, bias=bias), torch.randn(shape)
     with torch.no_grad():
         expected = layer(input)
-    with routed(table_of(name)) as taken:
+    with routed(table_of(name, (33, 48))) as taken:
         torch.testing.assert_close(layer(input), expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(layer(input.expand(2, *shape)[1]), expected, atol=1e-5, rtol=1e-5)
         assert layer(input).is_contiguous()  # models take views of it
-    assert taken == [linear_products.routes()[name]] * (3 if input.numel() else 0)
+    assert taken == [linear_routes.routes()[name]] * (3 if input.numel() else 0)
 
 
-@pytest.mark.parametrize(("rows", "size", "expected"), [
-    (2, 2**17 - 1, "torch"), (1, 2**17, "torch"), (2, 2**17, "mm"), (3, 2**22 - 1, "mm"), (4, 2**21, "onednn"),
-    (32, 2**18, "swapped"), (33, 2**18, "onednn"), (1, 2**22, "onednn"), (2, 100, "torch"),
+@pytest.mark.parametrize(("rows", "shape", "expected"), [
+    (1, (512, 256), "torch"), (2, (512, 256), "mm"), (4, (512, 256), "mm"), (5, (512, 256), "onednn"),
+    (8, (512, 256), "onednn"), (9, (512, 256), "swapped"), (16, (512, 256), "swapped"), (32, (512, 256), "mm"),
+    (33, (512, 256), "onednn"), (1, (256, 512), "onednn"), (64, (256, 512), "onednn"), (2, (100, 1), "torch"),
 ])  # fmt: skip
-def test_rows_and_size_choose_the_route(rows, size, expected):
+def test_rows_and_shape_choose_the_route(rows, shape, expected):
     names = {
-        "small": ("torch",) * 5,
-        "medium": ("torch", "mm", "onednn", "swapped", "onednn"),
-        "large": ("onednn",) * 5,
+        (512, 256): ("torch", "mm", "onednn", "swapped", "mm", "onednn"),
+        (256, 512): ("onednn",) * 6,
     }
-    table = Table(names, linear_products.routes())
-    assert table.route(size, rows) is linear_products.routes().get(expected)
-    assert str(table).startswith("small: torch; medium: 1 row torch, 2-3 mm, 4-8 onednn")
+    table = Table(names, linear_routes.routes())
+    assert table.route(shape, rows) is linear_routes.routes().get(expected)
+    assert str(table).startswith("256x512: onednn; 512x256: 1 row torch, 2-4 mm, 5-8 onednn")
 
 
 def test_new_weights_are_seen():
@@ -88,22 +90,29 @@ def test_new_weights_are_seen():
 
 def test_which_models_have_routes():
     model = copy.deepcopy(tiny_model("llama"))
-    assert str(table_for(model, "onednn")) == "1 row onednn, 2-3 onednn, 4-8 swapped, 9-32 swapped, more onednn"
+    assert str(table_for(model, "onednn")) == (
+        "1 row onednn, 2-4 onednn, 5-8 swapped, 9-16 swapped, 17-32 swapped, more onednn"
+    )
     assert table_for(model, "default") is None
     assert table_for(model, "auto") is None  # its matrices are small
     assert table_for(model.to(torch.bfloat16), "onednn") is None
 
 
 def test_the_fastest_is_taken_where_matrices_are_large_enough(monkeypatch):
-    asked = []
-    names = ("torch", "mm", "onednn", "swapped", "onednn")
-    monkeypatch.setattr(linear_timings, "fastest", lambda size: asked.append(size) or names)
-    layer = nn.Linear(512, 512)
-    table = table_for(layer, "auto")
-    assert asked == ["medium"]
-    assert str(table) == f"small: torch; medium: {linear_backend._in_short(names)}; large: torch"
-    monkeypatch.setattr(linear_timings, "fastest", lambda size: ("torch",) * 5)
-    assert table_for(layer, "auto") is None
+    def fastest(shapes):
+        asked.append(set(shapes))
+        return {(512, 600): names, (700, 512): ALL_TORCH}
+
+    asked, names = [], ("torch", "mm", "onednn", "swapped", "onednn", "mm")
+    monkeypatch.setattr(linear_backend, "fastest", fastest)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(600, 512), nn.Linear(512, 700), nn.Linear(600, 512))
+    table = table_for(model, "auto")
+    assert asked == [{(8, 8), (512, 600), (700, 512)}]
+    assert table.route((512, 600), 2) is linear_routes.routes()["mm"]
+    assert table.route((700, 512), 2) is None
+    assert str(table) == linear_backend._in_short(names)
+    monkeypatch.setattr(linear_backend, "fastest", lambda shapes: dict.fromkeys(shapes, ALL_TORCH))
+    assert table_for(model, "auto") is None
 
 
 def test_a_bias_that_is_computed_is_left_alone():
@@ -275,30 +284,43 @@ def test_a_compiler_that_is_missing(monkeypatch, tmp_path):
 @pytest.fixture
 def cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path / "of" / "a_user"))
-    monkeypatch.setattr(linear_timings, "_known", {})
+    monkeypatch.setattr(linear_routes, "_known", {})
     return tmp_path / "of" / "a_user"
 
 
-NAMES = ("torch", "mm", "mm", "torch", "torch")
+NAMES = ("torch", "mm", "mm", "torch", "torch", "mm")
+ONE, OTHER = (640, 320), (320, 640)
 
 
-def test_a_measurement_is_made_once_per_machine(cache_folder, monkeypatch):
-    measured = []
-    monkeypatch.setattr(linear_timings, "_measure", lambda size: measured.append(size) or NAMES)
+@pytest.fixture
+def measured(cache_folder, monkeypatch):
+    """The shapes that were measured, in turn."""
+    found = []
+
+    def measure(shapes):
+        found.extend(shapes)
+        return dict.fromkeys(shapes, NAMES)
+
+    monkeypatch.setattr(linear_routes, "_measure", measure)
+    return found
+
+
+def test_a_measurement_is_made_once_per_machine(cache_folder, measured):
     for _ in range(2):
-        assert linear_timings.fastest("medium") == linear_timings.fastest("large") == NAMES
-    assert measured == ["medium", "large"]
+        assert linear_routes.fastest([ONE]) == {ONE: NAMES}
+        assert linear_routes.fastest([ONE, OTHER]) == {ONE: NAMES, OTHER: NAMES}
+    assert measured == [ONE, OTHER]
     (file,) = cache_folder.iterdir()
-    assert json.loads(file.read_text()) == {"medium": list(NAMES), "large": list(NAMES)}
-    linear_timings._known.clear()  # as in another process
-    assert linear_timings.fastest("large") == NAMES
-    assert measured == ["medium", "large"]
+    assert json.loads(file.read_text()) == {"640x320": list(NAMES), "320x640": list(NAMES)}
+    linear_routes._known.clear()  # as in another process
+    assert linear_routes.fastest([OTHER]) == {OTHER: NAMES}
+    assert measured == [ONE, OTHER]
     torch.set_num_threads(torch.get_num_threads() + 1)
     try:
-        linear_timings.fastest("large")
+        linear_routes.fastest([OTHER])
     finally:
         torch.set_num_threads(torch.get_num_threads() - 1)
-    assert measured == ["medium", "large", "large"]
+    assert measured == [ONE, OTHER, OTHER]
 
 
 @pytest.mark.parametrize(
@@ -306,47 +328,68 @@ def test_a_measurement_is_made_once_per_machine(cache_folder, monkeypatch):
     [
         "",
         "[1]",
-        '{"medium": ["torch"]}',
-        '{"medium": [1, 2, 3, 4, 5]}',
-        '{"medium": 5}',
-        '{"medium": [[], {}, 3, 4, 5]}',
+        '{"640x320": ["torch"]}',
+        '{"640x320": [1, 2, 3, 4, 5, 6]}',
+        '{"640x320": 5}',
+        '{"640x320": [[], {}, 3, 4, 5, 6]}',
+        '{"medium": ["mm", "mm", "mm", "mm", "mm", "mm"]}',
     ],
 )
-def test_a_file_that_says_nothing_is_written_anew(content, cache_folder, monkeypatch):
-    monkeypatch.setattr(linear_timings, "_measure", lambda size: NAMES)
+def test_a_file_that_says_nothing_is_written_anew(content, cache_folder, measured):
     cache_folder.mkdir(parents=True)
-    linear_timings.path().write_text(content)
-    assert linear_timings.fastest("medium") == NAMES
-    assert json.loads(linear_timings.path().read_text()) == {"medium": list(NAMES)}
+    linear_routes.path().write_text(content)
+    assert linear_routes.fastest([ONE]) == {ONE: NAMES}
+    assert json.loads(linear_routes.path().read_text()) == {"640x320": list(NAMES)}
 
 
-def test_a_folder_that_cannot_be_written(cache_folder, monkeypatch):
-    measured = []
-    monkeypatch.setattr(linear_timings, "_measure", lambda size: measured.append(size) or NAMES)
+def test_a_folder_that_cannot_be_written(cache_folder, measured):
     cache_folder.parent.write_text("a file where the folder should be")
-    assert linear_timings.fastest("medium") == linear_timings.fastest("medium") == NAMES
-    assert measured == ["medium"]
+    assert linear_routes.fastest([ONE]) == linear_routes.fastest([ONE]) == {ONE: NAMES}
+    assert measured == [ONE]
 
 
 @pytest.mark.parametrize(("gain", "expected"), [(1.05, "torch"), (1.3, "mm")])
 def test_torchs_own_has_a_margin(gain, expected, monkeypatch):
-    monkeypatch.setattr(
-        linear_timings, "times", lambda one, other: gain if other.args[0] is linear_products.mm else 0.9
-    )
-    assert linear_timings._fastest_of(list, torch.ones(1, 8)) == expected
+    taken = {"torch": 1.0, "mm": 1 / gain, "onednn": 1.1}
+    monkeypatch.setattr(linear_routes, "least_of", lambda works: taken)
+    assert linear_routes._fastest_of(lambda: [torch.ones(4, 8)], 1) == expected
 
 
-def test_the_measurement_says_something(monkeypatch):
-    monkeypatch.setattr(linear_timings, "_SHAPES", {"medium": (64, 32, 2)})
-    monkeypatch.setattr(linear_timings, "_POOL", 2**14)
-    assert set(linear_timings._measure("medium")) <= {"torch", *linear_products.routes()}
-    assert linear_timings.times(lambda: 3.0, lambda: 1.0) == 3.0
+def test_the_least_counts_and_slow_works_are_left_out():
+    calls = []
+    taken = {"even": [9.0, *[2.0] * 7], "noisy": [9.0, 5.0, 1.0, *[6.0] * 5], "slow": [9.0] * 8}
+
+    def work(name):
+        calls.append(name)
+        return taken[name].pop(0)
+
+    works = {name: partial(work, name) for name in taken}
+    assert linear_routes.least_of(works) == {"even": 2.0, "noisy": 1.0, "slow": 9.0}
+    assert [calls.count(name) for name in works] == [8, 8, 2]
 
 
 @pytest.fixture
 def _small(monkeypatch):
-    monkeypatch.setattr(linear_timings, "_SHAPES", {"medium": (64, 32, 2)})
-    monkeypatch.setattr(linear_timings, "_POOL", 2**14)
+    monkeypatch.setattr(linear_routes, "_POOL_BYTES", (2**16, 2**16))
+    monkeypatch.setattr(linear_routes, "_TIMED", 2**12)
+    monkeypatch.setattr(linear_routes, "_LARGEST", 2**13)
+
+
+@pytest.mark.usefixtures("_small")
+def test_the_measurement_says_something():
+    found = linear_routes._measure([ONE, (100000, 16), (3, 2**20)])  # the last ones are larger than the pool
+    assert list(found) == [ONE, (100000, 16), (3, 2**20)]
+    for names in found.values():
+        assert len(names) == 6
+        assert set(names) <= {"torch", *linear_routes.routes()}
+
+
+def test_matrices_are_not_read_twice_in_a_row():
+    matrices = linear_routes._matrices(torch.ones(2**23), (1024, 1024))
+    one, other = matrices(), matrices()
+    assert [matrix.shape for matrix in one] == [(1024, 1024)] * 4
+    assert len({matrix.data_ptr() for matrix in one + other}) == 8
+    assert {matrix.data_ptr() for matrix in matrices()} == {matrix.data_ptr() for matrix in one}
 
 
 @pytest.mark.usefixtures("_small")
@@ -357,7 +400,7 @@ def test_it_measures_what_is_routed_whatever_the_defaults_are(dtype, monkeypatch
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
-            linear_timings._measure("medium")
+            linear_routes._measure([ONE])
     finally:
         torch.set_default_dtype(torch.float32)
     assert {(tensor.dtype, tensor.device.type) for product in given for tensor in product} == {(torch.float32, "cpu")}
@@ -370,7 +413,7 @@ def test_without_memory_to_measure_in_torchs_own_is_taken_for_now(cache_folder, 
 
     with monkeypatch.context() as full:
         full.setattr(torch, "full", none)
-        assert linear_timings.fastest("medium") == ("torch",) * 5
+        assert linear_routes.fastest([ONE]) == {ONE: ALL_TORCH}
     assert not cache_folder.exists()
-    monkeypatch.setattr(linear_timings, "_fastest_of", lambda matrices, input: "mm")
-    assert linear_timings.fastest("medium") == ("mm",) * 5
+    monkeypatch.setattr(linear_routes, "_fastest_of", lambda matrices, rows: "mm")
+    assert linear_routes.fastest([ONE]) == {ONE: ("mm",) * 6}

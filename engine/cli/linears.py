@@ -1,0 +1,56 @@
+"""`engine linears`: the fastest matrix product for each linear layer of a model, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+from engine.cli import options, output
+from engine.cli.libraries import start_libraries
+from engine.cli.progress import Work
+from engine.tables import Column, aligned, blocks, fits, terminal_width, wrapped
+
+
+@options.takes({None: options.LINEARS})
+def linears(path: str | None, threads: int | None, as_json: bool) -> None:
+    """List the fastest matrix product for the linear layers of a model on this processor (no weights are loaded)."""
+    with Work() as work:
+        start_libraries(work, path)
+        import torch
+        from torch import nn
+
+        from engine.model import linear_routes
+        from engine.model.loading import SHIPPED_MODEL, load_config
+        from engine.planning.model_footprint import meta_model
+
+        work.doing("reading the model's configuration")
+        modules = meta_model(load_config(SHIPPED_MODEL if path is None else path)).modules()
+        layers = Counter(linear_routes.shape_of(module.weight) for module in modules if isinstance(module, nn.Linear))
+        if threads is not None:
+            torch.set_num_threads(threads)
+        work.doing("measuring matrix products")
+        found = linear_routes.fastest(layers)
+    report = {
+        "threads": torch.get_num_threads(),
+        "shapes": [
+            {"outputs": shape[0], "inputs": shape[1], "layers": layers[shape],
+             "fastest": dict(zip(linear_routes.ROW_NAMES, found[shape], strict=True))}
+            for shape in sorted(layers)
+        ],
+    }  # fmt: skip
+    output.say(json.dumps(report) if as_json else _as_text(report, terminal_width(100)))
+
+
+def _as_text(report: dict[str, Any], width: int) -> str:
+    shapes = report["shapes"]
+    if not shapes:
+        return "This model has no linear layers of torch."
+    columns = [Column(title) for title in ("outputs x inputs", "layers", *shapes[0]["fastest"])]
+    rows = [[f"{one['outputs']} x {one['inputs']}", str(one["layers"]), *one["fastest"].values()] for one in shapes]
+    closing = (
+        f"The fastest product by rows (tokens of all sequences in a step), float32, {report['threads']} threads. "
+        '"torch" is its own; another one is used where it is faster by a tenth.'
+    )
+    layout = aligned if fits(columns, rows, width) else blocks
+    return f"{layout(columns, rows, width)}\n\n{wrapped(closing, width)}"

@@ -1,0 +1,190 @@
+"""The matrix products of linear layers other than torch's own, and which is the fastest for each shape of matrix.
+
+They are measured once per machine, and the results are kept in a file. With a measurement per process, the results of a
+script would differ from run to run: routes differ by rounding, and near a tie the choice is random.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from hashlib import sha256
+from itertools import cycle, islice
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch.nn import functional
+
+from caches.out_of_memory import is_out_of_memory
+from caches.quantization.machine import cache_folder, last_level_cache_bytes, processor, write_atomically
+from caches.torch_api import has_onednn, onednn_linear
+
+Route: TypeAlias = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+"""A matrix product: (input [..., width], weight [outs, width], bias [outs] or None) -> [..., outs], on the CPU."""
+
+Shape: TypeAlias = tuple[int, int]
+"""Of a matrix: (outs, width)."""
+
+Names: TypeAlias = tuple[str, ...]
+"""The name of a route, or "torch", for each bucket of rows."""
+
+TORCH = "torch"
+ROW_LIMITS = (1, 4, 8, 16, 32)  # the most rows of each bucket; the last bucket has no limit
+ROW_NAMES = ("1 row", "2-4", "5-8", "9-16", "17-32", "more")
+ALL_TORCH: Names = (TORCH,) * len(ROW_NAMES)
+
+_MEASUREMENT = 3  # version of the method: results of other versions are ignored
+_MARGIN = 1.1  # a route has to be so many times as fast as torch's own
+_REPEATS = 7
+_ROWS = (1, 3, 6, 12, 24, 64)  # one for each bucket
+_TIMED = 2**22  # elements that one timing reads, at least: 16 MB
+_SMALL = 2**17  # elements: for smaller ones calling a route takes as long as what it would save
+_LARGEST = 2**23  # elements: a larger matrix is measured by its first rows, which are computed alike
+_POOL_BYTES = (2**26, 2**29)  # bounds of what the measured matrices are taken from
+_lock = threading.Lock()
+_known: dict[str, dict[Shape, Names]] = {}
+
+
+def shape_of(weight: torch.Tensor) -> Shape:
+    outs, width = weight.shape
+    return outs, width
+
+
+def _swapped(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The transposed product. oneDNN packs its second operand: here the small input, not the weight."""
+    rows = input.reshape(-1, input.shape[-1]).contiguous()  # oneDNN is 500 times slower with a strided one
+    return with_bias(onednn_linear(weight, rows, None).T, input, bias)
+
+
+def mm(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return with_bias(torch.mm(weight, input.reshape(-1, input.shape[-1]).T).T, input, bias)
+
+
+def with_bias(product: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    out = product.contiguous()
+    if bias is not None:
+        out += bias
+    return out.view(*input.shape[:-1], -1)
+
+
+def routes() -> dict[str, Route]:
+    """The routes other than torch's own that this torch has, by name."""
+    found: dict[str, Route] = {"mm": mm}
+    if has_onednn():
+        found |= {"onednn": onednn_linear, "swapped": _swapped}
+    return found
+
+
+def fastest(shapes: Iterable[Shape]) -> dict[Shape, Names]:
+    """For each shape and bucket of rows the name of the fastest route, or "torch".
+
+    Measured (about 0.5 s per shape) unless there is a result for this processor, number of threads and release of
+    torch. Small matrices use torch's own. If memory is out, it is "torch", and the next call measures again.
+    """
+    shapes = set(shapes)
+    machine, wanted = _machine(), {shape for shape in shapes if shape[0] * shape[1] >= _SMALL}
+    with _lock:
+        known = _known.setdefault(machine, {})
+        if wanted - known.keys():
+            known.update(_read())
+        missing = sorted(wanted - known.keys())
+        if missing and (measured := _measure(missing)):
+            known.update(_stored_with(measured))
+        return {shape: known.get(shape, ALL_TORCH) if shape in wanted else ALL_TORCH for shape in shapes}
+
+
+def path() -> Path:
+    """The file with the results for this machine. Raises `OSError` if the user has no home folder."""
+    return cache_folder() / f"linears-{sha256(_machine().encode()).hexdigest()[:16]}.json"
+
+
+def _machine() -> str:
+    return f"{_MEASUREMENT}\n{processor()}\n{torch.get_num_threads()} threads\ntorch {torch.__version__}"
+
+
+def _read() -> dict[Shape, Names]:
+    """The results in the file; none if it cannot be read."""
+    try:
+        stored = json.loads(path().read_text())
+    except (OSError, ValueError):
+        return {}
+    known, found = (TORCH, *routes()), {}
+    for text, names in stored.items() if isinstance(stored, dict) else ():
+        outs, _, width = text.partition("x")
+        is_valid = isinstance(names, list) and len(names) == len(_ROWS) and all(name in known for name in names)
+        if is_valid and outs.isdecimal() and width.isdecimal():
+            found[int(outs), int(width)] = tuple(names)
+    return found
+
+
+def _stored_with(measured: dict[Shape, Names]) -> dict[Shape, Names]:
+    """Add results to the file. Returns what it holds then: what another process wrote in the meantime stays."""
+    results = measured | _read()
+    text = json.dumps({f"{outs}x{width}": names for (outs, width), names in results.items()}, indent=1)
+    with suppress(OSError):  # then the results are valid for this process only
+        write_atomically(path(), text.encode())
+    return results
+
+
+@torch.autocast("cpu", enabled=False)
+@torch.no_grad()
+def _measure(shapes: Iterable[Shape]) -> dict[Shape, Names]:
+    """The fastest route per shape and bucket; none if memory is out."""
+    assert len(_ROWS) == len(ROW_LIMITS) + 1
+    least, most = _POOL_BYTES
+    try:
+        # Larger than the processor's caches. Not torch.zeros: its pages may all be one physical page.
+        bytes = min(max(least, last_level_cache_bytes() * 5 // 4), most)
+        pool = torch.full((bytes // 4,), 0.01, dtype=torch.float32, device="cpu")
+        return {shape: tuple(_fastest_of(_matrices(pool, shape), rows) for rows in _ROWS) for shape in shapes}
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return {}
+
+
+def _matrices(pool: torch.Tensor, shape: Shape) -> Callable[[], list[torch.Tensor]]:
+    """Returns the next matrices of this shape in `pool`, which are in no cache of the processor."""
+    width = min(shape[1], len(pool))
+    outs = max(1, min(shape[0], _LARGEST // width))
+    size = outs * width
+    endless = cycle([part.view(outs, width) for part in pool.split(size) if len(part) == size])
+    return lambda: list(islice(endless, -(-_TIMED // size)))
+
+
+def _fastest_of(matrices: Callable[[], list[torch.Tensor]], rows: int) -> str:
+    """matrices: see `_matrices`."""
+    input = torch.ones(rows, matrices()[0].shape[1], dtype=torch.float32, device="cpu")
+
+    def seconds(route: Route) -> float:
+        given = matrices()
+        begun = time.perf_counter()
+        for matrix in given:
+            route(input, matrix, None)
+        return time.perf_counter() - begun
+
+    found = least_of({name: partial(seconds, route) for name, route in {TORCH: functional.linear, **routes()}.items()})
+    best = min(found, key=found.__getitem__)
+    return best if found[TORCH] > _MARGIN * found[best] else TORCH
+
+
+def least_of(works: dict[str, Callable[[], float]]) -> dict[str, float]:
+    """The least of the seconds that each work returns, called in turns.
+
+    Minima are compared, because other load on the machine only adds time. What is 3 times slower than the fastest is
+    called no more.
+    """
+    for work in works.values():
+        work()  # warm-up
+    found = dict.fromkeys(works, float("inf"))
+    for _ in range(_REPEATS):
+        limit = 3 * min(found.values())
+        for name, work in works.items():
+            if found[name] <= limit:
+                found[name] = min(found[name], work())
+    return found
