@@ -5,7 +5,7 @@ All are in torch 2.11 to 2.13. `tests/unit/test_private_names.py` calls each of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from types import CodeType
 from typing import Any
@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
     "DisableTorchFunctionSubclass", "TorchDispatchMode", "compiled_graphs", "discard_compiled", "graph_errors",
-    "has_onednn", "inside_compiled", "make_wrapper_subclass", "module_call_code", "onednn_linear",
-    "parameters_of", "set_grad_enabled", "storage_key", "tree_leaves", "tree_map", "write_count",
+    "has_onednn", "hooks_of", "inside_compiled", "load_package", "make_wrapper_subclass", "module_call_code", "onednn_linear",
+    "parameters_of", "set_grad_enabled", "storage_key", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten",
+    "write_count",
 ]  # fmt: skip
 
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
@@ -37,9 +38,28 @@ parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgette
 """The parameters of a module itself by name, those that are None too; not those that are computed when asked for."""
 
 
+def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+    """The hooks around a module's forward, that are empty dicts now or later not; those of all modules first."""
+    from torch.nn.modules import module as base
+
+    everywhere = [base._global_forward_hooks, base._global_forward_pre_hooks]
+    return [*everywhere, module._forward_hooks, module._forward_pre_hooks]
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """The same number for all tensors that share memory, on the meta device too, as long as one of them lives."""
     return tensor.untyped_storage()._cdata
+
+
+def load_package(path: str, constants: Callable[[Sequence[str]], dict[str, torch.Tensor]]) -> Callable[..., Any]:
+    """The function of an AOTInductor package: from a list of tensors to one. Takes 3 ms; torch's public loader imports
+    the compiler.
+
+    constants: the package's tensors for their names; they are read where they are, and have to be kept.
+    """
+    loader = torch._C._aoti.AOTIModelPackageLoader(path, "model", False, 1, -1)
+    loader.load_constants(constants(loader.get_constant_fqns()), False, False, user_managed=True)
+    return loader.run
 
 
 def module_call_code() -> CodeType:

@@ -11,7 +11,7 @@ from configs.cache import CacheConfig
 from configs.errors import ConfigError
 
 LINEARS_CHOICES = ("auto", "default", "onednn", "gemv")
-COMPILE_CHOICES = ("off", "inductor", "aot_eager", "eager")
+COMPILE_CHOICES = ("off", "auto", "inductor", "aot_eager", "eager")
 BUDGET_CHOICES = ("offload", "slide", "error")
 FALLBACKS = ("release", "chunk", "offload", "quantize", "split")
 _PRESETS = Path(__file__).parent / "presets"

@@ -144,7 +144,7 @@ class Generator:
             check_content(self._runner, cache, request, columns, inputs, call.tokenizer)
         make_room = None if self.config.max_cache_bytes is None else budget.keep
         prefix = CachedPrefix(request.before, request.prompt.columns_without_ids)
-        shares = self.config.compile == "off"  # a compiled step cannot read shared prefixes
+        shares = self.config.compile in ("off", "auto")  # a compiled step cannot read shared prefixes
         options = SessionOptions(
             request.chunk_tokens, shares, request.needs.verifies, stop.check, recovery.apply_next, make_room
         )

@@ -262,7 +262,7 @@ class FixedStore(GrowingStore):
             return like.new_zeros((self.timeline.max_rows or like.shape[0], like.shape[1], slots, like.shape[-1]))
 
     def _is_too_small(self, buffer: torch.Tensor) -> bool:
-        return len(buffer) < (self.timeline.max_rows or 0)
+        return buffer.shape[0] < (self.timeline.max_rows or 0)  # `len` would be a constant in compiled code
 
     def _used(self, buffer: torch.Tensor) -> torch.Tensor:
         rows = self.timeline.rows
@@ -272,7 +272,10 @@ class FixedStore(GrowingStore):
         buffer.index_copy_(2, self.timeline.write_index(buffer.device), new)
 
     def _visible(self, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer if self.timeline.graph else super()._visible(buffer)
+        timeline = self.timeline
+        if not timeline.graph:
+            return super()._visible(buffer)
+        return buffer if timeline.graph_slots is timeline.room else buffer[:, :, : timeline.graph_slots]
 
     def committed(self) -> torch.Tensor | None:
         # Models that read `layer.keys` themselves get the whole buffer in compiled steps, always at one address.

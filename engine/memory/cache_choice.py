@@ -115,7 +115,7 @@ def new_cache(
     if chosen is None:  # last the model's own setting, with its own options
         chosen = request.config.cache_implementation or "dynamic"
         options = request.config.cache_config if options is None else options
-    run_shape, compiled = request.run_shape, config.compile != "off"
+    run_shape, compiled = request.run_shape, config.compile not in ("off", "auto")
 
     def build(config: CacheConfig) -> EngineCache:
         return caches.build(config.name, model.config, config)

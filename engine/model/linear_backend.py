@@ -87,16 +87,18 @@ def table_for(model: nn.Module, choice: str) -> Table | None:
             by_rows = ("gemv", *by_rows[1:])
             known["gemv"] = _compiled_gemv()
         names = dict.fromkeys(shapes, by_rows)
-    _install()
+    install()
     return Table(names, known)
 
 
 class _Active(threading.local):
     table: Table | None = None
+    traced: bool = False
 
 
 active = _Active()
-"""`table`: the routes for this thread; None outside of the engine's steps, which reset it in a `finally`."""
+"""`table`: the routes for this thread; None outside of the engine's steps, which reset it in a `finally`. `traced`:
+whether code that is compiled takes them too."""
 
 _Forward: TypeAlias = Callable[[nn.Linear, torch.Tensor], torch.Tensor]
 
@@ -116,7 +118,7 @@ def _replacement(original: _Forward) -> _Forward:
 
 
 def _routed(original: _Forward, layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    if torch.compiler.is_compiling() or active.table is None:
+    if active.table is None or (torch.compiler.is_compiling() and not active.traced):
         return original(layer, input)
     parameters = parameters_of(layer)
     weight, bias = parameters.get("weight"), parameters.get("bias")
@@ -129,7 +131,7 @@ def _routed(original: _Forward, layer: nn.Linear, input: torch.Tensor) -> torch.
     return original(layer, input) if route is None else route(input, weight, bias)
 
 
-def _install() -> None:
+def install() -> None:
     """Replace `Linear.forward`, also if another library has replaced it since the last call."""
     current = nn.Linear.forward
     replacement = _replacement(current)

@@ -23,6 +23,7 @@ from engine.model.accelerate_hooks import is_dispatched, prompt_device
 from engine.model.cache_argument import cache_argument
 from engine.model.compiled_step import compiled, first_reason, step_of
 from engine.model.first_layer_probe import Probe, Reached
+from engine.model.layer_packages import LayerPackages
 from engine.model.linear_backend import active, table_for
 from engine.model.linear_routes import TORCH
 from engine.model.masks import Columns, contiguous, graph_mask, imposed_mask, of_all_rows, one_token_mask
@@ -53,6 +54,7 @@ class ForwardOptions(NamedTuple):  # made for every forward: a frozen dataclass 
     routed: bool = True
 
 
+_RECORDED = ("output_attentions", "output_hidden_states", "output_router_logits")  # what hooks within layers record
 _NO_INPUTS, _NO_OPTIONS = ModelInputs(), ForwardOptions()
 
 
@@ -85,7 +87,8 @@ class ModelRunner:
         self._cache_argument = cache_argument(model)
         self.takes_cache = self._cache_argument.can_be_ours
         self._backend, self._compiled = compile, None
-        if compile != "off":
+        self._packages = LayerPackages(model, self._table) if compile == "auto" else None
+        if compile not in ("off", "auto"):
             self.check_graph(f"compile={compile!r}")
             self._step = step_of(model)
             finalize(self, discard_compiled, self._step).atexit = False
@@ -98,16 +101,18 @@ class ModelRunner:
 
     def discard_graphs(self) -> None:
         """Discard the graphs of this runner; a later call compiles again."""
-        if self._compiled is not None:
-            with self._turn:
+        with self._turn:
+            if self._compiled is not None:
                 discard_compiled(self._step)
+            if self._packages is not None:
+                self._packages.clear()
 
     @property
     def graphs(self) -> int:
         """How many compiled steps exist: one per kind of cache, number of rows and size."""
-        if self._compiled is None:
-            return 0
-        return compiled_graphs(self._step)
+        if self._packages is not None:
+            return len(self._packages)
+        return 0 if self._compiled is None else compiled_graphs(self._step)
 
     def check_graph(self, wanted: str) -> None:
         """Refuse a model whose step cannot be one graph, as far as that can be known before it is tried."""
@@ -159,7 +164,7 @@ class ModelRunner:
             for begin, end in ((0, 2), (2, 4)):
                 cache.begin(2)
                 step = _Step(ids, columns, cache, 0, begin, end, begin == 0)
-                logits.append(self._call(self._inputs(step, _NO_INPUTS), step, graph=False).logits)
+                logits.append(self._call(self._inputs(step, _NO_INPUTS), step).logits)
                 cache.commit()
                 assert isinstance(cache, Cache)
                 states = [state for layer in cache.layers for state in layer.recurrent_states.values()]
@@ -205,14 +210,13 @@ class ModelRunner:
                         chunk_tokens = None
                         continue
                     arguments[self._cache_argument.name] = cache.handle
-                graph = options.compiled and self._compiled is not None and cache.why_not_compiled is None
-                graph = graph and end - begin == 1 and not options.prefill
-                cache.begin(end - begin, graph)
+                arguments |= inputs.flags
+                if options.hidden_states:
+                    arguments["output_hidden_states"] = True
+                compute = self._compiled_step(arguments, step) if options.compiled else None
+                cache.begin(end - begin, compute is not None)
                 try:
-                    arguments |= inputs.flags
-                    if options.hidden_states:
-                        arguments["output_hidden_states"] = True
-                    outputs = self._call(arguments, step, graph, options.routed)
+                    outputs = self._call(arguments, step, compute, options.routed)
                     self._check_kept(outputs, cache)
                     if options.on_outputs is not None:
                         options.on_outputs(outputs, end)
@@ -279,22 +283,42 @@ class ModelRunner:
                 "its own: use cache='none'"
             )
 
-    def _call(self, inputs: dict[str, Any], step: _Step, graph: bool, routed: bool = True) -> ModelOutput:
-        if not graph:
-            outer = active.table  # of a step that this one is inside of
-            try:
-                active.table = self._table if routed else None
-                return self.model(**inputs, return_dict=True)
-            finally:
-                active.table = outer
-        assert self._compiled is not None
-        part = "decoder_" if self.model.config.is_encoder_decoder else ""
-        assert not isinstance(step.cache, Probe)
-        fixed = self.graph_inputs(inputs[f"{part}input_ids"], step.columns, step.cache, step.end)
-        inputs |= {f"{part}{name}": fixed[name] for name in ("input_ids", "attention_mask")}
-        inputs |= {name: fixed[name] for name in ("position_ids",) if name in inputs}
+    def _compiled_step(self, inputs: dict[str, Any], step: _Step) -> Callable[..., ModelOutput] | None:
+        """What computes this step on fixed shapes, if it is a decode step that can be compiled."""
+        cache = step.cache
+        if step.end - step.begin > 1 or step.prefill or isinstance(cache, Probe) or cache.why_not_compiled is not None:
+            return None
+        if self._packages is not None and "input_ids" in inputs and not any(map(inputs.get, _RECORDED)):
+            return self._packages.next_step(cache, len(step.ids))
+        return None if self._compiled is None else self._in_one_graph
+
+    def _call(
+        self,
+        inputs: dict[str, Any],
+        step: _Step,
+        compute: Callable[..., ModelOutput] | None = None,
+        routed: bool = True,
+    ) -> ModelOutput:
+        """compute: what computes the step on fixed shapes; None for the model itself."""
+        if compute is not None:
+            part = "decoder_" if self.model.config.is_encoder_decoder else ""
+            assert not isinstance(step.cache, Probe)
+            if self._packages is not None:
+                self._packages.open(step.cache)
+            fixed = self.graph_inputs(inputs[f"{part}input_ids"], step.columns, step.cache, step.end)
+            inputs |= {f"{part}{name}": fixed[name] for name in ("input_ids", "attention_mask")}
+            inputs |= {name: fixed[name] for name in ("position_ids",) if name in inputs}
+        outer = active.table  # of a step that this one is inside of
         try:
-            return self._compiled(**inputs, return_dict=True)
+            active.table = self._table if routed else None
+            return (self.model if compute is None else compute)(**inputs, return_dict=True)
+        finally:
+            active.table = outer
+
+    def _in_one_graph(self, **inputs: Any) -> ModelOutput:
+        assert self._compiled is not None
+        try:
+            return self._compiled(**inputs)
         except graph_errors() as error:
             raise OptionError(
                 f"compile={self._backend!r} makes one graph of a step, and a step of {type(self.model).__name__} "

@@ -37,7 +37,7 @@ def check_together(runner: ModelRunner, cache: EngineCache, request: Request, co
     if request.needs.verifies:
         check_rolls_back(runner, cache, request)
     _check_cache(model, cache, request)
-    if compile != "off":
+    if compile not in ("off", "auto"):
         if request.config.disable_compile:
             raise OptionError(f"disable_compile=True contradicts EngineConfig(compile={compile!r})")
         if cache.why_not_compiled is not None:

@@ -1,0 +1,330 @@
+"""Decode steps whose layers are compiled code, for `EngineConfig(compile="auto")`.
+
+The code of a layer's step is compiled by another process of low priority, once for all layers and models of that shape,
+and kept in the user's cache folder. Until it is there, steps are computed without it. Before it is used, one step is
+computed in both ways and compared.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import cache as cached
+from functools import partial
+from hashlib import sha256
+from logging import getLogger
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from caches import Cache, CacheError, StepError
+from caches.quantization.machine import cache_folder, processor
+from caches.torch_api import hooks_of, load_package
+from caches.transfer.export_buffers import LayerBuffers
+from engine.errors import OptionError
+from engine.model.layer_step import Call, LayerStep, rows_like
+from engine.model.linear_backend import Table
+from engine.model.package_builder import LAYER, failure_of, write_job
+
+_FORMAT = 1  # of packages: those of other versions are ignored
+_PRIORITY = 5  # a lower one costs more: every slice that it gets delays both threads of a product, for longer in all
+_PATIENCE = 16  # steps between two looks for a package
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # relative differences that are rounding
+_LOW_TOLERANCE = 5e-2  # of data types with few bits
+_log = getLogger("engine")
+
+
+class LayerPackages:
+    """The compiled layers of one model. linears: the matrix products of its linear layers.
+
+    state: what became of it, in words. Call its methods in the model's turn.
+    """
+
+    def __init__(self, model: PreTrainedModel, linears: Table | None):
+        self.model, self.linears = model, linears
+        self._sets: dict[Any, _Set] = {}
+        self.state = "off: no step on a cache of fixed size yet"
+
+    def __len__(self) -> int:
+        """How many sets of compiled layers are in use."""
+        return sum(one.phase == "use" for one in self._sets.values())
+
+    def clear(self) -> None:
+        self._sets.clear()
+
+    def next_step(self, cache: Any, rows: int) -> Callable[..., ModelOutput] | None:
+        """What computes the next step of one token per row, in place of the model; None if that is the model itself."""
+        if type(cache) is not Cache or cache.why_not_compiled is not None or cache.total_tokens == 0:
+            return None
+        bounds = tuple(None if one.retention.bound is None else one.room for one in cache.stack.timelines)
+        key = rows_like(rows), bounds, torch.get_num_threads()
+        if key not in self._sets:
+            self._sets[key] = _Set(self.model, self.linears)
+        found = self._sets[key]
+        computes = found.advance(cache)
+        self.state = found.state
+        return partial(found.compute, cache) if computes else None
+
+    def open(self, cache: Any) -> None:
+        """Call it in the open step, before its inputs are made."""
+        for timeline in cache.stack.timelines:
+            timeline.read_used_slots()
+
+
+class _Layer:
+    """One layer of the model, with its last call and its compiled code."""
+
+    def __init__(self, module: nn.Module, index: int):
+        self.module, self.index, self.forward = module, index, module.forward
+        self.call: Call | None = None
+        self.slots: int | None = None
+        self.package = Path()
+        self.run: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None
+        self.weights: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+
+    def load(self) -> None:
+        """Load the package and bind it to this layer's weights, without a copy of them."""
+        self.weights = [
+            (kept, name, tensor.detach())
+            for module in self.module.modules()
+            for kept in (module._parameters, module._buffers)
+            for name, tensor in kept.items()
+            if tensor is not None
+        ]
+        named = dict([*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers()])
+        self.run = load_package(
+            str(self.package), lambda names: {name: named[name.removeprefix(LAYER)].detach() for name in names}
+        )
+
+    @property
+    def has_its_weights(self) -> bool:
+        """Whether the layer's weights are still where the code reads them."""
+        return all(kept[name].data_ptr() == tensor.data_ptr() for kept, name, tensor in self.weights)
+
+
+class _Set:
+    """The compiled layers for one range of rows. Its phases, one per step:
+
+    record: the layers' calls of one step are recorded. find: packages are looked for, and those missing are asked for.
+    wait: until another process has built them. compare: one step is computed in both ways. use: all later ones.
+    """
+
+    def __init__(self, model: PreTrainedModel, linears: Table | None):
+        self._model, self._linears = model, linears
+        self._layers: list[_Layer] = []
+        self._builder: subprocess.Popen[bytes] | None = None
+        self._waited = 0
+        self._hooks: list[dict[int, Any]] = []
+        self._errors: list[float] = []
+        self.phase, self.state = "record", "not yet"
+
+    def advance(self, cache: Cache) -> bool:
+        """Go on to the next phase, before a step; whether `compute` computes the step."""
+        if self.phase == "refused":
+            return False
+        try:
+            if self.phase == "find":
+                self._find(cache)
+            elif self.phase == "wait":
+                self._look()
+            elif self.phase == "use" and not all(layer.has_its_weights for layer in self._layers):
+                self.phase = "record"
+        except (OptionError, CacheError, OSError, pickle.PicklingError, AttributeError, TypeError) as error:
+            self._refuse(str(error))
+        return self.phase in ("record", "compare", "use") and not any(self._hooks)
+
+    def compute(self, cache: Cache, **inputs: Any) -> ModelOutput:
+        """The model's forward in the open step."""
+        if self.phase == "record":
+            return self._record(inputs, cache)
+        compared = self.phase == "compare"
+        self._errors.clear()
+        outputs = self._with_forwards(inputs, {layer: self._forward(layer, cache, compared) for layer in self._layers})
+        if compared:
+            limit = _TOLERANCE.get(self._model.dtype, _LOW_TOLERANCE)
+            if len(self._errors) == len(self._layers) and all(error <= limit for error in self._errors):
+                self.phase, self.state = "use", f"{len(self._layers)} layers"
+            else:
+                self._refuse(f"the compiled layers differ by {max(self._errors):.1%} from the model's own")
+        return outputs
+
+    def wait(self) -> None:
+        """Wait for the process that builds packages."""
+        if self.phase == "wait" and self._builder is not None:
+            self._builder.wait()
+
+    def _refuse(self, why: str) -> None:
+        self.phase, self.state, self._layers = "refused", f"off: {why}", []
+        _say_once(f"compile='auto' computes {type(self._model).__name__} without compiled layers: {why}")
+
+    def _with_forwards(self, inputs: dict[str, Any], forwards: dict[_Layer, Callable[..., Any]]) -> ModelOutput:
+        try:
+            for layer, forward in forwards.items():
+                vars(layer.module)["forward"] = forward
+            return self._model(**inputs)
+        finally:
+            for layer in forwards:
+                vars(layer.module).pop("forward", None)
+
+    def _record(self, inputs: dict[str, Any], cache: Cache) -> ModelOutput:
+        """Record the layers' calls. A model's layers are a `ModuleList` as long as the cache."""
+        lists = [one for one in self._model.modules() if isinstance(one, nn.ModuleList)]
+        lists = [one for one in lists if len(one) == len(cache.layers)]
+        layers = [[_Layer(module, index) for index, module in enumerate(one)] for one in lists]
+        outputs = self._with_forwards(inputs, {layer: _recording(layer) for one in layers for layer in one})
+        called = [one for one in layers if all(layer.call is not None for layer in one)]
+        if not called:
+            self._refuse("its layers are not called once per step")
+            return outputs
+        self._layers = []
+        try:
+            for layer in called[0]:
+                with suppress(StepError):  # a layer of another kind keeps its own forward
+                    layer.slots = LayerBuffers(cache, layer.index).slots
+                    assert layer.call is not None
+                    step = LayerStep(layer.module, layer.call, cache, layer.index, layer.slots)
+                    layer.package = _package_of(step, self._linears)
+                    self._layers.append(layer)
+        except (OptionError, OSError) as error:
+            self._refuse(str(error))
+            return outputs
+        if not self._layers:
+            self._refuse(f"no layer of this {cache.name} cache keeps keys and values alone")
+            return outputs
+        modules = [module for layer in self._layers for module in layer.module.modules()]
+        self._hooks = [hooks for module in modules for hooks in hooks_of(module)]
+        self.phase = "find"
+        return outputs
+
+    def _find(self, cache: Cache) -> None:
+        packages = {layer.package: layer for layer in self._layers}
+        missing = {package: layer for package, layer in packages.items() if not package.exists()}
+        if missing:
+            self._build(cache, missing)
+        else:
+            self._load()
+
+    def _build(self, cache: Cache, missing: dict[Path, _Layer]) -> None:
+        for package in missing:
+            if failure_of(package).exists():
+                raise OptionError(f"{failure_of(package).read_text()} (`engine compile` tries again)")
+        compiler = shlex.split(os.environ.get("CXX") or "g++")[0]
+        if shutil.which(compiler) is None:
+            raise OptionError(f"there is no C++ compiler ({compiler}), for example of the package g++")
+        folder = next(iter(missing)).parent
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, job = tempfile.mkstemp(dir=folder, suffix=".job")
+        os.close(handle)
+        steps = {package: (layer.module, layer.call, layer.index, layer.slots) for package, layer in missing.items()}
+        write_job(Path(job), cache, torch.get_num_threads(), self._linears, steps)
+        command = [sys.executable, "-m", "engine.model.package_builder", job]
+        paths = os.pathsep.join(path for path in sys.path if path)
+        self._builder = subprocess.Popen(
+            command, env=os.environ | {"PYTHONPATH": paths}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        _give_way(self._builder.pid)
+        for layer in self._layers:
+            layer.call = None
+        self.phase, self.state, self._waited = "wait", "off: another process compiles the layers", 0
+
+    def _look(self) -> None:
+        """Whether the packages are there, now and then."""
+        self._waited += 1
+        has_ended = self._builder is None or self._builder.poll() is not None
+        if self._waited % _PATIENCE and not has_ended:
+            return
+        missing = [package for layer in self._layers if not (package := layer.package).exists()]
+        if not missing:
+            self._load()
+        elif has_ended:
+            failure = failure_of(missing[0])
+            raise OptionError(failure.read_text() if failure.exists() else "the process that compiles its layers ended")
+
+    def _load(self) -> None:
+        for layer in self._layers:
+            layer.call = None
+            layer.load()
+        self.phase = "compare"
+
+    def _forward(self, layer: _Layer, cache: Cache, compared: bool) -> Callable[..., Any]:
+        buffers, thread, run = LayerBuffers(cache, layer.index), threading.get_ident(), layer.run
+        assert run is not None
+
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:  # another caller of the model
+                return layer.forward(*args, **kwargs)
+            inputs = list(_tensors((*args, *kwargs.values())))
+            kept = buffers.tensors(inputs[0].shape[0])
+            return run([*inputs, *kept])[0]
+
+        def both(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return layer.forward(*args, **kwargs)
+            inputs = list(_tensors((*args, *kwargs.values())))
+            kept = buffers.tensors(inputs[0].shape[0])
+            copies = [tensor.clone() for tensor in kept]
+            [out] = run([*inputs, *copies])
+            expected = layer.forward(*args, **kwargs)
+            if isinstance(expected, torch.Tensor):
+                self._errors.append(max(map(_difference, [out, *copies[:-2]], [expected, *kept[:-2]])))
+            return expected
+
+        return both if compared else compiled
+
+
+def _give_way(process: int) -> None:
+    """Lower a process's priority. At the lowest one it would not end while both processors generate."""
+    with suppress(OSError, AttributeError):  # Windows has no priorities of this kind
+        os.setpriority(os.PRIO_PROCESS, process, _PRIORITY)
+
+
+def _recording(layer: _Layer) -> Callable[..., Any]:
+    calls = []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        layer.call = calls[0] if len(calls) == 1 else None
+        return layer.forward(*args, **kwargs)
+
+    return forward
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments, in the order in which `LayerStep` has them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value.contiguous()
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The relative difference of two tensors; NaN where they are not numbers."""
+    return float((one.double() - other.double()).norm() / other.double().norm().clamp_min(1e-30))
+
+
+def _package_of(step: LayerStep, linears: Table | None) -> Path:
+    """The path of the package for a step, by everything that shapes it."""
+    releases = [torch.__version__, transformers.__version__, sys.version]
+    parts = [str(_FORMAT), *step.describe(), str(linears), str(torch.get_num_threads()), processor(), *releases]
+    key = sha256("\0".join(parts).encode()).hexdigest()[:32]
+    return cache_folder() / "layers" / f"{key}.pt2"
+
+
+@cached
+def _say_once(message: str) -> None:
+    _log.warning(message)

@@ -1,0 +1,122 @@
+"""One decode step of one layer as a function of tensors: what is compiled, and which layers share the code."""
+
+from __future__ import annotations
+
+import types
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from caches import Cache
+from caches.torch_api import tree_flatten, tree_unflatten
+from caches.transfer.export_buffers import LayerBuffers
+from engine.errors import OptionError
+from engine.model.linear_routes import ROW_LIMITS
+
+_KNOWN = ("torch.nn.", "transformers.")  # modules of others may compute what their attributes do not say
+_MOST = 2**24  # rows, slots
+_PLAIN = (bool, int, float, str, type(None))
+
+Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a layer's forward: positional ones, and those by name."""
+
+
+class LayerStep(nn.Module):
+    """A layer's forward as a function of tensors, for an open step of `cache` with one token per row.
+
+    call: the arguments that the model gives to the layer, `cache` among them. index: the layer's number. slots: those
+    that attention reads in the step of this call, see `LayerBuffers.slots`.
+    Raises `OptionError` where such a step cannot be compiled, `StepError` for another kind of cache.
+    """
+
+    def __init__(self, layer: nn.Module, call: Call, cache: Cache, index: int, slots: int | None):
+        super().__init__()
+        self._slots = slots
+        self.layer, self._cache, self._index = layer, cache, index
+        self._leaves, self._spec = tree_flatten(call)
+        self.inputs = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
+        for leaf in self._leaves:
+            if not isinstance(leaf, (torch.Tensor, *_PLAIN)) and leaf is not cache:
+                raise OptionError(f"its layers are called with a {type(leaf).__name__}")
+            if isinstance(leaf, torch.Tensor) and not leaf.is_contiguous():
+                raise OptionError("its layers are called with tensors that are not contiguous")
+        self._rows = self.inputs[0].shape[0]
+        self.kept = LayerBuffers(cache, index).tensors(self._rows)
+
+    def forward(self, inputs: list[torch.Tensor], kept: list[torch.Tensor]) -> Any:
+        """inputs: the tensors of the call. kept: see `LayerBuffers.tensors`; written in place."""
+        given, buffers = iter(inputs), LayerBuffers(self._cache, self._index)
+        leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        masks = [one for old, one in zip(self.inputs, inputs, strict=True) if self._is_mask(old)]
+        with buffers.in_use(kept, masks[0].shape[-1] if masks else self._slots):
+            return self.layer(*args, **kwargs)
+
+    def _is_mask(self, tensor: torch.Tensor) -> bool:
+        return self._slots is not None and tensor.ndim == 4 and tensor.shape[-1] == self._slots
+
+    def open_sizes(self) -> tuple[list[dict[int, str]], list[dict[int, str]]]:
+        """The sizes that the code leaves open, by axis, for each tensor of `inputs` and `kept`."""
+        least, most = rows_like(self._rows)
+        rows = {0: "rows"} if least < most else {}
+        *stores, _, _ = self.kept
+        grows = any(map(self._is_mask, self.inputs))
+        return (
+            [(rows if one.shape[0] == self._rows else {}) | ({3: "seen"} if self._is_mask(one) else {})
+             for one in self.inputs],
+            [*(rows | ({2: "room"} if grows else {}) for _ in stores), {}, {}],
+        )  # fmt: skip
+
+    def describe(self) -> list[str]:
+        """Everything that shapes the code, apart from releases and the machine. Raises `OptionError`."""
+        sizes = [open for part in self.open_sizes() for open in part]
+        tensors = [*self.inputs, *self.kept]
+        shapes = [
+            f"{one.dtype} {[open.get(axis, size) for axis, size in enumerate(one.shape)]} {one.is_contiguous()}"
+            for one, open in zip(tensors, sizes, strict=True)
+        ]
+        leaves = [str(leaf) for leaf in self._leaves if isinstance(leaf, _PLAIN)]
+        return [str(self._spec), *shapes, *leaves, str(rows_like(self._rows)), *_structure(self.layer)]
+
+
+def rows_like(rows: int) -> tuple[int, int]:
+    """The least and the most rows of those that share the code with `rows`."""
+    bucket, limits = bisect_left(ROW_LIMITS, rows), (0, *ROW_LIMITS, _MOST)
+    return limits[bucket] + 1, limits[bucket + 1]
+
+
+def dynamic_shapes(step: LayerStep) -> tuple[list[Any], list[Any]]:
+    """The open sizes of `step` for `torch.export`."""
+    least, most = rows_like(step.inputs[0].shape[0])
+    dims = {"rows": torch.export.Dim("rows", min=least, max=most)} if least < most else {}
+    dims |= {name: torch.export.Dim(name, min=2, max=_MOST) for name in ("seen", "room")}
+    inputs, kept = step.open_sizes()
+    return ([{axis: dims[name] for axis, name in open.items()} for open in inputs],
+            [{axis: dims[name] for axis, name in open.items()} for open in kept])  # fmt: skip
+
+
+def _structure(layer: nn.Module) -> Iterator[str]:
+    """The layer's modules with their attributes and code, and its tensors without their values."""
+    for name, module in layer.named_modules():
+        kind = type(module)
+        if not f"{kind.__module__}.".startswith(_KNOWN) or "forward" in vars(module):
+            raise OptionError(f"its layers have modules of another library ({kind.__module__}.{kind.__qualname__})")
+        if module.training:
+            raise OptionError("it is in training mode")
+        plain = {key: value for key, value in vars(module).items() if isinstance(value, _PLAIN) and "idx" not in key}
+        yield f"{name} {kind.__qualname__} {_code(kind.forward)} {sorted(plain.items(), key=str)}"
+    for name, tensor in [*layer.named_parameters(remove_duplicate=False), *layer.named_buffers()]:
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.device.type != "cpu":
+            raise OptionError(f"its weights are {type(tensor).__name__}s on {tensor.device}")
+        yield f"{name} {tensor.dtype} {list(tensor.shape)} {tensor.is_contiguous()}"
+
+
+def _code(function: Any) -> str:
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return str(function)
+    constants = [constant for constant in code.co_consts if not isinstance(constant, types.CodeType)]
+    return f"{code.co_code.hex()} {code.co_names} {constants}"

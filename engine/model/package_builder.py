@@ -1,0 +1,102 @@
+"""The process that compiles layers: `python -m engine.model.package_builder JOB` with a file that `write_job` wrote.
+
+Each layer's step becomes a package of torch's AOTInductor: machine code without weights, which any process binds to the
+weights of a layer of that shape.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from caches import Cache
+from caches.quantization.machine import write_atomically
+from engine.model.layer_step import LayerStep, dynamic_shapes
+from engine.model.linear_backend import Table, active, install
+
+LAYER = "layer."  # before the names of the weights in a package
+_KEPT = 64  # elements: larger tensors come to the other process without their values
+
+
+def write_job(path: Path, cache: Cache, threads: int, linears: Table | None, steps: dict[Path, Any]) -> None:
+    """steps: by the package's path the arguments of a `LayerStep` without its cache. cache: between two steps."""
+    file = io.BytesIO()
+    _Pickler(file).dump((cache, threads, linears, steps))
+    write_atomically(path, file.getvalue())
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and obj.numel() > _KEPT:
+            return _blank, (type(obj), tuple(obj.shape), obj.stride(), obj.dtype)
+        return NotImplemented
+
+
+def _blank(kind: type[torch.Tensor], shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Any:
+    tensor = torch.empty_strided(shape, stride, dtype=dtype)
+    return nn.Parameter(tensor, requires_grad=False) if kind is nn.Parameter else tensor
+
+
+def failure_of(package: Path) -> Path:
+    """The file with the reason why a package cannot be built."""
+    return package.with_suffix(".failed")
+
+
+def build(job: Path) -> None:
+    cache, threads, linears, steps = pickle.loads(job.read_bytes())
+    torch.set_num_threads(threads)
+    install()
+    for package, (layer, call, index, slots) in steps.items():
+        if package.exists():
+            continue
+        try:
+            cache.begin(1, graph=True)
+            try:
+                _build(LayerStep(layer, call, cache, index, slots), linears, package)
+            finally:
+                cache.abort()
+        except Exception as error:
+            reason = (str(error).splitlines() or [""])[0]
+            write_atomically(failure_of(package), f"{type(error).__name__}: {reason}".encode())
+
+
+@torch.no_grad()
+def _build(step: LayerStep, linears: Table | None, package: Path) -> None:
+    from torch._inductor import aoti_compile_and_package  # slow to import
+
+    try:
+        active.table, active.traced = linears, True
+        program = torch.export.export(step, (step.inputs, step.kept), dynamic_shapes=dynamic_shapes(step), strict=False)
+    finally:
+        active.table, active.traced = None, False
+    unknown = [name for name in (*program.state_dict, *program.constants) if not name.startswith(LAYER)]
+    if unknown:
+        raise ValueError(f"the layer uses tensors that are neither parameters nor buffers: {', '.join(unknown)}")
+    building = package.with_suffix(f".{os.getpid()}.pt2")
+    try:
+        aoti_compile_and_package(
+            program, package_path=str(building), inductor_configs={"aot_inductor.package_constants_in_so": False}
+        )
+        os.replace(building, package)
+    finally:
+        with suppress(OSError):
+            building.unlink()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the process that generates
+    job = Path(sys.argv[1])
+    try:
+        build(job)
+    finally:
+        with suppress(OSError):
+            job.unlink()
