@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 __all__ = [
     "DisableTorchFunctionSubclass", "TorchDispatchMode", "compiled_graphs", "discard_compiled", "graph_errors",
-    "has_onednn", "hooks_of", "inside_compiled", "load_package", "make_wrapper_subclass", "module_call_code", "onednn_linear",
-    "parameters_of", "set_grad_enabled", "storage_key", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten",
-    "write_count",
+    "has_onednn", "hooks_of", "inside_compiled", "load_package", "make_wrapper_subclass", "module_call_code",
+    "onednn_linear", "parameters_of", "set_grad_enabled", "storage_key", "tree_flatten", "tree_leaves", "tree_map",
+    "tree_unflatten", "write_count",
 ]  # fmt: skip
 
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass

@@ -24,7 +24,10 @@ class EngineConfig(Config):
     cache: the cache of calls that do not set one: a backend's name, or its `CacheConfig` (in JSON an object such as
         {"name": "static", "max_cache_len": 4096}); None is the model's generation config's, else "dynamic".
     prefill_chunk_tokens: the prompt is computed in chunks of at most this many tokens; None computes it at once.
-    compile: "off", or the `torch.compile` backend that compiles the decode step of a cache of fixed size.
+    compile: "off"; "auto": decode steps on a cache of fixed size use compiled layers, on a CPU, as soon as another
+        process has compiled them (once per shape of the model and machine, 10 to 60 s; stored like `linears`), until
+        then and where they cannot be compiled they are computed without; or the `torch.compile` backend that compiles
+        the step during the call. Results differ from "off" by rounding. `Stats.compiled` reports what is used.
     linears: the matrix product of float32 linear layers on a CPU. "default": torch's own; "onednn"; "auto": the fastest
         for each shape of the matrix and number of rows, if it is at least 10 % faster than torch's own, as measured
         once per machine and shape (0.5 s; stored in `$KVENGINE_CACHE`, by default the user's cache folder); "gemv": for

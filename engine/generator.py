@@ -72,6 +72,20 @@ class Generator:
         """
         return Stream(self._start(read_call(inputs, **arguments), streams=True), self._title)
 
+    def warmup(self, inputs: Any, **arguments: Any) -> str:
+        """Prepare what calls of this kind need, and wait for it: with `EngineConfig(compile="auto")` compiled layers.
+
+        inputs, arguments: as of a later call of `generate`; a cache by name. Generates a few tokens. What cannot be
+        compiled is tried again. Returns `Stats.compiled` of later calls.
+        """
+        if isinstance(arguments.get("cache"), EngineCache):
+            raise OptionError("warmup writes into the cache: give the name of a cache")
+        self._runner.discard_graphs(retry=True)
+        for _ in range(2):
+            found = self.generate(inputs, **arguments | {"max_new_tokens": 4, "min_new_tokens": 4})
+            self._runner.finish_compiling()
+        return found.stats.compiled
+
     def __repr__(self) -> str:
         changed = ", ".join(f"{name}={getattr(self.config, name)!r}" for name in self.config.to_dict(use_diff=True))
         tokenizer = "no tokenizer" if self.tokenizer is None else type(self.tokenizer).__name__

@@ -77,6 +77,9 @@ class Stats:
     linears : str
         The matrix products of float32 linear layers on a CPU, by rows and by size of the matrix: "torch", "onednn", ...
         (see `EngineConfig.linears`).
+    compiled : str
+        What of the decode steps was compiled code at the end: "off", "12 layers", or why not (see
+        `EngineConfig.compile`).
     """
 
     cache: str
@@ -93,6 +96,7 @@ class Stats:
     verifications: int | None = None
     fallbacks: tuple[Fallback, ...] = ()
     linears: str = "torch"
+    compiled: str = "off"
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,6 +21,7 @@ import typer
 
 from engine.cli import output
 from engine.cli.caches import caches
+from engine.cli.compile import compile
 from engine.cli.generate import generate
 from engine.cli.help import Command
 from engine.cli.linears import linears
@@ -34,6 +35,7 @@ _SHORT: dict[Callable[..., None], str] = {
     generate: "Continue a prompt.",
     caches: "List the cache backends and their options.",
     plan: "Say what a run takes before it runs.",
+    compile: "Compile a model's layers ahead.",
     linears: "List the fastest matrix products of linear layers on this processor.",
 }
 for _command, _help in _SHORT.items():

@@ -1,6 +1,6 @@
 """The options of the commands. Each is declared once; `takes` gives them to a command.
 
-The options of `engine generate` are grouped as in its help. `PLAN`, `CACHES` and `LINEARS` are those of other commands.
+The options of `engine generate` are grouped as in its help. The other tables are those of the other commands.
 """
 
 from __future__ import annotations
@@ -170,6 +170,12 @@ LINEARS = {
     "path": PLAN["path"],
     "threads": option(int, "N", "Threads of torch; default: what torch uses.", min=1),
     "as_json": flag("Print JSON: threads and shapes (outputs, inputs, layers, fastest).", "--json"),
+}
+COMPILE = {
+    "path": PLAN["path"],
+    "rows": option(int, "N", "Sequences per step: prompts, samples or beams.", default=1, min=1),
+    "cache": option(str, "NAME", "A cache of fixed size.", default="static", autocompletion=CacheConfig.names),
+    "dtype": MODEL["dtype"],
 }
 # fmt: on
 GENERATE: dict[str | None, dict[str, Declared]] = {

@@ -48,6 +48,8 @@ def stats(result: Generation, width: int) -> str:
         facts += [("speed", f"{measured.decode_tokens_per_s:.1f} tokens/s")]
     if measured.drafted_tokens:
         facts += [("proposed", f"{measured.drafted_tokens} tokens, {measured.accepted_tokens} accepted")]
+    if measured.compiled != "off":
+        facts += [("compiled", measured.compiled)]
     facts += [("cache size", f"{measured.cache_bytes:,} bytes")]
     facts += [("out of memory", str(fallback)) for fallback in measured.fallbacks]
     return tables.facts(facts, width)

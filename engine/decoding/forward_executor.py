@@ -55,6 +55,11 @@ class ForwardExecutor:
         """See `Stats`."""
         return self._runner.linears if self.routed else TORCH
 
+    @property
+    def compiled(self) -> str:
+        """See `Stats`."""
+        return self._runner.compiled if self._compiled else "off: memory was out"
+
     def run(
         self, ids: torch.Tensor, prefill: bool, collected: CollectedOutputs
     ) -> tuple[ModelOutput, torch.Tensor | None]:

@@ -375,6 +375,7 @@ class DecodingLoop:
             verifications=drafts.verifications or None,
             fallbacks=tuple(self._fallbacks),
             linears=self._session.executor.linears,
+            compiled=self._session.executor.compiled,
         )
 
 

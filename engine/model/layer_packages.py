@@ -31,8 +31,9 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from caches import Cache, CacheError, StepError
+from caches.out_of_memory import is_out_of_memory
 from caches.quantization.machine import cache_folder, processor
-from caches.torch_api import hooks_of, load_package
+from caches.torch_api import hooks_of, load_package, tree_flatten, tree_leaves, tree_unflatten
 from caches.transfer.export_buffers import LayerBuffers
 from engine.errors import OptionError
 from engine.model.layer_step import Call, LayerStep, rows_like
@@ -50,13 +51,15 @@ _log = getLogger("engine")
 class LayerPackages:
     """The compiled layers of one model. linears: the matrix products of its linear layers.
 
-    state: what became of it, in words. Call its methods in the model's turn.
+    state: what became of it, in words. retries: whether packages are built that could not be built before. Call its
+    methods in the model's turn, except for `wait`.
     """
 
     def __init__(self, model: PreTrainedModel, linears: Table | None):
         self.model, self.linears = model, linears
         self._sets: dict[Any, _Set] = {}
         self.state = "off: no step on a cache of fixed size yet"
+        self.retries = False
 
     def __len__(self) -> int:
         """How many sets of compiled layers are in use."""
@@ -65,6 +68,11 @@ class LayerPackages:
     def clear(self) -> None:
         self._sets.clear()
 
+    def wait(self) -> None:
+        """Wait for the processes that build packages."""
+        for one in list(self._sets.values()):
+            one.wait()
+
     def next_step(self, cache: Any, rows: int) -> Callable[..., ModelOutput] | None:
         """What computes the next step of one token per row, in place of the model; None if that is the model itself."""
         if type(cache) is not Cache or cache.why_not_compiled is not None or cache.total_tokens == 0:
@@ -72,7 +80,7 @@ class LayerPackages:
         bounds = tuple(None if one.retention.bound is None else one.room for one in cache.stack.timelines)
         key = rows_like(rows), bounds, torch.get_num_threads()
         if key not in self._sets:
-            self._sets[key] = _Set(self.model, self.linears)
+            self._sets[key] = _Set(self.model, self.linears, self.retries)
         found = self._sets[key]
         computes = found.advance(cache)
         self.state = found.state
@@ -82,6 +90,10 @@ class LayerPackages:
         """Call it in the open step, before its inputs are made."""
         for timeline in cache.stack.timelines:
             timeline.read_used_slots()
+
+
+class ComputeAgain(Exception):
+    """A step has failed with compiled layers; they are not used any more."""
 
 
 class _Layer:
@@ -94,6 +106,7 @@ class _Layer:
         self.package = Path()
         self.run: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None
         self.weights: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        self.result: tuple[list[Any], Any] | None = None  # what it returns, flattened; None for a tensor
 
     def load(self) -> None:
         """Load the package and bind it to this layer's weights, without a copy of them."""
@@ -122,8 +135,8 @@ class _Set:
     wait: until another process has built them. compare: one step is computed in both ways. use: all later ones.
     """
 
-    def __init__(self, model: PreTrainedModel, linears: Table | None):
-        self._model, self._linears = model, linears
+    def __init__(self, model: PreTrainedModel, linears: Table | None, retries: bool):
+        self._model, self._linears, self._retries = model, linears, retries
         self._layers: list[_Layer] = []
         self._builder: subprocess.Popen[bytes] | None = None
         self._waited = 0
@@ -147,7 +160,16 @@ class _Set:
         return self.phase in ("record", "compare", "use") and not any(self._hooks)
 
     def compute(self, cache: Cache, **inputs: Any) -> ModelOutput:
-        """The model's forward in the open step."""
+        """The model's forward in the open step. Raises `ComputeAgain` where it has to be computed without."""
+        try:
+            return self._compute(cache, inputs)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            self._refuse(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            raise ComputeAgain from error
+
+    def _compute(self, cache: Cache, inputs: dict[str, Any]) -> ModelOutput:
         if self.phase == "record":
             return self._record(inputs, cache)
         compared = self.phase == "compare"
@@ -219,7 +241,9 @@ class _Set:
 
     def _build(self, cache: Cache, missing: dict[Path, _Layer]) -> None:
         for package in missing:
-            if failure_of(package).exists():
+            if self._retries:
+                failure_of(package).unlink(missing_ok=True)
+            elif failure_of(package).exists():
                 raise OptionError(f"{failure_of(package).read_text()} (`engine compile` tries again)")
         compiler = shlex.split(os.environ.get("CXX") or "g++")[0]
         if shutil.which(compiler) is None:
@@ -237,6 +261,7 @@ class _Set:
             stderr=subprocess.DEVNULL,
         )  # fmt: skip
         _give_way(self._builder.pid)
+        threading.Thread(target=self._builder.wait, daemon=True).start()  # or it stays as a zombie
         for layer in self._layers:
             layer.call = None
         self.phase, self.state, self._waited = "wait", "off: another process compiles the layers", 0
@@ -264,24 +289,29 @@ class _Set:
         buffers, thread, run = LayerBuffers(cache, layer.index), threading.get_ident(), layer.run
         assert run is not None
 
+        def tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            inputs = list(_tensors((*args, *kwargs.values())))
+            return inputs, buffers.tensors(inputs[0].shape[0])
+
         def compiled(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != thread:  # another caller of the model
                 return layer.forward(*args, **kwargs)
-            inputs = list(_tensors((*args, *kwargs.values())))
-            kept = buffers.tensors(inputs[0].shape[0])
-            return run([*inputs, *kept])[0]
+            inputs, kept = tensors(args, kwargs)
+            out = run([*inputs, *kept])
+            return out[0] if layer.result is None else _filled(layer.result, out)
 
         def both(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != thread:
                 return layer.forward(*args, **kwargs)
-            inputs = list(_tensors((*args, *kwargs.values())))
-            kept = buffers.tensors(inputs[0].shape[0])
+            inputs, kept = tensors(args, kwargs)
             copies = [tensor.clone() for tensor in kept]
-            [out] = run([*inputs, *copies])
-            expected = layer.forward(*args, **kwargs)
-            if isinstance(expected, torch.Tensor):
-                self._errors.append(max(map(_difference, [out, *copies[:-2]], [expected, *kept[:-2]])))
-            return expected
+            out = run([*inputs, *copies])
+            result = layer.forward(*args, **kwargs)
+            layer.result = None if isinstance(result, torch.Tensor) else tree_flatten(result)
+            expected = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            pairs = zip([*out, *copies[:-2]], [*expected, *kept[:-2]], strict=True)
+            self._errors.append(max(_difference(one, other) for one, other in pairs))
+            return result
 
         return both if compared else compiled
 
@@ -310,6 +340,12 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value.contiguous()
         elif isinstance(value, tuple | list):
             yield from _tensors(value)
+
+
+def _filled(result: tuple[list[Any], Any], tensors: list[torch.Tensor]) -> Any:
+    """A flattened result of a layer, with other tensors."""
+    given = iter(tensors)
+    return tree_unflatten([next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in result[0]], result[1])
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:

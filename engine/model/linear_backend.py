@@ -46,6 +46,10 @@ class Table:
         self._names = names
         self._routes = {shape: [routes.get(name) for name in by_rows] for shape, by_rows in names.items()}
 
+    def __reduce__(self) -> tuple[Callable[..., Table], tuple[dict[Shape, Names]]]:
+        """In another process "gemv" is torch's own: it is compiled for calls from this one."""
+        return _with_known_routes, (self._names,)
+
     def route(self, shape: Shape, rows: int) -> Route | None:
         """The route for `rows` rows and a matrix of this shape; None for torch's own."""
         by_rows = self._routes.get(shape)
@@ -59,6 +63,10 @@ class Table:
         if len(by_routes) == 1:
             return next(iter(by_routes))
         return "; ".join(f"{' '.join(shapes)}: {text}" for text, shapes in by_routes.items())
+
+
+def _with_known_routes(names: dict[Shape, Names]) -> Table:
+    return Table(names, routes())
 
 
 def _in_short(names: Names) -> str:

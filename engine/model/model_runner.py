@@ -23,7 +23,7 @@ from engine.model.accelerate_hooks import is_dispatched, prompt_device
 from engine.model.cache_argument import cache_argument
 from engine.model.compiled_step import compiled, first_reason, step_of
 from engine.model.first_layer_probe import Probe, Reached
-from engine.model.layer_packages import LayerPackages
+from engine.model.layer_packages import ComputeAgain, LayerPackages
 from engine.model.linear_backend import active, table_for
 from engine.model.linear_routes import TORCH
 from engine.model.masks import Columns, contiguous, graph_mask, imposed_mask, of_all_rows, one_token_mask
@@ -99,12 +99,26 @@ class ModelRunner:
         """Which matrix products float32 linear layers on a CPU take, in short."""
         return TORCH if self._table is None else str(self._table)
 
-    def discard_graphs(self) -> None:
-        """Discard the graphs of this runner; a later call compiles again."""
+    @property
+    def compiled(self) -> str:
+        """What of decode steps is compiled code, in short."""
+        return self._backend if self._packages is None else self._packages.state
+
+    def finish_compiling(self) -> None:
+        """Wait for the process that compiles this model's layers, if there is one."""
+        if self._packages is not None:
+            self._packages.wait()
+
+    def discard_graphs(self, retry: bool = False) -> None:
+        """Discard the compiled code of this runner; a later call loads or compiles it again.
+
+        retry: also what could not be compiled before.
+        """
         with self._turn:
             if self._compiled is not None:
                 discard_compiled(self._step)
             if self._packages is not None:
+                self._packages.retries |= retry
                 self._packages.clear()
 
     @property
@@ -220,8 +234,10 @@ class ModelRunner:
                     self._check_kept(outputs, cache)
                     if options.on_outputs is not None:
                         options.on_outputs(outputs, end)
-                except BaseException:
+                except BaseException as error:
                     cache.abort()
+                    if isinstance(error, ComputeAgain):
+                        continue
                     raise
                 if end == total:
                     return outputs

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import nn
 
 from caches import Cache
@@ -55,15 +56,12 @@ def build(job: Path) -> None:
     cache, threads, linears, steps = pickle.loads(job.read_bytes())
     torch.set_num_threads(threads)
     install()
+    cache.begin(1, graph=True)
     for package, (layer, call, index, slots) in steps.items():
-        if package.exists():
-            continue
         try:
-            cache.begin(1, graph=True)
-            try:
-                _build(LayerStep(layer, call, cache, index, slots), linears, package)
-            finally:
-                cache.abort()
+            with FileLock(package.with_suffix(".lock")):  # another process may build it now
+                if not package.exists():
+                    _build(LayerStep(layer, call, cache, index, slots), linears, package)
         except Exception as error:
             reason = (str(error).splitlines() or [""])[0]
             write_atomically(failure_of(package), f"{type(error).__name__}: {reason}".encode())

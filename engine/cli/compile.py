@@ -1,0 +1,34 @@
+"""`engine compile`: compiles the layers of a model ahead of the calls that use them."""
+
+from __future__ import annotations
+
+import time
+
+import typer
+
+from engine.cli import options, output
+from engine.cli.libraries import start_libraries
+from engine.cli.progress import Work
+
+
+@options.takes({None: options.COMPILE})
+def compile(path: str | None, rows: int, cache: str, dtype: str | None) -> None:
+    """Compile the decode step of a model's layers, for calls with EngineConfig(compile="auto") or --compile auto."""
+    with Work() as work:
+        start_libraries(work, path)
+        import torch
+
+        from configs import EngineConfig
+        from engine.generator import Generator
+        from engine.model.loading import SHIPPED_MODEL
+
+        work.doing("loading the model")
+        config = EngineConfig(compile="auto", dtype=dtype or "auto")
+        generator = Generator(SHIPPED_MODEL if path is None else path, config=config)
+        work.doing("compiling one layer of each kind")
+        begun = time.perf_counter()
+        ids = torch.ones(rows, 2, dtype=torch.long)
+        found = generator.warmup({"input_ids": ids, "attention_mask": ids}, cache=cache, do_sample=False)
+    output.say(f"Compiled: {found}, for {rows} row{'s' * (rows > 1)}, in {time.perf_counter() - begun:.1f} s.")
+    if found.startswith("off"):
+        raise typer.Exit(1)

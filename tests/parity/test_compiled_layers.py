@@ -1,0 +1,248 @@
+"""compile="auto": layers as compiled code give the same text; whatever is wrong leaves them out."""
+
+import copy
+import os
+import shutil
+import stat
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import prompt, tiny_model
+from torch import nn
+
+import caches
+import engine
+from caches.quantization.machine import cache_folder
+from engine.model import layer_packages
+from engine.model.layer_step import rows_like
+from engine.model.package_builder import failure_of
+
+AUTO = engine.EngineConfig(cache="static", compile="auto")
+GREEDY = {"max_new_tokens": 8, "do_sample": False}
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
+    pytest.mark.timeout(600),
+]
+
+
+def reference(model, inputs, **arguments):
+    return model.generate(**inputs, **GREEDY | arguments)
+
+
+def generator_of(model):
+    generator = engine.Generator(model, config=AUTO)
+    assert generator.warmup(prompt(2), **GREEDY).endswith("layers")
+    return generator
+
+
+@pytest.fixture
+def llama():
+    """A model of its own, whose layers are compiled: once, as all tests here have the same shapes."""
+    model = copy.deepcopy(tiny_model("llama"))
+    generator_of(model)
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in
+    ("gemma2", "gpt2", "opt", "qwen3", "mixtral", "jamba", "falcon"))])  # fmt: skip
+def test_the_same_text_for_other_lengths_rows_and_weights(name):
+    model = copy.deepcopy(tiny_model(name))
+    generator = generator_of(model)
+    for inputs in (prompt(2), prompt(3, tokens=20), prompt(4, tokens=5, pads=0), prompt(2, tokens=40, seed=1)):
+        out = generator.generate(inputs, **GREEDY)
+        assert torch.equal(out.sequences, reference(model, inputs))
+        assert out.stats.compiled.endswith("layers")
+    assert generator.pools["graphs"] == 1
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.8)  # in place: the code reads the weights where they are
+    assert torch.equal(generator.generate(prompt(2), **GREEDY).sequences, reference(model, prompt(2)))
+
+
+def test_other_strategies(llama):
+    generator = engine.Generator(llama, config=AUTO)
+    for arguments in ({"num_beams": 3}, {"num_beams": 2, "length_penalty": 0.5}, {"prompt_lookup_num_tokens": 3}):
+        out = generator.generate(prompt(1, pads=0), **GREEDY | arguments)
+        assert torch.equal(out.sequences, reference(llama, prompt(1, pads=0), **arguments))
+    out = generator.generate(prompt(3), **GREEDY, output_hidden_states=True, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, reference(llama, prompt(3)))
+    assert len(out.hidden_states) == GREEDY["max_new_tokens"]
+
+
+def test_other_models_and_processes_find_the_code(llama, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", None)  # nothing is built
+    other = copy.deepcopy(llama)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.1)
+    out = engine.Generator(other, config=AUTO).generate(prompt(4), **GREEDY)
+    assert (out.stats.compiled, out.sequences.tolist()) == ("4 layers", reference(other, prompt(4)).tolist())
+    if os.name == "posix":
+        assert stat.S_IMODE((cache_folder() / "layers").stat().st_mode) == 0o700
+
+
+def test_weights_that_move_are_bound_again(llama):
+    generator = generator_of(llama)
+    with torch.no_grad():
+        for layer in llama.model.layers:
+            layer.mlp.up_proj.weight = nn.Parameter(layer.mlp.up_proj.weight * 0.5)
+            layer.mlp.down_proj.weight.data = layer.mlp.down_proj.weight * 0.5
+    out = generator.generate(prompt(2), **GREEDY)
+    assert torch.equal(out.sequences, reference(llama, prompt(2)))
+    assert out.stats.compiled == "4 layers"
+
+
+def test_code_that_computes_something_else_is_not_used(llama, monkeypatch, caplog):
+    load = layer_packages.load_package
+    monkeypatch.setattr(layer_packages, "load_package", lambda *a: lambda tensors: [load(*a)(tensors)[0] * 1.01])
+    out = engine.Generator(llama, config=AUTO).generate(prompt(2), **GREEDY)
+    assert torch.equal(out.sequences, reference(llama, prompt(2)))
+    assert out.stats.compiled == "off: the compiled layers differ by 1.0% from the model's own"
+    assert "without compiled layers" in caplog.text
+
+
+def test_hooks_of_the_user_are_called(llama):
+    generator, calls = generator_of(llama), []
+    hook = llama.model.layers[1].mlp.register_forward_hook(lambda *_: calls.append(1))
+    assert torch.equal(generator.generate(prompt(2), **GREEDY).sequences, reference(llama, prompt(2)))
+    assert len(calls) == 2 * GREEDY["max_new_tokens"]
+    hook.remove()
+    calls.clear()
+    assert generator.generate(prompt(2), **GREEDY).stats.compiled == "4 layers"
+    assert calls == []
+
+
+def test_the_model_is_as_it_was_in_other_threads_and_afterwards(llama):
+    generator, found = generator_of(llama), []
+    inputs, forward = prompt(2), llama.model.layers[0].mlp.act_fn.forward
+
+    def elsewhere():
+        with torch.no_grad():
+            found.append(llama(**inputs).logits)
+
+    def other_caller(chunk_ids):
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+
+    expected = llama(**inputs).logits
+    for chunk in generator.stream(inputs, **GREEDY):
+        other_caller(chunk)
+    assert all(torch.equal(logits, expected) for logits in found)
+    assert found
+    assert not any("forward" in vars(module) for module in llama.modules())
+    assert llama.model.layers[0].mlp.act_fn.forward == forward
+
+
+class Scaled(nn.Linear):
+    def forward(self, input):
+        return super().forward(input) * self.scale
+
+
+def test_modules_of_other_libraries_keep_their_own_forward(llama):
+    llama.model.layers[2].mlp.up_proj.__class__ = Scaled
+    llama.model.layers[2].mlp.up_proj.scale = 0.7
+    out = engine.Generator(llama, config=AUTO).generate(prompt(2), **GREEDY)
+    assert torch.equal(out.sequences, reference(llama, prompt(2)))
+    assert out.stats.compiled.startswith("off: its layers have modules of another library (test_compiled_layers.Scaled")
+
+
+@pytest.fixture
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path))
+    return tmp_path
+
+
+class Builder:
+    """Stands for the process that compiles. code: its exit code; None while it runs."""
+
+    pid, code = os.getpid(), None
+
+    def __init__(self, command, **options):
+        self.job = Path(command[-1])
+
+    def poll(self):
+        return self.code
+
+    def wait(self):
+        pass
+
+
+@pytest.mark.usefixtures("empty_folder")
+def test_no_call_waits(monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", Builder)
+    monkeypatch.setattr(layer_packages, "_give_way", lambda process: None)
+    model = tiny_model("llama")
+    generator = engine.Generator(model, config=AUTO)
+    for _ in range(3):
+        out = generator.generate(prompt(2), **GREEDY)
+        assert torch.equal(out.sequences, reference(model, prompt(2)))
+        assert out.stats.compiled == "off: another process compiles the layers"
+    [job] = (cache_folder() / "layers").glob("*.job")
+    assert job.stat().st_size < 200_000  # without the weights
+    monkeypatch.setattr(Builder, "code", 1)
+    out = generator.generate(prompt(2), **GREEDY)
+    assert torch.equal(out.sequences, reference(model, prompt(2)))
+    assert out.stats.compiled == "off: the process that compiles its layers ended"
+
+
+@pytest.mark.usefixtures("empty_folder")
+def test_what_could_not_be_built_is_not_tried_in_every_process(monkeypatch):
+    started = []
+
+    def fail(command, **options):
+        started.append(command)
+        for package in packages:
+            failure_of(package).write_text("it is too hot")
+        return Builder(command)
+
+    packages = []
+    find = layer_packages._package_of
+    monkeypatch.setattr(layer_packages, "_package_of", lambda *a: packages.append(find(*a)) or packages[-1])
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    monkeypatch.setattr(layer_packages, "_give_way", lambda process: None)
+    monkeypatch.setattr(Builder, "code", 0)
+    model = tiny_model("llama")
+    for _ in range(2):
+        assert "it is too hot" in engine.Generator(model, config=AUTO).generate(prompt(2), **GREEDY).stats.compiled
+    assert len(started) == 1
+    assert "it is too hot" in engine.Generator(model, config=AUTO).warmup(prompt(2), **GREEDY)
+    assert len(started) == 2
+
+
+@pytest.mark.usefixtures("empty_folder")
+def test_without_a_compiler(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    out = engine.Generator(tiny_model("llama"), config=AUTO).generate(prompt(2), **GREEDY)
+    assert out.stats.compiled == "off: there is no C++ compiler (no-such-compiler), for example of the package g++"
+
+
+@pytest.mark.parametrize(
+    ("name", "cache"), [("llama", "dynamic"), ("llama", "quantized"), ("llama", "sink"), ("mamba", "mamba")]
+)
+def test_other_caches_and_layers_are_computed_without(name, cache):
+    model = tiny_model(name)
+    options = {"window_length": 12} if cache == "sink" else {}
+    off = engine.Generator(model).generate(prompt(2), cache=cache, cache_config=options or None, **GREEDY)
+    out = engine.Generator(model, config=AUTO).generate(prompt(2), cache=cache, cache_config=options or None, **GREEDY)
+    assert out.sequences.tolist() == off.sequences.tolist()
+    assert out.stats.compiled.startswith("off: ")
+
+
+def test_ranges_of_rows():
+    assert [rows_like(rows) for rows in (1, 2, 4, 5, 9, 32)] == [(1, 1), (2, 4), (2, 4), (5, 8), (9, 16), (17, 32)]
+
+
+def test_warmup_needs_the_name_of_a_cache():
+    model = tiny_model("llama")
+    live = caches.build("static", model.config, max_cache_len=32)
+    with pytest.raises(engine.OptionError, match="give the name of a cache"):
+        engine.Generator(model, config=AUTO).warmup(prompt(2), cache=live)
+
+
+def test_warmup_without_compiled_layers_says_so():
+    assert engine.Generator(tiny_model("llama")).warmup(prompt(2), max_new_tokens=3) == "off"
