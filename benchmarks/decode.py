@@ -47,6 +47,7 @@ def engines_for(model: Any, ids: torch.Tensor, compiled: bool, peer: Any) -> dic
 
     def ours(**config: Any) -> Callable[[int], list[int]]:
         generator = engine.Generator(model, config=engine.EngineConfig(**config))
+        generator.warmup(ids)
         return lambda new: generator.generate(ids, max_new_tokens=new).tokens[0]
 
     found: dict[str, Callable[[int], Any]] = {
@@ -57,7 +58,7 @@ def engines_for(model: Any, ids: torch.Tensor, compiled: bool, peer: Any) -> dic
         "static": ours(cache="static"),
     }
     if compiled:
-        found["static, compiled"] = ours(cache="static", compile="inductor")
+        found["static, compiled"] = ours(cache="static", compile="auto")
     if peer is not None:
         found["llama.cpp, float32"] = lambda new: peer.generate(ids, new)
     return found

@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
-    "DisableTorchFunctionSubclass", "TorchDispatchMode", "compiled_graphs", "discard_compiled", "graph_errors",
-    "has_onednn", "hooks_of", "inside_compiled", "load_package", "make_wrapper_subclass", "module_call_code",
-    "onednn_linear", "parameters_of", "set_grad_enabled", "storage_key", "tree_flatten", "tree_leaves", "tree_map",
-    "tree_unflatten", "write_count",
+    "DisableTorchFunctionSubclass", "TorchDispatchMode", "buffers_of", "compile_package", "compiled_graphs",
+    "discard_compiled", "graph_errors", "has_onednn", "hooks_of", "inside_compiled", "load_package",
+    "make_wrapper_subclass", "module_call_code", "onednn_linear", "parameters_of", "set_grad_enabled",
+    "state_without_hooks", "storage_key", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "write_count",
 ]  # fmt: skip
 
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
@@ -36,6 +36,24 @@ write_count: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 """The parameters of a module itself by name, those that are None too; not those that are computed when asked for."""
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The buffers of a module itself by name."""
+    return module._buffers
+
+
+def state_without_hooks(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module, as if no hook had been registered."""
+    return {name: type(value)() if name.endswith("_hooks") else value for name, value in vars(module).items()}
+
+
+def compile_package(program: torch.export.ExportedProgram, path: str) -> None:
+    """Compile a program into an AOTInductor package without its constants."""
+    from torch._inductor import aoti_compile_and_package  # slow to import
+
+    options = {"aot_inductor.package_constants_in_so": False}
+    aoti_compile_and_package(program, package_path=path, inductor_configs=options)
 
 
 def hooks_of(module: nn.Module) -> list[dict[int, Any]]:

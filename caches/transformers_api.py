@@ -20,6 +20,11 @@ from transformers import (
 )
 
 
+def records_outputs(hook: Any) -> bool:
+    """Whether a hook of a module is transformers' own, which records outputs where a call asks for them."""
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
 def attn_implementation(config: PreTrainedConfig) -> str | None:
     """Which attention a model computes: "sdpa", "eager", ...; None where a configuration does not say."""
     return config._attn_implementation

@@ -33,8 +33,17 @@ from transformers.utils import ModelOutput
 from caches import Cache, CacheError, StepError
 from caches.out_of_memory import is_out_of_memory
 from caches.quantization.machine import cache_folder, processor
-from caches.torch_api import hooks_of, load_package, tree_flatten, tree_leaves, tree_unflatten
+from caches.torch_api import (
+    buffers_of,
+    hooks_of,
+    load_package,
+    parameters_of,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 from caches.transfer.export_buffers import LayerBuffers
+from caches.transformers_api import records_outputs
 from engine.errors import OptionError
 from engine.model.layer_step import Call, LayerStep, rows_like
 from engine.model.linear_backend import Table
@@ -113,7 +122,7 @@ class _Layer:
         self.weights = [
             (kept, name, tensor.detach())
             for module in self.module.modules()
-            for kept in (module._parameters, module._buffers)
+            for kept in (parameters_of(module), buffers_of(module))
             for name, tensor in kept.items()
             if tensor is not None
         ]
@@ -141,6 +150,7 @@ class _Set:
         self._builder: subprocess.Popen[bytes] | None = None
         self._waited = 0
         self._hooks: list[dict[int, Any]] = []
+        self._quiet_hooks = 0
         self._errors: list[float] = []
         self.phase, self.state = "record", "not yet"
 
@@ -152,12 +162,12 @@ class _Set:
             if self.phase == "find":
                 self._find(cache)
             elif self.phase == "wait":
-                self._look()
+                self._check_build()
             elif self.phase == "use" and not all(layer.has_its_weights for layer in self._layers):
                 self.phase = "record"
         except (OptionError, CacheError, OSError, pickle.PicklingError, AttributeError, TypeError) as error:
             self._refuse(str(error))
-        return self.phase in ("record", "compare", "use") and not any(self._hooks)
+        return self.phase in ("record", "compare", "use") and not self._has_hooks()
 
     def compute(self, cache: Cache, **inputs: Any) -> ModelOutput:
         """The model's forward in the open step. Raises `ComputeAgain` where it has to be computed without."""
@@ -182,6 +192,16 @@ class _Set:
             else:
                 self._refuse(f"the compiled layers differ by {max(self._errors):.1%} from the model's own")
         return outputs
+
+    def _has_hooks(self) -> bool:
+        """Whether there are hooks within the layers, which compiled code would not call; transformers' own record
+        outputs, in steps that are not compiled."""
+        number = sum(map(len, self._hooks))
+        if number != self._quiet_hooks:
+            if not all(records_outputs(hook) for hooks in self._hooks for hook in hooks.values()):
+                return True
+            self._quiet_hooks = number
+        return False
 
     def wait(self) -> None:
         """Wait for the process that builds packages."""
@@ -266,7 +286,7 @@ class _Set:
             layer.call = None
         self.phase, self.state, self._waited = "wait", "off: another process compiles the layers", 0
 
-    def _look(self) -> None:
+    def _check_build(self) -> None:
         """Whether the packages are there, now and then."""
         self._waited += 1
         has_ended = self._builder is None or self._builder.poll() is not None

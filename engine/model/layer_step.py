@@ -36,12 +36,12 @@ class LayerStep(nn.Module):
         super().__init__()
         self._slots = slots
         self.layer, self._cache, self._index = layer, cache, index
-        self._leaves, self._spec = tree_flatten(call)
-        self.inputs = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
-        for leaf in self._leaves:
-            if not isinstance(leaf, (torch.Tensor, *_PLAIN)) and leaf is not cache:
-                raise OptionError(f"its layers are called with a {type(leaf).__name__}")
-            if isinstance(leaf, torch.Tensor) and not leaf.is_contiguous():
+        self._values, self._spec = tree_flatten(call)
+        self.inputs = [value for value in self._values if isinstance(value, torch.Tensor)]
+        for value in self._values:
+            if not isinstance(value, (torch.Tensor, *_PLAIN)) and value is not cache:
+                raise OptionError(f"its layers are called with a {type(value).__name__}")
+            if isinstance(value, torch.Tensor) and not value.is_contiguous():
                 raise OptionError("its layers are called with tensors that are not contiguous")
         self._rows = self.inputs[0].shape[0]
         self.kept = LayerBuffers(cache, index).tensors(self._rows)
@@ -49,8 +49,8 @@ class LayerStep(nn.Module):
     def forward(self, inputs: list[torch.Tensor], kept: list[torch.Tensor]) -> Any:
         """inputs: the tensors of the call. kept: see `LayerBuffers.tensors`; written in place."""
         given, buffers = iter(inputs), LayerBuffers(self._cache, self._index)
-        leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
-        args, kwargs = tree_unflatten(leaves, self._spec)
+        values = [next(given) if isinstance(value, torch.Tensor) else value for value in self._values]
+        args, kwargs = tree_unflatten(values, self._spec)
         masks = [one for old, one in zip(self.inputs, inputs, strict=True) if self._is_mask(old)]
         with buffers.in_use(kept, masks[0].shape[-1] if masks else self._slots):
             return self.layer(*args, **kwargs)
@@ -59,7 +59,7 @@ class LayerStep(nn.Module):
         return self._slots is not None and tensor.ndim == 4 and tensor.shape[-1] == self._slots
 
     def open_sizes(self) -> tuple[list[dict[int, str]], list[dict[int, str]]]:
-        """The sizes that the code leaves open, by axis, for each tensor of `inputs` and `kept`."""
+        """The sizes that the code values open, by axis, for each tensor of `inputs` and `kept`."""
         least, most = rows_like(self._rows)
         rows = {0: "rows"} if least < most else {}
         *stores, _, _ = self.kept
@@ -78,8 +78,8 @@ class LayerStep(nn.Module):
             f"{one.dtype} {[open.get(axis, size) for axis, size in enumerate(one.shape)]} {one.is_contiguous()}"
             for one, open in zip(tensors, sizes, strict=True)
         ]
-        leaves = [str(leaf) for leaf in self._leaves if isinstance(leaf, _PLAIN)]
-        return [str(self._spec), *shapes, *leaves, str(rows_like(self._rows)), *_structure(self.layer)]
+        values = [str(value) for value in self._values if isinstance(value, _PLAIN)]
+        return [str(self._spec), *shapes, *values, str(rows_like(self._rows)), *_structure(self.layer)]
 
 
 def rows_like(rows: int) -> tuple[int, int]:

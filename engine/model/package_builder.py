@@ -21,6 +21,7 @@ from torch import nn
 
 from caches import Cache
 from caches.quantization.machine import write_atomically
+from caches.torch_api import compile_package, state_without_hooks
 from engine.model.layer_step import LayerStep, dynamic_shapes
 from engine.model.linear_backend import Table, active, install
 
@@ -39,12 +40,20 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and obj.numel() > _KEPT:
             return _blank, (type(obj), tuple(obj.shape), obj.stride(), obj.dtype)
+        if isinstance(obj, nn.Module):
+            return _module, (type(obj), state_without_hooks(obj))
         return NotImplemented
 
 
 def _blank(kind: type[torch.Tensor], shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Any:
     tensor = torch.empty_strided(shape, stride, dtype=dtype)
     return nn.Parameter(tensor, requires_grad=False) if kind is nn.Parameter else tensor
+
+
+def _module(kind: type[nn.Module], state: dict[str, Any]) -> nn.Module:
+    module = kind.__new__(kind)
+    module.__dict__.update(state)
+    return module
 
 
 def failure_of(package: Path) -> Path:
@@ -69,8 +78,6 @@ def build(job: Path) -> None:
 
 @torch.no_grad()
 def _build(step: LayerStep, linears: Table | None, package: Path) -> None:
-    from torch._inductor import aoti_compile_and_package  # slow to import
-
     try:
         active.table, active.traced = linears, True
         program = torch.export.export(step, (step.inputs, step.kept), dynamic_shapes=dynamic_shapes(step), strict=False)
@@ -81,9 +88,7 @@ def _build(step: LayerStep, linears: Table | None, package: Path) -> None:
         raise ValueError(f"the layer uses tensors that are neither parameters nor buffers: {', '.join(unknown)}")
     building = package.with_suffix(f".{os.getpid()}.pt2")
     try:
-        aoti_compile_and_package(
-            program, package_path=str(building), inductor_configs={"aot_inductor.package_constants_in_so": False}
-        )
+        compile_package(program, str(building))
         os.replace(building, package)
     finally:
         with suppress(OSError):

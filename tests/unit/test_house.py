@@ -83,7 +83,12 @@ def imports_codec(node):
         (names_layer_types, {"caches/spec/layer_spec.py"}),
         (
             calls_the_model,
-            {"engine/model/compiled_step.py", "engine/model/model_runner.py", "engine/planning/model_footprint.py"},
+            {
+                "engine/model/compiled_step.py",
+                "engine/model/layer_packages.py",
+                "engine/model/model_runner.py",
+                "engine/planning/model_footprint.py",
+            },
         ),
         (imports_codec, {"caches/quantization/codec.py"}),
     ],

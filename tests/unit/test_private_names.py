@@ -2,8 +2,11 @@
 have them."""
 
 import ast
+import copy
 import inspect
 import re
+import shutil
+import tempfile
 from functools import cache
 
 import pytest
@@ -262,8 +265,51 @@ def frames_are_known():
     return Caller()()
 
 
+@cache
+def package_computes():
+    if shutil.which("g++") is None:
+        return True
+    program = torch.export.export(LINEAR, (torch.ones(2, 4),))
+    with tempfile.TemporaryDirectory() as folder:
+        torch_api.compile_package(program, f"{folder}/linear.pt2")
+        weights = {"weight": LINEAR.weight.detach(), "bias": LINEAR.bias.detach()}
+        run = torch_api.load_package(f"{folder}/linear.pt2", lambda names: {name: weights[name] for name in names})
+    with torch.no_grad():
+        return torch.allclose(run([torch.ones(2, 4)])[0], LINEAR(torch.ones(2, 4)))
+
+
+def hooks_are_found():
+    module = nn.Linear(1, 1)
+    before = sum(map(len, torch_api.hooks_of(module)))
+    module.register_forward_hook(print)
+    module.register_forward_pre_hook(print)
+    copy = nn.Linear(1, 1)
+    copy.__dict__.update(torch_api.state_without_hooks(module))
+    return [sum(map(len, torch_api.hooks_of(one))) - before for one in (module, copy)] == [2, 0]
+
+
+def outputs_are_recorded_by_hooks():
+    model = copy.deepcopy(llama())
+    with torch.no_grad():
+        model(IDS, output_hidden_states=True)
+    hooks = [hook for module in model.modules() for hooks in torch_api.hooks_of(module) for hook in hooks.values()]
+    return bool(hooks) and all(map(transformers_api.records_outputs, hooks))
+
+
+def trees_are_rebuilt():
+    values, spec = torch_api.tree_flatten({"a": (1, [2])})
+    return values == [1, 2] and torch_api.tree_unflatten([3, 4], spec) == {"a": (3, [4])}
+
+
 WORK = {
     torch_api: {
+        "buffers_of": lambda: torch_api.buffers_of(nn.BatchNorm1d(2)).keys() >= {"running_mean", "running_var"},
+        "compile_package": package_computes,
+        "hooks_of": hooks_are_found,
+        "load_package": package_computes,
+        "state_without_hooks": hooks_are_found,
+        "tree_flatten": trees_are_rebuilt,
+        "tree_unflatten": trees_are_rebuilt,
         "DisableTorchFunctionSubclass": wrapper_has_no_memory,
         "TorchDispatchMode": lambda: hasattr(torch_api.TorchDispatchMode, "__torch_dispatch__"),
         "compiled_graphs": graphs_are_counted,
@@ -285,6 +331,7 @@ WORK = {
         "tree_map": lambda: torch_api.tree_map(str, {"a": (1, [2])}) == {"a": ("1", ["2"])},
     },
     transformers_api: {
+        "records_outputs": outputs_are_recorded_by_hooks,
         "accelerate_hook": lambda: (
             isinstance(transformers_api.accelerate_hook(HOOKED), ModelHook)
             and transformers_api.accelerate_hook(LINEAR) is None
