@@ -59,6 +59,21 @@ def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
     writer.close()
 
 
+FILE_TYPES = {"Q8_0": 7, "Q4_0": 2}  # of llama.cpp's `llama_ftype`
+
+
+def quantize(path: Path, kind: str) -> Path:
+    """The file `path` with its matrices, embeddings too, in another type of `FILE_TYPES`."""
+    import llama_cpp
+
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype, parameters.pure = FILE_TYPES[kind], True
+    out = path.with_suffix(f".{kind}.gguf")
+    if llama_cpp.llama_model_quantize(str(path).encode(), str(out).encode(), ctypes.byref(parameters)) != 0:
+        raise RuntimeError(f"llama.cpp could not make {kind}")
+    return out
+
+
 class LlamaCpp:
     """Greedy decoding with llama.cpp. A new context per call, as `generate` makes a new cache."""
 

@@ -12,6 +12,7 @@ from configs.errors import ConfigError
 
 LINEARS_CHOICES = ("auto", "default", "onednn", "gemv")
 COMPILE_CHOICES = ("off", "auto", "inductor", "aot_eager", "eager")
+WEIGHTS_CHOICES = ("full", "int8", "int4")
 BUDGET_CHOICES = ("offload", "slide", "error")
 FALLBACKS = ("release", "chunk", "offload", "quantize", "split")
 _PRESETS = Path(__file__).parent / "presets"
@@ -28,6 +29,8 @@ class EngineConfig(Config):
         process has compiled them (once per shape of the model and machine, 10 to 60 s; stored like `linears`), until
         then and where they cannot be compiled they are computed without; or the `torch.compile` backend that compiles
         the step during the call. Results differ from "off" by rounding. `Stats.compiled` reports what is used.
+    weights: "full", as they are loaded; "int8" or "int4": linear layers on a CPU keep codes of 8 or 4 bits in place of
+        their weights, also those of a model that was given. 4 bits have groups of 64 inputs. The text changes.
     linears: the matrix product of float32 linear layers on a CPU. "default": torch's own; "onednn"; "auto": the fastest
         for each shape of the matrix and number of rows, if it is at least 10 % faster than torch's own, as measured
         once per machine and shape (0.5 s; stored in `$KVENGINE_CACHE`, by default the user's cache folder); "gemv": for
@@ -48,6 +51,7 @@ class EngineConfig(Config):
     cache: str | CacheConfig | None = None
     prefill_chunk_tokens: int | None = None
     compile: str = "off"
+    weights: str = "full"
     linears: str = "auto"
     on_oom: tuple | list = ("release", "chunk", "offload", "split")
     max_cache_bytes: int | None = None
@@ -59,7 +63,12 @@ class EngineConfig(Config):
     def validate(self) -> None:
         positive = {"prefill_chunk_tokens": self.prefill_chunk_tokens, "max_cache_bytes": self.max_cache_bytes}
         require_positive("EngineConfig", **positive)
-        choices = {"compile": COMPILE_CHOICES, "linears": LINEARS_CHOICES, "over_budget": BUDGET_CHOICES}
+        choices = {
+            "compile": COMPILE_CHOICES,
+            "weights": WEIGHTS_CHOICES,
+            "linears": LINEARS_CHOICES,
+            "over_budget": BUDGET_CHOICES,
+        }
         for name, known in choices.items():
             if (value := getattr(self, name)) not in known:
                 raise ConfigError(f"EngineConfig: {name}={value!r}, but it is one of {', '.join(known)}")

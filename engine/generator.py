@@ -29,6 +29,7 @@ from engine.memory.cache_choice import CacheChoice, check_new, new_cache, read_c
 from engine.memory.fallbacks import Recovery
 from engine.model.accelerate_hooks import prompt_device
 from engine.model.loading import load
+from engine.model.low_bit_linears import convert_linears
 from engine.model.masks import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner
@@ -56,6 +57,8 @@ class Generator:
     def __init__(self, model: PreTrainedModel | str | Path, tokenizer: Any = None, config: EngineConfig | None = None):
         self.config = _checked(config)
         self.model, self.tokenizer = load(model, read("tokenizer", tokenizer), self.config)
+        if self.config.weights != "full":
+            convert_linears(self.model, self.config.weights)
         self._runner = ModelRunner(self.model, self.config.compile, self.config.linears)
         self._draft: Draft | None = None
 

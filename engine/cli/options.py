@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from configs import FALLBACKS, CacheConfig, presets
-from configs.engine import COMPILE_CHOICES, LINEARS_CHOICES
+from configs.engine import COMPILE_CHOICES, LINEARS_CHOICES, WEIGHTS_CHOICES
 
 
 class Declared(NamedTuple):
@@ -81,6 +81,8 @@ MODEL = {
     "prefill_chunk_tokens": option(int, "N", "Compute the prompt in chunks of this many tokens, to save memory."),
     "compile": option(str, "NAME", f"Compile the decode step: {', '.join(COMPILE_CHOICES)}; default: off.",
         autocompletion=lambda: list(COMPILE_CHOICES)),
+    "weights": option(str, "NAME", f"Weights of linear layers on a CPU: {', '.join(WEIGHTS_CHOICES)}; default: full.",
+        autocompletion=lambda: list(WEIGHTS_CHOICES)),
     "linears": option(str, "NAME",
         f"Matrix product of linear layers on a CPU: {', '.join(LINEARS_CHOICES)}; default: auto.",
         autocompletion=lambda: list(LINEARS_CHOICES)),

@@ -318,14 +318,14 @@ class _Set:
                 return layer.forward(*args, **kwargs)
             inputs, kept = tensors(args, kwargs)
             out = run([*inputs, *kept])
-            return out[0] if layer.result is None else _filled(layer.result, out)
+            return out[0] if layer.result is None else _filled(layer.result, _present(out))
 
         def both(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != thread:
                 return layer.forward(*args, **kwargs)
             inputs, kept = tensors(args, kwargs)
             copies = [tensor.clone() for tensor in kept]
-            out = run([*inputs, *copies])
+            out = _present(run([*inputs, *copies]))
             result = layer.forward(*args, **kwargs)
             layer.result = None if isinstance(result, torch.Tensor) else tree_flatten(result)
             expected = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -360,6 +360,11 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value.contiguous()
         elif isinstance(value, tuple | list):
             yield from _tensors(value)
+
+
+def _present(results: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    """The tensors among the results of a package, which has None where a layer returns None."""
+    return [one for one in results if one is not None]
 
 
 def _filled(result: tuple[list[Any], Any], tensors: list[torch.Tensor]) -> Any:

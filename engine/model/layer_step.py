@@ -16,7 +16,7 @@ from caches.transfer.export_buffers import LayerBuffers
 from engine.errors import OptionError
 from engine.model.linear_routes import ROW_LIMITS
 
-_KNOWN = ("torch.nn.", "transformers.")  # modules of others may compute what their attributes do not say
+_KNOWN = ("torch.nn.", "transformers.", "engine.")  # modules of others may compute what their attributes do not say
 _MOST = 2**24  # rows, slots
 _PLAIN = (bool, int, float, str, type(None))
 
