@@ -75,10 +75,12 @@ def int8_product(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) 
     return torch._weight_int8pack_mm(rows, codes, scales)
 
 
-def int4_product(rows: torch.Tensor, packed: torch.Tensor, group: int, scales: torch.Tensor) -> torch.Tensor:
-    """rows bfloat16 [rows, width] times what `pack_int4` returned, on a CPU. scales: bfloat16 [width / group, outs, 2];
-    the weights are (codes - 8) * scale + offset."""
-    return torch.ops.aten._weight_int4pack_mm_for_cpu(rows, packed, group, scales)
+def int4_product(
+    rows: torch.Tensor, packed: torch.Tensor, group: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    """rows bfloat16 [rows, width] times what `pack_int4` returned, on a CPU. group: int64, one number: inputs with one scale.
+    scales: bfloat16 [width / group, outs, 2]; the weights are (codes - 8) * scale + offset."""
+    return torch.ops.quantized.int4mm_packed_weight_cpu(rows, packed, group, scales)
 
 
 def pack_int4(codes: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ computed in both ways and compared.
 from __future__ import annotations
 
 import os
-import pickle
 import shlex
 import shutil
 import subprocess
@@ -30,7 +29,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from caches import Cache, CacheError, StepError
+from caches import Cache, StepError
 from caches.out_of_memory import is_out_of_memory
 from caches.quantization.machine import cache_folder, processor
 from caches.torch_api import (
@@ -48,6 +47,7 @@ from engine.errors import OptionError
 from engine.model.layer_step import Call, LayerStep, rows_like
 from engine.model.linear_backend import Table
 from engine.model.package_builder import LAYER, failure_of, write_job
+from engine.out_of_memory import first_line
 
 _FORMAT = 1  # of packages: those of other versions are ignored
 _PRIORITY = 5  # a lower one costs more: every slice that it gets delays both threads of a product, for longer in all
@@ -165,8 +165,10 @@ class _Set:
                 self._check_build()
             elif self.phase == "use" and not all(layer.has_its_weights for layer in self._layers):
                 self.phase = "record"
-        except (OptionError, CacheError, OSError, pickle.PicklingError, AttributeError, TypeError) as error:
-            self._refuse(str(error))
+        except Exception as error:  # a package, its job and its process have as many as they have libraries
+            if is_out_of_memory(error):
+                raise
+            self._refuse(first_line(error))
         return self.phase in ("record", "compare", "use") and not self._has_hooks()
 
     def compute(self, cache: Cache, **inputs: Any) -> ModelOutput:
@@ -176,7 +178,7 @@ class _Set:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            self._refuse(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            self._refuse(first_line(error))
             raise ComputeAgain from error
 
     def _compute(self, cache: Cache, inputs: dict[str, Any]) -> ModelOutput:

@@ -61,14 +61,16 @@ class Int4Linear(nn.Module):
         codes, scales = zip(*(_four_bits(block.float()) for block in blocks), strict=True)
         self.register_buffer("packed", pack_int4(torch.cat(codes)))
         self.register_buffer("scales", torch.cat(scales, dim=1))
+        self.register_buffer("group", torch.tensor([[_GROUP]]))  # a scalar would be part of compiled code
 
     packed: torch.Tensor
     scales: torch.Tensor
+    group: torch.Tensor
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows, outs = input.reshape(-1, input.shape[-1]), self.packed.shape[0]
         if rows.shape[0] <= _FEW_ROWS or (layout := _layout()) is None or outs % layout[0]:
-            out = int4_product(rows.to(torch.bfloat16), self.packed, _GROUP, self.scales).to(input.dtype)
+            out = int4_product(rows.to(torch.bfloat16), self.packed, self.group, self.scales).to(input.dtype)
         else:
             step = -(-_block(input) // layout[0]) * layout[0]
             blocks = (
