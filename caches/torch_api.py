@@ -75,11 +75,9 @@ def int8_product(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) 
     return torch._weight_int8pack_mm(rows, codes, scales)
 
 
-def int4_product(
-    rows: torch.Tensor, packed: torch.Tensor, group: torch.Tensor, scales: torch.Tensor
-) -> torch.Tensor:
-    """rows bfloat16 [rows, width] times what `pack_int4` returned, on a CPU. group: int64, one number: inputs with one scale.
-    scales: bfloat16 [width / group, outs, 2]; the weights are (codes - 8) * scale + offset."""
+def int4_product(rows: torch.Tensor, packed: torch.Tensor, group: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """rows bfloat16 [rows, width] times what `pack_int4` returned, on a CPU. group: int64, one number, the inputs with
+    one scale. scales: bfloat16 [width / group, outs, 2]; the weights are (codes - 8) * scale + offset."""
     return torch.ops.quantized.int4mm_packed_weight_cpu(rows, packed, group, scales)
 
 

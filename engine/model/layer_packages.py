@@ -188,7 +188,8 @@ class _Set:
         self._errors.clear()
         outputs = self._with_forwards(inputs, {layer: self._forward(layer, cache, compared) for layer in self._layers})
         if compared:
-            limit = _TOLERANCE.get(self._model.dtype, _LOW_TOLERANCE)
+            types = {tensor.dtype for layer in self._layers for _, _, tensor in layer.weights}
+            limit = max(_TOLERANCE.get(dtype, _LOW_TOLERANCE) for dtype in types)
             if len(self._errors) == len(self._layers) and all(error <= limit for error in self._errors):
                 self.phase, self.state = "use", f"{len(self._layers)} layers"
             else:

@@ -7,6 +7,7 @@ and its output. Steps of many rows multiply with the weights in full, a block of
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,34 +20,37 @@ from engine.model.accelerate_hooks import is_dispatched
 
 _FEW_ROWS = 16  # up to so many the low-bit product is the faster one
 _BLOCK = 2**22  # elements of the weights in full at a time
+_FITTED = 2**18  # those whose codes are found at a time: they fit a processor's cache
 _GROUP = 64  # inputs with one scale, 4 bits
-_SHRUNK = torch.linspace(0.75, 1, 6).tolist()  # parts of a group's range that are tried
+_RANGES = torch.linspace(0.75, 1, 4).tolist()  # parts of a group's range that are tried
+_FITS = 5  # of scale and offset to codes, for each
 
 
 class Int8Linear(nn.Module):
-    """codes: int8 [outs, width]. scales: bfloat16 [outs], one per output; the weights are codes * scales."""
+    """codes: int8 [outs, width]. scales: float32 [outs], one per output; the weights are codes * scales."""
 
-    def __init__(self, layer: nn.Linear):
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__()
-        self.bias = layer.bias
-        weight = layer.weight.detach().float()
-        # The codes are of the scale that is kept: rounding it to bfloat16 afterwards would change all of a row alike.
-        scales = (weight.abs().amax(dim=1) / 127).clamp_min(1e-30).mul(1 + 2**-8).to(torch.bfloat16)
-        codes = (weight / scales[:, None].float()).round().clamp(-127, 127).to(torch.int8)
-        self.register_buffer("codes", codes)
+        self.bias = bias
+        weight = weight.float()
+        scales = (weight.abs().amax(dim=1) / 127).clamp_min(1e-30)
+        self.register_buffer("codes", (weight / scales[:, None]).round().to(torch.int8))
         self.register_buffer("scales", scales)
+        # torch's operator takes scales in bfloat16, which would change all weights of an output alike.
+        self.register_buffer("ones", torch.ones_like(scales, dtype=torch.bfloat16))
 
     codes: torch.Tensor
     scales: torch.Tensor
+    ones: torch.Tensor
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = input.reshape(-1, input.shape[-1])
         if rows.shape[0] <= _FEW_ROWS:
-            out = int8_product(rows.to(torch.bfloat16), self.codes, self.scales).to(input.dtype)
+            out = int8_product(rows.to(torch.bfloat16), self.codes, self.ones)
         else:
             blocks = (codes.to(input.dtype) for codes in self.codes.split(_block(input)))
-            out = torch.cat([functional.linear(rows, block) for block in blocks], dim=-1) * self.scales.to(input.dtype)
-        return _shaped(out, input, self.bias)
+            out = torch.cat([functional.linear(rows, block) for block in blocks], dim=-1)
+        return _shaped((out * self.scales).to(input.dtype), input, self.bias)
 
 
 class Int4Linear(nn.Module):
@@ -54,10 +58,10 @@ class Int4Linear(nn.Module):
     inputs and output a scale and an offset; the weights are (codes - 8) * scale + offset.
     """
 
-    def __init__(self, layer: nn.Linear):
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__()
-        self.bias = layer.bias
-        blocks = layer.weight.detach().view(layer.out_features, -1, _GROUP).split(_block(layer.weight))
+        self.bias = bias
+        blocks = weight.view(weight.shape[0], -1, _GROUP).split(max(1, _FITTED // weight.shape[1]))
         codes, scales = zip(*(_four_bits(block.float()) for block in blocks), strict=True)
         self.register_buffer("packed", pack_int4(torch.cat(codes)))
         self.register_buffer("scales", torch.cat(scales, dim=1))
@@ -69,60 +73,86 @@ class Int4Linear(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows, outs = input.reshape(-1, input.shape[-1]), self.packed.shape[0]
-        if rows.shape[0] <= _FEW_ROWS or (layout := _layout()) is None or outs % layout[0]:
+        if rows.shape[0] <= _FEW_ROWS or (layout := _layout()) is None or outs % layout.outs:
             out = int4_product(rows.to(torch.bfloat16), self.packed, self.group, self.scales).to(input.dtype)
         else:
-            step = -(-_block(input) // layout[0]) * layout[0]
-            blocks = (
-                self._in_full(slice(begin, begin + step), layout).to(input.dtype) for begin in range(0, outs, step)
-            )
-            out = torch.cat([functional.linear(rows, block) for block in blocks], dim=-1)
+            step = -(-_block(input) // layout.outs) * layout.outs
+            parts = zip(self.packed.split(step), self.scales.split(step, dim=1), strict=True)
+            blocks = (_decoded(layout.unpack(packed), scales.transpose(0, 1)) for packed, scales in parts)
+            out = torch.cat([functional.linear(rows, block.to(input.dtype)) for block in blocks], dim=-1)
         return _shaped(out, input, self.bias)
 
-    def _in_full(self, outs: slice, layout: tuple[int, bool]) -> torch.Tensor:
-        """The weights of some outputs, [outs, width]."""
-        codes = _unpacked(self.packed[outs], *layout)
-        scale, offset = (part.T[..., None] for part in self.scales[:, outs].float().unbind(dim=-1))
-        return ((codes.view(len(codes), -1, _GROUP) - 8.0) * scale + offset).flatten(1)
+
+class Int8Embedding(nn.Module):
+    """Embeddings that read the codes of the output layer `head`: those of models with tied weights."""
+
+    def __init__(self, table: nn.Embedding, head: Int8Linear):
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
+        self.head, self._dtype = head, table.weight.dtype
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return (self.head.codes[input] * self.head.scales[input, None]).to(self._dtype)
+
+
+def _decoded(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """codes [..., width]. scales [..., width / 64, 2]: of `Int4Linear`. Returns the weights, float32."""
+    scale, offset = scales.float()[..., None].unbind(dim=-2)
+    return ((codes.unflatten(-1, (-1, _GROUP)) - 8.0) * scale + offset).flatten(-2)
 
 
 def _four_bits(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes int32 [outs, width] and scales of `Int4Linear` for groups [outs, width / 64, 64].
 
-    Of several ranges around a group's middle, each group takes the one with the least squared error.
+    Each group has the scale and the offset with the least squared error of those tried: for several ranges around its
+    middle, then the ones that fit the codes found so far best, a few times.
     """
     least, most = groups.aminmax(dim=-1, keepdim=True)
-    middle, best = (least + most) / 2, torch.full_like(least, torch.inf)
-    codes, kept = torch.zeros_like(groups), torch.zeros_like(torch.stack([least, most]))
-    for part in _SHRUNK:
-        scale = ((most - least) * part / 15).clamp_min(1e-30).to(torch.bfloat16).float()
-        offset = (middle + scale / 2).to(torch.bfloat16).float()
-        tried = ((groups - offset) / scale + 8).round().clamp(0, 15)
-        error = ((tried - 8) * scale + offset - groups).square().sum(dim=-1, keepdim=True)
-        better = error < best
-        best = torch.where(better, error, best)
-        codes = torch.where(better, tried, codes)
-        kept = torch.where(better, torch.stack([scale, offset]), kept)
-    scales = kept[..., 0].permute(2, 1, 0).to(torch.bfloat16).contiguous()
-    return codes.flatten(1).to(torch.int32), scales
+    mean = groups.mean(dim=-1, keepdim=True)
+    best = [torch.full_like(least, torch.inf), groups, least, least]  # error, codes, scale, offset
+    for part in _RANGES:
+        scale = (most - least) * (part / 15)
+        offset = (least + most + scale) / 2
+        for _ in range(_FITS):
+            scale, offset = (one.to(torch.bfloat16).float() for one in (scale.clamp_min(1e-30), offset))
+            codes = ((groups - offset) / scale).round_().clamp_(-8, 7)
+            error = torch.addcmul(offset, codes, scale).sub_(groups).square_().sum(dim=-1, keepdim=True)
+            better, tried = error < best[0], [error, codes, scale, offset]
+            best = [torch.where(better, *pair) for pair in zip(tried, best, strict=True)]
+            middle = codes.mean(dim=-1, keepdim=True)
+            codes = codes - middle
+            scale = (codes * groups).sum(dim=-1, keepdim=True) / codes.square().sum(dim=-1, keepdim=True).clamp_min(1)
+            offset = mean - scale * middle
+    _, codes, scale, offset = best
+    scales = torch.cat([scale, offset], dim=-1).transpose(0, 1).to(torch.bfloat16).contiguous()
+    return (codes + 8).flatten(1).to(torch.int32), scales
+
+
+class _Layout(NamedTuple):
+    """How torch's operator orders codes of 4 bits, which depends on the processor.
+
+    outs: outputs whose codes of one input follow each other. halves: whether a byte has an output of the first half of
+    them and one of the second, or two neighbours.
+    """
+
+    outs: int
+    halves: bool
+
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        """Codes [outs, width]."""
+        bytes = packed.view(packed.shape[0] // self.outs, -1, self.outs // 2)
+        pair = bytes & 15, bytes >> 4
+        codes = torch.cat(pair, dim=-1) if self.halves else torch.stack(pair, dim=-1).flatten(-2)
+        return codes.transpose(1, 2).flatten(0, 1)
 
 
 @functools.cache
-def _layout() -> tuple[int, bool] | None:
-    """How torch's operator orders codes on this processor, see `_unpacked`; None where that is not known."""
+def _layout() -> _Layout | None:
+    """The order on this processor; None where it is none of those known."""
     codes = torch.randint(0, 16, (64, 32), dtype=torch.int32, generator=torch.Generator().manual_seed(0), device="cpu")
     packed = pack_int4(codes)
-    known = [(outs, halves) for outs in (64, 32, 16) for halves in (True, False)]
-    return next((layout for layout in known if torch.equal(_unpacked(packed, *layout), codes)), None)
-
-
-def _unpacked(packed: torch.Tensor, outs: int, halves: bool) -> torch.Tensor:
-    """Codes [outs, width]. outs: outputs whose codes of one input follow each other. halves: whether a byte has an
-    output of the first half of them and one of the second, or two neighbours."""
-    bytes = packed.view(packed.shape[0] // outs, -1, outs // 2)
-    pair = bytes & 15, bytes >> 4
-    codes = torch.cat(pair, dim=-1) if halves else torch.stack(pair, dim=-1).flatten(-2)
-    return codes.transpose(1, 2).flatten(0, 1)
+    known = [_Layout(outs, halves) for outs in (64, 32, 16) for halves in (True, False)]
+    return next((layout for layout in known if torch.equal(layout.unpack(packed), codes)), None)
 
 
 def _block(input: torch.Tensor) -> int:
@@ -141,22 +171,50 @@ KINDS: dict[str, type[Int8Linear] | type[Int4Linear]] = {"int8": Int8Linear, "in
 def convert_linears(model: PreTrainedModel, weights: str) -> None:
     """Replace the linear layers of a model by those with `weights`, "int8" or "int4", one after the other.
 
-    Layers of a width that torch's operator does not take (4 bits: no multiple of 64) stay as they are. Raises
-    `OptionError` if there is none to replace.
+    Layers that quanto or hqq has quantized are replaced too. An output layer that is tied to the embeddings shares its
+    codes with them, of 8 bits always. Layers of a width that torch's operator does not take (4 bits: no multiple of 64)
+    stay as they are. Raises `OptionError` if there is none to replace.
     """
-    named = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     if any(isinstance(module, KINDS[weights]) for module in model.modules()):
         return  # another `Generator` has done so
-    if is_dispatched(model) or any(module.weight.device.type != "cpu" for module in named.values()):
+    if is_dispatched(model) or any(tensor.device.type != "cpu" for tensor in model.parameters()):
         raise OptionError(
             f"weights={weights!r}: torch's products of that kind are for CPUs, and {type(model).__name__} is elsewhere"
         )
-    if weights == "int4":
-        named = {name: module for name, module in named.items() if module.in_features % _GROUP == 0}
-    named = {name: module for name, module in named.items() if module.weight.is_floating_point()}
-    if not named:
-        raise OptionError(f"weights={weights!r}, but {type(model).__name__} has no linear layers that can be converted")
+    tables = {name: module for name, module in model.named_modules() if type(module) is nn.Embedding}
+    linears = {name: module for name, module in model.named_modules() if _is_linear(module)}
+    replaced = 0
     with torch.no_grad():
-        for name, module in named.items():
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, KINDS[weights](module).train(module.training))
+        for name, module in linears.items():
+            tied = [path for path, table in tables.items() if table.weight is getattr(module, "weight", None)]
+            if tied:
+                head = Int8Linear(_weight(module), module.bias)
+                _replace(model, name, head)
+                for path in tied:
+                    _replace(model, path, Int8Embedding(tables[path], head))
+            elif weights == "int8" or module.in_features % _GROUP == 0:
+                _replace(model, name, KINDS[weights](_weight(module), module.bias))
+            else:
+                continue
+            replaced += 1
+    if replaced == 0:
+        raise OptionError(f"weights={weights!r}, but {type(model).__name__} has no linear layers that can be converted")
+
+
+def _is_linear(module: nn.Module) -> bool:
+    if type(module) is nn.Linear:
+        return module.weight.is_floating_point()
+    library, kind = type(module).__module__.partition(".")[0], type(module).__name__
+    return (library, kind) in (("optimum", "QLinear"), ("hqq", "HQQLinear"))
+
+
+def _weight(module: Any) -> torch.Tensor:
+    """The weights of a linear layer, [outs, width]."""
+    if type(module) is nn.Linear:
+        return module.weight.detach()
+    return module.dequantize() if type(module).__name__ == "HQQLinear" else module.qweight.dequantize()
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module.eval())
