@@ -29,7 +29,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from caches import Cache, StepError
+from caches import Cache, CacheError, StepError
 from caches.out_of_memory import is_out_of_memory
 from caches.quantization.machine import cache_folder, processor
 from caches.torch_api import (
@@ -47,7 +47,7 @@ from engine.errors import OptionError
 from engine.model.layer_step import Call, LayerStep, rows_like
 from engine.model.linear_backend import Table
 from engine.model.package_builder import LAYER, failure_of, write_job
-from engine.out_of_memory import first_line
+from engine.out_of_memory import first_line, in_words
 
 _FORMAT = 1  # of packages: those of other versions are ignored
 _PRIORITY = 5  # a lower one costs more: every slice that it gets delays both threads of a product, for longer in all
@@ -168,7 +168,7 @@ class _Set:
         except Exception as error:  # a package, its job and its process have as many as they have libraries
             if is_out_of_memory(error):
                 raise
-            self._refuse(first_line(error))
+            self._refuse(first_line(error) if isinstance(error, (OptionError, CacheError)) else in_words(error))
         return self.phase in ("record", "compare", "use") and not self._has_hooks()
 
     def compute(self, cache: Cache, **inputs: Any) -> ModelOutput:
@@ -178,7 +178,7 @@ class _Set:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            self._refuse(first_line(error))
+            self._refuse(in_words(error))
             raise ComputeAgain from error
 
     def _compute(self, cache: Cache, inputs: dict[str, Any]) -> ModelOutput:

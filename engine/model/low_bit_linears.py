@@ -22,6 +22,7 @@ _FEW_ROWS = 16  # up to so many the low-bit product is the faster one
 _BLOCK = 2**22  # elements of the weights in full at a time
 _FITTED = 2**18  # those whose codes are found at a time: they fit a processor's cache
 _GROUP = 64  # inputs with one scale, 4 bits
+_PACKED = 64  # outputs that are packed together, 4 bits: the most of all processors
 _RANGES = torch.linspace(0.75, 1, 4).tolist()  # parts of a group's range that are tried
 _FITS = 5  # of scale and offset to codes, for each
 
@@ -60,7 +61,8 @@ class Int4Linear(nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__()
-        self.bias = bias
+        self.bias, self.out_features = bias, weight.shape[0]
+        weight = functional.pad(weight, (0, 0, 0, -weight.shape[0] % _PACKED))
         blocks = weight.view(weight.shape[0], -1, _GROUP).split(max(1, _FITTED // weight.shape[1]))
         codes, scales = zip(*(_four_bits(block.float()) for block in blocks), strict=True)
         self.register_buffer("packed", pack_int4(torch.cat(codes)))
@@ -72,15 +74,15 @@ class Int4Linear(nn.Module):
     group: torch.Tensor
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        rows, outs = input.reshape(-1, input.shape[-1]), self.packed.shape[0]
-        if rows.shape[0] <= _FEW_ROWS or (layout := _layout()) is None or outs % layout.outs:
+        rows = input.reshape(-1, input.shape[-1])
+        if rows.shape[0] <= _FEW_ROWS or (layout := _layout()) is None:
             out = int4_product(rows.to(torch.bfloat16), self.packed, self.group, self.scales).to(input.dtype)
         else:
-            step = -(-_block(input) // layout.outs) * layout.outs
+            step = -(-_block(input) // _PACKED) * _PACKED
             parts = zip(self.packed.split(step), self.scales.split(step, dim=1), strict=True)
             blocks = (_decoded(layout.unpack(packed), scales.transpose(0, 1)) for packed, scales in parts)
             out = torch.cat([functional.linear(rows, block.to(input.dtype)) for block in blocks], dim=-1)
-        return _shaped(out, input, self.bias)
+        return _shaped(out[:, : self.out_features], input, self.bias)
 
 
 class Int8Embedding(nn.Module):
@@ -161,7 +163,7 @@ def _block(input: torch.Tensor) -> int:
 
 
 def _shaped(out: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    out = out.view(*input.shape[:-1], -1)
+    out = out.reshape(*input.shape[:-1], out.shape[-1])
     return out if bias is None else out + bias
 
 

@@ -1,6 +1,7 @@
 """compile="auto": layers as compiled code give the same text; whatever is wrong leaves them out."""
 
 import copy
+import dataclasses
 import os
 import shutil
 import stat
@@ -12,6 +13,7 @@ import pytest
 import torch
 from architectures import prompt, tiny_model
 from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import caches
 import engine
@@ -103,6 +105,36 @@ def test_code_that_computes_something_else_is_not_used(llama, monkeypatch, caplo
     assert torch.equal(out.sequences, reference(llama, prompt(2)))
     assert out.stats.compiled == "off: the compiled layers differ by 1.0% from the model's own"
     assert "without compiled layers" in caplog.text
+
+
+def test_a_package_that_cannot_be_loaded_is_left_out(llama, monkeypatch):
+    def fail(path, constants):
+        return constants(["constant of the compiler"])
+
+    monkeypatch.setattr(layer_packages, "load_package", fail)
+    out = engine.Generator(llama, config=AUTO).generate(prompt(2), **GREEDY)
+    assert torch.equal(out.sequences, reference(llama, prompt(2)))
+    assert out.stats.compiled == "off: KeyError: 'constant of the compiler'"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_weights_in_few_bits(weights):
+    config = LlamaConfig(vocab_size=101, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
+                         num_attention_heads=4, initializer_range=0.1, eos_token_id=None)  # fmt: skip
+    torch.manual_seed(0)
+    generator = engine.Generator(
+        AutoModelForCausalLM.from_config(config).eval(), config=dataclasses.replace(AUTO, weights=weights)
+    )
+    for rows in (1, 3):
+        scores = []
+        for _ in range(2):
+            out = generator.generate(prompt(rows, pads=0), **GREEDY, output_logits=True, return_dict_in_generate=True)
+            scores.append(torch.stack(out.logits))
+            state = generator.warmup(prompt(rows, pads=0), **GREEDY)
+        assert state == out.stats.compiled == "3 layers"
+        eager, compiled = scores
+        assert (eager - compiled).norm() < 0.05 * eager.norm()  # activations are rounded to bfloat16
 
 
 def test_hooks_of_the_user_are_called(llama):

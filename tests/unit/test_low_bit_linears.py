@@ -1,0 +1,193 @@
+"""EngineConfig(weights=...): linear layers with codes of 8 or 4 bits in place of their weights."""
+
+import argparse
+import copy
+import inspect
+
+import optimum.quanto
+import pytest
+import torch
+from architectures import prompt, tiny_model
+from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+import engine
+from engine.model import low_bit_linears
+from engine.model.low_bit_linears import KINDS, Int4Linear, Int8Embedding, Int8Linear, convert_linears
+
+
+def weights_of(layer, width):
+    """What the layer multiplies with, [outs, width]: its outputs for unit vectors, without the bias."""
+    units = torch.eye(max(width, 17), width)  # enough rows for weights in full
+    return (layer(units) - (0 if layer.bias is None else layer.bias))[:width].T
+
+
+def relative(one, other):
+    return ((one - other).norm() / other.norm()).item()
+
+
+def model_with(weights, **sizes):
+    torch.manual_seed(0)
+    shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=101)
+    config = LlamaConfig(**shape | {"initializer_range": 0.3} | sizes)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    if weights is not None:
+        convert_linears(model, weights)
+    return model
+
+
+@pytest.mark.parametrize("weights", KINDS)
+@pytest.mark.parametrize(("outs", "width"), [(33, 64), (64, 128), (1, 64), (200, 192)])
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_few_rows_and_many_rows_have_the_same_weights(bias, outs, width, weights):
+    linear = nn.Linear(width, outs, bias=bias)
+    layer = KINDS[weights](linear.weight, linear.bias)
+    full = weights_of(layer, width)
+    assert relative(full, linear.weight) < {"int8": 0.01, "int4": 0.1}[weights]
+    for shape in [(1, 1), (3, 5), (16,), (17,), (2, 40), (), (0,)]:
+        input = torch.randn(*shape, width)
+        out, expected = layer(input), nn.functional.linear(input, full, linear.bias)
+        assert out.shape == expected.shape
+        assert out.dtype == expected.dtype
+        most = input.norm(dim=-1, keepdim=True) * full.norm(dim=-1)
+        assert ((out - expected).abs() <= 0.005 * most).all()  # activations and results in bfloat16
+
+
+@torch.no_grad()
+def test_blocks_of_weights_in_full(monkeypatch):
+    for kind in KINDS.values():
+        layer, input = kind(torch.randn(300, 64), None), torch.randn(20, 64)
+        at_once = layer(input)
+        monkeypatch.setattr(low_bit_linears, "_BLOCK", 64 * 70)
+        assert torch.allclose(layer(input), at_once, atol=1e-5)
+        monkeypatch.undo()
+
+
+@torch.no_grad()
+def test_the_order_of_four_bits_is_known():
+    assert low_bit_linears._layout() is not None
+    for layout in [low_bit_linears._Layout(outs, halves) for outs in (16, 32, 64) for halves in (True, False)]:
+        if layout != low_bit_linears._layout():
+            codes = torch.randint(0, 16, (64, 32), dtype=torch.int32)
+            assert not torch.equal(layout.unpack(low_bit_linears.pack_int4(codes)), codes)
+
+
+@torch.no_grad()
+def test_scales_of_four_bits_lose_less_than_the_whole_range():
+    weight = torch.randn(64, 256)
+    groups = weight.view(64, -1, 64)
+    least, most = groups.aminmax(dim=-1, keepdim=True)
+    scale = (most - least) / 15
+    plain = (((groups - least) / scale).round() * scale + least).flatten(1)
+    assert relative(weights_of(Int4Linear(weight, None), 256), weight) < 0.95 * relative(plain, weight)
+
+
+@pytest.mark.parametrize("weights", KINDS)
+@pytest.mark.parametrize("arguments", [
+    {}, {"cache": "static"}, {"cache": "offloaded"}, {"num_beams": 3}, {"cache": "static", "num_beams": 2},
+    {"prompt_lookup_num_tokens": 3},
+], ids=str)  # fmt: skip
+def test_the_same_text_as_transformers_with_the_same_layers(arguments, weights):
+    generator = engine.Generator(model_with(None), config=engine.EngineConfig(weights=weights))
+    assert all(type(one) is not nn.Linear for one in generator.model.modules())
+    inputs = prompt(1 if "prompt_lookup_num_tokens" in arguments else 2, tokens=20, pads=0)
+    theirs = {name: value for name, value in arguments.items() if name != "cache"}
+    expected = generator.model.generate(**inputs, **theirs, max_new_tokens=12, do_sample=False)
+    assert torch.equal(generator.generate(inputs, **arguments, max_new_tokens=12).sequences, expected)
+
+
+def test_perplexity_of_the_shipped_model():
+    tokenizer = AutoTokenizer.from_pretrained(engine.SHIPPED_MODEL)
+    text = inspect.getsource(argparse)
+    ids = torch.tensor(tokenizer(text)["input_ids"])[: 16 * 256].view(16, 256)
+    nats, sizes = {}, {}
+    for weights in ("full", *KINDS):
+        model = engine.Generator(engine.SHIPPED_MODEL, config=engine.EngineConfig(weights=weights)).model
+        with torch.inference_mode():
+            nats[weights] = model(ids, labels=ids).loss
+        sizes[weights] = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    assert (nats["int8"] - nats["full"]).abs() < 0.001
+    assert nats["int4"] - nats["full"] < 0.03
+    assert sizes["int8"] < 0.27 * sizes["full"]
+    assert sizes["int4"] < 0.17 * sizes["full"]
+
+
+@pytest.mark.parametrize("weights", KINDS)
+def test_tied_embeddings_share_the_codes_of_the_output_layer(weights):
+    model = model_with(None, tie_word_embeddings=True)
+    full, ids = model.get_input_embeddings().weight.detach().clone(), torch.tensor([[3, 100, 7]])
+    convert_linears(model, weights)
+    embeddings = model.get_input_embeddings()
+    assert type(embeddings) is Int8Embedding
+    assert embeddings.head is model.lm_head
+    assert relative(embeddings(ids), full[ids]) < 0.01
+    assert torch.equal(embeddings(ids)[0], weights_of(model.lm_head, 64)[ids[0]])
+    generated = engine.generate(model, ids, max_new_tokens=5)
+    assert torch.equal(generated.sequences, model.generate(ids, max_new_tokens=5, do_sample=False))
+
+
+@torch.no_grad()
+def test_layers_that_quanto_has_quantized():
+    model = nn.Sequential(nn.Linear(64, 48))
+    optimum.quanto.quantize(model, weights=optimum.quanto.qint8)
+    optimum.quanto.freeze(model)
+    quantized = model[0].qweight
+    convert_linears(holder := Holder(model), "int8")
+    assert torch.equal(holder.model[0].codes, quantized._data)
+    assert torch.allclose(holder.model[0].scales, quantized._scale.flatten(), rtol=1e-6)
+
+
+@torch.no_grad()
+def test_layers_that_hqq_has_quantized():
+    config = BaseQuantizeConfig(nbits=4, group_size=64, axis=1)
+    layer = HQQLinear(nn.Linear(64, 48), config, compute_dtype=torch.float32, device="cpu")
+    full = layer.dequantize()
+    holder = Holder(nn.Sequential(layer))
+    convert_linears(holder, "int4")
+    assert relative(weights_of(holder.model[0], 64), full) < 0.05
+
+
+class Holder(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+
+def test_a_second_generator_takes_the_layers_as_they_are():
+    model = model_with("int8")
+    head = model.lm_head
+    engine.Generator(model, config=engine.EngineConfig(weights="int8"))
+    assert model.lm_head is head
+    assert engine.generate(model, torch.ones(1, 3, dtype=torch.long), max_new_tokens=2).sequences.shape == (1, 5)
+
+
+def test_widths_that_are_no_multiple_stay():
+    model = model_with("int4", intermediate_size=96)
+    kinds = {name.rpartition(".")[2]: type(module) for name, module in model.named_modules()}
+    assert kinds["down_proj"] is nn.Linear
+    assert kinds["up_proj"] is Int4Linear
+    model = model_with("int8", intermediate_size=96)
+    assert type(model.model.layers[0].mlp.down_proj) is Int8Linear
+
+
+def test_in_bfloat16():
+    for weights in KINDS:
+        model = copy.deepcopy(model_with(None)).to(torch.bfloat16)
+        convert_linears(model, weights)
+        for tokens in (4, 40):
+            assert model(torch.ones(1, tokens, dtype=torch.long)).logits.dtype == torch.bfloat16
+        assert engine.generate(model, torch.ones(1, 3, dtype=torch.long), max_new_tokens=2).sequences.shape == (1, 5)
+
+
+def test_what_cannot_be_converted_is_refused():
+    with pytest.raises(engine.OptionError, match="has no linear layers that can be converted"):
+        engine.Generator(copy.deepcopy(tiny_model("gpt2")), config=engine.EngineConfig(weights="int4"))
+    with torch.device("meta"):
+        elsewhere = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=11, hidden_size=64, num_hidden_layers=1))
+    with pytest.raises(engine.OptionError, match="are for CPUs, and LlamaForCausalLM is elsewhere"):
+        convert_linears(elsewhere, "int8")
+    with pytest.raises(engine.ConfigError, match="weights='int3', but it is one of full, int8, int4"):
+        engine.EngineConfig(weights="int3")
