@@ -53,7 +53,8 @@ def compile_package(program: torch.export.ExportedProgram, path: str) -> None:
     """Compile a program into an AOTInductor package without its constants."""
     from torch._inductor import aoti_compile_and_package  # slow to import
 
-    options = {"aot_inductor.package_constants_in_so": False}
+    # Without the second one, constants of up to 8 numbers are part of the code.
+    options = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
     aoti_compile_and_package(program, package_path=path, inductor_configs=options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from configs.base import Config, nearest, require_positive
 from configs.cache import CacheConfig
 from configs.errors import ConfigError
 
-LINEARS_CHOICES = ("auto", "default", "onednn", "gemv")
+LINEARS_CHOICES = ("auto", "default", "onednn")
 COMPILE_CHOICES = ("off", "auto", "inductor", "aot_eager", "eager")
 WEIGHTS_CHOICES = ("full", "int8", "int4")
 BUDGET_CHOICES = ("offload", "slide", "error")
@@ -33,9 +34,9 @@ class EngineConfig(Config):
         their weights, also those of a model that was given. 4 bits have groups of 64 inputs. The text changes.
     linears: the matrix product of float32 linear layers on a CPU. "default": torch's own; "onednn"; "auto": the fastest
         for each shape of the matrix and number of rows, if it is at least 10 % faster than torch's own, as measured
-        once per machine and shape (0.5 s; stored in `$KVENGINE_CACHE`, by default the user's cache folder); "gemv": for
-        single rows a kernel that is compiled on first use (about 20 s, once per machine, needs a C++ compiler), else as
-        "onednn". Results differ by rounding. `Stats.linears` reports the choice.
+        once per machine and shape (0.5 s; stored in `$KVENGINE_CACHE`, by default the user's cache folder). Where there
+        is a C++ compiler, a kernel of this package takes part, which is compiled first (3 s, once per machine). Results
+        differ by rounding. `Stats.linears` reports the choice.
     on_oom: the fallbacks, in this order, when an allocation fails during a run; after the last one the run ends with
         `engine.OutOfMemoryError`. "release": free compiled graphs and idle memory. "chunk": compute the prompt in
         smaller chunks. "offload": move the live cache to host memory, or to disk if the model computes on the CPU.
@@ -63,6 +64,10 @@ class EngineConfig(Config):
     def validate(self) -> None:
         positive = {"prefill_chunk_tokens": self.prefill_chunk_tokens, "max_cache_bytes": self.max_cache_bytes}
         require_positive("EngineConfig", **positive)
+        if self.linears == "gemv":
+            text = "linears='gemv' is now part of 'auto'; the old name goes in release 0.3"
+            warnings.warn(text, DeprecationWarning, stacklevel=4)
+            object.__setattr__(self, "linears", "auto")
         choices = {
             "compile": COMPILE_CHOICES,
             "weights": WEIGHTS_CHOICES,

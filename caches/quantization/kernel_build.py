@@ -1,4 +1,4 @@
-"""Compiles a C++ file into an extension module on first use, once per machine."""
+"""Compiles a C++ file into an extension module or into operators of torch on first use, once per machine."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -31,7 +32,17 @@ _LIBRARY = ("-std=c++20", "-shared", "-fPIC")
 
 @functools.cache
 def compiled(source: Path, option: str) -> Any:
-    """The extension module of a C++ file, loaded from the user's cache folder or compiled into it.
+    """The extension module of a C++ file. option, errors: see `_loaded`."""
+    return _loaded(source, option, _module)
+
+
+def load_operators(source: Path, option: str) -> None:
+    """Register the operators of a C++ file, below `torch.ops`. option, errors: see `_loaded`."""
+    _loaded(source, option, lambda _, path: torch.ops.load_library(str(path)))
+
+
+def _loaded(source: Path, option: str, load: Callable[[str, Path], Any]) -> Any:
+    """What `load` returns for the library of a C++ file, from the user's cache folder or compiled into it.
 
     The library's name has a hash of the source, the compiler, its options, the processor and the releases of torch,
     Python and the C library. It is renamed into place when complete, so processes never see half of it. A library that
@@ -50,7 +61,7 @@ def compiled(source: Path, option: str) -> Any:
             why = lines[0] if lines else f"exit code {error.returncode}"
             raise _cannot_compile(option, f"{error.cmd[0]}: {why}") from error
         try:
-            return _loaded(name, path)
+            return load(name, path)
         except (ImportError, OSError) as error:
             refused = error
             with suppress(OSError):
@@ -61,7 +72,7 @@ def compiled(source: Path, option: str) -> Any:
     ) from refused
 
 
-def _loaded(name: str, path: Path) -> Any:
+def _module(name: str, path: Path) -> Any:
     loader = importlib.machinery.ExtensionFileLoader(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None

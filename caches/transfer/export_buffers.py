@@ -68,9 +68,11 @@ class LayerBuffers:
     def tensors(self, rows: int) -> list[torch.Tensor]:
         """What a step of `rows` rows takes: each store [rows, heads, slots, head_dim], then the slot that it writes
         [1] and the number of tokens before []."""
+        buffers = [store.buffer for store in self._stores if store.buffer is not None]
+        write_index = self.timeline.write_index(buffers[0].device)  # makes the clock of a timeline that has none yet
         clock = self.timeline.clock
         assert clock is not None
-        return [*(store.buffer[:rows] for store in self._stores), self.timeline.write_index(clock.device), clock]  # type: ignore[index]
+        return [*(buffer[:rows] for buffer in buffers), write_index, clock]
 
     @contextmanager
     def in_use(self, tensors: Sequence[torch.Tensor], slots: int | None) -> Iterator[None]:

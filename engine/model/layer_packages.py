@@ -49,8 +49,9 @@ from engine.model.linear_backend import Table
 from engine.model.package_builder import LAYER, failure_of, write_job
 from engine.out_of_memory import first_line, in_words
 
-_FORMAT = 1  # of packages: those of other versions are ignored
+_FORMAT = 2  # of packages: those of other versions are ignored
 _PRIORITY = 5  # a lower one costs more: every slice that it gets delays both threads of a product, for longer in all
+_MOST_ROWS = 16  # of a step: with 32, the products take so long that compiled layers gain nothing (Intel Xeon)
 _PATIENCE = 16  # steps between two looks for a package
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # relative differences that are rounding
 _LOW_TOLERANCE = 5e-2  # of data types with few bits
@@ -85,6 +86,9 @@ class LayerPackages:
     def next_step(self, cache: Any, rows: int) -> Callable[..., ModelOutput] | None:
         """What computes the next step of one token per row, in place of the model; None if that is the model itself."""
         if type(cache) is not Cache or cache.why_not_compiled is not None or cache.total_tokens == 0:
+            return None
+        if rows > _MOST_ROWS:
+            self.state = f"off: for more than {_MOST_ROWS} rows it gains nothing"
             return None
         bounds = tuple(None if one.retention.bound is None else one.room for one in cache.stack.timelines)
         key = rows_like(rows), bounds, torch.get_num_threads()

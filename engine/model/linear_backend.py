@@ -1,7 +1,7 @@
-"""The matrix product of float32 linear layers on a CPU: torch's own (MKL), oneDNN, or the kernel `gemv.cpp`.
+"""The matrix product of float32 linear layers on a CPU: torch's own (MKL), oneDNN, or the kernel of this package.
 
 Which one is the fastest depends on the processor, the number of rows and the matrix's shape. All use the weights as
-they are, without a copy; results differ by rounding. For one row, `gemv.cpp` reads the weights at memory bandwidth.
+they are, without a copy; results differ by rounding.
 
 The model is not changed. `torch.nn.Linear.forward` is replaced once per process by a function that does the same as the
 original, unless the calling thread is in a step of the engine: then `active.table` selects the route of each product.
@@ -13,29 +13,26 @@ import threading
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeAlias, TypeGuard
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from caches.quantization.kernel_build import compiled
-from caches.torch_api import has_onednn, onednn_linear, parameters_of
+from caches.torch_api import has_onednn, parameters_of
 from engine.model.linear_routes import (
     ALL_TORCH,
     ROW_LIMITS,
     ROW_NAMES,
+    TORCH,
     Names,
     Route,
     Shape,
     fastest,
     routes,
     shape_of,
-    with_bias,
 )
 
-_GEMV = Path(__file__).with_name("gemv.cpp")
 _ALL_ONEDNN: Names = ("onednn", "onednn", "swapped", "swapped", "swapped", "onednn")
 
 
@@ -47,13 +44,21 @@ class Table:
         self._routes = {shape: [routes.get(name) for name in by_rows] for shape, by_rows in names.items()}
 
     def __reduce__(self) -> tuple[Callable[..., Table], tuple[dict[Shape, Names]]]:
-        """In another process "gemv" is torch's own: it is compiled for calls from this one."""
         return _with_known_routes, (self._names,)
 
     def route(self, shape: Shape, rows: int) -> Route | None:
         """The route for `rows` rows and a matrix of this shape; None for torch's own."""
         by_rows = self._routes.get(shape)
         return None if by_rows is None else by_rows[bisect_left(ROW_LIMITS, rows)]
+
+    def for_compiled_code(self) -> Table:
+        """The same with the kernel, or torch's own, in place of transposed products, which torch's compiler lacks."""
+        other = "kernel" if "kernel" in routes() else TORCH
+        names = {
+            shape: tuple(other if name in ("swapped", "mm") else name for name in by_rows)
+            for shape, by_rows in self._names.items()
+        }
+        return _with_known_routes(names)
 
     def __str__(self) -> str:
         """The routes by rows, and by shape if shapes differ."""
@@ -76,10 +81,7 @@ def _in_short(names: Names) -> str:
 
 
 def table_for(model: nn.Module, choice: str) -> Table | None:
-    """The routes for a model; None if all products are torch's own. choice: see `configs.EngineConfig.linears`.
-
-    Raises `ConfigError` if the kernel of "gemv" cannot be compiled.
-    """
+    """The routes for a model; None if all products are torch's own. choice: see `configs.EngineConfig.linears`."""
     weights = [parameters_of(module).get("weight") for module in model.modules() if isinstance(module, nn.Linear)]
     shapes = {shape_of(weight) for weight in weights if _is_plain(weight) and weight.numel()}
     if not shapes or choice == "default" or (choice == "onednn" and not has_onednn()):
@@ -90,11 +92,7 @@ def table_for(model: nn.Module, choice: str) -> Table | None:
         if not names:
             return None
     else:
-        by_rows = _ALL_ONEDNN if has_onednn() else ALL_TORCH
-        if choice == "gemv":
-            by_rows = ("gemv", *by_rows[1:])
-            known["gemv"] = _compiled_gemv()
-        names = dict.fromkeys(shapes, by_rows)
+        names = dict.fromkeys(shapes, _ALL_ONEDNN)
     install()
     return Table(names, known)
 
@@ -148,23 +146,15 @@ def install() -> None:
 
 
 def _is_plain(weight: torch.Tensor | None) -> TypeGuard[nn.Parameter]:
-    # Quantized and distributed weights are tensor subclasses, which may report float32.
-    return type(weight) is nn.Parameter and weight.is_cpu and weight.dtype is torch.float32
+    # Quantized and distributed weights are tensor subclasses, which may report float32. Traced weights are subclasses
+    # too; `LayerStep` has looked at the types of the real ones.
+    if weight is None or (type(weight) is not nn.Parameter and not active.traced):
+        return False
+    return weight.is_cpu and weight.dtype is torch.float32
 
 
 def _can_be_routed(input: torch.Tensor) -> bool:
     """The routes have no derivatives and do not support autocast."""
-    plain = type(input) is torch.Tensor and input.dtype is torch.float32 and input.is_cpu and input.numel() > 0
-    return plain and not torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled()
-
-
-def _compiled_gemv() -> Route:
-    gemv = compiled(_GEMV, "linears='gemv'").gemv
-    fallback = onednn_linear if has_onednn() else functional.linear
-
-    def route(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if weight.stride(1) != 1:
-            return fallback(input, weight, bias)
-        return with_bias(gemv(weight, input), input, bias)
-
-    return route
+    if (type(input) is not torch.Tensor and not active.traced) or input.dtype is not torch.float32:
+        return False
+    return input.is_cpu and input.numel() > 0 and not torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled()

@@ -23,6 +23,7 @@ from torch.nn import functional
 from caches.out_of_memory import is_out_of_memory
 from caches.quantization.machine import cache_folder, last_level_cache_bytes, processor, write_atomically
 from caches.torch_api import has_onednn, onednn_linear
+from engine.model.linear_kernels import kernels
 
 Route: TypeAlias = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 """A matrix product: (input [..., width], weight [outs, width], bias [outs] or None) -> [..., outs], on the CPU."""
@@ -38,10 +39,10 @@ ROW_LIMITS = (1, 4, 8, 16, 32)  # the most rows of each bucket; the last bucket 
 ROW_NAMES = ("1 row", "2-4", "5-8", "9-16", "17-32", "more")
 ALL_TORCH: Names = (TORCH,) * len(ROW_NAMES)
 
-_MEASUREMENT = 3  # version of the method: results of other versions are ignored
+_MEASUREMENT = 4  # version of the method: results of other versions are ignored
 _MARGIN = 1.1  # a route has to be so many times as fast as torch's own
 _REPEATS = 7
-_ROWS = (1, 3, 6, 12, 24, 64)  # one for each bucket
+_ROWS = (*ROW_LIMITS, 64)  # one for each bucket: 4, 8 and 16 rows are more usual than those between
 _TIMED = 2**22  # elements that one timing reads, at least: 16 MB
 _SMALL = 2**17  # elements: for smaller ones calling a route takes as long as what it would save
 _LARGEST = 2**23  # elements: a larger matrix is measured by its first rows, which are computed alike
@@ -65,6 +66,13 @@ def mm(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return with_bias(torch.mm(weight, input.reshape(-1, input.shape[-1]).T).T, input, bias)
 
 
+def _kernel(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The kernel `linear_kernels.cpp`: reads the weights at memory bandwidth for up to about 16 rows."""
+    if weight.stride(1) != 1:
+        return functional.linear(input, weight, bias)
+    return with_bias(kernels().linear(input.reshape(-1, input.shape[-1]).contiguous(), weight), input, bias)
+
+
 def with_bias(product: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     out = product.contiguous()
     if bias is not None:
@@ -73,8 +81,10 @@ def with_bias(product: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | N
 
 
 def routes() -> dict[str, Route]:
-    """The routes other than torch's own that this torch has, by name."""
+    """The routes other than torch's own that there are on this machine, by name."""
     found: dict[str, Route] = {"mm": mm}
+    if kernels() is not None:
+        found["kernel"] = _kernel
     if has_onednn():
         found |= {"onednn": onednn_linear, "swapped": _swapped}
     return found
@@ -83,12 +93,16 @@ def routes() -> dict[str, Route]:
 def fastest(shapes: Iterable[Shape]) -> dict[Shape, Names]:
     """For each shape and bucket of rows the name of the fastest route, or "torch".
 
-    Measured (about 0.5 s per shape) unless there is a result for this processor, number of threads and release of
-    torch. Small matrices use torch's own. If memory is out, it is "torch", and the next call measures again.
+    Measured (about 0.5 s per shape) unless there is a result for this processor, number of threads, release of torch
+    and list of routes. Small matrices use torch's own. If memory is out, it is "torch", and the next call measures
+    again.
     """
     shapes = set(shapes)
-    machine, wanted = _machine(), {shape for shape in shapes if shape[0] * shape[1] >= _SMALL}
+    wanted = {shape for shape in shapes if shape[0] * shape[1] >= _SMALL}
+    if not wanted:
+        return dict.fromkeys(shapes, ALL_TORCH)
     with _lock:
+        machine = _machine()
         known = _known.setdefault(machine, {})
         if wanted - known.keys():
             known.update(_read())
@@ -104,7 +118,8 @@ def path() -> Path:
 
 
 def _machine() -> str:
-    return f"{_MEASUREMENT}\n{processor()}\n{torch.get_num_threads()} threads\ntorch {torch.__version__}"
+    threads, names = torch.get_num_threads(), " ".join(routes())
+    return f"{_MEASUREMENT}\n{processor()}\n{threads} threads\ntorch {torch.__version__}\n{names}"
 
 
 def _read() -> dict[Shape, Names]:

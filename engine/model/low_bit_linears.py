@@ -1,7 +1,8 @@
 """Linear layers with weights of 8 or 4 bits, for `EngineConfig(weights=...)` on a CPU.
 
-The products are torch's own operators. They are fast with bfloat16 activations only: a float32 layer casts its input
-and its output. Steps of many rows multiply with the weights in full, a block of them at a time.
+The products of 8 bits are a kernel of this package, or torch's operator where that cannot be compiled; those of 4 bits
+are torch's. Its operators are fast with bfloat16 activations only: a float32 layer casts its input and its output.
+Steps of many rows multiply with the weights in full, a block of them at a time.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from caches.torch_api import int4_product, int8_product, pack_int4
 from engine.errors import OptionError
 from engine.model.accelerate_hooks import is_dispatched
+from engine.model.linear_kernels import kernels
 
 _FEW_ROWS = 16  # up to so many the low-bit product is the faster one
 _BLOCK = 2**22  # elements of the weights in full at a time
@@ -37,21 +39,27 @@ class Int8Linear(nn.Module):
         scales = (weight.abs().amax(dim=1) / 127).clamp_min(1e-30)
         self.register_buffer("codes", (weight / scales[:, None]).round().to(torch.int8))
         self.register_buffer("scales", scales)
-        # torch's operator takes scales in bfloat16, which would change all weights of an output alike.
-        self.register_buffer("ones", torch.ones_like(scales, dtype=torch.bfloat16))
 
     codes: torch.Tensor
     scales: torch.Tensor
-    ones: torch.Tensor
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = input.reshape(-1, input.shape[-1])
         if rows.shape[0] <= _FEW_ROWS:
-            out = int8_product(rows.to(torch.bfloat16), self.codes, self.ones)
+            out = _int8_product(rows, self.codes, self.scales)
         else:
             blocks = (codes.to(input.dtype) for codes in self.codes.split(_block(input)))
-            out = torch.cat([functional.linear(rows, block) for block in blocks], dim=-1)
-        return _shaped((out * self.scales).to(input.dtype), input, self.bias)
+            out = torch.cat([functional.linear(rows, block) for block in blocks], dim=-1) * self.scales
+        return _shaped(out.to(input.dtype), input, self.bias)
+
+
+def _int8_product(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    if (operators := kernels()) is not None:
+        out: torch.Tensor = operators.int8_linear(rows.float().contiguous(), codes, scales)
+        return out
+    # torch's operator takes scales in bfloat16, which would change all weights of an output alike.
+    ones = torch.ones_like(scales, dtype=torch.bfloat16)
+    return int8_product(rows.to(torch.bfloat16), codes, ones) * scales
 
 
 class Int4Linear(nn.Module):

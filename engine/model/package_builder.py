@@ -79,7 +79,7 @@ def build(job: Path) -> None:
 @torch.no_grad()
 def _build(step: LayerStep, linears: Table | None, package: Path) -> None:
     try:
-        active.table, active.traced = linears, True
+        active.table, active.traced = linears and linears.for_compiled_code(), True
         program = torch.export.export(step, (step.inputs, step.kept), dynamic_shapes=dynamic_shapes(step), strict=False)
     finally:
         active.table, active.traced = None, False

@@ -103,8 +103,8 @@ ALLOWED = {
     ("engine/planning/report.py", "staging", ""): "public: a key of `Plan`'s bytes_by_place",
     ("engine/model/export.py", "seen", "seen"): "public: an argument of the exported program",
     ("caches/transfer/export_buffers.py", "seen", "seen"): "public: an argument of the exported program",
-    ("engine/model/gemv.cpp", "lane", "lane"): "a lane of a SIMD register",
-    ("engine/model/gemv.cpp", "lanes", ""): "lanes of a SIMD register",
+    ("engine/model/linear_kernels.cpp", "lane", "lane"): "a lane of a SIMD register",
+    ("engine/model/linear_kernels.cpp", "lanes", ""): "lanes of a SIMD register",
     ("caches/quantization/fused_attention.cpp", "lanes", ""): "lanes of a SIMD register",
 }
 # Texts that are taken out of prose before it is searched.

@@ -13,10 +13,8 @@ from helpers import needs_kernels
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-import configs
 import engine
-from caches.quantization import kernel_build
-from engine.model import linear_backend, linear_routes
+from engine.model import linear_backend, linear_kernels, linear_routes
 from engine.model.linear_backend import Table, active, table_for
 from engine.model.linear_routes import ALL_TORCH
 
@@ -50,7 +48,7 @@ def table_of(name, *shapes):
     return Table(dict.fromkeys(shapes or [(8, 8)], (name,) * 6), linear_routes.routes())
 
 
-@pytest.mark.parametrize("name", linear_routes.routes())
+@pytest.mark.parametrize("name", ["mm", "onednn", "swapped"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1, 48), (3, 7, 48), (48,), (0, 48)])
 def test_equal_to_rounding(bias, shape, name):
@@ -246,39 +244,49 @@ def test_a_model_that_was_moved_is_left_alone():
 
 @needs_kernels
 @pytest.mark.parametrize(("outs", "width"), [(1, 1), (5, 3), (33, 47), (64, 768), (4, 16)])
-def test_one_row_through_our_own_kernel(outs, width):
-    layer, row = nn.Linear(width, outs), torch.randn(1, 1, width)
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 7, 13])
+def test_the_kernel(rows, outs, width):
+    layer, input = nn.Linear(width, outs), torch.randn(1, rows, width)
     with torch.no_grad():
-        expected = layer(row)
-        with routed(table_for(layer, "gemv")):
-            torch.testing.assert_close(layer(row), expected, atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(layer(row.view(-1)), expected.view(-1), atol=1e-5, rtol=1e-5)
-            strided = torch.randn(width, 2)[:, 0]
-            torch.testing.assert_close(layer(strided), layer(strided[None].expand(2, -1))[0], atol=1e-5, rtol=1e-5)
+        expected = layer(input)
+        with routed(table_of("kernel", (outs, width))) as taken:
+            torch.testing.assert_close(layer(input), expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(layer(input[0, 0]), expected[0, 0], atol=1e-5, rtol=1e-5)
+            strided = torch.randn(width, 2).T
+            torch.testing.assert_close(layer(strided), layer(strided.contiguous()), atol=1e-5, rtol=1e-5)
             layer.weight.data = layer.weight.data.T.contiguous().T
-            torch.testing.assert_close(layer(row), expected, atol=1e-5, rtol=1e-5)
-            row[..., 0] = float("nan")
-            assert layer(row).isnan().all()
+            torch.testing.assert_close(layer(input), expected, atol=1e-5, rtol=1e-5)
+            layer.weight.data = torch.cat([layer.weight.data, torch.ones(outs, 3)], dim=1)[:, :width]
+            torch.testing.assert_close(layer(input), expected, atol=1e-5, rtol=1e-5)
+            input[..., 0] = float("nan")
+            assert layer(input).isnan().all()
+    assert taken == [linear_routes.routes()["kernel"]] * 7
 
 
 @needs_kernels
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
-def test_generation_through_our_own_kernel(options):
+def test_generation_through_the_kernel(options, monkeypatch):
     model, inputs = tiny_model("llama"), prompt(rows=1, pads=0)
-    generator = engine.Generator(model, config=engine.EngineConfig(linears="gemv"))
+    monkeypatch.setattr(linear_backend, "fastest", lambda shapes: dict.fromkeys(shapes, ("kernel",) * 6))
+    generator = engine.Generator(model)
     expected = model.generate(**inputs, max_new_tokens=20, do_sample=False, **options)
-    assert torch.equal(generator.generate(inputs, max_new_tokens=20, **options).sequences, expected)
+    out = generator.generate(inputs, max_new_tokens=20, **options)
+    assert torch.equal(out.sequences, expected)
+    assert out.stats.linears == "kernel"
 
 
-def test_a_compiler_that_is_missing(monkeypatch, tmp_path):
+def test_without_a_compiler_there_is_no_kernel(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path))
-    kernel_build.compiled.cache_clear()
-    try:
-        with pytest.raises(configs.ConfigError, match=r"linears='gemv' needs a C\+\+ compiler.*no-such-compiler"):
-            engine.Generator(tiny_model("llama"), config=engine.EngineConfig(linears="gemv"))
-    finally:
-        kernel_build.compiled.cache_clear()
+    assert linear_kernels.kernels.__wrapped__() is None
+    monkeypatch.setattr(linear_routes, "kernels", lambda: None)
+    assert "kernel" not in linear_routes.routes()
+    assert Table({(8, 8): ("kernel",) * 6}, linear_routes.routes()).route((8, 8), 1) is None
+
+
+def test_the_old_name_of_the_kernel():
+    with pytest.warns(DeprecationWarning, match="now part of 'auto'"):
+        assert engine.EngineConfig(linears="gemv").linears == "auto"
 
 
 @pytest.fixture

@@ -1,0 +1,36 @@
+"""Products of few rows with the weights of a linear layer, in C++ kernels (float32 inputs on a CPU).
+
+They are compiled on first use, in about 3 s, once per machine. Without a compiler there are none.
+"""
+
+from __future__ import annotations
+
+import functools
+from logging import getLogger
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from caches.quantization.kernel_build import load_operators
+from configs import ConfigError
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+@functools.cache
+def kernels() -> Any:
+    """The operators of `linear_kernels.cpp`, `linear` and `int8_linear`; None if they cannot be compiled."""
+    try:
+        load_operators(_SOURCE, "The fastest product of linear layers")
+    except ConfigError as error:
+        getLogger("engine").debug(str(error))
+        return None
+    operators = torch.ops.kvengine
+    for name in ("linear", "int8_linear"):
+        torch.library.register_fake(f"kvengine::{name}", _empty_product)
+    return operators
+
+
+def _empty_product(input: torch.Tensor, weight: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
+    return input.new_empty(input.shape[0], weight.shape[0])
