@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST := -m pytest -n auto --dist worksteal
 PROMPT := 'def open(self, path, mode="r"):\n    """Open the file named path'
 
-.PHONY: demo test test-full nightly torture histories random-calls interrupts check docs test-oldest clean
+.PHONY: bench demo test test-full nightly torture histories random-calls interrupts check docs test-oldest clean
 
 demo: .venv/installed
 	@for cache in dynamic static; do \
@@ -43,6 +43,11 @@ random-calls: .venv/installed
 # Ctrl-C twice, at random moments of 1,000 calls; a few are among the tests.
 interrupts: .venv/installed
 	$(BIN)/python tests/support/interrupts.py 1000
+
+# All scenarios next to their peers, on a quiet machine; into benchmarks/results/PROCESSOR.
+bench: .venv/installed
+	$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python -m pip install --quiet -e '.[bench]' -c constraints.txt
+	$(BIN)/python benchmarks/all.py
 
 check: .venv/installed
 	$(BIN)/ruff check .

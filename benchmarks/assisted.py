@@ -1,6 +1,6 @@
 """Proposed tokens: assisted decoding and prompt lookup next to greedy search, ours and transformers'.
 
-    python benchmarks/assisted.py --out benchmarks/results/assisted-cpu.json
+    python benchmarks/assisted.py --out assisted-cpu.json
 
 A random draft would never be right. So the draft is the lower layers of the target, and what the target's upper layers
 add is scaled down: by how much decides how often the draft is right, which is measured and printed. Prompt lookup gets

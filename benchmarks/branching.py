@@ -1,7 +1,7 @@
 """Rows that branch from one prompt: beams, samples and candidates, next to transformers' `generate` where it has them.
 
-    python benchmarks/branching.py --out benchmarks/results/branching-cpu.json
-    python benchmarks/plot.py benchmarks/results/branching-cpu.json
+    python benchmarks/branching.py --out branching-cpu.json
+    python benchmarks/plot.py branching-cpu.json
 
 Whole calls are timed, prompt included, since that a prompt is read once is half of the matter. Prints per scenario the
 floor of a step first: the bytes of weights and cache that it has to read, over the bandwidth measured here, when the

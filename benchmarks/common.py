@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import statistics
 import subprocess
 import time
@@ -130,8 +131,15 @@ def report(benchmark: str, out: Path | None, **found: Any) -> None:
         **found,
     }
     if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(found, indent=2) + "\n")
     print(json.dumps(found))
+
+
+def folder_of_results() -> Path:
+    """The folder for the results of this kind of processor."""
+    words = re.findall(r"[a-z0-9]+", re.sub(r"\((r|tm)\)", "", processor().lower()))
+    return Path(__file__).parent / "results" / "-".join(words[:2])
 
 
 def processor() -> str:

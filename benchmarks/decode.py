@@ -1,14 +1,16 @@
 """Greedy decoding next to transformers' `generate`, and llama.cpp where it is installed: same model, prompt and length.
 
-    python benchmarks/decode.py --out benchmarks/results/decode-cpu.json
-    python benchmarks/plot.py benchmarks/results/decode-cpu.json
+    python benchmarks/decode.py --out decode-cpu.json
+    python benchmarks/plot.py decode-cpu.json
 
 Prints the floor first: the bytes of weights and cache that a step has to read, over the bandwidth measured here. Then
 per case the median and spread of several runs, where a step's time goes, the overhead of the loop, and one JSON line.
+Weights of 8 and 4 bits are compared with llama.cpp's Q8_0 and Q4_0; their texts differ from that of the full weights.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import tempfile
 import time
@@ -39,14 +41,17 @@ def prompt_of(tokens: int) -> torch.Tensor:
     return torch.randint(3, SMALL["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(0))
 
 
-def engines_for(model: Any, ids: torch.Tensor, compiled: bool, peer: Any) -> dict[str, Callable[[int], Any]]:
-    """Functions of the number of new tokens. Each returns the tokens."""
+def engines_for(
+    model: Any, ids: torch.Tensor, compiled: bool, peers: dict[str, Any]
+) -> dict[str, Callable[[int], Any]]:
+    """Functions of the number of new tokens. Each returns the tokens. peers: llama.cpp by its types of weights."""
 
     def theirs(new: int, **options: Any) -> list[int]:
         return model.generate(ids, max_new_tokens=new, do_sample=False, **options)[0, ids.shape[1] :].tolist()
 
     def ours(**config: Any) -> Callable[[int], list[int]]:
-        generator = engine.Generator(model, config=engine.EngineConfig(**config))
+        own = copy.deepcopy(model) if "weights" in config else model  # whose layers are replaced
+        generator = engine.Generator(own, config=engine.EngineConfig(**config))
         generator.warmup(ids)
         return lambda new: generator.generate(ids, max_new_tokens=new).tokens[0]
 
@@ -57,10 +62,14 @@ def engines_for(model: Any, ids: torch.Tensor, compiled: bool, peer: Any) -> dic
         "dynamic": ours(),
         "static": ours(cache="static"),
     }
+    fastest = {"cache": "static", "compile": "auto" if compiled else "off"}
     if compiled:
-        found["static, compiled"] = ours(cache="static", compile="auto")
-    if peer is not None:
-        found["llama.cpp, float32"] = lambda new: peer.generate(ids, new)
+        found["static, compiled"] = ours(**fastest)
+    if ids.shape[1] <= 64:  # long prompts would measure the same weights once more
+        found |= {f"{weights} weights": ours(weights=weights, **fastest) for weights in ("int8", "int4")}
+        found |= {
+            f"llama.cpp, {kind}": (lambda new, peer=peer: peer.generate(ids, new)) for kind, peer in peers.items()
+        }
     return found
 
 
@@ -143,7 +152,9 @@ def overhead_ms(runs: int, new: int = 200) -> dict[str, dict[str, float]]:
     return {name: spread(taken) for name, taken in samples.items()}
 
 
-def measure(model: Any, prompt_tokens: int, speed: float, peer: Any, runs: int, compiled: bool) -> dict[str, Any]:
+def measure(
+    model: Any, prompt_tokens: int, speed: float, peers: dict[str, Any], runs: int, compiled: bool
+) -> dict[str, Any]:
     ids = prompt_of(prompt_tokens)
     weights = sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
     head_dim = SMALL["hidden_size"] // SMALL["num_attention_heads"]
@@ -154,16 +165,17 @@ def measure(model: Any, prompt_tokens: int, speed: float, peer: Any, runs: int, 
         f"\nprompt {prompt_tokens}, {NEW} new: a step reads {weights / 1e6:.0f} MB of weights and "
         f"{cache_bytes / 1e6:.0f} MB of cache; at {speed / 1e9:.1f} GB/s that is {floor_ms:.1f} ms"
     )
-    engines = engines_for(model, ids, compiled, peer)
+    engines = engines_for(model, ids, compiled, peers)
     expected = engines["transformers dynamic"](NEW)
-    same_text = {name: work(NEW) == expected for name, work in engines.items()}
+    lossless = {name: work for name, work in engines.items() if not name.endswith(("weights", "Q8_0", "Q4_0"))}
+    same_text = {name: work(NEW) == expected for name, work in lossless.items()}
     found = decode_ms(engines, NEW, runs)
     table = Table("engine", "ms per token", "least", "most", "x transformers dynamic", "of the floor", "same text")
     base = found["transformers dynamic"]["median"]
     for name, taken in found.items():
         ratio, share = base / taken["median"], floor_ms / taken["median"]
         table.add_row(name, *(f"{value:.1f}" for value in taken.values()), f"{ratio:.2f}", f"{share:.0%}",
-                      str(same_text[name]))  # fmt: skip
+                      str(same_text.get(name, "")))  # fmt: skip
     _console.print(table)
     profile = where_time_goes(model, ids)
     _console.print("a step of dynamic: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in profile.items()))
@@ -179,14 +191,16 @@ def main(
 ) -> None:
     torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
-    model, speed, peer = llama(**SMALL), bandwidth(), None
+    model, speed, peers = llama(**SMALL), bandwidth(), {}
     with tempfile.TemporaryDirectory() as folder:
         if importlib.util.find_spec("llama_cpp") and importlib.util.find_spec("gguf"):
-            from llama_cpp_peer import LlamaCpp, write_gguf
+            from llama_cpp_peer import LlamaCpp, quantize, write_gguf
 
-            write_gguf(model, Path(folder) / "small.gguf")
-            peer = LlamaCpp(Path(folder) / "small.gguf", threads)
-        cases = [measure(model, prompt, speed, peer, runs, compiled) for prompt in (64, 4096)]
+            full = Path(folder) / "small.gguf"
+            write_gguf(model, full)
+            files = {"float32": full} | {kind: quantize(full, kind) for kind in ("Q8_0", "Q4_0")}
+            peers = {kind: LlamaCpp(file, threads) for kind, file in files.items()}
+        cases = [measure(model, prompt, speed, peers, runs, compiled) for prompt in (64, 4096)]
         overhead = overhead_ms(runs)
     _console.print("outside model(...), 4 layers, 256 wide: " + ", ".join(
         f"{name} {taken['median']:.3f} ms per token" for name, taken in overhead.items()))  # fmt: skip

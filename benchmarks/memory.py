@@ -1,8 +1,8 @@
 """Bytes and ms per token of a long context, per backend, next to transformers' own cache of the same kind.
 
-    python benchmarks/memory.py --peak --contexts 1024,4096 --out benchmarks/results/memory-cpu.json
-    python benchmarks/memory.py --peak --contexts 16384 --only "..." --out benchmarks/results/memory-long-cpu.json
-    python benchmarks/memory.py --device cuda --out benchmarks/results/memory-cuda.json
+    python benchmarks/memory.py --peak --contexts 1024,4096 --out memory-cpu.json
+    python benchmarks/memory.py --peak --contexts 16384 --only "..." --out memory-long-cpu.json
+    python benchmarks/memory.py --device cuda --out memory-cuda.json
 
 The prompt is read in pieces; then every decode step is timed by itself, one of each backend in turn, so that what else
 the machine does slows all alike. Prints per context the floor first: the bytes of weights and cache that a step has to
@@ -42,7 +42,6 @@ from rich.table import Table
 import caches
 import configs
 import engine
-from engine.model.linear_backend import table_for
 
 PIECE = 512  # tokens of the prompt that are read at once
 _console = Console()
@@ -68,7 +67,6 @@ class Row:
 
     cache: str
     options: dict[str, Any] = field(default_factory=dict)
-    linears: str = "auto"
     peer: str | None = None
     lossless: bool = False
     theirs: bool = False
@@ -78,14 +76,10 @@ def rows_for(setting: Setting) -> dict[str, Row]:
     """By name; transformers' own first, its default before all: the others are compared with them."""
     theirs_away = () if setting.device == "cpu" else ("offloaded", "offloaded_static")
     hqq = {"backend": "hqq", "nbits": 4}
-    compiled = {
-        f"quantized: {name}, fused{more}": Row(
-            "quantized", options | {"fused": True}, linears, peer=f"transformers {name}"
-        )
+    fused = {
+        f"quantized: {name}, fused": Row("quantized", options | {"fused": True}, peer=f"transformers {name}")
         for name, options in (("quanto, 4 bits", {"nbits": 4}), ("hqq, 4 bits", hqq))
-        for more, linears in (("", "auto"), (", gemv", "gemv"))
     }
-    compiled["dynamic, gemv"] = Row("dynamic", linears="gemv", peer="transformers dynamic", lossless=True)
     return {
         "transformers dynamic": Row("dynamic", lossless=True, theirs=True),
         "transformers static": Row("static", lossless=True, theirs=True),
@@ -101,7 +95,7 @@ def rows_for(setting: Setting) -> dict[str, Row]:
         "quantized: quanto, 4 bits": Row("quantized", {"nbits": 4}, peer="transformers quanto, 4 bits"),
         "quantized: quanto, 2 bits": Row("quantized", {"nbits": 2}, peer="transformers quanto, 2 bits"),
         "quantized: hqq, 4 bits": Row("quantized", hqq, peer="transformers hqq, 4 bits"),
-        **(compiled if (setting.device, setting.dtype) == ("cpu", "float32") else {}),
+        **(fused if (setting.device, setting.dtype) == ("cpu", "float32") else {}),
         "quantized: kivi, 4 bits": Row("quantized", {"backend": "kivi", "nbits": 4}),
         "quantized: fp8": Row("quantized", {"backend": "fp8"}),
         "offloaded_quantized": Row("offloaded_quantized", peer="transformers quanto, 4 bits"),
@@ -131,7 +125,7 @@ def begin(row: Row, model: Any, ids: torch.Tensor, new: int) -> Live:
     if row.theirs:
         cache = their_cache(row, model.config, ids.shape[1] + new - 1)  # the last token is never fed
         return Live(their_tokens(model, ids, new, cache), lambda: cache)
-    generator = engine.Generator(model, config=engine.EngineConfig(prefill_chunk_tokens=PIECE, linears=row.linears))
+    generator = engine.Generator(model, config=engine.EngineConfig(prefill_chunk_tokens=PIECE))
     stream = generator.stream(ids, max_new_tokens=new, cache=row.cache, cache_config=dict(row.options))
     return Live((token for piece in stream for token in piece.tokens), lambda: stream.result().cache)
 
@@ -266,7 +260,6 @@ def can_be_built(row: Row, setting: Setting) -> bool:
     if not row.theirs:
         room = {"max_cache_len": 1} if "static" in row.cache else {}
         try:
-            table_for(torch.nn.Linear(1, 1), row.linears)
             caches.build(row.cache, transformers.LlamaConfig(**SHAPES[setting.model]), **row.options, **room)
         except (configs.ConfigError, caches.UnknownCacheError) as error:
             _console.print(f"left out: {row.cache} with {row.options}: {error}")

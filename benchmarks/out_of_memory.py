@@ -1,6 +1,6 @@
 """Runs for which there is not enough memory, next to transformers' `generate`: who finishes, and by which fallbacks.
 
-    python benchmarks/out_of_memory.py --out benchmarks/results/out-of-memory-cpu.json
+    python benchmarks/out_of_memory.py --out out-of-memory-cpu.json
 
 Every run has a process of its own. Once the model is there and warm, the process is allowed so many more bytes of
 memory (RLIMIT_DATA: files that are mapped do not count). Prints what the engine logs, then whether the

@@ -1,6 +1,6 @@
-"""Draw the results of `decode.py`, `quality.py` or `branching.py`.
+"""Draw the results of `decode.py`, `quality.py`, `branching.py` or `scaling.py`.
 
-    python benchmarks/plot.py benchmarks/results/decode-cpu.json
+    python benchmarks/plot.py benchmarks/results/amd-epyc/decode-cpu.json
 
 Needs matplotlib.
 """
@@ -116,12 +116,32 @@ def draw_branching(found: dict[str, Any]) -> Figure:
     return figure
 
 
-DRAWERS = {"decode": draw_decode, "quality": draw_quality, "branching": draw_branching}
+def draw_scaling(found: dict[str, Any]) -> Figure:
+    """ms of a step over the context, the rows and the beams, each with the exponent of its upper half."""
+    figure, axes = plt.subplots(1, len(found["curves"]), figsize=(11, 3.4), layout="constrained")
+    colours = {"transformers": THEIRS, "dynamic": OURS}
+    for (name, curve), axis in zip(found["curves"].items(), axes, strict=True):
+        for engine_name, exponents in curve["exponents"].items():
+            taken = [(int(size), point[engine_name]["ms"]["median"]) for size, point in curve["points"].items()
+                     if engine_name in point]  # fmt: skip
+            axis.plot(*zip(*taken, strict=True), color=colours.get(engine_name, "#e08e0b"), marker="o", ms=4, lw=1.4,
+                      label=f"{engine_name}: exponent {exponents['ms']:.2f}")  # fmt: skip
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xlabel({"context": "tokens of the context"}.get(name, name))
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize=8)
+    axes[0].set_ylabel("ms per step (less is better)")
+    return figure
+
+
+DRAWERS = {"decode": draw_decode, "quality": draw_quality, "branching": draw_branching, "scaling": draw_scaling}
 
 
 def main(results: Path) -> None:
     found = json.loads(results.read_text())
     figure = DRAWERS[found["benchmark"]](found)
+    figure.suptitle(f"{found['processor']}, {found['threads']} threads", fontsize=10)
     # By this the tests know which results were drawn.
     digest = hashlib.sha256(results.read_bytes()).hexdigest()
     figure.savefig(results.with_suffix(".svg"), metadata={"Date": None, "Description": f"sha256 {digest}"})

@@ -1,7 +1,7 @@
 """What lossy caches cost in quality: perplexity of the shipped model on Python modules that it was not trained on.
 
-    python benchmarks/quality.py --out benchmarks/results/quality-cpu.json
-    python benchmarks/plot.py benchmarks/results/quality-cpu.json
+    python benchmarks/quality.py --out quality-cpu.json
+    python benchmarks/plot.py quality-cpu.json
 
 Quantized caches read texts of 1024 tokens in small pieces, so that nearly all that a token looks at has been encoded.
 Caches that forget read one long text token by token, and are compared with the model itself where it is given, for

@@ -1,6 +1,6 @@
 """From the start of a process to the first text: the command line, a script of ours, and one of transformers.
 
-    python benchmarks/startup.py --out benchmarks/results/startup-cpu.json
+    python benchmarks/startup.py --out startup-cpu.json
 
 All write 20 tokens with the small model of the package and print them. Each runs in a process of its own, and they take
 turns. Three times are taken: seconds until the text is there, and seconds of processor time, which other work on the

@@ -49,7 +49,7 @@ from engine.model.linear_backend import Table
 from engine.model.package_builder import LAYER, failure_of, write_job
 from engine.out_of_memory import first_line, in_words
 
-_FORMAT = 2  # of packages: those of other versions are ignored
+_FORMAT = 4  # of packages: those of other versions are ignored
 _PRIORITY = 5  # a lower one costs more: every slice that it gets delays both threads of a product, for longer in all
 _MOST_ROWS = 16  # of a step: with 32, the products take so long that compiled layers gain nothing (Intel Xeon)
 _PATIENCE = 16  # steps between two looks for a package
@@ -282,9 +282,10 @@ class _Set:
         steps = {package: (layer.module, layer.call, layer.index, layer.slots) for package, layer in missing.items()}
         write_job(Path(job), cache, torch.get_num_threads(), self._linears, steps)
         command = [sys.executable, "-m", "engine.model.package_builder", job]
-        paths = os.pathsep.join(path for path in sys.path if path)
+        # The second one: heads that share keys and values read them where they are, also with a mask.
+        variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRANSFORMERS_SDPA_FORCE_GQA": "1"}
         self._builder = subprocess.Popen(
-            command, env=os.environ | {"PYTHONPATH": paths}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            command, env=os.environ | variables, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )  # fmt: skip
         _give_way(self._builder.pid)

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 
@@ -129,22 +130,124 @@ Tensor product(const Tensor& input, const Tensor& weight, const float* scales) {
   return out;
 }
 
+// Products with codes of 4 bits, in torch's order: for each block of outputs and each input a byte per two outputs, one
+// of the first half of the block and one of the second. weight = (code - 8) * scale + offset.
+struct FourBits {
+  const float* input;  // [rows, width]
+  const uint8_t* packed;
+  const uint16_t* scales;  // bfloat16 [width / group, outs, 2]: scale and offset
+  float* out;  // [rows, outs]
+  int64_t rows, outs, width, group;
+
+  static float from_bfloat16(uint16_t bits) {
+    const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+    float found;
+    std::memcpy(&found, &wide, sizeof(found));
+    return found;
+  }
+
+  static std::array<Lanes, 2> halves(const uint8_t* from) {
+#if defined(__AVX512F__)
+    const __m512 elements = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));  // their lowest 4 bits count
+    return {(Lanes)_mm512_permutexvar_ps(codes, elements),
+            (Lanes)_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), elements)};
+#elif defined(__AVX2__)
+    const __m256i codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+    return {(Lanes)_mm256_cvtepi32_ps(_mm256_and_si256(codes, _mm256_set1_epi32(15))),
+            (Lanes)_mm256_cvtepi32_ps(_mm256_srli_epi32(codes, 4))};
+#else
+    std::array<Lanes, 2> found;
+    for (int64_t lane = 0; lane < lanes; lane++) {
+      found[0][lane] = from[lane] & 15;
+      found[1][lane] = from[lane] >> 4;
+    }
+    return found;
+#endif
+  }
+
+  // `chunks`: of `lanes` bytes, in half a block.
+  template <int some_rows, int chunks>
+  void block(int64_t row, int64_t first) const {
+    constexpr int64_t half = chunks * lanes;
+    const uint8_t* codes = packed + first * width / 2;
+    float totals[some_rows][2 * half] = {};
+    for (int64_t i = 0; i < width;) {
+      const uint16_t* of_group = scales + (i / group * outs + first) * 2;
+      Lanes sums[some_rows][2][chunks] = {};
+      float inputs[some_rows] = {};
+      for (const int64_t end = i + group; i < end; i++, codes += half) {
+        __builtin_prefetch(codes + 4096, 0, 2);
+        for (int chunk = 0; chunk < chunks; chunk++) {
+          const std::array<Lanes, 2> weights = halves(codes + chunk * lanes);
+          for (int other = 0; other < some_rows; other++)
+            for (int side = 0; side < 2; side++)
+              sums[other][side][chunk] += input[(row + other) * width + i] * weights[side];
+        }
+        for (int other = 0; other < some_rows; other++) inputs[other] += input[(row + other) * width + i];
+      }
+      float scale[2 * half], offset[2 * half];
+      for (int64_t one = 0; one < 2 * half; one++) {
+        scale[one] = from_bfloat16(of_group[2 * one]);
+        offset[one] = from_bfloat16(of_group[2 * one + 1]) - 8 * scale[one];
+      }
+      for (int other = 0; other < some_rows; other++) {
+        float found[2 * half];
+        std::memcpy(found, sums[other], sizeof(found));
+        for (int64_t one = 0; one < 2 * half; one++)
+          totals[other][one] += found[one] * scale[one] + inputs[other] * offset[one];
+      }
+    }
+    for (int other = 0; other < some_rows; other++)
+      std::memcpy(out + (row + other) * outs + first, totals[other], sizeof(totals[other]));
+  }
+
+  template <int chunks>
+  void compute() const {
+    constexpr int64_t outs_of_block = 2 * chunks * lanes;
+    const int64_t blocks = outs / outs_of_block, threads = torch::stable::get_num_threads();
+    torch::stable::parallel_for(0, blocks, std::max<int64_t>(1, (blocks + threads - 1) / threads),
+      [this](int64_t from, int64_t to) {
+        for (int64_t one = from; one < to; one++) {
+          int64_t row = 0;
+          for (; row + 4 <= rows; row += 4) block<4, chunks>(row, one * outs_of_block);
+          if (rows - row == 3) block<3, chunks>(row, one * outs_of_block);
+          if (rows - row == 2) block<2, chunks>(row, one * outs_of_block);
+          if (rows - row == 1) block<1, chunks>(row, one * outs_of_block);
+        }
+      });
+  }
+};
+
 Tensor linear(Tensor input, Tensor weight) { return product<float>(input, weight, nullptr); }
 
 Tensor int8_linear(Tensor input, Tensor codes, Tensor scales) {
   return product<int8_t>(input, codes, static_cast<const float*>(scales.data_ptr()));
 }
 
+Tensor int4_linear(Tensor input, Tensor packed, Tensor scales, int64_t outs_of_block) {
+  const int64_t rows = input.size(0), width = input.size(1), outs = packed.size(0), chunks = outs_of_block / lanes / 2;
+  Tensor out = torch::stable::new_empty(input, {rows, outs});
+  const FourBits product{
+    static_cast<const float*>(input.data_ptr()), static_cast<const uint8_t*>(packed.data_ptr()),
+    static_cast<const uint16_t*>(scales.data_ptr()), static_cast<float*>(out.data_ptr()), rows, outs, width,
+    width / scales.size(0)};
+  chunks == 1 ? product.compute<1>() : chunks == 2 ? product.compute<2>() : product.compute<4>();
+  return out;
+}
+
 }  // namespace
 
-// input float32 [rows, width], weight float32 or codes int8 [outs, width], both with a contiguous width, scales float32
-// [outs] -> [rows, outs].
+// input float32 [rows, width], weight float32 or codes int8 [outs, width], all with a contiguous width, scales float32
+// [outs] -> [rows, outs]. packed, scales of 4 bits: see `FourBits`.
 STABLE_TORCH_LIBRARY(kvengine, library) {
   library.def("linear(Tensor input, Tensor weight) -> Tensor");
   library.def("int8_linear(Tensor input, Tensor codes, Tensor scales) -> Tensor");
+  library.def("int4_linear(Tensor input, Tensor packed, Tensor scales, int outs_of_block) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvengine, CPU, library) {
   library.impl("linear", TORCH_BOX(&linear));
   library.impl("int8_linear", TORCH_BOX(&int8_linear));
+  library.impl("int4_linear", TORCH_BOX(&int4_linear));
 }

@@ -20,17 +20,17 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 
 @functools.cache
 def kernels() -> Any:
-    """The operators of `linear_kernels.cpp`, `linear` and `int8_linear`; None if they cannot be compiled."""
+    """The operators of `linear_kernels.cpp`; None if they cannot be compiled."""
     try:
         load_operators(_SOURCE, "The fastest product of linear layers")
     except ConfigError as error:
         getLogger("engine").debug(str(error))
         return None
     operators = torch.ops.kvengine
-    for name in ("linear", "int8_linear"):
+    for name in ("linear", "int8_linear", "int4_linear"):
         torch.library.register_fake(f"kvengine::{name}", _empty_product)
     return operators
 
 
-def _empty_product(input: torch.Tensor, weight: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
+def _empty_product(input: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
     return input.new_empty(input.shape[0], weight.shape[0])

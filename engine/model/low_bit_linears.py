@@ -1,7 +1,7 @@
 """Linear layers with weights of 8 or 4 bits, for `EngineConfig(weights=...)` on a CPU.
 
-The products of 8 bits are a kernel of this package, or torch's operator where that cannot be compiled; those of 4 bits
-are torch's. Its operators are fast with bfloat16 activations only: a float32 layer casts its input and its output.
+The products are kernels of this package, with inputs in float32. Where they cannot be compiled they are torch's
+operators, which are fast with bfloat16 only: a float32 layer casts its input and its output.
 Steps of many rows multiply with the weights in full, a block of them at a time.
 """
 
@@ -69,7 +69,7 @@ class Int4Linear(nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__()
-        self.bias, self.out_features = bias, weight.shape[0]
+        self.bias, self.out_features, self.layout = bias, weight.shape[0], _layout()
         weight = functional.pad(weight, (0, 0, 0, -weight.shape[0] % _PACKED))
         blocks = weight.view(weight.shape[0], -1, _GROUP).split(max(1, _FITTED // weight.shape[1]))
         codes, scales = zip(*(_four_bits(block.float()) for block in blocks), strict=True)
@@ -83,14 +83,22 @@ class Int4Linear(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = input.reshape(-1, input.shape[-1])
-        if rows.shape[0] <= _FEW_ROWS or (layout := _layout()) is None:
-            out = int4_product(rows.to(torch.bfloat16), self.packed, self.group, self.scales).to(input.dtype)
+        if rows.shape[0] <= _FEW_ROWS or self.layout is None:
+            out = self._product(rows).to(input.dtype)
         else:
             step = -(-_block(input) // _PACKED) * _PACKED
             parts = zip(self.packed.split(step), self.scales.split(step, dim=1), strict=True)
-            blocks = (_decoded(layout.unpack(packed), scales.transpose(0, 1)) for packed, scales in parts)
+            blocks = (_decoded(self.layout.unpack(packed), scales.transpose(0, 1)) for packed, scales in parts)
             out = torch.cat([functional.linear(rows, block.to(input.dtype)) for block in blocks], dim=-1)
         return _shaped(out[:, : self.out_features], input, self.bias)
+
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.layout is not None and self.layout.halves and self.layout.outs >= 32 and kernels() is not None:
+            out: torch.Tensor = kernels().int4_linear(
+                rows.float().contiguous(), self.packed, self.scales, self.layout.outs
+            )
+            return out
+        return int4_product(rows.to(torch.bfloat16), self.packed, self.group, self.scales)
 
 
 class Int8Embedding(nn.Module):

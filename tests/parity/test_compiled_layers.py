@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import os
+import random
 import shutil
 import stat
 import subprocess
@@ -116,6 +117,26 @@ def test_a_package_that_cannot_be_loaded_is_left_out(llama, monkeypatch):
     out = engine.Generator(llama, config=AUTO).generate(prompt(2), **GREEDY)
     assert torch.equal(out.sequences, reference(llama, prompt(2)))
     assert out.stats.compiled == "off: KeyError: 'constant of the compiler'"
+
+
+@pytest.mark.slow
+def test_mixed_calls_compile_nothing_more(llama, monkeypatch):
+    generator, draw, compiled = engine.Generator(llama, config=AUTO), random.Random(0), 0
+    for rows in (1, 2, 5, 9):
+        assert generator.warmup(prompt(rows, pads=0), **GREEDY) == "4 layers"
+    loaded, load = [], layer_packages.load_package
+    monkeypatch.setattr(layer_packages, "load_package", lambda *given: loaded.append(given) or load(*given))
+    monkeypatch.setattr(subprocess, "Popen", None)  # nothing is built
+    for _ in range(100):
+        arguments = draw.choice(
+            [{}, {}, {"num_beams": 2}, {"do_sample": True, "top_k": 1}, {"repetition_penalty": 1.3}]
+        )
+        inputs = prompt(draw.randint(1, 16), tokens=draw.randint(8, 90), seed=draw.randint(0, 99))
+        out = generator.generate(inputs, **GREEDY | arguments)
+        assert torch.equal(out.sequences, llama.generate(**inputs, **GREEDY | arguments))
+        compiled += out.stats.compiled == "4 layers"
+    assert compiled > 60  # all but beams, whose rows share a prefix
+    assert not loaded
 
 
 @pytest.mark.slow

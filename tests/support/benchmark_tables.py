@@ -13,6 +13,10 @@ _SHORT = {  # rows of the README's table, by the name in the results
     "dynamic": "kvengine `dynamic`",
     "static, compiled": "kvengine `static`, step compiled",
     "llama.cpp, float32": "llama.cpp, float32",
+    "int8 weights": 'kvengine `static`, step compiled, `weights="int8"`',
+    "llama.cpp, Q8_0": "llama.cpp, Q8_0",
+    "int4 weights": 'kvengine `static`, step compiled, `weights="int4"`',
+    "llama.cpp, Q4_0": "llama.cpp, Q4_0",
 }
 
 
@@ -46,10 +50,13 @@ def short_speed(report: Report) -> str:
     """Of the README: a few rows of `speed`."""
     cases = report["cases"]
     rows = [["floor: weights and cache read once", *(f"{case['floor_ms']:.1f}" for case in cases)]]
-    for name, title in _SHORT.items():
-        rows.append([title, *(spread(case["engines_ms"][name]) for case in cases)])
+    rows += [[title, *_times(cases, name)] for name, title in _SHORT.items() if name in cases[0]["engines_ms"]]
     head = ["ms per token, median (least to most)", *(f"behind {case['prompt_tokens']} tokens" for case in cases)]
     return text(table(head, rows, "lrr"), f"{machine(report)}, {report['bandwidth_gb_per_s']:.0f} GB/s.")
+
+
+def _times(cases: list[Report], name: str) -> list[str]:
+    return [spread(case["engines_ms"][name]) if name in case["engines_ms"] else "" for case in cases]
 
 
 def speed(report: Report) -> str:
@@ -57,7 +64,7 @@ def speed(report: Report) -> str:
     assert all(same for case in cases for same in case["same_text"].values())
     head = ["", *(f"prompt {case['prompt_tokens']}" for case in cases)]
     engines = [["floor: reading weights and cache once", *(f"{case['floor_ms']:.1f}" for case in cases)]]
-    engines += [[name, *(spread(case["engines_ms"][name]) for case in cases)] for name in cases[0]["engines_ms"]]
+    engines += [[name, *_times(cases, name)] for name in cases[0]["engines_ms"]]
     parts = [[name, *(f"{case['step_ms'][name]:.2f}" for case in cases)] for name in cases[0]["step_ms"]]
     overhead = ", ".join(f"{name} {taken['median']:.2f} ms" for name, taken in report["loop_overhead_ms"].items())
     return text(
@@ -67,6 +74,20 @@ def speed(report: Report) -> str:
         table(head, parts),
         f"The loop itself, everything outside `model(...)`, on a model of 4 layers, 256 wide: {overhead} per token.",
     )
+
+
+def scaling(report: Report) -> str:
+    parts: list[str | list[str]] = [f"{machine(report)}; ms per step, median of a few runs, and MB of the cache."]
+    for name, curve in report["curves"].items():
+        engines = list(curve["exponents"])
+        rows = [[size, *(_point(point.get(one)) for one in engines)] for size, point in curve["points"].items()]
+        exponents = [f"{fit['ms']:.2f}; {fit['bytes']:.2f}" for fit in curve["exponents"].values()]
+        parts.append(table([name, *engines], [*rows, ["exponents", *exponents]], "r" * (1 + len(engines))))
+    return text(*parts)
+
+
+def _point(point: Report | None) -> str:
+    return "" if point is None else f"{point['ms']['median']:.1f}; {point['bytes'] / 1e6:,.1f} MB"
 
 
 def memory(report: Report) -> str:
@@ -250,6 +271,7 @@ TABLES = {
     "out_of_memory": ("out-of-memory-cpu", out_of_memory),
     "assisted": ("assisted-cpu", assisted),
     "branching": ("branching-cpu", branching),
+    "scaling": ("scaling-cpu", scaling),
     "speed": ("decode-cpu", speed),
     "memory": ("memory-cpu", memory),
     "memory_long": ("memory-long-cpu", memory),

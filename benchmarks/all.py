@@ -1,0 +1,52 @@
+"""All benchmarks, one after the other, and their plots: `make bench`. Takes about an hour on two quiet cores.
+
+    python benchmarks/all.py --only "decode; scaling"
+
+Each runs in a process of its own and writes results/PROCESSOR/NAME-cpu.json, where the documentation reads it. Peers
+are measured in turns in the same run; llama.cpp takes part where it is installed (`pip install -e '.[peers]'`).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from common import folder_of_results, picked
+
+HERE = Path(__file__).parent
+_LONG = "transformers quanto, 4 bits; transformers hqq, 4 bits; dynamic; quantized: quanto, 4 bits; " \
+        "quantized: quanto, 4 bits, fused; quantized: hqq, 4 bits; quantized: hqq, 4 bits, fused"  # fmt: skip
+COMMANDS: dict[str, list[str]] = {
+    "decode": ["decode.py"],
+    "branching": ["branching.py"],
+    "scaling": ["scaling.py"],
+    "memory": ["memory.py", "--peak", "--contexts", "1024,4096"],
+    "memory-long": ["memory.py", "--peak", "--contexts", "16384", "--only", _LONG],
+    "quality": ["quality.py"],
+    "assisted": ["assisted.py"],
+    "out-of-memory": ["out_of_memory.py"],
+    "startup": ["startup.py"],
+}
+PLOTTED = ("decode", "branching", "scaling", "quality")
+
+
+def main(only: Annotated[str, typer.Option(help="names with ; between, or 'all'")] = "all") -> None:
+    folder, failed = folder_of_results(), []
+    for name, (script, *options) in picked(COMMANDS, only).items():
+        out, begun = folder / f"{name}-cpu.json", time.monotonic()
+        done = subprocess.run([sys.executable, HERE / script, *options, "--out", out])
+        print(f"{name}: {time.monotonic() - begun:.0f} s, exit code {done.returncode}", flush=True)
+        if done.returncode != 0:
+            failed.append(name)
+        elif name in PLOTTED:
+            subprocess.run([sys.executable, HERE / "plot.py", out], check=True)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
