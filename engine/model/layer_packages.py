@@ -49,7 +49,7 @@ from engine.model.linear_backend import Table
 from engine.model.package_builder import LAYER, failure_of, write_job
 from engine.out_of_memory import first_line, in_words
 
-_FORMAT = 4  # of packages: those of other versions are ignored
+_FORMAT = 5  # of packages: those of other versions are ignored
 _PRIORITY = 5  # a lower one costs more: every slice that it gets delays both threads of a product, for longer in all
 _MOST_ROWS = 16  # of a step: with 32, the products take so long that compiled layers gain nothing (Intel Xeon)
 _PATIENCE = 16  # steps between two looks for a package

@@ -36,6 +36,9 @@ from engine.model.linear_routes import (
 _ALL_ONEDNN: Names = ("onednn", "onednn", "swapped", "swapped", "swapped", "onednn")
 
 
+_TRANSPOSED: Names = ("swapped", "mm")
+
+
 class Table:
     """The route of each product. names: by the matrix's shape; shapes that are not there use torch's own."""
 
@@ -52,11 +55,19 @@ class Table:
         return None if by_rows is None else by_rows[bisect_left(ROW_LIMITS, rows)]
 
     def for_compiled_code(self) -> Table:
-        """The same with the kernel, or torch's own, in place of transposed products, which torch's compiler lacks."""
-        other = "kernel" if "kernel" in routes() else TORCH
+        """The same with the kernel in place of torch's own for up to 16 rows, as rounding differs anyway, and of
+        transposed products, which torch's compiler lacks."""
+        if "kernel" not in routes():
+            return _with_known_routes(
+                {shape: _replaced(names, _TRANSPOSED, TORCH) for shape, names in self._names.items()}
+            )
+        few = bisect_left(ROW_LIMITS, 16) + 1
         names = {
-            shape: tuple(other if name in ("swapped", "mm") else name for name in by_rows)
-            for shape, by_rows in self._names.items()
+            shape: (
+                *_replaced(names[:few], (TORCH, *_TRANSPOSED), "kernel"),
+                *_replaced(names[few:], _TRANSPOSED, TORCH),
+            )
+            for shape, names in self._names.items()
         }
         return _with_known_routes(names)
 
@@ -68,6 +79,10 @@ class Table:
         if len(by_routes) == 1:
             return next(iter(by_routes))
         return "; ".join(f"{' '.join(shapes)}: {text}" for text, shapes in by_routes.items())
+
+
+def _replaced(names: Names, old: Names, new: str) -> Names:
+    return tuple(new if name in old else name for name in names)
 
 
 def _with_known_routes(names: dict[Shape, Names]) -> Table:
@@ -86,7 +101,6 @@ def table_for(model: nn.Module, choice: str) -> Table | None:
     shapes = {shape_of(weight) for weight in weights if _is_plain(weight) and weight.numel()}
     if not shapes or choice == "default" or (choice == "onednn" and not has_onednn()):
         return None
-    known = routes()
     if choice == "auto":
         names = {shape: by_rows for shape, by_rows in fastest(shapes).items() if by_rows != ALL_TORCH}
         if not names:
@@ -94,7 +108,7 @@ def table_for(model: nn.Module, choice: str) -> Table | None:
     else:
         names = dict.fromkeys(shapes, _ALL_ONEDNN)
     install()
-    return Table(names, known)
+    return Table(names, routes())
 
 
 class _Active(threading.local):

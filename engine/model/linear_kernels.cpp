@@ -22,8 +22,8 @@ constexpr int64_t lanes = 16;
 #else
 constexpr int64_t lanes = 8;
 #endif
-// One tile's sums stay in registers: 32 of them with AVX-512, otherwise 16.
-constexpr int outs_at_once = lanes == 16 ? 4 : 2, rows_at_once = lanes == 16 ? 6 : 4;
+// The sums of a tile stay in registers: there are 32 with AVX-512, otherwise 16.
+constexpr int outs_at_once = 4, rows_at_once = lanes == 16 ? 6 : 2;
 typedef float Lanes __attribute__((vector_size(4 * lanes)));
 typedef float Quarter __attribute__((vector_size(16)));
 

@@ -34,6 +34,7 @@ class Int8Linear(nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__()
+        kernels()  # compiles them, if need be
         self.bias = bias
         weight = weight.float()
         scales = (weight.abs().amax(dim=1) / 127).clamp_min(1e-30)
@@ -55,7 +56,7 @@ class Int8Linear(nn.Module):
 
 def _int8_product(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     if (operators := kernels()) is not None:
-        out: torch.Tensor = operators.int8_linear(rows.float().contiguous(), codes, scales)
+        out: torch.Tensor = operators.int8_linear(rows.float().contiguous(), codes, scales.float())
         return out
     # torch's operator takes scales in bfloat16, which would change all weights of an output alike.
     ones = torch.ones_like(scales, dtype=torch.bfloat16)
@@ -69,6 +70,7 @@ class Int4Linear(nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__()
+        kernels()  # compiles them, if need be
         self.bias, self.out_features, self.layout = bias, weight.shape[0], _layout()
         weight = functional.pad(weight, (0, 0, 0, -weight.shape[0] % _PACKED))
         blocks = weight.view(weight.shape[0], -1, _GROUP).split(max(1, _FITTED // weight.shape[1]))
@@ -93,12 +95,11 @@ class Int4Linear(nn.Module):
         return _shaped(out[:, : self.out_features], input, self.bias)
 
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.layout is not None and self.layout.halves and self.layout.outs >= 32 and kernels() is not None:
-            out: torch.Tensor = kernels().int4_linear(
-                rows.float().contiguous(), self.packed, self.scales, self.layout.outs
-            )
+        rows, scales, layout = rows.contiguous(), self.scales.to(torch.bfloat16), self.layout
+        if layout is not None and layout.halves and layout.outs >= 32 and (operators := kernels()) is not None:
+            out: torch.Tensor = operators.int4_linear(rows.float(), self.packed, scales, layout.outs)
             return out
-        return int4_product(rows.to(torch.bfloat16), self.packed, self.group, self.scales)
+        return int4_product(rows.to(torch.bfloat16), self.packed, self.group, scales)
 
 
 class Int8Embedding(nn.Module):

@@ -24,6 +24,7 @@ from caches.quantization.machine import write_atomically
 from caches.torch_api import compile_package, state_without_hooks
 from engine.model.layer_step import LayerStep, dynamic_shapes
 from engine.model.linear_backend import Table, active, install
+from engine.model.linear_kernels import kernels
 
 LAYER = "layer."  # before the names of the weights in a package
 _KEPT = 64  # elements: larger tensors come to the other process without their values
@@ -65,6 +66,7 @@ def build(job: Path) -> None:
     cache, threads, linears, steps = pickle.loads(job.read_bytes())
     torch.set_num_threads(threads)
     install()
+    kernels()  # before layers that use them are traced
     cache.begin(1, graph=True)
     for package, (layer, call, index, slots) in steps.items():
         try:

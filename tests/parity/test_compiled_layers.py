@@ -71,6 +71,9 @@ def test_other_strategies(llama):
     for arguments in ({"num_beams": 3}, {"num_beams": 2, "length_penalty": 0.5}, {"prompt_lookup_num_tokens": 3}):
         out = generator.generate(prompt(1, pads=0), **GREEDY | arguments)
         assert torch.equal(out.sequences, reference(llama, prompt(1, pads=0), **arguments))
+    out = generator.generate(prompt(17), **GREEDY)
+    assert torch.equal(out.sequences, reference(llama, prompt(17)))
+    assert out.stats.compiled.startswith("off: for more than 16 rows")
     out = generator.generate(prompt(3), **GREEDY, output_hidden_states=True, return_dict_in_generate=True)
     assert torch.equal(out.sequences, reference(llama, prompt(3)))
     assert len(out.hidden_states) == GREEDY["max_new_tokens"]
