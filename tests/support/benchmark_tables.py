@@ -46,13 +46,20 @@ def text(*parts: str | list[str]) -> str:
     return "\n\n".join(part if isinstance(part, str) else "\n".join(part) for part in parts) + "\n"
 
 
-def short_speed(report: Report) -> str:
-    """Of the README: a few rows of `speed`."""
-    cases = report["cases"]
+def short_speed(reports: list[Report]) -> str:
+    """Of the README: a few rows of `speed`, the medians alone, of all processors."""
+    cases = [case for report in reports for case in report["cases"]]
     rows = [["floor: weights and cache read once", *(f"{case['floor_ms']:.1f}" for case in cases)]]
-    rows += [[title, *_times(cases, name)] for name, title in _SHORT.items() if name in cases[0]["engines_ms"]]
-    head = ["ms per token, median (least to most)", *(f"behind {case['prompt_tokens']} tokens" for case in cases)]
-    return text(table(head, rows, "lrr"), f"{machine(report)}, {report['bandwidth_gb_per_s']:.0f} GB/s.")
+    for name, title in _SHORT.items():
+        taken = [case["engines_ms"].get(name) for case in cases]
+        rows.append([title, *("" if one is None else f"{one['median']:.1f}" for one in taken)])
+    head = [f"{_kind(report)}, {case['prompt_tokens']}" for report in reports for case in report["cases"]]
+    machines = "; ".join(f"{machine(report)}, {report['bandwidth_gb_per_s']:.0f} GB/s" for report in reports)
+    return text(table(["ms per token behind so many tokens", *head], rows, "l" + "r" * len(head)), f"{machines}.")
+
+
+def _kind(report: Report) -> str:
+    return " ".join(report["processor"].replace("(R)", "").split()[:2])
 
 
 def _times(cases: list[Report], name: str) -> list[str]:

@@ -140,7 +140,7 @@ def test_a_damaged_library_is_compiled_once_more(folder, compiler, monkeypatch):
             raise ImportError("file too short")
         return path
 
-    monkeypatch.setattr(kernel_build, "_loaded", load)
+    monkeypatch.setattr(kernel_build, "_module", load)
     assert kernel_build.compiled.__wrapped__(folder / "one.cpp", "fused=True").read_text() == f"half of {SOURCE}"
 
 
