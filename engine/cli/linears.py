@@ -50,7 +50,7 @@ def _as_text(report: dict[str, Any], width: int) -> str:
     rows = [[f"{one['outputs']} x {one['inputs']}", str(one["layers"]), *one["fastest"].values()] for one in shapes]
     closing = (
         f"The fastest product by rows (tokens of all sequences in a step), float32, {report['threads']} threads. "
-        '"torch" is its own; another one is used where it is faster by a tenth.'
+        '"torch" is its own, "kernel" this package\'s; another than torch\'s is used where it is faster by a tenth.'
     )
     layout = aligned if fits(columns, rows, width) else blocks
     return f"{layout(columns, rows, width)}\n\n{wrapped(closing, width)}"

@@ -36,9 +36,6 @@ from engine.model.linear_routes import (
 _ALL_ONEDNN: Names = ("onednn", "onednn", "swapped", "swapped", "swapped", "onednn")
 
 
-_TRANSPOSED: Names = ("swapped", "mm")
-
-
 class Table:
     """The route of each product. names: by the matrix's shape; shapes that are not there use torch's own."""
 
@@ -55,19 +52,12 @@ class Table:
         return None if by_rows is None else by_rows[bisect_left(ROW_LIMITS, rows)]
 
     def for_compiled_code(self) -> Table:
-        """The same with the kernel in place of torch's own for up to 16 rows, as rounding differs anyway, and of
+        """The same with the kernel, where there is one, in place of torch's own, as rounding differs anyway, and of
         transposed products, which torch's compiler lacks."""
-        if "kernel" not in routes():
-            return _with_known_routes(
-                {shape: _replaced(names, _TRANSPOSED, TORCH) for shape, names in self._names.items()}
-            )
-        few = bisect_left(ROW_LIMITS, 16) + 1
+        other = "kernel" if "kernel" in routes() else TORCH
         names = {
-            shape: (
-                *_replaced(names[:few], (TORCH, *_TRANSPOSED), "kernel"),
-                *_replaced(names[few:], _TRANSPOSED, TORCH),
-            )
-            for shape, names in self._names.items()
+            shape: tuple(name if name == "onednn" else other for name in by_rows)
+            for shape, by_rows in self._names.items()
         }
         return _with_known_routes(names)
 
@@ -79,10 +69,6 @@ class Table:
         if len(by_routes) == 1:
             return next(iter(by_routes))
         return "; ".join(f"{' '.join(shapes)}: {text}" for text, shapes in by_routes.items())
-
-
-def _replaced(names: Names, old: Names, new: str) -> Names:
-    return tuple(new if name in old else name for name in names)
 
 
 def _with_known_routes(names: dict[Shape, Names]) -> Table:

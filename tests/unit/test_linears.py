@@ -77,6 +77,14 @@ def test_rows_and_shape_choose_the_route(rows, shape, expected):
     assert str(table).startswith("256x512: onednn; 512x256: 1 row torch, 2-4 mm, 5-8 onednn")
 
 
+def test_what_compiled_code_multiplies_with(monkeypatch):
+    table = Table({(512, 256): ("torch", "mm", "onednn", "swapped", "torch", "onednn")}, linear_routes.routes())
+    for there, other in ((object(), "kernel"), (None, "torch")):
+        monkeypatch.setattr(linear_routes, "kernels", lambda there=there: there)
+        text = str(table.for_compiled_code())
+        assert text == f"1 row {other}, 2-4 {other}, 5-8 onednn, 9-16 {other}, 17-32 {other}, more onednn"
+
+
 def test_new_weights_are_seen():
     layer, input = nn.Linear(8, 8), torch.randn(2, 8)
     table = table_for(layer, "onednn")
