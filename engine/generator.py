@@ -83,7 +83,7 @@ class Generator:
         """
         if isinstance(arguments.get("cache"), EngineCache):
             raise OptionError("warmup writes into the cache: give the name of a cache")
-        self._runner.discard_graphs(retry=True)
+        self._runner.retry_compiling()
         for _ in range(2):
             found = self.generate(inputs, **arguments | {"max_new_tokens": 4, "min_new_tokens": 4})
             self._runner.finish_compiling()

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache as cached
 from functools import partial
@@ -44,7 +44,7 @@ from caches.torch_api import (
 from caches.transfer.export_buffers import LayerBuffers
 from caches.transformers_api import records_outputs
 from engine.errors import OptionError
-from engine.model.layer_step import Call, LayerStep, rows_like
+from engine.model.layer_step import Call, LayerStep, rows_like, tensors_of
 from engine.model.linear_backend import Table
 from engine.model.package_builder import LAYER, failure_of, write_job
 from engine.out_of_memory import first_line, in_words
@@ -61,15 +61,14 @@ _log = getLogger("engine")
 class LayerPackages:
     """The compiled layers of one model. linears: the matrix products of its linear layers.
 
-    state: what became of it, in words. retries: whether packages are built that could not be built before. Call its
-    methods in the model's turn, except for `wait`.
+    state: what became of it, in words. Call its methods in the model's turn, except for `wait`.
     """
 
     def __init__(self, model: PreTrainedModel, linears: Table | None):
         self.model, self.linears = model, linears
         self._sets: dict[Any, _Set] = {}
         self.state = "off: no step on a cache of fixed size yet"
-        self.retries = False
+        self._retries = False
 
     def __len__(self) -> int:
         """How many sets of compiled layers are in use."""
@@ -77,6 +76,11 @@ class LayerPackages:
 
     def clear(self) -> None:
         self._sets.clear()
+
+    def retry(self) -> None:
+        """Build packages that could not be built before, also in other processes."""
+        self._retries = True
+        self._sets = {key: one for key, one in self._sets.items() if one.phase != "refused"}
 
     def wait(self) -> None:
         """Wait for the processes that build packages."""
@@ -93,7 +97,7 @@ class LayerPackages:
         bounds = tuple(None if one.retention.bound is None else one.room for one in cache.stack.timelines)
         key = rows_like(rows), bounds, torch.get_num_threads()
         if key not in self._sets:
-            self._sets[key] = _Set(self.model, self.linears, self.retries)
+            self._sets[key] = _Set(self.model, self.linears, self._retries)
         found = self._sets[key]
         computes = found.advance(cache)
         self.state = found.state
@@ -318,7 +322,7 @@ class _Set:
         assert run is not None
 
         def tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            inputs = list(_tensors((*args, *kwargs.values())))
+            inputs = list(tensors_of((*args, *kwargs.values())))
             return inputs, buffers.tensors(inputs[0].shape[0])
 
         def compiled(*args: Any, **kwargs: Any) -> Any:
@@ -359,15 +363,6 @@ def _recording(layer: _Layer) -> Callable[..., Any]:
         return layer.forward(*args, **kwargs)
 
     return forward
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among arguments, in the order in which `LayerStep` has them."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value.contiguous()
-        elif isinstance(value, tuple | list):
-            yield from _tensors(value)
 
 
 def _present(results: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:

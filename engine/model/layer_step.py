@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -80,6 +80,15 @@ class LayerStep(nn.Module):
         ]
         values = [str(value) for value in self._values if isinstance(value, _PLAIN)]
         return [str(self._spec), *shapes, *values, str(rows_like(self._rows)), *_structure(self.layer)]
+
+
+def tensors_of(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments, in the order of `LayerStep.inputs`."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value.contiguous()
+        elif isinstance(value, tuple | list):
+            yield from tensors_of(value)
 
 
 def rows_like(rows: int) -> tuple[int, int]:

@@ -109,16 +109,18 @@ class ModelRunner:
         if self._packages is not None:
             self._packages.wait()
 
-    def discard_graphs(self, retry: bool = False) -> None:
-        """Discard the compiled code of this runner; a later call loads or compiles it again.
+    def retry_compiling(self) -> None:
+        """Let later calls compile layers that could not be compiled before."""
+        if self._packages is not None:
+            with self._turn:
+                self._packages.retry()
 
-        retry: also what could not be compiled before.
-        """
+    def discard_graphs(self) -> None:
+        """Discard the compiled code of this runner; a later call loads or compiles it again."""
         with self._turn:
             if self._compiled is not None:
                 discard_compiled(self._step)
             if self._packages is not None:
-                self._packages.retries |= retry
                 self._packages.clear()
 
     @property

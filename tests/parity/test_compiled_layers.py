@@ -127,6 +127,7 @@ def test_mixed_calls_compile_nothing_more(llama, monkeypatch):
     generator, draw, compiled = engine.Generator(llama, config=AUTO), random.Random(0), 0
     for rows in (1, 2, 5, 9):
         assert generator.warmup(prompt(rows, pads=0), **GREEDY) == "4 layers"
+    assert generator.pools["graphs"] == 4
     loaded, load = [], layer_packages.load_package
     monkeypatch.setattr(layer_packages, "load_package", lambda *given: loaded.append(given) or load(*given))
     monkeypatch.setattr(subprocess, "Popen", None)  # nothing is built
