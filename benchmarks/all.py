@@ -18,8 +18,8 @@ import typer
 from common import folder_of_results, picked
 
 HERE = Path(__file__).parent
-_LONG = "transformers quanto, 4 bits; transformers hqq, 4 bits; dynamic; quantized: quanto, 4 bits; " \
-        "quantized: quanto, 4 bits, fused; quantized: hqq, 4 bits; quantized: hqq, 4 bits, fused"  # fmt: skip
+_LONG = "transformers quanto, 4 bits; transformers hqq, 4 bits; dynamic; quantized: quanto, 4 bits, unpacked; " \
+        "quantized: quanto, 4 bits, fused; quantized: hqq, 4 bits, unpacked; quantized: hqq, 4 bits, fused"  # fmt: skip
 COMMANDS: dict[str, list[str]] = {
     "decode": ["decode.py"],
     "branching": ["branching.py"],

@@ -76,10 +76,9 @@ def rows_for(setting: Setting) -> dict[str, Row]:
     """By name; transformers' own first, its default before all: the others are compared with them."""
     theirs_away = () if setting.device == "cpu" else ("offloaded", "offloaded_static")
     hqq = {"backend": "hqq", "nbits": 4}
-    fused = {
-        f"quantized: {name}, fused": Row("quantized", options | {"fused": True}, peer=f"transformers {name}")
-        for name, options in (("quanto, 4 bits", {"nbits": 4}), ("hqq, 4 bits", hqq))
-    }
+    has_kernels = (setting.device, setting.dtype) == ("cpu", "float32")
+    quantized = {"quanto, 4 bits": {"nbits": 4}, "quanto, 2 bits": {"nbits": 2}, "hqq, 4 bits": hqq}
+    attention = {"fused": {"fused": True}, "unpacked": {"fused": False}} if has_kernels else {"unpacked": {}}
     return {
         "transformers dynamic": Row("dynamic", lossless=True, theirs=True),
         "transformers static": Row("static", lossless=True, theirs=True),
@@ -92,10 +91,11 @@ def rows_for(setting: Setting) -> dict[str, Row]:
         "offloaded": Row("offloaded", peer="transformers offloaded", lossless=True),
         "offloaded_static": Row("offloaded_static", peer="transformers offloaded_static", lossless=True),
         "offloaded, on disk": Row("offloaded", {"residency": "disk"}, lossless=True),
-        "quantized: quanto, 4 bits": Row("quantized", {"nbits": 4}, peer="transformers quanto, 4 bits"),
-        "quantized: quanto, 2 bits": Row("quantized", {"nbits": 2}, peer="transformers quanto, 2 bits"),
-        "quantized: hqq, 4 bits": Row("quantized", hqq, peer="transformers hqq, 4 bits"),
-        **(fused if (setting.device, setting.dtype) == ("cpu", "float32") else {}),
+        **{
+            f"quantized: {name}, {attends}": Row("quantized", options | more, peer=f"transformers {name}")
+            for name, options in quantized.items()
+            for attends, more in attention.items()
+        },
         "quantized: kivi, 4 bits": Row("quantized", {"backend": "kivi", "nbits": 4}),
         "quantized: fp8": Row("quantized", {"backend": "fp8"}),
         "offloaded_quantized": Row("offloaded_quantized", peer="transformers quanto, 4 bits"),

@@ -48,9 +48,10 @@ class QuantizedCacheConfig(PlacedCacheConfig):
         next smaller divisor.
     residual_length: the number of most recent tokens in full precision.
     compute_dtype: the data type of scales and of the arithmetic of decoding; None is the model's.
-    fused: whether attention multiplies with the packed codes, in kernels that a C++ compiler builds on first use. The
-        fastest choice for float32 on a CPU; not for 3 bits or fp8. Queries and attention weights are rounded to 16
-        bits, thousands of times finer than the codes.
+    fused: whether attention multiplies with the packed codes, in kernels that a C++ compiler builds on first use. None:
+        where there are kernels, which is the fastest: in float32 on a CPU, but for 3 bits and fp8. True: refuse the
+        rest. Queries and attention weights are rounded to 16 bits, thousands of times finer than the codes. False:
+        codes are unpacked first.
     residency: "device": the codes are on the device; "host": in host memory; "disk": in a temporary file in `folder`.
     folder: the folder for the file; None is the system's folder for temporary files, or /var/tmp if that is in memory.
     """
@@ -72,7 +73,7 @@ class QuantizedCacheConfig(PlacedCacheConfig):
     q_group_size: int | None = None
     residual_length: int = 128
     compute_dtype: str | None = None
-    fused: bool = False
+    fused: bool | None = None
     residency: str = "device"
     folder: str | None = None
 
@@ -103,11 +104,16 @@ class QuantizedCacheConfig(PlacedCacheConfig):
         check_residency(self.residency, self.folder, self.choices["residency"])
         if self.compute_dtype not in (None, *self.choices["compute_dtype"]):
             raise ConfigError(f"compute_dtype={self.compute_dtype!r} is no floating-point type to decode in")
-        if self.fused and (self.backend == "fp8" or self.bits == 3 or self.compute_dtype not in (None, "float32")):
+        if self.fused and not self.has_kernels:
             raise ConfigError(
                 f"fused=True, but there is no kernel for backend={self.backend!r} with nbits={self.bits} and "
                 f"compute_dtype={self.compute_dtype}: use 1, 2, 4 or 8 bits of quanto, hqq or kivi, in float32"
             )
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether there are kernels for attention over codes of this kind, in float32 on a CPU."""
+        return self.backend != "fp8" and self.bits != 3 and self.compute_dtype in (None, "float32")
 
     @property
     def bits(self) -> int:

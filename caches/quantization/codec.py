@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from caches.attention.segments import AffineSegment, Attend, DenseSegment, Segment
-from caches.quantization.fused_attention import QuantizedSegment, attention, check_fused, kernels
+from caches.quantization.fused_attention import KERNELS, QuantizedSegment, attention, check_fused, is_supported
 from configs import CODECS, ConfigError, QuantizedCacheConfig
 
 Parts = dict[str, torch.Tensor]  # "codes", "scale" and, but for fp8, "offset": [rows, heads, slots or blocks, ...]
@@ -35,15 +35,14 @@ class Codec(Protocol):
     def encode(self, dense: torch.Tensor) -> Parts:
         """Quantize [rows, heads, slots, head_dim]; `slots` is a multiple of `block`."""
 
-    def decode(self, parts: Parts, new_scratch: NewScratch) -> Segment:
-        """A segment of whole blocks; the scratch tensor has as many slots as are wanted of them."""
+    def decode(self, parts: Parts, new_scratch: NewScratch, attend: Attend | None) -> Segment:
+        """A segment of whole blocks, for this kernel; the scratch tensor has as many slots as are wanted of them."""
 
     def per_block(self, name: str) -> bool:
         """Whether the part `name` has one entry per block, not one per slot."""
 
-    @property
-    def attend(self) -> Attend | None:
-        """The kernel for attention over such segments and dense ones; None if there is none."""
+    def attend(self, dense: torch.Tensor) -> Attend | None:
+        """The kernel for attention over segments of what is like `dense`, and dense ones; None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Affine:
     bits: of a code. group: elements that share a scale and an offset. per_channel: a group is one channel of `group`
     slots; else it is `group` neighbouring channels of one slot, or the most below that which divide the head's width.
     choose: see `CHOICES`. scale_dtype: of scales, offsets and the arithmetic of decoding; None is the keys' data type.
-    fused: attention multiplies with the codes, see `fused_attention.py`.
+    fused: attention multiplies with the codes where `fused_attention.py` has a kernel; True: encoding refuses the rest.
     """
 
     bits: int
@@ -61,15 +60,15 @@ class Affine:
     per_channel: bool
     choose: Callable[[torch.Tensor, int], Choice]
     scale_dtype: torch.dtype | None = None
-    fused: bool = field(default=False, compare=False)  # the codes are the same
+    fused: bool | None = field(default=False, compare=False)  # the codes are the same
 
     @property
     def block(self) -> int:
         return self.group if self.per_channel else 1
 
-    @property
-    def attend(self) -> Attend | None:
-        return attention if self.fused else None
+    def attend(self, dense: torch.Tensor) -> Attend | None:
+        is_fused = self.fused is not False and is_supported(dense) and KERNELS.or_none() is not None
+        return attention if is_fused else None
 
     def per_block(self, name: str) -> bool:
         return self.per_channel and name != "codes"
@@ -91,8 +90,8 @@ class Affine:
             name: value.reshape(groups).to(dtype) for name, value in scales if value is not None
         }
 
-    def decode(self, parts: Parts, new_scratch: NewScratch) -> Segment:
-        if not self.fused:
+    def decode(self, parts: Parts, new_scratch: NewScratch, attend: Attend | None) -> Segment:
+        if attend is None:
             return self._unpacked(parts, new_scratch)
         return QuantizedSegment(
             parts["codes"],
@@ -231,12 +230,12 @@ def new_codec(options: QuantizedCacheConfig, name: str) -> Affine:
             f"pip install {facts.distribution}, or choose backend='kivi' or 'fp8', which need none"
         )
     if options.fused:
-        kernels()
+        KERNELS.or_error()
     return Affine(
         bits=options.bits,
         group=options.group,
         per_channel=options.is_per_channel(name),
         choose=CHOICES[options.backend],
         scale_dtype=None if options.compute_dtype is None else getattr(torch, options.compute_dtype),
-        fused=options.fused,
+        fused=options.fused if options.has_kernels else False,
     )

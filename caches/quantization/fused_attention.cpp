@@ -8,10 +8,9 @@
 // [rows, heads, slots, width]; then bits = 32. Scales, offsets, queries and results are float32. The innermost
 // dimension of all tensors is contiguous, and the width is a multiple of 8.
 
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-#include <torch/csrc/utils/pybind.h>  // <torch/extension.h> compiles half a minute longer
+#include <torch/csrc/stable/library.h>  // the stable interface compiles in seconds
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
 
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -20,13 +19,22 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <tuple>
+#include <optional>
 #include <vector>
 
 namespace {
 
-using Optional = std::optional<at::Tensor>;
-using Segment = std::tuple<at::Tensor, Optional, Optional, int64_t, int64_t>;  // codes, scale, offset, bits, block
+using torch::stable::Tensor;
+using Optional = std::optional<Tensor>;
+
+struct Segment {
+  Tensor codes;
+  Optional scale, offset;
+  int64_t bits, block;
+};
+
+inline const float* floats_of(const Tensor& of) { return static_cast<const float*>(of.const_data_ptr()); }
+inline float* floats_in(Tensor& of) { return static_cast<float*>(of.mutable_data_ptr()); }
 
 constexpr int64_t lanes = 8, shorts = 16, most_width = 512;
 constexpr int64_t few = 32;  // slots that are unpacked at a time
@@ -75,19 +83,21 @@ struct Slots {
   int64_t bytes, width, groups = 0, block, bits;
 
   Slots(const Segment& segment, int64_t width) : width(width) {
-    const auto& [stored, scale, offset, of_bits, of_block] = segment;
+    const Tensor& stored = segment.codes;
+    const Optional &scale = segment.scale, &offset = segment.offset;
     const int64_t item = stored.element_size();
     codes = static_cast<const uint8_t*>(stored.const_data_ptr()), bytes = stored.size(3);
-    bits = of_bits, block = of_block;
+    bits = segment.bits, block = segment.block;
     codes_row = stored.stride(0) * item, codes_head = stored.stride(1) * item, codes_stride = stored.stride(2) * item;
-    const auto contiguous = [](const at::Tensor& of) { return of.size(3) == 1 || of.stride(3) == 1; };
-    TORCH_CHECK(contiguous(stored) && (!scale || contiguous(*scale)), "the elements of a slot have to be contiguous");
+    const auto contiguous = [](const Tensor& of) { return of.size(3) == 1 || of.stride(3) == 1; };
+    STD_TORCH_CHECK(contiguous(stored) && (!scale || contiguous(*scale)), "a slot's elements have to be contiguous");
     if (!scale) return;
-    scales = scale->const_data_ptr<float>(), groups = block ? 0 : scale->size(3);
+    scales = floats_of(*scale), groups = block ? 0 : scale->size(3);
     scale_row = scale->stride(0), scale_head = scale->stride(1), scale_stride = scale->stride(2);
     if (!offset) return;
-    TORCH_CHECK(offset->strides() == scale->strides(), "scale and offset need the same strides");
-    offsets = offset->const_data_ptr<float>();
+    for (int64_t axis = 0; axis < 4; axis++)
+      STD_TORCH_CHECK(offset->stride(axis) == scale->stride(axis), "scale and offset need the same strides");
+    offsets = floats_of(*offset);
   }
 
   Slots of(int64_t row, int64_t head) const {
@@ -274,9 +284,9 @@ struct Queries {
   std::vector<int16_t> integers;
   std::vector<float> unit;
 
-  explicit Queries(const at::Tensor& given)
-      : exact(given.const_data_ptr<float>()), width(given.size(-1)), integers(given.numel()),
-        unit(given.numel() / given.size(-1)) {
+  explicit Queries(const Tensor& given)
+      : exact(floats_of(given)), width(given.size(3)), integers(given.numel()),
+        unit(given.numel() / given.size(3)) {
     for (int64_t i = 0; i < (int64_t)unit.size(); i++)
       unit[i] = rounded(exact + i * width, width, integers.data() + i * width);
   }
@@ -451,7 +461,7 @@ std::vector<Part> parts_of(const std::vector<Segment>& segments) {
   std::vector<Part> parts;
   int64_t slot = 0;
   for (int64_t segment = 0; segment < (int64_t)segments.size(); segment++) {
-    const int64_t count = std::get<0>(segments[segment]).size(2);
+    const int64_t count = segments[segment].codes.size(2);
     for (int64_t begin = 0; begin < count; begin += few)
       parts.push_back({segment, begin, std::min(begin + few, count), slot + begin});
     slot += count;
@@ -463,7 +473,7 @@ std::vector<Part> parts_of(const std::vector<Segment>& segments) {
 template <typename Work>
 void shared(int64_t rows, int64_t shares, const std::vector<Part>& parts, const Work& work) {
   const int64_t count = parts.size();
-  at::parallel_for(0, rows * shares, 1, [&](int64_t first, int64_t last) {
+  torch::stable::parallel_for(0, rows * shares, 1, [&](int64_t first, int64_t last) {
     for (int64_t job = first; job < last; job++) {
       const int64_t row = job / shares, share = job % shares;
       for (int64_t number = share * count / shares; number < (share + 1) * count / shares; number++)
@@ -473,19 +483,18 @@ void shared(int64_t rows, int64_t shares, const std::vector<Part>& parts, const 
 }
 
 int64_t shares_of(const std::vector<Part>& parts) {
-  return std::max<int64_t>(1, std::min<int64_t>(at::get_num_threads(), parts.size()));
+  return std::max<int64_t>(1, std::min<int64_t>(torch::stable::get_num_threads(), parts.size()));
 }
 
-}  // namespace
-
 // queries [rows, heads, tokens, width] -> [rows, heads, tokens, slots]
-at::Tensor scores(const Segment& keys, const at::Tensor& given) {
-  const auto queries = given.contiguous();
+Tensor scores(Tensor given, Tensor codes, Optional scale, Optional offset, int64_t bits, int64_t block) {
+  const Tensor queries = torch::stable::contiguous(given);
+  const Segment keys{codes, scale, offset, bits, block};
   const int64_t rows = queries.size(0), heads = queries.size(1), tokens = queries.size(2), width = queries.size(3);
-  const int64_t slots = std::get<0>(keys).size(2);
-  auto out = at::empty({rows, heads, tokens, slots}, queries.options());
+  const int64_t slots = codes.size(2);
+  Tensor out = torch::stable::new_empty(queries, {rows, heads, tokens, slots});
   const Queries asked(queries);
-  float* found = out.data_ptr<float>();
+  float* found = floats_in(out);
   const auto parts = parts_of({keys});
   const Slots stored(keys, width);
   shared(rows, shares_of(parts), parts, [&](int64_t row, int64_t, const Part& part) {
@@ -500,43 +509,65 @@ at::Tensor scores(const Segment& keys, const at::Tensor& given) {
 }
 
 // weights [rows, heads, tokens, slots] -> [rows, heads, tokens, width]
-at::Tensor mixed(const Segment& values, const at::Tensor& given, int64_t width) {
-  const auto weights = given.contiguous();
+Tensor mixed(Tensor given, Tensor codes, Optional scale, Optional offset, int64_t bits, int64_t block, int64_t width) {
+  const Tensor weights = torch::stable::contiguous(given);
+  const Segment values{codes, scale, offset, bits, block};
   const int64_t rows = weights.size(0), heads = weights.size(1), tokens = weights.size(2), slots = weights.size(3);
   const auto parts = parts_of({values});
   const int64_t shares = shares_of(parts);
   const Slots stored(values, width);
-  auto sums = at::zeros({rows, shares, heads, tokens, width}, weights.options());
+  Tensor sums = torch::stable::new_zeros(weights, {rows, shares, heads, tokens, width});
+  const float* by = floats_of(weights);
+  float* to = floats_in(sums);
   shared(rows, shares, parts, [&](int64_t row, int64_t share, const Part& part) {
     Memory memory;
     float of_part[few] = {};
     for (int64_t head = 0; head < heads; head++) {
       const Unpacked some = read(Of::values, stored.of(row, head), part.begin, part.end, memory);
       for (int64_t token = 0; token < tokens; token++) {
-        const float* weight = weights.const_data_ptr<float>() + ((row * heads + head) * tokens + token) * slots;
+        const float* weight = by + ((row * heads + head) * tokens + token) * slots;
         std::copy(weight + part.begin, weight + part.end, of_part);
-        add(of_part, some, sums.data_ptr<float>() + (((row * shares + share) * heads + head) * tokens + token) * width);
+        add(of_part, some, to + (((row * shares + share) * heads + head) * tokens + token) * width);
       }
     }
   });
-  return shares == 1 ? sums.squeeze(1) : sums.sum(1);
+  if (shares == 1) return torch::stable::squeeze(sums, 1);
+  const int64_t over[] = {1};
+  return torch::stable::sum(sums, over);
 }
 
 // Attention: scaled queries [rows, KV heads, queries, width] -> [rows, KV heads, queries, values' width].
 // mask: [rows, KV heads, heads per KV head, tokens, slots], added to the scores.
-at::Tensor attention(const at::Tensor& given, const std::vector<Segment>& keys, const std::vector<Segment>& values,
-                     const Optional& mask, int64_t out_width) {
-  const auto queries = given.contiguous();
+// tensors: of the segments of the keys, then of those of the values: codes, and scale and offset if there are.
+// layout: for each of these segments bits, block and the number of its tensors.
+Tensor attention(Tensor given, std::vector<Tensor> tensors, std::vector<int64_t> layout, Optional mask,
+                 int64_t out_width) {
+  const Tensor queries = torch::stable::contiguous(given);
+  std::vector<Segment> keys, values;
+  for (int64_t i = 0, at = 0, segments = layout.size() / 3; i < segments; i++) {
+    const int64_t *of = layout.data() + 3 * i, count = of[2];
+    (i < segments / 2 ? keys : values)
+        .push_back({tensors[at], count > 1 ? Optional(tensors[at + 1]) : std::nullopt,
+                    count > 2 ? Optional(tensors[at + 2]) : std::nullopt, of[0], of[1]});
+    at += count;
+  }
   const int64_t rows = queries.size(0), heads = queries.size(1), tokens = queries.size(2), width = queries.size(3);
   const auto parts = parts_of(keys);
   const int64_t shares = shares_of(parts), of_row = heads * tokens;
-  auto out = at::empty({rows, heads, tokens, out_width}, queries.options());
+  Tensor out = torch::stable::new_empty(queries, {rows, heads, tokens, out_width});
   std::vector<float> sums(rows * shares * of_row * out_width);
   std::vector<Softmax> softmax(rows * shares * of_row);
   const Queries asked(queries);
   std::vector<Slots> stored_keys, stored_values;
   for (const Segment& segment : keys) stored_keys.emplace_back(segment, width);
   for (const Segment& segment : values) stored_values.emplace_back(segment, out_width);
+  // Calls across the interface cost more than the sums of a short part.
+  const float* added = mask ? floats_of(*mask) : nullptr;
+  int64_t each = 1, mask_strides[4] = {};
+  if (mask) {
+    each = mask->size(3);
+    for (int64_t axis = 0; axis < 4; axis++) mask_strides[axis] = mask->stride(axis);
+  }
   shared(rows, shares, parts, [&](int64_t row, int64_t share, const Part& part) {
     Memory memory;
     std::vector<float> scores(tokens * few, none);
@@ -546,11 +577,10 @@ at::Tensor attention(const at::Tensor& given, const std::vector<Segment>& keys, 
       for (int64_t token = 0; token < tokens; token++) {
         float* found = scores.data() + token * few;
         multiply(asked, from + token, some_keys, found);
-        if (mask) {
-          const int64_t each = mask->size(3);
-          const float* added = mask->const_data_ptr<float>() + row * mask->stride(0) + head * mask->stride(1) +
-                               token / each * mask->stride(2) + token % each * mask->stride(3) + part.slot;
-          for (int64_t i = 0; i < some_keys.count; i++) found[i] += added[i];
+        if (added) {
+          const float* of_token = added + row * mask_strides[0] + head * mask_strides[1] +
+                                  token / each * mask_strides[2] + token % each * mask_strides[3] + part.slot;
+          for (int64_t i = 0; i < some_keys.count; i++) found[i] += of_token[i];
         }
         std::fill(found + some_keys.count, found + few, none);
         weigh(found, softmax[to + token], sums.data() + (to + token) * out_width, out_width);
@@ -561,10 +591,11 @@ at::Tensor attention(const at::Tensor& given, const std::vector<Segment>& keys, 
         add(scores.data() + token * few, some_values, sums.data() + (to + token) * out_width);
     }
   });
+  float* result = floats_in(out);
   // Combine the shares: rescale each to the largest score of all.
   for (int64_t at = 0; at < rows * of_row; at++) {
     const int64_t first = at / of_row * shares * of_row + at % of_row, end = first + shares * of_row;
-    float most = none, sum = 0, *target = out.data_ptr<float>() + at * out_width;
+    float most = none, sum = 0, *target = result + at * out_width;
     for (int64_t from = first; from < end; from += of_row) most = std::max(most, softmax[from].most);
     std::fill(target, target + out_width, 0.0f);
     for (int64_t from = first; from < end; from += of_row) {
@@ -577,8 +608,17 @@ at::Tensor attention(const at::Tensor& given, const std::vector<Segment>& keys, 
   return out;
 }
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  module.def("scores", &scores);
-  module.def("mixed", &mixed);
-  module.def("attention", &attention);
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(kvengine, library) {
+  library.def("scores(Tensor queries, Tensor codes, Tensor? scale, Tensor? offset, int bits, int block) -> Tensor");
+  library.def(
+      "mixed(Tensor weights, Tensor codes, Tensor? scale, Tensor? offset, int bits, int block, int width) -> Tensor");
+  library.def("attention(Tensor queries, Tensor[] tensors, int[] layout, Tensor? mask, int width) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kvengine, CPU, library) {
+  library.impl("scores", TORCH_BOX(&scores));
+  library.impl("mixed", TORCH_BOX(&mixed));
+  library.impl("attention", TORCH_BOX(&attention));
 }

@@ -1,4 +1,7 @@
-"""Attention over packed codes, in C++ kernels (AVX2, float32 on a CPU) that are compiled on first use."""
+"""Attention over packed codes, in C++ kernels (AVX2, float32 on a CPU).
+
+They are compiled on first use, in about 4 s, once per machine.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,23 @@ import torch
 
 from caches.attention.segments import DenseSegment, Segment
 from caches.errors import StepError
-from caches.quantization.kernel_build import compiled
+from caches.quantization.kernel_build import Operators
 
 FEW = 16  # queries: for more of them, unpacking the codes once is faster
 _MOST_WIDTH = 512
-_SOURCE = Path(__file__).with_name("fused_attention.cpp")
+KERNELS = Operators(Path(__file__).with_suffix(".cpp"), "fused=True")
 
 
-def kernels() -> Any:
-    """The compiled `fused_attention.cpp`. Raises `ConfigError` if it cannot be compiled."""
-    return compiled(_SOURCE, "fused=True")
+def is_supported(dense: torch.Tensor) -> bool:
+    """Whether there are kernels for keys or values like `dense` [rows, heads, slots, width]."""
+    width = dense.shape[-1]
+    return dense.dtype == torch.float32 and dense.device.type == "cpu" and width % 8 == 0 and width <= _MOST_WIDTH
 
 
 def check_fused(dense: torch.Tensor) -> None:
-    """Raise `StepError` unless the kernels support keys or values like `dense` [rows, heads, slots, width]."""
-    width = dense.shape[-1]
-    if dense.dtype != torch.float32 or dense.device.type != "cpu" or width % 8 or width > _MOST_WIDTH:
+    """Raise `StepError` unless there are kernels for keys or values like `dense`."""
+    if not is_supported(dense):
+        width = dense.shape[-1]
         raise StepError(
             f"fused=True needs float32 keys on a CPU and a head size that is a multiple of 8, up to {_MOST_WIDTH}, but "
             f"these are {dense.dtype} on {dense.device.type} with head size {width}: leave fused out"
@@ -55,17 +59,21 @@ class QuantizedSegment:
     def scores(self, queries: torch.Tensor) -> torch.Tensor:
         if queries.shape[2] > FEW:
             return self.unpacked().scores(queries)
-        result: torch.Tensor = kernels().scores(_described(self), queries)
+        result: torch.Tensor = KERNELS.or_error().scores(queries, *self._described())
         return result
 
     def mixed(self, weights: torch.Tensor) -> torch.Tensor:
         if weights.shape[2] > FEW:
             return self.unpacked().mixed(weights)
-        result: torch.Tensor = kernels().mixed(_described(self), weights, self.codes.shape[-1] * 8 // self.bits)
+        width = self.codes.shape[-1] * 8 // self.bits
+        result: torch.Tensor = KERNELS.or_error().mixed(weights, *self._described(), width)
         return result
 
     def materialize(self) -> torch.Tensor:
         return self.unpacked().materialize()
+
+    def _described(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int, int]:
+        return self.codes, self.scale, self.offset, self.bits, self.block
 
 
 def attention(
@@ -76,14 +84,16 @@ def attention(
         return None
     if mask is not None and mask.stride(-1) != 1:
         mask = mask.contiguous()
-    described = ([_described(segment) for segment in segments] for segments in (keys, values))
-    result: torch.Tensor = kernels().attention(queries, *described, mask, width)
+    tensors: list[torch.Tensor] = []
+    layout: list[int] = []  # for each segment: bits, block, number of tensors
+    for segment in (*keys, *values):
+        if isinstance(segment, QuantizedSegment):
+            parts = [part for part in (segment.codes, segment.scale, segment.offset) if part is not None]
+            layout += segment.bits, segment.block, len(parts)
+            tensors += parts
+        else:
+            assert isinstance(segment, DenseSegment)
+            layout += 32, 0, 1
+            tensors.append(segment.tensor)
+    result: torch.Tensor = KERNELS.or_error().attention(queries, tensors, layout, mask, width)
     return result
-
-
-def _described(segment: Segment) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int, int]:
-    """(codes or elements, scale, offset, bits, block): `Segment` of `fused_attention.cpp`."""
-    if isinstance(segment, QuantizedSegment):
-        return segment.codes, segment.scale, segment.offset, segment.bits, segment.block
-    assert isinstance(segment, DenseSegment)
-    return segment.tensor, None, None, 32, 0

@@ -1,22 +1,21 @@
-"""Compiles a C++ file into an extension module or into operators of torch on first use, once per machine."""
+"""Compiles a C++ file into operators of torch on first use, once per machine."""
 
 from __future__ import annotations
 
 import atexit
 import functools
-import importlib.machinery
-import importlib.util
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -30,25 +29,53 @@ _FLAGS = ("-O3", "-march=native", "-fassociative-math", "-fno-signed-zeros", "-f
 _LIBRARY = ("-std=c++20", "-shared", "-fPIC")
 
 
-@functools.cache
-def compiled(source: Path, option: str) -> Any:
-    """The extension module of a C++ file. option, errors: see `_loaded`."""
-    return _loaded(source, option, _module)
+class Operators:
+    """The operators of a C++ file, below `torch.ops.kvengine`: compiled when they are first asked for.
+
+    needed_by: what asks for them, for messages. finish: called once, when they are registered.
+    """
+
+    def __init__(self, source: Path, needed_by: str, finish: Callable[[], None] = lambda: None):
+        self._source, self._needed_by, self._finish = source, needed_by, finish
+        self._lock = threading.Lock()
+        self._outcome: list[ConfigError | None] = []  # once they have been asked for
+
+    def or_none(self) -> Any:
+        """The operators; None where they cannot be compiled, which is tried once per process."""
+        return torch.ops.kvengine if self._error() is None else None
+
+    def or_error(self) -> Any:
+        """The operators. Raises `ConfigError` where they cannot be compiled."""
+        error = self._error()
+        if error is not None:
+            raise error
+        return torch.ops.kvengine
+
+    def _error(self) -> ConfigError | None:
+        if not self._outcome:
+            with self._lock:
+                if not self._outcome:
+                    self._outcome.append(self._load())
+        return self._outcome[0]
+
+    def _load(self) -> ConfigError | None:
+        try:
+            load_operators(self._source, self._needed_by)
+        except ConfigError as error:
+            getLogger("engine").debug(str(error))
+            return error
+        self._finish()
+        return None
 
 
 def load_operators(source: Path, option: str) -> None:
-    """Register the operators of a C++ file, below `torch.ops`. option, errors: see `_loaded`."""
-    _loaded(source, option, lambda _, path: torch.ops.load_library(str(path)))
-
-
-def _loaded(source: Path, option: str, load: Callable[[str, Path], Any]) -> Any:
-    """What `load` returns for the library of a C++ file, from the user's cache folder or compiled into it.
+    """Register the operators of a C++ file, from a library in the user's cache folder or compiled into it.
 
     The library's name has a hash of the source, the compiler, its options, the processor and the releases of torch,
     Python and the C library. It is renamed into place when complete, so processes never see half of it. A library that
     cannot be loaded is compiled once more.
 
-    option: what needs the module, for messages. Raises `ConfigError` if it cannot be compiled or loaded.
+    option: what needs them, for messages. Raises `ConfigError` if it cannot be compiled or loaded.
     """
     name = f"kvengine_{source.stem}"
     for _ in range(2):
@@ -61,8 +88,9 @@ def _loaded(source: Path, option: str, load: Callable[[str, Path], Any]) -> Any:
             why = lines[0] if lines else f"exit code {error.returncode}"
             raise _cannot_compile(option, f"{error.cmd[0]}: {why}") from error
         try:
-            return load(name, path)
-        except (ImportError, OSError) as error:
+            torch.ops.load_library(str(path))
+            return
+        except OSError as error:
             refused = error
             with suppress(OSError):
                 path.unlink()
@@ -70,15 +98,6 @@ def _loaded(source: Path, option: str, load: Callable[[str, Path], Any]) -> Any:
         f"{option} needs kernels that were compiled but cannot be loaded: {refused}. Set the variable CXX to the "
         "compiler that fits this Python and its torch, or leave it out"
     ) from refused
-
-
-def _module(name: str, path: Path) -> Any:
-    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
-    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
 
 
 def _cannot_compile(option: str, why: str) -> ConfigError:
@@ -91,7 +110,7 @@ def _cannot_compile(option: str, why: str) -> ConfigError:
 def _library(source: Path, name: str) -> Path:
     """The path of the compiled file. Raises `OSError` and `subprocess.CalledProcessError`."""
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    options = [*_FLAGS, *_threads(), *_LIBRARY, abi, f"-DTORCH_EXTENSION_NAME={name}"]
+    options = [*_FLAGS, *_threads(), *_LIBRARY, abi]
     releases = [torch.__version__, sys.version, *platform.libc_ver()]
     inputs = [source.read_text(), *options, *_compiler(), processor(), *releases]
     key = sha256("\0".join(inputs).encode()).hexdigest()[:16]
@@ -122,14 +141,13 @@ def _threads() -> list[str]:
 def _paths() -> list[str]:
     from torch.utils import cpp_extension  # slow to import
 
-    folders = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
-    return [f"-isystem{folder}" for folder in folders]
+    return [f"-isystem{folder}" for folder in cpp_extension.include_paths()]
 
 
 def _libraries() -> list[str]:
     folder = Path(torch.__file__).parent / "lib"
     undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
-    return [f"-L{folder}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", *undefined]
+    return [f"-L{folder}", "-lc10", "-ltorch_cpu", "-ltorch", *undefined]
 
 
 def _writable_folder() -> Path:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from caches.attention.segmented_tensor import SegmentedTensor
-from caches.attention.segments import DenseSegment, Segment
+from caches.attention.segments import Attend, DenseSegment, Segment
 from caches.memory.buffers import Buffer
 from caches.quantization.codec import Codec, Parts
 from caches.stores.dense import check_alike
@@ -131,13 +131,16 @@ class QuantizedStore:
         begin, block = timeline.evicted
         if begin >= timeline.encoded:
             return exact[:, :, max(0, timeline.start - timeline.encoded) :]
-        decoded = self._decoded(begin, block, exact)
+        attend = self.codec.attend(exact)
+        decoded = self._decoded(begin, block, exact, attend)
         slots = timeline.encoded - timeline.start + exact.shape[2]
         base = (exact.shape[0], exact.shape[1], slots, exact.shape[3])
-        view = SegmentedTensor(lambda: chain(decoded(), (DenseSegment(exact),)), base, exact, attend=self.codec.attend)
+        view = SegmentedTensor(lambda: chain(decoded(), (DenseSegment(exact),)), base, exact, attend=attend)
         return view.materialize() if lasting else view
 
-    def _decoded(self, begin: int, block: int, like: torch.Tensor) -> Callable[[], Iterable[Segment]]:
+    def _decoded(
+        self, begin: int, block: int, like: torch.Tensor, attend: Attend | None
+    ) -> Callable[[], Iterable[Segment]]:
         """Makes segments of the blocks. If kernels read the codes, segments are reused until the blocks change."""
         timeline = self.timeline
         key = (timeline.start, timeline.encoded, len(timeline.runs))
@@ -145,14 +148,15 @@ class QuantizedStore:
             return self._segments[1].__iter__
         parts = {name: part.read(*self.span(name, begin, block)) for name, part in self.parts.items()}
         # Fixed now: the timeline may change before the returned function is called.
-        segments = self._segments_of(list(timeline.runs), begin, block, timeline.start, parts, like)
-        if self.codec.attend is None or begin < timeline.start or any(self.offloaded_buffers()):
+        segments = self._segments_of(list(timeline.runs), begin, block, timeline.start, parts, like, attend)
+        if attend is None or begin < timeline.start or any(self.offloaded_buffers()):
             return segments
         self._segments = key, list(segments())
         return self._segments[1].__iter__
 
     def _segments_of(
-        self, runs: list[BlockRun], begin: int, block: int, start: int, parts: Parts, like: torch.Tensor
+        self, runs: list[BlockRun], begin: int, block: int, start: int, parts: Parts, like: torch.Tensor,
+        attend: Attend | None,
     ) -> Callable[[], Iterator[Segment]]:
         """Decodes slots from `start` on, segment by segment. begin, block: the first slot and block in `parts`."""
         size, scratch = self.timeline.block, self.scratch
@@ -176,7 +180,7 @@ class QuantizedStore:
                         False: (first - begin, first - begin + slots),
                     }
                     chosen = {name: _between(part, *ranges[self.codec.per_block(name)]) for name, part in parts.items()}
-                    segment = self.codec.decode(chosen, partial(new_scratch, slots))
+                    segment = self.codec.decode(chosen, partial(new_scratch, slots), attend)
                     # If the window begins inside a block, the slots before it are cut off.
                     yield (
                         DenseSegment(segment.materialize()[:, :, start - first :].clone()) if first < start else segment

@@ -286,7 +286,7 @@ def test_generation_through_the_kernel(options, monkeypatch):
 def test_without_a_compiler_there_is_no_kernel(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path))
-    monkeypatch.setattr(linear_kernels, "_found", [])
+    monkeypatch.setattr(linear_kernels._OPERATORS, "_outcome", [])
     assert linear_kernels.kernels() is None
     assert "kernel" not in linear_routes.routes()
     assert Table({(8, 8): ("kernel",) * 6}, linear_routes.routes()).route((8, 8), 1) is None
