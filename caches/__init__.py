@@ -14,12 +14,14 @@ import caches.backends  # noqa: F401 - registers the recipes
 from caches.core.row_copies import join_rows, select_rows
 from caches.errors import (
     CacheError,
+    CacheFileError,
     CapacityError,
     StepError,
     UnknownCacheError,
     UnknownContentError,
     UnsupportedLayerError,
 )
+from caches.files import CacheFile, inspect
 from caches.hf.adapter import HFCacheAdapter
 from caches.hf.cache import Cache
 from caches.hf.classic import (
@@ -47,7 +49,7 @@ from caches.spec.layer_spec import LayerSpec, mask_kinds, read_specs
 from caches.stores.dense import FixedStore, GrowingStore, Store
 from caches.timeline.timeline import Timeline
 from caches.transfer.comparison import first_layer
-from caches.transfer.convert import convert
+from caches.transfer.convert import convert, load
 from caches.transfer.migrate import migrate
 from caches.transfer.window import apply_window
 from configs import CacheConfig, QuantizedCacheConfig
@@ -59,13 +61,13 @@ def driven(cache: EngineCache | _TransformersCache) -> EngineCache:
 
 
 __all__ = [
-    "Cache", "CacheConfig", "CacheError", "CapacityError", "DynamicCache", "EncoderDecoder", "EncoderDecoderCache",
+    "Cache", "CacheConfig", "CacheError", "CacheFile", "CacheFileError", "CapacityError", "DynamicCache", "EncoderDecoder", "EncoderDecoderCache",
     "EngineCache", "FixedStore", "GrowingStore", "HFCacheAdapter", "HQQQuantizedCache", "HybridCache",
     "HybridChunkedCache", "HybridMambaAttentionDynamicCache", "LayerSpec", "MambaCache", "NoCache", "OffloadedCache",
     "OffloadedStaticCache", "QuantizedCache", "QuantizedCacheConfig", "QuantoQuantizedCache", "Recipe", "SinkCache",
     "SlidingWindowCache", "StaticCache", "StepError", "Store", "Timeline", "TokenLog", "UnknownCacheError",
     "UnknownContentError", "UnsupportedLayerError", "apply_window", "build", "convert", "driven", "first_layer",
-    "from_legacy_cache", "join_rows", "mask_kinds", "migrate", "names", "read_specs", "recipe", "register",
+    "from_legacy_cache", "inspect", "join_rows", "load", "mask_kinds", "migrate", "names", "read_specs", "recipe", "register",
     "select_rows",
 ]  # fmt: skip
 

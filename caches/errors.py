@@ -5,6 +5,7 @@ CacheError (an `EngineError`)
 ├── CapacityError (also a ValueError)          more tokens or rows than the cache has room for
 ├── UnsupportedLayerError (also a ValueError)  a kind of layer that a backend cannot keep
 ├── UnknownContentError (also a ValueError)    the content of a cache cannot be compared with a text
+├── CacheFileError (also a ValueError)         a file that is damaged, or of another model
 └── StepError (also a RuntimeError)            begin / commit / abort out of order, or tokens that were evicted
 """
 
@@ -33,6 +34,10 @@ class UnsupportedLayerError(CacheError, ValueError):
 
 class UnknownContentError(CacheError, ValueError):
     """The content of a cache cannot be compared with a text. The message says why."""
+
+
+class CacheFileError(CacheError, ValueError):
+    """A file holds no cache, is damaged, or was saved with another model. The message says what differs."""
 
 
 class StepError(CacheError, RuntimeError):

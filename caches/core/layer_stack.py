@@ -306,15 +306,19 @@ class LayerStack:
             layer.load_dense(content)
 
     def load_state_dict(
-        self, like: LayerStack, rows: int, states: Iterable[dict[str, Any]], hook_state: dict[str, Any]
+        self,
+        timelines: Sequence[dict[str, Any]],
+        rows: int,
+        states: Iterable[dict[str, Any]],
+        hook_state: dict[str, Any],
     ) -> None:
-        """Hold exactly this of every layer, where `like`, of the same layout, has it: see `Layer.state_dict`.
+        """Hold exactly this of every timeline and layer of a stack of the same layout: see their `state_dict`.
 
-        Groups share prefixes already where those of `like` do.
+        Groups share prefixes already where those of the other stack do.
         """
         self.hook.load_state_dict(hook_state)
-        for timeline, other in zip(self.timelines, like.timelines, strict=True):
-            timeline.adopt_like(other, rows)
+        for timeline, state in zip(self.timelines, timelines, strict=True):
+            timeline.load_state_dict(state, rows)
         for layer, state in zip(self.layers, states, strict=True):
             layer.load_state_dict(state)
 

@@ -6,7 +6,7 @@ transformers' are copied instead, as `select_rows` does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from caches.core.layer import Layer
 from caches.core.layer_stack import LayerStack
@@ -36,10 +36,14 @@ class PrefixSharing:
             if not isinstance(timeline, ForkedTimeline) and self.can_share(timeline):
                 self._split(timeline)
 
-    def share_like(self, other: LayerStack) -> None:
-        """Share prefixes in the groups where `other` does. Only while the cache is empty."""
-        for timeline, like in zip(list(self.stack.timelines), other.timelines, strict=True):
-            if isinstance(like, ForkedTimeline):
+    def share_like(self, others: Sequence[Timeline]) -> None:
+        """Share prefixes in the groups where these timelines do. Only while the cache is empty."""
+        self.share_groups([isinstance(other, ForkedTimeline) for other in others])
+
+    def share_groups(self, shared: Sequence[bool]) -> None:
+        """Share prefixes in these groups. Only while the cache is empty."""
+        for timeline, is_shared in zip(list(self.stack.timelines), shared, strict=True):
+            if is_shared:
                 self._split(timeline)
 
     def _split(self, timeline: Timeline) -> None:

@@ -92,11 +92,11 @@ def _fill(
     """Fill `empty`, of the same layout, with what `of_states` makes of the states of a layer in each of `sources`."""
     if sources[0].batch_size == -1:
         return
-    PrefixSharing(empty).share_like(sources[0])  # encoded suffixes are not merged when rows stop sharing
+    PrefixSharing(empty).share_like(sources[0].timelines)  # encoded suffixes are not merged when rows stop sharing
     layers = zip(*(source.layers for source in sources), strict=True)
     hook_state = of_states([source.hook.state_dict(source.batch_size) for source in sources])
     # One layer at a time: the sources may be on a device with more memory.
     states = (of_states([layer.state_dict() for layer in same]) for same in layers)
-    empty.load_state_dict(sources[0], rows, states, hook_state)
+    empty.load_state_dict([one.state_dict() for one in sources[0].timelines], rows, states, hook_state)
     logs = [source.log for source in sources if source.log is not None]
     empty.log = of_logs(logs) if len(logs) == len(sources) else None

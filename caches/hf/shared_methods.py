@@ -9,9 +9,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
+from os import PathLike
 from typing import Any, TypeVar
 
 import torch
+from torch.nn import Module
 from transformers.cache_utils import Cache as TransformersCache
 
 from caches.attention.segmented_tensor import plain
@@ -22,6 +24,7 @@ from caches.core.row_copies import select_rows
 from caches.core.row_selection import Choice, RowSelection
 from caches.core.wrapped_layer import WrappedLayer
 from caches.errors import StepError, UnsupportedLayerError, refuse_old_methods
+from caches.files import save
 from caches.hf.old_name import OldName
 from caches.protocol import TokenLog
 from caches.spec.layer_spec import KV, STATE, LayerSpec
@@ -151,6 +154,15 @@ class SharedMethods:
     def growth(self, tokens: int) -> float:
         """How many times as large buffers will be when there is room for `tokens` more."""
         return self.stacks[0].growth(tokens)
+
+    def save(self, path: str | PathLike[str], model: Module | None = None) -> None:
+        """Write it to a safetensors file, from which `caches.load` makes it again.
+
+        model: whose forwards filled it; by default the one that the engine ran. The file has everything that it holds
+        but what could take back the last step of states. A file of that name is replaced once all is written.
+        Raises `CacheFileError` where the model is not known, `UnsupportedLayerError` where a file cannot hold a layer.
+        """
+        save(self, path, model)
 
     # Sizes.
 

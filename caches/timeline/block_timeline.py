@@ -19,6 +19,9 @@ from caches.timeline.retention import Retention
 from caches.timeline.timeline import Placement, Timeline
 
 
+_COUNTS = ("total_tokens", "start", "end", "encoded", "room")
+
+
 @dataclass(frozen=True)
 class BlockRun:
     """Consecutive blocks from number `block` on, of `slots` slots from `first_slot` on. The last may be cut off."""
@@ -140,9 +143,13 @@ class BlockTimeline(Timeline):
     def layout(self) -> tuple[Any, ...]:
         return self.total_tokens, self.start, self.end, *self.runs
 
-    def adopt_like(self, other: Timeline, rows: int) -> None:
-        assert isinstance(other, BlockTimeline)
+    def state_dict(self) -> dict[str, Any]:
+        runs = [[run.first_slot, run.block, run.slots] for run in self.runs]
+        return {name: getattr(self, name) for name in _COUNTS} | {"runs": runs}
+
+    def load_state_dict(self, state: dict[str, Any], rows: int) -> None:
         self.reset()
-        self.total_tokens, self.start, self.end = other.total_tokens, other.start, other.end
-        self.encoded, self.runs, self.room = other.encoded, list(other.runs), other.room
+        for name in _COUNTS:
+            setattr(self, name, state[name])
+        self.runs = [BlockRun(*run) for run in state["runs"]]
         self.bind_batch_size(rows)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import groupby
 from math import gcd
+from typing import Any
 
 import torch
 
@@ -102,12 +103,15 @@ class ForkedTimeline(Timeline):
     def layout(self) -> tuple[object, ...]:
         return *self.prefix.layout, *self.suffix.layout
 
-    def adopt_like(self, other: Timeline, rows: int) -> None:
-        """See `Timeline`. `other` has one row to a prompt."""
-        assert isinstance(other, ForkedTimeline)
-        self.prefix.adopt_like(other.prefix, rows)
-        self.suffix.adopt_like(other.suffix, rows)
-        self.adopt_parts(rows_per_prefix=1)
+    def state_dict(self) -> dict[str, Any]:
+        parts = {"prefix": self.prefix.state_dict(), "suffix": self.suffix.state_dict()}
+        return parts | {"rows_per_prefix": self.rows_per_prefix}
+
+    def load_state_dict(self, state: dict[str, Any], rows: int) -> None:
+        rows_per_prefix = state["rows_per_prefix"]
+        self.prefix.load_state_dict(state["prefix"], rows // rows_per_prefix)
+        self.suffix.load_state_dict(state["suffix"], rows)
+        self.adopt_parts(rows_per_prefix)
 
     def adopt_parts(self, rows_per_prefix: int) -> None:
         """Take over the tokens of prefix and suffix, which are set already. Raises `CapacityError`."""

@@ -242,9 +242,13 @@ class Timeline:
         """What has to be equal in caches whose rows are joined from their `state_dict`s."""
         return self.total_tokens, self.kept_tokens
 
-    def adopt_like(self, other: Timeline, rows: int) -> None:
-        """Copy the state of `other`, a timeline of the same class, for `rows` rows."""
-        self.adopt(other.total_tokens, other.kept_tokens, rows)
+    def state_dict(self) -> dict[str, Any]:
+        """What is in which slots, in types of JSON."""
+        return {"total_tokens": self.total_tokens, "kept_tokens": self.kept_tokens}
+
+    def load_state_dict(self, state: dict[str, Any], rows: int) -> None:
+        """Restart in the state of a timeline of the same class, for `rows` rows. Raises as `adopt`."""
+        self.adopt(state["total_tokens"], state["kept_tokens"], rows)
 
     def mask_sizes(self, tokens: int, uncommitted: int = 0) -> tuple[int, Any]:
         """(kv_length, kv_offset), in tokens, of what attention over the next `tokens` tokens reads.

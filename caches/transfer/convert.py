@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TypeGuard, TypeVar
+from os import PathLike
+from typing import TypeGuard, TypeVar, cast
 
+import torch
+from torch import nn
+
+from caches import files
 from caches.errors import UnsupportedLayerError
 from caches.hf.cache import Cache
 from caches.hf.encoder_decoder import EncoderDecoder
 from caches.protocol import EngineCache, capabilities
 from caches.registry import recipe
-from configs import CacheConfig, EncoderDecoderCacheConfig
+from configs import CacheConfig, ConfigError, EncoderDecoderCacheConfig
 
 C = TypeVar("C", Cache, EncoderDecoder)
 
@@ -35,6 +40,28 @@ def convert(cache: C, name: str, **options: object) -> C:
             new.stack.load_dense(old.total_tokens, old.batch_size, contents, hook_state)
             new.log = old.log
     return empty
+
+
+def load(
+    path: str | PathLike[str],
+    model: nn.Module,
+    cache: str | None = None,
+    device: torch.device | str | None = None,
+    **options: object,
+) -> Cache | EncoderDecoder:
+    """The cache in a file that `Cache.save` wrote.
+
+    path: the file. It is read as it is and checked byte by byte; nothing in it is executed. model: that which filled
+    it. cache: the name of another backend to hold it, with `options`; None is the backend that it was saved from.
+    device: where it is put; None is the model's.
+    Raises `CacheFileError`, with what differs, for a damaged file and another model, and as `convert` does.
+    """
+    loaded = cast(Cache | EncoderDecoder, files.load(path, model, device))
+    if cache is not None:
+        return convert(loaded, cache, **options)
+    if options:
+        raise ConfigError(f"{', '.join(options)}: options are for another backend, so name it: cache=...")
+    return loaded
 
 
 def empty_for(cache: C, config: CacheConfig) -> C:

@@ -147,7 +147,7 @@ def _shares_of(full: Cache, parts: Sequence[Cache], sizes: Sequence[int], patter
         compact(giver.stack, takers[0].stack)
     _hand_over_hooks_and_logs(full, parts, sizes, is_dealt)
     for taker, count in zip(takers, rows, strict=True):
-        taker.sharing.share_like(pattern.stack)
+        taker.sharing.share_like(pattern.stack.timelines)
         for new, like in zip(taker.stack.timelines, pattern.stack.timelines, strict=True):
             adopt(new, like, count)
     rows_per_prefix = {forked.prefix: forked.rows_per_prefix for forked in pattern.stack.shared_timelines}

@@ -193,7 +193,7 @@ def _steps(old: Cache, new: Cache) -> list[TensorMigration]:
                 f"the {old.name} cache encoded tokens after its rows were forked, and a {new.name} cache that evicts "
                 "what is out of a window has no place for them: convert() it, which decodes everything first"
             )
-    new.sharing.share_like(old.stack)
+    new.sharing.share_like(old.stack.timelines)
     hook_state = old.stack.hook.state_dict(old.batch_size)
     for holder in old.stack.hook.row_holders():
         hook_state = chosen_rows(hook_state, waiting[id(holder)]) if id(holder) in waiting else hook_state
@@ -250,7 +250,7 @@ def adopt(new: Timeline, old: Timeline, rows: int, alike: Mapping[Timeline, bool
         adopt(new.suffix, old.suffix, rows, alike)
         new.adopt_parts(rows_per_prefix)
     elif alike is None or alike.get(new):
-        new.adopt_like(old, rows)
+        new.load_state_dict(old.state_dict(), rows)
     else:
         new.adopt(old.total_tokens, old.kept_tokens, rows)
 

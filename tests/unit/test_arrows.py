@@ -23,6 +23,7 @@ CACHES = [
     {"protocol", "quantization"},
     {"registry", "stores"},
     {"core"},
+    {"files"},
     {"hf"},
     {"transfer"},
     {"backends"},

@@ -1,0 +1,301 @@
+"""Caches in files: safetensors, with a header that says of which model, backend and tokens they are.
+
+A file is written beside the old one and renamed. Its SHA-256 covers every byte. Reading executes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol, cast
+from weakref import ref
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from caches.core.implicit_steps import ImplicitSteps
+from caches.core.layer_stack import LayerStack
+from caches.core.prefix_sharing import PrefixSharing
+from caches.errors import CacheError, CacheFileError, UnsupportedLayerError
+from caches.protocol import TokenLog
+from caches.registry import recipe
+from caches.spec.fingerprint import fingerprint, inner_model
+from caches.spec.layer_spec import PLAIN, LayerSpec, read_specs
+from configs import ConfigError, EncoderDecoderCacheConfig
+
+_VERSION = 1
+_UNKNOWN = "0" * 64  # in place of the digest while it is computed
+_TOKENS = "tokens"  # of the log, which begins the names of its tensors
+_OF_THIS_MACHINE = {"folder"}  # options that are not saved
+
+
+class Savable(Protocol):
+    """A cache of one or two stacks of layers: `Cache`, `EncoderDecoder`."""
+
+    name: str
+    log: TokenLog | None
+
+    @property
+    def stacks(self) -> tuple[LayerStack, ...]: ...
+
+    @property
+    def implicit_steps(self) -> tuple[ImplicitSteps, ...]: ...
+
+    def finish_step(self, is_over: bool = False) -> None: ...
+
+    def check_finished(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class CacheFile:
+    """What a file says about its cache.
+
+    Attributes
+    ----------
+    path : Path
+        Of the file.
+    backend : str
+        The name of the cache.
+    options : dict
+        Those of the backend.
+    model : dict
+        What tells the model from others: its class, data type, rotation, adapters, a digest of its weights.
+    rows, total_tokens : int
+        Rows, and tokens per row.
+    layers : int
+        The number of layers.
+    bytes : int
+        Of the file.
+    """
+
+    path: Path
+    backend: str
+    options: dict[str, Any]
+    model: dict[str, str]
+    rows: int
+    total_tokens: int
+    layers: int
+    bytes: int
+
+
+def save(cache: Savable, path: str | os.PathLike[str], model: nn.Module | None = None) -> None:
+    """Write a cache to a file. See `Cache.save`."""
+    cache.check_finished()
+    cache.finish_step()
+    log = cache.log
+    reader = log.live_reader if model is None and log is not None else model
+    if reader is None:
+        raise CacheFileError(
+            "which model filled this cache is not known, so a file could not say for which it is: save(path, model)"
+        )
+    config = [stack.layout.config for stack in cache.stacks]
+    if None in config:
+        raise UnsupportedLayerError(
+            f"this {cache.name} cache was not made by caches.build, so no file could say how to build it again: "
+            "convert it before"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    header = {
+        "version": _VERSION,
+        "backends": [[one.name, _saved_options(one.to_dict())] for one in config if one is not None],
+        "model": fingerprint(reader),
+        "stacks": [_packed(_state(stack), str(number), tensors) for number, stack in enumerate(cache.stacks)],
+        _TOKENS: None if log is None else _packed(_content(log.first(cache.stacks[0].total_tokens)), _TOKENS, tensors),
+    }
+    _write(Path(path), tensors, {"kvengine": json.dumps(header), "sha256": _UNKNOWN})
+
+
+def inspect(path: str | os.PathLike[str]) -> CacheFile:
+    """What a file says about its cache. Raises `CacheFileError` if it is damaged or no saved cache."""
+    header = _header(Path(path))
+    first = header["stacks"][0]["dict"]
+    (name, options), size = header["backends"][0], Path(path).stat().st_size
+    rows, layers = first["rows"], len(first["specs"])
+    return CacheFile(Path(path), name, options, header["model"], rows, first["total_tokens"], layers, size)
+
+
+def load(path: str | os.PathLike[str], model: nn.Module, device: torch.device | str | None = None) -> Savable:
+    """The cache in a file, on the backend that it was saved from. See `caches.load`."""
+    path = Path(path)
+    header = _header(path)
+    reader = inner_model(model)
+    _check_model(path, header["model"], fingerprint(reader))
+    device = torch.device(reader.device if device is None else device)
+    with _readable(path) as file:
+        stacks, log = (_unpacked(header[name], file, device) for name in ("stacks", _TOKENS))
+    specs = _specs_of(path, stacks[0], reader)
+    try:
+        configs = [recipe(name).options.from_dict(options) for name, options in header["backends"]]
+        config = configs[0] if len(configs) == 1 else EncoderDecoderCacheConfig(*configs)
+        cache = cast(Savable, recipe(config.name).build(specs, config))
+        for stack, steps, state in zip(cache.stacks, cache.implicit_steps, stacks, strict=True):
+            if stack.finds_layers and state["specs"]:
+                stack.bind_layers(_specs(state["specs"]))
+            _restore(stack, state)
+            steps.require_all()
+    except (CacheError, ConfigError, KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise CacheFileError(f"{path} cannot be loaded: {error}") from error
+    if log is not None:
+        cache.log = TokenLog(**log, reader=ref(reader))
+    return cache
+
+
+# A cache as a tree of dicts, lists and tensors.
+
+
+def _state(stack: LayerStack) -> dict[str, Any]:
+    return {
+        "rows": stack.batch_size,
+        "total_tokens": stack.total_tokens,
+        "specs": [_described(spec) for spec in stack.specs],
+        "timelines": [timeline.state_dict() for timeline in stack.timelines],
+        "layers": [layer.state_dict() for layer in stack.layers],
+        "hook": stack.hook.state_dict(max(0, stack.batch_size)),
+    }
+
+
+def _restore(stack: LayerStack, state: dict[str, Any]) -> None:
+    if state["rows"] == -1:
+        return
+    PrefixSharing(stack).share_groups(["prefix" in timeline for timeline in state["timelines"]])
+    stack.load_state_dict(state["timelines"], state["rows"], state["layers"], state["hook"])
+
+
+def _content(log: TokenLog) -> dict[str, Any]:
+    return {"ids": log.ids, "mask": log.mask, "positions": log.positions, "source": log.source}
+
+
+def _described(spec: LayerSpec) -> list[Any]:
+    span = spec.attention_span
+    return [spec.layer_type, sorted(spec.components), span.kind, span.size]
+
+
+def _saved_options(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in _OF_THIS_MACHINE}
+
+
+def _packed(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` in types of JSON; its tensors are put into `tensors`, by names that begin with `name`."""
+    if isinstance(value, torch.Tensor):
+        tensors[name] = value.detach().contiguous()
+        return {"tensor": name}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _packed(part, f"{name}.{key}", tensors) for key, part in value.items()}}
+    if isinstance(value, (list, tuple)):
+        return [_packed(part, f"{name}.{number}", tensors) for number, part in enumerate(value)]
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": None}  # that of the model which loads it
+    raise UnsupportedLayerError(
+        f"one of the layers keeps a {type(value).__name__}, which a file cannot hold: keep the cache in memory"
+    )
+
+
+def _unpacked(value: Any, file: Any, device: torch.device) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(part, file, device) for part in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return file.get_tensor(content).to(device)
+    if kind == "dtype":
+        return getattr(torch, content)
+    if kind == "device":
+        return device
+    return {key: _unpacked(part, file, device) for key, part in content.items()}
+
+
+# Whether it is of this model.
+
+
+def _check_model(path: Path, saved: dict[str, str], given: dict[str, str]) -> None:
+    """Raise `CacheFileError`, with what differs."""
+    different = [
+        f"{name}: {'others' if name == 'weights' else f'{saved.get(name)}, here {given[name]}'}"
+        for name in given
+        if saved.get(name) != given[name]
+    ]
+    if different:
+        raise CacheFileError(
+            f"{path} is of another model ({'; '.join(different)}), which computes other keys and values: load it with "
+            "the model that filled it, or read the tokens again"
+        )
+
+
+def _specs_of(path: Path, state: dict[str, Any], model: Any) -> Sequence[LayerSpec] | None:
+    """The model's layers; None where the cache adds layers as they are used."""
+    specs = read_specs(model.config)
+    if state["specs"] == [_described(spec) for spec in specs]:
+        return specs
+    plain = all(components == ["kv"] and size is None for _, components, _, size in state["specs"])
+    if plain and len(state["specs"]) in (0, len(specs)):
+        return None
+    raise CacheFileError(f"{path} has {len(state['specs'])} layers of other kinds than the {len(specs)} of the model")
+
+
+def _specs(described: list[list[Any]]) -> list[LayerSpec]:
+    return [replace(PLAIN, layer_type=layer_type) for layer_type, *_ in described]
+
+
+# Files.
+
+
+def _write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    os.close(handle)
+    try:
+        save_file(tensors, name, metadata)
+        with open(name, "r+b") as file, mmap.mmap(file.fileno(), 0) as content:
+            at = content.find(f'"sha256":"{_UNKNOWN}"'.encode()) + len('"sha256":"')
+            content[at : at + len(_UNKNOWN)] = sha256(content).hexdigest().encode()
+            content.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """The header of a file all of whose bytes are as they were written."""
+    with open(path, "rb") as file:
+        try:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as content:  # changes stay in memory
+                length = int.from_bytes(content[:8], "little")
+                metadata = json.loads(content[8 : 8 + length])["__metadata__"]
+                said = metadata["sha256"]
+                at = content.find(f'"sha256":"{said}"'.encode(), 8, 8 + length) + len('"sha256":"')
+                content[at : at + len(_UNKNOWN)] = _UNKNOWN.encode()
+                is_whole = sha256(content).hexdigest() == said
+            header = json.loads(metadata["kvengine"])
+        except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
+            raise CacheFileError(f"{path} is no saved cache, or damaged ({type(error).__name__}: {error})") from error
+    if not is_whole:
+        raise CacheFileError(f"{path} is damaged: its bytes are not those that were written")
+    if header.get("version") != _VERSION:
+        raise CacheFileError(
+            f"{path} has version {header.get('version')} of the format, and this release reads {_VERSION}: read the "
+            "tokens again"
+        )
+    return cast(dict[str, Any], header)
+
+
+def _readable(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CacheFileError(f"{path} is no saved cache, or damaged: {error}") from error
