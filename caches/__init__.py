@@ -61,14 +61,15 @@ def driven(cache: EngineCache | _TransformersCache) -> EngineCache:
 
 
 __all__ = [
-    "Cache", "CacheConfig", "CacheError", "CacheFile", "CacheFileError", "CapacityError", "DynamicCache", "EncoderDecoder", "EncoderDecoderCache",
-    "EngineCache", "FixedStore", "GrowingStore", "HFCacheAdapter", "HQQQuantizedCache", "HybridCache",
+    "Cache", "CacheConfig", "CacheError", "CacheFile", "CacheFileError", "CapacityError", "DynamicCache",
+    "EncoderDecoder", "EncoderDecoderCache", "EngineCache",
+    "FixedStore", "GrowingStore", "HFCacheAdapter", "HQQQuantizedCache", "HybridCache",
     "HybridChunkedCache", "HybridMambaAttentionDynamicCache", "LayerSpec", "MambaCache", "NoCache", "OffloadedCache",
     "OffloadedStaticCache", "QuantizedCache", "QuantizedCacheConfig", "QuantoQuantizedCache", "Recipe", "SinkCache",
     "SlidingWindowCache", "StaticCache", "StepError", "Store", "Timeline", "TokenLog", "UnknownCacheError",
     "UnknownContentError", "UnsupportedLayerError", "apply_window", "build", "convert", "driven", "first_layer",
-    "from_legacy_cache", "inspect", "join_rows", "load", "mask_kinds", "migrate", "names", "read_specs", "recipe", "register",
-    "select_rows",
+    "from_legacy_cache", "inspect", "join_rows", "load", "mask_kinds", "migrate", "names", "read_specs", "recipe",
+    "register", "select_rows",
 ]  # fmt: skip
 
 __getattr__ = old_names(

@@ -75,6 +75,8 @@ class CacheFile:
         The number of layers.
     bytes : int
         Of the file.
+    notes : dict
+        What was saved with it.
     """
 
     path: Path
@@ -85,9 +87,15 @@ class CacheFile:
     total_tokens: int
     layers: int
     bytes: int
+    notes: dict[str, Any]
 
 
-def save(cache: Savable, path: str | os.PathLike[str], model: nn.Module | None = None) -> None:
+def save(
+    cache: Savable,
+    path: str | Path,
+    model: nn.Module | None = None,
+    notes: dict[str, Any] | None = None,
+) -> None:
     """Write a cache to a file. See `Cache.save`."""
     cache.check_finished()
     cache.finish_step()
@@ -108,22 +116,24 @@ def save(cache: Savable, path: str | os.PathLike[str], model: nn.Module | None =
         "version": _VERSION,
         "backends": [[one.name, _saved_options(one.to_dict())] for one in config if one is not None],
         "model": fingerprint(reader),
+        "notes": notes or {},
         "stacks": [_packed(_state(stack), str(number), tensors) for number, stack in enumerate(cache.stacks)],
         _TOKENS: None if log is None else _packed(_content(log.first(cache.stacks[0].total_tokens)), _TOKENS, tensors),
     }
     _write(Path(path), tensors, {"kvengine": json.dumps(header), "sha256": _UNKNOWN})
 
 
-def inspect(path: str | os.PathLike[str]) -> CacheFile:
+def inspect(path: str | Path) -> CacheFile:
     """What a file says about its cache. Raises `CacheFileError` if it is damaged or no saved cache."""
     header = _header(Path(path))
     first = header["stacks"][0]["dict"]
     (name, options), size = header["backends"][0], Path(path).stat().st_size
     rows, layers = first["rows"], len(first["specs"])
-    return CacheFile(Path(path), name, options, header["model"], rows, first["total_tokens"], layers, size)
+    tokens = first["total_tokens"]
+    return CacheFile(Path(path), name, options, header["model"], rows, tokens, layers, size, header["notes"])
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, device: torch.device | str | None = None) -> Savable:
+def load(path: str | Path, model: nn.Module, device: torch.device | str | None = None) -> Savable:
     """The cache in a file, on the backend that it was saved from. See `caches.load`."""
     path = Path(path)
     header = _header(path)
@@ -280,11 +290,11 @@ def _header(path: Path) -> dict[str, Any]:
                 said = metadata["sha256"]
                 at = content.find(f'"sha256":"{said}"'.encode(), 8, 8 + length) + len('"sha256":"')
                 content[at : at + len(_UNKNOWN)] = _UNKNOWN.encode()
-                is_whole = sha256(content).hexdigest() == said
+                is_intact = sha256(content).hexdigest() == said
             header = json.loads(metadata["kvengine"])
         except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
             raise CacheFileError(f"{path} is no saved cache, or damaged ({type(error).__name__}: {error})") from error
-    if not is_whole:
+    if not is_intact:
         raise CacheFileError(f"{path} is damaged: its bytes are not those that were written")
     if header.get("version") != _VERSION:
         raise CacheFileError(

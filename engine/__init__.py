@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from engine.planning.report import BackendPlan, Plan
     from engine.request.logits_processors import StatefulLogitsProcessor
     from engine.result import Fallback, Generation, Stats, StreamChunk
+    from engine.reuse.chat import Chat
     from engine.streaming import Stream
     from engine.version import __version__
 
@@ -51,6 +52,7 @@ _CONTENTS = {
     "engine.planning.report": ["BackendPlan", "Plan"],
     "engine.request.logits_processors": ["StatefulLogitsProcessor"],
     "engine.result": ["Fallback", "Generation", "Stats", "StreamChunk"],
+    "engine.reuse.chat": ["Chat"],
     "engine.streaming": ["Stream"],
     "engine.version": ["__version__"],
 }  # fmt: skip
@@ -246,8 +248,31 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "SHIPPED_MODEL", "BackendPlan", "ConfigError", "EngineConfig", "EngineError", "Fallback", "Generation",
-    "GenerationCancelled", "GenerationInterrupted", "Generator", "InputError", "InvalidLogitsError", "OptionError",
-    "OutOfMemoryError", "Plan", "StatefulLogitsProcessor", "Stats", "Stream", "StreamChunk", "UserInterrupt",
-    "__version__", "export_step", "generate", "plan", "step_inputs", "stream",
+    "SHIPPED_MODEL",
+    "BackendPlan",
+    "Chat",
+    "ConfigError",
+    "EngineConfig",
+    "EngineError",
+    "Fallback",
+    "Generation",
+    "GenerationCancelled",
+    "GenerationInterrupted",
+    "Generator",
+    "InputError",
+    "InvalidLogitsError",
+    "OptionError",
+    "OutOfMemoryError",
+    "Plan",
+    "StatefulLogitsProcessor",
+    "Stats",
+    "Stream",
+    "StreamChunk",
+    "UserInterrupt",
+    "__version__",
+    "export_step",
+    "generate",
+    "plan",
+    "step_inputs",
+    "stream",
 ]  # fmt: skip

@@ -44,6 +44,7 @@ from engine.request.parameters import read, read_parameters
 from engine.request.read_request import read_request
 from engine.request.request import Request
 from engine.result import Fallback, Generation, nothing_generated
+from engine.reuse.chat import Chat
 from engine.streaming import Stream
 
 
@@ -88,6 +89,27 @@ class Generator:
             found = self.generate(inputs, **arguments | {"max_new_tokens": 4, "min_new_tokens": 4})
             self._runner.finish_compiling()
         return found.stats.compiled
+
+    def chat(
+        self,
+        system: str | None = None,
+        *,
+        cache: Any = None,
+        cache_config: Any = None,
+        resume: str | Path | None = None,
+        **parameters: Any,
+    ) -> Chat:
+        """A conversation whose cache is kept between its turns. See `Chat`.
+
+        system: the system message. cache, cache_config: the backend, as of `generate`. resume: a file that `Chat.save`
+        wrote, to go on from there. parameters: of every turn, as of `generate`.
+        """
+        chat = Chat(self, system, cache, cache_config, parameters)
+        if resume is not None:
+            if system is not None or cache is not None:
+                raise OptionError("resume= brings the system message and the cache of its file: leave these out")
+            chat.resume(resume)
+        return chat
 
     def __repr__(self) -> str:
         changed = ", ".join(f"{name}={getattr(self.config, name)!r}" for name in self.config.to_dict(use_diff=True))

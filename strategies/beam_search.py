@@ -10,7 +10,7 @@ from functools import partial, reduce
 
 import torch
 
-from strategies.operations import Finish, Hypothesis, NoCandidateError, Report, Task, draw
+from strategies.operations import Finish, Hypothesis, NoCandidateError, Report, Task, draw, largest
 
 _NEVER = -1e9  # the score of what must not be chosen
 
@@ -121,8 +121,7 @@ class BeamState:
     def _choose(self, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = (log_probs + self.running.scores[..., None]).flatten(1)
         if not self._rules.do_sample:
-            best = scores.topk(self._candidates)
-            return best.values, best.indices
+            return largest(scores, self._candidates)
         index = draw(scores.softmax(dim=-1), self._task.generator, self._candidates)
         return scores.gather(1, index), index
 

@@ -23,11 +23,14 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import partial
+from math import gcd
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
 from configs import EngineError
+
+_BLOCK = 64  # scores of which `largest` looks at the maximum first
 
 T = TypeVar("T")
 Process = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -239,6 +242,22 @@ def needs_of(strategy: Strategy) -> Needs:
 def draw(probabilities: torch.Tensor, generator: torch.Generator | None, tokens: int = 1) -> torch.Tensor:
     """`tokens` different ones of each row [rows, vocabulary]. Rows of NaN get any; the engine reports those."""
     return torch.multinomial(probabilities.nan_to_num(1.0), tokens, generator=generator)
+
+
+def largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and indices of the `count` largest of each row [rows, width], as `topk` gives them.
+
+    They are in the blocks whose maxima are the largest: on a CPU that is ten times as fast as looking at all.
+    """
+    width = scores.shape[1]
+    size = gcd(width, _BLOCK)
+    if width < 16 * count * _BLOCK or size < 16:
+        best = scores.topk(count)
+        return best.values, best.indices
+    blocks = scores.unflatten(1, (-1, size))
+    chosen = blocks.amax(dim=-1).topk(count).indices
+    values, places = blocks.gather(1, chosen[..., None].expand(-1, -1, size)).flatten(1).topk(count)
+    return values, chosen.gather(1, places // size) * size + places % size
 
 
 def repeat_rows_index(rows: int, times: int) -> torch.Tensor:

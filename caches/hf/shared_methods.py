@@ -9,11 +9,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from os import PathLike
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.nn import Module
 from transformers.cache_utils import Cache as TransformersCache
 
 from caches.attention.segmented_tensor import plain
@@ -155,14 +154,14 @@ class SharedMethods:
         """How many times as large buffers will be when there is room for `tokens` more."""
         return self.stacks[0].growth(tokens)
 
-    def save(self, path: str | PathLike[str], model: Module | None = None) -> None:
+    def save(self, path: str | Path, model: torch.nn.Module | None = None, notes: dict[str, Any] | None = None) -> None:
         """Write it to a safetensors file, from which `caches.load` makes it again.
 
-        model: whose forwards filled it; by default the one that the engine ran. The file has everything that it holds
-        but what could take back the last step of states. A file of that name is replaced once all is written.
+        model: whose forwards filled it; by default the one that the engine ran. notes: in types of JSON, for
+        `caches.inspect`. What could take back the last step of states is left out. A file of that name is replaced.
         Raises `CacheFileError` where the model is not known, `UnsupportedLayerError` where a file cannot hold a layer.
         """
-        save(self, path, model)
+        save(self, path, model, notes)
 
     # Sizes.
 

@@ -35,7 +35,7 @@ class Codec(Protocol):
     def encode(self, dense: torch.Tensor) -> Parts:
         """Quantize [rows, heads, slots, head_dim]; `slots` is a multiple of `block`."""
 
-    def decode(self, parts: Parts, new_scratch: NewScratch, attend: Attend | None) -> Segment:
+    def decode(self, parts: Parts, new_scratch: NewScratch, attend: Attend | None = None) -> Segment:
         """A segment of whole blocks, for this kernel; the scratch tensor has as many slots as are wanted of them."""
 
     def per_block(self, name: str) -> bool:
@@ -90,7 +90,7 @@ class Affine:
             name: value.reshape(groups).to(dtype) for name, value in scales if value is not None
         }
 
-    def decode(self, parts: Parts, new_scratch: NewScratch, attend: Attend | None) -> Segment:
+    def decode(self, parts: Parts, new_scratch: NewScratch, attend: Attend | None = None) -> Segment:
         if attend is None:
             return self._unpacked(parts, new_scratch)
         return QuantizedSegment(

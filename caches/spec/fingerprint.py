@@ -1,4 +1,4 @@
-"""What the content of a cache depends on besides the tokens: the model, as far as it can be told from outside."""
+"""What identifies the model that filled a cache."""
 
 from __future__ import annotations
 

@@ -155,7 +155,13 @@ class QuantizedStore:
         return self._segments[1].__iter__
 
     def _segments_of(
-        self, runs: list[BlockRun], begin: int, block: int, start: int, parts: Parts, like: torch.Tensor,
+        self,
+        runs: list[BlockRun],
+        begin: int,
+        block: int,
+        start: int,
+        parts: Parts,
+        like: torch.Tensor,
         attend: Attend | None,
     ) -> Callable[[], Iterator[Segment]]:
         """Decodes slots from `start` on, segment by segment. begin, block: the first slot and block in `parts`."""
@@ -258,7 +264,7 @@ class QuantizedStore:
             return {}
         ends = {name: self.span(name, 0, 0)[1] for name in self.parts}
         parts = {name: part.buffer.read(0, ends[name]) for name, part in self.parts.items() if ends[name]}
-        return parts | {"residual": self.residual}
+        return parts | {"residual": self.residual[:, :, : self.timeline.residual]}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.reset()

@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 from caches.timeline.retention import Retention
 from caches.timeline.timeline import Placement, Timeline
 
-
 _COUNTS = ("total_tokens", "start", "end", "encoded", "room")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from os import PathLike
+from pathlib import Path
 from typing import TypeGuard, TypeVar, cast
 
 import torch
@@ -43,7 +43,7 @@ def convert(cache: C, name: str, **options: object) -> C:
 
 
 def load(
-    path: str | PathLike[str],
+    path: str | Path,
     model: nn.Module,
     cache: str | None = None,
     device: torch.device | str | None = None,

@@ -20,7 +20,9 @@ from typing import Annotated, Any
 import typer
 
 from engine.cli import output
+from engine.cli.cache_files import cache
 from engine.cli.caches import caches
+from engine.cli.chat import chat
 from engine.cli.compile import compile
 from engine.cli.generate import generate
 from engine.cli.help import Command
@@ -33,9 +35,11 @@ _settings = {"help_option_names": ["-h", "--help"], "token_normalize_func": lamb
 app = typer.Typer(rich_markup_mode=None, context_settings=_settings)
 _SHORT: dict[Callable[..., None], str] = {
     generate: "Continue a prompt.",
+    chat: "Talk to a model.",
     caches: "List the cache backends and their options.",
     plan: "Say what a run takes before it runs.",
     compile: "Compile a model's layers ahead.",
+    cache: "Say what is in a saved cache.",
     linears: "List the fastest matrix products of linear layers on this processor.",
 }
 for _command, _help in _SHORT.items():

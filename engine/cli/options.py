@@ -179,6 +179,15 @@ COMPILE = {
     "cache": option(str, "NAME", "A cache of fixed size.", default="static", autocompletion=CacheConfig.names),
     "dtype": MODEL["dtype"],
 }
+CACHE_FILE = {
+    "action": argument(str, "ACTION", "inspect."),
+    "path": argument(str, "FILE", "A file that `Cache.save` or a chat wrote."),
+    "as_json": flag("Print JSON: the fields of `caches.CacheFile`.", "--json"),
+}
+CONVERSATION = {
+    "system": option(str, "TEXT", "The system message."),
+    "resume": option(Path, "FILE", "Go on with the conversation in this file, which /save wrote."),
+}
 # fmt: on
 GENERATE: dict[str | None, dict[str, Declared]] = {
     "The prompt": PROMPT,
@@ -188,3 +197,10 @@ GENERATE: dict[str | None, dict[str, Declared]] = {
     "When it ends": ENDING,
     "What is printed": OUTPUT,
 }  # fmt: skip
+CHAT: dict[str | None, dict[str, Declared]] = {
+    "The conversation": CONVERSATION,
+    "The model": MODEL,
+    "The cache": CACHE,
+    "How tokens are chosen": CHOOSING,
+    "When an answer ends": ENDING,
+}

@@ -63,16 +63,19 @@ struct Product {
 
   // `fetched`: the weights that are read next, or null.
   template <int some_rows, int some_outs>
-  void tile(int64_t row, int64_t first, const Weight* fetched) const {
+  void tile(int64_t row, int64_t first, const Weight* fetched, int64_t pass = 0, int64_t passes = 1) const {
     const float* from = input + row * input_stride;
     const Weight* by = weight + first * weight_stride;
     Lanes sums[some_rows][some_outs] = {};
-    int64_t i = 0;
+    const Weight* ahead = fetched + pass * width / passes;
+    int64_t i = 0, due = fetched ? 0 : -1;
     for (; i + lanes <= width; i += lanes) {
       Lanes weights[some_outs];
       for (int one = 0; one < some_outs; one++) weights[one] = load(by + one * weight_stride + i);
-      if (fetched)
-        for (int one = 0; one < some_outs; one++) __builtin_prefetch(fetched + one * weight_stride + i, 0, 2);
+      if (i == due) {
+        for (int one = 0; one < some_outs; one++) __builtin_prefetch(ahead + one * weight_stride, 0, 2);
+        due += lanes * passes, ahead += lanes;
+      }
       for (int other = 0; other < some_rows; other++) {
         const Lanes values = load(from + other * input_stride + i);
         for (int one = 0; one < some_outs; one++) sums[other][one] += values * weights[one];
@@ -88,21 +91,22 @@ struct Product {
   }
 
   template <int some_rows, int some_outs>
-  void rest(int64_t row, int64_t first, const Weight* fetched) const {
+  void rest(int64_t row, int64_t first, const Weight* fetched, int64_t pass, int64_t passes) const {
     if constexpr (some_rows > 0) {
       if (rows - row == some_rows)
-        tile<some_rows, some_outs>(row, first, fetched);
+        tile<some_rows, some_outs>(row, first, fetched, pass, passes);
       else
-        rest<some_rows - 1, some_outs>(row, first, fetched);
+        rest<some_rows - 1, some_outs>(row, first, fetched, pass, passes);
     }
   }
 
   template <int some_outs>
   void all_rows(int64_t first, const Weight* fetched) const {
     int64_t row = 0;
-    for (; row + rows_at_once <= rows; row += rows_at_once, fetched = nullptr)
-      tile<rows_at_once, some_outs>(row, first, fetched);
-    rest<rows_at_once - 1, some_outs>(row, first, fetched);
+    const int64_t passes = (rows + rows_at_once - 1) / rows_at_once;
+    for (; row + rows_at_once <= rows; row += rows_at_once)
+      tile<rows_at_once, some_outs>(row, first, fetched, row / rows_at_once, passes);
+    rest<rows_at_once - 1, some_outs>(row, first, fetched, passes - 1, passes);
   }
 
   void compute() const {

@@ -12,9 +12,9 @@ import pytest
 import torch
 from architectures import prompt, tiny_model
 from encoder_decoders import source, tiny_encoder_decoder
+from kept import MODELS, NEW, PAIRS, cases, options_of
 from places import ROOT
 from safetensors.torch import save_file
-from test_pickled import MODELS, NEW, PAIRS, cases, options_of
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -93,7 +93,11 @@ def test_what_a_file_says(saved, path):
 
 def test_into_another_backend(saved, path):
     model, out = saved
-    for name, options in {"static": {"max_cache_len": 64}, "offloaded": {}, "quantized": {"residual_length": 2}}.items():
+    for name, options in {
+        "static": {"max_cache_len": 64},
+        "offloaded": {},
+        "quantized": {"residual_length": 2},
+    }.items():
         cache = caches.load(path, model, cache=name, **options)
         assert (cache.name, cache.total_tokens) == (name, 7)
         assert torch.equal(cache.log.ids, out.sequences[:, :7])
@@ -239,7 +243,14 @@ def test_another_version_of_the_format_is_refused(saved, path, monkeypatch):
 
 def test_nothing_is_unpickled(saved, path):
     header = json.loads(path.read_bytes()[8:].split(b"\0", 1)[0].rsplit(b"}", 1)[0] + b"}")
-    assert set(json.loads(header["__metadata__"]["kvengine"])) == {"version", "backends", "model", "stacks", "tokens"}
+    assert set(json.loads(header["__metadata__"]["kvengine"])) == {
+        "version",
+        "backends",
+        "model",
+        "notes",
+        "stacks",
+        "tokens",
+    }
     assert b"pickle" not in path.read_bytes()
 
 
@@ -248,7 +259,8 @@ def test_loading_takes_a_twentieth_of_reading(path):
     """4,096 tokens of a model of 21 million parameters."""
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=1000, hidden_size=512, intermediate_size=1400, num_hidden_layers=6,
-                         num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=8192, eos_token_id=None)  # fmt: skip
+                         num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=8192,
+                         eos_token_id=None)  # fmt: skip
     generator = engine.Generator(LlamaForCausalLM(config).eval())
     ids = torch.randint(3, 1000, (1, 4096))
     out = generator.generate(ids, max_new_tokens=1)

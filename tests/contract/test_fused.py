@@ -75,7 +75,9 @@ def test_attention_is_that_of_the_numbers(width, group, tokens, repeats, backend
             for numbers in (torch.randn(3, 2, count, width) * 2 + 0.5 for count in columns[:-1])
         ]
         pieces = [*coded, DenseSegment(torch.randn(3, 2, 10, width)[:, :, : columns[-1]])]
-        views.append(SegmentedTensor(partial(list, pieces), (3, 2, sum(columns), width), query, attend=codec.attend(query)))
+        views.append(
+            SegmentedTensor(partial(list, pieces), (3, 2, sum(columns), width), query, attend=codec.attend(query))
+        )
     attn_mask = None
     if mask is not None:
         attn_mask = torch.rand(3, 1, tokens, sum(columns)) > 0.3

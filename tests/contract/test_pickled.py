@@ -8,14 +8,12 @@ import pytest
 import torch
 from architectures import prompt, tiny_model
 from encoder_decoders import source, tiny_encoder_decoder
+from kept import MODELS, NEW, PAIRS, cases, options_of
 from transformers import DynamicCache
 
 import caches
 import engine
 from configs import ConfigError
-
-NEW = 5
-MODELS = ["llama", "gemma2", "lfm2", "mamba", "minimax_m3_vl_text"]  # of every kind of layer
 
 
 def saved(value):
@@ -23,21 +21,6 @@ def saved(value):
     torch.save(value, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
-
-
-def options_of(backend, residency):
-    """Small ones, so that blocks are encoded and windows forget."""
-    known = caches.recipe(backend).options.option_names()
-    wanted = {"window_length": 12 if "residual_length" in known else 8, "residual_length": 2, "q_group_size": 8,
-              "max_cache_len": 40, "residency": residency}  # fmt: skip
-    return {name: value for name, value in wanted.items() if name in known}
-
-
-def cases():
-    for backend in caches.names():
-        options = caches.recipe(backend).options.option_names()
-        for residency in ("host", "disk") if "residency" in options else ("host",):
-            yield pytest.param(backend, residency, id=f"{backend}-{residency}")
 
 
 @pytest.mark.parametrize(("backend", "residency"), list(cases()))
@@ -64,14 +47,6 @@ def test_a_run_goes_on_from_what_was_written_down(backend, residency):
             assert one.cache is None or second.stats.prompt_tokens == 2
         runs += 1
     assert runs or backend == "encoder_decoder"
-
-
-PAIRS = {
-    "dynamic": {"cache": "dynamic"},
-    "static": {"cache": "static", "max_cache_len": 40},
-    "offloaded": {"cache": "offloaded"},
-    "a pair": {"cache": "encoder_decoder", "cache_config": {"self_cache": "dynamic", "cross_cache": "static"}},
-}
 
 
 @pytest.mark.parametrize("choice", PAIRS.values(), ids=PAIRS)

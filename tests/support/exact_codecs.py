@@ -13,13 +13,15 @@ class Exactly:
     """Columns as what they are more than the first one of their block: whole numbers stay exact in float64."""
 
     block = 4  # of as many columns, and never a whole step
-    attend = None
+
+    def attend(self, dense):
+        return None
 
     def encode(self, columns):
         blocks = columns.unflatten(2, (-1, self.block))
         return {"codes": (blocks - blocks[:, :, :, :1]).flatten(2, 3), "first": blocks[:, :, :, 0]}
 
-    def decode(self, parts, place):
+    def decode(self, parts, place, attend):
         out, _ = place()
         firsts = parts["first"].repeat_interleave(self.block, dim=2)[:, :, : out.shape[2]]
         return DenseSegment(torch.add(parts["codes"], firsts, out=out))
@@ -35,7 +37,7 @@ class AsTheyAre(Exactly):
         sums = columns.unflatten(2, (-1, self.block)).sum(dim=3)
         return {"codes": columns, "sums": sums}
 
-    def decode(self, parts, place):
+    def decode(self, parts, place, attend):
         out, _ = place()
         out.copy_(parts["codes"])
         for number in range(out.shape[2] // self.block):

@@ -12,6 +12,7 @@ ENGINE = [
     {"request"},
     {"decoding", "planning"},
     {"memory", "streaming"},
+    {"reuse"},
     {"generator"},
     {"__init__"},
     {"cli"},

@@ -10,7 +10,7 @@ import engine
 import strategies
 from engine.request.parameters import read
 from strategies import Crop, Emit, Forward, Needs, Rows
-from strategies.operations import needs_of
+from strategies.operations import largest, needs_of
 
 
 def test_names():
@@ -430,3 +430,15 @@ def test_needs_are_of_their_class():
         engine.OptionError, match=r"strategy has needs={'rows_per_prompt': 2}, but they are a strategies.Ne"
     ):
         read("strategy", wrong)
+
+
+@pytest.mark.parametrize(("width", "count"), [(64 * 1024, 8), (96 * 1024, 33), (5000, 4), (32 * 1023, 2)])
+def test_the_largest_scores(width, count):
+    scores = torch.randn(3, width)
+    scores[1, 100:] = -torch.inf
+    scores[2, [0, 70, -1]] = torch.tensor([9.0, torch.inf, 9.5])
+    values, indices = largest(scores, count)
+    expected = scores.topk(count)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(scores.gather(1, indices), values)
+    assert all(len(set(row)) == count for row in indices.tolist())

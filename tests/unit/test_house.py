@@ -111,19 +111,20 @@ def test_strategies_know_no_models():
 
 PUBLIC = {
     engine: {
-        "__version__", "BackendPlan", "ConfigError", "EngineConfig", "EngineError", "export_step", "Fallback",
+        "__version__", "BackendPlan", "Chat", "ConfigError", "EngineConfig", "EngineError", "export_step", "Fallback",
         "generate", "Generation", "GenerationCancelled", "GenerationInterrupted", "Generator", "InputError",
         "InvalidLogitsError", "OptionError", "OutOfMemoryError", "Plan", "plan", "SHIPPED_MODEL",
         "StatefulLogitsProcessor", "Stats", "step_inputs", "Stream", "stream", "StreamChunk", "UserInterrupt",
     },
     caches: {
-        "build", "Cache", "CacheConfig", "CacheError", "CapacityError", "convert", "driven", "DynamicCache",
+        "build", "Cache", "CacheConfig", "CacheError", "CacheFile", "CacheFileError",
+        "CapacityError", "convert", "driven", "DynamicCache",
         "EncoderDecoder", "EncoderDecoderCache", "EngineCache", "first_layer", "FixedStore", "from_legacy_cache",
         "GrowingStore", "HFCacheAdapter", "HQQQuantizedCache", "HybridCache", "HybridChunkedCache",
         "HybridMambaAttentionDynamicCache", "join_rows", "LayerSpec", "MambaCache", "mask_kinds", "migrate", "names",
         "NoCache", "OffloadedCache", "OffloadedStaticCache", "QuantizedCache", "QuantizedCacheConfig",
         "QuantoQuantizedCache", "read_specs", "recipe", "Recipe", "register", "select_rows", "SinkCache",
-        "apply_window",
+        "apply_window", "inspect", "load",
         "SlidingWindowCache", "StaticCache", "StepError", "Store", "Timeline", "TokenLog", "UnknownCacheError",
         "UnknownContentError", "UnsupportedLayerError",
     },

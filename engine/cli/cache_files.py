@@ -1,0 +1,35 @@
+"""`engine cache`: what is in a file that a cache or a chat was saved to."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from engine import tables
+from engine.cli import options, output
+from engine.cli.libraries import start_libraries
+from engine.cli.progress import Work
+from engine.errors import OptionError
+
+
+@options.takes({None: options.CACHE_FILE})
+def cache(action: str | None, path: str | None, as_json: bool) -> None:
+    """Say what is in a file that a cache or a chat was saved to (no weights are loaded): engine cache inspect FILE."""
+    if action != "inspect" or path is None:
+        raise OptionError("there is one action, with the path of a file: engine cache inspect FILE")
+    with Work() as work:
+        start_libraries(work, None)
+        import caches
+
+        found = caches.inspect(path)
+    if as_json:
+        output.say(json.dumps(dataclasses.asdict(found) | {"path": str(found.path)}))
+        return
+    given = ", ".join(f"{name}={value}" for name, value in found.options.items() if value is not None)
+    facts = [("cache", found.backend), ("options", given or "none")]
+    facts += [("rows", f"{found.rows:,}"), ("tokens per row", f"{found.total_tokens:,}")]
+    facts += [("layers", str(found.layers)), ("file", f"{found.bytes:,} bytes")]
+    facts += [(name, value[:16] if name == "weights" else value) for name, value in found.model.items()]
+    if "messages" in found.notes:
+        facts += [("messages", str(len(found.notes["messages"])))]
+    output.say(tables.facts(facts, tables.terminal_width(100)))

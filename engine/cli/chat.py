@@ -1,0 +1,151 @@
+"""`engine chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+from engine.cli import options, output, rendering, values
+from engine.cli.libraries import start_libraries
+from engine.cli.progress import Work
+from engine.errors import EngineError, OptionError
+from engine.tables import terminal_width
+
+if TYPE_CHECKING:
+    from engine.reuse.chat import Chat
+
+_TOKENS = 512  # of an answer, unless an option says otherwise
+_BLOCK = '"""'
+
+
+@options.takes(options.CHAT)
+def chat(**given: Any) -> None:
+    """Talk to a model. A line that ends with \\ goes on, and so does what begins with \"\"\" up to the next \"\"\"."""
+    parameters = {"max_new_tokens": _TOKENS} | values.generation_parameters(given)
+    settings = values.engine_config(given["config"], given)
+    cache_config = values.assignments(given["cache_option"], "--cache-option") or None
+    with Work() as work:
+        start_libraries(work, given["model"], given["assistant_model"])
+        from engine.generator import Generator
+        from engine.model.loading import SHIPPED_MODEL, load
+
+        work.doing("loading the model")
+        generator = Generator(SHIPPED_MODEL if given["model"] is None else given["model"], config=settings)
+        if given["assistant_model"] is not None:
+            parameters["assistant_model"] = load(given["assistant_model"], None, settings)[0]
+        talk = generator.chat(
+            given["system"], cache=given["cache"], cache_config=cache_config, resume=given["resume"], **parameters
+        )
+    Terminal(talk).run()
+
+
+class Terminal:
+    """Reads messages and commands from standard input and prints answers."""
+
+    def __init__(self, chat: Chat):
+        self._chat = chat
+        self._commands: dict[str, tuple[Callable[..., None], str]] = {
+            "/save": (self._save, "FILE: write the conversation and its cache to a file"),
+            "/load": (self._load, "FILE: go on with a conversation that was saved"),
+            "/undo": (self._undo, "remove the last message and its answer"),
+            "/retry": (self._retry, "another answer to the last message"),
+            "/stats": (self._stats, "speed and cache size of the last answer"),
+            "/cache": (self._cache, "NAME: keep the cache in another backend; without a name: which one it is"),
+            "/help": (self._help, "these commands"),
+        }
+
+    def run(self) -> None:
+        if sys.stdin.isatty():
+            output.tell("/help lists the commands, Ctrl-C ends an answer, Ctrl-D ends the chat.")
+            with suppress(ImportError):  # not on every system: lines can be edited and come again
+                import readline  # noqa: F401
+        for message in self._messages():
+            try:
+                if message.startswith("/"):
+                    self._obey(message)
+                elif message.strip():
+                    self._print(self._chat.stream(message))
+            except (EngineError, OSError) as error:
+                output.complain(str(error))
+            except KeyboardInterrupt:
+                output.say("")  # the answer so far is the answer
+
+    def _messages(self) -> Iterator[str]:
+        while True:
+            try:
+                yield self._message()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                output.say("")
+
+    def _message(self) -> str:
+        line = _line("> ")
+        if line.startswith(_BLOCK):
+            lines = [line.removeprefix(_BLOCK)]
+            while not lines[-1].endswith(_BLOCK):
+                lines.append(_line("... "))
+            return "\n".join(lines).removesuffix(_BLOCK)
+        lines = [line]
+        while lines[-1].endswith("\\"):
+            lines[-1:] = [lines[-1][:-1], _line("... ")]
+        return "\n".join(lines)
+
+    def _print(self, chunks: Iterator[Any]) -> None:
+        for chunk in chunks:
+            output.say(chunk.text or "", end="")
+        output.say("")
+
+    def _obey(self, line: str) -> None:
+        name, *arguments = shlex.split(line)
+        if name not in self._commands:
+            raise OptionError(f"there is no command {name}: /help lists them, and {_BLOCK} begins a message")
+        command, says = self._commands[name]
+        try:
+            signature(command).bind(*arguments)
+        except TypeError as error:
+            raise OptionError(f"{name} {says}") from error
+        command(*arguments)
+
+    def _save(self, path: str) -> None:
+        self._chat.save(path)
+        output.tell(f"saved to {path}: {self._chat!r}")
+
+    def _load(self, path: str) -> None:
+        self._chat.resume(path)
+        output.tell(repr(self._chat))
+
+    def _undo(self) -> None:
+        self._chat.undo()
+        output.tell(repr(self._chat))
+
+    def _retry(self) -> None:
+        self._print(self._chat.stream_retry())
+
+    def _stats(self) -> None:
+        if self._chat.last is None:
+            raise OptionError("there is no answer yet")
+        output.tell(rendering.stats(self._chat.last, terminal_width(100)))
+
+    def _cache(self, name: str | None = None) -> None:
+        if name is not None:
+            self._chat.use(name)
+        output.tell(f"cache: {self._chat.backend}")
+
+    def _help(self) -> None:
+        width = max(map(len, self._commands))
+        output.tell("\n".join(f"{name:{width}}  {text}" for name, (_, text) in self._commands.items()))
+
+
+def _line(prompt: str) -> str:
+    """A line of standard input, without its end. Raises `EOFError`."""
+    if sys.stdin.isatty():
+        return input(prompt)
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.removesuffix("\n")

@@ -1,0 +1,1 @@
+"""Caches that outlive a call: conversations."""

@@ -1,0 +1,263 @@
+"""`Chat`: a conversation whose cache is kept between the turns, so that a turn reads its own tokens only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from caches import CapacityError, EngineCache, StepError, convert, inspect, load, recipe, select_rows
+from engine.errors import InputError, OptionError
+from engine.result import Generation, StreamChunk
+from engine.reuse.conversation import Conversation, Message, Segment, flat
+from engine.streaming import Stream
+
+_ONE_TOKEN = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1}
+_PLAIN_STOP = "\nUser:"  # where there is no template, a model goes on with the next question
+
+
+class Generates(Protocol):
+    """A `Generator`."""
+
+    model: Any
+    tokenizer: Any
+
+    def generate(self, inputs: Any = None, **arguments: Any) -> Generation: ...
+
+    def stream(self, inputs: Any = None, **arguments: Any) -> Stream: ...
+
+
+class Chat:
+    """A conversation with one model.
+
+    What the cache already holds of a turn's prompt is not read again: the longest common beginning of token ids counts.
+    Where the history was changed, or a template writes it in another way, tokens behind that are taken back. Caches
+    that cannot take them back (states, windows) go on from a copy that was made before the last answer, or read again.
+
+    Attributes
+    ----------
+    messages : tuple of dict
+        The conversation so far, "role" and "content".
+    cache : EngineCache or None
+        The live cache; None before the first turn and for backends without one.
+    last : Generation or None
+        The result of the last turn.
+    """
+
+    def __init__(
+        self, generator: Generates, system: str | None, cache: Any, cache_config: Any, parameters: dict[str, Any]
+    ):
+        if generator.tokenizer is None:
+            raise OptionError("a chat needs a tokenizer: Generator(model, tokenizer)")
+        if generator.model.config.is_encoder_decoder:
+            raise OptionError("a chat needs a model whose prompt and answer are one text, and this one has an encoder")
+        if "num_return_sequences" in parameters:
+            raise OptionError("num_return_sequences cannot apply to a chat, whose turn has one answer: leave it out")
+        self._generator, self._parameters = generator, parameters
+        self._backend = {"cache": cache, "cache_config": cache_config}
+        start = () if system is None else ({"role": "system", "content": system},)
+        self._conversation = Conversation(generator.tokenizer, start)
+        self._copy: EngineCache | None = None  # of a cache that cannot take tokens back, before the last answer
+        self.cache: EngineCache | None = None
+        self.last: Generation | None = None
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        return self._conversation.messages
+
+    def __repr__(self) -> str:
+        tokens = 0 if self.cache is None else self.cache.total_tokens
+        return f"Chat({len(self.messages)} messages, {tokens} tokens in the cache)"
+
+    # Turns.
+
+    def send(self, message: str | Message, **parameters: Any) -> Generation:
+        """The answer to a message. parameters: of this turn, over those of the chat: see `engine.generate`.
+
+        Raises as `Generator.generate` does. After an error the conversation is as before.
+        """
+        return self._to_end(self.stream(message, **parameters))
+
+    def _to_end(self, chunks: Iterator[StreamChunk]) -> Generation:
+        for _ in chunks:
+            pass
+        assert self.last is not None
+        return self.last
+
+    def stream(self, message: str | Message, **parameters: Any) -> Iterator[StreamChunk]:
+        """`send`, chunk by chunk. When the iterator is closed, the answer so far is the answer."""
+        said = {"role": "user", "content": message} if isinstance(message, str) else dict(message)
+        return self._turn((*self.messages, said), parameters)
+
+    def retry(self, **parameters: Any) -> Generation:
+        """Another answer to the last message."""
+        return self._to_end(self.stream_retry(**parameters))
+
+    def stream_retry(self, **parameters: Any) -> Iterator[StreamChunk]:
+        """`retry`, chunk by chunk."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            raise InputError("there is no answer to try again: send a message")
+        return self._turn(self.messages[:-1], parameters)
+
+    def edit(self, message: str, **parameters: Any) -> Generation:
+        """The answer to another message in place of the last one."""
+        return self._before_last_question().send(message, **parameters)
+
+    def undo(self) -> None:
+        """Remove the last message and its answer."""
+        self._before_last_question()
+
+    def _before_last_question(self) -> Chat:
+        asked = [number for number, one in enumerate(self.messages) if one["role"] == "user"]
+        if not asked:
+            raise InputError("there is no message to take back: send one")
+        self._conversation = replace(self._conversation, messages=self.messages[: asked[-1]])
+        return self
+
+    def _turn(self, messages: tuple[Message, ...], parameters: dict[str, Any]) -> Iterator[StreamChunk]:
+        parameters = self._parameters | parameters
+        if not self._conversation.has_template:
+            parameters = {"stop_strings": [_PLAIN_STOP]} | parameters
+        asked = self._conversation.ids(messages)
+        ids = torch.tensor([flat(asked)])
+        self._go_back_to(ids[0])
+        if self.cache is not None and not _takes_back(self.cache):
+            self._read_before_answer(self.cache, messages, ids)
+        chunks = self._started(ids, parameters)
+        try:
+            yield from chunks
+        except (GeneratorExit, KeyboardInterrupt):
+            self._finish(messages, asked, chunks.result())
+            raise
+        except BaseException:
+            self.cache = _engine_cache(chunks.result())  # what was read stays there
+            raise
+        self._finish(messages, asked, chunks.result())
+
+    def _started(self, ids: torch.Tensor, parameters: dict[str, Any]) -> Stream:
+        backend = self._backend if self.cache is None else {"cache": self.cache}
+        try:
+            return self._generator.stream(_as_read(ids), **backend, **parameters)
+        except CapacityError:
+            if self.cache is None or self.cache.max_tokens is None:
+                raise
+            size = 2 * max(self.cache.max_tokens, ids.shape[1])
+            self.cache = _converted(self.cache, self.cache.name, max_cache_len=size)
+            return self._started(ids, parameters)
+        except OptionError:  # of a strategy that cannot go on from a cache, or of any: then it is raised again
+            if self.cache is None or self.cache.total_tokens == 0:
+                raise
+            return self._generator.stream(_as_read(ids), **self._backend, **parameters)
+
+    def _finish(self, messages: tuple[Message, ...], asked: tuple[Segment, ...], out: Generation) -> None:
+        self.last, self.cache = out, _engine_cache(out)
+        assert out.text is not None
+        answer = out.text[0]
+        if not self._conversation.has_template:
+            answer = answer.removesuffix(_PLAIN_STOP)
+        self._conversation = self._conversation.answered(messages, asked, answer, out.tokens[0])
+
+    # The cache.
+
+    @property
+    def backend(self) -> str:
+        """The name of the cache backend."""
+        if self.cache is not None:
+            return self.cache.name
+        chosen = self._backend["cache"]
+        return "dynamic" if chosen is None else chosen if isinstance(chosen, str) else chosen.name
+
+    def use(self, cache: str, **options: Any) -> None:
+        """Keep the conversation in another backend, with `options`. Raises as `caches.convert` does."""
+        if self.cache is not None:
+            self.cache = _converted(self.cache, cache, **options)
+        else:
+            recipe(cache).options.from_dict(options)
+        self._backend, self._copy = {"cache": cache, "cache_config": options or None}, None
+
+    def _go_back_to(self, ids: torch.Tensor) -> None:
+        """Let the cache hold a beginning of `ids`, shorter than they are, as long as possible."""
+        if self.cache is None:
+            return
+        common = _common(self.cache, ids)
+        if common == self.cache.total_tokens:
+            return
+        try:
+            self.cache.crop(common) if common else self.cache.reset()
+        except StepError:
+            copied = self._copy
+            if copied is not None and _common(copied, ids) == copied.total_tokens:
+                self.cache = _copied(copied)
+            else:
+                self.cache.reset()
+
+    def _read_before_answer(self, cache: EngineCache, messages: tuple[Message, ...], ids: torch.Tensor) -> None:
+        """Read the prompt up to the end of its last message and keep a copy: the cache cannot take tokens back."""
+        before = flat(self._conversation.ids(messages, is_asked=False))
+        same = [one == other for one, other in zip(before, ids[0].tolist(), strict=False)]
+        end = min(same.index(False) if False in same else len(same), ids.shape[1] - 1)
+        if end <= cache.total_tokens:
+            return
+        self.cache = _engine_cache(self._generator.generate(_as_read(ids[:, :end]), cache=cache, **_ONE_TOKEN))
+        self._copy = _copied(self.cache)
+
+    def fork(self) -> Chat:
+        """A second conversation that begins as this one, with a copy of its cache."""
+        backend = self._backend
+        other = Chat(self._generator, None, backend["cache"], backend["cache_config"], self._parameters)
+        other._conversation, other.last = self._conversation, self.last
+        other.cache, other._copy = _copied(self.cache), _copied(self._copy)
+        return other
+
+    # Files.
+
+    def save(self, path: str | Path) -> None:
+        """Write the conversation and its cache to a file: see `Cache.save`. `Generator.chat(resume=path)` goes on."""
+        if self.cache is None:
+            raise InputError("there is nothing to save before the first answer")
+        segments = [[one.text, list(one.ids)] for one in self._conversation.segments]
+        notes = {"messages": list(self.messages), "segments": segments}
+        self.cache.save(path, self._generator.model, notes=notes)  # type: ignore[attr-defined]
+
+    def resume(self, path: str | Path) -> None:
+        """Take the place of the conversation that was saved there. Raises `caches.CacheFileError`."""
+        notes = inspect(path).notes
+        if not {"messages", "segments"} <= notes.keys():
+            raise InputError(f"{path} holds a cache, but no conversation: caches.load reads it")
+        self.cache = load(path, self._generator.model)
+        segments = tuple(Segment(text, tuple(ids)) for text, ids in notes["segments"])
+        self._conversation = Conversation(self._generator.tokenizer, tuple(notes["messages"]), segments)
+        self._copy = self.last = None
+
+
+def _as_read(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The ids as a prompt in which no token is padding."""
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _engine_cache(out: Generation) -> EngineCache | None:
+    return out.cache if isinstance(out.cache, EngineCache) else None
+
+
+def _converted(cache: Any, name: str, **options: Any) -> EngineCache:
+    return convert(cache, name, **options)
+
+
+def _copied(cache: Any) -> EngineCache | None:
+    return None if cache is None else select_rows(cache, torch.arange(1))
+
+
+def _takes_back(cache: Any) -> bool:
+    return bool(cache.is_croppable)
+
+
+def _common(cache: EngineCache, ids: torch.Tensor) -> int:
+    """How many of the cache's tokens begin `ids`, which go on behind them."""
+    known = None if cache.log is None else cache.log.ids[0, : cache.total_tokens].to(ids.device)
+    if known is None:
+        return 0
+    most = min(len(known), len(ids) - 1)
+    return int((known[:most] == ids[:most]).long().cumprod(dim=0).sum())

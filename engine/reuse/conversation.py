@@ -1,0 +1,94 @@
+"""The messages of a conversation as token ids. Ids that were read or generated are kept: text that comes again is not
+tokenized again, as that may give other tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import InputError
+
+Message = dict[str, Any]
+_PLAIN = {"system": "{}\n\n", "user": "User: {}\n", "assistant": "Assistant: {}\n"}
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of the text of a conversation, and its token ids."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages as a tokenizer's chat template writes them, or "User: ..." and "Assistant: ..." where it has none.
+
+    segments: the text that was read and generated so far, from the beginning, with its ids.
+    """
+
+    tokenizer: Any
+    messages: tuple[Message, ...] = ()
+    segments: tuple[Segment, ...] = ()
+
+    @property
+    def has_template(self) -> bool:
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def ids(self, messages: Sequence[Message], is_asked: bool = True) -> tuple[Segment, ...]:
+        """The segments of these messages: those known already as long as the text begins with them, then the rest.
+
+        is_asked: whether what makes the model answer comes last.
+        """
+        text, position, found = self._text(messages, is_asked), 0, []
+        for segment in self.segments:
+            # Templates remove white space around the text of a message.
+            known = next((one for one in (segment.text, segment.text.strip()) if text.startswith(one, position)), None)
+            if known is None:
+                break
+            found.append(segment)
+            position += len(known)
+        if position < len(text):
+            found.append(Segment(text[position:], self._tokenized(text[position:], position == 0)))
+        return tuple(found)
+
+    def _text(self, messages: Sequence[Message], is_asked: bool) -> str:
+        if self.has_template:
+            text: str = self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=is_asked
+            )
+            return text
+        for message in messages:
+            if message["role"] not in _PLAIN:
+                raise InputError(
+                    f"the tokenizer has no chat template, and role={message['role']!r} is none of {', '.join(_PLAIN)}"
+                )
+        return "".join(_PLAIN[one["role"]].format(one["content"]) for one in messages) + "Assistant:" * is_asked
+
+    def _tokenized(self, text: str, is_first: bool) -> tuple[int, ...]:
+        adds_bos = is_first and not self.has_template  # templates write it themselves
+        return tuple(self.tokenizer(text, add_special_tokens=adds_bos)["input_ids"])
+
+    def answered(
+        self, messages: Sequence[Message], asked: tuple[Segment, ...], answer: str, tokens: Sequence[int]
+    ) -> Conversation:
+        """The same after an answer of these tokens to `messages`, which were read as the segments `asked`."""
+        tokens = list(tokens)
+        ending = []
+        if tokens and tokens[-1] in self._special_ids:
+            last = tokens.pop()
+            ending = [Segment(self.tokenizer.convert_ids_to_tokens(last), (last,))]
+        said = {"role": "assistant", "content": answer if self.has_template else answer.strip()}
+        written = [Segment(answer, tuple(tokens)), *ending]
+        return Conversation(self.tokenizer, (*messages, said), (*asked, *written))
+
+    @property
+    def _special_ids(self) -> set[int]:
+        return set(getattr(self.tokenizer, "all_special_ids", ()))
+
+
+def flat(segments: Sequence[Segment]) -> list[int]:
+    """The ids of all segments."""
+    return [token for segment in segments for token in segment.ids]

@@ -1,0 +1,268 @@
+"""Conversations: every turn gives the text that reading the whole history again gives, and reads little."""
+
+import copy
+import random
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, MORE_ARCHITECTURES, randomised
+from transformers import AutoTokenizer
+
+import caches
+import engine
+from engine.reuse.conversation import flat
+
+TOKENS = 7
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>{% endfor %}" \
+        "{% if add_generation_prompt %}<assistant>{% endif %}"  # fmt: skip
+# What models that think do: the beginning of an answer is not part of the history, and thoughts are dropped from it.
+THINKING = "{% for m in messages %}<{{ m.role }}>" \
+           "{{ m.content.split('e')[-1] if m.role == 'assistant' else m.content }}" \
+           "\n{% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}"  # fmt: skip
+
+
+@pytest.fixture
+def tokenizer():
+    return copy.deepcopy(AutoTokenizer.from_pretrained(engine.SHIPPED_MODEL))
+
+
+def generator_of(name, tokenizer, template=PLAIN):
+    config_class, arguments = (ARCHITECTURES | MORE_ARCHITECTURES)[name]
+    tokenizer.chat_template = template
+    model = randomised(config_class, arguments | {"vocab_size": len(tokenizer)})
+    return engine.Generator(model, tokenizer)
+
+
+def history_of(chat):
+    """The ids of the last turn's prompt."""
+    ids = flat(chat._conversation.segments)
+    ids = torch.tensor([ids[: len(ids) - len(chat.last.tokens[0])]])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def check_turn(generator, chat, out, backend, **arguments):
+    fresh = generator.generate(history_of(chat), **backend, max_new_tokens=TOKENS, **arguments)
+    assert out.tokens == fresh.tokens
+    assert out.text == fresh.text
+
+
+SMALL = {"static": {"max_cache_len": 40}, "offloaded_static": {"max_cache_len": 512}, "hybrid": {"max_cache_len": 512},
+         "quantized": {"residual_length": 4}, "offloaded_quantized": {"residual_length": 4},
+         "sink": {"window_length": 24, "num_sink_tokens": 2}, "sliding_window": {"window_length": 24},
+         "quantized_sink": {"window_length": 24, "num_sink_tokens": 2, "residual_length": 4}}  # fmt: skip
+LOSSY = ("quantized", "offloaded_quantized", "quantized_sink")  # what was encoded when depends on the steps
+
+
+def conversations():
+    for backend in caches.names():
+        if backend in ("encoder_decoder", "mamba", *LOSSY):
+            continue
+        yield "gemma2" if backend == "hybrid" else "llama", backend, {}
+    for name in ("gemma2", "lfm2", "mamba", "jamba"):
+        yield name, "dynamic", {}
+    for strategy in ({"num_beams": 3}, {"do_sample": True, "seed": 3}, {"penalty_alpha": 0.5, "top_k": 3},
+                     {"prompt_lookup_num_tokens": 3}):  # fmt: skip
+        yield "llama", "dynamic", strategy
+
+
+@pytest.mark.parametrize(("name", "backend", "strategy"), list(conversations()), ids=str)
+def test_a_turn_gives_what_reading_all_gives(name, backend, strategy, tokenizer):
+    generator = generator_of(name, tokenizer)
+    options = {"cache": backend, "cache_config": SMALL.get(backend)}
+    chat = generator.chat("Be brief.", **options, max_new_tokens=TOKENS, **strategy)
+    if backend == "static":
+        options["cache_config"] = {"max_cache_len": 512}
+    read = []
+    for message in ("import os", "def main():", "x = [1, 2]"):
+        check_turn(generator, chat, chat.send(message), options, **strategy)
+        read.append(chat.last.stats.prompt_tokens)
+    check_turn(generator, chat, chat.retry(), options, **strategy)
+    check_turn(generator, chat, chat.edit("y = 3"), options, **strategy)
+    chat.undo()
+    assert [one["content"] for one in chat.messages if one["role"] == "user"] == ["import os", "def main():"]
+    check_turn(generator, chat, chat.send("class A:"), options, **strategy)
+    check_turn(generator, chat, chat.send("import os"), options, **strategy)
+    windows = backend in ("sink", "sliding_window") or name == "gemma2"
+    if backend != "none" and not windows and name == "llama" and "penalty_alpha" not in strategy:
+        assert max(read[1:]) < history_of(chat)["input_ids"].shape[1] / 2
+
+
+def test_only_the_new_tokens_are_read(tokenizer):
+    generator = generator_of("llama", tokenizer)
+    chat = generator.chat(max_new_tokens=TOKENS)
+    chat.send("import os")
+    for message in ("def main():", "x"):
+        before = chat.cache.total_tokens
+        out = chat.send(message)
+        assert out.stats.prompt_tokens == history_of(chat)["input_ids"].shape[1] - before
+    total = chat.cache.total_tokens
+    assert chat.retry().stats.prompt_tokens == 1
+    assert chat.cache.total_tokens == total
+
+
+def test_a_state_goes_on_from_before_the_answer(tokenizer):
+    """It cannot take tokens back: a copy from the end of the last message is kept."""
+    chat = generator_of("mamba", tokenizer).chat(max_new_tokens=TOKENS)
+    chat.send("import os")
+    chat.send("def main():")
+    assert chat.retry().stats.prompt_tokens < 8
+    assert chat.retry().stats.prompt_tokens < 8
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba"])
+def test_a_template_that_writes_history_in_another_way(name, tokenizer):
+    generator = generator_of(name, tokenizer, THINKING)
+    chat = generator.chat("s", max_new_tokens=TOKENS)
+    for message in ("import os", "def main():", "x", "y"):
+        out = chat.send(message)
+        check_turn(generator, chat, out, {})
+        assert tokenizer.decode(history_of(chat)["input_ids"][0]) == tokenizer.apply_chat_template(
+            list(chat.messages[:-1]), tokenize=False, add_generation_prompt=True
+        )
+
+
+def test_ids_are_kept_where_text_would_be_tokenized_in_another_way(tokenizer):
+    generator, others = generator_of("llama", tokenizer), 0
+    for seed in range(5):
+        chat = generator.chat(max_new_tokens=TOKENS, do_sample=True, seed=seed, temperature=3.0)
+        said = [chat.send("import os").tokens[0], chat.send("x").tokens[0]]
+        ids = flat(chat._conversation.segments)
+        for tokens in said:
+            assert any(ids[at : at + len(tokens)] == tokens for at in range(len(ids)))
+            others += tokenizer(tokenizer.decode(tokens), add_special_tokens=False)["input_ids"] != tokens
+    assert others  # or this test says nothing
+
+
+def test_without_a_template(tokenizer):
+    generator = generator_of("llama", tokenizer, None)
+    chat = generator.chat("Be brief.", max_new_tokens=TOKENS)
+    chat.send("import os")
+    out = chat.send("x")
+    check_turn(generator, chat, out, {}, stop_strings=["\nUser:"])
+    text = tokenizer.decode(history_of(chat)["input_ids"][0])
+    assert text.startswith("Be brief.\n\nUser: import os\nAssistant:")
+    assert text.endswith("User: x\nAssistant:")
+    with pytest.raises(engine.InputError, match="no chat template, and role='tool'"):
+        chat.send({"role": "tool", "content": "x"})
+
+
+def test_a_fork_goes_its_own_way(tokenizer):
+    generator = generator_of("llama", tokenizer)
+    chat = generator.chat(max_new_tokens=TOKENS)
+    chat.send("import os")
+    other = chat.fork()
+    check_turn(generator, other, other.send("x = 1"), {})
+    check_turn(generator, chat, chat.send("y = 2"), {})
+    assert other.last.stats.prompt_tokens < 16
+    assert [one["content"] for one in other.messages][::2] == ["import os", "x = 1"]
+
+
+def test_saved_and_resumed(tokenizer, tmp_path):
+    generator = generator_of("llama", tokenizer)
+    chat = generator.chat("Be brief.", max_new_tokens=TOKENS)
+    chat.send("import os")
+    with pytest.raises(engine.InputError, match="nothing to save"):
+        generator.chat().save(tmp_path / "none")
+    chat.save(tmp_path / "chat")
+    back = generator.chat(resume=tmp_path / "chat", max_new_tokens=TOKENS)
+    assert back.messages == chat.messages
+    out = back.send("x")
+    check_turn(generator, back, out, {})
+    assert out.stats.prompt_tokens < 16
+    with pytest.raises(engine.OptionError, match="resume= brings"):
+        generator.chat("s", resume=tmp_path / "chat")
+    chat.cache.save(tmp_path / "alone")
+    with pytest.raises(engine.InputError, match="holds a cache, but no conversation"):
+        generator.chat(resume=tmp_path / "alone")
+
+
+def test_another_backend_in_the_middle(tokenizer):
+    generator = generator_of("llama", tokenizer)
+    chat = generator.chat(max_new_tokens=TOKENS)
+    chat.send("import os")
+    for name, options in (("offloaded", {}), ("static", {"max_cache_len": 64}), ("dynamic", {})):
+        chat.use(name, **options)
+        check_turn(generator, chat, chat.send("x"), {})
+        assert (chat.backend, chat.last.stats.cache) == (name, name)
+    with pytest.raises(caches.UnknownCacheError):
+        chat.use("nothing")
+    assert chat.backend == "dynamic"
+
+
+def test_an_answer_that_is_left_early_is_the_answer(tokenizer):
+    generator = generator_of("llama", tokenizer)
+    chat = generator.chat(max_new_tokens=TOKENS)
+    chunks = chat.stream("import os")
+    next(chunks)
+    next(chunks)
+    chunks.close()
+    assert [one["role"] for one in chat.messages] == ["user", "assistant"]
+    assert len(chat.last.tokens[0]) < TOKENS
+    check_turn(generator, chat, chat.send("x"), {})
+
+
+def test_an_error_leaves_the_conversation_as_it_was(tokenizer):
+    generator = generator_of("llama", tokenizer)
+    chat = generator.chat(max_new_tokens=TOKENS)
+    chat.send("import os")
+    messages = chat.messages
+
+    def fail(ids, scores):
+        raise ValueError("broken")
+
+    with pytest.raises(engine.GenerationInterrupted, match="broken"):
+        chat.send("x", logits_processor=[fail])
+    assert chat.messages == messages
+    out = chat.send("x")
+    check_turn(generator, chat, out, {})
+    assert out.stats.prompt_tokens < 16
+
+
+def test_what_cannot_be_a_chat_is_refused(tokenizer):
+    generator = generator_of("llama", tokenizer)
+    with pytest.raises(engine.OptionError, match="num_return_sequences cannot apply to a chat"):
+        generator.chat(num_return_sequences=2)
+    with pytest.raises(engine.OptionError, match="a chat needs a tokenizer"):
+        engine.Generator(generator.model).chat()
+    for change in (generator.chat().retry, generator.chat().undo):
+        with pytest.raises(engine.InputError, match="there is no"):
+            change()
+
+
+def random_conversation(seed, tokenizer, tmp_path, turns=8):
+    """Turns, retries, edits, forks, files, other backends: every answer is that of reading all of it again."""
+    draw = random.Random(seed)
+    generator = generator_of("llama", tokenizer, draw.choice([PLAIN, THINKING, None]))
+    chats = [generator.chat(draw.choice([None, "Be brief."]), max_new_tokens=TOKENS)]
+    stop = {} if tokenizer.chat_template else {"stop_strings": ["\nUser:"]}
+    for turn in range(turns):
+        chat = draw.choice(chats)
+        kind = draw.choice(["send", "send", "retry", "edit", "undo", "fork", "file", "use"])
+        has_answer = bool(chat.messages) and chat.messages[-1]["role"] == "assistant"
+        message = draw.choice(["import os", "x", "def f(a):\n    return a", "  y  ", "\u00e9\u20ac", "class A: pass"])
+        if kind in ("send", "retry", "edit"):
+            if kind != "send" and not has_answer:
+                continue
+            out = chat.retry() if kind == "retry" else getattr(chat, kind)(message)
+            check_turn(generator, chat, out, {}, **stop)
+        elif kind == "undo" and has_answer:
+            chat.undo()
+        elif kind == "fork" and len(chats) < 4:
+            chats.append(chat.fork())
+        elif kind == "file" and chat.cache is not None:
+            chat.save(tmp_path / f"{seed}-{turn}")
+            chats[chats.index(chat)] = generator.chat(resume=tmp_path / f"{seed}-{turn}", max_new_tokens=TOKENS)
+        elif kind == "use" and chat.cache is not None:
+            name = draw.choice(["static", "offloaded", "dynamic"])
+            chat.use(name, **({"max_cache_len": 512} if name == "static" else {}))
+
+
+def test_random_conversations(tokenizer, tmp_path):
+    for seed in range(12):
+        random_conversation(seed, tokenizer, tmp_path)
+
+
+@pytest.mark.slow
+def test_many_random_conversations(tokenizer, tmp_path):
+    for seed in range(100, 300):
+        random_conversation(seed, tokenizer, tmp_path)

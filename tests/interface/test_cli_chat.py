@@ -1,0 +1,92 @@
+"""`engine chat` and `engine cache inspect`, as they are typed."""
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+
+def test_a_conversation(cli, tmp_path):
+    path = tmp_path / "talk"
+    typed = f'import os\n/stats\n"""def f(x):\n    return"""\n/undo\nx \\\n= 1\n/save {path}\n/cache offloaded\ny\n'
+    done = cli(["chat", "-n", "4", "--system", "# code"], typed)
+    assert (done.exit_code, len(done.stdout.splitlines())) == (0, 4)
+    assert "time to first token" in done.stderr
+    assert f"saved to {path}: Chat(5 messages, " in done.stderr
+    assert "cache: offloaded" in done.stderr
+    assert "error" not in done.stderr
+    said = json.loads(cli(["cache", "inspect", str(path), "--json"]).stdout)
+    assert [one["content"] for one in said["notes"]["messages"]][:2] == ["# code", "import os"]
+    assert said["notes"]["messages"][3]["content"] == "x \n= 1"
+    shown = cli(["cache", "inspect", str(path)]).stdout
+    assert "tokens per row" in shown
+    assert "messages" in shown
+    again = cli(["chat", "--resume", str(path), "-n", "4"], "y\n/stats\n")
+    assert again.stdout.splitlines()[0] == done.stdout.splitlines()[3]
+    loaded = cli(["chat", "-n", "4"], f"/load {path}\ny\n")
+    assert loaded.stdout.splitlines()[0] == done.stdout.splitlines()[3]
+
+
+def test_mistakes_do_not_end_it(cli):
+    done = cli(["chat", "-n", "2"], "/nothing\n/retry\n/load nowhere\n/save\n/cache nothing\n/undo\n/stats\nx\n/help\n")
+    assert done.exit_code == 0
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    for error, says in zip(errors, ("there is no command /nothing", "no answer to try again", "nowhere", "/save FILE",
+                                    "there is no cache named 'nothing'", "no message to take back", "no answer yet"),
+                           strict=True):  # fmt: skip
+        assert says in error
+    assert len(done.stdout.splitlines()) == 1
+    assert "/undo" in done.stderr
+
+
+def test_what_inspect_refuses(cli, tmp_path):
+    (tmp_path / "text").write_text("no cache")
+    done = cli(["cache", "inspect", str(tmp_path / "text")])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "is no saved cache, or damaged" in done.stderr
+    assert "engine cache inspect FILE" in cli(["cache", "show", "x"]).stderr
+    assert cli(["cache", "inspect", str(tmp_path / "nowhere")]).exit_code != 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="terminals")
+def test_in_a_terminal():
+    """Typed as a new user would: Ctrl-C ends an answer, the conversation goes on, Ctrl-D ends it."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "engine", "chat", "-n", "900"]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    seen = b""
+
+    def until(what, seconds=90):
+        nonlocal seen
+        end = time.monotonic() + seconds
+        while what not in seen:
+            assert time.monotonic() < end, seen
+            if select.select([ours], [], [], 1)[0]:
+                seen += os.read(ours, 4096)
+        seen = seen.split(what, 1)[1]
+
+    until(b"/help lists the commands")
+    until(b"> ")
+    os.write(ours, b"import os\n")
+    until(b"import os\r\n")
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    until(b"\r\n> ")
+    os.write(ours, b"/stats\n")
+    until(b"tokens/s")
+    until(b"> ")
+    os.write(ours, b"/retry\n")
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    until(b"\r\n> ")
+    os.write(ours, b"\x04")
+    assert process.wait(timeout=60) == 0
+    os.close(ours)
