@@ -11,6 +11,7 @@ import_transformers()
 from transformers.cache_utils import Cache as _TransformersCache
 
 import caches.backends  # noqa: F401 - registers the recipes
+from caches.core.branch import branch
 from caches.core.row_copies import join_rows, select_rows
 from caches.errors import (
     CacheError,
@@ -67,9 +68,9 @@ __all__ = [
     "HybridChunkedCache", "HybridMambaAttentionDynamicCache", "LayerSpec", "MambaCache", "NoCache", "OffloadedCache",
     "OffloadedStaticCache", "QuantizedCache", "QuantizedCacheConfig", "QuantoQuantizedCache", "Recipe", "SinkCache",
     "SlidingWindowCache", "StaticCache", "StepError", "Store", "Timeline", "TokenLog", "UnknownCacheError",
-    "UnknownContentError", "UnsupportedLayerError", "apply_window", "build", "convert", "driven", "first_layer",
-    "from_legacy_cache", "inspect", "join_rows", "load", "mask_kinds", "migrate", "names", "read_specs", "recipe",
-    "register", "select_rows",
+    "UnknownContentError", "UnsupportedLayerError", "apply_window", "branch", "build", "convert", "driven",
+    "first_layer", "from_legacy_cache", "inspect", "join_rows", "load", "mask_kinds", "migrate", "names", "read_specs",
+    "recipe", "register", "select_rows",
 ]  # fmt: skip
 
 __getattr__ = old_names(

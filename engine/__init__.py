@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from engine.request.logits_processors import StatefulLogitsProcessor
     from engine.result import Fallback, Generation, Stats, StreamChunk
     from engine.reuse.chat import Chat
+    from engine.reuse.prefix import Prefix
     from engine.streaming import Stream
     from engine.version import __version__
 
@@ -53,6 +54,7 @@ _CONTENTS = {
     "engine.request.logits_processors": ["StatefulLogitsProcessor"],
     "engine.result": ["Fallback", "Generation", "Stats", "StreamChunk"],
     "engine.reuse.chat": ["Chat"],
+    "engine.reuse.prefix": ["Prefix"],
     "engine.streaming": ["Stream"],
     "engine.version": ["__version__"],
 }  # fmt: skip
@@ -264,6 +266,7 @@ __all__ = [
     "OptionError",
     "OutOfMemoryError",
     "Plan",
+    "Prefix",
     "StatefulLogitsProcessor",
     "Stats",
     "Stream",

@@ -45,6 +45,7 @@ from engine.request.read_request import read_request
 from engine.request.request import Request
 from engine.result import Fallback, Generation, nothing_generated
 from engine.reuse.chat import Chat
+from engine.reuse.prefix import Prefix, read_prefix
 from engine.streaming import Stream
 
 
@@ -110,6 +111,27 @@ class Generator:
                 raise OptionError("resume= brings the system message and the cache of its file: leave these out")
             chat.resume(resume)
         return chat
+
+    def prefill(
+        self,
+        inputs: Any = None,
+        *,
+        cache: Any = None,
+        cache_config: Any = None,
+        resume: str | Path | None = None,
+        **parameters: Any,
+    ) -> Prefix:
+        """Read a prompt once, for many continuations. See `Prefix`.
+
+        inputs: one prompt, as of `generate`; its last token is read too. cache, cache_config: the backend. resume: a
+        file that `Prefix.save` wrote, in place of a prompt. parameters: as of `generate`.
+        """
+        if resume is not None:
+            if inputs is not None or cache is not None:
+                raise OptionError("resume= brings the prompt and the cache of its file: leave these out")
+            return read_prefix(self, resume)
+        parameters |= {"max_new_tokens": 1, "do_sample": False, "num_beams": 1}
+        return Prefix(self, self.generate(inputs, cache=cache, cache_config=cache_config, **parameters).cache)
 
     def __repr__(self) -> str:
         changed = ", ".join(f"{name}={getattr(self.config, name)!r}" for name in self.config.to_dict(use_diff=True))

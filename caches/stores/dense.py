@@ -179,6 +179,10 @@ class GrowingStore:
         timeline = self.timeline
         return buffer[:, :, timeline.start : timeline.end + timeline.pending]
 
+    def read_from(self, other: GrowingStore) -> None:
+        """Hold the kept tokens of `other` where they are, without room for more: writing copies them first."""
+        self.buffer = other.committed()
+
     def reserve(self, room: int) -> None:
         if self.buffer is None or self.buffer.shape[-2] >= room:
             return

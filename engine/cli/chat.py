@@ -10,6 +10,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from engine.cli import options, output, rendering, values
+from engine.cli.generate import assistant
 from engine.cli.libraries import start_libraries
 from engine.cli.progress import Work
 from engine.errors import EngineError, OptionError
@@ -31,12 +32,12 @@ def chat(**given: Any) -> None:
     with Work() as work:
         start_libraries(work, given["model"], given["assistant_model"])
         from engine.generator import Generator
-        from engine.model.loading import SHIPPED_MODEL, load
+        from engine.model.loading import SHIPPED_MODEL
 
         work.doing("loading the model")
         generator = Generator(SHIPPED_MODEL if given["model"] is None else given["model"], config=settings)
         if given["assistant_model"] is not None:
-            parameters["assistant_model"] = load(given["assistant_model"], None, settings)[0]
+            parameters |= assistant(given["assistant_model"], generator)
         talk = generator.chat(
             given["system"], cache=given["cache"], cache_config=cache_config, resume=given["resume"], **parameters
         )

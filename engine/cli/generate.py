@@ -38,7 +38,7 @@ def generate(**given: Any) -> None:
         work.doing("loading the model")
         generator = Generator(SHIPPED_MODEL if given["model"] is None else given["model"], config=settings)
         if given["assistant_model"] is not None:
-            parameters |= _assistant(given["assistant_model"], generator)
+            parameters |= assistant(given["assistant_model"], generator)
         work.doing("reading the prompt")
         chunks = generator.stream(inputs, cache=given["cache"], cache_config=cache_config, **parameters)
         result = _print(chunks, work, given, parameters.get("max_new_tokens"))
@@ -78,7 +78,7 @@ def _print(chunks: Stream, work: Work, given: dict[str, Any], limit: int | None)
     return result
 
 
-def _assistant(path: str, generator: Generator) -> dict[str, Any]:
+def assistant(path: str, generator: Generator) -> dict[str, Any]:
     """The arguments of `generate` for the draft model at `path`."""
     from engine.model.loading import load
 

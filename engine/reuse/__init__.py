@@ -1,1 +1,1 @@
-"""Caches that outlive a call: conversations."""
+"""Caches that outlive a call: conversations and prefixes."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from caches import CapacityError, EngineCache, StepError, convert, inspect, load, recipe, select_rows
+from caches import CapacityError, EngineCache, StepError, branch, convert, inspect, load, recipe, select_rows
 from engine.errors import InputError, OptionError
 from engine.result import Generation, StreamChunk
 from engine.reuse.conversation import Conversation, Message, Segment, flat
@@ -205,11 +205,14 @@ class Chat:
         self._copy = _copied(self.cache)
 
     def fork(self) -> Chat:
-        """A second conversation that begins as this one, with a copy of its cache."""
+        """A second conversation that begins as this one. Both caches read what there is now in one place."""
         backend = self._backend
         other = Chat(self._generator, None, backend["cache"], backend["cache_config"], self._parameters)
         other._conversation, other.last = self._conversation, self.last
-        other.cache, other._copy = _copied(self.cache), _copied(self._copy)
+        if self.cache is not None:
+            shared = self.cache
+            self.cache, other.cache = _branched(shared), _branched(shared)
+        other._copy = _copied(self._copy)
         return other
 
     # Files.
@@ -248,6 +251,10 @@ def _converted(cache: Any, name: str, **options: Any) -> EngineCache:
 
 def _copied(cache: Any) -> EngineCache | None:
     return None if cache is None else select_rows(cache, torch.arange(1))
+
+
+def _branched(cache: Any) -> EngineCache:
+    return branch(cache)
 
 
 def _takes_back(cache: Any) -> bool:

@@ -113,7 +113,7 @@ PUBLIC = {
     engine: {
         "__version__", "BackendPlan", "Chat", "ConfigError", "EngineConfig", "EngineError", "export_step", "Fallback",
         "generate", "Generation", "GenerationCancelled", "GenerationInterrupted", "Generator", "InputError",
-        "InvalidLogitsError", "OptionError", "OutOfMemoryError", "Plan", "plan", "SHIPPED_MODEL",
+        "InvalidLogitsError", "OptionError", "OutOfMemoryError", "Plan", "plan", "Prefix", "SHIPPED_MODEL",
         "StatefulLogitsProcessor", "Stats", "step_inputs", "Stream", "stream", "StreamChunk", "UserInterrupt",
     },
     caches: {
@@ -124,7 +124,7 @@ PUBLIC = {
         "HybridMambaAttentionDynamicCache", "join_rows", "LayerSpec", "MambaCache", "mask_kinds", "migrate", "names",
         "NoCache", "OffloadedCache", "OffloadedStaticCache", "QuantizedCache", "QuantizedCacheConfig",
         "QuantoQuantizedCache", "read_specs", "recipe", "Recipe", "register", "select_rows", "SinkCache",
-        "apply_window", "inspect", "load",
+        "apply_window", "branch", "inspect", "load",
         "SlidingWindowCache", "StaticCache", "StepError", "Store", "Timeline", "TokenLog", "UnknownCacheError",
         "UnknownContentError", "UnsupportedLayerError",
     },

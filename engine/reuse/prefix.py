@@ -1,0 +1,96 @@
+"""`Prefix`: a prompt that was read once, for any number of continuations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from caches import EngineCache, branch, load
+from engine.errors import InputError
+from engine.result import Generation
+from engine.reuse.chat import Generates
+from engine.streaming import Stream
+
+
+class Prefix:
+    """The beginning of prompts, in a cache that never changes. `Generator.prefill` makes one.
+
+    Continuations read what the cache holds where it is, as many as there are at once: see `caches.branch` for what is
+    copied. Raises `InputError` where the cache has several rows, or the tokens in it are not known.
+
+    Attributes
+    ----------
+    ids : torch.Tensor
+        The token ids, [1, tokens].
+    cache : EngineCache
+        The cache. Do not give it to a call: `branch` it.
+    """
+
+    def __init__(self, generator: Generates, cache: Any):
+        if not isinstance(cache, EngineCache) or cache.batch_size != 1 or cache.log is None:
+            raise InputError(
+                "a prefix is one prompt in a cache of this package: give one text, and a cache other than 'none'"
+            )
+        self._generator, self.cache = generator, cache
+        self.ids = cache.log.ids[:, : cache.total_tokens]
+
+    def __repr__(self) -> str:
+        return f"Prefix({self.ids.shape[1]} tokens, cache={self.cache.name!r})"
+
+    def generate(self, inputs: Any, **parameters: Any) -> Generation:
+        """Continue the prefix and `inputs`: a text, several, or token ids [rows, tokens] or lists of them.
+
+        parameters: as of `Generator.generate`, without a cache. `Generation.sequences` begin with the prefix.
+        """
+        prompt, cache = self._prompt(inputs)
+        return self._generator.generate(prompt, cache=cache, **parameters)
+
+    def stream(self, inputs: Any, **parameters: Any) -> Stream:
+        """`generate`, chunk by chunk."""
+        prompt, cache = self._prompt(inputs)
+        return self._generator.stream(prompt, cache=cache, **parameters)
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file: see `Cache.save`. `Generator.prefill(resume=path)` reads it."""
+        self.cache.save(path, self._generator.model)  # type: ignore[attr-defined]
+
+    def _prompt(self, inputs: Any) -> tuple[dict[str, torch.Tensor], Any]:
+        rows = [list(row) for row in self._rows(inputs)]
+        if not rows or not all(rows):
+            raise InputError("a continuation is empty: every row needs a token at least")
+        longest = max(map(len, rows))
+        own = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+        seen = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+        before = self.ids.cpu().expand(len(rows), -1)
+        cache: Any = branch(self.cache)  # type: ignore[type-var]
+        if len(rows) > 1:
+            cache.fork(len(rows))
+        ids, mask = torch.cat([before, own], dim=1), torch.cat([torch.ones_like(before), seen], dim=1)
+        return {"input_ids": ids, "attention_mask": mask}, cache
+
+    def _rows(self, inputs: Any) -> Sequence[Sequence[int]]:
+        if isinstance(inputs, torch.Tensor):
+            rows: list[list[int]] = (inputs if inputs.ndim > 1 else inputs[None]).tolist()
+            return rows
+        if isinstance(inputs, str):
+            inputs = [inputs]
+        if not isinstance(inputs, Sequence):
+            raise InputError(f"continuations are texts or token ids, not a {type(inputs).__name__}")
+        if inputs and isinstance(inputs[0], int):
+            return [inputs]
+        return [self._tokenized(row) if isinstance(row, str) else row for row in inputs]
+
+    def _tokenized(self, text: str) -> list[int]:
+        tokenizer = self._generator.tokenizer
+        if tokenizer is None:
+            raise InputError("a text needs a tokenizer: Generator(model, tokenizer), or give token ids")
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+
+def read_prefix(generator: Generates, path: str | Path) -> Prefix:
+    """The prefix in a file. Raises `caches.CacheFileError`."""
+    return Prefix(generator, load(path, generator.model))
