@@ -62,6 +62,8 @@ def _follow(stack: LayerStack, source: LayerStack) -> None:
             for name, store in layer.stores.items():
                 assert isinstance(store, ForkedStore)
                 _share(store, old_layer.stores[name])
+            if layer.state is not None and old_layer.state is not None:
+                layer.state.load_dense(old_layer.state.dense_state())
         else:
             layer.load_state_dict(old_layer.state_dict())
     stack.log = source.log

@@ -180,8 +180,9 @@ class GrowingStore:
         return buffer[:, :, timeline.start : timeline.end + timeline.pending]
 
     def read_from(self, other: GrowingStore) -> None:
-        """Hold the kept tokens of `other` where they are, without room for more: writing copies them first."""
+        """Hold the kept tokens of `other` where they are, without room for more: growing copies them first."""
         self.buffer = other.committed()
+        self.timeline.take_room(self.timeline.end)
 
     def reserve(self, room: int) -> None:
         if self.buffer is None or self.buffer.shape[-2] >= room:
