@@ -109,7 +109,7 @@ def memory(report: Report) -> str:
             f"{row['bytes_per_token']:,.0f}",
             f"{row['of_full']:.1%}",
             f"{row['of_full_with_scratch']:.1%}",
-            f"{row['peak_bytes'] / 1e6:,.0f}",
+            "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:,.0f}",
         ]
         for name, row in longest["rows"].items()
     ]
