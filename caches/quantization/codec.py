@@ -67,8 +67,10 @@ class Affine:
         return self.group if self.per_channel else 1
 
     def attend(self, dense: torch.Tensor) -> Attend | None:
-        is_fused = self.fused is not False and is_supported(dense) and KERNELS.or_none() is not None
-        return attention if is_fused else None
+        if self.fused is False or not is_supported(dense):
+            return None
+        has_kernels = KERNELS.is_expected if dense.is_meta else KERNELS.or_none() is not None
+        return attention if has_kernels else None
 
     def per_block(self, name: str) -> bool:
         return self.per_channel and name != "codes"

@@ -21,9 +21,11 @@ KERNELS = Operators(Path(__file__).with_suffix(".cpp"), "fused=True")
 
 
 def is_supported(dense: torch.Tensor) -> bool:
-    """Whether there are kernels for keys or values like `dense` [rows, heads, slots, width]."""
+    """Whether there are kernels for keys or values like `dense` [rows, heads, slots, width]. Meta tensors stand for
+    those of a CPU."""
     width = dense.shape[-1]
-    return dense.dtype == torch.float32 and dense.device.type == "cpu" and width % 8 == 0 and width <= _MOST_WIDTH
+    is_here = dense.device.type in ("cpu", "meta")
+    return dense.dtype == torch.float32 and is_here and width % 8 == 0 and width <= _MOST_WIDTH
 
 
 def check_fused(dense: torch.Tensor) -> None:

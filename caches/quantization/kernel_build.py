@@ -51,6 +51,11 @@ class Operators:
             raise error
         return torch.ops.kvengine
 
+    @property
+    def is_expected(self) -> bool:
+        """Whether they are there or a compiler is, without compiling."""
+        return self._outcome[0] is None if self._outcome else shutil.which(_compiler()[0]) is not None
+
     def _error(self) -> ConfigError | None:
         if not self._outcome:
             with self._lock:

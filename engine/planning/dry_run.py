@@ -13,8 +13,9 @@ import caches
 from caches import EngineCache
 from caches.attention.segmented_tensor import SegmentedTensor, segments_of
 from caches.protocol import attention_view
+from caches.quantization.fused_attention import QuantizedSegment
 from caches.registry import build_layers
-from configs import CacheConfig
+from configs import CacheConfig, QuantizedCacheConfig
 from engine.model.masks import check_takes_masks
 from engine.planning.cache_size import empty_cache
 from engine.planning.model_footprint import CacheWrite, MeasuredCache, ModelFootprint
@@ -93,6 +94,8 @@ class _DryRun:
         self.materialized_bytes = self.chunk = 0
 
     def _build(self, config: CacheConfig) -> EngineCache:
+        if self._pinned and isinstance(config, QuantizedCacheConfig) and config.fused is None:  # kernels are for CPUs
+            config = config.update(fused=False)[0]
         return build_layers(config.name, self._footprint.specs, self._footprint.is_encoder_decoder, config)
 
     def check_length(self) -> None:
@@ -163,8 +166,9 @@ class _DryRun:
             returned = found if reads and isinstance(found, tuple) else ()
             views = [tensor for tensor in returned if isinstance(tensor, SegmentedTensor)]
             for view in views:
-                for _ in segments_of(view):
-                    pass
+                for segment in segments_of(view):
+                    if tokens > 1 and isinstance(segment, QuantizedSegment):  # for few queries there are kernels
+                        segment.materialize()
             if tokens > _FEW_QUERIES:
                 materialized = sum(prod(view.base) * view.dtype.itemsize for view in views)
                 self.materialized_bytes = max(self.materialized_bytes, materialized)

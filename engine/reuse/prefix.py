@@ -63,12 +63,12 @@ class Prefix:
             raise InputError("a continuation is empty: every row needs a token at least")
         longest = max(map(len, rows))
         own = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
-        seen = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+        own_mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
         before = self.ids.cpu().expand(len(rows), -1)
         cache: Any = branch(self.cache)  # type: ignore[type-var]
         if len(rows) > 1:
             cache.fork(len(rows))
-        ids, mask = torch.cat([before, own], dim=1), torch.cat([torch.ones_like(before), seen], dim=1)
+        ids, mask = torch.cat([before, own], dim=1), torch.cat([torch.ones_like(before), own_mask], dim=1)
         return {"input_ids": ids, "attention_mask": mask}, cache
 
     def _rows(self, inputs: Any) -> Sequence[Sequence[int]]:
