@@ -54,9 +54,7 @@ class Chat:
             raise OptionError("a chat needs a tokenizer: Generator(model, tokenizer)")
         if generator.model.config.is_encoder_decoder:
             raise OptionError("a chat needs a model whose prompt and answer are one text, and this one has an encoder")
-        if "num_return_sequences" in parameters:
-            raise OptionError("num_return_sequences cannot apply to a chat, whose turn has one answer: leave it out")
-        self._generator, self._parameters = generator, parameters
+        self._generator, self._parameters = generator, _checked(parameters)
         self._backend = {"cache": cache, "cache_config": cache_config}
         start = () if system is None else ({"role": "system", "content": system},)
         self._conversation = Conversation(generator.tokenizer, start)
@@ -89,8 +87,7 @@ class Chat:
 
     def stream(self, message: str | Message, **parameters: Any) -> Iterator[StreamChunk]:
         """`send`, chunk by chunk. When the iterator is closed, the answer so far is the answer."""
-        said = {"role": "user", "content": message} if isinstance(message, str) else dict(message)
-        return self._turn((*self.messages, said), parameters)
+        return self._turn((*self.messages, _as_message(message)), parameters)
 
     def retry(self, **parameters: Any) -> Generation:
         """Another answer to the last message."""
@@ -102,23 +99,22 @@ class Chat:
             raise InputError("there is no answer to try again: send a message")
         return self._turn(self.messages[:-1], parameters)
 
-    def edit(self, message: str, **parameters: Any) -> Generation:
+    def edit(self, message: str | Message, **parameters: Any) -> Generation:
         """The answer to another message in place of the last one."""
-        return self._before_last_question().send(message, **parameters)
+        return self._to_end(self._turn((*self._before_last_question(), _as_message(message)), parameters))
 
     def undo(self) -> None:
         """Remove the last message and its answer."""
-        self._before_last_question()
+        self._conversation = replace(self._conversation, messages=self._before_last_question())
 
-    def _before_last_question(self) -> Chat:
+    def _before_last_question(self) -> tuple[Message, ...]:
         asked = [number for number, one in enumerate(self.messages) if one["role"] == "user"]
         if not asked:
             raise InputError("there is no message to take back: send one")
-        self._conversation = replace(self._conversation, messages=self.messages[: asked[-1]])
-        return self
+        return self.messages[: asked[-1]]
 
     def _turn(self, messages: tuple[Message, ...], parameters: dict[str, Any]) -> Iterator[StreamChunk]:
-        parameters = self._parameters | parameters
+        parameters = self._parameters | _checked(parameters)
         if not self._conversation.has_template:
             parameters = {"stop_strings": [_PLAIN_STOP]} | parameters
         asked = self._conversation.ids(messages)
@@ -234,6 +230,16 @@ class Chat:
         segments = tuple(Segment(text, tuple(ids)) for text, ids in notes["segments"])
         self._conversation = Conversation(self._generator.tokenizer, tuple(notes["messages"]), segments)
         self._copy = self.last = None
+
+
+def _checked(parameters: dict[str, Any]) -> dict[str, Any]:
+    if "num_return_sequences" in parameters:
+        raise OptionError("num_return_sequences cannot apply to a chat, whose turn has one answer: leave it out")
+    return parameters
+
+
+def _as_message(message: str | Message) -> Message:
+    return {"role": "user", "content": message} if isinstance(message, str) else dict(message)
 
 
 def _as_read(ids: torch.Tensor) -> dict[str, torch.Tensor]:

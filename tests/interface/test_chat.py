@@ -216,12 +216,19 @@ def test_an_error_leaves_the_conversation_as_it_was(tokenizer):
     out = chat.send("x")
     check_turn(generator, chat, out, {})
     assert out.stats.prompt_tokens < 16
+    messages = chat.messages
+    with pytest.raises(engine.GenerationInterrupted, match="broken"):
+        chat.edit("y", logits_processor=[fail])
+    assert chat.messages == messages
+    check_turn(generator, chat, chat.send("z"), {})
 
 
 def test_what_cannot_be_a_chat_is_refused(tokenizer):
     generator = generator_of("llama", tokenizer)
     with pytest.raises(engine.OptionError, match="num_return_sequences cannot apply to a chat"):
         generator.chat(num_return_sequences=2)
+    with pytest.raises(engine.OptionError, match="num_return_sequences cannot apply to a chat"):
+        generator.chat().send("x", num_return_sequences=2)
     with pytest.raises(engine.OptionError, match="a chat needs a tokenizer"):
         engine.Generator(generator.model).chat()
     for change in (generator.chat().retry, generator.chat().undo):
