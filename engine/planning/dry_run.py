@@ -167,7 +167,9 @@ class _DryRun:
             views = [tensor for tensor in returned if isinstance(tensor, SegmentedTensor)]
             for view in views:
                 for segment in segments_of(view):
-                    if tokens > 1 and isinstance(segment, QuantizedSegment):  # for few queries there are kernels
+                    # For few queries there are kernels, where attention takes segments at all.
+                    in_full = tokens > 1 or not self._footprint.shares[write.part]
+                    if in_full and isinstance(segment, QuantizedSegment):
                         segment.materialize()
             if tokens > _FEW_QUERIES:
                 materialized = sum(prod(view.base) * view.dtype.itemsize for view in views)

@@ -102,7 +102,7 @@ class ModelFootprint:
     model: on the meta device. takes_cache: whether the model takes a cache of keys and values. specs: two layers of
     each kind (more share the same scratch memory). counts: how many layers of the model each of them stands for.
     first, later: what these layers write in a first step and in a step of one token. shares: per part of the cache,
-    whether attention reads a shared prefix without copying it for each row. own_layer_bytes: of layers that only
+    whether attention reads it in segments, so that rows can share a prefix without a copy for each. own_layer_bytes: of layers that only
     transformers' own classes can hold, per row, and per row and token.
     """
 
@@ -281,11 +281,10 @@ class _Inspection:
         return WorkingMemory(token, pair, *columns)
 
     def _shares(self, cache: MeasuredCache) -> tuple[bool, ...]:
-        """Per part: whether a prefix that rows share is still shared after attention has read it."""
+        """Per part: whether rows share a prefix, also after attention has read it."""
         cache.fork(2)
-        before = [part.shares for part in cache.parts]
         self._forward(cache, 2, 1)
-        return tuple(part.shares or not shared for part, shared in zip(cache.parts, before, strict=True))
+        return tuple(part.shares for part in cache.parts)
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
