@@ -19,6 +19,7 @@ from caches.protocol import attention_view
 from caches.torch_api import compiled_graphs, discard_compiled, graph_errors
 from caches.transformers_api import can_compile_fullgraph
 from engine.errors import InputError, OptionError
+from engine.model import packed_attention
 from engine.model.accelerate_hooks import is_dispatched, prompt_device
 from engine.model.cache_argument import cache_argument
 from engine.model.compiled_step import compiled, first_reason, step_of
@@ -80,6 +81,7 @@ class ModelRunner:
     def __init__(self, model: PreTrainedModel, compile: str = "off", linears: str = "default"):
         self.model = model
         self._table, self._turn = table_for(model, linears), turn_of(model)
+        packed_attention.install()
         self.dynamic_ropes = dynamic_ropes(model)
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         own = type(model).prepare_inputs_for_generation
@@ -326,12 +328,12 @@ class ModelRunner:
             fixed = self.graph_inputs(inputs[f"{part}input_ids"], step.columns, step.cache, step.end)
             inputs |= {f"{part}{name}": fixed[name] for name in ("input_ids", "attention_mask")}
             inputs |= {name: fixed[name] for name in ("position_ids",) if name in inputs}
-        outer = active.table  # of a step that this one is inside of
+        outer = active.table, packed_attention.active.packs  # of a step that this one is inside of
         try:
-            active.table = self._table if routed else None
+            active.table, packed_attention.active.packs = self._table if routed else None, True
             return (self.model if compute is None else compute)(**inputs, return_dict=True)
         finally:
-            active.table = outer
+            active.table, packed_attention.active.packs = outer
 
     def _in_one_graph(self, **inputs: Any) -> ModelOutput:
         assert self._compiled is not None

@@ -102,8 +102,8 @@ class ModelFootprint:
     model: on the meta device. takes_cache: whether the model takes a cache of keys and values. specs: two layers of
     each kind (more share the same scratch memory). counts: how many layers of the model each of them stands for.
     first, later: what these layers write in a first step and in a step of one token. shares: per part of the cache,
-    whether attention reads it in segments, so that rows can share a prefix without a copy for each. own_layer_bytes: of layers that only
-    transformers' own classes can hold, per row, and per row and token.
+    whether attention reads it in segments, so that rows can share a prefix without a copy for each. own_layer_bytes: of
+    layers that only transformers' own classes can hold, per row, and per row and token.
     """
 
     model: PreTrainedModel

@@ -1,0 +1,69 @@
+"""Attention of one new token per row on a CPU, with the query heads that share a key head packed together.
+
+torch's kernel for grouped heads reads the keys and values once per query head, and a model that repeats them copies
+them. Packed, the query heads of a group are the tokens of one head, and the kernel reads its keys once. Results differ
+by rounding.
+
+The model is not changed. transformers' attention function "sdpa" is replaced once per process by one that does the same
+as the original, unless the calling thread is in a step of the engine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+_NOT_PACKED = ("position_bias", "cache", "softcap")
+
+
+class _Active(threading.local):
+    packs: bool = False
+
+
+active = _Active()
+"""`packs`: whether attention in this thread is packed; False outside of the engine's steps."""
+
+
+def install() -> None:
+    """Replace transformers' function, also if another library has replaced it since the last call."""
+    current = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if not isinstance(current, _PackedAttention):
+        AttentionInterface.register("sdpa", _PackedAttention(current))
+
+
+class _PackedAttention:
+    def __init__(self, original: Callable[..., Any]):
+        self._original = original
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """transformers' interface: query [rows, heads, tokens, width] to [rows, tokens, heads, width]."""
+        if not active.packs or not _can_be_packed(query, key, value, attention_mask, kwargs):
+            return self._original(module, query, key, value, attention_mask, **kwargs)
+        rows, heads, _, width = query.shape
+        packed = query.reshape(rows, key.shape[1], -1, width)
+        found = scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling"))
+        return found.reshape(rows, 1, heads, value.shape[-1]), None
+
+
+def _can_be_packed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> bool:
+    if query.shape[2] != 1 or not query.is_cpu or type(key) is not torch.Tensor or torch.compiler.is_compiling():
+        return False
+    is_grouped = query.shape[1] > key.shape[1] == value.shape[1] and query.shape[0] == key.shape[0]
+    is_of_all_heads = mask is None or mask.shape[1] == 1
+    return is_grouped and is_of_all_heads and all(kwargs.get(name) is None for name in _NOT_PACKED)

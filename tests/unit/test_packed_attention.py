@@ -1,0 +1,85 @@
+"""Attention with packed query heads: the same numbers up to rounding, in the engine's steps alone."""
+
+import pytest
+import torch
+from architectures import prompt, tiny_model
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import engine
+from engine.model import packed_attention
+
+HEADS, GROUPS, WIDTH, COLUMNS = 6, 3, 16, 40
+
+
+@pytest.fixture
+def queries(monkeypatch):
+    """The shapes of the queries that torch's kernel gets."""
+    found = []
+
+    def noting(query, *args, **kwargs):
+        found.append(tuple(query.shape))
+        return scaled_dot_product_attention(query, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
+    monkeypatch.setattr(packed_attention, "scaled_dot_product_attention", noting)
+    return found
+
+
+@pytest.fixture
+def in_a_step(monkeypatch):
+    packed_attention.install()
+    monkeypatch.setattr(packed_attention.active, "packs", True)
+
+
+def attention(mask=None, tokens=1, heads=HEADS, **options):
+    """The result, and what transformers' own function computes."""
+    torch.manual_seed(0)
+    module = torch.nn.Module()
+    module.num_key_value_groups = heads // (HEADS // GROUPS)
+    query = torch.randn(2, heads, tokens, WIDTH)
+    key, value = (torch.randn(2, HEADS // GROUPS, COLUMNS, WIDTH) for _ in range(2))
+    ours = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    arguments = (module, query, key, value, mask)
+    return ours(*arguments, **options)[0], ours._original(*arguments, **options)[0]
+
+
+@pytest.mark.parametrize("scaling", [None, 0.5])
+@pytest.mark.parametrize("dtype", [None, torch.bool, torch.float32])
+def test_equal_to_rounding(in_a_step, queries, dtype, scaling):
+    mask = None
+    if dtype is not None:
+        mask = torch.rand(2, 1, 1, COLUMNS) < 0.7
+        mask = mask if dtype is torch.bool else torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(dtype).min)
+    found, expected = attention(mask, scaling=scaling)
+    torch.testing.assert_close(found, expected)
+    assert queries[0] == (2, HEADS // GROUPS, GROUPS, WIDTH)
+
+
+@pytest.mark.parametrize("options", [
+    {"tokens": 2}, {"heads": HEADS // GROUPS}, {"mask": torch.ones(2, HEADS, 1, COLUMNS, dtype=torch.bool)},
+    {"position_bias": torch.randn(2, HEADS, 1, COLUMNS)},
+])  # fmt: skip
+def test_other_attention_is_transformers_own(in_a_step, queries, options):
+    found, expected = attention(**options)
+    assert torch.equal(found, expected)
+    assert queries[0] == queries[1]
+
+
+def test_outside_of_a_step_transformers_computes(queries):
+    packed_attention.install()
+    found, expected = attention()
+    assert torch.equal(found, expected)
+    assert queries[0] == queries[1]
+
+
+def test_decode_steps_are_packed_and_the_model_is_as_it_was(queries):
+    model = tiny_model("llama")
+    config = model.config
+    packed = (1, config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads)
+    ids = prompt(1, 5, pads=0)["input_ids"]
+    engine.generate(model, ids, max_new_tokens=4)
+    assert [shape[:3] for shape in queries].count(packed) == 3 * config.num_hidden_layers
+    queries.clear()
+    model(ids[:, :1])
+    assert packed not in [shape[:3] for shape in queries]
