@@ -28,6 +28,7 @@ COMMANDS: dict[str, list[str]] = {
     "memory-long": ["memory.py", "--peak", "--contexts", "16384", "--only", _LONG],
     "quality": ["quality.py"],
     "assisted": ["assisted.py"],
+    "reuse": ["reuse.py"],
     "out-of-memory": ["out_of_memory.py"],
     "startup": ["startup.py"],
 }

@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -47,9 +48,7 @@ class Config:
     """The values of options that have a fixed set of them."""
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for name in self.option_names():
-            kinds = _kinds(hints[name])
+        for name, kinds in self._option_kinds().items():
             value = _stored(getattr(self, name), kinds)
             if not any(_fits(value, kind) for kind in kinds):
                 expected = " or ".join(
@@ -64,6 +63,13 @@ class Config:
 
     def validate(self) -> None:
         """Raise `ConfigError` for impossible values. Types were checked before. By default every value is possible."""
+
+    @classmethod
+    @cache
+    def _option_kinds(cls) -> dict[str, tuple[Any, ...]]:
+        """The types that each option accepts: kept, as every call makes configurations."""
+        hints = get_type_hints(cls)
+        return {name: _kinds(hints[name]) for name in cls.option_names()}
 
     @classmethod
     def option_names(cls) -> list[str]:
@@ -84,9 +90,9 @@ class Config:
     @classmethod
     def values(cls) -> dict[str, list[str]]:
         """The values that every option takes, in words; None is not listed."""
-        hints, found = get_type_hints(cls), {}
-        for name in cls.option_names():
-            kinds = [get_origin(kind) or kind for kind in _kinds(hints[name]) if kind is not NoneType]
+        found = {}
+        for name, accepted in cls._option_kinds().items():
+            kinds = [get_origin(kind) or kind for kind in accepted if kind is not NoneType]
             words = [str(value) for value in cls.choices.get(name, ())]
             found[name] = list(dict.fromkeys(words or (_IN_WORDS.get(kind, "an object") for kind in kinds)))
         return found

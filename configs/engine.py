@@ -44,6 +44,11 @@ class EngineConfig(Config):
     max_cache_bytes: the most bytes of device memory for the cache of a call; None is no limit.
     over_budget: what happens when the cache would need more. "offload": as in on_oom. "slide": keep only the last
         tokens that fit, which changes the text. "error": `engine.OutOfMemoryError` with the text so far.
+    prefix_store_bytes: the caches of calls are kept, in at most so many bytes of memory: a later prompt that begins
+        with the same tokens does not read these again (`Stats.cached_tokens`). This is for calls with one prompt,
+        without images, embeddings or a live cache. None keeps nothing.
+    prefix_store_folder: a folder for what has no room in memory, up to eight times as many bytes, also for other
+        processes with the same model; None is none.
     dtype, device_map: arguments of `from_pretrained` for a model that is given as a path.
     trust_remote_code: whether Python code in the model's repository may run while the model is loaded; if not, such a
         repository raises `InputError`.
@@ -57,13 +62,20 @@ class EngineConfig(Config):
     on_oom: tuple | list = ("release", "chunk", "offload", "split")
     max_cache_bytes: int | None = None
     over_budget: str = "offload"
+    prefix_store_bytes: int | None = None
+    prefix_store_folder: str | None = None
     dtype: str = "auto"
     device_map: str = "auto"
     trust_remote_code: bool = False
 
     def validate(self) -> None:
-        positive = {"prefill_chunk_tokens": self.prefill_chunk_tokens, "max_cache_bytes": self.max_cache_bytes}
-        require_positive("EngineConfig", **positive)
+        names = ("prefill_chunk_tokens", "max_cache_bytes", "prefix_store_bytes")
+        require_positive("EngineConfig", **{name: getattr(self, name) for name in names})
+        if self.prefix_store_folder is not None and self.prefix_store_bytes is None:
+            raise ConfigError(
+                "EngineConfig: prefix_store_folder is for what has no room in a prefix store, and there is none: give "
+                "prefix_store_bytes too"
+            )
         if self.linears == "gemv":
             text = "linears='gemv' is now part of 'auto'; the old name goes in release 0.3"
             warnings.warn(text, DeprecationWarning, stacklevel=4)

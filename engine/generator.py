@@ -46,6 +46,7 @@ from engine.request.request import Request
 from engine.result import Fallback, Generation, nothing_generated
 from engine.reuse.chat import Chat
 from engine.reuse.prefix import Prefix, read_prefix
+from engine.reuse.prefix_store import PrefixStore, can_reuse
 from engine.streaming import Stream
 
 
@@ -63,6 +64,9 @@ class Generator:
             convert_linears(self.model, self.config.weights)
         self._runner = ModelRunner(self.model, self.config.compile, self.config.linears)
         self._draft: Draft | None = None
+        self._store: PrefixStore | None = None
+        if self.config.prefix_store_bytes is not None:
+            self._store = PrefixStore(self, self.config.prefix_store_bytes, self.config.prefix_store_folder)
 
     @takes(parameters, documented_by=engine.generate)
     def generate(self, inputs: Any = None, **arguments: Any) -> Generation:
@@ -145,11 +149,14 @@ class Generator:
 
     @property
     def pools(self) -> dict[str, int]:
-        """graphs: compiled steps that are kept between calls. draft_bytes: the weights of the last assistant_model."""
+        """What is kept between calls. graphs: compiled steps. draft_bytes: the weights of the last assistant_model.
+        prefix_bytes: the caches in the prefix store.
+        """
         draft = self._draft
         return {
             "graphs": self._runner.graphs,
             "draft_bytes": 0 if draft is None else draft.model.get_memory_footprint(),
+            "prefix_bytes": 0 if self._store is None else self._store.bytes,
         }
 
     def release(self) -> None:
@@ -159,7 +166,12 @@ class Generator:
         """
         self._draft = None
         self._runner.discard_graphs()
+        self._clear_store()
         empty_allocators()
+
+    def _clear_store(self) -> None:
+        if self._store is not None:
+            self._store.clear()
 
     def _start(self, call: Call, streams: bool) -> Driver:
         grad = torch.is_grad_enabled()
@@ -180,7 +192,8 @@ class Generator:
         stop = Cancellation(call.cancellation)
         fallbacks = self.config.on_oom if call.on_oom is None else checked_fallbacks(call.on_oom)
         taken: list[Fallback] = []
-        recovery, draft_recovery = Recovery(fallbacks, taken), Recovery(fallbacks, taken)
+        recovery = Recovery(fallbacks, taken, self._clear_store)
+        draft_recovery = Recovery(fallbacks, taken, self._clear_store)
         budget = Budget(self.config.max_cache_bytes, self.config.over_budget, taken)
         draft = self._draft_of(call.assistant_model)
         choice = read_cache_choice(self.model, call, self.config)
@@ -197,6 +210,12 @@ class Generator:
                 message = f"memory was out in the encoder, before the first token ({error})"
                 raise OutOfMemoryError(message, nothing) from error.__cause__
             cache, known = self._cache_for(choice, request, budget)
+        store = self._store
+        if store is not None and not (choice.live is None and can_reuse(self._runner, request)):
+            store = None
+        tokens_read = 0
+        if store is not None:
+            cache, tokens_read = store.find(cache, request.prompt.ids[0], request.needs.rows_per_prompt > 1)
         read, mask = request.read
         model_kwargs = dict(read.model_kwargs)
         columns = Columns(mask, request.columns, model_kwargs.pop("position_ids", None))
@@ -223,8 +242,11 @@ class Generator:
             legacy=bool(call.return_legacy_cache),
             draft=draft_session,
             fallbacks=taken,
+            tokens_read=tokens_read,
         )
-        return Driver(loop, stop)
+        if store is None:
+            return Driver(loop, stop)
+        return Driver(loop, stop, lambda: store.keep(session.cache, mask.shape[1]))
 
     def _read(self, call: Call, live: EngineCache | None, draft: Draft | None) -> tuple[Request, DraftRequest | None]:
         """The requests to the model and to its draft. live: the cache that was given."""

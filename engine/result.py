@@ -56,6 +56,8 @@ class Stats:
         The name of the cache backend, or the class of one of transformers' caches.
     prompt_tokens : int
         Prompt tokens that were computed, without padding and tokens that were already in the cache.
+    cached_tokens : int
+        Prompt tokens that were not computed, as the cache held them already.
     new_tokens : int
         Tokens emitted, without the padding of ended rows.
     ttft_s : float or None
@@ -84,6 +86,7 @@ class Stats:
 
     cache: str
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     new_tokens: int = 0
     ttft_s: float | None = None
     prefill_tokens_per_s: float | None = None

@@ -9,7 +9,6 @@ from caches.core.layer_stack import LayerStack
 from caches.core.prefix_sharing import PrefixSharing
 from caches.core.row_copies import Copyable
 from caches.stores.dense import GrowingStore, Store
-from caches.stores.shared_prefix import ForkedStore
 from caches.timeline.shared_timeline import ForkedTimeline
 from caches.timeline.timeline import Timeline
 
@@ -26,54 +25,65 @@ C = TypeVar("C", bound=Branchable)
 
 
 def branch(cache: C, tokens: int | None = None) -> C:
-    """A cache of the same backend that holds the first `tokens` of `cache`; None for all.
+    """A cache of the same backend that holds the first `tokens` of `cache`; None for all. Both can go on.
 
-    Layers of full attention read the tokens where they are: their tensors are shared, and what comes later is in
-    tensors of their own. So `cache` must not change from now on: branch it again in place of going on with it. What
-    cannot be shared is copied: windows, states, codes, buffers in host memory, and what came after an earlier branch.
-    Raises `StepError` where `tokens` are fewer than there are and the others cannot be taken back.
+    Layers of full attention read the tokens where they are. The first cache that goes on from all of them writes behind
+    them while there is room; others write into tensors of their own. What would be overwritten is copied first.
+    Windows, states, codes and buffers in host memory cannot be shared and are copied, as is what came after an earlier
+    branch, but for the first cache that goes on from there. Raises `StepError` where `tokens` are fewer than there are
+    and the others cannot be taken back.
     """
     cache.check_finished()
     cache.finish_step()
     if any(one.rows_per_prefix > 1 for stack in cache.stacks for one in stack.shared_timelines):
         cache.unshare()
     new = cache.empty_like()
+    is_complete = tokens in (None, cache.stacks[0].total_tokens)
     for stack, source in zip(new.stacks, cache.stacks, strict=True):
         if source.batch_size != -1:
-            _follow(stack, source)
+            _follow(stack, source, is_complete)
     if tokens is not None:
         new.crop(tokens)
     return new
 
 
-def _follow(stack: LayerStack, source: LayerStack) -> None:
-    """Let the empty `stack` hold what `source`, of the same layout, holds."""
+def _follow(stack: LayerStack, source: LayerStack, is_complete: bool) -> None:
+    """Let the empty `stack` hold what `source`, of the same layout, does. is_complete: it goes on from the last token."""
     sharing = PrefixSharing(stack)
-    sharing.share_groups(
-        [isinstance(old, ForkedTimeline) or (_is_growing(source, old) and sharing.can_share(new))
-         for new, old in zip(stack.timelines, source.timelines, strict=True)]
-    )  # fmt: skip
+    goes_on = [is_complete and not old.is_frozen for old in source.timelines]
+    splits = []
+    for new, old, on in zip(stack.timelines, source.timelines, goes_on, strict=True):
+        can_split = not on and sharing.can_share(new) and _can_be_read(old, _stores(source, old))
+        splits.append(isinstance(old, ForkedTimeline) or can_split)
+    sharing.share_groups(splits)
     stack.hook.load_state_dict(source.hook.state_dict(source.batch_size))
-    for new, old in zip(stack.timelines, source.timelines, strict=True):
+    for new, old, on in zip(stack.timelines, source.timelines, goes_on, strict=True):
         new.load_state_dict(_as_prefix(new, old), source.batch_size)
+        stores, old_stores = _stores(stack, new), _stores(source, old)
+        if not isinstance(new, ForkedTimeline):
+            _fill(new, stores, old, old_stores, reads=on, takes_room=True)
+            continue
+        prefixes, suffixes = [store.prefix for store in stores], [store.suffix for store in stores]
+        if isinstance(old, ForkedTimeline):
+            _fill(new.suffix, suffixes, old.suffix, [one.suffix for one in old_stores], reads=on, takes_room=True)
+            old, old_stores = old.prefix, [one.prefix for one in old_stores]
+        _fill(new.prefix, prefixes, old, old_stores, reads=True, takes_room=False)
     for layer, old_layer in zip(stack.layers, source.layers, strict=True):
-        if isinstance(layer, Layer) and isinstance(layer.timeline, ForkedTimeline):
-            assert isinstance(old_layer, Layer)
-            for name, store in layer.stores.items():
-                assert isinstance(store, ForkedStore)
-                _share(store, old_layer.stores[name])
-            if layer.state is not None and old_layer.state is not None:
-                layer.state.load_dense(old_layer.state.dense_state())
-        else:
+        if not isinstance(layer, Layer) or not isinstance(old_layer, Layer):
             layer.load_state_dict(old_layer.state_dict())
+        elif layer.state is not None and old_layer.state is not None:
+            layer.state.load_dense(old_layer.state.dense_state())
     stack.log = source.log
 
 
-def _is_growing(stack: LayerStack, timeline: Timeline) -> bool:
-    """Whether all stores of a group are tensors in full precision that grow."""
-    layers = [layer for layer in stack.layers_of(timeline) if layer.spec.keeps_kv]
-    stores = [store for layer in layers if isinstance(layer, Layer) for store in layer.stores.values()]
-    return bool(stores) and all(type(store) is GrowingStore for store in stores)
+def _stores(stack: LayerStack, timeline: Timeline) -> list[Any]:
+    layers = [layer for layer in stack.layers_of(timeline) if isinstance(layer, Layer)]
+    return [store for layer in layers for store in layer.stores.values()]
+
+
+def _can_be_read(timeline: Timeline, stores: list[Store]) -> bool:
+    """Whether these are tensors in full precision that grow, and that lose no tokens in front."""
+    return bool(stores) and timeline.retention.bound is None and all(type(store) is GrowingStore for store in stores)
 
 
 def _as_prefix(new: Timeline, old: Timeline) -> dict[str, Any]:
@@ -83,13 +93,15 @@ def _as_prefix(new: Timeline, old: Timeline) -> dict[str, Any]:
     return {"prefix": old.state_dict(), "suffix": new.suffix.state_dict(), "rows_per_prefix": 1}
 
 
-def _share(new: ForkedStore, old: Store) -> None:
-    """Let `new` read the prefix of `old`, or all of it, where it is."""
-    if isinstance(old, ForkedStore):
-        if state := old.suffix.state_dict():
-            new.suffix.load_state_dict(state)
-        old = old.prefix
-    if type(old) is GrowingStore and isinstance(new.prefix, GrowingStore):
-        new.prefix.read_from(old)
-    elif state := old.state_dict():
-        new.prefix.load_state_dict(state)
+def _fill(
+    new: Timeline, stores: list[Any], old: Timeline, old_stores: list[Any], reads: bool, takes_room: bool
+) -> None:
+    """Let the stores of `new` hold what those of `old` do: where it is if `reads` is true and they can, or a copy."""
+    if reads and _can_be_read(old, old_stores):
+        new.read_from(old, takes_room)
+        for store, old_store in zip(stores, old_stores, strict=True):
+            store.read_from(old_store, takes_room)
+        return
+    for store, old_store in zip(stores, old_stores, strict=True):
+        if state := old_store.state_dict():
+            store.load_state_dict(state)

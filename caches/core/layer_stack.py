@@ -157,7 +157,7 @@ class LayerStack:
             layer.begin()
 
     def _make_room(self, rooms: dict[Timeline, int]) -> None:
-        if all(room == timeline.room for timeline, room in rooms.items()):
+        if all(room == timeline.room and not timeline.is_frozen for timeline, room in rooms.items()):
             return
         for layer in self.layers:
             layer.reserve(rooms[layer.timeline])

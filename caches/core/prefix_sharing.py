@@ -83,6 +83,7 @@ class PrefixSharing:
         stores = list(self._stores_of(forked))
         for store in stores:
             store.prefix.reserve(placement.room)
+        prefix.take_room(placement.room)
         prefix.begin(tokens, placement, graph=False)
         try:
             for store in stores:

@@ -179,13 +179,12 @@ class GrowingStore:
         timeline = self.timeline
         return buffer[:, :, timeline.start : timeline.end + timeline.pending]
 
-    def read_from(self, other: GrowingStore) -> None:
-        """Hold the kept tokens of `other` where they are, without room for more: growing copies them first."""
-        self.buffer = other.committed()
-        self.timeline.take_room(self.timeline.end)
+    def read_from(self, other: GrowingStore, takes_room: bool) -> None:
+        """Hold the kept tokens of `other` where they are: see `Timeline.read_from`."""
+        self.buffer = other.buffer if takes_room else other.committed()
 
     def reserve(self, room: int) -> None:
-        if self.buffer is None or self.buffer.shape[-2] >= room:
+        if self.buffer is None or (self.buffer.shape[-2] >= room and not self.timeline.is_frozen):
             return
         larger = self._allocate(self.buffer, room)
         larger[:, :, : self.timeline.end] = self.buffer[:, :, : self.timeline.end]

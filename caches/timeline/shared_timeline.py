@@ -59,6 +59,10 @@ class ForkedTimeline(Timeline):
         super().take_room(room)
         self.suffix.take_room(room)
 
+    @property
+    def is_frozen(self) -> bool:
+        return self.suffix.is_frozen
+
     def begin(self, tokens: int, placement: Placement, graph: bool) -> None:
         super().begin(tokens, placement, graph)
         self.suffix.begin(tokens, placement, graph)

@@ -12,6 +12,7 @@ the front: a window costs one copy every `slack` tokens instead of one copy per 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -56,6 +57,7 @@ class Timeline:
         self.rows: int | None = None
         self.overflow = False
         self.growth_granularity = 64  # room is a multiple of this many slots
+        self.frozen = 0  # the first slots that another cache reads too: writing there copies the buffers first
         self.rewritten = 0  # evicted tokens when the first kept slots were last overwritten: a limit of `roll_back`
         self.graph = False
         self.graph_slots = 0  # that attention reads in a compiled step
@@ -116,6 +118,11 @@ class Timeline:
             return Placement(limit, compact=True)
         return Placement(limit, overflow=True)
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the next token would be written where another cache reads: buffers have to be copied first."""
+        return self.end < self.frozen
+
     def _grown(self, needed: int) -> int:
         if needed <= self.room:
             return self.room
@@ -128,8 +135,18 @@ class Timeline:
         self.start, self.end = 0, self.kept_tokens
 
     def take_room(self, room: int) -> None:
-        """Every buffer of the group has `room` slots now."""
+        """Every buffer of the group has `room` slots now; those that were frozen are copies."""
+        if room != self.room or self.is_frozen:
+            self.frozen = 0
         self.room = room
+
+    def read_from(self, other: Timeline, takes_room: bool) -> None:
+        """The buffers of `other` are read by this group too, whose state is that of `other`.
+
+        takes_room: their free slots are for this group from now on; else for `other`, as before.
+        """
+        self.room, self.frozen = other.room if takes_room else self.end, self.end
+        other.frozen = sys.maxsize if takes_room else max(other.frozen, other.end)
 
     def before_rows(self, index: torch.Tensor) -> None:
         """Called before rows are selected. index: LongTensor [new rows]."""
@@ -208,7 +225,7 @@ class Timeline:
 
     def reset(self) -> None:
         self.close()
-        self.total_tokens = self.start = self.end = self.rewritten = 0
+        self.total_tokens = self.start = self.end = self.rewritten = self.frozen = 0
         self.rows, self.max_rows = None, self._given_max_rows
 
     def release(self) -> None:

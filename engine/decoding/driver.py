@@ -29,10 +29,10 @@ _Result = TypeVar("_Result")
 
 
 class Driver:
-    """Runs `loop`. cancellation: the one that its session checks."""
+    """Runs `loop`. cancellation: the one that its session checks. at_end: called when the run has come to its end."""
 
-    def __init__(self, loop: DecodingLoop, cancellation: Cancellation):
-        self.loop, self._cancellation = loop, cancellation
+    def __init__(self, loop: DecodingLoop, cancellation: Cancellation, at_end: Callable[[], None] = lambda: None):
+        self.loop, self._cancellation, self._at_end = loop, cancellation, at_end
 
     def pieces(self) -> Generator[StreamChunk, None, None]:
         run = self.loop
@@ -66,6 +66,7 @@ class Driver:
                 self._raise(failure)
             finally:
                 failure = None  # its traceback refers to this frame: else both would wait for a garbage collection
+        self._at_end()
 
     def to_end(self) -> Generation:
         """Run to the end. In the main thread, this run handles SIGINT until it returns."""

@@ -37,6 +37,7 @@ class DecodingLoop:
     """One run. session: of the model. draft: of the model that proposes tokens, if there is one. clock: of the call.
 
     tokenizer: None when no text is wanted. legacy: return the cache as tuples. fallbacks: those applied so far.
+    tokens_read: of the prompt, for this call, which the cache holds already.
     """
 
     def __init__(
@@ -50,12 +51,14 @@ class DecodingLoop:
         legacy: bool,
         draft: ModelSession | None = None,
         fallbacks: Sequence[Fallback] = (),
+        tokens_read: int = 0,
     ):
         self._request, self._session, self.stream_buffer, self.clock = request, session, stream_buffer, clock
         self._draft, self._tokenizer, self._legacy, self._fallbacks = draft, tokenizer, legacy, fallbacks
         prompt = request.prompt.ids
         self._device = prompt.device
-        self._prompt_tokens = int(request.mask[:, session.cache.total_tokens :].sum()) + request.source_tokens
+        self._cached_tokens = int(request.mask[:, : session.cache.total_tokens].sum()) - tokens_read
+        self._prompt_tokens = int(request.mask.sum()) - self._cached_tokens + request.source_tokens
         self._stopping = Stopping(request)
         self._last_column = request.max_columns
         mask = request.mask[:, request.first_known_column :]
@@ -365,6 +368,7 @@ class DecodingLoop:
         return Stats(
             cache=self.cache_name,
             prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
             new_tokens=self._new_tokens,
             **self.clock.rates(self._prompt_tokens, self._new_tokens - len(self._tokens.ids)),
             total_s=self.clock.total_s,

@@ -16,10 +16,14 @@ _logger = logging.getLogger("engine")
 
 
 class Recovery:
-    """The fallbacks of one model in a run: see `configs.FALLBACKS`. taken: the list that the applied ones go to."""
+    """The fallbacks of one model in a run: see `configs.FALLBACKS`. taken: the list that the applied ones go to.
 
-    def __init__(self, fallbacks: Sequence[str], taken: list[Fallback]):
+    release: frees what is kept between calls.
+    """
+
+    def __init__(self, fallbacks: Sequence[str], taken: list[Fallback], release: Callable[[], None] = lambda: None):
         self._left, self._allowed, self.taken = list(fallbacks), tuple(fallbacks), taken
+        self._free = release
 
     def apply_next(self, session: ModelSession, error: BaseException) -> None:
         """Apply the next fallback that may help `session`, which failed with `error`. Raises `Exhausted`."""
@@ -28,6 +32,8 @@ class Recovery:
         refused = []
         for name in self._in_order():
             before = session.cache.device_bytes
+            if name == "release":
+                self._free()
             what, refusal = _applied(_APPLY[name], session)
             if refusal is not None:
                 refused.append(f"{name} ({refusal})")
@@ -45,6 +51,7 @@ class Recovery:
         why = in_words(error)
         if "release" in self._left:
             self._left.remove("release")
+            self._free()
             self._note(why, Fallback("release", "what the allocator kept was dropped", 0, 0, 0))
             return parts
         if "split" not in self._left or parts >= most:

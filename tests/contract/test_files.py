@@ -124,6 +124,24 @@ def test_another_model_is_refused_with_what_differs(saved, path):
         caches.load(path, turned)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_element_of_any_weight_tells_models_apart(dtype):
+    model = copy.deepcopy(tiny_model("llama")).to(dtype)
+    known = {fingerprint(model)["weights"]}
+    for number, weight in enumerate(model.parameters()):
+        with torch.no_grad():
+            element = weight.view(-1)[number * 31 % weight.numel()]
+            element.neg_()
+            known.add(fingerprint(model)["weights"])
+            element.neg_()
+            if weight.ndim > 1:
+                weight[[0, -1]] = weight[[-1, 0]]
+                known.add(fingerprint(model)["weights"])
+                weight[[0, -1]] = weight[[-1, 0]]
+    matrices = sum(weight.ndim > 1 for weight in model.parameters())
+    assert len(known) == 1 + len(list(model.parameters())) + matrices
+
+
 def test_adapters_belong_to_the_model():
     class Adapted(nn.Module):
         active_adapters, disable_adapters = ["legal"], False

@@ -128,7 +128,7 @@ def test_compiled_steps_are_counted_and_released():
     model, inputs = randomised(name, arguments | {"num_hidden_layers": 1}), prompt()
     whole = engine.generate(model, inputs).tokens
     generator, other = engine.Generator(model, config=AOT_EAGER), engine.Generator(model, config=AOT_EAGER)
-    assert generator.pools == {"graphs": 0, "draft_bytes": 0}
+    assert generator.pools == {"graphs": 0, "draft_bytes": 0, "prefix_bytes": 0}
     counts = []
     for _ in range(2):
         assert generator.generate(inputs).tokens == whole
@@ -155,9 +155,9 @@ def test_a_draft_is_kept_until_it_is_released():
     model, draft, inputs = tiny_model("llama"), draft_of("llama"), prompt()
     generator = engine.Generator(model)
     first = generator.generate(inputs, assistant_model=draft)
-    assert generator.pools == {"graphs": 0, "draft_bytes": draft.get_memory_footprint()}
+    assert generator.pools == {"graphs": 0, "draft_bytes": draft.get_memory_footprint(), "prefix_bytes": 0}
     generator.release()
-    assert generator.pools == {"graphs": 0, "draft_bytes": 0}
+    assert generator.pools == {"graphs": 0, "draft_bytes": 0, "prefix_bytes": 0}
     assert generator.generate(inputs, assistant_model=draft).tokens == first.tokens
 
 

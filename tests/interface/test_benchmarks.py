@@ -113,3 +113,14 @@ def test_startup(tmp_path):
         assert 0 < case["text_processor_s"]["median"] < case["processor_s"]["median"]
         assert case["text_s"]["median"] > 0
     assert cases["transformers"]["times_peer"] == 1
+
+
+@pytest.mark.slow
+def test_reuse(tmp_path):
+    cases = run("reuse.py", tmp_path / "reuse.json", "--shape tiny --runs 1")["cases"]
+    assert len(cases) == 8
+    for case in cases.values():
+        assert case.get("same_text", True) is True
+        assert case["times"] == pytest.approx(case["peer_s"]["median"] / case["ours_s"]["median"])
+    [second] = [case for name, case in cases.items() if "second prompt" in name]
+    assert second["bytes_copied"] == 0

@@ -260,6 +260,22 @@ def out_of_memory(report: Report) -> str:
     )
 
 
+def reuse(report: Report) -> str:
+    rows, notes = [], []
+    for name, case in report["cases"].items():
+        assert case.get("same_text", True)
+        assert case.get("bytes_copied", 0) == 0
+        if size := case.get("file_over_cache"):
+            notes.append(f"The file has {size:.3f} times the bytes of the cache's keys and values.")
+        rows.append([name, spread(case["ours_s"], 3), spread(case["peer_s"], 3), f"{case['times']:.2f}"])
+    return text(
+        f"{machine(report)}; seconds, median (least to most) of {report['runs']} and of four times as many in the last "
+        "row; x is how often ours fits into what it is compared with. The texts are the same.",
+        table(["", "ours", "beside", "x"], rows, "lrrr"),
+        *notes,
+    )
+
+
 def startup(report: Report) -> str:
     assert report["same_text"]
     rows = [
@@ -283,6 +299,7 @@ TABLES = {
     "memory": ("memory-cpu", memory),
     "memory_long": ("memory-long-cpu", memory),
     "quality": ("quality-cpu", quality),
+    "reuse": ("reuse-cpu", reuse),
     "startup": ("startup-cpu", startup),
 }
 """By the name of the generated part: the file in benchmarks/results, and what makes the part of it."""

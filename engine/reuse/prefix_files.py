@@ -1,0 +1,86 @@
+"""Stored prefixes in a folder: for each a file that `Cache.save` writes, and a small one that says how it begins."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from caches import CacheError, EngineCache, load
+from caches.quantization.machine import write_atomically
+from caches.spec.fingerprint import fingerprint
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """What is known of a file without reading it. kind, ids, ...: see `prefix_store.StoredCache`."""
+
+    kind: str
+    ids: tuple[int, ...]
+    prompt_tokens: int
+    common_tokens: int
+    is_croppable: bool
+
+
+class PrefixFiles:
+    """The files of one model in `folder`, which only this user can read. most_bytes: of all of them."""
+
+    def __init__(self, model: Any, folder: str | Path, most_bytes: int):
+        name = sha256(json.dumps(fingerprint(model), sort_keys=True).encode()).hexdigest()[:16]
+        self._model, self._folder, self._most = model, Path(folder) / name, most_bytes
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def __iter__(self) -> Iterator[StoredFile]:
+        for path in sorted(self._folder.glob("*.json"), key=_modified):
+            with suppress(OSError, ValueError, TypeError):
+                content = json.loads(path.read_text())
+                yield StoredFile(**content | {"ids": tuple(content["ids"])})
+
+    def write(self, file: StoredFile, cache: Any) -> None:
+        """Save the cache, and remove the oldest files where all together are too large. Raises `OSError`."""
+        path = self._path(file)
+        if path.exists():
+            return
+        cache.save(path, self._model)
+        write_atomically(path.with_suffix(".json"), json.dumps(asdict(file)).encode())
+        sizes = {one: one.stat().st_size for one in self._folder.glob("*.safetensors")}
+        for one in sorted(sizes, key=_modified):
+            if sum(sizes.values()) <= self._most:
+                break
+            _remove(one)
+            del sizes[one]
+
+    def read(self, file: StoredFile) -> EngineCache | None:
+        """The cache in it; None where the file is gone, damaged or of another release."""
+        path = self._path(file)
+        try:
+            cache: Any = load(path, self._model)
+            os.utime(path)
+        except (CacheError, OSError):
+            _remove(path)
+            return None
+        return cache
+
+    def remove(self, file: StoredFile) -> None:
+        _remove(self._path(file))
+
+    def _path(self, file: StoredFile) -> Path:
+        return self._folder / f"{sha256(repr((file.kind, file.ids)).encode()).hexdigest()[:32]}.safetensors"
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # removed by another process
+        return 0.0
+
+
+def _remove(path: Path) -> None:
+    for one in (path.with_suffix(".json"), path):
+        with suppress(OSError):
+            os.unlink(one)

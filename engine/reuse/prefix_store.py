@@ -1,0 +1,307 @@
+"""`PrefixStore`: the caches of earlier calls, found by the tokens that a prompt begins with.
+
+A hit reads what a stored cache holds where it is: see `caches.branch`. Where tokens cannot be taken back from a cache
+(it keeps states or windows), a call can only go on from all of it. The beginning that two prompts have in common is
+then read by itself in the second of them, and stored.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from threading import RLock
+from typing import Any
+from weakref import proxy
+
+import torch
+
+from caches import CacheError, EngineCache, branch, convert, select_rows
+from caches.out_of_memory import is_out_of_memory
+from caches.spec.fingerprint import weights_version
+from caches.torch_api import storage_key
+from caches.transfer.convert import can_migrate
+from engine.model.model_runner import ModelRunner
+from engine.request.request import Request
+from engine.reuse.chat import Generates
+from engine.reuse.prefix_files import PrefixFiles, StoredFile
+from engine.reuse.token_index import TokenIndex
+
+LEAST_TOKENS = 32  # a shorter beginning is read about as fast as it is found
+_FILES_FACTOR = 8  # the files together have at most so many times the bytes of those in memory
+_LEAST_FREED = 8  # a cache is shortened where that frees at least an eighth of it
+_SIZES = ("max_cache_len", "max_batch_size")  # in which caches of one kind may differ
+_ONE_TOKEN = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1}
+
+
+@dataclass(eq=False)
+class StoredCache:
+    """A cache that is not written any more.
+
+    ids: of its tokens. prompt_tokens: the first of them that were read, not generated. common_tokens: the first of them
+    that another prompt began with too. is_croppable: whether its last tokens can be taken back. cache: None while it is
+    in a file only. used: a number that grows with every use.
+    """
+
+    kind: str
+    ids: tuple[int, ...]
+    prompt_tokens: int
+    common_tokens: int
+    is_croppable: bool
+    cache: Any = None
+    used: int = 0
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Of those in memory the lowest goes first: what ends with an answer, then with a prompt, then what several
+        prompts have in common; among these what was not used for the longest time."""
+        tokens = len(self.ids)
+        return (0 if tokens > self.prompt_tokens else 1 if tokens > self.common_tokens else 2), self.used
+
+    @property
+    def ends(self) -> list[int]:
+        """Where it can be cut off: behind the prompt, and behind what is common to several prompts."""
+        most = len(self.ids) - len(self.ids) // _LEAST_FREED
+        return [end for end in (self.prompt_tokens, self.common_tokens) if LEAST_TOKENS <= end < most]
+
+    @property
+    def file(self) -> StoredFile:
+        return StoredFile(self.kind, self.ids, self.prompt_tokens, self.common_tokens, self.is_croppable)
+
+
+class PrefixStore:
+    """See `configs.EngineConfig.prefix_store_bytes`."""
+
+    def __init__(self, generator: Generates, most_bytes: int, folder: str | Path | None = None):
+        self._generator = proxy(generator)  # which refers to this store: memory is freed with it
+        self._most, self._folder = most_bytes, folder
+        self._lock, self._clock = RLock(), count(1)
+        self._is_reading = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._kinds: dict[str, TokenIndex[StoredCache]] = {}
+        self._storages: dict[int, tuple[int, int]] = {}  # by storage: how many caches hold it, and its bytes
+        self.bytes = 0
+        self._version = weights_version(self._generator.model)
+        self._files = None
+        if self._folder is not None:
+            self._files = PrefixFiles(self._generator.model, self._folder, _FILES_FACTOR * self._most)
+            for file in self._files:
+                self._index(file.kind).add(StoredCache(*vars(file).values()))
+
+    def _index(self, kind: str) -> TokenIndex[StoredCache]:
+        return self._kinds.setdefault(kind, TokenIndex())
+
+    def __len__(self) -> int:
+        return sum(map(len, self._kinds.values()))
+
+    def clear(self) -> None:
+        """Forget what is in memory. Where there is a folder, it is written there before."""
+        with self._lock:
+            for entry in self._in_memory():
+                self._evict(entry, shortens=False)
+
+    # Finding.
+
+    def find(self, empty: EngineCache, ids: torch.Tensor, branches: bool) -> tuple[EngineCache, int]:
+        """A cache like `empty` that holds a beginning of `ids` [tokens], not all of them, and how many of these tokens
+        were read for this. `empty` itself if nothing is stored.
+
+        branches: the row will become several. Its prompt is then read, and stored, before.
+        """
+        kind = kind_of(empty)
+        if kind is None or len(ids) <= LEAST_TOKENS:
+            return empty, 0
+        with self._lock:
+            if self._is_reading:
+                return empty, 0
+            if self._version != weights_version(self._generator.model):
+                self._begin()
+            most = tuple(ids[:-1].tolist())
+            try:
+                found, end = self._found(kind, most)
+                live = empty if found is None else _fitted(found, empty)
+            except Exception as error:
+                if not (isinstance(error, CacheError) or is_out_of_memory(error)):
+                    raise
+                live, end = empty, 0
+            end = len(most) if branches else end
+            to_read = end - live.total_tokens if end >= LEAST_TOKENS else 0
+            return (live, 0) if to_read <= 0 else (self._read(live, ids[:end]), to_read)
+
+    def _found(self, kind: str, ids: tuple[int, ...]) -> tuple[EngineCache | None, int]:
+        """A branch of what is stored of `ids`; and where a cache that cannot be cropped should end, so that more calls
+        can go on from it, or 0."""
+        entry, tokens = self._index(kind).nearest(ids)
+        if entry is None or tokens < LEAST_TOKENS:
+            return None, 0
+        if tokens < len(entry.ids):
+            entry.common_tokens = max(entry.common_tokens, tokens)
+            if not entry.is_croppable:
+                complete = next(self._index(kind).beginnings(ids), None)
+                return (None if complete is None else self._branch(complete, len(complete.ids))), tokens
+        return self._branch(entry, tokens), 0
+
+    def _branch(self, entry: StoredCache, tokens: int) -> EngineCache | None:
+        entry.used = next(self._clock)
+        if entry.cache is None:
+            assert self._files is not None
+            entry.cache = self._files.read(entry.file)
+            if entry.cache is None:
+                self._index(entry.kind).remove(entry)
+                return None
+            self._hold(entry.cache)
+        live: EngineCache = branch(entry.cache, tokens)
+        self._make_fit()
+        return live
+
+    def _read(self, cache: EngineCache, ids: torch.Tensor) -> EngineCache:
+        """Go on from what `cache` holds of `ids` to their end, and store that."""
+        self._is_reading = True
+        try:
+            inputs = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids[None])}
+            found: Any = self._generator.generate(inputs, cache=cache, **_ONE_TOKEN).cache
+        finally:
+            self._is_reading = False
+        self.keep(found, len(ids))
+        return found
+
+    # Storing.
+
+    def keep(self, cache: EngineCache, prompt_tokens: int) -> None:
+        """Store a cache of one row, which can go on. prompt_tokens: the first of its tokens that were read."""
+        kind, log, total = kind_of(cache), cache.log, cache.total_tokens
+        if kind is None or log is None or log.positions is not None or cache.batch_size != 1 or total < LEAST_TOKENS:
+            return
+        if not bool(log.mask[:, :total].all()):
+            return
+        try:
+            self._keep(kind, tuple(log.ids[0, :total].tolist()), cache, prompt_tokens)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+
+    def _keep(self, kind: str, ids: tuple[int, ...], cache: EngineCache, prompt_tokens: int) -> None:
+        with self._lock:
+            index, croppable = self._index(kind), bool(cache.is_croppable)  # type: ignore[attr-defined]
+            known, tokens = index.nearest(ids)
+            if known is not None and tokens == len(ids) and (croppable or len(known.ids) == len(ids)):
+                known.used = next(self._clock)
+                return
+            kept: Any = branch(cache)  # type: ignore[type-var]
+            common_tokens = 0 if known is None or tokens == len(known.ids) else tokens
+            new = StoredCache(
+                kind, ids, min(prompt_tokens, len(ids)), common_tokens, croppable, kept, next(self._clock)
+            )
+            if croppable:  # it begins with what they hold
+                for shorter in list(index.beginnings(ids)):
+                    new.common_tokens = max(new.common_tokens, shorter.common_tokens)
+                    self._discard(shorter)
+            index.add(new)
+            self._hold(kept)
+            self._make_fit()
+
+    def _make_fit(self) -> None:
+        while self.bytes > self._most:
+            self._evict(min(self._in_memory(), key=lambda entry: entry.rank))
+
+    def _in_memory(self) -> list[StoredCache]:
+        return [entry for index in self._kinds.values() for entry in index if entry.cache is not None]
+
+    def _evict(self, entry: StoredCache, shortens: bool = True) -> None:
+        """Free memory of an entry: it goes to a file, or is cut off, or is forgotten."""
+        cache = entry.cache
+        if self._files is not None:
+            try:
+                self._files.write(entry.file, cache)
+            except (CacheError, OSError) as error:
+                logging.getLogger("engine").warning("a stored prefix cannot be written: %s", error)
+                self._discard(entry)
+                return
+            self._release(cache)
+            entry.cache = None
+            return
+        self._discard(entry)
+        if shortens and entry.is_croppable and entry.ends:
+            self._add_beginning(entry, cache, max(entry.ends))
+
+    def _add_beginning(self, entry: StoredCache, cache: Any, tokens: int) -> None:
+        """Store the first `tokens` of a cache that was forgotten, unless another one begins with them."""
+        ids = entry.ids[:tokens]
+        if self._index(entry.kind).nearest(ids)[1] == tokens:
+            return
+        beginning = branch(cache, tokens)
+        if (_storages_of(beginning).keys() & _storages_of(cache).keys()) - self._storages.keys():
+            beginning = select_rows(beginning, torch.arange(1))  # a copy: else all of it would stay in memory
+        shorter = replace(entry, ids=ids, cache=beginning)
+        self._index(entry.kind).add(shorter)
+        self._hold(beginning)
+
+    def _discard(self, entry: StoredCache) -> None:
+        self._index(entry.kind).remove(entry)
+        if entry.cache is not None:
+            self._release(entry.cache)
+        if self._files is not None:
+            self._files.remove(entry.file)
+
+    def _hold(self, cache: Any) -> None:
+        for storage, size in _storages_of(cache).items():
+            holders, _ = self._storages.get(storage, (0, 0))
+            self._storages[storage] = holders + 1, size
+            self.bytes += 0 if holders else size
+
+    def _release(self, cache: Any) -> None:
+        for storage in _storages_of(cache):
+            holders, size = self._storages.pop(storage)
+            if holders > 1:
+                self._storages[storage] = holders - 1, size
+            else:
+                self.bytes -= size
+
+
+def can_reuse(runner: ModelRunner, request: Request) -> bool:
+    """Whether the prompt is one row of tokens, the call asks for nothing that is known of tokens read in it alone, and
+    what the model keeps of them does not depend on what comes later.
+    """
+    prompt = request.prompt
+    is_plain = len(prompt.ids) == 1 and prompt.embeds is None and not prompt.model_kwargs and bool(request.mask.all())
+    is_one_text = request.source is None and request.guidance is None
+    is_enough = not request.output_flags and not request.needs.hidden_states
+    return is_plain and is_one_text and is_enough and not runner.dynamic_ropes and _reads_on(runner)
+
+
+def _reads_on(runner: ModelRunner) -> bool:
+    try:
+        return runner.reads_on
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+
+
+def kind_of(cache: EngineCache) -> str | None:
+    """The backend and its options; None for caches that are not stored. Those of one kind may have other sizes."""
+    if not can_migrate(cache) or len(cache.stacks) != 1 or cache.stacks[0].layout.config is None:
+        return None
+    options = cache.stacks[0].layout.config.to_dict()
+    options = {name: value for name, value in options.items() if name not in _SIZES}
+    return json.dumps(options, sort_keys=True, default=str)
+
+
+def _fitted(cache: Any, empty: EngineCache) -> EngineCache:
+    """The cache with room for as many tokens and rows as `empty`."""
+    room, needed = (cache.max_tokens, cache.max_rows), (empty.max_tokens, empty.max_rows)
+    if all(most is None or most <= (own or most) for own, most in zip(room, needed, strict=True)):
+        return cache
+    options = cache.stacks[0].layout.config.to_dict()
+    sizes = {"max_cache_len": empty.max_tokens, "max_batch_size": empty.max_rows}
+    return convert(cache, options.pop("name"), **options | {name: size for name, size in sizes.items() if size})
+
+
+def _storages_of(cache: Any) -> dict[int, int]:
+    """The bytes of each piece of memory of a cache."""
+    tensors = [tensor for stack in cache.stacks for layer in stack.layers for tensor in layer.tensors()]
+    return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}

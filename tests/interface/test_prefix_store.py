@@ -1,0 +1,255 @@
+"""Caches of earlier calls: prompts that begin in the same way are read once, and every text is as without."""
+
+import inspect
+import threading
+
+import pytest
+import reused
+import torch
+from architectures import prompt, tiny_model
+
+import engine
+from configs import ConfigError
+
+NEW = 6
+
+
+def ids_of(tokens, seed=0):
+    return prompt(rows=1, tokens=tokens, pads=0, seed=seed)["input_ids"]
+
+
+def generator_of(name="llama", store_bytes=10**8, **options):
+    return engine.Generator(tiny_model(name), config=engine.EngineConfig(prefix_store_bytes=store_bytes, **options))
+
+
+def joined(*ids):
+    return torch.cat(ids, 1)
+
+
+def places(cache):
+    return {tensor.untyped_storage().data_ptr() for layer in cache.layers for tensor in layer.tensors()}
+
+
+def stored(generator):
+    return [entry for index in generator._store._kinds.values() for entry in index]
+
+
+@pytest.mark.parametrize("first", range(0, 500, 20))
+def test_random_histories_are_as_without(first):
+    assert reused.run(range(first, first + 20))["cached tokens"] > 0
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("first", range(500, 10_000, 500))
+def test_more_random_histories(first):
+    assert reused.run(range(first, first + 500))["cached tokens"] > 0
+
+
+def test_what_two_prompts_have_in_common_is_read_once_and_not_copied():
+    generator, common = generator_of(), ids_of(100)
+    first = generator.generate(joined(common, ids_of(9, 1)), max_new_tokens=NEW)
+    assert (first.stats.cached_tokens, first.stats.prompt_tokens) == (0, 109)
+    second = generator.generate(joined(common, ids_of(9, 2)), max_new_tokens=NEW)
+    assert (second.stats.cached_tokens, second.stats.prompt_tokens) == (100, 9)
+    assert places(first.cache) < places(second.cache)  # its own tensors have what came since
+    own = places(second.cache) - places(first.cache)
+    sizes = [one.shape[2] for layer in second.cache.layers for one in layer.tensors()
+             if one.untyped_storage().data_ptr() in own]  # fmt: skip
+    assert max(sizes) < 32
+
+
+def test_a_conversation_goes_on_where_it_ended():
+    generator, text = generator_of(), ids_of(60)
+    held = set()
+    for turn in range(4):
+        out = generator.generate(text, max_new_tokens=NEW)
+        assert out.stats.cached_tokens == (0 if turn == 0 else text.shape[1] - 5 - 1)
+        assert len(stored(generator)) == 1  # the longer one in place of the shorter
+        text = joined(out.sequences, ids_of(5, turn))
+        held |= places(out.cache)
+    rooms = {one.shape[2] for layer in out.cache.layers for one in layer.tensors()}
+    assert len(held) == len(places(out.cache))  # no tensor was copied
+    assert rooms == {128}
+
+
+def test_the_caches_of_calls_can_go_on():
+    """They are the caller's: what is stored does not change with them."""
+    generator, text = generator_of(), ids_of(60)
+    plain = engine.Generator(generator.model)
+    for change in (lambda cache: cache.crop(20), lambda cache: cache.select_rows(torch.tensor([0, 0])),
+                   lambda cache: cache.reset(), lambda cache: cache.fork(2)):  # fmt: skip
+        out = generator.generate(text, max_new_tokens=NEW)
+        change(out.cache)
+        rows = max(1, out.cache.batch_size)
+        other = joined(text[:, : out.cache.total_tokens], ids_of(4, 9)).expand(rows, -1)
+        if out.cache.total_tokens <= 60:
+            generator.generate(other, cache=out.cache, max_new_tokens=NEW)
+        assert generator.generate(text, max_new_tokens=NEW).tokens == plain.generate(text, max_new_tokens=NEW).tokens
+
+
+@pytest.mark.parametrize("name", ["gemma2", "lfm2"])
+def test_where_tokens_cannot_be_taken_back_the_third_prompt_goes_on(name):
+    """The second one stores where both are the same."""
+    generator, common = generator_of(name), ids_of(50)
+    plain, cached, read = engine.Generator(generator.model), [], []
+    for seed in range(1, 4):
+        ids = joined(common, ids_of(9, seed))
+        out = generator.generate(ids, max_new_tokens=NEW)
+        assert out.tokens == plain.generate(ids, max_new_tokens=NEW).tokens
+        cached.append(out.stats.cached_tokens)
+        read.append(out.stats.prompt_tokens)
+    assert (cached, read) == ([0, 0, 50], [59, 59, 9])
+
+
+def test_the_prompt_of_several_rows_is_stored():
+    generator, ids = generator_of(), ids_of(60)
+    strategies = [{"do_sample": True, "seed": 1, "num_return_sequences": 4}, {"num_beams": 3}]
+    plain = engine.Generator(generator.model)
+    for strategy, cached in zip(strategies, (0, 59), strict=True):
+        out = generator.generate(ids, max_new_tokens=NEW, **strategy)
+        assert out.tokens == plain.generate(ids, max_new_tokens=NEW, **strategy).tokens
+        assert (out.stats.cached_tokens, out.stats.prompt_tokens) == (cached, 60 - cached)
+
+
+def test_answers_go_before_prompts_and_these_before_what_is_common():
+    generator, common = generator_of(store_bytes=10**8), ids_of(100)
+    for seed in range(1, 5):
+        generator.generate(joined(common, ids_of(60, seed)), max_new_tokens=64, eos_token_id=[])
+    assert [len(entry.ids) for entry in stored(generator)] == [223] * 4
+    store, lengths = generator._store, []
+    store._most = store.bytes
+    while store.bytes:
+        store._most = store.bytes - 1
+        store._make_fit()
+        lengths.append(sorted(len(entry.ids) for entry in stored(generator)))
+    assert lengths[0][0] == 160
+    assert all(min(one) == 160 for one in lengths if 223 in one)  # no prompt goes before the last answer
+    assert all(min(one) >= 100 for one in lengths if one)
+    assert lengths[-2:] == [[100], []]
+
+
+def test_bytes_stay_within_the_budget():
+    generator = generator_of(store_bytes=200_000)
+    for seed in range(12):
+        generator.generate(ids_of(100, seed), max_new_tokens=NEW)
+        assert 0 < generator.pools["prefix_bytes"] <= 200_000
+        assert generator._store.bytes == reused._bytes(generator._store)
+    assert generator.generate(ids_of(100, 11), max_new_tokens=NEW).stats.cached_tokens == 99
+    assert generator.generate(ids_of(100, 0), max_new_tokens=NEW).stats.cached_tokens == 0
+    generator.release()
+    assert generator.pools["prefix_bytes"] == 0
+
+
+def test_what_has_no_room_is_in_a_folder_also_for_the_next_process(tmp_path):
+    folder = {"prefix_store_folder": str(tmp_path)}
+    generator, texts = generator_of(store_bytes=70_000, **folder), [ids_of(100, seed) for seed in range(3)]
+    expected = [generator.generate(text, max_new_tokens=NEW).tokens for text in texts]
+    [own] = tmp_path.iterdir()
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert len(list(own.glob("*.safetensors"))) == 2
+    generator.release()
+    other = generator_of(**folder)
+    for text, tokens in zip(texts, expected, strict=True):
+        out = other.generate(text, max_new_tokens=NEW)
+        assert (out.tokens, out.stats.cached_tokens) == (tokens, 99)
+    for file in own.glob("*.safetensors"):
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    damaged = generator_of(**folder)
+    for text, tokens in zip(texts, expected, strict=True):
+        out = damaged.generate(text, max_new_tokens=NEW)
+        assert (out.tokens, out.stats.cached_tokens) == (tokens, 0)
+
+
+def test_files_have_a_limit_too(tmp_path):
+    generator = generator_of(store_bytes=70_000, prefix_store_folder=str(tmp_path))
+    for seed in range(20):
+        generator.generate(ids_of(100, seed), max_new_tokens=NEW)
+    files = list(tmp_path.glob("*/*.safetensors"))
+    assert len(files) >= 4
+    assert sum(file.stat().st_size for file in files) <= 8 * 70_000
+
+
+def test_other_weights_read_again():
+    generator, ids = generator_of(), ids_of(60)
+    model = generator.model
+    generator.generate(ids, max_new_tokens=NEW)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(-1)
+    try:
+        out = generator.generate(ids, max_new_tokens=NEW)
+        assert out.stats.cached_tokens == 0
+        assert out.tokens == engine.Generator(model).generate(ids, max_new_tokens=NEW).tokens
+    finally:
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(-1)
+
+
+def test_threads_share_what_is_stored():
+    generator, common = generator_of(), ids_of(60)
+    plain = engine.Generator(generator.model)
+    texts = [joined(common, ids_of(5, seed)) for seed in range(6)]
+    expected = [plain.generate(text, max_new_tokens=NEW).tokens for text in texts]
+    found = {}
+
+    def work(number):
+        for turn in range(3):
+            out = generator.generate(texts[number], max_new_tokens=NEW)
+            found[number, turn] = out.tokens, out.stats.cached_tokens
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[number, turn][0] for number in range(6) for turn in range(3)] == [
+        tokens for tokens in expected for _ in range(3)
+    ]
+    assert sum(cached for _, cached in found.values()) > 12 * 60
+
+
+@pytest.mark.parametrize("call", [
+    {"inputs": {"input_ids": ids_of(60).expand(2, -1)}}, {"inputs": ids_of(60), "penalty_alpha": 0.5, "top_k": 3},
+    {"inputs": ids_of(60), "output_hidden_states": True}, {"inputs": ids_of(60), "cache": "none"},
+    {"inputs": ids_of(60), "guidance_scale": 2.0}, {"inputs": ids_of(20)},
+])  # fmt: skip
+def test_calls_that_read_all(call):
+    generator = generator_of()
+    for _ in range(2):
+        out = generator.generate(**call, max_new_tokens=NEW)
+        assert out.stats.cached_tokens == 0
+    assert stored(generator) == []
+
+
+def test_a_live_cache_is_the_callers():
+    generator = generator_of()
+    out = generator.generate(ids_of(60), max_new_tokens=NEW)
+    more = generator.generate(joined(out.sequences, ids_of(4, 1)), cache=out.cache, max_new_tokens=NEW)
+    assert more.stats.cached_tokens == 65
+    assert [len(entry.ids) for entry in stored(generator)] == [65]
+
+
+def test_what_is_stored_goes_when_memory_is_out(monkeypatch):
+    generator = generator_of(on_oom=["release"])
+    generator.generate(ids_of(60), max_new_tokens=NEW)
+    forward, calls = generator.model.forward, []
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return forward(*args, **kwargs)
+
+    failing.__signature__ = inspect.signature(forward)
+    monkeypatch.setattr(generator.model, "forward", failing)
+    out = generator.generate(ids_of(60, 1), max_new_tokens=NEW)
+    assert [one.name for one in out.stats.fallbacks] == ["release"]
+    assert [entry.ids[:60] for entry in stored(generator)] == [tuple(ids_of(60, 1)[0].tolist())]
+
+
+def test_wrong_options():
+    with pytest.raises(ConfigError, match="prefix_store_bytes"):
+        engine.EngineConfig(prefix_store_bytes=0)
+    with pytest.raises(ConfigError, match="prefix_store_folder is for what has no room"):
+        engine.EngineConfig(prefix_store_folder="prefixes")
