@@ -48,7 +48,7 @@ def branch(cache: C, tokens: int | None = None) -> C:
 
 
 def _follow(stack: LayerStack, source: LayerStack, is_complete: bool) -> None:
-    """Let the empty `stack` hold what `source`, of the same layout, does. is_complete: it goes on from the last token."""
+    """Let the empty `stack` hold what `source`, of the same layout, does. is_complete: nothing of it is left out."""
     sharing = PrefixSharing(stack)
     goes_on = [is_complete and not old.is_frozen for old in source.timelines]
     splits = []
