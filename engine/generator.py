@@ -46,7 +46,7 @@ from engine.request.request import Request
 from engine.result import Fallback, Generation, nothing_generated
 from engine.reuse.chat import Chat
 from engine.reuse.prefix import Prefix, read_prefix
-from engine.reuse.prefix_store import PrefixStore, can_reuse
+from engine.reuse.prefix_store import PrefixStore, Reused, can_reuse
 from engine.streaming import Stream
 
 
@@ -66,7 +66,7 @@ class Generator:
         self._draft: Draft | None = None
         self._store: PrefixStore | None = None
         if self.config.prefix_store_bytes is not None:
-            self._store = PrefixStore(self, self.config.prefix_store_bytes, self.config.prefix_store_folder)
+            self._store = PrefixStore(self.model, self.config.prefix_store_bytes, self.config.prefix_store_folder)
 
     @takes(parameters, documented_by=engine.generate)
     def generate(self, inputs: Any = None, **arguments: Any) -> Generation:
@@ -210,12 +210,7 @@ class Generator:
                 message = f"memory was out in the encoder, before the first token ({error})"
                 raise OutOfMemoryError(message, nothing) from error.__cause__
             cache, known = self._cache_for(choice, request, budget)
-        store = self._store
-        if store is not None and not (choice.live is None and can_reuse(self._runner, request)):
-            store = None
-        tokens_read = 0
-        if store is not None:
-            cache, tokens_read = store.find(cache, request.prompt.ids[0], request.needs.rows_per_prompt > 1)
+        reused = self._reused(cache, request, call) if choice.live is None else Reused(cache)
         read, mask = request.read
         model_kwargs = dict(read.model_kwargs)
         columns = Columns(mask, request.columns, model_kwargs.pop("position_ids", None))
@@ -228,7 +223,7 @@ class Generator:
         options = SessionOptions(
             request.chunk_tokens, shares, request.needs.verifies, stop.check, recovery.apply_next, make_room
         )
-        session = ModelSession(self._runner, cache, columns, inputs, prefix, options)
+        session = ModelSession(self._runner, reused.cache, columns, inputs, prefix, options)
         draft_session = None
         if draft is not None and draft_request is not None:
             options = SessionOptions(request.chunk_tokens, check=stop.check, recover=draft_recovery.apply_next)
@@ -242,11 +237,9 @@ class Generator:
             legacy=bool(call.return_legacy_cache),
             draft=draft_session,
             fallbacks=taken,
-            tokens_read=tokens_read,
+            tokens_read=reused.tokens_read,
         )
-        if store is None:
-            return Driver(loop, stop)
-        return Driver(loop, stop, lambda: store.keep(session.cache, mask.shape[1]))
+        return Driver(loop, stop, lambda: reused.keep(session.cache))
 
     def _read(self, call: Call, live: EngineCache | None, draft: Draft | None) -> tuple[Request, DraftRequest | None]:
         """The requests to the model and to its draft. live: the cache that was given."""
@@ -268,6 +261,19 @@ class Generator:
             check_padding_ahead(self._runner, cache, request.mask)
         check_together(self._runner, cache, request, self.config.compile)
         return cache, known
+
+    def _reused(self, cache: EngineCache, request: Request, call: Call) -> Reused:
+        """What the call goes on from: `cache`, which is empty, or one that an earlier call has filled."""
+        if self._store is None or not can_reuse(self._runner, request):
+            return Reused(cache)
+
+        def read(cache: EngineCache, ids: torch.Tensor) -> Any:
+            inputs = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids[None])}
+            one_token: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1}
+            same: dict[str, Any] = {"on_oom": call.on_oom, "cancellation": call.cancellation}
+            return self.generate(inputs, cache=cache, **one_token, **same).cache
+
+        return self._store.find(cache, request.prompt.ids[0], request.needs.rows_per_prompt > 1, read)
 
     def _draft_of(self, model: Any) -> Draft | None:
         """The draft with this model, kept from the last call where it is the same."""

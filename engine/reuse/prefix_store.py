@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import RLock
-from typing import Any
-from weakref import proxy
+from typing import Any, TypeAlias
 
 import torch
+from transformers import PreTrainedModel
 
 from caches import CacheError, EngineCache, branch, convert, select_rows
 from caches.out_of_memory import is_out_of_memory
@@ -25,7 +27,6 @@ from caches.torch_api import storage_key
 from caches.transfer.convert import can_migrate
 from engine.model.model_runner import ModelRunner
 from engine.request.request import Request
-from engine.reuse.chat import Generates
 from engine.reuse.prefix_files import PrefixFiles, StoredFile
 from engine.reuse.token_index import TokenIndex
 
@@ -33,7 +34,19 @@ LEAST_TOKENS = 32  # a shorter beginning is read about as fast as it is found
 _FILES_FACTOR = 8  # the files together have at most so many times the bytes of those in memory
 _LEAST_FREED = 8  # a cache is shortened where that frees at least an eighth of it
 _SIZES = ("max_cache_len", "max_batch_size")  # in which caches of one kind may differ
-_ONE_TOKEN = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1}
+
+Read: TypeAlias = Callable[[EngineCache, torch.Tensor], EngineCache]
+"""Goes on from what a cache holds of ids [tokens] to their end. Returns the cache."""
+
+
+@dataclass(frozen=True)
+class Reused:
+    """The cache that a call begins with. tokens_read: of its prompt, read for this call, which the cache holds. keep:
+    stores the cache at the end of the call."""
+
+    cache: EngineCache
+    tokens_read: int = 0
+    keep: Callable[[EngineCache], None] = lambda cache: None
 
 
 @dataclass(eq=False)
@@ -72,25 +85,27 @@ class StoredCache:
 
 
 class PrefixStore:
-    """See `configs.EngineConfig.prefix_store_bytes`."""
+    """The caches of one model's calls: see `configs.EngineConfig.prefix_store_bytes`.
 
-    def __init__(self, generator: Generates, most_bytes: int, folder: str | Path | None = None):
-        self._generator = proxy(generator)  # which refers to this store: memory is freed with it
-        self._most, self._folder = most_bytes, folder
+    bytes: of memory that they take. version: of the model's weights by which they were filled.
+    """
+
+    def __init__(self, model: PreTrainedModel, most_bytes: int, folder: str | Path | None = None):
+        self._model, self._most, self._folder = model, most_bytes, folder
         self._lock, self._clock = RLock(), count(1)
-        self._is_reading = False
         self._begin()
 
     def _begin(self) -> None:
         self._kinds: dict[str, TokenIndex[StoredCache]] = {}
         self._storages: dict[int, tuple[int, int]] = {}  # by storage: how many caches hold it, and its bytes
         self.bytes = 0
-        self._version = weights_version(self._generator.model)
+        self.version = weights_version(self._model)
         self._files = None
         if self._folder is not None:
-            self._files = PrefixFiles(self._generator.model, self._folder, _FILES_FACTOR * self._most)
+            self._files = PrefixFiles(self._model, self._folder, _FILES_FACTOR * self._most)
             for file in self._files:
-                self._index(file.kind).add(StoredCache(*vars(file).values()))
+                entry = StoredCache(file.kind, file.ids, file.prompt_tokens, file.common_tokens, file.is_croppable)
+                self._index(file.kind).add(entry)
 
     def _index(self, kind: str) -> TokenIndex[StoredCache]:
         return self._kinds.setdefault(kind, TokenIndex())
@@ -106,19 +121,17 @@ class PrefixStore:
 
     # Finding.
 
-    def find(self, empty: EngineCache, ids: torch.Tensor, branches: bool) -> tuple[EngineCache, int]:
-        """A cache like `empty` that holds a beginning of `ids` [tokens], not all of them, and how many of these tokens
-        were read for this. `empty` itself if nothing is stored.
+    def find(self, empty: EngineCache, ids: torch.Tensor, branches: bool, read: Read) -> Reused:
+        """A cache like `empty` that holds a beginning of `ids` [tokens], not all of them; `empty` itself if nothing is
+        stored. Raises what `read` raises.
 
         branches: the row will become several. Its prompt is then read, and stored, before.
         """
         kind = kind_of(empty)
         if kind is None or len(ids) <= LEAST_TOKENS:
-            return empty, 0
+            return Reused(empty)
         with self._lock:
-            if self._is_reading:
-                return empty, 0
-            if self._version != weights_version(self._generator.model):
+            if self.version != weights_version(self._model):
                 self._begin()
             most = tuple(ids[:-1].tolist())
             try:
@@ -130,7 +143,11 @@ class PrefixStore:
                 live, end = empty, 0
             end = len(most) if branches else end
             to_read = end - live.total_tokens if end >= LEAST_TOKENS else 0
-            return (live, 0) if to_read <= 0 else (self._read(live, ids[:end]), to_read)
+            if to_read > 0:
+                live = read(live, ids[:end])
+                self.keep(live, end, self.version)
+            keep = partial(self.keep, prompt_tokens=len(ids), version=self.version)
+            return Reused(live, max(0, to_read), keep)
 
     def _found(self, kind: str, ids: tuple[int, ...]) -> tuple[EngineCache | None, int]:
         """A branch of what is stored of `ids`; and where a cache that cannot be cropped should end, so that more calls
@@ -158,25 +175,17 @@ class PrefixStore:
         self._make_fit()
         return live
 
-    def _read(self, cache: EngineCache, ids: torch.Tensor) -> EngineCache:
-        """Go on from what `cache` holds of `ids` to their end, and store that."""
-        self._is_reading = True
-        try:
-            inputs = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids[None])}
-            found: Any = self._generator.generate(inputs, cache=cache, **_ONE_TOKEN).cache
-        finally:
-            self._is_reading = False
-        self.keep(found, len(ids))
-        return found
-
     # Storing.
 
-    def keep(self, cache: EngineCache, prompt_tokens: int) -> None:
-        """Store a cache of one row, which can go on. prompt_tokens: the first of its tokens that were read."""
+    def keep(self, cache: EngineCache, prompt_tokens: int, version: int) -> None:
+        """Store a cache of one row, which can go on.
+
+        prompt_tokens: the first of its tokens that were read. version: of the weights when the call began.
+        """
         kind, log, total = kind_of(cache), cache.log, cache.total_tokens
         if kind is None or log is None or log.positions is not None or cache.batch_size != 1 or total < LEAST_TOKENS:
             return
-        if not bool(log.mask[:, :total].all()):
+        if not bool(log.mask[:, :total].all()) or version != weights_version(self._model):
             return
         try:
             self._keep(kind, tuple(log.ids[0, :total].tolist()), cache, prompt_tokens)
