@@ -9,12 +9,14 @@ from typing import Any, Protocol
 
 import torch
 
-from caches import CapacityError, EngineCache, StepError, branch, convert, inspect, load, recipe, select_rows
+from caches import CapacityError, EngineCache, StepError, branch, convert, inspect, load, recipe
 from engine.errors import InputError, OptionError
 from engine.result import Generation, StreamChunk
 from engine.reuse.conversation import Conversation, Message, Segment, flat
+from engine.reuse.token_index import common
 from engine.streaming import Stream
 
+_LATEST = 2  # branches that are kept besides the first and the newest
 _ONE_TOKEN = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1}
 _PLAIN_STOP = "\nUser:"  # where there is no template, a model goes on with the next question
 
@@ -35,7 +37,8 @@ class Chat:
 
     What the cache already holds of a turn's prompt is not read again: the longest common beginning of token ids counts.
     Where the history was changed, or a template writes it in another way, tokens behind that are taken back. Caches
-    that cannot take them back (states, windows) go on from a copy that was made before the last answer, or read again.
+    that cannot take them back (states, windows) go on from a branch that was kept: at the end of the system message, of
+    the last answer and of the last message.
 
     Attributes
     ----------
@@ -58,7 +61,7 @@ class Chat:
         self._backend = {"cache": cache, "cache_config": cache_config}
         start = () if system is None else ({"role": "system", "content": system},)
         self._conversation = Conversation(generator.tokenizer, start)
-        self._copy: EngineCache | None = None  # of a cache that cannot take tokens back, before the last answer
+        self._branches: list[EngineCache] = []  # of a cache that cannot take tokens back, as it was earlier
         self.cache: EngineCache | None = None
         self.last: Generation | None = None
 
@@ -121,7 +124,7 @@ class Chat:
         ids = torch.tensor([flat(asked)])
         self._go_back_to(ids[0])
         if self.cache is not None and not _takes_back(self.cache):
-            self._read_before_answer(self.cache, messages, ids)
+            self._keep_branches(self.cache, messages, ids)
         chunks = self._started(ids, parameters)
         try:
             yield from chunks
@@ -172,7 +175,7 @@ class Chat:
             self.cache = _converted(self.cache, cache, **options)
         else:
             recipe(cache).options.from_dict(options)
-        self._backend, self._copy = {"cache": cache, "cache_config": options or None}, None
+        self._backend, self._branches = {"cache": cache, "cache_config": options or None}, []
 
     def _go_back_to(self, ids: torch.Tensor) -> None:
         """Let the cache hold a beginning of `ids`, shorter than they are, as long as possible."""
@@ -184,21 +187,39 @@ class Chat:
         try:
             self.cache.crop(common) if common else self.cache.reset()
         except StepError:
-            copied = self._copy
-            if copied is not None and _common(copied, ids) == copied.total_tokens:
-                self.cache = _copied(copied)
+            earlier = [one for one in self._branches if _common(one, ids) == one.total_tokens]
+            if earlier:
+                self.cache = _branched(max(earlier, key=lambda one: one.total_tokens))
             else:
                 self.cache.reset()
 
-    def _read_before_answer(self, cache: EngineCache, messages: tuple[Message, ...], ids: torch.Tensor) -> None:
-        """Read the prompt up to the end of its last message and keep a copy: the cache cannot take tokens back."""
-        before = flat(self._conversation.ids(messages, is_asked=False))
-        same = [one == other for one, other in zip(before, ids[0].tolist(), strict=False)]
-        end = min(same.index(False) if False in same else len(same), ids.shape[1] - 1)
-        if end <= cache.total_tokens:
-            return
-        self.cache = _engine_cache(self._generator.generate(_as_read(ids[:, :end]), cache=cache, **_ONE_TOKEN))
-        self._copy = _copied(self.cache)
+    def _keep_branches(self, cache: EngineCache, messages: tuple[Message, ...], ids: torch.Tensor) -> None:
+        """Read the prompt, and keep the cache as it is where the conversation may be taken up again."""
+        self._branches = [one for one in self._branches if _common(one, ids[0]) == one.total_tokens]
+        cache = self._kept(cache)
+        first = messages[: int(messages[0]["role"] == "system")]
+        for end in (self._end_of(first, ids[0]), self._end_of(messages, ids[0])):
+            if end > cache.total_tokens:
+                out = self._generator.generate(_as_read(ids[:, :end]), cache=cache, **_ONE_TOKEN)
+                assert isinstance(out.cache, EngineCache)
+                cache = self._kept(out.cache)
+        self.cache = cache
+
+    def _end_of(self, messages: tuple[Message, ...], ids: torch.Tensor) -> int:
+        """How many of the ids [tokens] are those of the messages, which come first; not all of them."""
+        try:
+            before = flat(self._conversation.ids(messages, is_asked=False)) if messages else []
+        except Exception:  # a template may refuse them without those that follow
+            return 0
+        return min(common(before, ids.tolist()), len(ids) - 1)
+
+    def _kept(self, cache: EngineCache) -> EngineCache:
+        """Keep a cache as it is, if none of its length is kept: the first, which ends with the system message, and the
+        latest stay. Returns the cache to go on with."""
+        if cache.total_tokens == 0 or any(one.total_tokens == cache.total_tokens for one in self._branches):
+            return cache
+        self._branches = [*self._branches[:1], *self._branches[1:][-_LATEST:], cache]
+        return _branched(cache)
 
     def fork(self) -> Chat:
         """A second conversation that begins as this one. Both caches read what there is now in one place."""
@@ -206,9 +227,8 @@ class Chat:
         other = Chat(self._generator, None, backend["cache"], backend["cache_config"], self._parameters)
         other._conversation, other.last = self._conversation, self.last
         if self.cache is not None:
-            shared = self.cache
-            self.cache, other.cache = _branched(shared), _branched(shared)
-        other._copy = _copied(self._copy)
+            other.cache = _branched(self.cache)
+        other._branches = list(self._branches)
         return other
 
     # Files.
@@ -229,7 +249,7 @@ class Chat:
         self.cache = load(path, self._generator.model)
         segments = tuple(Segment(text, tuple(ids)) for text, ids in notes["segments"])
         self._conversation = Conversation(self._generator.tokenizer, tuple(notes["messages"]), segments)
-        self._copy = self.last = None
+        self._branches, self.last = [], None
 
 
 def _checked(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -253,10 +273,6 @@ def _engine_cache(out: Generation) -> EngineCache | None:
 
 def _converted(cache: Any, name: str, **options: Any) -> EngineCache:
     return convert(cache, name, **options)
-
-
-def _copied(cache: Any) -> EngineCache | None:
-    return None if cache is None else select_rows(cache, torch.arange(1))
 
 
 def _branched(cache: Any) -> EngineCache:

@@ -273,3 +273,25 @@ def test_random_conversations(tokenizer, tmp_path):
 def test_many_random_conversations(tokenizer, tmp_path):
     for seed in range(100, 300):
         random_conversation(seed, tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mamba", "lfm2", "gemma2"])
+def test_what_cannot_go_back_goes_on_from_a_branch(name, tokenizer):
+    """At the end of the system message, of the last answer and of the last message."""
+    generator = generator_of(name, tokenizer)
+    chat = generator.chat("Be brief. Be correct. Be kind. " * 4, max_new_tokens=TOKENS)
+    prompts = []
+    for message in ("import os\n" * 4, "def main():", "x = [1, 2]"):
+        check_turn(generator, chat, chat.send(message), {})
+        prompts.append(history_of(chat)["input_ids"].shape[1])
+    check_turn(generator, chat, chat.edit("y"), {})  # from the end of the last answer
+    assert chat.last.stats.cached_tokens >= prompts[1]
+    check_turn(generator, chat, chat.edit("z"), {})
+    assert chat.last.stats.cached_tokens >= prompts[1]
+    chat.undo()
+    chat.undo()
+    check_turn(generator, chat, chat.edit("class A:"), {})  # from the end of the system message, once it was kept
+    chat.edit("class B:")
+    check_turn(generator, chat, chat.last, {})
+    system = len(flat(chat._conversation.ids(chat.messages[:1], is_asked=False)))
+    assert chat.last.stats.cached_tokens >= system > 20

@@ -40,8 +40,6 @@ def test_six_turns_are_as_read_anew(backend, strategy, kind):
     except (caches.CacheError, engine.EngineError) as refused:
         pytest.skip(str(refused))
     cache, mask, cached = out.cache, first["attention_mask"], []
-    if cache.batch_size != 2:
-        pytest.skip("rows end in another cache")
     begun = out.sequences
     prompts = [
         torch.cat([begun, more(4, 1)], 1),
@@ -64,7 +62,12 @@ def test_six_turns_are_as_read_anew(backend, strategy, kind):
 
 
 def go_back(cache, ids):
-    """Keep what the cache holds of the prompt; all of a cache that cannot take tokens back goes."""
+    """Keep what the cache holds of the prompt; all of a cache that cannot take tokens back goes.
+
+    Beams leave a cache of states empty where the best text did not end last.
+    """
+    if cache.total_tokens == 0:
+        return
     known = cache.log.ids[:, : cache.total_tokens]
     most = min(known.shape[1], ids.shape[1] - 1)
     same = (known[:, :most] == ids[:, :most]).all(0)

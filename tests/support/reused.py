@@ -190,7 +190,8 @@ def chat_turn(history: History, beginnings) -> None:
         return
     chat = history.draw.choice(history.chats)
     action = history.draw.choice([chat.send, chat.send, chat.edit, chat.retry, chat.undo])
-    if len(chat.messages) < 3 and action not in (chat.send, chat.retry):
+    is_answered = bool(chat.messages) and chat.messages[-1]["role"] == "assistant"
+    if action != chat.send and not is_answered:
         return
     if action == chat.undo:
         chat.undo()
