@@ -51,7 +51,8 @@ class _PackedAttention:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """transformers' interface: query [rows, heads, tokens, width] to [rows, tokens, heads, width]."""
-        if not active.packs or not _can_be_packed(query, key, value, attention_mask, kwargs):
+        is_eager = not torch.compiler.is_compiling()
+        if not (is_eager and active.packs and _can_be_packed(query, key, value, attention_mask, kwargs)):
             return self._original(module, query, key, value, attention_mask, **kwargs)
         rows, heads, _, width = query.shape
         packed = query.reshape(rows, key.shape[1], -1, width)
@@ -62,7 +63,7 @@ class _PackedAttention:
 def _can_be_packed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
 ) -> bool:
-    if query.shape[2] != 1 or not query.is_cpu or type(key) is not torch.Tensor or torch.compiler.is_compiling():
+    if query.shape[2] != 1 or not query.is_cpu or type(key) is not torch.Tensor:
         return False
     is_grouped = query.shape[1] > key.shape[1] == value.shape[1] and query.shape[0] == key.shape[0]
     is_of_all_heads = mask is None or mask.shape[1] == 1
