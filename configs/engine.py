@@ -38,9 +38,10 @@ class EngineConfig(Config):
         is a C++ compiler, a kernel of this package takes part, which is compiled first (3 s, once per machine). Results
         differ by rounding. `Stats.linears` reports the choice.
     on_oom: the fallbacks, in this order, when an allocation fails during a run; after the last one the run ends with
-        `engine.OutOfMemoryError`. "release": free compiled graphs and idle memory. "chunk": compute the prompt in
-        smaller chunks. "offload": move the live cache to host memory, or to disk if the model computes on the CPU.
-        "quantize": the same in few bits; the only fallback that changes the text. "split": compute the batch in parts.
+        `engine.OutOfMemoryError`. "release": free compiled graphs, stored prefixes and idle memory. "chunk": compute
+        the prompt in smaller chunks. "offload": move the live cache to host memory, or to disk if the model computes on
+        the CPU. "quantize": the same in few bits; the only fallback that changes the text. "split": compute the batch
+        in parts.
     max_cache_bytes: the most bytes of device memory for the cache of a call; None is no limit.
     over_budget: what happens when the cache would need more. "offload": as in on_oom. "slide": keep only the last
         tokens that fit, which changes the text. "error": `engine.OutOfMemoryError` with the text so far.

@@ -40,7 +40,9 @@ def stats(result: Generation, width: int) -> str:
     """A table of the statistics and finish reasons, at most `width` characters wide."""
     measured, ended = result.stats, Counter(reason or "stopped" for reason in result.finish_reasons)
     reasons = ", ".join(reason if len(result.tokens) == 1 else f"{reason} ({n})" for reason, n in ended.items())
-    facts = [("cache", measured.cache), ("tokens", f"{measured.prompt_tokens} read, {measured.new_tokens} new")]
+    known = f"{measured.cached_tokens} in the cache, " if measured.cached_tokens else ""
+    tokens = f"{known}{measured.prompt_tokens} read, {measured.new_tokens} new"
+    facts = [("cache", measured.cache), ("tokens", tokens)]
     facts += [("ended by", reasons)]
     if measured.ttft_s is not None:
         facts += [("time to first token", f"{1000 * measured.ttft_s:.1f} ms")]
