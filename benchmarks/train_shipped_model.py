@@ -44,9 +44,9 @@ SKIPPED_FOLDERS = {"test", "tests", "site-packages", "idlelib", "lib2to3", "turt
 END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
 VOCABULARY = 4096
 STDLIB = Path(sysconfig.get_path("stdlib"))
-CHAT_TEMPLATE = (
-    "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}# assistant: {% endif %}"
+CHAT_TEMPLATE = (  # it continues code: a message is the next lines, and an answer goes on with them
+    "{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] != 'user' %}{{ '\\n' }}{% endif %}{% endfor %}"
 )
 BATCH_TOKENS = 4096
 

@@ -41,19 +41,23 @@ def chat(**given: Any) -> None:
         talk = generator.chat(
             given["system"], cache=given["cache"], cache_config=cache_config, resume=given["resume"], **parameters
         )
-    Terminal(talk).run()
+    chooses = {"do_sample", "num_beams", "penalty_alpha", "generation_config"} & parameters.keys()
+    Terminal(talk, {} if chooses else {"do_sample": True}).run()
 
 
 class Terminal:
-    """Reads messages and commands from standard input and prints answers."""
+    """Reads messages and commands from standard input and prints answers.
 
-    def __init__(self, chat: Chat):
-        self._chat = chat
+    again: parameters of an answer that is tried again, which would be the same one without chance.
+    """
+
+    def __init__(self, chat: Chat, again: dict[str, Any]):
+        self._chat, self._again = chat, again
         self._commands: dict[str, tuple[Callable[..., None], str]] = {
             "/save": (self._save, "FILE: write the conversation and its cache to a file"),
             "/load": (self._load, "FILE: go on with a conversation that was saved"),
             "/undo": (self._undo, "remove the last message and its answer"),
-            "/retry": (self._retry, "another answer to the last message"),
+            "/retry": (self._retry, "another answer to the last message, sampled unless an option says how"),
             "/stats": (self._stats, "speed and cache size of the last answer"),
             "/cache": (self._cache, "NAME: keep the cache in another backend; without a name: which one it is"),
             "/help": (self._help, "these commands"),
@@ -125,7 +129,7 @@ class Terminal:
         output.tell(repr(self._chat))
 
     def _retry(self) -> None:
-        self._print(self._chat.stream_retry())
+        self._print(self._chat.stream_retry(**self._again))
 
     def _stats(self) -> None:
         if self._chat.last is None:

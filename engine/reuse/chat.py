@@ -16,6 +16,7 @@ from engine.reuse.conversation import Conversation, Message, Segment, flat
 from engine.reuse.token_index import common
 from engine.streaming import Stream
 
+_LEAST_ROOM = 512  # tokens, of a cache of fixed size
 _LATEST = 2  # branches that are kept besides the first and the newest
 _ONE_TOKEN = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1}
 _PLAIN_STOP = "\nUser:"  # where there is no template, a model goes on with the next question
@@ -170,7 +171,12 @@ class Chat:
         return "dynamic" if chosen is None else chosen if isinstance(chosen, str) else chosen.name
 
     def use(self, cache: str, **options: Any) -> None:
-        """Keep the conversation in another backend, with `options`. Raises as `caches.convert` does."""
+        """Keep the conversation in another backend, with `options`. Raises as `caches.convert` does.
+
+        A backend of fixed size gets room for at least as much again, if no `max_cache_len` is given.
+        """
+        if recipe(cache).has_a_size and self.cache is not None:
+            options = {"max_cache_len": max(_LEAST_ROOM, 2 * self.cache.total_tokens)} | options
         if self.cache is not None:
             self.cache = _converted(self.cache, cache, **options)
         else:

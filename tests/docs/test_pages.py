@@ -1,9 +1,17 @@
 """Everything the documentation shows is run, page by page, and what it names is there."""
 
+import fcntl
 import json
 import os
+import pty
 import re
+import select
 import shlex
+import struct
+import subprocess
+import sys
+import termios
+import time
 
 import pytest
 import yaml
@@ -194,5 +202,49 @@ def test_the_transcript_is_what_a_terminal_shows(monkeypatch):
     if os.environ.get("UPDATE_DOCS"):
         found = "\n".join(line.rstrip() for line in found.splitlines()) + "\n"
         CLI.write_text(CLI.read_text().replace(block, found))
+    else:
+        assert without_times(found) == without_times(block)
+
+
+def chat_session(lines, folder):
+    """What a terminal shows while these lines are typed into `engine chat`, times left as they are."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    command = [sys.executable, "-m", "engine", "chat", "--temperature", "0", "-n", "12"]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, start_new_session=True)
+    os.close(theirs)
+    shown, end = "", time.monotonic() + 120
+
+    def until(prompt):
+        nonlocal shown
+        begin = len(shown)
+        while not shown[begin:].endswith(prompt):
+            assert time.monotonic() < end, shown[-1000:]
+            if select.select([ours], [], [], 1)[0]:
+                shown += os.read(ours, 4096).decode()
+
+    try:
+        until("> ")
+        for line, following in zip(lines, [*lines[1:], "> "], strict=True):
+            os.write(ours, f"{line[4 if line.startswith('... ') else 2 :]}\n".encode())
+            until(following[: 4 if following.startswith("... ") else 2])
+        os.write(ours, b"\x04")
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+        os.close(ours)
+    shown = shown.rpartition("\x1b[1A\x1b[2K")[2].removesuffix("> ")
+    return re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", shown).replace("\r", "")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="terminals")
+def test_a_chat_shows_what_the_page_shows(tmp_path):
+    [block] = [block for block in blocks(CLI, "text") if block.startswith("/help lists")]
+    lines = [line for line in block.splitlines() if line.startswith(("> ", "... "))]
+    assert len(lines) >= 10
+    found = chat_session(lines, tmp_path)
+    if os.environ.get("UPDATE_DOCS"):
+        CLI.write_text(CLI.read_text().replace(block, "\n".join(line.rstrip() for line in found.splitlines()) + "\n"))
     else:
         assert without_times(found) == without_times(block)

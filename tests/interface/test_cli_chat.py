@@ -11,12 +11,19 @@ import time
 
 import pytest
 
+import engine
+
 
 def test_a_conversation(cli, tmp_path):
     path = tmp_path / "talk"
     typed = f'import os\n/stats\n"""def f(x):\n    return"""\n/undo\nx \\\n= 1\n/save {path}\n/cache offloaded\ny\n'
     done = cli(["chat", "-n", "4", "--system", "# code"], typed)
-    assert (done.exit_code, len(done.stdout.splitlines())) == (0, 4)
+    generator = engine.Generator(engine.SHIPPED_MODEL)
+    chat = generator.chat("# code", max_new_tokens=4)
+    answers = [chat.send(message).text[0] for message in ("import os", "def f(x):\n    return")]
+    chat.undo()
+    answers += [chat.send(message).text[0] for message in ("x \n= 1", "y")]
+    assert (done.exit_code, done.stdout) == (0, "".join(f"{answer}\n" for answer in answers))
     assert "time to first token" in done.stderr
     assert f"saved to {path}: Chat(5 messages, " in done.stderr
     assert "cache: offloaded" in done.stderr
@@ -28,9 +35,19 @@ def test_a_conversation(cli, tmp_path):
     assert "tokens per row" in shown
     assert "messages" in shown
     again = cli(["chat", "--resume", str(path), "-n", "4"], "y\n/stats\n")
-    assert again.stdout.splitlines()[0] == done.stdout.splitlines()[3]
+    assert again.stdout == f"{answers[-1]}\n"
     loaded = cli(["chat", "-n", "4"], f"/load {path}\ny\n")
-    assert loaded.stdout.splitlines()[0] == done.stdout.splitlines()[3]
+    assert loaded.stdout == f"{answers[-1]}\n"
+
+
+def test_another_answer_is_sampled_unless_an_option_says_how(cli):
+    generator = engine.Generator(engine.SHIPPED_MODEL)
+    chat = generator.chat(max_new_tokens=8, seed=3)
+    first, other = chat.send("import os").text[0], chat.retry(do_sample=True).text[0]
+    assert first != other
+    for options, again in [((), other), (("--temperature", "0"), first), (("--num-beams", "1"), first)]:
+        done = cli(["chat", "-n", "8", "--seed", "3", *options], "import os\n/retry\n")
+        assert done.stdout == f"{first}\n{again}\n", options
 
 
 def test_mistakes_do_not_end_it(cli):
