@@ -295,3 +295,19 @@ def test_what_cannot_go_back_goes_on_from_a_branch(name, tokenizer):
     check_turn(generator, chat, chat.last, {})
     system = len(flat(chat._conversation.ids(chat.messages[:1], is_asked=False)))
     assert chat.last.stats.cached_tokens >= system > 20
+
+
+@pytest.mark.parametrize("backend", ["sink", "sliding_window"])
+def test_a_window_talks_for_ever_in_constant_memory(backend, tokenizer):
+    generator = generator_of("llama", tokenizer)
+    if backend == "sliding_window":  # whose positions grow
+        generator.model.config.max_position_embeddings = 10**6
+    options = {"window_length": 32} | ({"num_sink_tokens": 2} if backend == "sink" else {})
+    chat, sizes, read = generator.chat(cache=backend, cache_config=options, max_new_tokens=TOKENS), [], []
+    for turn in range(40):
+        chat.send(f"x = {turn}")
+        sizes.append(chat.cache.bytes)
+        read.append(chat.last.stats.prompt_tokens)
+    assert chat.cache.total_tokens > 400
+    assert len(set(sizes[10:])) == 1
+    assert max(read[1:]) < 20  # the new message, not the conversation
