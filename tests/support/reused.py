@@ -160,11 +160,11 @@ def again(history: History, beginnings) -> None:
 
 
 def forget(history: History, beginnings) -> None:
-    history.generator.release()
+    history.generator._store.clear()
 
 
 def restart(history: History, beginnings) -> None:
-    history.generator.release()
+    history.generator._store.clear()
     history.begin()
     history.chats = []
 
