@@ -141,13 +141,13 @@ class PrefixStore:
                 if not (isinstance(error, CacheError) or is_out_of_memory(error)):
                     raise
                 live, end = empty, 0
-            end = len(most) if branches else end
-            to_read = end - live.total_tokens if end >= LEAST_TOKENS else 0
-            if to_read > 0:
-                live = read(live, ids[:end])
-                self.keep(live, end, self.version)
-            keep = partial(self.keep, prompt_tokens=len(ids), version=self.version)
-            return Reused(live, max(0, to_read), keep)
+            version = self.version
+        end = len(most) if branches else end
+        to_read = end - live.total_tokens if end >= LEAST_TOKENS else 0
+        if to_read > 0:  # other threads may use the store meanwhile
+            live = read(live, ids[:end])
+            self.keep(live, end, version)
+        return Reused(live, max(0, to_read), partial(self.keep, prompt_tokens=len(ids), version=version))
 
     def _found(self, kind: str, ids: tuple[int, ...]) -> tuple[EngineCache | None, int]:
         """A branch of what is stored of `ids`; and where a cache that cannot be cropped should end, so that more calls
