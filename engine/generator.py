@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,12 +35,14 @@ from engine.model.masks import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner
 from engine.out_of_memory import Exhausted, empty_allocators
+from engine.planning.free_memory import find_free
 from engine.output.hf_streamers import adapter_for
 from engine.output.stream_buffer import StreamBuffer
 from engine.request.assistant import DraftRequest, read_draft_request
 from engine.request.call import Call, parameters, read_call, takes
 from engine.request.compatibility import check_together
 from engine.request.continuation import check_content, check_continues, check_padding_ahead
+from engine.request.logits_processors import with_own_processors
 from engine.request.parameters import read, read_parameters
 from engine.request.read_request import read_request
 from engine.request.request import Request
@@ -47,7 +50,13 @@ from engine.result import Fallback, Generation, nothing_generated
 from engine.reuse.chat import Chat
 from engine.reuse.prefix import Prefix, read_prefix
 from engine.reuse.prefix_store import PrefixStore, Reused, can_reuse
+from engine.serving.batch import Batch
+from engine.serving.many import check_common, generate_many
+from engine.serving.request import BatchRequest
+from engine.serving.scheduler import Scheduler
 from engine.streaming import Stream
+
+_SHARE_OF_FREE = 0.8  # of the device memory, for the caches of many prompts
 
 
 class Generator:
@@ -137,6 +146,56 @@ class Generator:
         parameters |= {"max_new_tokens": 1, "do_sample": False, "num_beams": 1}
         return Prefix(self, self.generate(inputs, cache=cache, cache_config=cache_config, **parameters).cache)
 
+    def batch(
+        self, *, slots: int = 16, piece_tokens: int | None = None, max_cache_bytes: int | None = None
+    ) -> Batch:
+        """A queue of prompts that run together, for `submit` from any thread. See `Batch`.
+
+        slots: rows that are computed at once; a search has several. piece_tokens: tokens of a new prompt that are read
+        between two steps of the others; None for as many as take about as long as a step. max_cache_bytes: of all
+        caches together: a prompt waits until its own has room as planned. Default: 80 % of the device memory that is
+        free now. What a prompt's result is: see `generate_many`.
+        """
+        return Batch(self._scheduler(slots, max_cache_bytes, piece_tokens=piece_tokens))
+
+    @takes(parameters, documented_by=engine.generate)
+    def generate_many(
+        self,
+        prompts: Any,
+        *,
+        slots: int = 16,
+        max_cache_bytes: int | None = None,
+        progress: bool = False,
+        **parameters: Any,
+    ) -> Iterator[BatchRequest]:
+        """Generate for each of many prompts, together; yields their requests as they end: see `BatchRequest`.
+
+        prompts: an iterable, read as there is room, of what `generate` takes as inputs, or of mappings with "prompt"
+        and parameters of their own. Each text is that of `generate` with the same arguments; where it draws, it draws
+        numbers of its own, from `seed` or a seed drawn for it. A prompt that fails has its error in place of a result.
+        Results have no cache. slots, max_cache_bytes: as of `batch`. progress: show a progress bar on standard error.
+        """
+        check_common(parameters)
+        return generate_many(self._scheduler(slots, max_cache_bytes, reads_first=True), prompts, parameters, progress)
+
+    def _scheduler(self, slots: int, max_cache_bytes: int | None, **reading: Any) -> Scheduler:
+        for name, value in (("slots", slots), ("piece_tokens", reading.get("piece_tokens"))):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise OptionError(f"{name}={value!r}: give a whole number of 1 or more")
+        if max_cache_bytes is None:
+            free = find_free(prompt_device(self.model)).device
+            max_cache_bytes = None if free is None else int(free * _SHARE_OF_FREE)
+        return Scheduler(self._runner, self._start_request, slots, most_bytes=max_cache_bytes, **reading)
+
+    def _start_request(self, request: BatchRequest, make_room: Callable[[], bool]) -> Driver:
+        """The run of one prompt among many, with random numbers and processors of its own."""
+        own = dict(request.parameters)
+        check_common({name: own.get(name) for name in ("streamer",)})
+        if own.get("seed") is None:
+            own["seed"] = int(torch.randint(2**31, ()))
+        own["cancellation"] = request
+        return self._start(read_call(request.inputs, **with_own_processors(own)), True, make_room)
+
     def __repr__(self) -> str:
         changed = ", ".join(f"{name}={getattr(self.config, name)!r}" for name in self.config.to_dict(use_diff=True))
         tokenizer = "no tokenizer" if self.tokenizer is None else type(self.tokenizer).__name__
@@ -173,10 +232,11 @@ class Generator:
         if self._store is not None:
             self._store.clear()
 
-    def _start(self, call: Call, streams: bool) -> Driver:
+    def _start(self, call: Call, streams: bool, make_room: Callable[[], bool] = lambda: False) -> Driver:
+        """The run of a call. make_room: called first when memory is out; it says whether it has freed some."""
         grad = torch.is_grad_enabled()
         try:
-            return self._prepare(call, streams)
+            return self._prepare(call, streams, make_room)
         except BaseException:  # else a thread that reads from the streamer would wait for ever
             with suppress(Exception):
                 call.streamer.end()  # type: ignore[union-attr]
@@ -184,7 +244,7 @@ class Generator:
         finally:
             set_grad_enabled(grad)  # Ctrl-C may have come where torch.no_grad() ended
 
-    def _prepare(self, call: Call, streams: bool) -> Driver:
+    def _prepare(self, call: Call, streams: bool, make_room: Callable[[], bool]) -> Driver:
         """The run that `call` asks for. Checks come first, then the encoder's forward, then the run's objects."""
         started = time.perf_counter()
         call = read_parameters(call)
@@ -192,8 +252,8 @@ class Generator:
         stop = Cancellation(call.cancellation)
         fallbacks = self.config.on_oom if call.on_oom is None else checked_fallbacks(call.on_oom)
         taken: list[Fallback] = []
-        recovery = Recovery(fallbacks, taken, self._clear_store)
-        draft_recovery = Recovery(fallbacks, taken, self._clear_store)
+        recovery = Recovery(fallbacks, taken, self._clear_store, make_room)
+        draft_recovery = Recovery(fallbacks, taken, self._clear_store, make_room)
         budget = Budget(self.config.max_cache_bytes, self.config.over_budget, taken)
         draft = self._draft_of(call.assistant_model)
         choice = read_cache_choice(self.model, call, self.config)
@@ -217,11 +277,11 @@ class Generator:
         inputs = ModelInputs(request.prompt.embeds, model_kwargs, flags=request.output_flags)
         if not known and not call.trust_cache:
             check_content(self._runner, cache, request, columns, inputs, call.tokenizer)
-        make_room = None if self.config.max_cache_bytes is None else budget.keep
+        keep = None if self.config.max_cache_bytes is None else budget.keep
         prefix = CachedPrefix(request.before, request.prompt.columns_without_ids)
         shares = self.config.compile in ("off", "auto")  # a compiled step cannot read shared prefixes
         options = SessionOptions(
-            request.chunk_tokens, shares, request.needs.verifies, stop.check, recovery.apply_next, make_room
+            request.chunk_tokens, shares, request.needs.verifies, stop.check, recovery.apply_next, keep
         )
         session = ModelSession(self._runner, reused.cache, columns, inputs, prefix, options)
         draft_session = None
@@ -239,7 +299,7 @@ class Generator:
             fallbacks=taken,
             tokens_read=reused.tokens_read,
         )
-        return Driver(loop, stop, lambda: reused.keep(session.cache))
+        return Driver(loop, stop, lambda: reused.keep(session.cache), budget.planned_bytes)
 
     def _read(self, call: Call, live: EngineCache | None, draft: Draft | None) -> tuple[Request, DraftRequest | None]:
         """The requests to the model and to its draft. live: the cache that was given."""

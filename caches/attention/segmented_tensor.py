@@ -108,7 +108,7 @@ class SegmentedTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _IN_SEGMENTS:
@@ -266,7 +266,8 @@ def _flat(sizes: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
 
 
-_METADATA = {
+# Functions of a tensor that read its shape and the like, but no element.
+METADATA = {
     torch.Tensor.size,
     torch.Tensor.dim,
     torch.Tensor.is_floating_point,

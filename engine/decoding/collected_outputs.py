@@ -36,7 +36,7 @@ class CollectedOutputs:
 
         def collect(outputs: ModelOutput, end: int) -> None:
             logits = outputs.logits if self.tokens > 1 else None
-            states = _last_hidden(outputs) if self.hidden else None
+            states = last_hidden(outputs) if self.hidden else None
             self._outputs.append(_Outputs(rows.start, rows.stop, end, logits, states))
 
         return collect
@@ -69,7 +69,8 @@ def _last_logits(logits: list[torch.Tensor], tokens: int) -> torch.Tensor:
     return joined[:, -tokens:]
 
 
-def _last_hidden(outputs: ModelOutput) -> torch.Tensor:
+def last_hidden(outputs: ModelOutput) -> torch.Tensor:
+    """The last hidden states [rows, columns, width]. Raises `EngineError` for a model that returns none."""
     states = outputs.get("hidden_states") or outputs.get("decoder_hidden_states")
     if not states:
         raise EngineError("the model returns no hidden states, which this strategy compares")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
+from transformers.utils import ModelOutput
 
 from caches.out_of_memory import is_out_of_memory
 from caches.torch_api import set_grad_enabled
@@ -23,24 +24,47 @@ from engine.errors import (
 )
 from engine.out_of_memory import Exhausted, empty_allocators, in_words, without_frames
 from engine.result import Generation, StreamChunk
-from strategies import Flow, NoCandidateError
+from strategies import Flow, Forward, NoCandidateError
 
 _Result = TypeVar("_Result")
+Turn: TypeAlias = StreamChunk | Forward | None
 
 
 class Driver:
-    """Runs `loop`. cancellation: the one that its session checks. at_end: called when the run has come to its end."""
+    """Runs `loop`. cancellation: the one that its session checks. at_end: called when the run has come to its end.
 
-    def __init__(self, loop: DecodingLoop, cancellation: Cancellation, at_end: Callable[[], None] = lambda: None):
+    planned_bytes: of the cache on the device, at most.
+    """
+
+    def __init__(
+        self,
+        loop: DecodingLoop,
+        cancellation: Cancellation,
+        at_end: Callable[[], None] = lambda: None,
+        planned_bytes: Callable[[], int] = lambda: 0,
+    ):
         self.loop, self._cancellation, self._at_end = loop, cancellation, at_end
+        self.planned_bytes = planned_bytes
 
     def pieces(self) -> Generator[StreamChunk, None, None]:
+        """The pieces of the text, as they come."""
+        for piece in self.turns():
+            assert isinstance(piece, StreamChunk)
+            yield piece
+
+    def turns(self, piece_tokens: Callable[[], int] | None = None) -> Generator[Turn, ModelOutput | None, None]:
+        """The pieces of the text, with turns for others between the forwards of the run.
+
+        piece_tokens: how many tokens of the prompt are read in a turn; None for a run without others. It yields None
+        after such a turn, and every `Forward` before it is performed: `send` its outputs where a joined step has
+        computed them, else None.
+        """
         run = self.loop
         flow = self._begun()
         failure: Exception | KeyboardInterrupt | None = None
         try:
             try:
-                yield from self._steps(flow)
+                yield from self._steps(flow, piece_tokens)
                 run.stream_buffer.close()
                 self._cancellation.check_keys()
             except (Exception, KeyboardInterrupt) as error:
@@ -90,27 +114,49 @@ class Driver:
             raise
         return flow
 
-    def _steps(self, flow: Flow) -> Generator[StreamChunk, None, None]:
+    def _steps(
+        self, flow: Flow, piece_tokens: Callable[[], int] | None
+    ) -> Generator[Turn, ModelOutput | None, None]:
         """Perform the operations of the flow until all rows have ended."""
         with self._cancellation.noting_keys():
             self.loop.stream_buffer.begin()
         answer: Any = None
         while not self.loop.done:
             with self._cancellation.noting_keys():
-                step = _without_grad(partial(self._step, flow, answer))
-                if step is None:
-                    break
-                answer, pieces = step
+                step = _without_grad(partial(self._step, flow, answer, piece_tokens is None))
+            if step is None:
+                break
+            if isinstance(step, Forward):
+                assert piece_tokens is not None
+                step = yield from self._with_others(step, piece_tokens)
+            answer, pieces = step
             yield from self._shown(pieces)
         yield from self._shown(self.loop.read_all())
 
-    def _step(self, flow: Flow, answer: Any) -> tuple[Any, list[StreamChunk]] | None:
-        """One operation of the flow; None at its end."""
+    def _step(self, flow: Flow, answer: Any, alone: bool) -> tuple[Any, list[StreamChunk]] | Forward | None:
+        """One operation of the flow; None at its end. alone: whether a `Forward` is performed at once too."""
         try:
             operation = flow.send(answer)
         except StopIteration:
             return None
-        return self.loop.perform(operation)
+        return operation if isinstance(operation, Forward) and not alone else self.loop.perform(operation)
+
+    def _with_others(
+        self, forward: Forward, piece_tokens: Callable[[], int]
+    ) -> Generator[Turn, ModelOutput | None, tuple[Any, list[StreamChunk]]]:
+        """Perform `forward` in turns: see `turns`."""
+        while True:
+            with self._cancellation.noting_keys():
+                left = _without_grad(partial(self.loop.read_piece, forward, piece_tokens()))
+            if left is None:
+                break
+            forward = left
+            yield None
+        computed = yield forward
+        if computed is None:  # else the cache has an open step
+            self._cancellation.check()
+        with self._cancellation.noting_keys():
+            return _without_grad(partial(self.loop.perform, forward, computed))
 
     def _shown(self, pieces: list[StreamChunk]) -> Generator[StreamChunk, None, None]:
         for piece in pieces:

@@ -9,6 +9,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from transformers.utils import ModelOutput
 
 from caches import EngineCache, StepError, apply_window, migrate
+from caches.hf.joined import why_not_joined
 from caches.protocol import capabilities
 from caches.transfer.convert import can_migrate
 from caches.transfer.split_rows import SplitCache, halves
@@ -64,7 +65,7 @@ class ForwardExecutor:
         self, ids: torch.Tensor, prefill: bool, collected: CollectedOutputs
     ) -> tuple[ModelOutput, torch.Tensor | None]:
         """Feed the tokens of `ids` [rows, tokens] that are not cached: the last outputs, and all hidden states."""
-        self._reserve(self._before + ids.shape[1])
+        self.reserve(self._before + ids.shape[1])
         try:
             fed = [(rows, self._feed(ids[rows], rows, cache, prefill, collected)) for rows, cache in self.parts]
         except BaseException:
@@ -78,7 +79,7 @@ class ForwardExecutor:
             self.cache.abort()
             raise
 
-    def _reserve(self, columns: int) -> None:
+    def reserve(self, columns: int) -> None:
         """Make room for `columns` columns of mask, positions and growing inputs."""
         self.columns.reserve(columns)
         if self.inputs.axes and not self.inputs.has_room_for(columns):
@@ -130,6 +131,36 @@ class ForwardExecutor:
             self._origins, self.columns, self.inputs = origins, columns, inputs
 
         return select
+
+    # Together with other requests: see `engine.serving`.
+
+    @property
+    def why_alone(self) -> str | None:
+        """Why no step of it can be joined with those of others; None where one can."""
+        if self.inputs.model_kwargs:
+            return f"the model gets {', '.join(self.inputs.model_kwargs)} with every step"
+        if not self.columns.are_plain:
+            return "its prompts have padding, or positions of their own"
+        return self._runner.why_alone or why_not_joined(self.cache)
+
+    @property
+    def reads_in_pieces(self) -> bool:
+        """Whether a prompt read in pieces gives the same result as one read at once."""
+        is_plain = not (capabilities(self.cache).is_quantized or self._has_media or self.inputs.flags)
+        return is_plain and self.cache.handle is not None and self._runner.reads_on
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether its tokens, read again, give the same cache without taking more memory than it has now."""
+        is_forked = len(self._origins) > len(self._origins.unique())
+        return not (is_forked or capabilities(self.cache).is_quantized or isinstance(self.cache, SplitCache))
+
+    def empty(self) -> None:
+        """Empty the cache and free its memory."""
+        if can_migrate(self.cache):
+            for part in self.cache.parts:
+                part.stack.release()
+        self.cache.reset()
 
     # Fallbacks that save memory.
 

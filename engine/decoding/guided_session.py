@@ -50,6 +50,22 @@ class GuidedSession:
         outputs["logits"] = guided
         return outputs, None if states is None else states[:rows, -columns:]
 
+    @property
+    def why_alone(self) -> str | None:
+        """See `ModelSession`."""
+        return self._session.why_alone
+
+    def prepare(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See `ModelSession.prepare`: the tokens of both texts."""
+        return self._session.prepare(self._of_both(tokens))
+
+    def read_piece(self, tokens: torch.Tensor, most: int) -> torch.Tensor | None:
+        """Both texts are read at once."""
+        return None
+
+    def park(self) -> None:
+        self._session.park()
+
     def _of_prompts(self, part: torch.Tensor | None, rows: int, columns: int) -> torch.Tensor | None:
         """A record of a layer, [rows, ..., columns, width], without the other texts and the padding added for them."""
         if part is None:

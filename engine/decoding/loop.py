@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from transformers.utils import ModelOutput
 
-from caches import CacheError
+from caches import CacheError, EngineCache
 from caches.out_of_memory import is_out_of_memory
 from caches.torch_api import write_count
 from engine.decoding.guided_session import GuidedSession
@@ -136,11 +137,62 @@ class DecodingLoop:
             select = self._row_selection(index)
         select()
 
-    def perform(self, operation: Operation) -> tuple[Any, list[StreamChunk]]:
-        """Carry out one operation of the flow: its result, and what there is to show."""
+    # Together with other runs: see `engine.serving`.
+
+    @property
+    def rows(self) -> int:
+        """Rows that the model computes, once every prompt has all its rows."""
+        return self._request.rows
+
+    @property
+    def fed(self) -> int:
+        """Columns given to the model so far."""
+        return self._session.fed
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the cache on the device that computes."""
+        return self._session.cache.device_bytes
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether linear layers are routed: see `ForwardOptions`."""
+        return self._session.executor.routed
+
+    def why_alone(self, forward: Forward) -> str | None:
+        """Why this forward cannot be computed together with those of other runs; None where it can."""
+        if forward.model != "main" or forward.tokens.shape[1] > 1:
+            return "it feeds several tokens, or feeds them to a draft"
+        if self._request.output_flags:
+            return "it returns what layers record"
+        return self._session.why_alone
+
+    def prepare(self, forward: Forward) -> tuple[EngineCache, torch.Tensor]:
+        """Before a joined step: the cache, and the tokens [rows, 1] that are fed to it."""
+        self._session.attempt(lambda: self._tokens.reserve(1))
+        tokens = self._session.prepare(forward.tokens)
+        return self._session.cache, tokens
+
+    def read_piece(self, forward: Forward, most: int) -> Forward | None:
+        """Read at most `most` tokens of the prompt: what is left of it. None where `forward` is to be performed."""
+        is_plain = forward.model == "main" and not (forward.hidden or forward.all_logits)
+        if not is_plain or forward.tokens.shape[1] <= 1 or self.clock.has_first_token:
+            return None
+        left = self._session.read_piece(forward.tokens, most)
+        return None if left is None else replace(forward, tokens=left)
+
+    def park(self) -> None:
+        """Free the memory of the cache until the next forward."""
+        self._session.park()
+
+    def perform(self, operation: Operation, computed: ModelOutput | None = None) -> tuple[Any, list[StreamChunk]]:
+        """Carry out one operation of the flow: its result, and what there is to show.
+
+        computed: the outputs of a `Forward` that was part of a joined step.
+        """
         match operation:
             case Forward():
-                return self._forward(operation), []
+                return self._forward(operation, computed), []
             case Emit(tokens, scores):
                 pieces = self._emit(tokens, scores)
                 return self._tokens.ids, pieces
@@ -165,18 +217,18 @@ class DecodingLoop:
             case Finish():
                 return None, self._finish(operation)
 
-    def _forward(self, forward: Forward) -> Any:
+    def _forward(self, forward: Forward, computed: ModelOutput | None) -> Any:
         fed: int | None = self._session.fed
         if fed and not self.clock.has_first_token:  # these tokens are the first, though a search emits them at its end
             self.clock.first_token()
         tokens = forward.tokens.shape[1] if forward.all_logits else 1
         session = self._session if forward.model == "main" else self._draft
         assert session is not None  # a strategy that needs one was given one
-        if forward.model == "main":  # here, where the session can recover when memory is out
+        if forward.model == "main" and computed is None:  # here, where the session can recover when memory is out
             self._session.attempt(lambda: self._tokens.reserve(tokens))
-        else:
+        if forward.model != "main":
             fed = None
-        outputs, states = session.forward(forward.tokens, forward.hidden, forward.all_logits)
+        outputs, states = session.forward(forward.tokens, forward.hidden, forward.all_logits, computed)
         self._peak.record()
         logits = session.attempt(lambda: outputs.logits[:, -tokens:].to(self._device, torch.float32, copy=True))
         self._logits_check.record(logits, outputs.logits.dtype, fed, self._running)

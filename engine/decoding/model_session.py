@@ -17,7 +17,7 @@ from caches.hf.adapter import may_be_lost
 from caches.out_of_memory import is_of_onednn, is_out_of_memory
 from caches.protocol import KeepsPast, capabilities
 from caches.transfer.split_rows import SplitCache
-from engine.decoding.collected_outputs import CollectedOutputs
+from engine.decoding.collected_outputs import CollectedOutputs, last_hidden
 from engine.decoding.fed_ids import CachedPrefix, FedIds
 from engine.decoding.forward_executor import ForwardExecutor
 from engine.errors import EngineError, InputError
@@ -85,13 +85,32 @@ class ModelSession:
         return self._ids.count
 
     def forward(
-        self, tokens: torch.Tensor, hidden: bool = False, all_logits: bool = False
+        self,
+        tokens: torch.Tensor,
+        hidden: bool = False,
+        all_logits: bool = False,
+        computed: ModelOutput | None = None,
     ) -> tuple[ModelOutput, torch.Tensor | None]:
         """Feed `tokens` [rows, n] after those fed before; the step stays open until `commit`.
 
         hidden: whether the last hidden states of all columns fed [rows, n, width] are returned too. all_logits: whether
-        the outputs end with the logits after each of the tokens, not after the last alone.
+        the outputs end with the logits after each of the tokens, not after the last alone. computed: the outputs, where
+        a joined step has computed them after `prepare` and left the cache's step open.
         """
+        ids = self._ids
+        end = self._write(tokens) if computed is None else ids.count + tokens.shape[1]
+        columns = end - ids.count
+        prefilled = ids.count > 0 and not self.is_empty  # before this step
+        if computed is None:
+            collected = CollectedOutputs(hidden, tokens.shape[1] if all_logits else 1)
+            outputs, states = self._feed(end, not prefilled, collected)
+        else:
+            outputs, states = computed, last_hidden(computed) if hidden else None
+        ids.count, self._open_tokens, self._step_open, self._prefilled = end, columns, True, prefilled
+        return outputs, None if states is None else states[:, -columns:]
+
+    def _write(self, tokens: torch.Tensor) -> int:
+        """Note `tokens` [rows, n], which are fed next: the column after the last of them."""
         self.commit()
         cache, ids = self.cache, self._ids
         if ids.count == 0 and (cache.log is not self._log_before or cache.total_tokens != self._total_before):
@@ -103,12 +122,56 @@ class ModelSession:
         if end > ids.ids.shape[1]:
             ids.ids = self.attempt(lambda: ids.wider(end))
         ids.ids[:, begin:end] = tokens
-        emptied = cache.handle is not None and cache.total_tokens == 0
-        prefill, columns = ids.count == 0 or emptied, end - ids.count
-        prefilled = ids.count > 0 and not emptied  # before this step
-        outputs, states = self._feed(end, prefill, CollectedOutputs(hidden, tokens.shape[1] if all_logits else 1))
-        ids.count, self._open_tokens, self._step_open, self._prefilled = end, columns, True, prefilled
-        return outputs, None if states is None else states[:, -columns:]
+        return end
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the cache holds nothing, so that the next feed begins with the first token."""
+        return self.cache.handle is not None and self.cache.total_tokens == 0
+
+    # Together with other sessions: see `engine.serving`.
+
+    @property
+    def why_alone(self) -> str | None:
+        """Why no step of it can be computed together with those of other sessions; None where one can."""
+        if self._prefix.columns_without_ids:
+            return "its prompt begins with embeddings"
+        return self.executor.why_alone
+
+    def prepare(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Before a joined step: commit the open step and make room for `tokens` [rows, 1]. Returns what is fed."""
+        end = self._write(tokens)
+        self._goal = self._prefix.columns + end
+        try:
+            if self._options.make_room is not None:
+                self._options.make_room(self, self.waiting)
+            self.executor.reserve(self._goal)
+        finally:
+            self._goal = 0
+        return tokens
+
+    def read_piece(self, tokens: torch.Tensor, most: int) -> torch.Tensor | None:
+        """Feed at most `most` of the `tokens` [rows, n] and commit them; returns those that are left.
+
+        None, with nothing done, where no more than `most` would have to be fed: they are for `forward`.
+        """
+        begin = self._ids.count or self._prefix.columns_without_ids
+        waiting = self._prefix.columns + begin + tokens.shape[1] - self.cache.total_tokens
+        if waiting <= most or not self.executor.reads_in_pieces:
+            return None
+        end = self._write(tokens) - (waiting - most)
+        self._feed(end, self._ids.count == 0 or self.is_empty, CollectedOutputs(hidden=False, tokens=1))
+        self.cache.commit()
+        self._ids.count, self._prefilled = end, True
+        return tokens[:, end - begin :]
+
+    def park(self) -> None:
+        """Free the memory of the cache until the next forward: its tokens are read again, or it moves off the device."""
+        self.commit()
+        if self._prefix.columns == 0 and self.executor.reads_again:
+            self.executor.empty()
+        else:
+            self.executor.offload()
 
     def _feed(self, end: int, prefill: bool, collected: CollectedOutputs) -> tuple[ModelOutput, torch.Tensor | None]:
         """Feed the tokens before column `end` that the cache does not hold: the last outputs, and the states of all."""

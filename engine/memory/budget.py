@@ -33,20 +33,20 @@ class Budget:
 
     def __init__(self, most: int | None, action: str, taken: list[Fallback]):
         self._most, self._action, self._taken, self._has_acted = most, action, taken, False
+        self._chosen: tuple[CacheConfig, RunShape, PreTrainedModel] | None = None
 
     def fitted(self, config: CacheConfig, run_shape: RunShape, model: PreTrainedModel) -> CacheConfig:
         """`config`, or that of a smaller cache if it exceeds the limit. Raises `CapacityError` if none fits."""
+        self._chosen = config, run_shape, model
         if self._most is None or config.name == "none":
             return config
         first = replace(run_shape, new_tokens=min(run_shape.new_tokens, 129)) if run_shape.ends_early else run_shape
         device = prompt_device(model).type
         try:
-            footprint = inspect_model(model.config, model.dtype, type(model))
+            needed = _device_bytes(config, first, model)
         except InputError as error:  # the run itself shows what the cache takes
             _logger.info("max_cache_bytes is checked while the run goes on: %s", error)
             return config
-        places = dry_run(footprint, config, first, pinned=device != "cpu").most.by_place
-        needed = sum(size for place, size in places.items() if place != "disk" and (device == "cpu" or place != "host"))
         if needed <= self._most:
             return config
         why = (
@@ -59,10 +59,20 @@ class Budget:
         if other is None:
             raise CapacityError(f"{why}; over_budget={self._action!r} has no remedy for it: choose another cache")
         self._has_acted = True
+        self._chosen = other, run_shape, model
         what = f"the run begins with {other.name}, {other.to_dict(use_diff=True)}"
         self._taken.append(Fallback(self._action, what, 0, 0, 0))
         _logger.warning("%s; %s", why, what)
         return other
+
+    def planned_bytes(self) -> int:
+        """Bytes on the device that the cache takes at most, as planned; 0 for one that was given, or without a plan."""
+        if self._chosen is None or self._chosen[0].name == "none":
+            return 0
+        try:
+            return _device_bytes(*self._chosen)
+        except InputError:
+            return 0
 
     def _other(self, config: CacheConfig, device: str, bytes_per_token: float) -> CacheConfig | None:
         """The configuration that takes less device memory than `config`; None where there is none."""
@@ -103,6 +113,14 @@ class Budget:
             raise Exhausted(f"{why}; over_budget={self._action!r} is not possible: it is offloaded already")
         self._taken.append(Fallback(self._action, what, tokens_before, bytes_before, session.cache.device_bytes))
         _logger.warning("%s; %s", why, self._taken[-1])
+
+
+def _device_bytes(config: CacheConfig, run_shape: RunShape, model: PreTrainedModel) -> int:
+    """Bytes on the device that computes, at most. Raises `InputError` for a model that cannot be planned."""
+    device = prompt_device(model).type
+    footprint = inspect_model(model.config, model.dtype, type(model))
+    places = dry_run(footprint, config, run_shape, pinned=device != "cpu").most.by_place
+    return sum(size for place, size in places.items() if place != "disk" and (device == "cpu" or place != "host"))
 
 
 _WINDOW_ROOM = 1.25  # a window's buffers are somewhat longer than the window

@@ -18,15 +18,25 @@ _logger = logging.getLogger("engine")
 class Recovery:
     """The fallbacks of one model in a run: see `configs.FALLBACKS`. taken: the list that the applied ones go to.
 
-    release: frees what is kept between calls.
+    release: frees what is kept between calls. make_room: called before each fallback; it says whether it has freed
+    memory of other runs, so that this one needs no fallback yet.
     """
 
-    def __init__(self, fallbacks: Sequence[str], taken: list[Fallback], release: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        fallbacks: Sequence[str],
+        taken: list[Fallback],
+        release: Callable[[], None] = lambda: None,
+        make_room: Callable[[], bool] = lambda: False,
+    ):
         self._left, self._allowed, self.taken = list(fallbacks), tuple(fallbacks), taken
-        self._free = release
+        self._free, self._make_room = release, make_room
 
     def apply_next(self, session: ModelSession, error: BaseException) -> None:
         """Apply the next fallback that may help `session`, which failed with `error`. Raises `Exhausted`."""
+        if self._make_room():
+            empty_allocators()
+            return
         empty_allocators()
         why = in_words(error)
         refused = []

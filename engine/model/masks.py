@@ -52,6 +52,11 @@ class Columns:
         return len(self.left_padding)
 
     @property
+    def are_plain(self) -> bool:
+        """Whether there is no padding, and the positions count the tokens."""
+        return self._mask is None and not self._are_given
+
+    @property
     def room(self) -> int:
         """The number of columns that are allocated."""
         return self._positions.shape[-1]

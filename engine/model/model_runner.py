@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from engine.model.accelerate_hooks import is_dispatched, prompt_device
 from engine.model.cache_argument import cache_argument
 from engine.model.compiled_step import compiled, first_reason, step_of
 from engine.model.first_layer_probe import Probe, Reached
+from engine.model.joined_step import Part, joined_step, why_never_joined
 from engine.model.layer_packages import ComputeAgain, LayerPackages
 from engine.model.linear_backend import active, table_for
 from engine.model.linear_routes import TORCH
@@ -189,6 +190,20 @@ class ModelRunner:
                 for state in states:
                     state += change
         return not states or not torch.allclose(logits[1], logits[3])
+
+    @property
+    def why_alone(self) -> str | None:
+        """Why its steps cannot be joined with those of other caches; None where they can. Measured at first."""
+        with self._turn, torch.no_grad():
+            return self._why_alone
+
+    @cached_property
+    def _why_alone(self) -> str | None:
+        return why_never_joined(self, _NO_OPTIONS)
+
+    def step_together(self, parts: Sequence[Part], options: ForwardOptions) -> list[ModelOutput]:
+        """See `joined_step`."""
+        return joined_step(self, parts, options)
 
     def feed(
         self,

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from caches.attention.joined_tensor import JoinedTensor, attend
 
 _NOT_PACKED = ("position_bias", "cache", "softcap")
 
@@ -51,6 +54,8 @@ class _PackedAttention:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """transformers' interface: query [rows, heads, tokens, width] to [rows, tokens, heads, width]."""
+        if isinstance(key, JoinedTensor) and isinstance(value, JoinedTensor):
+            return attend(partial(self, module, **kwargs), query, key, value, attention_mask), None
         is_eager = not torch.compiler.is_compiling()
         if not (is_eager and active.packs and _can_be_packed(query, key, value, attention_mask, kwargs)):
             return self._original(module, query, key, value, attention_mask, **kwargs)

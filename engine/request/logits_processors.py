@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -136,6 +137,18 @@ def _is_stateful(processor: Any) -> bool:
             "follows its rows and columns, with neither it is a processor that keeps nothing"
         )
     return len(verbs) == 2
+
+
+def with_own_processors(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a call with copies of the processors that follow one run at a time."""
+    own = dict(parameters)
+    for name in ("logits_processor", "prefix_allowed_tokens_fn"):
+        given = own.get(name)
+        if isinstance(given, (list, tuple)):
+            own[name] = type(given)(copy.deepcopy(one) if _is_stateful(one) else one for one in given)
+        elif given is not None and _is_stateful(given):
+            own[name] = copy.deepcopy(given)
+    return own
 
 
 def _knows_rows_by_place(processor: Any) -> bool:

@@ -1,0 +1,142 @@
+"""Several caches that a model takes for the cache of one batch: a step of one token per row for all of them.
+
+Each cache keeps its rows, its length and its kind. To the model the rows are aligned right: what a shorter cache lacks
+is padding on the left. Attention that goes through transformers' function "sdpa" reads every cache by itself; models
+that compute it otherwise get padded copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache as TransformersCache
+
+from caches.attention.joined_tensor import JoinedTensor
+from caches.errors import StepError
+from caches.hf.cache import Cache
+from caches.protocol import AttentionView
+from caches.spec.layer_spec import MODEL_SPECIFIC, LayerSpec
+
+
+class JoinedCaches(TransformersCache, AttentionView):
+    """parts: caches of one model, each with one token at least. For one step: `begin`, the forward, `write_states`.
+
+    The steps of the parts stay open: each is committed or aborted by itself.
+    """
+
+    name, max_rows, max_tokens, log = "joined", None, None, None
+    why_not_compiled = "its rows are those of several caches"
+    is_compileable = unfinished = False
+
+    def __init__(self, parts: Sequence[Cache]):
+        self.parts, self._states = parts, list[tuple[list[torch.Tensor], torch.Tensor]]()
+        self.sizes = [part.batch_size for part in parts]
+        self.layers = parts[0].layers
+
+    @property
+    def handle(self) -> TransformersCache:
+        return self
+
+    @property
+    def view(self) -> AttentionView:
+        return self
+
+    @property
+    def specs(self) -> Sequence[LayerSpec]:
+        return self.parts[0].specs
+
+    @property
+    def batch_size(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def total_tokens(self) -> int:
+        """Columns of the longest cache."""
+        return max(part.total_tokens for part in self.parts)
+
+    def begin(self, tokens: int, graph: bool = False) -> None:
+        """Open a step of every part. When one cannot, no step is open."""
+        try:
+            for part in self.parts:
+                part.begin(tokens, graph)
+        except BaseException:
+            self.abort()
+            raise
+
+    def commit(self, rejected: int = 0) -> None:
+        raise StepError("the parts of joined caches are committed one by one")
+
+    def abort(self) -> None:
+        for part in self.parts:
+            part.abort()
+
+    def write_states(self) -> None:
+        """After the forward: the parts take over what the model has written into their states in place."""
+        for parts, joined in self._states:
+            for part, written in zip(parts, joined.split(self.sizes), strict=True):
+                part.copy_(written)
+
+    # What models call.
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        new = zip(self.parts, key_states.split(self.sizes), value_states.split(self.sizes), strict=True)
+        pairs = [part.update(keys, values, layer_idx) for part, keys, values in new]
+        span, keys = self.specs[layer_idx].attention_span, [keys for keys, _ in pairs]
+        most = span.size if span.kind == "window" else None
+        is_visible = span.kind in ("all", "window") and all(one.shape[2] <= (most or one.shape[2]) for one in keys)
+        return JoinedTensor(keys, is_visible), JoinedTensor([values for _, values in pairs], is_visible)
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._of_parts(conv_states, lambda part, new: part.update_conv_state(new, layer_idx, *args, **kwargs))
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        return self._of_parts(
+            recurrent_states, lambda part, new: part.update_recurrent_state(new, layer_idx, *args, **kwargs)
+        )
+
+    def _of_parts(self, new: torch.Tensor, update: Callable[[Cache, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        rows = zip(self.parts, new.split(self.sizes), strict=True)
+        return torch.cat([update(part, own) for part, own in rows])
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._joined_state([part.get_conv_state(layer_idx, state_idx) for part in self.parts])
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._joined_state([part.get_recurrent_state(layer_idx, state_idx) for part in self.parts])
+
+    def _joined_state(self, states: list[torch.Tensor | None]) -> torch.Tensor | None:
+        known = [state for state in states if state is not None]
+        if len(known) < len(states):
+            return None
+        joined = torch.cat(known)
+        self._states.append((known, joined))
+        return joined
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return all([part.has_previous_state(layer_idx, state_idx) for part in self.parts])
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.total_tokens
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.total_tokens
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        slots = max(part.get_mask_sizes(query_length, layer_idx)[0] for part in self.parts)
+        return slots, self.total_tokens + query_length - slots
+
+
+def why_not_joined(cache: object) -> str | None:
+    """Why the cache cannot be a part of `JoinedCaches`; None where it can."""
+    if not isinstance(cache, Cache):
+        return f"a {getattr(cache, 'name', type(cache).__name__)} cache has its rows for itself"
+    if any(MODEL_SPECIFIC in spec.components for spec in cache.specs):
+        return "it has layers of one model family, whose content only transformers' own layer knows"
+    return None
+

@@ -1,0 +1,1 @@
+"""Many requests at once: their steps are computed together, and each comes and goes by itself."""

@@ -1,0 +1,88 @@
+"""`generate_many`: the prompts of an iterable, run together in the calling thread."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from engine.decoding.cancellation import Cancellation
+from engine.errors import OptionError
+from engine.serving.request import BatchRequest
+from engine.serving.scheduler import Scheduler
+
+
+def generate_many(
+    scheduler: Scheduler, prompts: Iterable[Any], parameters: dict[str, Any], progress: bool
+) -> Generator[BatchRequest, None, None]:
+    """See `Generator.generate_many`."""
+    requests, keys = _requests(prompts, parameters), Cancellation()
+    total = len(prompts) if hasattr(prompts, "__len__") else None
+    is_last = False
+    try:
+        with _Shown(total, progress) as shown:
+            while scheduler.is_busy or not is_last:
+                while scheduler.has_room and not is_last:
+                    request = next(requests, None)
+                    is_last = request is None
+                    if request is not None:
+                        scheduler.add(request)
+                with keys.noting_keys():
+                    ended = scheduler.turn()
+                shown.show(ended)
+                yield from ended
+                keys.check_keys()
+    finally:
+        scheduler.close()
+
+
+def _requests(prompts: Iterable[Any], parameters: dict[str, Any]) -> Iterator[BatchRequest]:
+    for index, prompt in enumerate(prompts):
+        yield BatchRequest(index, *_read(prompt, parameters))
+
+
+def _read(prompt: Any, parameters: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The inputs and the parameters of one prompt: a mapping with "prompt" has parameters of its own."""
+    if isinstance(prompt, Mapping) and "prompt" in prompt:
+        own = dict(prompt)
+        return own.pop("prompt"), parameters | own
+    return prompt, parameters
+
+
+def check_common(parameters: Mapping[str, Any]) -> None:
+    """Raise `OptionError` for parameters that cannot be those of several requests."""
+    for name, instead in _OF_ONE.items():
+        if parameters.get(name) is not None:
+            raise OptionError(f"{name}= belongs to one text, and here are many: {instead}")
+
+
+_OF_ONE = {
+    "streamer": "read the chunks of a request with its stream()",
+    "past_key_values": "give each prompt its own, or EngineConfig(prefix_store_bytes=...)",
+}
+
+
+class _Shown:
+    """A progress bar on standard error, with new tokens per second. total: how many prompts; None if unknown."""
+
+    def __init__(self, total: int | None, is_shown: bool):
+        columns = (MofNCompleteColumn(), TextColumn("prompts"), TextColumn("{task.fields[rate]}"), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=Console(stderr=True), disable=not is_shown)
+        self._task, self._tokens = self._bar.add_task("", total=total, rate=""), 0
+
+    def __enter__(self) -> _Shown:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def show(self, ended: list[BatchRequest]) -> None:
+        if not ended:
+            return
+        self._tokens += sum(request.new_tokens for request in ended)
+        elapsed_s = self._bar.tasks[self._task].elapsed or 0.0
+        rate = f"{self._tokens / elapsed_s:.1f} tokens/s" if elapsed_s else ""
+        self._bar.update(self._task, advance=len(ended), rate=rate)

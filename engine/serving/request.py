@@ -1,0 +1,89 @@
+"""`BatchRequest`: the handle of one prompt among many."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Generator, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+from engine.result import Generation, StreamChunk
+
+
+class BatchRequest:
+    """A prompt that was submitted. Safe to use from any thread; in asyncio `await` it, or `async for` its chunks.
+
+    index: its number among those of the batch, from 0. inputs, parameters: as of `generate`.
+    """
+
+    def __init__(self, index: int, inputs: Any, parameters: dict[str, Any]):
+        self.index, self.inputs, self.parameters = index, inputs, parameters
+        self._future: Future[Generation] = Future()
+        self._cancelled = threading.Event()
+        self._chunks: queue.SimpleQueue[StreamChunk | None] = queue.SimpleQueue()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, with a result or an error."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> Generation:
+        """Wait for its end. Raises its error, as `generate` does, or `TimeoutError` after `timeout` seconds."""
+        return self._future.result(timeout)
+
+    @property
+    def error(self) -> BaseException | None:
+        """Its error, once it is done; what was generated before is in `error.partial`, where there is such."""
+        return self._future.exception() if self.done else None
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that were generated, once it is done; also those before an error."""
+        error = self.error
+        result = getattr(error, "partial", None) if error is not None else self._future.result() if self.done else None
+        return 0 if result is None else result.stats.new_tokens
+
+    def cancel(self) -> None:
+        """End it before its next step. `result` then raises `GenerationCancelled`, with what was generated."""
+        self._cancelled.set()
+
+    def stream(self) -> Iterator[StreamChunk]:
+        """Its chunks as they come, each once. Raises its error after the last."""
+        while (chunk := self._chunks.get()) is not None:
+            yield chunk
+        self._chunks.put(None)  # for another reader
+        self.result()
+
+    async def __aiter__(self) -> AsyncIterator[StreamChunk]:
+        while (chunk := await asyncio.to_thread(self._chunks.get)) is not None:
+            yield chunk
+        self._chunks.put(None)
+        self.result()
+
+    def __await__(self) -> Generator[Any, None, Generation]:
+        return asyncio.wrap_future(self._future).__await__()
+
+    def __repr__(self) -> str:
+        state = "waits or runs" if not self.done else "done" if self.error is None else type(self.error).__name__
+        return f"BatchRequest({self.index}, {self.inputs!r:.40}, {state})"
+
+    # For the scheduler.
+
+    def is_set(self) -> bool:
+        """As an event for `cancellation`: whether it was cancelled, here or by the event that it was given."""
+        given = self.parameters.get("cancellation")
+        return self._cancelled.is_set() or (given is not None and given.is_set())
+
+    def add_chunk(self, chunk: StreamChunk) -> None:
+        self._chunks.put(chunk)
+
+    def end(self, result: Generation | BaseException) -> None:
+        """Its result or its error; once."""
+        if isinstance(result, BaseException):
+            self._future.set_exception(result)
+        else:
+            self._future.set_result(result)
+        self._chunks.put(None)
+

@@ -1,0 +1,315 @@
+"""`Scheduler`: runs many requests turn by turn. A turn is one step of all that decode, and one piece of a prompt.
+
+Steps of one token per row are one forward of the model over the rows of all requests, each with its own cache. Requests
+whose steps cannot be joined (`DecodingLoop.why_alone`) take their steps by themselves in the same turn.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field, replace
+
+import torch
+from transformers.utils import ModelOutput
+
+from caches.out_of_memory import is_out_of_memory
+from engine.decoding.driver import Driver, Turn
+from engine.errors import EngineError
+from engine.model.model_runner import ForwardOptions, ModelRunner
+from engine.out_of_memory import empty_allocators, without_frames
+from engine.result import Generation, StreamChunk
+from engine.serving.request import BatchRequest
+from strategies import Forward
+
+_logger = logging.getLogger("engine")
+_SMALLEST_PIECE, _LARGEST_PIECE = 8, 128  # tokens of a prompt
+
+
+@dataclass(eq=False)
+class _Run:
+    """A request that was begun. forward: what it does in its next turn; None to read on."""
+
+    request: BatchRequest
+    driver: Driver
+    turns: Generator[Turn, ModelOutput | None, None]
+    planned_bytes: int
+    forward: Forward | None = None
+    is_reading: bool = True
+    is_parked: bool = False
+    ended_before: int = 0  # how many requests had ended when it was parked
+
+    @property
+    def rows(self) -> int:
+        return self.driver.loop.rows
+
+    @property
+    def bytes(self) -> int:
+        """Of its cache at most: as planned, or what it has."""
+        return 0 if self.is_parked else max(self.planned_bytes, self.driver.loop.cache_bytes)
+
+
+@dataclass
+class Counts:
+    """What was done. row_steps: rows of all steps. slots_read: slots of keys and values that these read, per layer that
+    keeps all tokens. alone_steps: steps of requests that could not be joined, and why. parked: how often.
+    """
+
+    steps: int = 0
+    row_steps: int = 0
+    slots_read: int = 0
+    alone_steps: int = 0
+    pieces: int = 0
+    parked: int = 0
+    why_alone: set[str] = field(default_factory=set)
+
+
+class Scheduler:
+    """start: makes the run of a request; its second argument is the run's `make_room`. slots: rows at once.
+
+    piece_tokens: tokens of a prompt read in a turn while others decode; None for as many as take about as long as a
+    step of the others. reads_first: all prompts that have a slot are read before the next step instead, which takes the
+    least time in all. most_bytes: of all caches together; None for no limit.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        start: Callable[[BatchRequest, Callable[[], bool]], Driver],
+        slots: int,
+        piece_tokens: int | None = None,
+        reads_first: bool = False,
+        most_bytes: int | None = None,
+    ):
+        self._runner, self._start, self._slots = runner, start, slots
+        self._piece_tokens, self._reads_first, self._most_bytes = piece_tokens, reads_first, most_bytes
+        self._waiting: deque[BatchRequest] = deque()
+        self._next: _Run | None = None  # the first in the queue, where there is no room for it yet
+        self._runs: list[_Run] = []  # in the order in which they were begun
+        self._active: _Run | None = None  # whose turn it is
+        self._ended: list[BatchRequest] = []
+        self._ended_count = 0
+        self._step_s = self._token_s = 0.0  # of a step; of a token of a prompt
+        self.counts = Counts()
+
+    def add(self, request: BatchRequest) -> None:
+        self._waiting.append(request)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._waiting or self._next or self._runs)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a request that is added now may begin at once."""
+        return not self._waiting and self._next is None and self._rows < self._slots
+
+    def turn(self) -> list[BatchRequest]:
+        """Do a turn; the requests that have ended in it."""
+        self._admit()
+        self._resume()
+        while self._read() and self._reads_first:
+            self._admit()
+        self._decode()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def close(self, why: EngineError | None = None) -> None:
+        """End all requests: those that run as cancelled, the others with the error `why`."""
+        for run in list(self._runs):
+            run.request.cancel()
+            self._advance(run, None)
+        waiting = [*self._waiting] if self._next is None else [self._next.request, *self._waiting]
+        if self._next is not None:
+            self._next.turns.close()
+        self._next = None
+        self._waiting.clear()
+        for request in waiting:
+            self._end(request, why or EngineError("the batch was closed before this prompt had its turn"))
+
+    # Who takes part.
+
+    @property
+    def _rows(self) -> int:
+        return sum(run.rows for run in self._runs)
+
+    def _admit(self) -> None:
+        """Begin requests in their order, as long as there is room. What cannot be begun ends with its error."""
+        while self._next is not None or self._waiting:
+            if self._next is None:
+                if self._runs and self._rows >= self._slots:
+                    return
+                self._next = self._begun(self._waiting.popleft())
+                continue
+            if self._runs and not self._fits(self._next):
+                return
+            self._runs.append(self._next)
+            self._next = None
+
+    def _begun(self, request: BatchRequest) -> _Run | None:
+        try:
+            run: _Run | None = None
+            driver = self._start(request, lambda: self._park(run))
+            run = _Run(request, driver, driver.turns(self._piece), driver.planned_bytes())
+            return run
+        except Exception as error:
+            self._end(request, error)
+            return None
+
+    def _fits(self, run: _Run) -> bool:
+        if self._rows + run.rows > self._slots or any(one.is_parked for one in self._runs):
+            return False
+        return self._most_bytes is None or sum(one.bytes for one in [*self._runs, run]) <= self._most_bytes
+
+    def _end(self, request: BatchRequest, result: Generation | BaseException) -> None:
+        self._runs = [run for run in self._runs if run.request is not request]
+        if isinstance(result, Generation):
+            result = replace(result, cache=None)  # else memory would follow all requests, not those that run
+        elif isinstance(partial := getattr(result, "partial", None), Generation):
+            result.partial = replace(partial, cache=None)  # type: ignore[attr-defined]
+        request.end(result)
+        self._ended.append(request)
+        self._ended_count += 1
+
+    # Turns.
+
+    def _advance(self, run: _Run, computed: ModelOutput | None) -> None:
+        """Let a run go on to its next forward or to its end. computed: the outputs of the forward that is due."""
+        self._active = run
+        try:
+            self._go_on(run, computed)
+        except StopIteration:
+            self._end(run.request, run.driver.loop.result())
+        except Exception as error:
+            self._end(run.request, error)
+        except BaseException as error:  # Ctrl-C: this request has its error, and the caller gets it too
+            self._end(run.request, error)
+            raise
+        finally:
+            self._active = None
+
+    def _go_on(self, run: _Run, computed: ModelOutput | None) -> None:
+        was_due = run.forward is not None
+        if was_due:
+            run.is_reading = False
+        item = run.turns.send(computed) if was_due else next(run.turns)
+        while isinstance(item, StreamChunk):
+            run.request.add_chunk(item)
+            item = next(run.turns)
+        run.forward = item
+
+    def _decode(self) -> None:
+        """One step of every run that decodes."""
+        due = [run for run in self._runs if not (run.is_reading or run.is_parked)]
+        for run in due:
+            if run.request.is_set():
+                self._advance(run, None)
+        joined, alone = [], []
+        for run in due:
+            if run in self._runs:
+                (joined if self._why_alone(run) is None else alone).append(run)
+        self._step_together(joined)
+        for run in alone:
+            if run in self._runs and not run.is_parked:
+                self.counts.alone_steps += 1
+                self._advance(run, None)
+
+    def _why_alone(self, run: _Run) -> str | None:
+        assert run.forward is not None
+        why = run.driver.loop.why_alone(run.forward)
+        if why is not None:
+            self.counts.why_alone.add(why)
+        return why
+
+    def _step_together(self, runs: list[_Run]) -> None:
+        """A joined step. Where it fails for want of memory, the newest runs are parked; else each steps by itself."""
+        begun = time.perf_counter()
+        while len(runs) > 1:
+            try:
+                computed = self._computed(runs)
+            except Exception as error:
+                out = is_out_of_memory(error)
+                if not out:
+                    _logger.warning("a joined step failed, so each request takes it by itself: %s", error)
+                without_frames(error)
+            else:
+                for run, outputs in zip(runs, computed, strict=True):
+                    self._advance(run, outputs)
+                self._step_s = time.perf_counter() - begun
+                return
+            if not out:
+                break
+            empty_allocators()
+            self._park(runs[0])
+            runs = [run for run in runs if run in self._runs and not run.is_parked]
+        for run in runs:
+            self._advance(run, None)
+        self._step_s = time.perf_counter() - begun
+
+    def _computed(self, runs: list[_Run]) -> list[ModelOutput]:
+        with torch.no_grad():
+            parts = []
+            for run in runs:
+                assert run.forward is not None
+                parts.append(run.driver.loop.prepare(run.forward))
+            hidden = any(run.forward is not None and run.forward.hidden for run in runs)
+            routed = all(run.driver.loop.is_routed for run in runs)
+            options = ForwardOptions(hidden_states=hidden, compiled=False, routed=routed)
+            found = self._runner.step_together(parts, options)
+        self.counts.steps += 1
+        self.counts.row_steps += sum(len(tokens) for _, tokens in parts)
+        self.counts.slots_read += sum(len(tokens) * (cache.total_tokens + 1) for cache, tokens in parts)
+        return found
+
+    def _read(self) -> bool:
+        """Read a piece of the prompt that waits longest; whether there was one."""
+        run = next((run for run in self._runs if run.is_reading and not run.is_parked), None)
+        if run is None:
+            return False
+        self.counts.pieces += 1
+        begun, before = time.perf_counter(), run.driver.loop.fed
+        self._advance(run, None)
+        if run.forward is not None and run.is_reading:  # its last piece
+            self._advance(run, None)
+        tokens = run.driver.loop.fed - before
+        if tokens >= _SMALLEST_PIECE:
+            self._token_s = (time.perf_counter() - begun) / tokens
+        return True
+
+    def _piece(self) -> int:
+        """Tokens of a prompt that are read in a turn."""
+        if self._piece_tokens is not None:
+            return self._piece_tokens
+        if self._reads_first or all(run.is_reading or run.is_parked for run in self._runs):
+            return _LARGEST_PIECE
+        most = int(self._step_s / self._token_s) if self._token_s else 0
+        return min(max(_SMALLEST_PIECE, most), _LARGEST_PIECE)
+
+    # When memory is out.
+
+    def _park(self, asking: _Run | None) -> bool:
+        """Free the cache of the newest run but `asking`, until others have ended; whether there was one."""
+        for run in reversed(self._runs):
+            if run is asking or run is self._active or run.is_parked or not run.driver.loop.cache_bytes:
+                continue
+            try:
+                with torch.no_grad():
+                    run.driver.loop.park()
+            except Exception as error:
+                _logger.warning("a request could not be parked: %s", error)
+                continue
+            run.is_parked, run.ended_before = True, self._ended_count
+            self.counts.parked += 1
+            return True
+        return False
+
+    def _resume(self) -> None:
+        """Let the oldest parked run go on where nothing runs, or there is room for it again."""
+        parked = next((run for run in self._runs if run.is_parked), None)
+        if parked is None:
+            return
+        if self._ended_count > parked.ended_before or all(run.is_parked for run in self._runs):
+            parked.is_parked = False
+
