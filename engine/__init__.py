@@ -13,6 +13,8 @@ check_siblings(__file__, "configs", "caches", "strategies")
 from engine.request.call import parameters, takes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from transformers import PreTrainedModel
 
     from configs import EngineConfig
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from engine.result import Fallback, Generation, Stats, StreamChunk
     from engine.reuse.chat import Chat
     from engine.reuse.prefix import Prefix
+    from engine.serving.batch import Batch
+    from engine.serving.request import BatchRequest
     from engine.streaming import Stream
     from engine.version import __version__
 
@@ -55,6 +59,8 @@ _CONTENTS = {
     "engine.result": ["Fallback", "Generation", "Stats", "StreamChunk"],
     "engine.reuse.chat": ["Chat"],
     "engine.reuse.prefix": ["Prefix"],
+    "engine.serving.batch": ["Batch"],
+    "engine.serving.request": ["BatchRequest"],
     "engine.streaming": ["Stream"],
     "engine.version": ["__version__"],
 }  # fmt: skip
@@ -236,6 +242,23 @@ def stream(model: PreTrainedModel | str | Path, inputs: Any = None, **arguments:
     return _generator(model, arguments).stream(inputs, **arguments)
 
 
+@takes(parameters, documented_by=generate)
+def generate_many(
+    model: PreTrainedModel | str | Path,
+    prompts: Iterable[Any],
+    *,
+    slots: int = 32,
+    max_cache_bytes: int | None = None,
+    progress: bool = False,
+    **arguments: Any,
+) -> Iterator[BatchRequest]:
+    """Generate for each of many prompts, together; yields them as they end: see `Generator.generate_many`."""
+    gen = _generator(model, arguments)
+    return gen.generate_many(
+        prompts, slots=slots, max_cache_bytes=max_cache_bytes, progress=progress, **arguments
+    )
+
+
 def _generator(model: PreTrainedModel | str | Path, arguments: dict[str, Any]) -> Generator:
     from configs import EngineConfig
     from engine import Generator
@@ -252,6 +275,8 @@ def __dir__() -> list[str]:
 __all__ = [
     "SHIPPED_MODEL",
     "BackendPlan",
+    "Batch",
+    "BatchRequest",
     "Chat",
     "ConfigError",
     "EngineConfig",
@@ -275,6 +300,7 @@ __all__ = [
     "__version__",
     "export_step",
     "generate",
+    "generate_many",
     "plan",
     "step_inputs",
     "stream",

@@ -147,23 +147,29 @@ class Generator:
         return Prefix(self, self.generate(inputs, cache=cache, cache_config=cache_config, **parameters).cache)
 
     def batch(
-        self, *, slots: int = 16, piece_tokens: int | None = None, max_cache_bytes: int | None = None
+        self,
+        *,
+        slots: int = 32,
+        piece_tokens: int | None = None,
+        reads_first: bool = False,
+        max_cache_bytes: int | None = None,
     ) -> Batch:
         """A queue of prompts that run together, for `submit` from any thread. See `Batch`.
 
         slots: rows that are computed at once; a search has several. piece_tokens: tokens of a new prompt that are read
-        between two steps of the others; None for as many as take about as long as a step. max_cache_bytes: of all
+        between two steps of the others; None for as many as take about as long as a step. reads_first: new prompts are read
+        before the next step instead, which takes the least time in all, while the others wait. max_cache_bytes: of all
         caches together: a prompt waits until its own has room as planned. Default: 80 % of the device memory that is
         free now. What a prompt's result is: see `generate_many`.
         """
-        return Batch(self._scheduler(slots, max_cache_bytes, piece_tokens=piece_tokens))
+        return Batch(self._scheduler(slots, max_cache_bytes, piece_tokens=piece_tokens, reads_first=reads_first))
 
     @takes(parameters, documented_by=engine.generate)
     def generate_many(
         self,
         prompts: Any,
         *,
-        slots: int = 16,
+        slots: int = 32,
         max_cache_bytes: int | None = None,
         progress: bool = False,
         **parameters: Any,

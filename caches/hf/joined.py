@@ -7,7 +7,7 @@ that compute it otherwise get padded copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from caches.attention.joined_tensor import JoinedTensor
 from caches.errors import StepError
 from caches.hf.cache import Cache
 from caches.protocol import AttentionView
-from caches.spec.layer_spec import MODEL_SPECIFIC, LayerSpec
+from caches.spec.layer_spec import INDEX, MODEL_SPECIFIC, LayerSpec
+from caches.stores.recurrent_state import CONV, RECURRENT
 
 
 class JoinedCaches(TransformersCache, AttentionView):
@@ -31,7 +32,9 @@ class JoinedCaches(TransformersCache, AttentionView):
     is_compileable = unfinished = False
 
     def __init__(self, parts: Sequence[Cache]):
-        self.parts, self._states = parts, list[tuple[list[torch.Tensor], torch.Tensor]]()
+        self.parts = parts
+        # Copies that the model may write in place, by kind, layer and number, and the states that they are of.
+        self._states: dict[tuple[str, int, int], tuple[list[torch.Tensor], torch.Tensor]] = {}
         self.sizes = [part.batch_size for part in parts]
         self.layers = parts[0].layers
 
@@ -74,7 +77,7 @@ class JoinedCaches(TransformersCache, AttentionView):
 
     def write_states(self) -> None:
         """After the forward: the parts take over what the model has written into their states in place."""
-        for parts, joined in self._states:
+        for parts, joined in self._states.values():
             for part, written in zip(parts, joined.split(self.sizes), strict=True):
                 part.copy_(written)
 
@@ -90,32 +93,37 @@ class JoinedCaches(TransformersCache, AttentionView):
         is_visible = span.kind in ("all", "window") and all(one.shape[2] <= (most or one.shape[2]) for one in keys)
         return JoinedTensor(keys, is_visible), JoinedTensor([values for _, values in pairs], is_visible)
 
-    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._of_parts(conv_states, lambda part, new: part.update_conv_state(new, layer_idx, *args, **kwargs))
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        self._states.pop((CONV, layer_idx, state_idx), None)
+        new = zip(self.parts, conv_states.split(self.sizes), strict=True)
+        return torch.cat([part.update_conv_state(own, layer_idx, state_idx, *args, **kwargs) for part, own in new])
 
     def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        return self._of_parts(
-            recurrent_states, lambda part, new: part.update_recurrent_state(new, layer_idx, *args, **kwargs)
-        )
-
-    def _of_parts(self, new: torch.Tensor, update: Callable[[Cache, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        rows = zip(self.parts, new.split(self.sizes), strict=True)
-        return torch.cat([update(part, own) for part, own in rows])
+        self._states.pop((RECURRENT, layer_idx, state_idx), None)
+        for part, own in zip(self.parts, recurrent_states.split(self.sizes), strict=True):
+            part.update_recurrent_state(own, layer_idx, state_idx, **kwargs)
+        return recurrent_states
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._joined_state([part.get_conv_state(layer_idx, state_idx) for part in self.parts])
+        states = [part.get_conv_state(layer_idx, state_idx) for part in self.parts]
+        return self._joined_state((CONV, layer_idx, state_idx), states)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._joined_state([part.get_recurrent_state(layer_idx, state_idx) for part in self.parts])
+        states = [part.get_recurrent_state(layer_idx, state_idx) for part in self.parts]
+        return self._joined_state((RECURRENT, layer_idx, state_idx), states)
 
-    def _joined_state(self, states: list[torch.Tensor | None]) -> torch.Tensor | None:
+    def _joined_state(self, key: tuple[str, int, int], states: list[torch.Tensor | None]) -> torch.Tensor | None:
+        if key in self._states:
+            return self._states[key][1]
         known = [state for state in states if state is not None]
         if len(known) < len(states):
             return None
         joined = torch.cat(known)
-        self._states.append((known, joined))
+        self._states[key] = known, joined
         return joined
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -126,6 +134,10 @@ class JoinedCaches(TransformersCache, AttentionView):
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.total_tokens
+
+    def slots_of_rows(self, layer_idx: int) -> list[int]:
+        slots = [part.get_mask_sizes(1, layer_idx)[0] for part in self.parts]
+        return [own for own, rows in zip(slots, self.sizes, strict=True) for _ in range(rows)]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         slots = max(part.get_mask_sizes(query_length, layer_idx)[0] for part in self.parts)
@@ -138,5 +150,7 @@ def why_not_joined(cache: object) -> str | None:
         return f"a {getattr(cache, 'name', type(cache).__name__)} cache has its rows for itself"
     if any(MODEL_SPECIFIC in spec.components for spec in cache.specs):
         return "it has layers of one model family, whose content only transformers' own layer knows"
+    if any(INDEX in spec.components for spec in cache.specs):
+        return "its layers choose by an index what they attend to"
     return None
 

@@ -141,7 +141,7 @@ class ForwardExecutor:
             return f"the model gets {', '.join(self.inputs.model_kwargs)} with every step"
         if not self.columns.are_plain:
             return "its prompts have padding, or positions of their own"
-        return self._runner.why_alone or why_not_joined(self.cache)
+        return self._runner.why_alone or why_not_joined(self.cache) or self._runner.why_not_shown(self.cache)
 
     @property
     def reads_in_pieces(self) -> bool:
@@ -152,8 +152,9 @@ class ForwardExecutor:
     @property
     def reads_again(self) -> bool:
         """Whether its tokens, read again, give the same cache without taking more memory than it has now."""
-        is_forked = len(self._origins) > len(self._origins.unique())
-        return not (is_forked or capabilities(self.cache).is_quantized or isinstance(self.cache, SplitCache))
+        is_forked, able = len(self._origins) > len(self._origins.unique()), capabilities(self.cache)
+        is_exact = able.can_migrate and not (able.is_quantized or able.imposes_windows)
+        return is_exact and not is_forked
 
     def empty(self) -> None:
         """Empty the cache and free its memory."""

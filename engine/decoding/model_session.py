@@ -151,7 +151,7 @@ class ModelSession:
         return tokens
 
     def read_piece(self, tokens: torch.Tensor, most: int) -> torch.Tensor | None:
-        """Feed at most `most` of the `tokens` [rows, n] and commit them; returns those that are left.
+        """Feed at most `most` of the `tokens` [rows, n] and commit them. Returns those that are left.
 
         None, with nothing done, where no more than `most` would have to be fed: they are for `forward`.
         """
@@ -159,7 +159,8 @@ class ModelSession:
         waiting = self._prefix.columns + begin + tokens.shape[1] - self.cache.total_tokens
         if waiting <= most or not self.executor.reads_in_pieces:
             return None
-        end = self._write(tokens) - (waiting - most)
+        pieces = -(-waiting // most)
+        end = self._write(tokens) - waiting + -(-waiting // pieces)  # all of about the same size
         self._feed(end, self._ids.count == 0 or self.is_empty, CollectedOutputs(hidden=False, tokens=1))
         self.cache.commit()
         self._ids.count, self._prefilled = end, True

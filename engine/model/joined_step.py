@@ -9,7 +9,7 @@ import torch
 from transformers.utils import ModelOutput
 
 from caches import Cache, EngineCache, build
-from caches.hf.joined import JoinedCaches
+from caches.hf.joined import JoinedCaches, why_not_joined
 from engine.model.accelerate_hooks import prompt_device
 from engine.model.masks import Columns
 
@@ -42,7 +42,7 @@ def joined_step(runner: ModelRunner, parts: Sequence[Part], options: ForwardOpti
 def why_never_joined(runner: ModelRunner, plain: ForwardOptions) -> str | None:
     """Why steps of this model cannot be joined; None where they can, which is measured.
 
-    The test: the logits after a joined step of a short and a long text are those of each text alone, to rounding.
+    The test: the logits of two joined steps of a short and a long text are those of each text alone, to rounding.
     plain: default options.
     """
     model = runner.model
@@ -52,22 +52,38 @@ def why_never_joined(runner: ModelRunner, plain: ForwardOptions) -> str | None:
         return "its position embeddings depend on the longest text of a batch"
     if not runner.takes_cache:
         return "it takes no cache of keys and values"
-    device = prompt_device(model)
-    last, alone, caches = torch.tensor([[5]], device=device), [], []
-    for joins in (False, True):
-        for tokens in (2, 7):
-            ids = torch.arange(1, tokens + 1, device=device)[None]
-            columns, cache = Columns(torch.ones_like(ids), tokens + 1), build("dynamic", model.config)
-            runner.feed(ids, columns, cache, options=plain._replace(prefill=True))
-            cache.commit()
-            caches.append(cache)
-            if not joins:
-                alone.append(runner.feed(torch.cat([ids, last], dim=1), columns, cache, options=plain).logits)
+    why = why_not_joined(build("dynamic", model.config))
+    if why is not None:
+        return why
     try:
-        together = joined_step(runner, [(cache, last) for cache in caches[2:]], plain)
+        alone, together = _tried(runner, plain)
     except Exception as error:
         return f"a joined step of it failed ({type(error).__name__}: {error})"
-    apart = max(float((one.logits - own).abs().max()) for one, own in zip(together, alone, strict=True))
+    apart = max(float((one - own).abs().max()) for one, own in zip(together, alone, strict=True))
     # Rounding is far below this, and a wrong position or a token of another text far above.
     most = torch.finfo(alone[0].dtype).eps ** 0.5 * max(float(own.abs().max()) for own in alone)
     return None if apart <= most else f"its logits change by {apart:.2g} with the other rows of a batch"
+
+
+def _tried(runner: ModelRunner, plain: ForwardOptions) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The logits of two steps after a short and a long text: each for itself, and in joined steps."""
+    device = prompt_device(runner.model)
+    new = torch.tensor([[5, 6]], device=device)
+    read: list[list[tuple[torch.Tensor, Columns, EngineCache]]] = [[], []]
+    for texts in read:
+        for tokens in (2, 7):
+            ids = torch.arange(1, tokens + 1, device=device)[None]
+            columns, cache = Columns(torch.ones_like(ids), tokens + 2), build("dynamic", runner.model.config)
+            runner.feed(ids, columns, cache, options=plain._replace(prefill=True))
+            cache.commit()
+            texts.append((torch.cat([ids, new], dim=1), columns, cache))
+    alone, together = [], []
+    for step in range(2):
+        for ids, columns, cache in read[0]:
+            alone.append(runner.feed(ids[:, : ids.shape[1] - 1 + step], columns, cache, options=plain).logits[:, -1:])
+            cache.commit()
+        outputs = joined_step(runner, [(cache, new[:, step : step + 1]) for _, _, cache in read[1]], plain)
+        together += [one.logits[:, -1:] for one in outputs]
+        for _, _, cache in read[1]:
+            cache.commit()
+    return alone, together

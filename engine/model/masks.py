@@ -176,8 +176,20 @@ def one_token_mask(model: Any, cache: TransformersCache | None, kinds: MaskKinds
         length, offset = view.get_mask_sizes(1, layer)
         if spec.attention_span.kind not in ("all", "window") or length > (spec.attention_span.size or length):
             return None
-        masks[spec.layer_type] = columns.step_mask(offset, offset + length, dtype)
+        slots = view.slots_of_rows(layer)
+        if slots is None:
+            masks[spec.layer_type] = columns.step_mask(offset, offset + length, dtype)
+        else:
+            visible = torch.arange(length) >= length - torch.tensor(slots)[:, None, None, None]
+            visible = visible.to(columns.device)
+            masks[spec.layer_type] = visible if dtype == torch.bool else _additive(visible, dtype)
     return with_parts(masks) if isinstance(kinds, dict) else next(iter(masks.values()))
+
+
+def takes_step_masks(model: Any, view: AttentionView) -> bool:
+    """Whether `one_token_mask` can make the masks of every step."""
+    spans = {spec.attention_span.kind for spec in view.specs if spec.keeps_kv}
+    return _mask_dtype(model) is not None and spans <= {"all", "window"}
 
 
 def check_takes_masks(model: Any, cache: EngineCache) -> None:

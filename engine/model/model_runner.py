@@ -28,7 +28,7 @@ from engine.model.joined_step import Part, joined_step, why_never_joined
 from engine.model.layer_packages import ComputeAgain, LayerPackages
 from engine.model.linear_backend import active, table_for
 from engine.model.linear_routes import TORCH
-from engine.model.masks import Columns, contiguous, graph_mask, imposed_mask, of_all_rows, one_token_mask
+from engine.model.masks import Columns, contiguous, graph_mask, imposed_mask, of_all_rows, one_token_mask, takes_step_masks
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_lock import turn_of
 from engine.model.rope_frequencies import Frequencies, dynamic_ropes
@@ -200,6 +200,16 @@ class ModelRunner:
     @cached_property
     def _why_alone(self) -> str | None:
         return why_never_joined(self, _NO_OPTIONS)
+
+    def why_not_shown(self, cache: EngineCache) -> str | None:
+        """Why steps of this cache cannot be joined, which shows a token less than the model would; None where they can.
+
+        The masks of the model are then wrong for the rows of other caches.
+        """
+        view = attention_view(cache)
+        if not view.imposes_windows or (not self._prepares_itself and takes_step_masks(self.model, view)):
+            return None
+        return f"the window of its {cache.name} cache needs masks that the model does not take for each row"
 
     def step_together(self, parts: Sequence[Part], options: ForwardOptions) -> list[ModelOutput]:
         """See `joined_step`."""

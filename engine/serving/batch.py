@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+from contextlib import suppress
 from itertools import count
 from types import TracebackType
 from typing import Any
@@ -20,20 +22,19 @@ class Batch:
 
     def __init__(self, scheduler: Scheduler):
         self._scheduler, self._numbers = scheduler, count()
-        self._submitted: list[BatchRequest] = []
-        self._changed = threading.Condition()
+        self._inbox: queue.SimpleQueue[BatchRequest | None] = queue.SimpleQueue()  # None: something else has changed
+        self._lock = threading.Lock()  # nothing is submitted after the close; never held by the thread that runs
         self._is_closed = self._cancels = False
         self._thread = threading.Thread(target=self._run, name="engine batch", daemon=True)
         self._thread.start()
 
     def submit(self, inputs: Any = None, **parameters: Any) -> BatchRequest:
         """Queue one prompt. inputs, parameters: as of `generate`, without a streamer; wrong ones are its error."""
-        with self._changed:
+        with self._lock:
             if self._is_closed:
                 raise EngineError("the batch is closed and takes no more prompts: open another with gen.batch()")
             request = BatchRequest(next(self._numbers), inputs, parameters)
-            self._submitted.append(request)
-            self._changed.notify()
+            self._inbox.put(request)
         return request
 
     @property
@@ -43,9 +44,9 @@ class Batch:
 
     def close(self, cancel: bool = False) -> None:
         """Take no more prompts, and wait for those that were submitted. cancel: end these before their next step."""
-        with self._changed:
+        with self._lock:
             self._is_closed, self._cancels = True, self._cancels or cancel
-            self._changed.notify()
+        self._inbox.put(None)
         self._thread.join()
 
     def __enter__(self) -> Batch:
@@ -64,30 +65,33 @@ class Batch:
 
     def _run(self) -> None:
         try:
-            while self._wait():
+            while self._has_work():
                 self._scheduler.turn()
         except BaseException as error:  # no request may wait for ever
-            self._fail(error)
+            with self._lock:
+                self._is_closed = True
+            self._take(waits=False)
+            why = EngineError(f"the batch stopped: {type(error).__name__}: {error}")
+            why.__cause__ = error
+            self._scheduler.close(why)
             raise
 
-    def _wait(self) -> bool:
-        """Wait until there is something to do, and queue what was submitted. Whether to go on."""
-        with self._changed:
-            while not (self._submitted or self._scheduler.is_busy or self._is_closed):
-                self._changed.wait()
-            for request in self._submitted:
-                self._scheduler.add(request)
-            self._submitted.clear()
+    def _has_work(self) -> bool:
+        """Wait for something to do, and queue what was submitted. False at the end."""
+        while True:
+            self._take(waits=not (self._scheduler.is_busy or self._is_closed))
             if self._cancels:
                 self._scheduler.close()
-            return self._scheduler.is_busy or not self._is_closed
+            if self._scheduler.is_busy:
+                return True
+            if self._is_closed and self._inbox.empty():
+                return False
 
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._is_closed = True
-            for request in self._submitted:
-                self._scheduler.add(request)
-            self._submitted.clear()
-        why = EngineError(f"the batch stopped: {type(error).__name__}: {error}")
-        why.__cause__ = error
-        self._scheduler.close(why)
+    def _take(self, waits: bool) -> None:
+        """Queue what was submitted. waits: for something to come, if there is nothing."""
+        with suppress(queue.Empty):
+            while True:
+                request = self._inbox.get(block=waits)
+                waits = False
+                if request is not None:
+                    self._scheduler.add(request)

@@ -25,7 +25,8 @@ from engine.serving.request import BatchRequest
 from strategies import Forward
 
 _logger = logging.getLogger("engine")
-_SMALLEST_PIECE, _LARGEST_PIECE = 8, 128  # tokens of a prompt
+_PIECE_SHARE = 0.8  # of the time of a step, for the piece of a prompt that is read before the next one
+_SMALLEST_PIECE, _LARGEST_PIECE = 8, 256  # tokens of a prompt
 
 
 @dataclass(eq=False)
@@ -284,7 +285,7 @@ class Scheduler:
             return self._piece_tokens
         if self._reads_first or all(run.is_reading or run.is_parked for run in self._runs):
             return _LARGEST_PIECE
-        most = int(self._step_s / self._token_s) if self._token_s else 0
+        most = int(_PIECE_SHARE * self._step_s / self._token_s) if self._token_s else 0
         return min(max(_SMALLEST_PIECE, most), _LARGEST_PIECE)
 
     # When memory is out.

@@ -1,0 +1,235 @@
+"""Many prompts at once: every text is that of its request alone, whatever runs beside it."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+import torch
+from architectures import (
+    ARCHITECTURES,
+    MORE_ARCHITECTURES,
+    RARE_ARCHITECTURES,
+    STATE_ARCHITECTURES,
+    prompt,
+    tiny_model,
+)
+from arrivals import BACKENDS, STRATEGIES, Broken, run
+
+import caches
+import engine
+
+NEW = 6
+KINDS = ("llama", "mistral", "gemma2", "llama4_text", "gpt2", "bloom", "deepseek_v3", "lfm2", "jamba", "mamba", "qwen3_next")
+TOKENS = (3, 21, 9, 14, 1)
+ALL = ARCHITECTURES | MORE_ARCHITECTURES | RARE_ARCHITECTURES
+FEW = [*ARCHITECTURES, *STATE_ARCHITECTURES, "bloom", "deepseek_v32", "git"]
+
+
+def ids(tokens, seed=0):
+    return prompt(rows=1, tokens=tokens, pads=0, seed=seed)["input_ids"]
+
+
+def chosen(backend):
+    sized = {"max_cache_len": 64} if backend in ("static", "offloaded_static") else {}
+    return {"cache": backend, "cache_config": BACKENDS[backend] | sized}
+
+
+@pytest.mark.covering("values", "pairs")
+@pytest.mark.parametrize("slots", [2, 5, 32])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_texts_are_those_of_each_prompt_alone(backend, strategy, kind, slots):
+    """Every second prompt is continued greedily with the default cache, beside those of this backend and strategy."""
+    gen = engine.Generator(tiny_model(kind))
+    asked = [
+        {"prompt": ids(tokens, seed), "max_new_tokens": NEW + seed, "seed": seed}
+        | (chosen(backend) | STRATEGIES[strategy] if seed % 2 else {})
+        for seed, tokens in enumerate(TOKENS)
+    ]
+    expected = []
+    for one in asked:
+        arguments = dict(one)
+        try:
+            expected.append(gen.generate(arguments.pop("prompt"), **arguments).tokens)
+        except (caches.CacheError, engine.EngineError) as refused:
+            expected.append(type(refused))
+    found = {request.index: request for request in gen.generate_many(asked, slots=slots)}
+    assert sorted(found) == list(range(len(asked)))
+    for index, texts in enumerate(expected):
+        if isinstance(texts, type):
+            assert type(found[index].error) is texts
+        else:
+            assert found[index].result().tokens == texts
+
+
+def test_steps_are_joined():
+    """All requests that decode take one step together: as many steps as the longest text has, not as all have."""
+    gen = engine.Generator(tiny_model("llama"))
+    with gen.batch(reads_first=True) as batch:
+        requests = [batch.submit(ids(tokens, seed), max_new_tokens=20) for seed, tokens in enumerate((3, 30, 11, 7))]
+    assert all(len(request.result().tokens[0]) == 20 for request in requests)
+    assert batch.counts.alone_steps + batch.counts.steps < 30
+    assert batch.counts.row_steps + batch.counts.alone_steps == 4 * 19
+    assert not batch.counts.why_alone
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in sorted(ALL) if name != "prophetnet"],
+)
+def test_every_architecture(name):
+    """Its steps are joined, or it says why not; the texts are the same."""
+    gen, asked = engine.Generator(tiny_model(name)), [ids(tokens, seed) for seed, tokens in enumerate((3, 12))]
+    expected = [gen.generate(one, max_new_tokens=4).tokens for one in asked]
+    with gen.batch(reads_first=True) as batch:
+        requests = [batch.submit(one, max_new_tokens=4) for one in asked]
+    assert [request.result().tokens for request in requests] == expected
+    assert (batch.counts.steps == 3) != (bool(batch.counts.why_alone))
+
+
+def test_random_histories():
+    """Prompts arrive, are cancelled and fail, and memory is out anywhere: 0 other texts, nobody lost or starved."""
+    happened = run(range(60))
+    assert happened["ended"] > 100
+    assert happened["out of memory"] > 20
+    assert happened["failed as planned"] > 10
+    assert happened["joined steps"] > 100
+
+
+class TestRequests:
+    def test_results_come_as_they_end(self):
+        gen = engine.Generator(tiny_model("llama"))
+        asked = [{"prompt": ids(5), "max_new_tokens": new} for new in (12, 3, 7)]
+        assert [request.index for request in gen.generate_many(asked)] == [1, 2, 0]
+
+    def test_a_bad_prompt_has_its_error_in_its_place(self):
+        gen = engine.Generator(tiny_model("llama"))
+        asked = [ids(5), {"prompt": ids(5), "num_beams": 0}, "a text without a tokenizer", ids(4)]
+        found = {request.index: request for request in gen.generate_many(asked, max_new_tokens=3)}
+        assert isinstance(found[1].error, engine.ConfigError)
+        assert isinstance(found[2].error, engine.InputError)
+        assert found[0].error is None
+        assert found[3].new_tokens == 3
+        with pytest.raises(engine.InputError):
+            found[2].result()
+
+    def test_prompts_are_read_as_there_is_room(self):
+        gen, read = engine.Generator(tiny_model("llama")), []
+
+        def endless():
+            while True:
+                read.append(len(read))
+                yield ids(4, len(read))
+
+        requests = gen.generate_many(endless(), slots=3, max_new_tokens=4)
+        for _ in range(5):
+            next(requests)
+        requests.close()
+        assert len(read) <= 12
+
+    def test_a_failing_processor_is_the_error_of_its_request(self):
+        gen = engine.Generator(tiny_model("llama"))
+        with gen.batch() as batch:
+            good = batch.submit(ids(5), max_new_tokens=8)
+            bad = batch.submit(ids(9), max_new_tokens=8, logits_processor=[Broken(12, raises=True)])
+        assert good.result().tokens == gen.generate(ids(5), max_new_tokens=8).tokens
+        assert isinstance(bad.error, engine.GenerationInterrupted)
+        assert len(bad.error.partial.tokens[0]) == 3
+        assert bad.error.partial.cache is None
+
+    def test_cancelled_within_a_step(self):
+        gen = engine.Generator(tiny_model("llama"))
+        with gen.batch() as batch:
+            request = batch.submit(ids(5), max_new_tokens=200)
+            for number, _ in enumerate(request.stream(), 1):
+                if number == 3:
+                    request.cancel()
+                    break
+            with pytest.raises(engine.GenerationCancelled) as error:
+                request.result(timeout=20)
+        assert 3 <= len(error.value.partial.tokens[0]) < 100
+        whole = gen.generate(ids(5), max_new_tokens=200).tokens[0]
+        assert error.value.partial.tokens[0] == whole[: len(error.value.partial.tokens[0])]
+
+    def test_a_batch_that_is_left_with_an_error_cancels(self):
+        gen = engine.Generator(tiny_model("llama"))
+        with pytest.raises(ZeroDivisionError), gen.batch(slots=1) as batch:
+            requests = [batch.submit(ids(5), max_new_tokens=150) for _ in range(3)]
+            raise ZeroDivisionError
+        assert all(isinstance(request.error, engine.EngineError) for request in requests)
+        with pytest.raises(engine.EngineError, match="closed"):
+            batch.submit(ids(5))
+
+    def test_from_many_threads(self):
+        gen, found = engine.Generator(tiny_model("llama")), {}
+        with gen.batch(slots=4) as batch:
+
+            def work(seed):
+                time.sleep(seed / 200)
+                found[seed] = batch.submit(ids(4 + seed, seed), max_new_tokens=5, do_sample=True, seed=seed).result()
+
+            threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        for seed, result in found.items():
+            alone = gen.generate(ids(4 + seed, seed), max_new_tokens=5, do_sample=True, seed=seed)
+            assert result.tokens == alone.tokens
+
+    def test_in_asyncio(self):
+        gen = engine.Generator(tiny_model("llama"))
+
+        async def main():
+            async with gen.batch() as batch:
+                first, second = (batch.submit(ids(5, seed), max_new_tokens=4) for seed in (0, 1))
+                chunks = [chunk async for chunk in first]
+                return chunks, await second
+
+        chunks, second = asyncio.run(main())
+        expected = [gen.generate(ids(5, seed), max_new_tokens=4).tokens for seed in (0, 1)]
+        assert [token for chunk in chunks for token in chunk.tokens] == expected[0][0]
+        assert second.tokens == expected[1]
+
+    def test_samples_do_not_depend_on_their_neighbours(self):
+        """Without a seed each request draws one, so two of them differ, and the global numbers decide both."""
+        gen, found = engine.Generator(tiny_model("llama")), []
+        for beside in (0, 3):
+            torch.manual_seed(5)
+            asked = [{"prompt": ids(5), "do_sample": True}] * 2 + [ids(9)] * beside
+            results = {one.index: one.result() for one in gen.generate_many(asked, max_new_tokens=12)}
+            found.append([results[0].tokens, results[1].tokens])
+        assert found[0] == found[1]
+        assert found[0][0] != found[0][1]
+
+    def test_what_belongs_to_one_text_is_refused(self):
+        gen = engine.Generator(tiny_model("llama"))
+        with pytest.raises(engine.OptionError, match="streamer"):
+            gen.generate_many([ids(4)], streamer=object())
+        with pytest.raises(engine.OptionError, match="slots"):
+            gen.batch(slots=0)
+
+    def test_a_budget_lets_prompts_wait(self):
+        """Two caches do not fit: the second prompt begins when the first has ended, and its text is the same."""
+        gen = engine.Generator(tiny_model("llama"))
+        most = gen.generate(ids(30), max_new_tokens=8).cache.bytes
+        with gen.batch(max_cache_bytes=int(most * 1.5)) as batch:
+            requests = [batch.submit(ids(30, seed), max_new_tokens=8) for seed in range(3)]
+        assert batch.counts.steps == 0
+        for seed, request in enumerate(requests):
+            assert request.result().tokens == gen.generate(ids(30, seed), max_new_tokens=8).tokens
+
+    def test_stored_prefixes_join(self):
+        """A prompt that begins like an earlier one reads the rest alone, beside others that decode."""
+        model = tiny_model("llama")
+        gen = engine.Generator(model, config=engine.EngineConfig(prefix_store_bytes=10_000_000))
+        common = ids(60)
+        gen.generate(common, max_new_tokens=2)
+        asked = [torch.cat([common, ids(5, seed)], dim=1) for seed in range(1, 5)]
+        found = {one.index: one.result() for one in gen.generate_many(asked, max_new_tokens=6)}
+        plain = engine.Generator(model)
+        for index, whole in enumerate(asked):
+            assert found[index].tokens == plain.generate(whole, max_new_tokens=6).tokens
+            assert found[index].stats.cached_tokens >= 60
