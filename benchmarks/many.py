@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -110,7 +111,7 @@ def latency(gen: engine.Generator, decoding: int, prompt: int) -> dict[str, floa
         for other in others:
             other.cancel()
         watcher.join()
-    gaps = [(end, end - start) for start, end in zip(times, times[1:], strict=False)]
+    gaps = [(end, end - start) for start, end in pairwise(times)]
     before = [gap for end, gap in gaps if begun - 2 < end < begun]
     during = [gap for end, gap in gaps if begun < end < begun + first_s + 0.05]
     return {

@@ -250,10 +250,6 @@ class AttentionView(Protocol):
         """(kv_length, kv_offset) of what attention over the next `query_length` tokens reads."""
         raise StepError("transformers makes the masks for this cache")
 
-    def slots_of_rows(self, layer_idx: int) -> Sequence[int] | None:
-        """How many slots attention over one new token reads for each row, the last ones; None for the same number."""
-        return None
-
     def extra_slots(self, layer_idx: int, tokens: int) -> int:
         """Slots that attention over the next `tokens` finds before those that `get_mask_sizes` counts."""
         return 0

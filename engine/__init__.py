@@ -254,9 +254,7 @@ def generate_many(
 ) -> Iterator[BatchRequest]:
     """Generate for each of many prompts, together; yields them as they end: see `Generator.generate_many`."""
     gen = _generator(model, arguments)
-    return gen.generate_many(
-        prompts, slots=slots, max_cache_bytes=max_cache_bytes, progress=progress, **arguments
-    )
+    return gen.generate_many(prompts, slots=slots, max_cache_bytes=max_cache_bytes, progress=progress, **arguments)
 
 
 def _generator(model: PreTrainedModel | str | Path, arguments: dict[str, Any]) -> Generator:

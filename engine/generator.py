@@ -35,9 +35,9 @@ from engine.model.masks import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner
 from engine.out_of_memory import Exhausted, empty_allocators
-from engine.planning.free_memory import find_free
 from engine.output.hf_streamers import adapter_for
 from engine.output.stream_buffer import StreamBuffer
+from engine.planning.free_memory import find_free
 from engine.request.assistant import DraftRequest, read_draft_request
 from engine.request.call import Call, parameters, read_call, takes
 from engine.request.compatibility import check_together
@@ -157,10 +157,10 @@ class Generator:
         """A queue of prompts that run together, for `submit` from any thread. See `Batch`.
 
         slots: rows that are computed at once; a search has several. piece_tokens: tokens of a new prompt that are read
-        between two steps of the others; None for as many as take about as long as a step. reads_first: new prompts are read
-        before the next step instead, which takes the least time in all, while the others wait. max_cache_bytes: of all
-        caches together: a prompt waits until its own has room as planned. Default: 80 % of the device memory that is
-        free now. What a prompt's result is: see `generate_many`.
+        between two steps of the others; None for as many as take about as long as a step. reads_first: new prompts are
+        read before the next step instead, which takes the least time in all, while the others wait. max_cache_bytes: of
+        all caches together: a prompt waits until its own has room as planned; default: 80 % of the device memory that
+        is free now. What a prompt's result is: see `generate_many`.
         """
         return Batch(self._scheduler(slots, max_cache_bytes, piece_tokens=piece_tokens, reads_first=reads_first))
 

@@ -69,7 +69,7 @@ def attend(
 ) -> torch.Tensor:
     """`attention(query, key, value, mask)` of every cache, one after the other: [rows, tokens, heads, width].
 
-    query: [rows, heads, tokens, width]. mask: 4D, its columns aligned right, or None.
+    query: [rows, heads, tokens, width]. mask: 4D, its slots aligned right, or None.
     """
     found, begin = [], 0
     for keys, values in zip(key.parts, value.parts, strict=True):

@@ -33,7 +33,7 @@ class JoinedCaches(TransformersCache, AttentionView):
 
     def __init__(self, parts: Sequence[Cache]):
         self.parts = parts
-        # Copies that the model may write in place, by kind, layer and number, and the states that they are of.
+        # Copies that the model may change in place, by kind, layer and number, and the states that they are of.
         self._states: dict[tuple[str, int, int], tuple[list[torch.Tensor], torch.Tensor]] = {}
         self.sizes = [part.batch_size for part in parts]
         self.layers = parts[0].layers
@@ -56,7 +56,7 @@ class JoinedCaches(TransformersCache, AttentionView):
 
     @property
     def total_tokens(self) -> int:
-        """Columns of the longest cache."""
+        """Of the longest cache."""
         return max(part.total_tokens for part in self.parts)
 
     def begin(self, tokens: int, graph: bool = False) -> None:
@@ -76,10 +76,10 @@ class JoinedCaches(TransformersCache, AttentionView):
             part.abort()
 
     def write_states(self) -> None:
-        """After the forward: the parts take over what the model has written into their states in place."""
+        """After the forward: the parts take over what the model has put into their states in place."""
         for parts, joined in self._states.values():
-            for part, written in zip(parts, joined.split(self.sizes), strict=True):
-                part.copy_(written)
+            for part, own in zip(parts, joined.split(self.sizes), strict=True):
+                part.copy_(own)
 
     # What models call.
 
@@ -127,7 +127,7 @@ class JoinedCaches(TransformersCache, AttentionView):
         return joined
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return all([part.has_previous_state(layer_idx, state_idx) for part in self.parts])
+        return all(part.has_previous_state(layer_idx, state_idx) for part in self.parts)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.total_tokens
@@ -136,6 +136,7 @@ class JoinedCaches(TransformersCache, AttentionView):
         return self.total_tokens
 
     def slots_of_rows(self, layer_idx: int) -> list[int]:
+        """How many slots attention over one new token reads for each row: the last ones."""
         slots = [part.get_mask_sizes(1, layer_idx)[0] for part in self.parts]
         return [own for own, rows in zip(slots, self.sizes, strict=True) for _ in range(rows)]
 
@@ -153,4 +154,3 @@ def why_not_joined(cache: object) -> str | None:
     if any(INDEX in spec.components for spec in cache.specs):
         return "its layers choose by an index what they attend to"
     return None
-

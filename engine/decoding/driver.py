@@ -114,9 +114,7 @@ class Driver:
             raise
         return flow
 
-    def _steps(
-        self, flow: Flow, piece_tokens: Callable[[], int] | None
-    ) -> Generator[Turn, ModelOutput | None, None]:
+    def _steps(self, flow: Flow, piece_tokens: Callable[[], int] | None) -> Generator[Turn, ModelOutput | None, None]:
         """Perform the operations of the flow until all rows have ended."""
         with self._cancellation.noting_keys():
             self.loop.stream_buffer.begin()

@@ -167,7 +167,7 @@ class ModelSession:
         return tokens[:, end - begin :]
 
     def park(self) -> None:
-        """Free the memory of the cache until the next forward: its tokens are read again, or it moves off the device."""
+        """Free the memory of the cache until the next forward: it is read again then, or has moved off the device."""
         self.commit()
         if self._prefix.columns == 0 and self.executor.reads_again:
             self.executor.empty()

@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask, create_sliding_window_causal_mask
 
 from caches import EngineCache, UnsupportedLayerError
+from caches.hf.joined import JoinedCaches
 from caches.protocol import AttentionView, attention_view
 from caches.transformers_api import attn_implementation, supports_attention_backend
 from engine.model.growing_columns import room_for, widened
@@ -176,12 +177,11 @@ def one_token_mask(model: Any, cache: TransformersCache | None, kinds: MaskKinds
         length, offset = view.get_mask_sizes(1, layer)
         if spec.attention_span.kind not in ("all", "window") or length > (spec.attention_span.size or length):
             return None
-        slots = view.slots_of_rows(layer)
-        if slots is None:
+        if not isinstance(cache, JoinedCaches):
             masks[spec.layer_type] = columns.step_mask(offset, offset + length, dtype)
         else:
-            visible = torch.arange(length) >= length - torch.tensor(slots)[:, None, None, None]
-            visible = visible.to(columns.device)
+            slots = torch.tensor(cache.slots_of_rows(layer))
+            visible = (torch.arange(length) >= length - slots[:, None, None, None]).to(columns.device)
             masks[spec.layer_type] = visible if dtype == torch.bool else _additive(visible, dtype)
     return with_parts(masks) if isinstance(kinds, dict) else next(iter(masks.values()))
 

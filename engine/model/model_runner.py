@@ -24,11 +24,19 @@ from engine.model.accelerate_hooks import is_dispatched, prompt_device
 from engine.model.cache_argument import cache_argument
 from engine.model.compiled_step import compiled, first_reason, step_of
 from engine.model.first_layer_probe import Probe, Reached
-from engine.model.joined_step import Part, joined_step, why_never_joined
+from engine.model.joined_step import Feed, Part, joined_step, why_never_joined
 from engine.model.layer_packages import ComputeAgain, LayerPackages
 from engine.model.linear_backend import active, table_for
 from engine.model.linear_routes import TORCH
-from engine.model.masks import Columns, contiguous, graph_mask, imposed_mask, of_all_rows, one_token_mask, takes_step_masks
+from engine.model.masks import (
+    Columns,
+    contiguous,
+    graph_mask,
+    imposed_mask,
+    of_all_rows,
+    one_token_mask,
+    takes_step_masks,
+)
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_lock import turn_of
 from engine.model.rope_frequencies import Frequencies, dynamic_ropes
@@ -199,7 +207,14 @@ class ModelRunner:
 
     @cached_property
     def _why_alone(self) -> str | None:
-        return why_never_joined(self, _NO_OPTIONS)
+        if self.dynamic_ropes:
+            return "its position embeddings depend on the longest text of a batch"
+        if not self.takes_cache:
+            return "it takes no cache of keys and values"
+        return why_never_joined(self.model, self._feed_with(ForwardOptions(prefill=True)), self._feed_with(_NO_OPTIONS))
+
+    def _feed_with(self, options: ForwardOptions) -> Feed:
+        return lambda ids, columns, cache, before: self.feed(ids, columns, cache, _NO_INPUTS, before, options)
 
     def why_not_shown(self, cache: EngineCache) -> str | None:
         """Why steps of this cache cannot be joined, which shows a token less than the model would; None where they can.
@@ -211,9 +226,10 @@ class ModelRunner:
             return None
         return f"the window of its {cache.name} cache needs masks that the model does not take for each row"
 
-    def step_together(self, parts: Sequence[Part], options: ForwardOptions) -> list[ModelOutput]:
-        """See `joined_step`."""
-        return joined_step(self, parts, options)
+    def step_together(self, parts: Sequence[Part], hidden_states: bool, routed: bool) -> list[ModelOutput]:
+        """See `joined_step`; hidden_states, routed: see `ForwardOptions`."""
+        options = ForwardOptions(hidden_states=hidden_states, compiled=False, routed=routed)
+        return joined_step(self._feed_with(options), parts)
 
     def feed(
         self,

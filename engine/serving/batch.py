@@ -21,7 +21,7 @@ class Batch:
     """
 
     def __init__(self, scheduler: Scheduler):
-        self._scheduler, self._numbers = scheduler, count()
+        self._scheduler, self._indices = scheduler, count()
         self._inbox: queue.SimpleQueue[BatchRequest | None] = queue.SimpleQueue()  # None: something else has changed
         self._lock = threading.Lock()  # nothing is submitted after the close; never held by the thread that runs
         self._is_closed = self._cancels = False
@@ -33,7 +33,7 @@ class Batch:
         with self._lock:
             if self._is_closed:
                 raise EngineError("the batch is closed and takes no more prompts: open another with gen.batch()")
-            request = BatchRequest(next(self._numbers), inputs, parameters)
+            request = BatchRequest(next(self._indices), inputs, parameters)
             self._inbox.put(request)
         return request
 

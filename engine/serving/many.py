@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
 from typing import Any
-
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from engine.decoding.cancellation import Cancellation
 from engine.errors import OptionError
@@ -19,7 +16,7 @@ def generate_many(
 ) -> Generator[BatchRequest, None, None]:
     """See `Generator.generate_many`."""
     requests, keys = _requests(prompts, parameters), Cancellation()
-    total = len(prompts) if hasattr(prompts, "__len__") else None
+    total = len(prompts) if isinstance(prompts, Sized) else None
     is_last = False
     try:
         with _Shown(total, progress) as shown:
@@ -68,21 +65,30 @@ class _Shown:
     """A progress bar on standard error, with new tokens per second. total: how many prompts; None if unknown."""
 
     def __init__(self, total: int | None, is_shown: bool):
-        columns = (MofNCompleteColumn(), TextColumn("prompts"), TextColumn("{task.fields[rate]}"), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=Console(stderr=True), disable=not is_shown)
-        self._task, self._tokens = self._bar.add_task("", total=total, rate=""), 0
+        self._tokens, self._bar = 0, _bar() if is_shown else None
+        self._task = None if self._bar is None else self._bar.add_task("", total=total, rate="")
 
     def __enter__(self) -> _Shown:
-        self._bar.start()
+        if self._bar is not None:
+            self._bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._bar.stop()
+        if self._bar is not None:
+            self._bar.stop()
 
     def show(self, ended: list[BatchRequest]) -> None:
-        if not ended:
+        if self._bar is None or not ended:
             return
         self._tokens += sum(request.new_tokens for request in ended)
-        elapsed_s = self._bar.tasks[self._task].elapsed or 0.0
+        elapsed_s = self._bar.tasks[0].elapsed or 0.0
         rate = f"{self._tokens / elapsed_s:.1f} tokens/s" if elapsed_s else ""
         self._bar.update(self._task, advance=len(ended), rate=rate)
+
+
+def _bar() -> Any:
+    from rich.console import Console  # slow to import
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (MofNCompleteColumn(), TextColumn("prompts"), TextColumn("{task.fields[rate]}"), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True))

@@ -86,4 +86,3 @@ class BatchRequest:
         else:
             self._future.set_result(result)
         self._chunks.put(None)
-

@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 from caches.out_of_memory import is_out_of_memory
 from engine.decoding.driver import Driver, Turn
 from engine.errors import EngineError
-from engine.model.model_runner import ForwardOptions, ModelRunner
+from engine.model.model_runner import ModelRunner
 from engine.out_of_memory import empty_allocators, without_frames
 from engine.result import Generation, StreamChunk
 from engine.serving.request import BatchRequest
@@ -207,7 +207,8 @@ class Scheduler:
         for run in due:
             if run.request.is_set():
                 self._advance(run, None)
-        joined, alone = [], []
+        joined: list[_Run] = []
+        alone: list[_Run] = []
         for run in due:
             if run in self._runs:
                 (joined if self._why_alone(run) is None else alone).append(run)
@@ -246,6 +247,7 @@ class Scheduler:
             self._park(runs[0])
             runs = [run for run in runs if run in self._runs and not run.is_parked]
         for run in runs:
+            self._count(1, run.rows, run.rows * (run.driver.loop.fed + 1))
             self._advance(run, None)
         self._step_s = time.perf_counter() - begun
 
@@ -257,12 +259,15 @@ class Scheduler:
                 parts.append(run.driver.loop.prepare(run.forward))
             hidden = any(run.forward is not None and run.forward.hidden for run in runs)
             routed = all(run.driver.loop.is_routed for run in runs)
-            options = ForwardOptions(hidden_states=hidden, compiled=False, routed=routed)
-            found = self._runner.step_together(parts, options)
-        self.counts.steps += 1
-        self.counts.row_steps += sum(len(tokens) for _, tokens in parts)
-        self.counts.slots_read += sum(len(tokens) * (cache.total_tokens + 1) for cache, tokens in parts)
+            found = self._runner.step_together(parts, hidden, routed)
+        rows = sum(len(tokens) for _, tokens in parts)
+        self._count(1, rows, sum(len(tokens) * (cache.total_tokens + 1) for cache, tokens in parts))
         return found
+
+    def _count(self, steps: int, rows: int, slots: int) -> None:
+        self.counts.steps += steps
+        self.counts.row_steps += rows
+        self.counts.slots_read += slots
 
     def _read(self) -> bool:
         """Read a piece of the prompt that waits longest; whether there was one."""
@@ -313,4 +318,3 @@ class Scheduler:
             return
         if self._ended_count > parked.ended_before or all(run.is_parked for run in self._runs):
             parked.is_parked = False
-

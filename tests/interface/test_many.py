@@ -20,7 +20,19 @@ import caches
 import engine
 
 NEW = 6
-KINDS = ("llama", "mistral", "gemma2", "llama4_text", "gpt2", "bloom", "deepseek_v3", "lfm2", "jamba", "mamba", "qwen3_next")
+KINDS = (
+    "llama",
+    "mistral",
+    "gemma2",
+    "llama4_text",
+    "gpt2",
+    "bloom",
+    "deepseek_v3",
+    "lfm2",
+    "jamba",
+    "mamba",
+    "qwen3_next",
+)
 TOKENS = (3, 21, 9, 14, 1)
 ALL = ARCHITECTURES | MORE_ARCHITECTURES | RARE_ARCHITECTURES
 FEW = [*ARCHITECTURES, *STATE_ARCHITECTURES, "bloom", "deepseek_v32", "git"]
@@ -70,9 +82,9 @@ def test_steps_are_joined():
     with gen.batch(reads_first=True) as batch:
         requests = [batch.submit(ids(tokens, seed), max_new_tokens=20) for seed, tokens in enumerate((3, 30, 11, 7))]
     assert all(len(request.result().tokens[0]) == 20 for request in requests)
-    assert batch.counts.alone_steps + batch.counts.steps < 30
-    assert batch.counts.row_steps + batch.counts.alone_steps == 4 * 19
-    assert not batch.counts.why_alone
+    assert batch.counts.steps < 30
+    assert batch.counts.row_steps == 4 * 19
+    assert not batch.counts.alone_steps
 
 
 @pytest.mark.parametrize(
@@ -86,16 +98,16 @@ def test_every_architecture(name):
     with gen.batch(reads_first=True) as batch:
         requests = [batch.submit(one, max_new_tokens=4) for one in asked]
     assert [request.result().tokens for request in requests] == expected
-    assert (batch.counts.steps == 3) != (bool(batch.counts.why_alone))
+    assert batch.counts.row_steps == (0 if batch.counts.why_alone else 2 * 3)
 
 
 def test_random_histories():
     """Prompts arrive, are cancelled and fail, and memory is out anywhere: 0 other texts, nobody lost or starved."""
-    happened = run(range(60))
-    assert happened["ended"] > 100
-    assert happened["out of memory"] > 20
-    assert happened["failed as planned"] > 10
-    assert happened["joined steps"] > 100
+    happened = run(range(30))
+    assert happened["ended"] > 50
+    assert happened["out of memory"] > 10
+    assert happened["failed as planned"] > 5
+    assert happened["joined steps"] > 50
 
 
 class TestRequests:
@@ -153,11 +165,11 @@ class TestRequests:
         whole = gen.generate(ids(5), max_new_tokens=200).tokens[0]
         assert error.value.partial.tokens[0] == whole[: len(error.value.partial.tokens[0])]
 
-    def test_a_batch_that_is_left_with_an_error_cancels(self):
+    def test_a_batch_that_is_left_by_an_error_cancels(self):
         gen = engine.Generator(tiny_model("llama"))
-        with pytest.raises(ZeroDivisionError), gen.batch(slots=1) as batch:
+        with gen.batch(slots=1) as batch:
             requests = [batch.submit(ids(5), max_new_tokens=150) for _ in range(3)]
-            raise ZeroDivisionError
+            batch.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
         assert all(isinstance(request.error, engine.EngineError) for request in requests)
         with pytest.raises(engine.EngineError, match="closed"):
             batch.submit(ids(5))
@@ -217,7 +229,7 @@ class TestRequests:
         most = gen.generate(ids(30), max_new_tokens=8).cache.bytes
         with gen.batch(max_cache_bytes=int(most * 1.5)) as batch:
             requests = [batch.submit(ids(30, seed), max_new_tokens=8) for seed in range(3)]
-        assert batch.counts.steps == 0
+        assert batch.counts.row_steps == batch.counts.steps
         for seed, request in enumerate(requests):
             assert request.result().tokens == gen.generate(ids(30, seed), max_new_tokens=8).tokens
 

@@ -12,7 +12,7 @@ ENGINE = [
     {"request"},
     {"decoding", "planning"},
     {"memory", "streaming"},
-    {"reuse"},
+    {"reuse", "serving"},
     {"generator"},
     {"__init__"},
     {"cli"},
