@@ -21,6 +21,7 @@ class BatchRequest:
     def __init__(self, index: int, inputs: Any, parameters: dict[str, Any]):
         self.index, self.inputs, self.parameters = index, inputs, parameters
         self._future: Future[Generation] = Future()
+        self._future.set_running_or_notify_cancel()  # a task that is cancelled while it waits does not end it
         self._cancelled = threading.Event()
         self._chunks: queue.SimpleQueue[StreamChunk | None] = queue.SimpleQueue()
 

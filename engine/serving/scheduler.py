@@ -121,7 +121,8 @@ class Scheduler:
         """End all requests: those that run as cancelled, the others with the error `why`."""
         for run in list(self._runs):
             run.request.cancel()
-            self._advance(run, None)
+            while run in self._runs:  # up to its next forward, which checks for it
+                self._advance(run, None)
         waiting = [*self._waiting] if self._next is None else [self._next.request, *self._waiting]
         if self._next is not None:
             self._next.turns.close()
@@ -241,10 +242,9 @@ class Scheduler:
                     self._advance(run, outputs)
                 self._step_s = time.perf_counter() - begun
                 return
-            if not out:
-                break
             empty_allocators()
-            self._park(runs[0])
+            if not (out and self._park(runs[0])):
+                break
             runs = [run for run in runs if run in self._runs and not run.is_parked]
         for run in runs:
             self._count(1, run.rows, run.rows * (run.driver.loop.fed + 1))

@@ -14,10 +14,11 @@ from architectures import (
     prompt,
     tiny_model,
 )
-from arrivals import BACKENDS, STRATEGIES, Broken, run
+from arrivals import BACKENDS, STRATEGIES, Broken, memory_always_out, run
 
 import caches
 import engine
+from engine.serving.request import BatchRequest
 
 NEW = 6
 KINDS = (
@@ -204,6 +205,49 @@ class TestRequests:
         expected = [gen.generate(ids(5, seed), max_new_tokens=4).tokens for seed in (0, 1)]
         assert [token for chunk in chunks for token in chunk.tokens] == expected[0][0]
         assert second.tokens == expected[1]
+
+    def test_a_task_that_is_cancelled_leaves_the_others(self):
+        gen = engine.Generator(tiny_model("llama"))
+
+        async def main():
+            async with gen.batch() as batch:
+                requests = [batch.submit(ids(5, seed), max_new_tokens=40) for seed in (0, 1)]
+                with pytest.raises(asyncio.TimeoutError):
+                    await asyncio.wait_for(requests[0], 0.001)
+                return await requests[1], await requests[0]
+
+        assert all(len(result.tokens[0]) == 40 for result in asyncio.run(main()))
+
+    def test_closed_in_the_middle_of_everything(self):
+        """Prompts that are read, that decode and that wait: each of them ends."""
+        gen = engine.Generator(tiny_model("llama"))
+        scheduler = gen._scheduler(2, None, piece_tokens=3)
+        requests = [BatchRequest(index, ids(20), {"max_new_tokens": 50}) for index in range(4)]
+        for request in requests:
+            scheduler.add(request)
+        for _ in range(9):
+            scheduler.turn()
+        scheduler.close()
+        assert [type(request.error) for request in requests] == [engine.GenerationCancelled] * 2 + [
+            engine.EngineError
+        ] * 2
+
+    def test_memory_that_stays_out_ends_the_requests(self):
+        """Every joined step and every step alone fails, and no cache can be parked: no turn goes on for ever."""
+        gen = engine.Generator(tiny_model("llama"))
+        scheduler = gen._scheduler(4, None, reads_first=True)
+        asked = {"max_new_tokens": 20, "cache": "offloaded", "cache_config": {"residency": "disk"}}
+        requests = [BatchRequest(index, ids(9, index), asked) for index in range(3)]
+        for request in requests:
+            scheduler.add(request)
+        for _ in range(3):
+            scheduler.turn()
+        with memory_always_out(gen.model):
+            for _ in range(60):
+                scheduler.turn()
+        for request in requests:
+            assert isinstance(request.error, engine.OutOfMemoryError)
+            assert len(request.error.partial.tokens[0]) >= 3
 
     def test_samples_do_not_depend_on_their_neighbours(self):
         """Without a seed each request draws one, so two of them differ, and the global numbers decide both."""

@@ -89,6 +89,20 @@ def memory_out(kind: str, chance: float, dice: random.Random, raised: Counter[st
             hook.remove()
 
 
+@contextmanager
+def memory_always_out(model: torch.nn.Module) -> Iterator[None]:
+    """No forward of the model finds memory."""
+
+    def strike(*_: object) -> None:
+        raise ERRORS["device"]()
+
+    hook = model.register_forward_pre_hook(strike)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def run(seeds: Iterable[int]) -> Counter[str]:
     """Run a history per seed; counts of what happened in them."""
     happened: Counter[str] = Counter()
