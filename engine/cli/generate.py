@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.cli import options, output, rendering, values
 from engine.cli.libraries import start_libraries
+from engine.cli.lines import write_lines
 from engine.cli.progress import Work
 from engine.errors import OptionError
 from engine.tables import terminal_width
@@ -19,12 +20,15 @@ if TYPE_CHECKING:
 @options.takes(options.GENERATE)
 def generate(**given: Any) -> None:
     """Continue PROMPT. Greedy, unless the model's own settings or an option ask for sampling or for a search."""
-    texts = values.prompts(given["prompt"] or [], given["file"] or [])
+    is_many = given["jsonl"] is not None
+    texts = (values.lines if is_many else values.prompts)(given["prompt"] or [], given["file"] or [])
     parameters = values.generation_parameters(given)
     per_text = parameters.get("num_return_sequences", 1)
     rows = len(texts) * (per_text if isinstance(per_text, int) else 1)
-    if given["stream"] and rows > 1 and not given["as_json"]:
+    if given["stream"] and rows > 1 and not is_many and not given["as_json"]:
         raise OptionError(f"--stream prints one text, but there are {rows}: add --json, which has the row of each text")
+    if is_many and (given["stream"] or given["as_json"] or given["stats"]):
+        raise OptionError("--jsonl writes into a file, and prints no text: leave --stream, --json and --stats out")
     if given["system"] is not None and not given["chat"]:
         raise OptionError("--system needs a chat: add --chat")
     settings = values.engine_config(given["config"], given)
@@ -39,6 +43,11 @@ def generate(**given: Any) -> None:
         generator = Generator(SHIPPED_MODEL if given["model"] is None else given["model"], config=settings)
         if given["assistant_model"] is not None:
             parameters |= assistant(given["assistant_model"], generator)
+        if is_many:
+            work.hide()
+            parameters |= {"cache": given["cache"], "cache_config": cache_config}
+            write_lines(generator, inputs, given["jsonl"], parameters)
+            return
         work.doing("reading the prompt")
         chunks = generator.stream(inputs, cache=given["cache"], cache_config=cache_config, **parameters)
         result = _print(chunks, work, given, parameters.get("max_new_tokens"))

@@ -138,6 +138,9 @@ ENDING = {
 OUTPUT = {
     "stream": flag("Print the text as it is generated.", "--stream"),
     "as_json": flag("Print JSON: rows (text, tokens, finish_reason) and stats.", "--json"),
+    "jsonl": option(Path, "PATH",
+        "Generate for many prompts together, and add a line of JSON for each to this file as it ends; those that have "
+        "their text there are left out. Each line of a --file is then a prompt: text, or JSON in a file named .jsonl."),
     "stats": flag("Print speed and cache size to standard error.", "--stats"),
 }
 PLAN = {

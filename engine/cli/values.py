@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,24 @@ def prompts(texts: list[str], files: list[Path]) -> list[str]:
             )
         return [text]
     return [_standard_input() if text == "-" else checked(text, "PROMPT") for text in texts]
+
+
+def lines(texts: list[str], files: list[Path]) -> list[Any]:
+    """Many prompts: the arguments, or the lines of the files: texts, or JSON where a name ends in .jsonl."""
+    found = prompts(texts, files)
+    if not files:
+        return found
+    return [line for file, text in zip(files, found, strict=True) for line in _lines(str(file), text)]
+
+
+def _lines(path: str, text: str) -> Iterator[Any]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            yield json.loads(line) if path.endswith(".jsonl") else line
+        except ValueError as error:
+            raise OptionError(f"line {number} of {path} is no JSON: {error}") from error
 
 
 def checked(text: str, where: str) -> str:
