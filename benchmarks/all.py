@@ -29,6 +29,7 @@ COMMANDS: dict[str, list[str]] = {
     "quality": ["quality.py"],
     "assisted": ["assisted.py"],
     "reuse": ["reuse.py"],
+    "many": ["many.py"],
     "out-of-memory": ["out_of_memory.py"],
     "startup": ["startup.py"],
 }

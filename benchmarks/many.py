@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
-from common import SMALL, llama, picked, report
+from common import SHAPES, llama, picked, report
 
 import engine
 
@@ -27,16 +27,13 @@ Prompt = tuple[torch.Tensor, int]
 """Ids [tokens], and how many new ones are wanted."""
 
 
-def prompts_of(count: int, seed: int = 0) -> list[Prompt]:
+def prompts_of(count: int, vocabulary: int, seed: int = 0) -> list[Prompt]:
     generator = torch.Generator().manual_seed(seed)
 
     def between(least: int, most: int) -> int:
         return int(torch.randint(least, most + 1, (), generator=generator))
 
-    return [
-        (torch.randint(SMALL["vocab_size"], (between(8, 512),), generator=generator), between(8, 128))
-        for _ in range(count)
-    ]
+    return [(torch.randint(1, vocabulary, (between(8, 512),), generator=generator), between(8, 128))  # 0 is padding for _ in range(count)]
 
 
 def ours(gen: engine.Generator, prompts: list[Prompt], slots: int) -> tuple[list[list[int]], dict[str, float]]:
@@ -95,7 +92,8 @@ def _chunks(request: engine.BatchRequest) -> Iterator[Any]:
 
 def latency(gen: engine.Generator, decoding: int, prompt: int) -> dict[str, float]:
     """A prompt arrives while `decoding` others decode: seconds to its first token, and between tokens of the others."""
-    ids = torch.randint(SMALL["vocab_size"], (1, 256))
+    vocabulary = gen.model.config.vocab_size
+    ids = torch.randint(1, vocabulary, (1, 256))
     with gen.batch(slots=decoding + 1) as batch:
         others = [batch.submit(ids, max_new_tokens=2000) for _ in range(decoding)]
         for other in others:
@@ -105,7 +103,7 @@ def latency(gen: engine.Generator, decoding: int, prompt: int) -> dict[str, floa
         watcher.start()
         time.sleep(3)  # while nothing arrives
         begun, pieces = time.perf_counter(), batch.counts.pieces
-        new = batch.submit(torch.randint(SMALL["vocab_size"], (1, prompt)), max_new_tokens=2)
+        new = batch.submit(torch.randint(1, vocabulary, (1, prompt)), max_new_tokens=2)
         next(iter(new.stream()))
         first_s, pieces = time.perf_counter() - begun, batch.counts.pieces - pieces
         for other in others:
@@ -121,6 +119,7 @@ def latency(gen: engine.Generator, decoding: int, prompt: int) -> dict[str, floa
 
 
 def main(
+    model: str = "small",
     count: int = 200,
     slots: str = "4,16,32,64",
     only: Annotated[str, typer.Option(help="names with ; between, or 'all'")] = "all",
@@ -128,9 +127,9 @@ def main(
     out: Path | None = None,
 ) -> None:
     torch.set_num_threads(threads)
-    model, prompts = llama(**SMALL), prompts_of(count)
-    gen = engine.Generator(model)
-    ours(gen, prompts_of(4, seed=1), 4)  # warm-up
+    llm, vocabulary = llama(**SHAPES[model]), SHAPES[model]["vocab_size"]
+    gen, prompts = engine.Generator(llm), prompts_of(count, vocabulary)
+    ours(gen, prompts_of(4, vocabulary, seed=1), 4)  # warm-up
     counted: dict[str, dict[str, float]] = {}
     texts: dict[str, list[list[int]]] = {}
 
@@ -143,9 +142,9 @@ def main(
 
     works: dict[str, Callable[[], list[list[int]]]] = {f"{n} slots": of_ours(n) for n in map(int, slots.split(","))}
     works |= {
-        "transformers, one padded batch": lambda: padded(model, prompts),
-        "transformers, generate_batch": lambda: continuous(model, prompts),
-        "transformers, one by one": lambda: one_by_one(model, prompts),
+        "transformers, one padded batch": lambda: padded(llm, prompts),
+        "transformers, generate_batch": lambda: continuous(llm, prompts),
+        "transformers, one by one": lambda: one_by_one(llm, prompts),
     }
     asked, cases = sum(new for _, new in prompts), {}
     for name, work in picked(works, only).items():
@@ -160,7 +159,7 @@ def main(
     waits = {str(tokens): latency(gen, 8, tokens) for tokens in (16, 200)}
     print(waits)
     tokens = sum(len(ids) for ids, _ in prompts)
-    report("many", out, prompts=count, prompt_tokens=tokens, new_tokens=asked, cases=cases, latency=waits)
+    report("many", out, model=model, prompts=count, prompt_tokens=tokens, new_tokens=asked, cases=cases, latency=waits)
 
 
 if __name__ == "__main__":

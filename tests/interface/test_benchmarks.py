@@ -37,6 +37,18 @@ def test_memory(tmp_path):
 
 
 @pytest.mark.slow
+def test_many_prompts(tmp_path):
+    options = ["--model", "tiny", "--count", "12", "--slots", "3,8", "--only",
+               "3 slots; 8 slots; transformers, one padded batch; transformers, one by one"]  # fmt: skip
+    found = run("many.py", tmp_path / "many.json", options)
+    assert {case["same_texts"] for case in found["cases"].values()} == {12}
+    for slots in ("3 slots", "8 slots"):
+        assert found["cases"][slots]["row_steps"] == pytest.approx(1)
+        assert found["cases"][slots]["slots_read"] == pytest.approx(1)
+    assert found["latency"]["16"]["pieces"] <= 2
+
+
+@pytest.mark.slow
 def test_single_caches(tmp_path):
     options = ["--model", "tiny", "--contexts", "70", "--new", "3", "--only", "dynamic; transformers static"]
     [case] = run("memory.py", tmp_path / "memory.json", options)["cases"]
