@@ -33,7 +33,9 @@ def prompts_of(count: int, vocabulary: int, seed: int = 0) -> list[Prompt]:
     def between(least: int, most: int) -> int:
         return int(torch.randint(least, most + 1, (), generator=generator))
 
-    return [(torch.randint(1, vocabulary, (between(8, 512),), generator=generator), between(8, 128))  # 0 is padding for _ in range(count)]
+    lengths = [(between(8, 512), between(8, 128)) for _ in range(count)]
+    # 0 is padding.
+    return [(torch.randint(1, vocabulary, (tokens,), generator=generator), new) for tokens, new in lengths]
 
 
 def ours(gen: engine.Generator, prompts: list[Prompt], slots: int) -> tuple[list[list[int]], dict[str, float]]:
