@@ -76,7 +76,7 @@ def test_what_inspect_refuses(cli, tmp_path):
 def test_in_a_terminal():
     """Typed as a new user would: Ctrl-C ends an answer, the conversation goes on, Ctrl-D ends it."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "engine", "chat", "-n", "900"]
+    command = [sys.executable, "-m", "engine", "chat", "-n", "900", "--min-new-tokens", "900"]
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
     os.close(theirs)
     seen = b""
