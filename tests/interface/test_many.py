@@ -36,7 +36,7 @@ KINDS = (
 )
 TOKENS = (3, 21, 9, 14, 1)
 ALL = ARCHITECTURES | MORE_ARCHITECTURES | RARE_ARCHITECTURES
-FEW = [*ARCHITECTURES, *STATE_ARCHITECTURES, "bloom", "deepseek_v32", "git"]
+FEW = [*ARCHITECTURES, *STATE_ARCHITECTURES, "bloom", "deepseek_v32"]
 
 
 def ids(tokens, seed=0):
