@@ -196,7 +196,7 @@ class Generator:
     def _start_request(self, request: BatchRequest, make_room: Callable[[], bool]) -> Driver:
         """The run of one prompt among many, with random numbers and processors of its own."""
         own = dict(request.parameters)
-        check_common({name: own.get(name) for name in ("streamer",)})
+        check_common({name: own.get(name) for name in ("streamer", "return_legacy_cache")})
         if own.get("seed") is None:
             own["seed"] = int(torch.randint(2**31, ()))
         own["cancellation"] = request

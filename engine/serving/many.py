@@ -56,6 +56,7 @@ def check_common(parameters: Mapping[str, Any]) -> None:
 
 
 _OF_ONE = {
+    "return_legacy_cache": "results have no cache",
     "streamer": "read the chunks of a request with its stream()",
     "past_key_values": "give each prompt its own, or EngineConfig(prefix_store_bytes=...)",
 }

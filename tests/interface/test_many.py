@@ -105,7 +105,7 @@ def test_every_architecture(name):
 
 
 def test_random_histories():
-    """Prompts arrive, are cancelled and fail, and memory is out anywhere: 0 other texts, nobody lost or starved."""
+    """Prompts arrive, are cancelled and fail, and memory is out in any layer: every request ends with its own text."""
     happened = run(range(30))
     assert happened["ended"] > 50
     assert happened["out of memory"] > 10
@@ -266,6 +266,9 @@ class TestRequests:
         gen = engine.Generator(tiny_model("llama"))
         with pytest.raises(engine.OptionError, match="streamer"):
             gen.generate_many([ids(4)], streamer=object())
+        with gen.batch() as batch:
+            refused = batch.submit(ids(4), return_legacy_cache=True)
+        assert "results have no cache" in str(refused.error)
         with pytest.raises(engine.OptionError, match="slots"):
             gen.batch(slots=0)
 

@@ -129,7 +129,7 @@ def history(dice: random.Random) -> Counter[str]:
     )  # fmt: skip
     arriving = [(dice.randint(0, 20), index) for index in range(len(plans))]
     requests: dict[int, BatchRequest] = {}
-    begun, turns, order = {}, 0, []
+    begun, turns = {}, 0
     chance = dice.choice((0.0, 0.0, 0.002, 0.02))
     with memory_out(kind, chance, dice, happened):
         while arriving or scheduler.is_busy:
@@ -138,7 +138,6 @@ def history(dice: random.Random) -> Counter[str]:
                     arriving.remove((when, index))
                     requests[index] = submitted(index, kind, plans[index])
                     scheduler.add(requests[index])
-                    order.append(index)
                     begun[index] = turns
             for index, request in requests.items():
                 if plans[index][2] == "cancelled" and turns >= begun[index] + plans[index][3]:
@@ -146,7 +145,7 @@ def history(dice: random.Random) -> Counter[str]:
             scheduler.turn()
             turns += 1
             # Everything that was submitted, one after the other, does not take more turns.
-            assert turns < 30 + sum(plan[2] + 4 * plan[4] for plan, *_ in plans), "somebody starves"
+            assert turns < 30 + sum(plan[2] + 4 * plan[4] for plan, *_ in plans), "a request waits for too many turns"
     for index, request in requests.items():
         check(request, *plans[index][:3], happened)
     happened["joined steps"] += scheduler.counts.steps
@@ -171,7 +170,7 @@ def submitted(index: int, kind: str, planned: Any) -> BatchRequest:
 
 def check(request: BatchRequest, plan: Any, expected: list[list[int]] | str, fate: str, happened: Counter[str]) -> None:
     """The text is that of the request alone; after a failure it is the beginning of it."""
-    assert request.done, "somebody was lost"
+    assert request.done, "a request has not ended"
     error = request.error
     if fate == "bad" or isinstance(expected, str):
         assert isinstance(error, (engine.EngineError, caches.CacheError))
