@@ -33,7 +33,7 @@ from engine.model.linear_routes import (
     shape_of,
 )
 
-_ALL_ONEDNN: Names = ("onednn", "onednn", "swapped", "swapped", "swapped", "onednn")
+_ALL_ONEDNN: Names = ("onednn", "onednn", "swapped", "swapped", "swapped", "onednn", "onednn")
 
 
 class Table:

@@ -35,14 +35,14 @@ Names: TypeAlias = tuple[str, ...]
 """The name of a route, or "torch", for each bucket of rows."""
 
 TORCH = "torch"
-ROW_LIMITS = (1, 4, 8, 16, 32)  # the most rows of each bucket; the last bucket has no limit
-ROW_NAMES = ("1 row", "2-4", "5-8", "9-16", "17-32", "more")
+ROW_LIMITS = (1, 4, 8, 16, 32, 64)  # the most rows of each bucket; the last bucket has no limit
+ROW_NAMES = ("1 row", "2-4", "5-8", "9-16", "17-32", "33-64", "more")
 ALL_TORCH: Names = (TORCH,) * len(ROW_NAMES)
 
-_MEASUREMENT = 5  # version of the method: results of other versions are ignored
+_MEASUREMENT = 6  # version of the method: results of other versions are ignored
 _MARGIN = 1.1  # a route has to be so many times as fast as torch's own
 _REPEATS = 7
-_ROWS = (*ROW_LIMITS, 64)  # one for each bucket: 4, 8 and 16 rows are more usual than those between
+_ROWS = (*ROW_LIMITS, 256)  # one for each bucket: 4, 8 and 16 rows are more usual than those between
 _TIMED = 2**22  # elements that one timing reads, at least: 16 MB
 _SMALL = 2**17  # elements: for smaller ones calling a route takes as long as what it would save
 _LARGEST = 2**23  # elements: a larger matrix is measured by its first rows, which are computed alike
@@ -93,7 +93,7 @@ def routes() -> dict[str, Route]:
 def fastest(shapes: Iterable[Shape]) -> dict[Shape, Names]:
     """For each shape and bucket of rows the name of the fastest route, or "torch".
 
-    Measured (about 0.5 s per shape) unless there is a result for this processor, number of threads, release of torch
+    Measured (about 0.8 s per shape) unless there is a result for this processor, number of threads, release of torch
     and list of routes. Small matrices use torch's own. If memory is out, it is "torch", and the next call measures
     again.
     """

@@ -65,12 +65,13 @@ def test_equal_to_rounding(bias, shape, name):
 @pytest.mark.parametrize(("rows", "shape", "expected"), [
     (1, (512, 256), "torch"), (2, (512, 256), "mm"), (4, (512, 256), "mm"), (5, (512, 256), "onednn"),
     (8, (512, 256), "onednn"), (9, (512, 256), "swapped"), (16, (512, 256), "swapped"), (32, (512, 256), "mm"),
-    (33, (512, 256), "onednn"), (1, (256, 512), "onednn"), (64, (256, 512), "onednn"), (2, (100, 1), "torch"),
+    (33, (512, 256), "onednn"), (64, (512, 256), "onednn"),
+    (65, (512, 256), "torch"), (1, (256, 512), "onednn"), (64, (256, 512), "onednn"), (2, (100, 1), "torch"),
 ])  # fmt: skip
 def test_rows_and_shape_choose_the_route(rows, shape, expected):
     names = {
-        (512, 256): ("torch", "mm", "onednn", "swapped", "mm", "onednn"),
-        (256, 512): ("onednn",) * 6,
+        (512, 256): ("torch", "mm", "onednn", "swapped", "mm", "onednn", "torch"),
+        (256, 512): ("onednn",) * 7,
     }
     table = Table(names, linear_routes.routes())
     assert table.route(shape, rows) is linear_routes.routes().get(expected)
@@ -78,11 +79,15 @@ def test_rows_and_shape_choose_the_route(rows, shape, expected):
 
 
 def test_what_compiled_code_multiplies_with(monkeypatch):
-    table = Table({(512, 256): ("torch", "mm", "onednn", "swapped", "torch", "onednn")}, linear_routes.routes())
+    table = Table(
+        {(512, 256): ("torch", "mm", "onednn", "swapped", "torch", "onednn", "torch")}, linear_routes.routes()
+    )
     for there, other in ((object(), "kernel"), (None, "torch")):
         monkeypatch.setattr(linear_routes, "kernels", lambda there=there: there)
         text = str(table.for_compiled_code())
-        assert text == f"1 row {other}, 2-4 {other}, 5-8 onednn, 9-16 {other}, 17-32 {other}, more onednn"
+        assert (
+            text == f"1 row {other}, 2-4 {other}, 5-8 onednn, 9-16 {other}, 17-32 {other}, 33-64 onednn, more {other}"
+        )
 
 
 def test_new_weights_are_seen():
@@ -97,7 +102,7 @@ def test_new_weights_are_seen():
 def test_which_models_have_routes():
     model = copy.deepcopy(tiny_model("llama"))
     assert str(table_for(model, "onednn")) == (
-        "1 row onednn, 2-4 onednn, 5-8 swapped, 9-16 swapped, 17-32 swapped, more onednn"
+        "1 row onednn, 2-4 onednn, 5-8 swapped, 9-16 swapped, 17-32 swapped, 33-64 onednn, more onednn"
     )
     assert table_for(model, "default") is None
     assert table_for(model, "auto") is None  # its matrices are small
@@ -109,7 +114,7 @@ def test_the_fastest_is_taken_where_matrices_are_large_enough(monkeypatch):
         asked.append(set(shapes))
         return {(512, 600): names, (700, 512): ALL_TORCH}
 
-    asked, names = [], ("torch", "mm", "onednn", "swapped", "onednn", "mm")
+    asked, names = [], ("torch", "mm", "onednn", "swapped", "onednn", "mm", "torch")
     monkeypatch.setattr(linear_backend, "fastest", fastest)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(600, 512), nn.Linear(512, 700), nn.Linear(600, 512))
     table = table_for(model, "auto")
@@ -304,7 +309,7 @@ def cache_folder(tmp_path, monkeypatch):
     return tmp_path / "of" / "a_user"
 
 
-NAMES = ("torch", "mm", "mm", "torch", "torch", "mm")
+NAMES = ("torch", "mm", "mm", "torch", "torch", "mm", "torch")
 ONE, OTHER = (640, 320), (320, 640)
 
 
@@ -345,10 +350,10 @@ def test_a_measurement_is_made_once_per_machine(cache_folder, measured):
         "",
         "[1]",
         '{"640x320": ["torch"]}',
-        '{"640x320": [1, 2, 3, 4, 5, 6]}',
+        '{"640x320": [1, 2, 3, 4, 5, 6, 7]}',
         '{"640x320": 5}',
-        '{"640x320": [[], {}, 3, 4, 5, 6]}',
-        '{"medium": ["mm", "mm", "mm", "mm", "mm", "mm"]}',
+        '{"640x320": [[], {}, 3, 4, 5, 6, 7]}',
+        '{"medium": ["mm", "mm", "mm", "mm", "mm", "mm", "mm"]}',
     ],
 )
 def test_a_file_that_says_nothing_is_written_anew(content, cache_folder, measured):
@@ -396,7 +401,7 @@ def test_the_measurement_says_something():
     found = linear_routes._measure([ONE, (100000, 16), (3, 2**20)])  # the last ones are larger than the pool
     assert list(found) == [ONE, (100000, 16), (3, 2**20)]
     for names in found.values():
-        assert len(names) == 6
+        assert len(names) == 7
         assert set(names) <= {"torch", *linear_routes.routes()}
 
 
@@ -432,4 +437,4 @@ def test_without_memory_to_measure_in_torchs_own_is_taken_for_now(cache_folder, 
         assert linear_routes.fastest([ONE]) == {ONE: ALL_TORCH}
     assert not cache_folder.exists()
     monkeypatch.setattr(linear_routes, "_fastest_of", lambda matrices, rows: "mm")
-    assert linear_routes.fastest([ONE]) == {ONE: ("mm",) * 6}
+    assert linear_routes.fastest([ONE]) == {ONE: ("mm",) * 7}
