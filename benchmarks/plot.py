@@ -1,4 +1,4 @@
-"""Draw the results of `decode.py`, `quality.py`, `branching.py` or `scaling.py`.
+"""Draw the results of `decode.py`, `quality.py`, `branching.py`, `scaling.py` or `many.py`.
 
     python benchmarks/plot.py benchmarks/results/amd-epyc/decode-cpu.json
 
@@ -135,7 +135,28 @@ def draw_scaling(found: dict[str, Any]) -> Figure:
     return figure
 
 
-DRAWERS = {"decode": draw_decode, "quality": draw_quality, "branching": draw_branching, "scaling": draw_scaling}
+def draw_many(found: dict[str, Any]) -> Figure:
+    """Tokens per second over the number of slots; transformers' ways as lines across."""
+    figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    slots = {int(name.split()[0]): case for name, case in found["cases"].items() if name.endswith(" slots")}
+    axis.plot(list(slots), [case["tokens_per_s"] for case in slots.values()], color=OURS, marker="o", label="ours")
+    peers = {name: case for name, case in found["cases"].items() if not name.endswith(" slots")}
+    for (name, case), style in zip(peers.items(), ("-", "--", ":"), strict=True):
+        axis.axhline(case["tokens_per_s"], color=THEIRS, ls=style, label=name)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(list(slots), labels=[str(number) for number in slots])
+    axis.set_xlabel("slots: rows that decode at once")
+    axis.set_ylim(bottom=0)
+    axis.set_ylabel("new tokens per second (more is better)")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8)
+    return figure
+
+
+DRAWERS = {
+    "decode": draw_decode, "quality": draw_quality, "branching": draw_branching, "scaling": draw_scaling,
+    "many": draw_many,
+}  # fmt: skip
 
 
 def main(results: Path) -> None:

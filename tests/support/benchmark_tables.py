@@ -290,7 +290,34 @@ def startup(report: Report) -> str:
     )
 
 
+def many(report: Report) -> str:
+    cases = report["cases"]
+    ours = max(case["tokens_per_s"] for name, case in cases.items() if name.endswith(" slots"))
+    rows, waits = [], []
+    for name, case in cases.items():
+        # Sums in another order: a near tie between two tokens may end in the other one.
+        assert case["same_texts"] >= 0.95 * report["prompts"]
+        counted = [f"{case[part]:.2f}" if part in case else "" for part in ("row_steps", "slots_read")]
+        times = "" if "row_steps" in case else f"{ours / case['tokens_per_s']:.2f}"
+        rows.append([name, f"{case['s']:.1f}", f"{case['tokens_per_s']:.1f}", times, *counted])
+    for tokens, wait in report["latency"].items():
+        waits.append([
+            tokens, f"{1000 * wait['first_token_s']:.0f}", str(wait["pieces"]),
+            f"{1000 * wait['between_tokens_s']:.0f}", f"{1000 * wait['between_tokens_meanwhile_s']:.0f}",
+        ])  # fmt: skip
+    return text(
+        f"{machine(report)}; {report['prompts']} prompts of together {report['prompt_tokens']:,} tokens, "
+        f"{report['new_tokens']:,} new tokens; x is how often the seconds of the best of ours fit into those of the "
+        "other; row-steps and slots are relative to what the texts need at least.",
+        table(["", "s", "tokens per s", "x", "row-steps", "slots read"], rows, "lrrrrr"),
+        "A prompt arrives while eight others decode; ms:",
+        table(["tokens of the prompt", "first token", "pieces", "between tokens of the others", "meanwhile"], waits,
+              "rrrrr"),
+    )  # fmt: skip
+
+
 TABLES = {
+    "many": ("many-cpu", many),
     "out_of_memory": ("out-of-memory-cpu", out_of_memory),
     "assisted": ("assisted-cpu", assisted),
     "branching": ("branching-cpu", branching),
