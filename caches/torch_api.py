@@ -49,12 +49,13 @@ def state_without_hooks(module: nn.Module) -> dict[str, Any]:
     return {name: type(value)() if name.endswith("_hooks") else value for name, value in vars(module).items()}
 
 
-def compile_package(program: torch.export.ExportedProgram, path: str) -> None:
-    """Compile a program into an AOTInductor package without its constants."""
+def compile_package(program: torch.export.ExportedProgram, path: str, change: Callable[[torch.fx.Graph], None]) -> None:
+    """Compile a program into an AOTInductor package without its constants. change: called with its graph before."""
     from torch._inductor import aoti_compile_and_package  # slow to import
 
     # Without the second one, constants of up to 8 numbers are part of the code.
-    options = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
+    options: dict[str, Any] = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
+    options |= {"post_grad_custom_pre_pass": change, "fx_graph_cache": False}  # whose key needs the pass in a file
     aoti_compile_and_package(program, package_path=path, inductor_configs=options)
 
 

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import torch
 
 from configs import ConfigError, require_positive
-from strategies.operations import Crop, Flow, Forward, Needs, Operation, Task, draw
+from strategies.draw import draw
+from strategies.operations import Crop, Flow, Forward, Needs, Operation, Task
 from strategies.registry import register
 from strategies.speculative import Proposal, VerifiedText, score_copies, speculative_loop
 

@@ -10,7 +10,8 @@ from functools import partial, reduce
 
 import torch
 
-from strategies.operations import Finish, Hypothesis, NoCandidateError, Report, Task, draw, largest
+from strategies.draw import draw
+from strategies.operations import Finish, Hypothesis, NoCandidateError, Report, Task, largest
 
 _NEVER = -1e9  # the score of what must not be chosen
 

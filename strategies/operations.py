@@ -239,11 +239,6 @@ def needs_of(strategy: Strategy) -> Needs:
     return getattr(strategy, "needs", None) or Needs()
 
 
-def draw(probabilities: torch.Tensor, generator: torch.Generator | None, tokens: int = 1) -> torch.Tensor:
-    """`tokens` different ones of each row [rows, vocabulary]. Rows of NaN get any; the engine reports those."""
-    return torch.multinomial(probabilities.nan_to_num(1.0), tokens, generator=generator)
-
-
 def largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Values and indices of the `count` largest of each row [rows, width], as `topk` gives them.
 

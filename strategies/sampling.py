@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 
 from configs import require_positive
-from strategies.operations import Flow, Needs, Task, draw, one_token_per_step
+from strategies.draw import draw
+from strategies.operations import Flow, Needs, Task, one_token_per_step
 from strategies.registry import register
 
 

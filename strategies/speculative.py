@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from strategies.operations import Crop, Emit, Flow, Forward, Operation, Task, draw
+from strategies.draw import draw
+from strategies.operations import Crop, Emit, Flow, Forward, Operation, Task
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class LayerBuffers:
         write_index = self.timeline.write_index(buffers[0].device)  # makes the clock of a timeline that has none yet
         clock = self.timeline.clock
         assert clock is not None
-        return [*(buffer[:rows] for buffer in buffers), write_index, clock]
+        return [*(buffer if buffer.shape[0] == rows else buffer[:rows] for buffer in buffers), write_index, clock]
 
     @contextmanager
     def in_use(self, tensors: Sequence[torch.Tensor], slots: int | None) -> Iterator[None]:

@@ -18,6 +18,8 @@ class StopAsked(Exception):
 class Cancellation:
     """event: None, or what has `is_set()` as a `threading.Event` has."""
 
+    _notes = False  # whether one of them notes Ctrl-C now; signals are the main thread's, so there is one at a time
+
     def __init__(self, event: Any = None):
         self._event, self._is_pressed = event, False
 
@@ -35,16 +37,24 @@ class Cancellation:
     @contextmanager
     def noting_keys(self) -> Iterator[None]:
         """Only note the first Ctrl-C; the second one raises. A handler of the user's own stays in charge."""
-        in_main = threading.current_thread() is threading.main_thread()
-        if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        if not self._is_free():
             yield
             return
         try:
+            Cancellation._notes = True
             signal.signal(signal.SIGINT, self._press)
             yield
         finally:
             if signal.getsignal(signal.SIGINT) == self._press:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
+            Cancellation._notes = False
+
+    @staticmethod
+    def _is_free() -> bool:
+        """Whether nothing else handles Ctrl-C. `getsignal`, which takes microseconds, comes last."""
+        if Cancellation._notes or threading.current_thread() is not threading.main_thread():
+            return False
+        return signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def _press(self, number: int, frame: Any) -> None:
         if self._is_pressed:

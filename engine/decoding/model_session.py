@@ -269,7 +269,7 @@ class ModelSession:
                 raise EngineError(f"Crop({rejected}) has to follow a Forward")
             return
         fed = self._ids.count - rejected
-        if rejected <= self._pending and self.cache.can_reject(rejected):
+        if not rejected or (rejected <= self._pending and self.cache.can_reject(rejected)):
             self.cache.commit(rejected)
         else:
             self._read_again(fed)

@@ -49,7 +49,7 @@ from engine.model.linear_backend import Table
 from engine.model.package_builder import LAYER, failure_of, write_job
 from engine.out_of_memory import first_line, in_words
 
-_FORMAT = 5  # of packages: those of other versions are ignored
+_FORMAT = 6  # of packages: those of other versions are ignored
 _PRIORITY = 5  # a lower one costs more: every slice that it gets delays both threads of a product, for longer in all
 _MOST_ROWS = 16  # of a step: with 32, the products take so long that compiled layers gain nothing (Intel Xeon)
 _PATIENCE = 16  # steps between two looks for a package
@@ -103,6 +103,11 @@ class LayerPackages:
         self.state = found.state
         return partial(found.compute, cache) if computes else None
 
+    def begin_run(self) -> None:
+        """Look again, before the next step, whether the weights are where compiled code reads them."""
+        for one in self._sets.values():
+            one.knows_weights = False
+
     def open(self, cache: Any) -> None:
         """Call it in the open step, before its inputs are made."""
         for timeline in cache.stack.timelines:
@@ -123,6 +128,7 @@ class _Layer:
         self.package = Path()
         self.run: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None
         self.weights: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        self._addresses: list[int] = []
         self.result: tuple[list[Any], Any] | None = None  # what it returns, flattened; None for a tensor
 
     def load(self) -> None:
@@ -134,6 +140,7 @@ class _Layer:
             for name, tensor in kept.items()
             if tensor is not None
         ]
+        self._addresses = [tensor.data_ptr() for _, _, tensor in self.weights]
         named = dict([*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers()])
         self.run = load_package(
             str(self.package), lambda names: {name: named[name.removeprefix(LAYER)].detach() for name in names}
@@ -142,7 +149,7 @@ class _Layer:
     @property
     def has_its_weights(self) -> bool:
         """Whether the layer's weights are still where the code reads them."""
-        return all(kept[name].data_ptr() == tensor.data_ptr() for kept, name, tensor in self.weights)
+        return self._addresses == [kept[name].data_ptr() for kept, name, _ in self.weights]
 
 
 class _Set:
@@ -160,6 +167,7 @@ class _Set:
         self._hooks: list[dict[int, Any]] = []
         self._quiet_hooks = 0
         self._errors: list[float] = []
+        self.knows_weights = True
         self.phase, self.state = "record", "not yet"
 
     def advance(self, cache: Cache) -> bool:
@@ -171,8 +179,10 @@ class _Set:
                 self._find(cache)
             elif self.phase == "wait":
                 self._check_build()
-            elif self.phase == "use" and not all(layer.has_its_weights for layer in self._layers):
-                self.phase = "record"
+            elif self.phase == "use" and not self.knows_weights:
+                self.knows_weights = True
+                if not all(layer.has_its_weights for layer in self._layers):
+                    self.phase = "record"
         except Exception as error:  # a package, its job and its process have as many as they have libraries
             if is_out_of_memory(error):
                 raise

@@ -8,6 +8,7 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -24,11 +25,14 @@ constexpr int64_t lanes = 8;
 #endif
 // The sums of a tile stay in registers: there are 32 with AVX-512, otherwise 16.
 constexpr int outs_at_once = 4, rows_at_once = lanes == 16 ? 6 : 2;
+constexpr int outs_of_tile = 8;
 typedef float Lanes __attribute__((vector_size(4 * lanes)));
+typedef float Eight __attribute__((vector_size(32)));
 typedef float Quarter __attribute__((vector_size(16)));
 
-inline Lanes load(const float* from) {
-  Lanes found;
+template <class Vector = Lanes>
+inline Vector load(const float* from) {
+  Vector found;
   std::memcpy(&found, from, sizeof(found));
   return found;
 }
@@ -52,14 +56,16 @@ inline float sum(Lanes values) {
   return (parts[0][0] + parts[0][1]) + (parts[0][2] + parts[0][3]);
 }
 
-// A product of matrices: input [rows, width] and weight [outs, width], the width contiguous -> out [rows, outs].
+// A product of matrices: input [rows, width] and weight [outs, width], the width contiguous -> out [rows, outs], whose
+// rows are `out_stride` apart.
 template <class Weight>
 struct Product {
   const float* input;
   const Weight* weight;
   const float* scales;  // by which outputs are multiplied, or null
   float* out;
-  int64_t rows, outs, width, input_stride, weight_stride;
+  int64_t rows, outs, width, input_stride, weight_stride, out_stride;
+  const float* columns;  // see `columns_of`; null: the input is read by rows
 
   // `fetched`: the weights that are read next, or null.
   template <int some_rows, int some_outs>
@@ -86,7 +92,7 @@ struct Product {
         float total = sum(sums[other][one]);
         for (int64_t rest = i; rest < width; rest++)
           total += from[other * input_stride + rest] * static_cast<float>(by[one * weight_stride + rest]);
-        out[(row + other) * outs + first + one] = scales ? total * scales[first + one] : total;
+        out[(row + other) * out_stride + first + one] = scales ? total * scales[first + one] : total;
       }
   }
 
@@ -109,28 +115,110 @@ struct Product {
     rest<rows_at_once - 1, some_outs>(row, first, fetched, passes - 1, passes);
   }
 
-  void compute() const {
-    const int64_t tiles = (outs + outs_at_once - 1) / outs_at_once, threads = torch::stable::get_num_threads();
-    torch::stable::parallel_for(0, tiles, std::max<int64_t>(1, (tiles + threads - 1) / threads),
-      [this](int64_t from, int64_t to) {
-        int64_t first = from * outs_at_once;
-        const int64_t end = std::min(to * outs_at_once, outs);
-        for (; first + outs_at_once <= end; first += outs_at_once) {
-          const int64_t next = first + outs_at_once;
-          all_rows<outs_at_once>(first, next + outs_at_once <= end ? weight + next * weight_stride : nullptr);
-        }
-        for (; first < end; first++) all_rows<1>(first, nullptr);
-      });
+  // Outputs of all rows at once: the inputs of all rows are a vector or two, which is multiplied with a weight at a time.
+  template <class Vector, int vectors, int some_outs>
+  void column_tile(int64_t first, const Weight* fetched) const {
+    constexpr int64_t each = sizeof(Vector) / sizeof(float), side = vectors * each;
+    const Weight* by = weight + first * weight_stride;
+    Vector sums[some_outs][vectors] = {};
+    for (int64_t i = 0; i < width; i++) {
+      if (fetched && i % lanes == 0)
+        for (int one = 0; one < some_outs; one++) __builtin_prefetch(fetched + one * weight_stride + i, 0, 2);
+      Vector values[vectors];
+      for (int v = 0; v < vectors; v++) values[v] = load<Vector>(columns + i * side + v * each);
+      for (int one = 0; one < some_outs; one++)
+        for (int v = 0; v < vectors; v++) sums[one][v] += values[v] * by[one * weight_stride + i];
+    }
+    float found[some_outs][side];
+    std::memcpy(found, sums, sizeof(found));
+    for (int64_t row = 0; row < rows; row++)
+      for (int one = 0; one < some_outs; one++) out[row * out_stride + first + one] = found[one][row];
+  }
+
+  template <class Vector, int vectors>
+  void column_tiles(int64_t from, int64_t to) const {
+    constexpr int at_once = vectors * sizeof(Vector) > 32 && lanes == 8 ? 4 : outs_of_tile;  // of 16 registers
+    int64_t first = from * outs_of_tile;
+    const int64_t end = std::min(to * outs_of_tile, outs);
+    for (; first + at_once <= end; first += at_once) {
+      const int64_t next = first + at_once;
+      column_tile<Vector, vectors, at_once>(first, next + at_once <= end ? weight + next * weight_stride : nullptr);
+    }
+    for (; first < end; first++) column_tile<Vector, vectors, 1>(first, nullptr);
+  }
+
+  int64_t tiles() const { return (outs + outs_of_tile - 1) / outs_of_tile; }
+
+  void compute(int64_t from, int64_t to) const {
+    if constexpr (sizeof(Weight) == sizeof(float))
+      if (columns) return all_columns(from, to);
+    int64_t first = from * outs_of_tile;
+    const int64_t end = std::min(to * outs_of_tile, outs);
+    for (; first + outs_at_once <= end; first += outs_at_once) {
+      const int64_t next = first + outs_at_once;
+      all_rows<outs_at_once>(first, next + outs_at_once <= end ? weight + next * weight_stride : nullptr);
+    }
+    for (; first < end; first++) all_rows<1>(first, nullptr);
+  }
+
+  void all_columns(int64_t from, int64_t to) const {
+    constexpr int of_sixteen = 16 / lanes;
+    if (rows <= 8) return column_tiles<Eight, 1>(from, to);
+    rows <= 16 ? column_tiles<Lanes, of_sixteen>(from, to) : column_tiles<Lanes, 2 * of_sixteen>(from, to);
   }
 };
 
+// The input [rows, width] as [width, rows], where the rows fill 8, 16 or 32 lanes or lack few of them; else empty.
+std::vector<float> columns_of(const Tensor& input) {
+  const int64_t rows = input.size(0), width = input.size(1), stride = input.stride(0);
+  const int64_t side = rows <= 8 ? 8 : rows <= 16 ? 16 : 32;
+  if (rows > side || rows * 8 < side * 7) return {};
+  std::vector<float> columns(width * side);
+  const float* from = static_cast<const float*>(input.data_ptr());
+  for (int64_t i = 0; i < width; i++)
+    for (int64_t row = 0; row < rows; row++) columns[i * side + row] = from[row * stride + i];
+  return columns;
+}
+
+// Products of the same input, in one parallel region.
+template <class Any>
+void compute(const std::vector<Any>& products) {
+  int64_t tiles = 0;
+  for (const Any& product : products) tiles += product.tiles();
+  const int64_t threads = torch::stable::get_num_threads();
+  torch::stable::parallel_for(0, tiles, std::max<int64_t>(1, (tiles + threads - 1) / threads),
+    [&products](int64_t from, int64_t to) {
+      for (const Any& product : products) {
+        const int64_t own = product.tiles();
+        if (from < own && to > 0) product.compute(std::max<int64_t>(from, 0), std::min(to, own));
+        from -= own, to -= own;
+      }
+    });
+}
+
+int64_t outs_of(const std::vector<Tensor>& weights) {
+  int64_t outs = 0;
+  for (const Tensor& weight : weights) outs += weight.size(0);
+  return outs;
+}
+
+// scales: none, or those of each weight.
 template <class Weight>
-Tensor product(const Tensor& input, const Tensor& weight, const float* scales) {
-  Tensor out = torch::stable::new_empty(input, {input.size(0), weight.size(0)});
-  Product<Weight>{
-    static_cast<const float*>(input.data_ptr()), static_cast<const Weight*>(weight.data_ptr()), scales,
-    static_cast<float*>(out.data_ptr()), input.size(0), weight.size(0), weight.size(1), input.stride(0),
-    weight.stride(0)}.compute();
+Tensor product(const Tensor& input, const std::vector<Tensor>& weights, const std::vector<Tensor>& scales) {
+  const int64_t rows = input.size(0), all = outs_of(weights);
+  Tensor out = torch::stable::new_empty(input, {rows, all});
+  float* to = static_cast<float*>(out.data_ptr());
+  const std::vector<float> columns = sizeof(Weight) == sizeof(float) ? columns_of(input) : std::vector<float>();
+  std::vector<Product<Weight>> products;
+  for (size_t i = 0; i < weights.size(); i++) {
+    const Tensor& weight = weights[i];
+    products.push_back({
+      static_cast<const float*>(input.data_ptr()), static_cast<const Weight*>(weight.data_ptr()),
+      scales.empty() ? nullptr : static_cast<const float*>(scales[i].data_ptr()), to, rows, weight.size(0),
+      weight.size(1), input.stride(0), weight.stride(0), all, columns.empty() ? nullptr : columns.data()});
+    to += weight.size(0);
+  }
+  compute(products);
   return out;
 }
 
@@ -141,7 +229,8 @@ struct FourBits {
   const uint8_t* packed;
   const uint16_t* scales;  // bfloat16 [width / group, outs, 2]: scale and offset
   float* out;  // [rows, outs]
-  int64_t rows, outs, width, group;
+  int64_t rows, outs, width, group, out_stride;
+  int64_t half_block;  // in chunks of `lanes` bytes
 
   static float from_bfloat16(uint16_t bits) {
     const uint32_t wide = static_cast<uint32_t>(bits) << 16;
@@ -170,7 +259,6 @@ struct FourBits {
 #endif
   }
 
-  // `chunks`: of `lanes` bytes, in half a block.
   template <int some_rows, int chunks>
   void block(int64_t row, int64_t first) const {
     constexpr int64_t half = chunks * lanes;
@@ -203,55 +291,63 @@ struct FourBits {
       }
     }
     for (int other = 0; other < some_rows; other++)
-      std::memcpy(out + (row + other) * outs + first, totals[other], sizeof(totals[other]));
+      std::memcpy(out + (row + other) * out_stride + first, totals[other], sizeof(totals[other]));
+  }
+
+  int64_t tiles() const { return outs / (2 * half_block * lanes); }
+
+  void compute(int64_t from, int64_t to) const {
+    half_block == 1 ? blocks<1>(from, to) : half_block == 2 ? blocks<2>(from, to) : blocks<4>(from, to);
   }
 
   template <int chunks>
-  void compute() const {
-    constexpr int64_t outs_of_block = 2 * chunks * lanes;
-    const int64_t blocks = outs / outs_of_block, threads = torch::stable::get_num_threads();
-    torch::stable::parallel_for(0, blocks, std::max<int64_t>(1, (blocks + threads - 1) / threads),
-      [this](int64_t from, int64_t to) {
-        for (int64_t one = from; one < to; one++) {
-          int64_t row = 0;
-          for (; row + 4 <= rows; row += 4) block<4, chunks>(row, one * outs_of_block);
-          if (rows - row == 3) block<3, chunks>(row, one * outs_of_block);
-          if (rows - row == 2) block<2, chunks>(row, one * outs_of_block);
-          if (rows - row == 1) block<1, chunks>(row, one * outs_of_block);
-        }
-      });
+  void blocks(int64_t from, int64_t to) const {
+    for (int64_t one = from; one < to; one++) {
+      const int64_t first = one * 2 * chunks * lanes;
+      int64_t row = 0;
+      for (; row + 4 <= rows; row += 4) block<4, chunks>(row, first);
+      if (rows - row == 3) block<3, chunks>(row, first);
+      if (rows - row == 2) block<2, chunks>(row, first);
+      if (rows - row == 1) block<1, chunks>(row, first);
+    }
   }
 };
 
-Tensor linear(Tensor input, Tensor weight) { return product<float>(input, weight, nullptr); }
+Tensor linears(Tensor input, std::vector<Tensor> weights) { return product<float>(input, weights, {}); }
 
-Tensor int8_linear(Tensor input, Tensor codes, Tensor scales) {
-  return product<int8_t>(input, codes, static_cast<const float*>(scales.data_ptr()));
+Tensor int8_linears(Tensor input, std::vector<Tensor> codes, std::vector<Tensor> scales) {
+  return product<int8_t>(input, codes, scales);
 }
 
-Tensor int4_linear(Tensor input, Tensor packed, Tensor scales, int64_t outs_of_block) {
-  const int64_t rows = input.size(0), width = input.size(1), outs = packed.size(0), chunks = outs_of_block / lanes / 2;
-  Tensor out = torch::stable::new_empty(input, {rows, outs});
-  const FourBits product{
-    static_cast<const float*>(input.data_ptr()), static_cast<const uint8_t*>(packed.data_ptr()),
-    static_cast<const uint16_t*>(scales.data_ptr()), static_cast<float*>(out.data_ptr()), rows, outs, width,
-    width / scales.size(0)};
-  chunks == 1 ? product.compute<1>() : chunks == 2 ? product.compute<2>() : product.compute<4>();
+Tensor int4_linears(Tensor input, std::vector<Tensor> packed, std::vector<Tensor> scales, int64_t outs_of_block) {
+  const int64_t rows = input.size(0), width = input.size(1), all = outs_of(packed);
+  Tensor out = torch::stable::new_empty(input, {rows, all});
+  float* to = static_cast<float*>(out.data_ptr());
+  std::vector<FourBits> products;
+  for (size_t i = 0; i < packed.size(); i++) {
+    products.push_back({
+      static_cast<const float*>(input.data_ptr()), static_cast<const uint8_t*>(packed[i].data_ptr()),
+      static_cast<const uint16_t*>(scales[i].data_ptr()), to, rows, packed[i].size(0), width,
+      width / scales[i].size(0), all, outs_of_block / lanes / 2});
+    to += packed[i].size(0);
+  }
+  compute(products);
   return out;
 }
 
 }  // namespace
 
-// input float32 [rows, width], weight float32 or codes int8 [outs, width], all with a contiguous width, scales float32
-// [outs] -> [rows, outs]. packed, scales of 4 bits: see `FourBits`.
+// Products of one input float32 [rows, width] with several weights -> their outputs side by side, float32 [rows, all].
+// weights: float32 or codes int8 [outs, width], all with a contiguous width; scales: float32 [outs]. packed, scales of 4
+// bits: see `FourBits`.
 STABLE_TORCH_LIBRARY(kvengine, library) {
-  library.def("linear(Tensor input, Tensor weight) -> Tensor");
-  library.def("int8_linear(Tensor input, Tensor codes, Tensor scales) -> Tensor");
-  library.def("int4_linear(Tensor input, Tensor packed, Tensor scales, int outs_of_block) -> Tensor");
+  library.def("linears(Tensor input, Tensor[] weights) -> Tensor");
+  library.def("int8_linears(Tensor input, Tensor[] codes, Tensor[] scales) -> Tensor");
+  library.def("int4_linears(Tensor input, Tensor[] packed, Tensor[] scales, int outs_of_block) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvengine, CPU, library) {
-  library.impl("linear", TORCH_BOX(&linear));
-  library.impl("int8_linear", TORCH_BOX(&int8_linear));
-  library.impl("int4_linear", TORCH_BOX(&int4_linear));
+  library.impl("linears", TORCH_BOX(&linears));
+  library.impl("int8_linears", TORCH_BOX(&int8_linears));
+  library.impl("int4_linears", TORCH_BOX(&int4_linears));
 }

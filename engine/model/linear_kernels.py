@@ -5,6 +5,7 @@ They are compiled on first use, in about 3 s, once per machine. Without a compil
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,74 @@ def kernels() -> Any:
     return _OPERATORS.or_none()
 
 
+def join_products(graph: torch.fx.Graph) -> None:
+    """Let products of the same input be one call: threads start and end together once, not for each of them."""
+    groups = defaultdict(list)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in _targets() and all(map(_is_given, _weights(node))):
+            groups[node.target, _input(node), _options(node)].append(node)
+    for nodes in groups.values():
+        if len(nodes) > 1:
+            _join(graph, nodes)
+
+
 def _make_traceable() -> None:
-    for name in ("linear", "int8_linear", "int4_linear"):
+    for name in _NAMES:
         torch.library.register_fake(f"kvengine::{name}", _empty_product)
 
 
-def _empty_product(input: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
-    return input.new_empty(input.shape[0], weight.shape[0])
+def _empty_product(input: torch.Tensor, weights: list[torch.Tensor], *_: object) -> torch.Tensor:
+    return input.new_empty(input.shape[0], sum(weight.shape[0] for weight in weights))
 
 
+def _targets() -> list[Any]:
+    return [getattr(torch.ops.kvengine, name).default for name in _NAMES]
+
+
+def _weights(node: torch.fx.Node) -> list[Any]:
+    """The tensors that a product has in lists, of one element each before it is joined with others."""
+    return [one for tensors in node.args[1:] if isinstance(tensors, list) for one in tensors]
+
+
+def _input(node: torch.fx.Node) -> Any:
+    """What the input is: each product has a view of its own of the same tensor."""
+    view: Any = node.args[0]
+    is_view = view.op == "call_function" and view.target in (
+        torch.ops.aten.reshape.default,
+        torch.ops.aten.view.default,
+    )
+    return (view.args[0], str(view.args[1])) if is_view else view
+
+
+def _options(node: torch.fx.Node) -> tuple[Any, ...]:
+    return tuple(one for one in node.args[1:] if not isinstance(one, list))
+
+
+def _is_given(tensor: Any) -> bool:
+    """Whether it is there before the first product."""
+    return tensor.op in ("placeholder", "get_attr")
+
+
+def _join(graph: torch.fx.Graph, nodes: list[torch.fx.Node]) -> None:
+    """One product in place of `nodes`, with a slice of its outputs for each."""
+    weights = map(list, zip(*map(_weights, nodes), strict=True))
+    arguments = (nodes[0].args[0], *weights, *_options(nodes[0]))
+    with graph.inserting_before(nodes[0]):
+        joined = _call(graph, nodes[0].target, arguments)
+        begin = 0
+        for node in nodes:
+            end = begin + node.meta["val"].shape[1]
+            node.replace_all_uses_with(_call(graph, torch.ops.aten.slice.Tensor, (joined, 1, begin, end)))
+            begin = end
+    for node in nodes:
+        graph.erase_node(node)
+
+
+def _call(graph: torch.fx.Graph, target: Any, arguments: tuple[Any, ...]) -> torch.fx.Node:
+    call = graph.call_function(target, arguments)
+    call.meta["val"] = target(*torch.fx.map_arg(arguments, lambda node: node.meta["val"]))
+    return call
+
+
+_NAMES = ("linears", "int8_linears", "int4_linears")
 _OPERATORS = Operators(Path(__file__).with_suffix(".cpp"), "The fastest product of linear layers", _make_traceable)

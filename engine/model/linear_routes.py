@@ -70,7 +70,7 @@ def _kernel(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """The kernel `linear_kernels.cpp`: reads the weights at memory bandwidth for up to about 16 rows."""
     if weight.stride(1) != 1:
         return functional.linear(input, weight, bias)
-    return with_bias(kernels().linear(input.reshape(-1, input.shape[-1]).contiguous(), weight), input, bias)
+    return with_bias(kernels().linears(input.reshape(-1, input.shape[-1]).contiguous(), [weight]), input, bias)
 
 
 def with_bias(product: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

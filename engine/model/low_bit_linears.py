@@ -56,7 +56,7 @@ class Int8Linear(nn.Module):
 
 def _int8_product(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     if (operators := kernels()) is not None:
-        out: torch.Tensor = operators.int8_linear(rows.float().contiguous(), codes, scales.float())
+        out: torch.Tensor = operators.int8_linears(rows.float().contiguous(), [codes], [scales.float()])
         return out
     # torch's operator takes scales in bfloat16, which would change all weights of an output alike.
     ones = torch.ones_like(scales, dtype=torch.bfloat16)
@@ -97,7 +97,7 @@ class Int4Linear(nn.Module):
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
         rows, scales, layout = rows.contiguous(), self.scales.to(torch.bfloat16), self.layout
         if layout is not None and layout.halves and layout.outs >= 32 and (operators := kernels()) is not None:
-            out: torch.Tensor = operators.int4_linear(rows.float(), self.packed, scales, layout.outs)
+            out: torch.Tensor = operators.int4_linears(rows.float(), [self.packed], [scales], layout.outs)
             return out
         return int4_product(rows.to(torch.bfloat16), self.packed, self.group, scales)
 

@@ -164,9 +164,10 @@ def one_token_mask(model: Any, cache: TransformersCache | None, kinds: MaskKinds
     This avoids transformers' expansion of the 2D mask in every step, which waits for the device. None if transformers
     has to make the mask: no padding, models that read the 2D mask, other caches, windows smaller than the cache.
     """
-    dtype = _mask_dtype(model)
-    view = attention_view(cache)
-    if not view.specs or columns.mask(end) is None or dtype is None:
+    if columns.mask(end) is None:  # in most steps; what follows takes microseconds
+        return None
+    dtype, view = _mask_dtype(model), attention_view(cache)
+    if not view.specs or dtype is None:
         return None
     masks: dict[str, torch.Tensor | None] = {}
     for layer, spec in enumerate(view.specs):

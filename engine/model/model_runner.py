@@ -89,6 +89,7 @@ class ModelRunner:
 
     def __init__(self, model: PreTrainedModel, compile: str = "off", linears: str = "default"):
         self.model = model
+        self._is_encoder_decoder = model.config.is_encoder_decoder  # attributes of configurations take microseconds
         self._table, self._turn = table_for(model, linears), turn_of(model)
         packed_attention.install()
         self.dynamic_ropes = dynamic_ropes(model)
@@ -248,6 +249,8 @@ class ModelRunner:
         total = before + ids.shape[1]
         chunk_tokens = options.chunk_tokens
         view = attention_view(cache)
+        if options.prefill and self._packages is not None:
+            self._packages.begin_run()
         most = view.max_step_tokens
         if most is not None and set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL).isdisjoint(inputs.model_kwargs):
             chunk_tokens = most if chunk_tokens is None else min(chunk_tokens, most)
@@ -346,12 +349,14 @@ class ModelRunner:
 
     def _compiled_step(self, inputs: dict[str, Any], step: _Step) -> Callable[..., ModelOutput] | None:
         """What computes this step on fixed shapes, if it is a decode step that can be compiled."""
+        if self._compiled is None and self._packages is None:
+            return None
         cache = step.cache
         if step.end - step.begin > 1 or step.prefill or isinstance(cache, Probe) or cache.why_not_compiled is not None:
             return None
         if self._packages is not None and "input_ids" in inputs and not any(map(inputs.get, _RECORDED)):
             return self._packages.next_step(cache, len(step.ids))
-        return None if self._compiled is None else self._in_one_graph
+        return self._in_one_graph if self._packages is None else None
 
     def _call(
         self,
@@ -362,7 +367,7 @@ class ModelRunner:
     ) -> ModelOutput:
         """compute: what computes the step on fixed shapes; None for the model itself."""
         if compute is not None:
-            part = "decoder_" if self.model.config.is_encoder_decoder else ""
+            part = "decoder_" if self._is_encoder_decoder else ""
             assert not isinstance(step.cache, Probe)
             if self._packages is not None:
                 self._packages.open(step.cache)
@@ -406,7 +411,7 @@ class ModelRunner:
     def _inputs(self, step: _Step, inputs: ModelInputs) -> dict[str, Any]:
         """What the model's forward gets for the columns of this step, before embeddings take the place of ids."""
         columns, cache, begin, end = step.columns, step.cache, step.begin, step.end
-        is_encoder_decoder = self.model.config.is_encoder_decoder
+        is_encoder_decoder = self._is_encoder_decoder
         made: dict[str, Any] = {
             "decoder_attention_mask" if is_encoder_decoder else "attention_mask": self._mask(columns, begin, end),
             **self._cache_argument.inputs(cache.handle),

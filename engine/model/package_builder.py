@@ -24,7 +24,7 @@ from caches.quantization.machine import write_atomically
 from caches.torch_api import compile_package, state_without_hooks
 from engine.model.layer_step import LayerStep, dynamic_shapes
 from engine.model.linear_backend import Table, active, install
-from engine.model.linear_kernels import kernels
+from engine.model.linear_kernels import join_products, kernels
 
 LAYER = "layer."  # before the names of the weights in a package
 _KEPT = 64  # elements: larger tensors come to the other process without their values
@@ -90,7 +90,7 @@ def _build(step: LayerStep, linears: Table | None, package: Path) -> None:
         raise ValueError(f"the layer uses tensors that are neither parameters nor buffers: {', '.join(unknown)}")
     building = package.with_suffix(f".{os.getpid()}.pt2")
     try:
-        compile_package(program, str(building))
+        compile_package(program, str(building), join_products)
         os.replace(building, package)
     finally:
         with suppress(OSError):

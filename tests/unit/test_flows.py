@@ -10,6 +10,7 @@ import engine
 import strategies
 from engine.request.parameters import read
 from strategies import Crop, Emit, Forward, Needs, Rows
+from strategies.draw import draw
 from strategies.operations import largest, needs_of
 
 
@@ -442,3 +443,26 @@ def test_the_largest_scores(width, count):
     assert torch.equal(values, expected.values)
     assert torch.equal(scores.gather(1, indices), values)
     assert all(len(set(row)) == count for row in indices.tolist())
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("shape", [(1, 7), (3, 32_000), (16, 1000)])
+def test_draws_are_those_of_multinomial(shape, tokens):
+    """The same tokens, and the generators go on alike."""
+    probabilities = torch.randn(shape, generator=torch.Generator().manual_seed(0)).softmax(dim=-1)
+    own, other = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    for _ in range(3):
+        assert draw(probabilities, own, tokens).equal(torch.multinomial(probabilities, tokens, generator=other))
+    torch.manual_seed(2)
+    found = draw(probabilities.T.contiguous().T, None)
+    torch.manual_seed(2)
+    assert found.equal(torch.multinomial(probabilities, 1))
+
+
+def test_draws_where_multinomial_draws_in_another_way(monkeypatch):
+    """Another release of torch may: then its own is called."""
+    probabilities = torch.full((1, 8), 0.125)
+    monkeypatch.setattr(strategies.draw, "_draws_as_known", lambda: False)
+    monkeypatch.setattr(torch, "multinomial", lambda weights, tokens, generator: ("its own", tokens))
+    assert draw(probabilities, None, 3) == ("its own", 3)
+    assert draw(probabilities.double(), None) == ("its own", 1)

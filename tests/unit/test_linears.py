@@ -11,11 +11,15 @@ import torch
 from architectures import prompt, tiny_model
 from helpers import needs_kernels
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize, prune
 
 import engine
-from engine.model import linear_backend, linear_kernels, linear_routes
+from caches.torch_api import pack_int4
+from engine.model import linear_backend, linear_kernels, linear_routes, low_bit_linears
 from engine.model.linear_backend import Table, active, table_for
+from engine.model.linear_kernels import join_products, kernels
 from engine.model.linear_routes import ALL_TORCH
 
 pytestmark = pytest.mark.skipif(not linear_backend.has_onednn(), reason="this torch was built without oneDNN")
@@ -257,7 +261,7 @@ def test_a_model_that_was_moved_is_left_alone():
 
 @needs_kernels
 @pytest.mark.parametrize(("outs", "width"), [(1, 1), (5, 3), (33, 47), (64, 768), (4, 16)])
-@pytest.mark.parametrize("rows", [1, 2, 4, 5, 7, 13])
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 7, 8, 13, 14, 16, 21, 28, 32, 33])
 def test_the_kernel(rows, outs, width):
     layer, input = nn.Linear(width, outs), torch.randn(1, rows, width)
     with torch.no_grad():
@@ -274,6 +278,46 @@ def test_the_kernel(rows, outs, width):
             input[..., 0] = float("nan")
             assert layer(input).isnan().all()
     assert taken == [linear_routes.routes()["kernel"]] * 7
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 3, 8, 16, 17])
+def test_several_products_of_one_input(rows):
+    """Their outputs stand side by side; each is the product alone."""
+    input, widths = torch.randn(rows, 128), (33, 8, 64, 1)
+    weights = [torch.randn(outs, 128) for outs in widths]
+    codes = [torch.randint(-127, 128, (outs, 128), dtype=torch.int8) for outs in widths]
+    scales = [torch.rand(outs) for outs in widths]
+    packed = [pack_int4(torch.randint(0, 16, (outs, 128), dtype=torch.int32)) for outs in (64, 192)]
+    halves = [torch.rand(2, outs, 2).bfloat16() for outs in (64, 192)]
+    found = kernels()
+    cases = [(found.linears, [weights], ()), (found.int8_linears, [codes, scales], ())]
+    if (layout := low_bit_linears._layout()) is not None and layout.halves and layout.outs >= 32:
+        cases.append((found.int4_linears, [packed, halves], (layout.outs,)))
+    for product, lists, options in cases:
+        each = [product(input, *([one] for one in group), *options) for group in zip(*lists, strict=True)]
+        assert torch.equal(product(input, *lists, *options), torch.cat(each, dim=1))
+
+
+@needs_kernels
+def test_compiled_layers_have_one_product_for_each_input():
+    """Query, key and value together, gate and up together: four products in place of seven."""
+
+    def layer(input, weights):
+        query, key, value, out, gate, up, down = weights
+        product = lambda rows, weight: kernels().linears(rows.reshape(-1, 8), [weight])  # noqa: E731
+        found = product(product(input, query) + product(input, key) * product(input, value), out)
+        return product(product(found, gate) * product(found, up), down)
+
+    arguments = torch.randn(2, 1, 8), [torch.randn(8, 8) for _ in range(7)]
+    with FakeTensorMode() as mode:
+        fake = torch.utils._pytree.tree_map(mode.from_tensor, arguments)
+        traced = make_fx(layer)(*fake)
+    join_products(traced.graph)
+    traced.recompile()
+    products = [node for node in traced.graph.nodes if "linears" in str(node.target)]
+    assert [len(node.args[1]) for node in products] == [3, 1, 2, 1]
+    torch.testing.assert_close(traced(*arguments), layer(*arguments))
 
 
 @needs_kernels
