@@ -159,12 +159,12 @@ class ModelSession:
         waiting = self._prefix.columns + begin + tokens.shape[1] - self.cache.total_tokens
         if waiting <= most or not self.executor.reads_in_pieces:
             return None
-        pieces = -(-waiting // most)
-        end = self._write(tokens) - waiting + -(-waiting // pieces)  # all of about the same size
+        pieces, last = -(-waiting // most), self._write(tokens)
+        end = last - waiting + -(-waiting // pieces)  # all of about the same size
         self._feed(end, self._ids.count == 0 or self.is_empty, CollectedOutputs(hidden=False, tokens=1))
         self.cache.commit()
         self._ids.count, self._prefilled = end, True
-        return tokens[:, end - begin :]
+        return self._ids.ids[:, end:last].clone()  # more than `tokens` where the cache was emptied in between
 
     def park(self) -> None:
         """Free the memory of the cache until the next forward: it is read again then, or has moved off the device."""

@@ -234,6 +234,21 @@ class TestRequests:
             engine.EngineError
         ] * 2
 
+    @pytest.mark.parametrize("cache", ["dynamic", "offloaded"])
+    def test_a_prompt_that_is_parked_while_it_is_read_is_read_again(self, cache):
+        gen = engine.Generator(tiny_model("llama"))
+        request = BatchRequest(0, ids(23), {"max_new_tokens": 8} | chosen(cache))
+        expected = gen.generate(request.inputs, **request.parameters).tokens
+        scheduler = gen._scheduler(2, None, piece_tokens=3)
+        scheduler.add(request)
+        for turn in range(40):
+            scheduler.turn()
+            if turn in (2, 4):
+                assert scheduler._runs[0].is_reading
+                with torch.no_grad():
+                    scheduler._runs[0].driver.loop.park()
+        assert request.result().tokens == expected
+
     def test_memory_that_stays_out_ends_the_requests(self):
         """Every joined step and every step alone fails, and no cache can be parked: no turn goes on for ever."""
         gen = engine.Generator(tiny_model("llama"))
