@@ -176,6 +176,18 @@ forced_bos_token_id, forced_eos_token_id, exponential_decay_length_penalty, reno
         processor that keeps something per row is a `StatefulLogitsProcessor`.
     prefix_allowed_tokens_fn : callable, optional
         Called with the prompt's index and a row's ids; returns the ids that may come next.
+    response_format : dict, optional
+        As in OpenAI's interface: `{"type": "json_object"}`, or `{"type": "json_schema", "json_schema": {"schema":
+        ...}}`. This and the four below take a list too, with one or None for each prompt, and need the extra `grammar`
+        and a tokenizer. The texts of a row that ends by itself have the form; `Generation.parsed` has their values.
+    json_schema : dict, str or pydantic model, optional
+        Texts are JSON that follows this schema.
+    regex : str, optional
+        Texts match this regular expression as a whole.
+    choices : list of str, optional
+        Texts are one of these.
+    grammar : str, optional
+        Texts follow this grammar, in Lark's notation.
     max_new_tokens : int, default 20
         Tokens per row at most.
     min_new_tokens : int, optional

@@ -140,6 +140,9 @@ class Generation:
         For beam search: the scores of the texts, float32.
     beam_indices : LongTensor [rows, new] or None
         For beam search: the row from which each new token was chosen, -1 after the end.
+    parsed : list or None
+        With `json_schema` or `response_format`: what each text says, as Python values or an object of the pydantic
+        model; None for a row that did not end by itself, and for other constraints. None without a constraint.
     legacy : bool
         Whether `past_key_values` is a tuple, as requested with `return_legacy_cache=True`.
     """
@@ -159,6 +162,7 @@ class Generation:
     encoder_hidden_states: tuple[torch.Tensor, ...] | None = None
     sequences_scores: torch.Tensor | None = None
     beam_indices: torch.Tensor | None = None
+    parsed: list[Any] | None = None
     legacy: bool = False
 
     @property

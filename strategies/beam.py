@@ -62,6 +62,7 @@ class Beam:
             yield show([beams], self.num_return_sequences, task.ids.shape[1])
             ids = beams.running.ids.flatten(0, 1)
             del logits, log_probs  # the next step makes others
+            task.announce(ids)
             logits = yield Forward(ids[:, -1:])
         end = finish([beams.ended], self.num_return_sequences, task.ids.shape[1], tuple(recorded))
         yield Rows(repeat_rows_index(len(task.ids), self.num_return_sequences) * size)

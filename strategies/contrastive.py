@@ -55,6 +55,7 @@ class Contrastive:
             states = _directions(hidden).unflatten(0, (-1, k))[:, :, 0]  # [rows, k, width]
             cosines = (states @ context.transpose(1, 2)).masked_fill(~visible[:, None], -1)
             value = (1 - self.penalty_alpha) * probabilities - self.penalty_alpha * cosines.amax(dim=-1)
+            value = value.masked_fill(scores.gather(1, candidates) == -torch.inf, -torch.inf)  # processors forbid it
             best = value.argmax(dim=-1, keepdim=True)  # [rows, 1], the first on ties
             winners = first_rows + best[:, 0]
             yield Rows(winners)

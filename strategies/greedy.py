@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from strategies.operations import Flow, Needs, Task, one_token_per_step
 from strategies.registry import register
+from strategies.speculative import nothing_proposed, speculative_loop
 
 
 @register
@@ -19,4 +20,6 @@ class Greedy:
     needs: ClassVar[Needs] = Needs(score_copies=2)
 
     def flow(self, task: Task) -> Flow:
+        if task.forced is not None:
+            return speculative_loop(task, False, nothing_proposed)
         return one_token_per_step(task, lambda scores: scores.argmax(dim=-1))

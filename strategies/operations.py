@@ -64,6 +64,10 @@ class Translation:
     max_columns: int
 
 
+def nothing(ids: torch.Tensor) -> None:
+    """The `Task.announce` of a call without a constraint."""
+
+
 def at_once(work: Callable[[], T]) -> T:
     """The `Task.attempt` that does the work once."""
     return work()
@@ -83,7 +87,9 @@ class Task:
     whether the scores of the steps are wanted in `Finish`. generator: what random numbers are drawn from, on the device
     of the scores: that of the call's `seed`, or None for torch's global one. A strategy that draws passes it on, as in
     `torch.multinomial(probabilities, 1, generator=task.generator)`. The seed covers nothing else: a `process` that
-    draws takes torch's global numbers.
+    draws takes torch's global numbers. forced: where the call constrains its texts, for each row of ids [rows, columns]
+    the tokens that `process` lets come next as the only ones, maybe none. announce: may be called before a `Forward`
+    with the very ids that `process` gets after it.
     """
 
     ids: torch.Tensor
@@ -98,6 +104,8 @@ class Task:
     attempt: Callable[[Callable[[], Any]], Any] = at_once
     records_scores: bool = True
     generator: torch.Generator | None = None
+    forced: Callable[[torch.Tensor], list[list[int]]] | None = None
+    announce: Callable[[torch.Tensor], None] = nothing
 
 
 @dataclass(frozen=True)
@@ -277,4 +285,5 @@ def one_token_per_step(task: Task, choose: Callable[[torch.Tensor], torch.Tensor
         tokens = task.attempt(partial(choose, scores))
         ids = yield Emit(tokens[:, None], (scores,))
         del logits, scores  # the next step makes others
+        task.announce(ids)
         logits = yield Forward(ids[:, -1:])

@@ -12,6 +12,7 @@ from configs import require_positive
 from strategies.draw import draw
 from strategies.operations import Flow, Needs, Task, one_token_per_step
 from strategies.registry import register
+from strategies.speculative import nothing_proposed, speculative_loop
 
 
 @register
@@ -35,6 +36,8 @@ class Sampling:
         return Needs(rows_per_prompt=self.num_return_sequences, texts_per_prompt=self.num_return_sequences)
 
     def flow(self, task: Task) -> Flow:
+        if task.forced is not None and self.num_return_sequences == 1:
+            return speculative_loop(task, True, nothing_proposed)
         return one_token_per_step(task, partial(_draw, task.generator), self.num_return_sequences)
 
 

@@ -123,6 +123,28 @@ def score_copies(proposed: int, samples: bool) -> int:
     return 2 * (proposed + 1) + (3 if samples else 1)
 
 
+def forced_tokens(text: VerifiedText) -> Proposal | None:
+    """What every row has to go on with, as a proposal that will be accepted; None where a row is free to choose."""
+    if text.task.forced is None or text.room < 1 or text.most_fixed:
+        return None
+    each = text.task.forced(text.ids)
+    over = text.over.tolist()
+    columns = min((len(tokens) for tokens, ended in zip(each, over, strict=True) if not ended), default=0)
+    columns = min(columns, text.room)
+    if not columns:
+        return None
+    rows = [
+        [text.task.pad_id] * columns if ended else tokens[:columns] for tokens, ended in zip(each, over, strict=True)
+    ]
+    return Proposal(torch.tensor(rows, dtype=torch.long, device=text.ids.device))
+
+
+def nothing_proposed(text: VerifiedText) -> Generator[Operation, Any, Proposal]:
+    """The proposals of a strategy that only reads tokens at once that a constraint has determined."""
+    yield from ()
+    return Proposal(text.ids[:, :0])
+
+
 Propose = Callable[[VerifiedText], Generator[Operation, Any, Proposal]]
 
 
@@ -138,5 +160,5 @@ def speculative_loop(task: Task, samples: bool, propose: Propose) -> Flow:
             yield Crop(wrong)
         text.advance((yield Emit(tokens, scores)), tokens)
         del logits, scores  # the next forward makes others
-        proposal = yield from propose(text)
+        proposal = forced_tokens(text) or (yield from propose(text))
         logits = yield Forward(torch.cat([text.ids[:, -1:], proposal.tokens], dim=1), all_logits=True)

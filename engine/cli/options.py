@@ -127,6 +127,11 @@ CHOOSING = {
     "set_option": option(list[str], "NAME=VALUE", "Any generation parameter of transformers; may be repeated.",
         "--set"),
 }
+FORM = {
+    "json_schema": option(Path, "FILE", "Texts are JSON after the schema in this file; needs the extra grammar."),
+    "regex": option(str, "PATTERN", "Texts match this regular expression."),
+    "choices": option(list[str], "TEXT", "Texts are one of these; repeat it for each.", "--choice"),
+}
 ENDING = {
     "max_new_tokens": option(int, "N",
         "Tokens to generate at most; default: what the model's own settings say, or else 20.", "--max-new-tokens",
@@ -197,6 +202,7 @@ GENERATE: dict[str | None, dict[str, Declared]] = {
     "The model": MODEL,
     "The cache": CACHE,
     "How tokens are chosen": CHOOSING,
+    "What form texts have": FORM,
     "When it ends": ENDING,
     "What is printed": OUTPUT,
 }  # fmt: skip
@@ -205,5 +211,6 @@ CHAT: dict[str | None, dict[str, Declared]] = {
     "The model": MODEL,
     "The cache": CACHE,
     "How tokens are chosen": CHOOSING,
+    "What form answers have": FORM,
     "When an answer ends": ENDING,
 }

@@ -15,10 +15,15 @@ from engine.errors import OptionError
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _SEARCHING = ("num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "penalty_alpha")
 # Options with the name of their generation parameter.
-_NAMED = [name for name in (*options.CHOOSING, *options.ENDING) if name not in ("assistant_model", "set_option")]
+_NAMED = [
+    name
+    for name in (*options.CHOOSING, *options.FORM, *options.ENDING)
+    if name not in ("assistant_model", "set_option")
+]
 # Parameters that --set refuses, with the remedy.
 _INSTEAD = {"inputs": "PROMPT", "prompt": "PROMPT", "as_json": "--json", "set_option": "--set",
-            "cache_config": "--cache-option", "logits_processor": "engine.generate, in Python"}  # fmt: skip
+            "cache_config": "--cache-option", "choices": "--choice",
+            "logits_processor": "engine.generate, in Python"}  # fmt: skip
 # Options that are fields of `EngineConfig`.
 _SETTINGS = [name for name in options.MODEL if name not in ("model", "config")]
 
@@ -35,6 +40,8 @@ def generation_parameters(given: dict[str, Any]) -> dict[str, Any]:
         checked(text, "--stop-strings")
     others = assignments(given["set_option"], "--set")
     values = given | {"do_sample": given["do_sample"] or None}  # a flag is False if it was not given
+    if (file := given["json_schema"]) is not None:
+        values["json_schema"] = _read(str(file), file.read_bytes)
     named = {name: values[name] for name in _NAMED if values[name] not in (None, [])}
     for name in others:
         if name in named:

@@ -58,7 +58,7 @@ class Driver:
         computed them, else None.
         """
         run = self.loop
-        flow = self._begun()
+        flow = self._begun(alone=piece_tokens is None)
         failure: Exception | KeyboardInterrupt | None = None
         try:
             try:
@@ -98,10 +98,10 @@ class Driver:
         self._cancellation.pass_on()
         return self.loop.result()
 
-    def _begun(self) -> Flow:
+    def _begun(self, alone: bool) -> Flow:
         """The strategy's flow. Its errors, and a flow that is no generator, are raised before any work."""
         try:
-            flow = self.loop.begin()
+            flow = self.loop.begin(alone)
             if not all(callable(getattr(flow, name, None)) for name in ("send", "close")):
                 raise OptionError(
                     f"the strategy's flow() returned {flow!r:.80}, where a generator of operations belongs: write it "

@@ -73,12 +73,14 @@ class DecodingLoop:
         self.given_up = False  # there is no result
         self._peak = Peak(self._device)
 
-    def begin(self) -> Flow:
-        """The strategy's flow, whose operations `perform` carries out."""
+    def begin(self, alone: bool = True) -> Flow:
+        """The strategy's flow, whose operations `perform` carries out. alone: whether no steps are joined with others:
+        then tokens that a constraint determines are fed at once."""
         self.clock.begin()
         records = self._records.has_scores
         # Not kept: it refers to this object.
         task = replace(self._request.task, process=self._process, attempt=self._attempt, records_scores=records)
+        task = task if alone else replace(task, forced=None)
         return self._request.strategy.flow(task)
 
     @property
@@ -394,10 +396,12 @@ class DecodingLoop:
         records = self._records.fields()
         if "encoder_outputs" not in self._request.prompt.model_kwargs:  # GPT-2 returns an empty tuple of these
             records.pop("cross_attentions", None)
+        text = self._text()
         return Generation(
             sequences=self._tokens.ids,
             tokens=self._tokens.new(),
-            text=self._text(),
+            text=text,
+            parsed=self._parsed(text),
             finish_reasons=list(self._stopping.reasons),
             stats=self._stats(),
             cache=self._session.cache.handle,
@@ -414,6 +418,12 @@ class DecodingLoop:
         if texts is not None:
             return texts
         return [decode(row, skip_special_tokens=True, clean_up_tokenization_spaces=False) for row in self._tokens.new()]
+
+    def _parsed(self, text: list[str] | None) -> list[Any] | None:
+        """What texts mean that a constraint has given a form; None where none has."""
+        if self._request.grammar is None or text is None:
+            return None
+        return self._request.grammar.parsed(text, [reason == "eos" for reason in self._stopping.reasons])
 
     def _stats(self) -> Stats:
         drafts = self._request.drafts

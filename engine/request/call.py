@@ -82,6 +82,12 @@ def parameters(
     negative_prompt_attention_mask: torch.Tensor | None = None,
     logits_processor: Sequence[Any] | Callable[..., Any] | None = None,
     prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
+    # What form texts have.
+    response_format: dict[str, Any] | type | Sequence[Any] | None = None,
+    json_schema: dict[str, Any] | str | type | Sequence[Any] | None = None,
+    regex: str | Sequence[str | None] | None = None,
+    choices: Sequence[str] | Sequence[Sequence[str] | None] | None = None,
+    grammar: str | Sequence[str | None] | None = None,
     # When it ends.
     max_new_tokens: int | None = None,
     min_new_tokens: int | None = None,
@@ -147,6 +153,11 @@ class Call:
     assistant_model: PreTrainedModel | None = None
     assistant_tokenizer: Any = None
     logits_processor: list[Any] | None = None
+    response_format: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    choices: Any = None
+    grammar: Any = None
     stopping_criteria: list[Any] | None = None
     cancellation: Any = None
     streamer: BaseStreamer | None = None

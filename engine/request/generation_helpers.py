@@ -12,8 +12,13 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from caches.transformers_api import logits_processors, stopping_criteria
 from engine.errors import OptionError
 from engine.prompt import Prompt
+from engine.request.call import Call
+from engine.request.checks import vocabulary_of
+from engine.request.constraint import read_constraints
 from engine.request.encoder import Source
+from engine.request.grammar import Grammar
 from engine.request.logits_processors import Processing, name_of
+from strategies import Needs
 
 
 def what_is_read(prompt: Prompt, source: Source | None) -> torch.Tensor:
@@ -54,6 +59,22 @@ def processing(
     except (ValueError, TypeError) as error:  # an impossible temperature, ..., maybe of the model's own settings
         raise OptionError(f"transformers refuses these generation parameters: {error}") from error
     return Processing(processors, prompt.ids)
+
+
+def read_grammar(
+    model: PreTrainedModel, call: Call, prompt: Prompt, eos_ids: tuple[int, ...], new_tokens: int, needs: Needs
+) -> Grammar | None:
+    """The processor of what the call asks of the form of its texts. Raises `OptionError`."""
+    constraints = read_constraints(call, len(prompt.ids))
+    if constraints is None:
+        return None
+    said, vocabulary = next(one.said for one in constraints if one is not None), vocabulary_of(model)
+    if vocabulary is None:
+        raise OptionError(f"{said} needs to know how many tokens {type(model).__name__} has scores for")
+    rows = len(prompt.ids) * needs.rows_per_prompt
+    grammar = Grammar(constraints, call.tokenizer, vocabulary, eos_ids, prompt.ids.shape[1], rows)
+    grammar.check_length(new_tokens)
+    return grammar
 
 
 def ended(

@@ -22,6 +22,7 @@ from transformers.generation.logits_process import (
 
 from caches.transformers_api import constraint_of
 from engine.errors import EngineError, OptionError
+from engine.request.grammar import Grammar
 from strategies import repeat_rows_index
 
 
@@ -156,6 +157,8 @@ def _knows_rows_by_place(processor: Any) -> bool:
     if isinstance(processor, RepetitionPenaltyLogitsProcessor):
         padding = processor.prompt_ignore_length
         return isinstance(padding, torch.Tensor) and len(padding.unique()) > 1
+    if isinstance(processor, Grammar):
+        return processor.differs
     made_for_prompts = (
         EncoderNoRepeatNGramLogitsProcessor,
         EncoderRepetitionPenaltyLogitsProcessor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from caches import EngineCache
 from configs import CacheConfig
 from engine.errors import OptionError
 from engine.request.call import Call
+from engine.request.constraint import is_pydantic
 from engine.request.parameter_hints import hint
 from strategies import Needs
 from strategies.registry import old_declaration
@@ -243,6 +245,47 @@ def _check_takes(function: Callable[..., Any], given: str) -> None:
         raise _Wrong(f"has {name}{signature}, but it is called with {given}: {error}") from None
 
 
+def _schema(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise _Wrong(f"is a text that is no JSON: {error}") from error
+    if not isinstance(value, (Mapping, bool)) and not is_pydantic(value):
+        raise _Wrong
+    return value
+
+
+def _format(value: Any) -> Any:
+    if not isinstance(value, Mapping) and not is_pydantic(value):
+        raise _Wrong
+    return value
+
+
+def _choices(value: Any) -> list[str]:
+    found = [_text(one) for one in _sequence(value)]
+    if not found:
+        raise _Wrong("is empty: give one text or more")
+    return found
+
+
+def _or_each(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The value for all prompts, or a list with one, or None, for each."""
+
+    def read_each(value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            return read(value)
+        return [None if one is None else read(one) for one in value]
+
+    return read_each
+
+
+def _all_choices(value: Any) -> Any:
+    if isinstance(value, (list, tuple)) and value and not any(isinstance(one, str) for one in value):
+        return [None if one is None else _choices(one) for one in value]
+    return _choices(value)
+
+
 def _strategy(value: Any) -> Any:
     is_one = isinstance(getattr(value, "name", None), str) and callable(getattr(value, "flow", None))
     if not isinstance(value, str) and (isinstance(value, type) or not is_one or not hasattr(value, "samples")):
@@ -356,6 +399,13 @@ _OTHERS: dict[str, Kind] = {
     **dict.fromkeys(("trust_cache", "return_legacy_cache", "synced_gpus", "trust_remote_code"), _FLAG),
     **dict.fromkeys(("logits_processor", "stopping_criteria"), _CALLABLES),
     "prefix_allowed_tokens_fn": Kind("something callable", _constraint),
+    "response_format": Kind("a dict as in OpenAI's interface, or a list of one for each prompt", _or_each(_format)),
+    "json_schema": Kind(
+        "a JSON schema as a dict or its text, a pydantic model, or a list of one for each prompt", _or_each(_schema)
+    ),
+    "regex": Kind("a regular expression as a text, or a list of one for each prompt", _or_each(_text)),
+    "grammar": Kind("a grammar in Lark's notation as a text, or a list of one for each prompt", _or_each(_text)),
+    "choices": Kind("a list of texts, or a list of such lists, one for each prompt", _all_choices),
     "cancellation": having("is_set", words="a threading.Event, and set() it to stop the run"),
     "streamer": having("put", "end", words="a TextStreamer or another BaseStreamer of transformers"),
 }

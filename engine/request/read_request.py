@@ -39,9 +39,10 @@ from engine.request.checks import (
     check_positions,
     check_said_ids,
 )
+from engine.request.constraint import leave_out_forced_ids
 from engine.request.continuation import known_mask
 from engine.request.encoder import Source, read_source
-from engine.request.generation_helpers import Criteria, ended, processing, stop_strings, what_is_read
+from engine.request.generation_helpers import Criteria, ended, processing, read_grammar, stop_strings, what_is_read
 from engine.request.guidance import ARGUMENTS, check_guidance, read_guidance
 from engine.request.model_kwargs import complete_model_kwargs
 from engine.request.parameter_hints import hint
@@ -96,7 +97,9 @@ def read_request(
     eos, pad, _ = special_tokens(config)
     if pad is None and tokenizer is not None and tokenizer.pad_token_id is not None:
         pad = torch.tensor(tokenizer.pad_token_id)
-    given = call.logits_processor
+    eos_ids = () if eos is None else tuple(eos.tolist())
+    grammar = read_grammar(model, call, prompt, eos_ids, total - mask.shape[1], needs)
+    given = [*(call.logits_processor or []), *([] if grammar is None else [grammar])]
     request = Request(
         prompt=prompt,
         mask=mask,
@@ -108,12 +111,13 @@ def read_request(
         source=source,
         guidance=guidance,
         criteria=Criteria(call.stopping_criteria or []),
-        eos_ids=() if eos is None else tuple(eos.tolist()),
+        eos_ids=eos_ids,
         pad_id=0 if pad is None else int(pad),
         stop_strings=stop_strings(config, tokenizer),
         ended=ended(model, config, call.stopping_criteria, tokenizer),
         chunk_tokens=chunk_tokens,
         generator=seeded(call.seed, prompt_device(model)),
+        grammar=grammar,
     )
     texts = len(prompt.ids) * needs.texts_per_prompt
     if texts > 1 and not request.length_is_known:
@@ -137,6 +141,7 @@ def _read_said(model: PreTrainedModel, call: Call, assistant: PreTrainedModel | 
     check_applies(model, strategy, config, options)
     check_said_ids(model, config, options)
     check_guidance(model, config.guidance_scale, negative)
+    leave_out_forced_ids(call, config, options)
     return _Said(options, config, strategy, model_inputs, lengths, negative, constraint)
 
 

@@ -10,12 +10,13 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from engine.prompt import Prompt
 from engine.request.encoder import Recover, Source, encode
+from engine.request.grammar import Grammar
 from engine.request.guidance import Guidance
 from engine.request.logits_processors import Processing
 from engine.request.run_shape import RunShape
 from engine.request.strategy import score_copies
 from strategies import Needs, SpeculationStats, Strategy, Task, Translation
-from strategies.operations import needs_of
+from strategies.operations import needs_of, nothing
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Request:
     translation: Translation | None = None
     guidance: Guidance | None = None
     generator: torch.Generator | None = None
+    grammar: Grammar | None = None
 
     @property
     def needs(self) -> Needs:
@@ -130,6 +132,8 @@ class Request:
             drafts=self.drafts,
             translation=self.translation,
             generator=self.generator,
+            forced=None if self.grammar is None else self.grammar.forced,
+            announce=nothing if self.grammar is None else self.grammar.announce,
         )
 
     @property

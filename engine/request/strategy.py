@@ -20,6 +20,7 @@ import strategies
 from caches.transformers_api import default_generation_params
 from engine.errors import OptionError
 from engine.request.call import Call
+from engine.request.grammar import MOST_FORCED, Grammar
 from engine.request.parameters import read
 from strategies import Strategy
 from strategies.operations import needs_of
@@ -147,6 +148,8 @@ def score_copies(strategy: Strategy, processors: Sequence[Any] = ()) -> int:
     own = needs_of(strategy).score_copies
     if not processors:
         return own
+    if any(isinstance(one, Grammar) for one in processors):
+        own += 2 * MOST_FORCED
     sorts = any(isinstance(one, _SORTING) for one in processors)
     # The input, the output of one processor and of the next; sorting adds int64 indices of twice the bytes.
     return max(own + 1, 8 if sorts else 4)

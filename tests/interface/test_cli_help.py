@@ -22,7 +22,15 @@ from engine.cli.values import assignments
 from engine.planning.report import BackendPlan
 
 PROMPT = "import os\n"
-HEADINGS = ["The prompt:", "The model:", "The cache:", "How tokens are chosen:", "When it ends:", "What is printed:"]
+HEADINGS = [
+    "The prompt:",
+    "The model:",
+    "The cache:",
+    "How tokens are chosen:",
+    "What form texts have:",
+    "When it ends:",
+    "What is printed:",
+]
 WIDTHS = [60, 80, 100, 160]
 
 

@@ -79,6 +79,22 @@ def test_texts_are_those_of_each_prompt_alone(backend, strategy, kind, slots):
             assert found[index].result().tokens == texts
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("first", ["sliding_window", "dynamic"])
+def test_rows_of_one_length_may_keep_different_slots(kind, first):
+    """No row has padding, and yet the one with a window has fewer slots. Each begins a step after the one before."""
+    gen, orders = engine.Generator(tiny_model(kind)), {"sliding_window": ("sliding_window", "dynamic", "sink")}
+    backends = orders.get(first, ("dynamic", "sink", "sliding_window"))
+    draws = {"max_new_tokens": 12, "do_sample": True, "top_k": 0, "seed": 1}  # the largest score tells less
+    requests = [{"prompt": ids(16 + seed, seed)} | draws | chosen(name) for seed, name in enumerate(backends)]
+    if kind == "gpt2":  # learned positions cannot be moved
+        requests = [one for one in requests if one["cache"] != "sink"]
+    found = {one.index: one.result().tokens for one in gen.generate_many(requests)}
+    for index, one in enumerate(requests):
+        own = dict(one)
+        assert found[index] == gen.generate(own.pop("prompt"), **own).tokens
+
+
 def test_steps_are_joined():
     """All requests that decode take one step together: as many steps as the longest text has, not as all have."""
     gen = engine.Generator(tiny_model("llama"))

@@ -1,0 +1,218 @@
+"""`Grammar`: the logits processor of constraints. What may come next is a function of a row's text.
+
+It needs no word of rows that change places or of tokens that are taken back: a state per text is kept, and that of a
+new text is made from the nearest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import LogitsProcessor, PreTrainedTokenizerFast
+
+from engine.errors import EngineError, OptionError
+from engine.request.constraint import Constraint
+
+MOST_FORCED = 16  # tokens that are fed at once: each has logits and scores of its own
+_SPARE = 8  # states that are kept besides two per row
+
+_Text: TypeAlias = tuple[int, tuple[int, ...]]
+"""A constraint by its number, and the tokens after the prompt."""
+
+
+@dataclass(eq=False)
+class _State:
+    """matcher: after a text. forced, allowed: tokens that have to come next, or a byte for each token: 0 forbids it;
+    both None before they are asked for, and where the text has left the grammar."""
+
+    matcher: Any
+    has_left: bool = False
+    forced: list[int] | None = None
+    allowed: bytes | None = None
+
+
+class Grammar(LogitsProcessor):
+    """constraints: of each prompt, or None. prompt_columns: columns before the texts. rows: of the run at most."""
+
+    def __init__(
+        self,
+        constraints: Sequence[Constraint | None],
+        tokenizer: Any,
+        vocabulary: int,
+        eos_ids: Sequence[int],
+        prompt_columns: int,
+        rows: int,
+    ):
+        self.constraints = tuple(constraints)
+        unique = list(dict.fromkeys(one for one in constraints if one is not None))
+        self._kinds = [None if one is None else unique.index(one) for one in constraints]
+        self._ends = frozenset(token for token in eos_ids if 0 <= token < vocabulary)
+        self._prompt_columns, self._most = prompt_columns, 2 * rows + _SPARE
+        if not self._ends:
+            raise OptionError(
+                f"{unique[0].said} ends a text with an end token, and this call has none: give eos_token_id"
+            )
+        library = _library_tokenizer(tokenizer, vocabulary, sorted(self._ends), unique[0].said)
+        self._begin = [_State(_matcher(one, library)) for one in unique]
+        self._states: dict[_Text, _State] = {(number, ()): state for number, state in enumerate(self._begin)}
+        self._announced: tuple[torch.Tensor, list[_Text | None]] | None = None
+
+    @property
+    def differs(self) -> bool:
+        """Whether it says something different about the texts of different prompts."""
+        return len(set(self._kinds)) > 1
+
+    def check_length(self, new_tokens: int) -> None:
+        """Raise `OptionError` if no text of so many tokens is complete, as far as that is known before."""
+        for number, state in enumerate(self._begin):
+            least = len(state.matcher.compute_ff_tokens()) + 1
+            if least > new_tokens:
+                said = self.constraints[self._kinds.index(number)].said  # type: ignore[union-attr]
+                raise OptionError(
+                    f"{said} takes {least} tokens or more, of which {least - 1} are certain and one is the end token, "
+                    f"and max_new_tokens leaves {new_tokens}: raise it"
+                )
+
+    def announce(self, ids: torch.Tensor) -> None:
+        """The texts ids [rows, columns] will be asked about after the next forward. Reading them waits for the device:
+        done before the forward, masks are made while the device computes it."""
+        self._announced = ids, self._texts(ids)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        texts = self._reached(input_ids)
+        mask = torch.ones(scores.shape, dtype=torch.uint8)
+        for row, text in enumerate(texts):
+            if text is None:
+                continue
+            state = self._known(text)
+            mask[row] = 0
+            if state.forced:
+                mask[row, state.forced[0]] = 1
+            elif state.allowed is not None:
+                mask[row, : len(state.allowed)] = torch.frombuffer(bytearray(state.allowed), dtype=torch.uint8)
+        return scores.masked_fill(mask.to(scores.device) == 0, -torch.inf)
+
+    def forced(self, ids: torch.Tensor) -> list[list[int]]:
+        """For each row the tokens that have to come next, at most `MOST_FORCED`."""
+        texts = self._reached(ids)
+        return [[] if text is None else (self._known(text).forced or [])[:MOST_FORCED] for text in texts]
+
+    def parsed(self, texts: Sequence[str], are_complete: Sequence[bool]) -> list[Any]:
+        """What complete texts mean, by row; None for others."""
+        each = len(texts) // len(self.constraints)
+        found: list[Any] = []
+        for row, (text, is_complete) in enumerate(zip(texts, are_complete, strict=True)):
+            constraint = self.constraints[row // each]
+            reads = is_complete and constraint is not None and constraint.parse is not None
+            found.append(constraint.parse(text) if reads else None)  # type: ignore[union-attr, misc]
+        return found
+
+    def _texts(self, ids: torch.Tensor) -> list[_Text | None]:
+        """The text of each row; None where nothing constrains what comes next: there is no constraint, or its end."""
+        each, found = len(ids) // len(self._kinds), []
+        for row, tokens in enumerate(ids[:, self._prompt_columns :].tolist()):
+            number = self._kinds[row // each if self.differs else 0]
+            found.append(None if number is None or not self._ends.isdisjoint(tokens) else (number, tuple(tokens)))
+        return found
+
+    def _reached(self, ids: torch.Tensor) -> list[_Text | None]:
+        """The text of each row, with a state for it."""
+        announced, self._announced = self._announced, None
+        texts = announced[1] if announced is not None and announced[0] is ids else self._texts(ids)
+        wanted = {text for text in texts if text is not None}
+        sources = {text: self._nearest(text) for text in wanted if text not in self._states}
+        for text, source in sources.items():
+            self._states[text] = self._after(source, text)
+        self._evict(wanted)
+        return texts
+
+    def _nearest(self, text: _Text) -> _Text:
+        """The known text that has the most in common with this one."""
+        number, tokens = text
+        parent = self._states.get((number, tokens[:-1]))
+        if parent is not None and not parent.has_left:
+            return number, tokens[:-1]
+        known = [one for one, state in self._states.items() if one[0] == number and not state.has_left]
+        return max(known, key=lambda one: _common(one[1], tokens))
+
+    def _after(self, source: _Text, text: _Text) -> _State:
+        """The state of `text`, made from that of `source`."""
+        matcher, common = self._states[source].matcher.deep_copy(), _common(source[1], text[1])
+        if common < len(source[1]) and not matcher.rollback(len(source[1]) - common):
+            matcher, common = self._begin[text[0]].matcher.deep_copy(), 0
+        rest = list(text[1][common:])
+        return _State(matcher, has_left=matcher.try_consume_tokens(rest) < len(rest))
+
+    def _evict(self, wanted: set[_Text]) -> None:
+        """Keep the states that are wanted, those of the empty texts, and the newest of the others."""
+        others = [text for text in self._states if text[1] and text not in wanted]
+        for text in others[: max(0, len(others) + len(wanted) - max(self._most, 2 * len(wanted)))]:
+            del self._states[text]
+
+    def _known(self, text: _Text) -> _State:
+        """The state of a text, with what may come next. Nothing may where the text has left the grammar, as a beam does
+        that has nothing left to go on with."""
+        state = self._states[text]
+        if state.forced is None and not state.has_left:
+            state.forced = state.matcher.compute_ff_tokens()
+            if not state.forced:
+                state.allowed = state.matcher.compute_logit_bias()
+            if state.matcher.is_error():
+                said = next(one.said for one, number in zip(self.constraints, self._kinds, strict=True)
+                            if one is not None and number == text[0])  # fmt: skip
+                raise EngineError(f"{said} cannot be followed further: {_in_short(state.matcher.get_error())}")
+        return state
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts have in common."""
+    differs = (number for number, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
+    return next(differs, min(len(one), len(other)))
+
+
+_TOKENIZERS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+
+
+def _library_tokenizer(tokenizer: Any, vocabulary: int, ends: list[int], said: str) -> Any:
+    """The tokenizer in the form of llguidance, which takes up to a second to make. vocabulary: scores of the model."""
+    from llguidance import hf
+
+    if tokenizer is None:
+        raise OptionError(f"{said} is about the text: pass tokenizer=..., or give the model as a path")
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise OptionError(
+            f"{said} needs a tokenizer of the package tokenizers, whose tokens llguidance can read, and this is a "
+            f"{type(tokenizer).__name__}"
+        )
+    if len(tokenizer) > vocabulary:
+        raise OptionError(
+            f"{said}: the tokenizer has {len(tokenizer)} tokens and the model scores of {vocabulary}, so they do not "
+            "belong together: give the model's own tokenizer"
+        )
+    known = _TOKENIZERS.setdefault(tokenizer, {})
+    key = (len(tokenizer), vocabulary, *ends)
+    if key not in known:
+        try:
+            known[key] = hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=ends)
+        except ValueError as error:
+            raise OptionError(f"{said}: llguidance cannot read the tokenizer: {_in_short(str(error))}") from error
+    return known[key]
+
+
+def _matcher(constraint: Constraint, library: Any) -> Any:
+    """At the beginning of a text. Raises `OptionError` where nothing can follow the constraint."""
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(library, constraint.grammar, log_level=0)
+    is_empty = not matcher.is_error() and not any(matcher.compute_logit_bias())
+    if matcher.is_error() or is_empty:
+        raise OptionError(f"{constraint.said}: {_in_short(matcher.get_error()) or 'no text can follow it'}")
+    return matcher
+
+
+def _in_short(message: str) -> str:
+    return " ".join(message.split())[:300]
