@@ -130,7 +130,7 @@ CHOOSING = {
 FORM = {
     "json_schema": option(Path, "FILE", "Texts are JSON after the schema in this file; needs the extra grammar."),
     "regex": option(str, "PATTERN", "Texts match this regular expression."),
-    "choices": option(list[str], "TEXT", "Texts are one of these; repeat it for each.", "--choice"),
+    "choices": option(list[str], "TEXT", "Texts are one of these; repeat it for each.", "--choices", "--choice"),
 }
 ENDING = {
     "max_new_tokens": option(int, "N",

@@ -162,7 +162,8 @@ def one_token_mask(model: Any, cache: TransformersCache | None, kinds: MaskKinds
     """The mask of an eager step of one token per row, or a dict of them per layer type; views of `columns`.
 
     This avoids transformers' expansion of the 2D mask in every step, which waits for the device. None if transformers
-    has to make the mask: no padding in a cache of its own, models that read the 2D mask, other caches, windows smaller than the cache.
+    has to make the mask: no padding in a cache of its own, models that read the 2D mask, other caches, windows smaller
+    than the cache.
     """
     # In most steps there is none; what follows takes microseconds. Joined rows of one length may differ in slots.
     if columns.mask(end) is None and not isinstance(cache, JoinedCaches):

@@ -2,12 +2,15 @@
 
 import builtins
 import json
+import re
 from random import Random
 
 import pytest
 import torch
+from architectures import randomised, tiny_model
 from injection import failing
-from transformers import LogitsProcessorList
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from transformers import AutoTokenizer, LogitsProcessorList, PreTrainedTokenizerFast
 
 import engine
 from engine.request.call import Call
@@ -266,10 +269,57 @@ def test_a_tokenizer_that_does_not_fit():
     ids = torch.tensor([[5, 6]])
     with pytest.raises(engine.OptionError, match=r"about the text: pass tokenizer"):
         engine.generate(model(), ids, regex="a")
-    from architectures import tiny_model
-
     with pytest.raises(engine.OptionError, match=r"4096 tokens and the model scores of 101"):
         engine.generate(tiny_model("llama"), ids, tokenizer=tokenizer(), regex="a", eos_token_id=0)
+
+
+def of_words(kind):
+    """A tokenizer as of sentencepiece, with bytes for what it does not know, or one with added tokens."""
+    if kind == "sentencepiece":
+        pieces = [
+            "<unk>",
+            "</s>",
+            "<pad>",
+            *(f"<0x{byte:02X}>" for byte in range(256)),
+            "\u2581",
+            *"0123456789-abc",
+            "12",
+            "ab",
+        ]
+        made = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, [("1", "2"), ("a", "b")],
+                                    unk_token="<unk>", fuse_unk=True, byte_fallback=True))  # fmt: skip
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        made.decoder = decoders.Sequence(steps)
+        return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", pad_token="<pad>")
+    found = AutoTokenizer.from_pretrained(engine.SHIPPED_MODEL)
+    found.add_tokens(["<think>", AddedToken("<end>", special=True)])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "added tokens"])
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "seed": 3}, {"num_beams": 3, "do_sample": False}], ids=str)
+def test_other_tokenizers(kind, options):
+    """The model has more scores than the tokenizer has tokens, and the text two ends."""
+    words, vocabulary = of_words(kind), VOCABULARY + 40
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    large = randomised(
+        "LlamaConfig", dict(vocab_size=vocabulary, eos_token_id=None, max_position_embeddings=256) | sizes
+    )
+    ends = [words.eos_token_id, len(words) - 1]
+    out = engine.generate(
+        large,
+        "12",
+        tokenizer=words,
+        regex="[0-9]{2}-(ab|c|ü){1,3}",
+        eos_token_id=ends,
+        pad_token_id=2,
+        max_new_tokens=40,
+        **options,
+    )
+    assert out.finish_reasons == ["eos"]
+    assert out.tokens[0][-1] in ends
+    assert re.fullmatch("[0-9]{2}-(ab|c|ü){1,3}", words.decode(out.tokens[0][:-1]).strip())
 
 
 def test_without_the_library(monkeypatch):
