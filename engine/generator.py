@@ -272,7 +272,9 @@ class Generator:
                     draft_request = draft_request.encoded(draft.model, draft_recovery.apply_before)
             except Exhausted as error:
                 seconds = time.perf_counter() - started
-                nothing = nothing_generated(request.prompt.ids, call.tokenizer is not None, taken, seconds)
+                nothing = nothing_generated(
+                    request.prompt.ids, call.tokenizer is not None, taken, seconds, request.grammar is not None
+                )
                 message = f"memory was out in the encoder, before the first token ({error})"
                 raise OutOfMemoryError(message, nothing) from error.__cause__
             cache, known = self._cache_for(choice, request, budget)

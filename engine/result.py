@@ -216,12 +216,13 @@ def _cut(text: str, most: int) -> str:
 
 
 def nothing_generated(
-    prompts: torch.Tensor, with_text: bool, fallbacks: Sequence[Fallback], total_s: float
+    prompts: torch.Tensor, with_text: bool, fallbacks: Sequence[Fallback], total_s: float, constrained: bool = False
 ) -> Generation:
     """The result of a run that ended before its first forward. prompts: [rows, columns]."""
+    parsed = [None] * len(prompts) if constrained else None
     stats = Stats("none", total_s=total_s, fallbacks=tuple(fallbacks))
     text = [""] * len(prompts) if with_text else None
-    return Generation(prompts, [[] for _ in prompts], text, [None] * len(prompts), stats, cache=None)
+    return Generation(prompts, [[] for _ in prompts], text, [None] * len(prompts), stats, cache=None, parsed=parsed)
 
 
 @dataclass(frozen=True)

@@ -70,16 +70,17 @@ class _Drafter:
     def __init__(self, options: Assisted, task: Task):
         self.options, self.task = options, task
         self.length = task.drafts.length or options.num_assistant_tokens
-        self.fed = 0  # columns of the text that the draft has read, proposed ones included
-        self._end = 0  # where the last proposal would have ended, had all of it been accepted
+        self.fed = 0  # columns that the draft has read, proposed ones included
+        self.read = task.ids[:, :0]  # these columns, in the draft's ids
+        self.proposed: torch.Tensor | None = None  # the text with all of the last proposal, in the model's ids
 
     def propose(self, text: VerifiedText) -> Generator[Operation, Any, Proposal]:
         columns = text.ids.shape[1]
-        self.adapt(columns)
+        self.adapt(text)
         k = min(max(self.length, text.most_fixed), text.room)
         if k < 1:
             return Proposal(text.ids[:, :0])
-        tokens = yield from self.unread(text.ids)
+        tokens = yield from self.unread(text.ids, text.over)
         read, probabilities = text.ids, []
         while True:
             logits = yield Forward(tokens, model="draft")
@@ -92,7 +93,7 @@ class _Drafter:
             if proposed == k or (proposed >= text.most_fixed and self.doubts(q.gather(1, tokens)[~text.over])):
                 break
             self.fed += 1
-        self._end = read.shape[1] + 1
+        self.read, self.proposed = read[:, : self.fed], read
         return Proposal(read[:, columns:], torch.stack(probabilities, dim=1) if self.options.samples else None)
 
     def choose(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,18 +101,23 @@ class _Drafter:
         q = scores.softmax(dim=-1)
         return q, draw(q, self.task.generator)[:, 0] if self.options.samples else q.argmax(dim=-1)
 
-    def unread(self, ids: torch.Tensor) -> Generator[Operation, Any, torch.Tensor]:
-        """The tokens of the text that the draft has to read; it rolls back what is not in the text."""
-        kept = min(self.fed, ids.shape[1] - 1)  # the last token is never one that it has read
+    def unread(self, ids: torch.Tensor, over: torch.Tensor) -> Generator[Operation, Any, torch.Tensor]:
+        """The tokens of the text that the draft has to read; it rolls back what is not in the text. over: rows that
+        have ended, which do not matter."""
+        columns = min(self.fed, ids.shape[1] - 1)  # the last token is never one that it has read
+        same = (self.read[:, :columns] == ids[:, :columns]) | over[:, None]
+        kept = int(same.all(dim=0).long().cumprod(dim=0).sum())
         if self.fed > kept:
             yield Crop(self.fed - kept, model="draft")
         self.fed = ids.shape[1]
         return ids[:, kept:]
 
-    def adapt(self, columns: int) -> None:
-        """Adapt the length to the last proposal: the text has `columns` now."""
-        if self._end and self.options.num_assistant_tokens_schedule != "constant":
-            self.length = self.length + 2 if columns == self._end else max(1, self.length - 1)
+    def adapt(self, text: VerifiedText) -> None:
+        """Adapt the length to how much of the last proposal is in the text."""
+        if self.proposed is not None and self.options.num_assistant_tokens_schedule != "constant":
+            end = self.proposed.shape[1]
+            same = (text.ids[:, :end] == self.proposed[:, : text.ids.shape[1]]) | text.over[:, None]
+            self.length = self.length + 2 if text.ids.shape[1] > end and bool(same.all()) else max(1, self.length - 1)
         self.task.drafts.length = self.length
 
     def doubts(self, confidence: torch.Tensor) -> bool:
@@ -123,34 +129,22 @@ class _Drafter:
 class _Translating(_Drafter):
     """Proposes what a draft with a vocabulary of its own goes on with; for one row."""
 
-    def __init__(self, options: Assisted, task: Task):
-        super().__init__(options, task)
-        self._read = task.ids[:, :0]  # by the draft, in its own ids
-
     def propose(self, text: VerifiedText) -> Generator[Operation, Any, Proposal]:
         translation = self.task.translation
         assert translation is not None
-        self.adapt(text.ids.shape[1])
+        self.adapt(text)
         wanted = translation.to_draft(text.ids)
         k = min(self.length, text.room, translation.max_columns - wanted.shape[1] - 1)
         if k < 1:
             return Proposal(text.ids[:, :0])
-        tokens, read = (yield from self.unread(wanted)), wanted
+        tokens, read = (yield from self.unread(wanted, text.over)), wanted
         for _ in range(k):
             logits = yield Forward(tokens, model="draft")
             tokens = logits.argmax(dim=-1, keepdim=True)
             read = torch.cat([read, tokens], dim=1)
             if self.doubts(logits.softmax(dim=-1).gather(1, tokens)):
                 break
-        self._read, self.fed = read[:, :-1], read.shape[1] - 1
+        self.read, self.fed = read[:, :-1], read.shape[1] - 1
         new = translation.to_model(text.ids, read, wanted.shape[1])[:, : text.room]
-        self._end = text.ids.shape[1] + new.shape[1] + 1
+        self.proposed = torch.cat([text.ids, new], dim=1)
         return Proposal(new)
-
-    def unread(self, ids: torch.Tensor) -> Generator[Operation, Any, torch.Tensor]:
-        columns = min(self.fed, ids.shape[1] - 1)
-        same = self._read[:, :columns] == ids[:, :columns]
-        kept = int(same[0].long().cumprod(dim=0).sum())
-        if self.fed > kept:
-            yield Crop(self.fed - kept, model="draft")
-        return ids[:, kept:]

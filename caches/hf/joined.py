@@ -140,6 +140,11 @@ class JoinedCaches(TransformersCache, AttentionView):
         slots = [part.get_mask_sizes(1, layer_idx)[0] for part in self.parts]
         return [own for own, rows in zip(slots, self.sizes, strict=True) for _ in range(rows)]
 
+    @property
+    def slots_differ(self) -> bool:
+        """Whether some rows have fewer slots than others in a layer."""
+        return any(len(set(self.slots_of_rows(layer))) > 1 for layer, spec in enumerate(self.specs) if spec.keeps_kv)
+
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         slots = max(part.get_mask_sizes(query_length, layer_idx)[0] for part in self.parts)
         return slots, self.total_tokens + query_length - slots

@@ -38,6 +38,10 @@ def generation_parameters(given: dict[str, Any]) -> dict[str, Any]:
     """
     for text in given["stop_strings"] or []:
         checked(text, "--stop-strings")
+    for text in given["choices"] or []:
+        checked(text, "--choice")
+    if given["regex"] is not None:
+        checked(given["regex"], "--regex")
     others = assignments(given["set_option"], "--set")
     values = given | {"do_sample": given["do_sample"] or None}  # a flag is False if it was not given
     if (file := given["json_schema"]) is not None:

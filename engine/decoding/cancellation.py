@@ -45,9 +45,9 @@ class Cancellation:
             signal.signal(signal.SIGINT, self._press)
             yield
         finally:
+            Cancellation._notes = False  # first: a second Ctrl-C may raise in the next lines
             if signal.getsignal(signal.SIGINT) == self._press:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-            Cancellation._notes = False
 
     @staticmethod
     def _is_free() -> bool:

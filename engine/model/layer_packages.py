@@ -104,7 +104,8 @@ class LayerPackages:
         return partial(found.compute, cache) if computes else None
 
     def begin_run(self) -> None:
-        """Look again, before the next step, whether the weights are where compiled code reads them."""
+        """Look again, before the next step, whether the weights are where compiled code reads them: once per run, as it
+        takes longer than some steps. Weights that are moved in the middle of a run take part from the next one on."""
         for one in self._sets.values():
             one.knows_weights = False
 

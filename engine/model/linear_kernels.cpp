@@ -137,7 +137,8 @@ struct Product {
 
   template <class Vector, int vectors>
   void column_tiles(int64_t from, int64_t to) const {
-    constexpr int at_once = vectors * sizeof(Vector) > 32 && lanes == 8 ? 4 : outs_of_tile;  // of 16 registers
+    constexpr int fit = vectors * sizeof(Vector) > 64 ? 2 : vectors * sizeof(Vector) > 32 ? 4 : outs_of_tile;
+    constexpr int at_once = lanes == 8 ? fit : outs_of_tile;  // their sums have to fit 16 registers, or 32
     int64_t first = from * outs_of_tile;
     const int64_t end = std::min(to * outs_of_tile, outs);
     for (; first + at_once <= end; first += at_once) {
@@ -202,10 +203,16 @@ int64_t outs_of(const std::vector<Tensor>& weights) {
   return outs;
 }
 
+void check_contiguous(const Tensor& of) {
+  STD_TORCH_CHECK(of.size(1) == 1 || of.stride(1) == 1, "the width of inputs and weights has to be contiguous");
+}
+
 // scales: none, or those of each weight.
 template <class Weight>
 Tensor product(const Tensor& input, const std::vector<Tensor>& weights, const std::vector<Tensor>& scales) {
   const int64_t rows = input.size(0), all = outs_of(weights);
+  check_contiguous(input);
+  for (const Tensor& weight : weights) check_contiguous(weight);
   Tensor out = torch::stable::new_empty(input, {rows, all});
   float* to = static_cast<float*>(out.data_ptr());
   const std::vector<float> columns = sizeof(Weight) == sizeof(float) ? columns_of(input) : std::vector<float>();
@@ -321,6 +328,8 @@ Tensor int8_linears(Tensor input, std::vector<Tensor> codes, std::vector<Tensor>
 
 Tensor int4_linears(Tensor input, std::vector<Tensor> packed, std::vector<Tensor> scales, int64_t outs_of_block) {
   const int64_t rows = input.size(0), width = input.size(1), all = outs_of(packed);
+  check_contiguous(input);
+  STD_TORCH_CHECK(rows == 1 || input.stride(0) == width, "the rows of the input have to follow each other");
   Tensor out = torch::stable::new_empty(input, {rows, all});
   float* to = static_cast<float*>(out.data_ptr());
   std::vector<FourBits> products;

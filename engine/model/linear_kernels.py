@@ -21,9 +21,12 @@ def kernels() -> Any:
 
 def join_products(graph: torch.fx.Graph) -> None:
     """Let products of the same input be one call: threads start and end together once, not for each of them."""
+    if kernels() is None:
+        return
+    targets = [getattr(torch.ops.kvengine, name).default for name in _NAMES]
     groups = defaultdict(list)
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in _targets() and all(map(_is_given, _weights(node))):
+        if node.op == "call_function" and node.target in targets and all(map(_is_given, _weights(node))):
             groups[node.target, _input(node), _options(node)].append(node)
     for nodes in groups.values():
         if len(nodes) > 1:
@@ -37,10 +40,6 @@ def _make_traceable() -> None:
 
 def _empty_product(input: torch.Tensor, weights: list[torch.Tensor], *_: object) -> torch.Tensor:
     return input.new_empty(input.shape[0], sum(weight.shape[0] for weight in weights))
-
-
-def _targets() -> list[Any]:
-    return [getattr(torch.ops.kvengine, name).default for name in _NAMES]
 
 
 def _weights(node: torch.fx.Node) -> list[Any]:
@@ -83,8 +82,9 @@ def _join(graph: torch.fx.Graph, nodes: list[torch.fx.Node]) -> None:
 
 
 def _call(graph: torch.fx.Graph, target: Any, arguments: tuple[Any, ...]) -> torch.fx.Node:
-    call = graph.call_function(target, arguments)
-    call.meta["val"] = target(*torch.fx.map_arg(arguments, lambda node: node.meta["val"]))
+    call, values = graph.call_function(target, arguments), torch.fx.map_arg(arguments, lambda node: node.meta["val"])
+    call.meta["val"] = target(*values)
+    call.meta["eager_input_vals"] = (values, {})  # the compiler keeps these strides, which the kernels need
     return call
 
 

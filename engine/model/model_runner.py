@@ -249,8 +249,6 @@ class ModelRunner:
         total = before + ids.shape[1]
         chunk_tokens = options.chunk_tokens
         view = attention_view(cache)
-        if options.prefill and self._packages is not None:
-            self._packages.begin_run()
         most = view.max_step_tokens
         if most is not None and set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL).isdisjoint(inputs.model_kwargs):
             chunk_tokens = most if chunk_tokens is None else min(chunk_tokens, most)
@@ -260,6 +258,8 @@ class ModelRunner:
             with self._turn:
                 if options.resume is not None:
                     options.resume()
+                if options.prefill and self._packages is not None:
+                    self._packages.begin_run()
                 begin = cache.total_tokens
                 if options.prefill or begin == 0:
                     view.set_padding(columns.left_padding)

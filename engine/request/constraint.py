@@ -32,7 +32,6 @@ def read_constraints(call: Call, prompts: int) -> tuple[Constraint | None, ...] 
     given = {name: getattr(call, name) for name in NAMES if getattr(call, name) is not None}
     if not given:
         return None
-    check_installed(next(iter(given)))
     each: list[Constraint | None] = [None] * prompts
     for name, value in given.items():
         found = [_read(name, one) for one in value] if _is_per_prompt(name, value) else [_read(name, value)] * prompts
@@ -45,20 +44,24 @@ def read_constraints(call: Call, prompts: int) -> tuple[Constraint | None, ...] 
     return tuple(each) if any(each) else None
 
 
-def leave_out_forced_ids(call: Call, config: GenerationConfig, options: Mapping[str, Any]) -> None:
-    """Leave out tokens that a model's own settings force at the beginning or the end of a text, whatever its form.
+_OF_ANY_FORM = (
+    "forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens", "no_repeat_ngram_size",
+    "suppress_tokens", "begin_suppress_tokens",
+)  # fmt: skip
 
-    Raises `OptionError` for those that the call itself forces.
+
+def leave_out_own_settings(call: Call, config: GenerationConfig, said: str) -> None:
+    """Leave out what a model's own settings force or forbid in texts of any form: no text might be left.
+
+    What the call says stays; it is refused where it forces a token. said: the parameter that asks for a form.
     """
-    said = next((name for name in NAMES if getattr(call, name) is not None), None)
-    if said is None:
-        return
-    for name in ("forced_bos_token_id", "forced_eos_token_id"):
-        if options.get(name) is not None:
-            raise OptionError(
-                f"{name}={options[name]} would break the form that {said} asks for: leave one of them out"
-            )
-        setattr(config, name, None)
+    for name in _OF_ANY_FORM:
+        given = call.options.get(name)
+        given = getattr(call.generation_config, name, None) if given is None else given
+        if given is None:
+            setattr(config, name, None)
+        elif name.startswith("forced"):
+            raise OptionError(f"{name}={given} would break the form that {said} asks for: leave one of them out")
 
 
 def check_installed(name: str) -> None:
@@ -79,8 +82,9 @@ def _is_per_prompt(name: str, value: Any) -> bool:
 
 
 def _read(name: str, value: Any) -> Constraint | None:
-    if value is None:
+    if value is None or (name == "response_format" and not is_pydantic(value) and value.get("type") == "text"):
         return None
+    check_installed(name)
     if name == "response_format":
         return _read_format(value)
     if name == "json_schema":
@@ -93,13 +97,11 @@ def _read(name: str, value: Any) -> Constraint | None:
     return Constraint(name, convert(value))
 
 
-def _read_format(value: Any) -> Constraint | None:
+def _read_format(value: Any) -> Constraint:
     """`response_format` as in OpenAI's interface."""
     if is_pydantic(value):
         return _of_schema("response_format", value)
     kind = value.get("type")
-    if kind == "text":
-        return None
     if kind == "json_object":
         return _of_schema("response_format", {"type": "object"})
     schema = value.get("json_schema")
@@ -115,12 +117,22 @@ def _of_schema(name: str, value: Any) -> Constraint:
     from llguidance import LLMatcher
 
     parse: Callable[[str], Any] = json.loads
-    if is_pydantic(value):
-        value, parse = value.model_json_schema(), value.model_validate_json
     try:
+        if is_pydantic(value):
+            value, parse = _closed(value.model_json_schema()), value.model_validate_json
         return Constraint(name, LLMatcher.grammar_from_json_schema(json.dumps(value), defaults=_SPACES), parse)
-    except ValueError as error:
-        raise OptionError(f"{name} is no JSON schema: {error}") from error
+    except Exception as error:  # pydantic has errors of its own
+        raise OptionError(f"{name} is no JSON schema: {type(error).__name__}: {error}") from error
+
+
+def _closed(schema: Any) -> Any:
+    """A model's schema, whose objects have no other properties unless the model allows them."""
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: _closed(one) for name, one in schema.items()}
+    return {"additionalProperties": False} | closed if "properties" in schema else closed
 
 
 def _alternatives(choices: Sequence[str]) -> str:

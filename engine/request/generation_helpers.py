@@ -14,11 +14,10 @@ from engine.errors import OptionError
 from engine.prompt import Prompt
 from engine.request.call import Call
 from engine.request.checks import vocabulary_of
-from engine.request.constraint import read_constraints
+from engine.request.constraint import leave_out_own_settings, read_constraints
 from engine.request.encoder import Source
 from engine.request.grammar import Grammar
 from engine.request.logits_processors import Processing, name_of
-from strategies import Needs
 
 
 def what_is_read(prompt: Prompt, source: Source | None) -> torch.Tensor:
@@ -62,7 +61,12 @@ def processing(
 
 
 def read_grammar(
-    model: PreTrainedModel, call: Call, prompt: Prompt, eos_ids: tuple[int, ...], new_tokens: int, needs: Needs
+    model: PreTrainedModel,
+    call: Call,
+    config: GenerationConfig,
+    prompt: Prompt,
+    eos_ids: tuple[int, ...],
+    new_tokens: int,
 ) -> Grammar | None:
     """The processor of what the call asks of the form of its texts. Raises `OptionError`."""
     constraints = read_constraints(call, len(prompt.ids))
@@ -71,8 +75,8 @@ def read_grammar(
     said, vocabulary = next(one.said for one in constraints if one is not None), vocabulary_of(model)
     if vocabulary is None:
         raise OptionError(f"{said} needs to know how many tokens {type(model).__name__} has scores for")
-    rows = len(prompt.ids) * needs.rows_per_prompt
-    grammar = Grammar(constraints, call.tokenizer, vocabulary, eos_ids, prompt.ids.shape[1], rows)
+    leave_out_own_settings(call, config, said)
+    grammar = Grammar(constraints, call.tokenizer, vocabulary, eos_ids, prompt.ids.shape[1])
     grammar.check_length(new_tokens)
     return grammar
 

@@ -6,6 +6,7 @@ new text is made from the nearest one.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -17,11 +18,14 @@ from transformers import LogitsProcessor, PreTrainedTokenizerFast
 from engine.errors import EngineError, OptionError
 from engine.request.constraint import Constraint
 
+_logger = logging.getLogger("engine")
+
 MOST_FORCED = 16  # tokens that are fed at once: each has logits and scores of its own
-_SPARE = 8  # states that are kept besides two per row
+_KEPT = 64  # states at least
 
 _Text: TypeAlias = tuple[int, tuple[int, ...]]
 """A constraint by its number, and the tokens after the prompt."""
+_ENDED: _Text = (-1, ())
 
 
 @dataclass(eq=False)
@@ -36,7 +40,7 @@ class _State:
 
 
 class Grammar(LogitsProcessor):
-    """constraints: of each prompt, or None. prompt_columns: columns before the texts. rows: of the run at most."""
+    """constraints: of each prompt, or None. prompt_columns: columns before the texts."""
 
     def __init__(
         self,
@@ -45,13 +49,13 @@ class Grammar(LogitsProcessor):
         vocabulary: int,
         eos_ids: Sequence[int],
         prompt_columns: int,
-        rows: int,
     ):
         self.constraints = tuple(constraints)
+        self.__name__ = next(one.said for one in constraints if one is not None)  # in messages
         unique = list(dict.fromkeys(one for one in constraints if one is not None))
         self._kinds = [None if one is None else unique.index(one) for one in constraints]
         self._ends = frozenset(token for token in eos_ids if 0 <= token < vocabulary)
-        self._prompt_columns, self._most = prompt_columns, 2 * rows + _SPARE
+        self._prompt_columns, self._most = prompt_columns, _KEPT
         if not self._ends:
             raise OptionError(
                 f"{unique[0].said} ends a text with an end token, and this call has none: give eos_token_id"
@@ -88,8 +92,11 @@ class Grammar(LogitsProcessor):
         for row, text in enumerate(texts):
             if text is None:
                 continue
-            state = self._known(text)
             mask[row] = 0
+            if text is _ENDED:  # a beam may go on for want of others
+                mask[row, sorted(self._ends)] = 1
+                continue
+            state = self._known(text)
             if state.forced:
                 mask[row, state.forced[0]] = 1
             elif state.allowed is not None:
@@ -99,31 +106,40 @@ class Grammar(LogitsProcessor):
     def forced(self, ids: torch.Tensor) -> list[list[int]]:
         """For each row the tokens that have to come next, at most `MOST_FORCED`."""
         texts = self._reached(ids)
-        return [[] if text is None else (self._known(text).forced or [])[:MOST_FORCED] for text in texts]
+        return [
+            [] if text is None or text is _ENDED else (self._known(text).forced or [])[:MOST_FORCED] for text in texts
+        ]
 
     def parsed(self, texts: Sequence[str], are_complete: Sequence[bool]) -> list[Any]:
-        """What complete texts mean, by row; None for others."""
-        each = len(texts) // len(self.constraints)
-        found: list[Any] = []
+        """What complete texts mean, by row; None for others, and for what a model of pydantic does not accept."""
+        each, found = len(texts) // len(self.constraints), []
         for row, (text, is_complete) in enumerate(zip(texts, are_complete, strict=True)):
-            constraint = self.constraints[row // each]
-            reads = is_complete and constraint is not None and constraint.parse is not None
-            found.append(constraint.parse(text) if reads else None)  # type: ignore[union-attr, misc]
+            constraint, value = self.constraints[row // each], None
+            if is_complete and constraint is not None and constraint.parse is not None:
+                try:
+                    value = constraint.parse(text)
+                except Exception as error:  # validators may ask for more than the schema says
+                    _logger.warning("row %d follows %s and cannot be read: %s", row, constraint.said, error)
+            found.append(value)
         return found
 
     def _texts(self, ids: torch.Tensor) -> list[_Text | None]:
-        """The text of each row; None where nothing constrains what comes next: there is no constraint, or its end."""
-        each, found = len(ids) // len(self._kinds), []
+        """The text of each row; None where there is no constraint, `_ENDED` behind an end token."""
+        each = len(ids) // len(self._kinds)
+        found: list[_Text | None] = []
         for row, tokens in enumerate(ids[:, self._prompt_columns :].tolist()):
             number = self._kinds[row // each if self.differs else 0]
-            found.append(None if number is None or not self._ends.isdisjoint(tokens) else (number, tuple(tokens)))
+            if number is None:
+                found.append(None)
+            else:
+                found.append((number, tuple(tokens)) if self._ends.isdisjoint(tokens) else _ENDED)
         return found
 
     def _reached(self, ids: torch.Tensor) -> list[_Text | None]:
         """The text of each row, with a state for it."""
         announced, self._announced = self._announced, None
         texts = announced[1] if announced is not None and announced[0] is ids else self._texts(ids)
-        wanted = {text for text in texts if text is not None}
+        wanted = {text for text in texts if text is not None and text is not _ENDED}
         sources = {text: self._nearest(text) for text in wanted if text not in self._states}
         for text, source in sources.items():
             self._states[text] = self._after(source, text)
@@ -148,9 +164,11 @@ class Grammar(LogitsProcessor):
         return _State(matcher, has_left=matcher.try_consume_tokens(rest) < len(rest))
 
     def _evict(self, wanted: set[_Text]) -> None:
-        """Keep the states that are wanted, those of the empty texts, and the newest of the others."""
+        """Keep the states that are wanted, those of the empty texts, and the newest of the others: searches in groups
+        ask about the rows of one group at a time."""
         others = [text for text in self._states if text[1] and text not in wanted]
-        for text in others[: max(0, len(others) + len(wanted) - max(self._most, 2 * len(wanted)))]:
+        self._most = max(self._most, 4 * len(wanted))
+        for text in others[: max(0, len(others) + len(wanted) - self._most)]:
             del self._states[text]
 
     def _known(self, text: _Text) -> _State:

@@ -262,8 +262,17 @@ def _format(value: Any) -> Any:
     return value
 
 
+def _form(value: Any) -> str:
+    """A text that the library for grammars can take."""
+    try:
+        _text(value).encode()
+    except UnicodeEncodeError as error:
+        raise _Wrong(f"has a character that is none, at {error.start}: {value!r:.80}") from error
+    return value
+
+
 def _choices(value: Any) -> list[str]:
-    found = [_text(one) for one in _sequence(value)]
+    found = [_form(one) for one in _sequence(value)]
     if not found:
         raise _Wrong("is empty: give one text or more")
     return found
@@ -403,8 +412,8 @@ _OTHERS: dict[str, Kind] = {
     "json_schema": Kind(
         "a JSON schema as a dict or its text, a pydantic model, or a list of one for each prompt", _or_each(_schema)
     ),
-    "regex": Kind("a regular expression as a text, or a list of one for each prompt", _or_each(_text)),
-    "grammar": Kind("a grammar in Lark's notation as a text, or a list of one for each prompt", _or_each(_text)),
+    "regex": Kind("a regular expression as a text, or a list of one for each prompt", _or_each(_form)),
+    "grammar": Kind("a grammar in Lark's notation as a text, or a list of one for each prompt", _or_each(_form)),
     "choices": Kind("a list of texts, or a list of such lists, one for each prompt", _all_choices),
     "cancellation": having("is_set", words="a threading.Event, and set() it to stop the run"),
     "streamer": having("put", "end", words="a TextStreamer or another BaseStreamer of transformers"),

@@ -39,7 +39,6 @@ from engine.request.checks import (
     check_positions,
     check_said_ids,
 )
-from engine.request.constraint import leave_out_forced_ids
 from engine.request.continuation import known_mask
 from engine.request.encoder import Source, read_source
 from engine.request.generation_helpers import Criteria, ended, processing, read_grammar, stop_strings, what_is_read
@@ -98,7 +97,7 @@ def read_request(
     if pad is None and tokenizer is not None and tokenizer.pad_token_id is not None:
         pad = torch.tensor(tokenizer.pad_token_id)
     eos_ids = () if eos is None else tuple(eos.tolist())
-    grammar = read_grammar(model, call, prompt, eos_ids, total - mask.shape[1], needs)
+    grammar = read_grammar(model, call, config, prompt, eos_ids, total - mask.shape[1])
     given = [*(call.logits_processor or []), *([] if grammar is None else [grammar])]
     request = Request(
         prompt=prompt,
@@ -141,7 +140,6 @@ def _read_said(model: PreTrainedModel, call: Call, assistant: PreTrainedModel | 
     check_applies(model, strategy, config, options)
     check_said_ids(model, config, options)
     check_guidance(model, config.guidance_scale, negative)
-    leave_out_forced_ids(call, config, options)
     return _Said(options, config, strategy, model_inputs, lengths, negative, constraint)
 
 

@@ -181,9 +181,8 @@ class Scheduler:
         """Let a run go on to its next forward or to its end. computed: the outputs of the forward that is due."""
         self._active = run
         try:
-            self._go_on(run, computed)
-        except StopIteration:
-            self._end(run.request, run.driver.loop.result())
+            if self._go_on(run, computed):
+                self._end(run.request, run.driver.loop.result())
         except Exception as error:
             self._end(run.request, error)
         except BaseException as error:  # Ctrl-C: this request has its error, and the caller gets it too
@@ -192,15 +191,20 @@ class Scheduler:
         finally:
             self._active = None
 
-    def _go_on(self, run: _Run, computed: ModelOutput | None) -> None:
+    def _go_on(self, run: _Run, computed: ModelOutput | None) -> bool:
+        """See `_advance`. Returns whether the run has come to its end."""
         was_due = run.forward is not None
         if was_due:
             run.is_reading = False
-        item = run.turns.send(computed) if was_due else next(run.turns)
-        while isinstance(item, StreamChunk):
-            run.request.add_chunk(item)
-            item = next(run.turns)
+        try:
+            item = run.turns.send(computed) if was_due else next(run.turns)
+            while isinstance(item, StreamChunk):
+                run.request.add_chunk(item)
+                item = next(run.turns)
+        except StopIteration:
+            return True
         run.forward = item
+        return False
 
     def _decode(self) -> None:
         """One step of every run that decodes."""

@@ -1,6 +1,7 @@
 """Texts that follow a schema, a pattern, a list or a grammar, with every strategy and cache."""
 
 import builtins
+import copy
 import json
 import re
 from random import Random
@@ -35,9 +36,9 @@ SCHEMA = {
 PROMPT = "import os\n"
 
 
-def grammar_of(prompts=1, rows=4, columns=3, **asked):
+def grammar_of(prompts=1, columns=3, **asked):
     constraints = read_constraints(Call(**asked), prompts)
-    return Grammar(constraints, tokenizer(), VOCABULARY, (0,), columns, rows)
+    return Grammar(constraints, tokenizer(), VOCABULARY, (0,), columns)
 
 
 def ids_of(text, prompt=PROMPT):
@@ -111,7 +112,7 @@ def test_states_answer_as_if_the_text_were_read_from_its_beginning():
     draw = Random(0)
     for seed in range(12):
         schema = random_schema(100 + seed)
-        kept = grammar_of(rows=4, columns=0, json_schema=schema)
+        kept = grammar_of(columns=0, json_schema=schema)
         texts = [_random_text(schema, draw) for _ in range(4)]
         for _ in range(40):
             cut = draw.randint(0, max(map(len, texts)))
@@ -173,6 +174,47 @@ def test_models_of_pydantic():
     out = generator().generate(PROMPT, json_schema=Point, max_new_tokens=NEW)
     assert isinstance(out.parsed[0], Point)
     assert out.parsed[0].model_dump_json() == out.text[0].replace(" ", "")
+
+
+def test_a_text_that_a_validator_refuses():
+    """The schema does not know of it. The texts stay, in a batch too, where the others go on."""
+    pydantic = pytest.importorskip("pydantic")
+
+    class Never(pydantic.BaseModel):
+        x: int = pydantic.Field(ge=0, le=99)
+
+        @pydantic.field_validator("x")
+        @classmethod
+        def refuse(cls, value):
+            raise ValueError("never")
+
+    gen = generator()
+    out = gen.generate(PROMPT, json_schema=Never, max_new_tokens=NEW)
+    assert (out.finish_reasons, out.parsed) == (["eos"], [None])
+    assert json.loads(out.text[0])["x"] >= 0
+    prompts = [{"prompt": PROMPT, "json_schema": Never}, {"prompt": PROMPT, "json_schema": SCHEMA}]
+    found = {one.index: one.result().parsed for one in gen.generate_many(prompts, max_new_tokens=NEW)}
+    assert found[0] == [None]
+    assert set(found[1][0]) == set(SCHEMA["properties"])
+
+
+def test_beams_that_have_ended_stay_in_the_grammar():
+    """For want of others they go on, and repeat a text."""
+    long = "a text of many tokens, so that the others wait for it"
+    out = generator().generate(PROMPT, choices=["a", long], num_beams=3, num_return_sequences=3, max_new_tokens=24)
+    assert set(out.text) <= {"a", long}
+
+
+def test_what_the_model_says_of_every_text_is_left_out():
+    """A least length, or a first token, that no text of this form has."""
+    own = copy.deepcopy(model())
+    own.generation_config.update(min_length=40, no_repeat_ngram_size=1, forced_bos_token_id=7)
+    gen = engine.Generator(own, tokenizer())
+    assert gen.generate(PROMPT, choices=["yes", "no"]).text[0] in ("yes", "no")
+    plain = gen.generate(PROMPT, response_format={"type": "text"}, max_new_tokens=8)
+    assert plain.tokens == gen.generate(PROMPT, max_new_tokens=8).tokens
+    with pytest.raises(engine.InvalidLogitsError, match="choices set all"):
+        gen.generate(PROMPT, choices=["yes", "no"], min_new_tokens=12)
 
 
 def test_one_for_each_prompt():
