@@ -132,7 +132,8 @@ def _closed(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     closed = {name: _closed(one) for name, one in schema.items()}
-    return {"additionalProperties": False} | closed if "properties" in schema else closed
+    is_object = schema.get("type") == "object" and "properties" in schema
+    return {"additionalProperties": False} | closed if is_object else closed
 
 
 def _alternatives(choices: Sequence[str]) -> str:
