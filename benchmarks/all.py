@@ -30,6 +30,7 @@ COMMANDS: dict[str, list[str]] = {
     "assisted": ["assisted.py"],
     "reuse": ["reuse.py"],
     "many": ["many.py"],
+    "structured": ["structured.py"],
     "out-of-memory": ["out_of_memory.py"],
     "startup": ["startup.py"],
 }
