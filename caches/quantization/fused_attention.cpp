@@ -19,7 +19,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <numeric>
 #include <optional>
 #include <vector>
 
@@ -483,10 +482,8 @@ void shared(int64_t rows, int64_t shares, const std::vector<Part>& parts, const 
   });
 }
 
-// The least shares of `jobs` equal jobs that keep all threads busy.
-int64_t shares_of(const std::vector<Part>& parts, int64_t jobs) {
-  const int64_t threads = torch::stable::get_num_threads(), shares = threads / std::gcd(threads, jobs);
-  return std::max<int64_t>(1, std::min<int64_t>(shares, parts.size()));
+int64_t shares_of(const std::vector<Part>& parts) {
+  return std::max<int64_t>(1, std::min<int64_t>(torch::stable::get_num_threads(), parts.size()));
 }
 
 // queries [rows, heads, tokens, width] -> [rows, heads, tokens, slots]
@@ -500,7 +497,7 @@ Tensor scores(Tensor given, Tensor codes, Optional scale, Optional offset, int64
   float* found = floats_in(out);
   const auto parts = parts_of({keys});
   const Slots stored(keys, width);
-  shared(rows, shares_of(parts, rows), parts, [&](int64_t row, int64_t, const Part& part) {
+  shared(rows, shares_of(parts), parts, [&](int64_t row, int64_t, const Part& part) {
     Memory memory;
     for (int64_t head = 0; head < heads; head++) {
       const Unpacked some = read(Of::keys, stored.of(row, head), part.begin, part.end, memory);
@@ -517,7 +514,7 @@ Tensor mixed(Tensor given, Tensor codes, Optional scale, Optional offset, int64_
   const Segment values{codes, scale, offset, bits, block};
   const int64_t rows = weights.size(0), heads = weights.size(1), tokens = weights.size(2), slots = weights.size(3);
   const auto parts = parts_of({values});
-  const int64_t shares = shares_of(parts, rows);
+  const int64_t shares = shares_of(parts);
   const Slots stored(values, width);
   Tensor sums = torch::stable::new_zeros(weights, {rows, shares, heads, tokens, width});
   const float* by = floats_of(weights);
@@ -556,10 +553,10 @@ Tensor attention(Tensor given, std::vector<Tensor> tensors, std::vector<int64_t>
   }
   const int64_t rows = queries.size(0), heads = queries.size(1), tokens = queries.size(2), width = queries.size(3);
   const auto parts = parts_of(keys);
-  const int64_t shares = shares_of(parts, rows * heads);
+  const int64_t shares = shares_of(parts), of_row = heads * tokens;
   Tensor out = torch::stable::new_empty(queries, {rows, heads, tokens, out_width});
-  std::vector<float> sums(rows * heads * shares * tokens * out_width);
-  std::vector<Softmax> softmax(rows * heads * shares * tokens);
+  std::vector<float> sums(rows * shares * of_row * out_width);
+  std::vector<Softmax> softmax(rows * shares * of_row);
   const Queries asked(queries);
   std::vector<Slots> stored_keys, stored_values;
   for (const Segment& segment : keys) stored_keys.emplace_back(segment, width);
@@ -571,36 +568,37 @@ Tensor attention(Tensor given, std::vector<Tensor> tensors, std::vector<int64_t>
     each = mask->size(3);
     for (int64_t axis = 0; axis < 4; axis++) mask_strides[axis] = mask->stride(axis);
   }
-  // A job is a share of one head: its keys and values are two streams, which the processor prefetches.
-  shared(rows * heads, shares, parts, [&](int64_t at, int64_t share, const Part& part) {
+  shared(rows, shares, parts, [&](int64_t row, int64_t share, const Part& part) {
     Memory memory;
-    const int64_t row = at / heads, head = at % heads, from = at * tokens, to = (at * shares + share) * tokens;
     std::vector<float> scores(tokens * few, none);
-    const Unpacked some_keys = read(Of::keys, stored_keys[part.segment].of(row, head), part.begin, part.end, memory);
-    for (int64_t token = 0; token < tokens; token++) {
-      float* found = scores.data() + token * few;
-      multiply(asked, from + token, some_keys, found);
-      if (added) {
-        const float* of_token = added + row * mask_strides[0] + head * mask_strides[1] +
-                                token / each * mask_strides[2] + token % each * mask_strides[3] + part.slot;
-        for (int64_t i = 0; i < some_keys.count; i++) found[i] += of_token[i];
+    for (int64_t head = 0; head < heads; head++) {
+      const int64_t from = (row * heads + head) * tokens, to = (row * shares + share) * of_row + head * tokens;
+      const Unpacked some_keys = read(Of::keys, stored_keys[part.segment].of(row, head), part.begin, part.end, memory);
+      for (int64_t token = 0; token < tokens; token++) {
+        float* found = scores.data() + token * few;
+        multiply(asked, from + token, some_keys, found);
+        if (added) {
+          const float* of_token = added + row * mask_strides[0] + head * mask_strides[1] +
+                                  token / each * mask_strides[2] + token % each * mask_strides[3] + part.slot;
+          for (int64_t i = 0; i < some_keys.count; i++) found[i] += of_token[i];
+        }
+        std::fill(found + some_keys.count, found + few, none);
+        weigh(found, softmax[to + token], sums.data() + (to + token) * out_width, out_width);
       }
-      std::fill(found + some_keys.count, found + few, none);
-      weigh(found, softmax[to + token], sums.data() + (to + token) * out_width, out_width);
+      const Slots head_values = stored_values[part.segment].of(row, head);
+      const Unpacked some_values = read(Of::values, head_values, part.begin, part.end, memory);
+      for (int64_t token = 0; token < tokens; token++)
+        add(scores.data() + token * few, some_values, sums.data() + (to + token) * out_width);
     }
-    const Slots head_values = stored_values[part.segment].of(row, head);
-    const Unpacked some_values = read(Of::values, head_values, part.begin, part.end, memory);
-    for (int64_t token = 0; token < tokens; token++)
-      add(scores.data() + token * few, some_values, sums.data() + (to + token) * out_width);
   });
   float* result = floats_in(out);
   // Combine the shares: rescale each to the largest score of all.
-  for (int64_t at = 0; at < rows * heads * tokens; at++) {
-    const int64_t first = at / tokens * shares * tokens + at % tokens, end = first + shares * tokens;
+  for (int64_t at = 0; at < rows * of_row; at++) {
+    const int64_t first = at / of_row * shares * of_row + at % of_row, end = first + shares * of_row;
     float most = none, sum = 0, *target = result + at * out_width;
-    for (int64_t from = first; from < end; from += tokens) most = std::max(most, softmax[from].most);
+    for (int64_t from = first; from < end; from += of_row) most = std::max(most, softmax[from].most);
     std::fill(target, target + out_width, 0.0f);
-    for (int64_t from = first; from < end; from += tokens) {
+    for (int64_t from = first; from < end; from += of_row) {
       const float factor = softmax[from].most == most ? 1 : std::exp(softmax[from].most - most);
       sum += factor * softmax[from].sum;
       for (int64_t i = 0; i < out_width; i++) target[i] += factor * sums[from * out_width + i];
