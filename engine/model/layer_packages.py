@@ -44,6 +44,7 @@ from caches.torch_api import (
 from caches.transfer.export_buffers import LayerBuffers
 from caches.transformers_api import records_outputs
 from engine.errors import OptionError
+from engine.model.layer_chain import LayerChain, Run, are_chained
 from engine.model.layer_step import Call, LayerStep, rows_like, tensors_of
 from engine.model.linear_backend import Table
 from engine.model.package_builder import LAYER, failure_of, write_job
@@ -72,7 +73,7 @@ class LayerPackages:
 
     def __len__(self) -> int:
         """How many sets of compiled layers are in use."""
-        return sum(one.phase == "use" for one in self._sets.values())
+        return sum(one.phase in ("join", "use") for one in self._sets.values())
 
     def clear(self) -> None:
         self._sets.clear()
@@ -125,9 +126,10 @@ class _Layer:
     def __init__(self, module: nn.Module, index: int):
         self.module, self.index, self.forward = module, index, module.forward
         self.call: Call | None = None
+        self.returned: Any = None
         self.slots: int | None = None
         self.package = Path()
-        self.run: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None
+        self.run: Run | None = None
         self.weights: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._addresses: list[int] = []
         self.result: tuple[list[Any], Any] | None = None  # what it returns, flattened; None for a tensor
@@ -148,6 +150,11 @@ class _Layer:
         )
 
     @property
+    def loaded(self) -> Run:
+        assert self.run is not None
+        return self.run
+
+    @property
     def has_its_weights(self) -> bool:
         """Whether the layer's weights are still where the code reads them."""
         return self._addresses == [kept[name].data_ptr() for kept, name, _ in self.weights]
@@ -157,7 +164,8 @@ class _Set:
     """The compiled layers for one range of rows. Its phases, one per step:
 
     record: the layers' calls of one step are recorded. find: packages are looked for, and those missing are asked for.
-    wait: until another process has built them. compare: one step is computed in both ways. use: all later ones.
+    wait: until another process has built them. compare: one step is computed in both ways. join: in another one it is
+    tried whether all layers can be one call. use: all later ones.
     """
 
     def __init__(self, model: PreTrainedModel, linears: Table | None, retries: bool):
@@ -168,6 +176,8 @@ class _Set:
         self._hooks: list[dict[int, Any]] = []
         self._quiet_hooks = 0
         self._errors: list[float] = []
+        self._list: tuple[nn.Module, str] | None = None  # the list that a chain can stand in for: its owner, its name
+        self._is_chained = False
         self.knows_weights = True
         self.phase, self.state = "record", "not yet"
 
@@ -180,7 +190,7 @@ class _Set:
                 self._find(cache)
             elif self.phase == "wait":
                 self._check_build()
-            elif self.phase == "use" and not self.knows_weights:
+            elif self.phase in ("join", "use") and not self.knows_weights:
                 self.knows_weights = True
                 if not all(layer.has_its_weights for layer in self._layers):
                     self.phase = "record"
@@ -188,7 +198,7 @@ class _Set:
             if is_out_of_memory(error):
                 raise
             self._refuse(first_line(error) if isinstance(error, (OptionError, CacheError)) else in_words(error))
-        return self.phase in ("record", "compare", "use") and not self._has_hooks()
+        return self.phase in ("record", "compare", "join", "use") and not self._has_hooks()
 
     def compute(self, cache: Cache, **inputs: Any) -> ModelOutput:
         """The model's forward in the open step. Raises `ComputeAgain` where it has to be computed without."""
@@ -203,17 +213,44 @@ class _Set:
     def _compute(self, cache: Cache, inputs: dict[str, Any]) -> ModelOutput:
         if self.phase == "record":
             return self._record(inputs, cache)
+        if self._is_chained:
+            return self._chained(cache, inputs)
         compared = self.phase == "compare"
         self._errors.clear()
+        chained = self._try_chain(cache, inputs) if self.phase == "join" else None
         outputs = self._with_forwards(inputs, {layer: self._forward(layer, cache, compared) for layer in self._layers})
         if compared:
             types = {tensor.dtype for layer in self._layers for _, _, tensor in layer.weights}
             limit = max(_TOLERANCE.get(dtype, _LOW_TOLERANCE) for dtype in types)
             if len(self._errors) == len(self._layers) and all(error <= limit for error in self._errors):
-                self.phase, self.state = "use", f"{len(self._layers)} layers"
+                self.phase, self.state = "join", f"{len(self._layers)} layers"
             else:
                 self._refuse(f"the compiled layers differ by {max(self._errors):.1%} from the model's own")
+        elif self.phase == "join":
+            self.phase, self._is_chained = "use", chained is not None and torch.equal(chained, outputs.logits)
         return outputs
+
+    def _try_chain(self, cache: Cache, inputs: dict[str, Any]) -> torch.Tensor | None:
+        """The logits of a chain, if it can be one. Layers write again where it has written."""
+        if self._list is None:
+            return None
+        try:
+            return self._chained(cache, inputs).logits
+        except Exception as error:  # a model may want its layers by number
+            if is_out_of_memory(error):
+                raise
+            return None
+
+    def _chained(self, cache: Cache, inputs: dict[str, Any]) -> ModelOutput:
+        """The model's forward with a chain in place of its list of layers."""
+        assert self._list is not None
+        owner, name = self._list
+        links = [(one.module, one.loaded, LayerBuffers(cache, one.index)) for one in self._layers]
+        vars(owner)[name] = [LayerChain(links)]
+        try:
+            return self._model(**inputs)
+        finally:
+            del vars(owner)[name]
 
     def _has_hooks(self) -> bool:
         """Whether there are hooks within the layers, which compiled code would not call; transformers' own record
@@ -245,15 +282,19 @@ class _Set:
 
     def _record(self, inputs: dict[str, Any], cache: Cache) -> ModelOutput:
         """Record the layers' calls. A model's layers are a `ModuleList` as long as the cache."""
-        lists = [one for one in self._model.modules() if isinstance(one, nn.ModuleList)]
-        lists = [one for one in lists if len(one) == len(cache.layers)]
-        layers = [[_Layer(module, index) for index, module in enumerate(one)] for one in lists]
+        places = [(owner, name) for owner in self._model.modules() for name, child in owner.named_children()
+                  if isinstance(child, nn.ModuleList) and len(child) == len(cache.layers)]  # fmt: skip
+        layers = [
+            [_Layer(module, index) for index, module in enumerate(owner.get_submodule(name))] for owner, name in places
+        ]
         outputs = self._with_forwards(inputs, {layer: _recording(layer) for one in layers for layer in one})
         called = [one for one in layers if all(layer.call is not None for layer in one)]
         if not called:
             self._refuse("its layers are not called once per step")
             return outputs
-        self._layers = []
+        self._layers, self._is_chained = [], False
+        is_chain = are_chained([(layer.call, layer.returned) for layer in called[0] if layer.call is not None])
+        self._list = places[layers.index(called[0])] if is_chain else None
         try:
             for layer in called[0]:
                 with suppress(StepError):  # a layer of another kind keeps its own forward
@@ -265,6 +306,8 @@ class _Set:
         except (OptionError, OSError) as error:
             self._refuse(str(error))
             return outputs
+        if len(self._layers) < len(called[0]):
+            self._list = None
         if not self._layers:
             self._refuse(f"no layer of this {cache.name} cache keeps keys and values alone")
             return outputs
@@ -306,7 +349,7 @@ class _Set:
         _give_way(self._builder.pid)
         threading.Thread(target=self._builder.wait, daemon=True).start()  # or it stays as a zombie
         for layer in self._layers:
-            layer.call = None
+            layer.call = layer.returned = None
         self.phase, self.state, self._waited = "wait", "off: another process compiles the layers", 0
 
     def _check_build(self) -> None:
@@ -324,13 +367,12 @@ class _Set:
 
     def _load(self) -> None:
         for layer in self._layers:
-            layer.call = None
+            layer.call = layer.returned = None
             layer.load()
         self.phase = "compare"
 
     def _forward(self, layer: _Layer, cache: Cache, compared: bool) -> Callable[..., Any]:
-        buffers, thread, run = LayerBuffers(cache, layer.index), threading.get_ident(), layer.run
-        assert run is not None
+        buffers, thread, run = LayerBuffers(cache, layer.index), threading.get_ident(), layer.loaded
 
         def tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
             inputs = list(tensors_of((*args, *kwargs.values())))
@@ -371,7 +413,8 @@ def _recording(layer: _Layer) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         calls.append((args, kwargs))
         layer.call = calls[0] if len(calls) == 1 else None
-        return layer.forward(*args, **kwargs)
+        layer.returned = layer.forward(*args, **kwargs)
+        return layer.returned
 
     return forward
 

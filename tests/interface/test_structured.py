@@ -8,7 +8,9 @@ from random import Random
 
 import pytest
 import torch
+import transformers
 from architectures import randomised, tiny_model
+from encoder_decoders import ENCODER_DECODERS
 from injection import failing
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, LogitsProcessorList, PreTrainedTokenizerFast
@@ -17,6 +19,7 @@ import engine
 from engine.request.call import Call
 from engine.request.constraint import read_constraints
 from engine.request.grammar import Grammar
+from engine.reuse.conversation import flat
 
 pytest.importorskip("llguidance", reason="the extra grammar is not installed")
 pytest.importorskip("jsonschema")
@@ -107,11 +110,12 @@ def test_beams_are_those_of_transformers():
     assert pad(ours.sequences).equal(pad(theirs))
 
 
-def test_states_answer_as_if_the_text_were_read_from_its_beginning():
-    """Texts of random lengths in random order: longer, shorter, others, several at once."""
+@pytest.mark.parametrize("seeds", [range(100, 112), pytest.param(range(1000, 1250), marks=pytest.mark.slow)], ids=len)
+def test_states_answer_as_if_the_text_were_read_from_its_beginning(seeds):
+    """Texts of random lengths in random order: longer, shorter, others, several at once. 40 times for each schema."""
     draw = Random(0)
-    for seed in range(12):
-        schema = random_schema(100 + seed)
+    for seed in seeds:
+        schema = random_schema(seed)
         kept = grammar_of(columns=0, json_schema=schema)
         texts = [_random_text(schema, draw) for _ in range(4)]
         for _ in range(40):
@@ -249,7 +253,40 @@ def test_many_prompts_with_and_without():
         assert found[index].parsed == alone.parsed
 
 
-def test_other_processors_and_a_chat():
+def test_turns_of_a_chat():
+    """Each turn has a form of its own, and gives the text that reading the whole conversation gives."""
+    words = copy.deepcopy(tokenizer())
+    words.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>{% endfor %}<assistant>"
+    gen = engine.Generator(model(), words)
+    chat = gen.chat("Be brief.", max_new_tokens=NEW)
+    for message, asked in ((PROMPT, dict(json_schema=SCHEMA)), ("x", {}), ("def f(x):", dict(regex="[0-9]{4}"))):
+        most = {} if asked else {"max_new_tokens": 8}
+        out = chat.send(message, **asked, **most)
+        read = flat(chat._conversation.segments)[: -len(out.tokens[0])]
+        alone = gen.generate(torch.tensor([read]), **asked, **{"max_new_tokens": NEW, **most})
+        assert (out.tokens, out.parsed) == (alone.tokens, alone.parsed)
+        if "regex" in asked:
+            assert len(out.text[0]) == 4
+    assert chat.retry(regex="[ab]{4}").text[0].strip("ab") == ""
+    assert set(json.loads(chat.messages[2]["content"])) == set(SCHEMA["properties"])
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "sampling", "beam"])
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_encoder_decoders(name, strategy):
+    """The constraint is on what the decoder writes, after its first token."""
+    config_class, arguments = ENCODER_DECODERS[name]
+    config = getattr(transformers, config_class)(**arguments | dict(vocab_size=VOCABULARY, eos_token_id=0))
+    own = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
+    out = engine.generate(own, ids_of(""), tokenizer=tokenizer(), json_schema=SCHEMA, max_new_tokens=NEW,
+                          **STRATEGIES[strategy])  # fmt: skip
+    assert set(out.finish_reasons) == {"eos"}
+    for text, parsed in zip(out.text, out.parsed, strict=True):
+        assert json.loads(text) == parsed
+        assert set(parsed) == set(SCHEMA["properties"])
+
+
+def test_other_processors_and_streams():
     gen = generator()
     out = gen.generate(PROMPT, json_schema=SCHEMA, repetition_penalty=1.5, guidance_scale=1.5, max_new_tokens=NEW)
     assert out.finish_reasons == ["eos"]

@@ -20,6 +20,7 @@ import caches
 import engine
 from caches.quantization.machine import cache_folder
 from engine.model import layer_packages
+from engine.model.layer_chain import LayerChain, are_chained
 from engine.model.layer_step import rows_like
 from engine.model.package_builder import failure_of
 
@@ -194,6 +195,68 @@ def test_the_model_is_as_it_was_in_other_threads_and_afterwards(llama):
     assert found
     assert not any("forward" in vars(module) for module in llama.modules())
     assert llama.model.layers[0].mlp.act_fn.forward == forward
+
+
+def calls_of_chains(monkeypatch, change=lambda hidden: hidden):
+    calls, call = [], LayerChain.__call__
+
+    def counted(self, *args, **kwargs):
+        calls.append(threading.get_ident())
+        return change(call(self, *args, **kwargs))
+
+    monkeypatch.setattr(LayerChain, "__call__", counted)
+    return calls
+
+
+def test_all_layers_are_one_call(llama, monkeypatch):
+    """For other callers of the model, at any moment, they are the model's own."""
+    generator, calls, found = generator_of(llama), calls_of_chains(monkeypatch), []
+    inputs = prompt(2)
+    expected = llama(**inputs).logits
+
+    def elsewhere():
+        with torch.no_grad():
+            found.append(llama(**inputs).logits)
+
+    def other_caller(module, args):
+        if len(found) < 3 and args[0].shape[1] == 1:  # in a step
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+
+    before = [llama.model.layers, *llama.parameters()]
+    llama.model.norm.register_forward_pre_hook(other_caller)
+    assert torch.equal(generator.generate(inputs, **GREEDY).sequences, reference(llama, inputs))
+    assert len(found) == 3
+    assert all(torch.equal(logits, expected) for logits in found)
+    assert calls.count(threading.get_ident()) == GREEDY["max_new_tokens"] - 1
+    assert all(one is other for one, other in zip([llama.model.layers, *llama.parameters()], before, strict=True))
+
+
+def _fail(hidden):
+    raise IndexError("list index out of range")
+
+
+@pytest.mark.parametrize("change", [lambda hidden: hidden * 1.01, _fail], ids=["other scores", "an error"])
+def test_layers_that_are_no_chain_are_called_one_by_one(llama, monkeypatch, change):
+    calls = calls_of_chains(monkeypatch, change)
+    generator = generator_of(llama)
+    assert len(calls) == 1
+    out = generator.generate(prompt(2), **GREEDY)
+    assert torch.equal(out.sequences, reference(llama, prompt(2)))
+    assert (out.stats.compiled, len(calls)) == ("4 layers", 1)
+
+
+def test_which_layers_are_a_chain():
+    one, two, three, mask, other = (torch.zeros(1) for _ in range(5))
+    assert are_chained([(((one,), {"mask": mask}), two), (((two,), {"mask": mask}), three)])
+    assert are_chained([(((one, 0.5), {}), two), (((two, 0.5), {}), three)])
+    assert not are_chained([(((one,), {"mask": mask}), two), (((two,), {"mask": other}), three)])
+    assert not are_chained([(((one,), {"mask": mask}), two), (((two,), {}), three)])
+    assert not are_chained([(((one,), {}), two), (((other,), {}), three)])
+    assert not are_chained([(((one, 0.5), {}), two), (((two, 0.6), {}), three)])
+    assert not are_chained([(((one,), {}), (two,)), (((two,), {}), (three,))])
+    assert not are_chained([(((), {"hidden": one}), two), (((), {"hidden": two}), three)])
 
 
 class Scaled(nn.Linear):
