@@ -7,6 +7,7 @@ computed in both ways and compared.
 
 from __future__ import annotations
 
+import operator
 import os
 import shlex
 import shutil
@@ -89,8 +90,11 @@ class LayerPackages:
             one.wait()
 
     def next_step(self, cache: Any, rows: int) -> Callable[..., ModelOutput] | None:
-        """What computes the next step of one token per row, in place of the model; None if that is the model itself."""
-        if type(cache) is not Cache or cache.why_not_compiled is not None or cache.total_tokens == 0:
+        """What computes the next step of one token per row, in place of the model; None if that is the model itself.
+
+        cache: one that compiled code can take (`why_not_compiled`).
+        """
+        if type(cache) is not Cache or cache.total_tokens == 0:
             return None
         if rows > _MOST_ROWS:
             self.state = f"off: for more than {_MOST_ROWS} rows it gains nothing"
@@ -105,10 +109,10 @@ class LayerPackages:
         return partial(found.compute, cache) if computes else None
 
     def begin_run(self) -> None:
-        """Look again, before the next step, whether the weights are where compiled code reads them: once per run, as it
-        takes longer than some steps. Weights that are moved in the middle of a run take part from the next one on."""
+        """Look again for hooks and for the place of the weights, before the next step: once per run, as it takes longer
+        than some steps. What changes in the middle of a run takes part from the next run on."""
         for one in self._sets.values():
-            one.knows_weights = False
+            one.is_checked = False
 
     def open(self, cache: Any) -> None:
         """Call it in the open step, before its inputs are made."""
@@ -174,11 +178,13 @@ class _Set:
         self._builder: subprocess.Popen[bytes] | None = None
         self._waited = 0
         self._hooks: list[dict[int, Any]] = []
-        self._quiet_hooks = 0
+        self._has_hooks = False
         self._errors: list[float] = []
-        self._list: tuple[nn.Module, str] | None = None  # the list that a chain can stand in for: its owner, its name
-        self._is_chained = False
-        self.knows_weights = True
+        self._list = nn.ModuleList()  # of the model's layers
+        self._place: tuple[nn.Module, str] = (model, "")  # where the model has it: in which module, by which name
+        self._modules: list[nn.Module] = []  # of all layers
+        self._can_be_chained = self._is_chained = False
+        self.is_checked = True
         self.phase, self.state = "record", "not yet"
 
     def advance(self, cache: Cache) -> bool:
@@ -190,15 +196,16 @@ class _Set:
                 self._find(cache)
             elif self.phase == "wait":
                 self._check_build()
-            elif self.phase in ("join", "use") and not self.knows_weights:
-                self.knows_weights = True
-                if not all(layer.has_its_weights for layer in self._layers):
+            elif not self.is_checked:
+                self._check_hooks()
+                self.is_checked = True
+                if self.phase in ("compare", "join", "use") and not self._has_its_layers():
                     self.phase = "record"
         except Exception as error:  # a package, its job and its process have as many as they have libraries
             if is_out_of_memory(error):
                 raise
             self._refuse(first_line(error) if isinstance(error, (OptionError, CacheError)) else in_words(error))
-        return self.phase in ("record", "compare", "join", "use") and not self._has_hooks()
+        return self.phase in ("record", "compare", "join", "use") and not self._has_hooks
 
     def compute(self, cache: Cache, **inputs: Any) -> ModelOutput:
         """The model's forward in the open step. Raises `ComputeAgain` where it has to be computed without."""
@@ -232,7 +239,7 @@ class _Set:
 
     def _try_chain(self, cache: Cache, inputs: dict[str, Any]) -> torch.Tensor | None:
         """The logits of a chain, if it can be one. Layers write again where it has written."""
-        if self._list is None:
+        if not self._can_be_chained:
             return None
         try:
             return self._chained(cache, inputs).logits
@@ -243,24 +250,31 @@ class _Set:
 
     def _chained(self, cache: Cache, inputs: dict[str, Any]) -> ModelOutput:
         """The model's forward with a chain in place of its list of layers."""
-        assert self._list is not None
-        owner, name = self._list
+        owner, name = self._place
         links = [(one.module, one.loaded, LayerBuffers(cache, one.index)) for one in self._layers]
-        vars(owner)[name] = [LayerChain(links)]
+        chain, attributes = LayerChain(self._list, links), vars(owner)
         try:
-            return self._model(**inputs)
+            attributes[name] = chain  # is found before the module of this name
+            outputs = self._model(**inputs)
         finally:
-            del vars(owner)[name]
+            attributes.pop(name, None)
+        if chain.calls != 1:
+            raise ValueError(f"the model computes its layers {chain.calls} times in a step")
+        return outputs
 
-    def _has_hooks(self) -> bool:
-        """Whether there are hooks within the layers, which compiled code would not call; transformers' own record
-        outputs, in steps that are not compiled."""
-        number = sum(map(len, self._hooks))
-        if number != self._quiet_hooks:
-            if not all(records_outputs(hook) for hooks in self._hooks for hook in hooks.values()):
-                return True
-            self._quiet_hooks = number
-        return False
+    def _has_its_layers(self) -> bool:
+        """Whether the model has the same layers, with their weights where compiled code reads them."""
+        owner, name = self._place
+        modules = [module for child, one in owner.named_children() if child == name for module in one.modules()]
+        same = len(modules) == len(self._modules) and all(map(operator.is_, modules, self._modules))
+        return same and all(layer.has_its_weights for layer in self._layers)
+
+    def _check_hooks(self) -> None:
+        """Look for hooks within the layers, which compiled code would not call.
+
+        transformers' own are no matter: they record outputs, in steps that are not compiled.
+        """
+        self._has_hooks = not all(records_outputs(hook) for hooks in self._hooks for hook in hooks.values())
 
     def wait(self) -> None:
         """Wait for the process that builds packages."""
@@ -282,21 +296,22 @@ class _Set:
 
     def _record(self, inputs: dict[str, Any], cache: Cache) -> ModelOutput:
         """Record the layers' calls. A model's layers are a `ModuleList` as long as the cache."""
-        places = [(owner, name) for owner in self._model.modules() for name, child in owner.named_children()
-                  if isinstance(child, nn.ModuleList) and len(child) == len(cache.layers)]  # fmt: skip
-        layers = [
-            [_Layer(module, index) for index, module in enumerate(owner.get_submodule(name))] for owner, name in places
-        ]
-        outputs = self._with_forwards(inputs, {layer: _recording(layer) for one in layers for layer in one})
-        called = [one for one in layers if all(layer.call is not None for layer in one)]
-        if not called:
+        lists = {path: child for path, child in self._model.named_modules()
+                 if isinstance(child, nn.ModuleList) and len(child) == len(cache.layers)}  # fmt: skip
+        layers = {path: [_Layer(module, index) for index, module in enumerate(one)] for path, one in lists.items()}
+        every = [layer for one in layers.values() for layer in one]
+        outputs = self._with_forwards(inputs, {layer: _recording(layer) for layer in every})
+        path = next((path for path, one in layers.items() if all(layer.call is not None for layer in one)), None)
+        if path is None:
             self._refuse("its layers are not called once per step")
             return outputs
+        called, (owner, _, name) = layers[path], path.rpartition(".")
         self._layers, self._is_chained = [], False
-        is_chain = are_chained([(layer.call, layer.returned) for layer in called[0] if layer.call is not None])
-        self._list = places[layers.index(called[0])] if is_chain else None
+        self._list, self._place = lists[path], (self._model.get_submodule(owner), name)
+        self._modules = list(self._list.modules())
+        self._can_be_chained = are_chained([(layer.call, layer.returned) for layer in called if layer.call is not None])
         try:
-            for layer in called[0]:
+            for layer in called:
                 with suppress(StepError):  # a layer of another kind keeps its own forward
                     layer.slots = LayerBuffers(cache, layer.index).slots
                     assert layer.call is not None
@@ -306,8 +321,7 @@ class _Set:
         except (OptionError, OSError) as error:
             self._refuse(str(error))
             return outputs
-        if len(self._layers) < len(called[0]):
-            self._list = None
+        self._can_be_chained &= len(self._layers) == len(called)
         if not self._layers:
             self._refuse(f"no layer of this {cache.name} cache keeps keys and values alone")
             return outputs
@@ -369,6 +383,7 @@ class _Set:
         for layer in self._layers:
             layer.call = layer.returned = None
             layer.load()
+        self._check_hooks()
         self.phase = "compare"
 
     def _forward(self, layer: _Layer, cache: Cache, compared: bool) -> Callable[..., Any]:

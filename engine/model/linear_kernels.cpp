@@ -355,8 +355,8 @@ struct FourBits {
       for (const int64_t end = i + group; i < end; i += 2, codes += 64) {
         fetch_ahead(codes);
         const __m512i eight = _mm512_loadu_si512(codes);
-        const __m128d two = _mm_load_sd(reinterpret_cast<const double*>(from + i));
-        const Lanes values = (Lanes)_mm512_permutexvar_ps(of_two, _mm512_castpd_ps(_mm512_castpd128_pd512(two)));
+        const __m512i two = _mm512_castsi128_si512(_mm_loadl_epi64((const __m128i*)(from + i)));
+        const Lanes values = (Lanes)_mm512_permutexvar_ps(of_two, _mm512_castsi512_ps(two));
         inputs += values;
         sums[0][0] += values * biased<-15, 256>(eight);
         sums[1][0] += values * biased<-15, 16>(eight);
@@ -428,6 +428,8 @@ Tensor int4_linears(Tensor input, std::vector<Tensor> packed, std::vector<Tensor
   STD_TORCH_CHECK(rows == 1 || input.stride(0) == width, "the rows of the input have to follow each other");
   Tensor out = torch::stable::new_empty(input, {rows, all});
   float* to = static_cast<float*>(out.data_ptr());
+  for (const Tensor& one : scales)
+    STD_TORCH_CHECK(width % one.size(0) == 0 && width / one.size(0) % 2 == 0, "groups have an even number of inputs");
   std::vector<FourBits> products;
   for (size_t i = 0; i < packed.size(); i++) {
     products.push_back({

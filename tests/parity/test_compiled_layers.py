@@ -198,25 +198,27 @@ def test_the_model_is_as_it_was_in_other_threads_and_afterwards(llama):
 
 
 def calls_of_chains(monkeypatch, change=lambda hidden: hidden):
-    calls, call = [], LayerChain.__call__
+    """The threads for which a chain was computed."""
+    calls, compute = [], LayerChain._compute
 
     def counted(self, *args, **kwargs):
         calls.append(threading.get_ident())
-        return change(call(self, *args, **kwargs))
+        return change(compute(self, *args, **kwargs))
 
-    monkeypatch.setattr(LayerChain, "__call__", counted)
+    monkeypatch.setattr(LayerChain, "_compute", counted)
     return calls
 
 
 def test_all_layers_are_one_call(llama, monkeypatch):
-    """For other callers of the model, at any moment, they are the model's own."""
+    """Other threads have the model's own layers, at any moment."""
     generator, calls, found = generator_of(llama), calls_of_chains(monkeypatch), []
     inputs = prompt(2)
-    expected = llama(**inputs).logits
+    expected, layers = llama(**inputs).logits, llama.model.layers
 
     def elsewhere():
+        given = llama.model.layers
         with torch.no_grad():
-            found.append(llama(**inputs).logits)
+            found.append((given is layers, len(given), given[3] is layers[3], llama(**inputs).logits))
 
     def other_caller(module, args):
         if len(found) < 3 and args[0].shape[1] == 1:  # in a step
@@ -224,20 +226,32 @@ def test_all_layers_are_one_call(llama, monkeypatch):
             thread.start()
             thread.join()
 
-    before = [llama.model.layers, *llama.parameters()]
     llama.model.norm.register_forward_pre_hook(other_caller)
     assert torch.equal(generator.generate(inputs, **GREEDY).sequences, reference(llama, inputs))
-    assert len(found) == 3
-    assert all(torch.equal(logits, expected) for logits in found)
-    assert calls.count(threading.get_ident()) == GREEDY["max_new_tokens"] - 1
-    assert all(one is other for one, other in zip([llama.model.layers, *llama.parameters()], before, strict=True))
+    assert [one[:3] for one in found] == [(False, 4, True)] * 3
+    assert all(torch.equal(logits, expected) for *_, logits in found)
+    assert calls == [threading.get_ident()] * (GREEDY["max_new_tokens"] - 1)
+    assert llama.model.layers is layers
+
+
+def test_other_layers_are_compiled_again(llama):
+    generator = generator_of(llama)
+    other = copy.deepcopy(llama.model.layers[2])
+    with torch.no_grad():
+        other.mlp.up_proj.weight.mul_(-0.5)
+    llama.model.layers[2] = other
+    out = generator.generate(prompt(2), **GREEDY)
+    assert torch.equal(out.sequences, reference(llama, prompt(2)))
+    assert out.stats.compiled == "4 layers"
+    llama.model.layers[1].mlp = copy.deepcopy(other.mlp)
+    assert torch.equal(generator.generate(prompt(2), **GREEDY).sequences, reference(llama, prompt(2)))
 
 
 def _fail(hidden):
     raise IndexError("list index out of range")
 
 
-@pytest.mark.parametrize("change", [lambda hidden: hidden * 1.01, _fail], ids=["other scores", "an error"])
+@pytest.mark.parametrize("change", [lambda hidden: hidden.flip(-1), _fail], ids=["other scores", "an error"])
 def test_layers_that_are_no_chain_are_called_one_by_one(llama, monkeypatch, change):
     calls = calls_of_chains(monkeypatch, change)
     generator = generator_of(llama)

@@ -276,6 +276,20 @@ def reuse(report: Report) -> str:
     )
 
 
+def structured(report: Report) -> str:
+    head = ["tokens of the vocabulary", *report["cases"][0]["ms_per_token"]]
+    rows = []
+    for case in report["cases"]:
+        assert case["ended"] == "eos"
+        rows.append([f"{case['vocabulary']:,}", *map(spread, case["ms_per_token"].values())])
+    first = report["cases"][0]
+    return text(
+        f"{machine(report)}; ms per token, median (least to most). With a vocabulary of {first['vocabulary']:,} tokens "
+        f'{first["certain_tokens_of_keys"]} of the {first["new_tokens"]["keys"]} tokens of "keys" are certain.',
+        table(head, rows, "rrrr"),
+    )
+
+
 def startup(report: Report) -> str:
     assert report["same_text"]
     rows = [
@@ -328,5 +342,6 @@ TABLES = {
     "quality": ("quality-cpu", quality),
     "reuse": ("reuse-cpu", reuse),
     "startup": ("startup-cpu", startup),
+    "structured": ("structured-cpu", structured),
 }
 """By the name of the generated part: the file in benchmarks/results, and what makes the part of it."""

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import engine
 from engine.model import low_bit_linears
+from engine.model.linear_kernels import kernels
 from engine.model.low_bit_linears import KINDS, Int4Linear, Int8Embedding, Int8Linear, convert_linears
 
 
@@ -54,6 +55,18 @@ def test_few_rows_and_many_rows_have_the_same_weights(bias, outs, width, weights
         assert out.dtype == expected.dtype
         most = input.norm(dim=-1, keepdim=True) * full.norm(dim=-1)
         assert ((out - expected).abs() <= 0.005 * most).all()  # activations and results in bfloat16
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("weights", KINDS)
+@torch.no_grad()
+def test_products_in_float32(weights, rows):
+    """Rows of any number, of inputs whose sum is far from zero."""
+    if kernels() is None:
+        pytest.skip("needs a C++ compiler")
+    layer, input = KINDS[weights](torch.randn(200, 192), None), torch.randn(rows, 192) + 3
+    expected = nn.functional.linear(input.double(), weights_of(layer, 192).double())
+    assert all(relative(one, other) < 1e-4 for one, other in zip(layer(input), expected, strict=True))
 
 
 @torch.no_grad()
