@@ -395,12 +395,12 @@ class ModelRunner:
         """The inputs of a compiled step of one token per row, `ids` [rows, 1]: every shape is fixed."""
         positions = contiguous(columns.positions(end - 1, end))
         view = attention_view(cache)
-        if view.imposes_windows:
-            mask = imposed_mask(self.model, view, self._mask_kinds, columns, end - 1, end)
-        elif self._keeps_columns:
-            mask = graph_mask(self.model, cache.handle, self._mask_kinds, columns.mask(end), positions)
-        else:
+        if not self._keeps_columns:
             mask = None  # a new token is never padding
+        elif view.imposes_windows or takes_step_masks(self.model, view):
+            mask = imposed_mask(self.model, view, self._mask_kinds, columns, end - 1, end)
+        else:
+            mask = graph_mask(self.model, cache.handle, self._mask_kinds, columns.mask(end), positions)
         return {"input_ids": contiguous(ids), "position_ids": positions, "attention_mask": of_all_rows(mask, len(ids))}
 
     def step_logits(self, inputs: dict[str, Any], cache: EngineCache) -> torch.Tensor:
