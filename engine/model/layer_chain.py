@@ -76,7 +76,7 @@ def are_chained(calls: Sequence[tuple[Call, Any]]) -> bool:
     return (
         all(isinstance(result, torch.Tensor) for _, result in calls)
         and all(args and args[0] is result for ((args, _), _), (_, result) in zip(calls[1:], calls, strict=False))
-        and all(own == spec and all(map(_is_same, leaves, first)) for leaves, own in others)
+        and all(own == spec and all(map(_is_same, values, first)) for values, own in others)
     )
 
 

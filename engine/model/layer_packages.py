@@ -299,8 +299,8 @@ class _Set:
         lists = {path: child for path, child in self._model.named_modules()
                  if isinstance(child, nn.ModuleList) and len(child) == len(cache.layers)}  # fmt: skip
         layers = {path: [_Layer(module, index) for index, module in enumerate(one)] for path, one in lists.items()}
-        every = [layer for one in layers.values() for layer in one]
-        outputs = self._with_forwards(inputs, {layer: _recording(layer) for layer in every})
+        forwards = {layer: _recording(layer) for one in layers.values() for layer in one}
+        outputs = self._with_forwards(inputs, forwards)
         path = next((path for path, one in layers.items() if all(layer.call is not None for layer in one)), None)
         if path is None:
             self._refuse("its layers are not called once per step")
