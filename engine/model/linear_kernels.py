@@ -23,7 +23,7 @@ def join_products(graph: torch.fx.Graph) -> None:
     """Let products of the same input be one call: threads start and end together once, not for each of them."""
     if kernels() is None:
         return
-    targets = [getattr(torch.ops.kvengine, name).default for name in _NAMES]
+    targets = _products()
     groups = defaultdict(list)
     for node in graph.nodes:
         if node.op == "call_function" and node.target in targets and all(map(_is_given, _weights(node))):
@@ -34,8 +34,13 @@ def join_products(graph: torch.fx.Graph) -> None:
 
 
 def _make_traceable() -> None:
-    for name in _NAMES:
-        torch.library.register_fake(f"kvengine::{name}", _empty_product)
+    for product in _products():
+        torch.library.register_fake(product, _empty_product)
+
+
+def _products() -> list[Any]:
+    library = torch.ops.kvengine
+    return [library.linears.default, library.int8_linears.default, library.int4_linears.default]
 
 
 def _empty_product(input: torch.Tensor, weights: list[torch.Tensor], *_: object) -> torch.Tensor:
@@ -88,5 +93,4 @@ def _call(graph: torch.fx.Graph, target: Any, arguments: tuple[Any, ...]) -> tor
     return call
 
 
-_NAMES = ("linears", "int8_linears", "int4_linears")
 _OPERATORS = Operators(Path(__file__).with_suffix(".cpp"), "The fastest product of linear layers", _make_traceable)

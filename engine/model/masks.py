@@ -190,7 +190,7 @@ def one_token_mask(model: Any, cache: TransformersCache | None, kinds: MaskKinds
 
 
 def takes_step_masks(model: Any, view: AttentionView) -> bool:
-    """Whether `one_token_mask` can make the masks of every step."""
+    """Whether `one_token_mask` and `masks_of_step` can make the masks of every step, in place of transformers."""
     spans = {spec.attention_span.kind for spec in view.specs if spec.keeps_kv}
     return _mask_dtype(model) is not None and spans <= {"all", "window"}
 
@@ -207,10 +207,11 @@ def check_takes_masks(model: Any, cache: EngineCache) -> None:
         )
 
 
-def imposed_mask(model: Any, view: AttentionView, kinds: MaskKinds, columns: Columns, begin: int, end: int) -> Any:
-    """The mask of a step from `begin` to `end` on a cache that imposes windows, or a dict of them per layer type."""
+def masks_of_step(model: Any, view: AttentionView, kinds: MaskKinds, columns: Columns, begin: int, end: int) -> Any:
+    """The mask of a step from `begin` to `end`, or a dict of them per layer type: on caches that impose windows, and in
+    compiled steps of models whose masks can be made here (`takes_step_masks`)."""
     dtype = _mask_dtype(model)
-    assert dtype is not None  # checked before the run
+    assert dtype is not None  # a cache that imposes windows has been checked before the run
     mask = columns.mask(end)
     states = None if end - begin == 1 or mask is None else mask[:, begin:]
     masks: dict[str, torch.Tensor | None] = {}

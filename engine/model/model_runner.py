@@ -32,7 +32,7 @@ from engine.model.masks import (
     Columns,
     contiguous,
     graph_mask,
-    imposed_mask,
+    masks_of_step,
     of_all_rows,
     one_token_mask,
     takes_step_masks,
@@ -313,7 +313,7 @@ class ModelRunner:
             arguments["inputs_embeds"] = self._embedded(inputs.embeds, step.ids, max(first, 0), step.end - step.before)
             arguments.pop("input_ids", None)
         if step.end - step.begin > 1 and (view := attention_view(step.cache)).imposes_windows:
-            mask = imposed_mask(self.model, view, self._mask_kinds, step.columns, step.begin, step.end)
+            mask = masks_of_step(self.model, view, self._mask_kinds, step.columns, step.begin, step.end)
             arguments["attention_mask"] = mask
         return arguments
 
@@ -398,7 +398,7 @@ class ModelRunner:
         if not self._keeps_columns:
             mask = None  # a new token is never padding
         elif view.imposes_windows or takes_step_masks(self.model, view):
-            mask = imposed_mask(self.model, view, self._mask_kinds, columns, end - 1, end)
+            mask = masks_of_step(self.model, view, self._mask_kinds, columns, end - 1, end)
         else:
             mask = graph_mask(self.model, cache.handle, self._mask_kinds, columns.mask(end), positions)
         return {"input_ids": contiguous(ids), "position_ids": positions, "attention_mask": of_all_rows(mask, len(ids))}
