@@ -209,6 +209,9 @@ forced_bos_token_id, forced_eos_token_id, exponential_decay_length_penalty, reno
     streamer : BaseStreamer, optional
         One of transformers' text streamers, which gets the first row while it comes, then the others line by line; or
         an object with `put`, which gets columns of ids, and `end`. It is ended whatever happens.
+    top_logprobs : int, optional
+        Report the log probability of every new token, and of so many of the likeliest tokens in its place: see
+        `Generation.logprobs`. 0: of the new token alone. Not for searches and contrastive search.
     output_scores, output_logits, output_attentions, output_hidden_states : bool, default False
         What the `Generation` is to hold besides the tokens.
     **model_inputs

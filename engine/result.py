@@ -102,6 +102,25 @@ class Stats:
     compiled: str = "off"
 
 
+@dataclass(frozen=True)
+class TokenLogprob:
+    """How likely the model found a token: natural logarithms of probabilities, before logits processors.
+
+    Attributes
+    ----------
+    token : int
+        The token id.
+    logprob : float
+        Its log probability.
+    top : tuple of (int, float)
+        The likeliest tokens in its place with theirs, best first, as many as `top_logprobs` asks for.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class Generation:
     """The result of one call, with the fields of transformers' `return_dict_in_generate`.
@@ -143,6 +162,8 @@ class Generation:
     parsed : list or None
         With `json_schema` or `response_format`: what each text says, as Python values or an object of the pydantic
         model; None for a row that did not end by itself, and for other constraints. None without a constraint.
+    logprobs : list of list of TokenLogprob, or None
+        Of the new tokens of every row; None unless `top_logprobs` was given.
     legacy : bool
         Whether `past_key_values` is a tuple, as requested with `return_legacy_cache=True`.
     """
@@ -163,6 +184,7 @@ class Generation:
     sequences_scores: torch.Tensor | None = None
     beam_indices: torch.Tensor | None = None
     parsed: list[Any] | None = None
+    logprobs: list[list[TokenLogprob]] | None = None
     legacy: bool = False
 
     @property
@@ -240,9 +262,12 @@ class StreamChunk:
         without a tokenizer.
     finish_reason : str or None
         As in `Generation`; set in the row's last chunk.
+    logprobs : tuple of TokenLogprob
+        Of these tokens; empty unless `top_logprobs` was given.
     """
 
     row: int
     tokens: tuple[int, ...]
     text: str | None
     finish_reason: str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()

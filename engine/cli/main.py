@@ -28,6 +28,7 @@ from engine.cli.generate import generate
 from engine.cli.help import Command
 from engine.cli.linears import linears
 from engine.cli.plan import plan
+from engine.cli.serve import serve
 from engine.errors import EngineError, GenerationInterrupted, OptionError
 
 NAME = "engine"
@@ -36,6 +37,7 @@ app = typer.Typer(rich_markup_mode=None, context_settings=_settings)
 _SHORT: dict[Callable[..., None], str] = {
     generate: "Continue a prompt.",
     chat: "Talk to a model.",
+    serve: "Answer requests of OpenAI's HTTP protocol.",
     caches: "List the cache backends and their options.",
     plan: "Say what a run takes before it runs.",
     compile: "Compile a model's layers ahead.",

@@ -187,6 +187,25 @@ COMPILE = {
     "cache": option(str, "NAME", "A cache of fixed size.", default="static", autocompletion=CacheConfig.names),
     "dtype": MODEL["dtype"],
 }
+SERVER = {
+    "path": argument(str, "MODEL", "Folder or hub id. Default: the small model of the package."),
+    "host": option(str, "ADDRESS", "Where to listen; 0.0.0.0 for all of the network.", default="127.0.0.1"),
+    "port": option(int, "N", "The port.", default=8000, min=0, max=65535),
+    "api_key": option(str, "KEY", "What requests bring as a bearer token; also KVENGINE_API_KEY. Default: none needed."),
+    "name": option(str, "NAME", "The name of the model in requests; default: that of its folder."),
+    "drain_seconds": option(int, "SECONDS", "How long requests may go on after SIGTERM or Ctrl-C.", default=60, min=0),
+}
+LIMITS = {
+    "max_batch": option(int, "N", "Texts that are computed at once.", default=32, min=1),
+    "max_queue": option(int, "N", "Prompts that may wait; more are answered with 429.", default=256, min=0),
+    "max_tokens": option(int, "N", "Most new tokens of a text, and their default in a chat.", default=1024, min=1),
+    "context_tokens": option(int, "N", "Most tokens of a prompt and its answer; default: what the model's own settings "
+        "say.", min=2),
+    "max_time": option(float, "SECONDS", "A text that takes longer ends as it is.", default=600.0, min=0.001),
+    "max_body_mib": option(float, "MIB", "Largest body of a request.", default=4.0, min=0.001),
+    "prefix_store_gib": option(float, "GIB", "Memory for the caches of earlier prompts, so that what they have in common "
+        "with later ones is not read again; 0: none.", default=1.0, min=0),
+}
 CACHE_FILE = {
     "action": argument(str, "ACTION", "inspect."),
     "path": argument(str, "FILE", "A file that `Cache.save` or a chat wrote."),
@@ -206,6 +225,12 @@ GENERATE: dict[str | None, dict[str, Declared]] = {
     "When it ends": ENDING,
     "What is printed": OUTPUT,
 }  # fmt: skip
+SERVE: dict[str | None, dict[str, Declared]] = {
+    "The server": SERVER,
+    "The model": MODEL,
+    "The cache": CACHE,
+    "What requests may ask for": LIMITS,
+}
 CHAT: dict[str | None, dict[str, Declared]] = {
     "The conversation": CONVERSATION,
     "The model": MODEL,

@@ -66,7 +66,7 @@ class DecodingLoop:
         self._tokens = Tokens(prompt, mask, request.max_columns, request.pad_id)
         self._logits_check = LogitsCheck(request, self._tokens, session)
         self._best: Callable[[], list[Hypothesis] | None] | None = None  # of a flow that gives its texts at its end
-        self._records = Records(request.config, self._device)
+        self._records = Records(request.config, self._device, request.top_logprobs)
         self._finish_fields: dict[str, Any] = {}  # of the `Generation`
         self._checkpoints = Checkpoints(self._records, self._device, request.generator, request.strategy.samples)
         self._new_tokens = 0
@@ -155,6 +155,12 @@ class DecodingLoop:
     def cache_bytes(self) -> int:
         """Bytes of the cache on the device that computes."""
         return self._session.cache.device_bytes
+
+    @property
+    def cache_bytes_by_place(self) -> dict[str, int]:
+        """Bytes of the cache by where they are: "device", "host", "disk", ..."""
+        cache = self._session.cache
+        return getattr(cache, "bytes_by_place", {"device": cache.device_bytes})
 
     @property
     def is_routed(self) -> bool:
@@ -318,7 +324,7 @@ class DecodingLoop:
         if not self.clock.has_first_token:
             self.clock.first_token()
         self._new_tokens += sum(running)
-        self.stream_buffer.push(new, running)
+        self.stream_buffer.push(new, running, self._records.logprobs(self._tokens.read - self._tokens.prompt - 1, new))
         try:
             self._stopping.check(self._tokens.read, new, self.stream_buffer.texts, self._read_by_criteria)
         finally:
@@ -402,6 +408,7 @@ class DecodingLoop:
             tokens=self._tokens.new(),
             text=text,
             parsed=self._parsed(text),
+            logprobs=None if self._request.top_logprobs is None else self.stream_buffer.logprobs,
             finish_reasons=list(self._stopping.reasons),
             stats=self._stats(),
             cache=self._session.cache.handle,

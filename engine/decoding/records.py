@@ -12,6 +12,7 @@ from transformers.utils import ModelOutput
 
 from caches.torch_api import tree_map
 from engine.model.device_state import random_state, set_random_state
+from engine.result import TokenLogprob
 
 # By field of `Generation`: the parameter that asks for it, and its names in the outputs of a forward.
 _FIELDS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -24,13 +25,19 @@ _FIELDS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 class Records:
-    """Scores and logits: one float32 tensor [rows, vocabulary] on `device` per token; the others: one per forward."""
+    """Scores and logits: one float32 tensor [rows, vocabulary] on `device` per token; the others: one per forward.
 
-    def __init__(self, config: GenerationConfig, device: torch.device):
-        self._device, self._logits_of_step = device, 1
+    top_logprobs: as of the call. Logits that are wanted for these alone are discarded as soon as the token is read.
+    """
+
+    def __init__(self, config: GenerationConfig, device: torch.device, top_logprobs: int | None = None):
+        self._device, self._logits_of_step, self._top_logprobs = device, 1, top_logprobs
         self._values: dict[str, list[Any]] = {
             name: [] for name, (parameter, _) in _FIELDS.items() if getattr(config, parameter, None)
         }
+        self._keeps_logits = "logits" in self._values
+        if top_logprobs is not None:
+            self._values.setdefault("logits", [])
         self.has_scores = "scores" in self._values
 
     def add_forward(self, outputs: ModelOutput, logits: torch.Tensor) -> None:
@@ -51,6 +58,18 @@ class Records:
         """Those of all columns but the last `unread`; None where they are not recorded."""
         scores = self._values.get("scores")
         return None if scores is None else tuple(scores[: len(scores) - unread])
+
+    def logprobs(self, column: int, tokens: list[int]) -> list[TokenLogprob] | None:
+        """Those of the new token of each row in a column; None where none are wanted. column: 0 is the first new one."""
+        if self._top_logprobs is None:
+            return None
+        found = self._values["logits"][column].log_softmax(dim=-1)
+        if not self._keeps_logits:
+            self._values["logits"][column] = None
+        own = found.gather(1, torch.tensor(tokens, device=found.device)[:, None])[:, 0].tolist()
+        best, ids = found.topk(min(self._top_logprobs, found.shape[1]))
+        top = [tuple(zip(*row, strict=True)) for row in zip(ids.tolist(), best.tolist(), strict=True)]
+        return [TokenLogprob(*row) for row in zip(tokens, own, top, strict=True)]
 
     def lengths(self) -> dict[str, int]:
         return {name: len(values) for name, values in self._values.items()}
@@ -85,7 +104,8 @@ class Records:
 
     def fields(self) -> dict[str, Any]:
         """The fields of a `Generation`."""
-        return {name: tuple(values) for name, values in self._values.items()}
+        kept = {name: values for name, values in self._values.items() if name != "logits" or self._keeps_logits}
+        return {name: tuple(values) for name, values in kept.items()}
 
 
 _Checkpoint: TypeAlias = tuple[dict[str, int], torch.Tensor | None]

@@ -11,14 +11,15 @@ import torch
 from engine.errors import EngineError
 from engine.output.detokenizer import RowText, ends_of
 from engine.output.hf_streamers import StreamerAdapter
-from engine.result import StreamChunk
+from engine.result import StreamChunk, TokenLogprob
 from strategies import Hypothesis
 
 
 @dataclass
 class _Row:
     """One row. prompt: [columns]. text: None without a tokenizer. shown: the number of `tokens` in earlier chunks.
-    delta: the text that is in no chunk yet. reason: the finish reason; None while the row runs.
+    delta: the text that is in no chunk yet. reason: the finish reason; None while the row runs. logprobs: of `tokens`;
+    empty where none are wanted.
     """
 
     prompt: torch.Tensor
@@ -28,6 +29,7 @@ class _Row:
     delta: str = ""
     reason: str | None = None
     has_ended: bool = False  # its last chunk was made
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def add(self, tokens: list[int]) -> None:
         self.tokens += tokens
@@ -41,7 +43,8 @@ class _Row:
 
     def copy(self) -> _Row:
         text = None if self.text is None else self.text.copy()
-        return _Row(self.prompt, text, list(self.tokens), self.shown, self.delta, self.reason, self.has_ended)
+        tokens, logprobs = list(self.tokens), list(self.logprobs)
+        return _Row(self.prompt, text, tokens, self.shown, self.delta, self.reason, self.has_ended, logprobs)
 
 
 class StreamBuffer:
@@ -75,6 +78,10 @@ class StreamBuffer:
     def texts(self) -> list[RowText] | None:
         texts = [row.text for row in self._rows if row.text is not None]
         return texts or None
+
+    @property
+    def logprobs(self) -> list[list[TokenLogprob]]:
+        return [row.logprobs for row in self._rows]
 
     @property
     def reasons(self) -> list[str | None]:
@@ -111,12 +118,13 @@ class StreamBuffer:
 
     # Tokens
 
-    def push(self, tokens: list[int], running: list[bool]) -> None:
-        """Add a token to each running row. tokens, running: one entry per row."""
+    def push(self, tokens: list[int], running: list[bool], logprobs: list[TokenLogprob] | None = None) -> None:
+        """Add a token to each running row. tokens, running, logprobs: one entry per row."""
         self._apply_reorder()
-        for row, token, runs in zip(self._rows, tokens, running, strict=True):
+        for number, (row, token, runs) in enumerate(zip(self._rows, tokens, running, strict=True)):
             if runs:
                 row.add([token])
+                row.logprobs += [] if logprobs is None else [logprobs[number]]
 
     def hold(self, texts: list[Hypothesis], why: Callable[[torch.Tensor, RowText | None], str]) -> None:
         """Set the texts that the run will return, as far as a search knows them: one row per text from now on.
@@ -165,7 +173,8 @@ class StreamBuffer:
             ends = row.reason is not None and not row.has_ended
             if row.shown < len(row.tokens) or row.delta or ends:
                 text = None if row.text is None else row.delta
-                new.append(StreamChunk(number, tuple(row.tokens[row.shown :]), text, row.reason))
+                logprobs = tuple(row.logprobs[row.shown :])
+                new.append(StreamChunk(number, tuple(row.tokens[row.shown :]), text, row.reason, logprobs))
                 row.shown, row.delta, row.has_ended = len(row.tokens), "", row.reason is not None
         self._chunks += new
         self._call_adapter(lambda adapter: adapter.show(new))

@@ -101,6 +101,7 @@ def parameters(
     cancellation: Any = None,
     # What comes back.
     streamer: BaseStreamer | None = None,
+    top_logprobs: int | None = None,
     output_scores: bool | None = None,
     output_logits: bool | None = None,
     output_attentions: bool | None = None,
@@ -161,6 +162,7 @@ class Call:
     stopping_criteria: list[Any] | None = None
     cancellation: Any = None
     streamer: BaseStreamer | None = None
+    top_logprobs: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 

@@ -405,6 +405,7 @@ _OTHERS: dict[str, Kind] = {
     "strategy": Kind("a strategy's name, or an object with name, samples and flow()", _strategy),
     "past_key_values": Kind("a cache, or a tuple of 2 or 4 tensors for each layer", _past),
     "seed": _SEED,
+    "top_logprobs": _COUNT,
     **dict.fromkeys(("trust_cache", "return_legacy_cache", "synced_gpus", "trust_remote_code"), _FLAG),
     **dict.fromkeys(("logits_processor", "stopping_criteria"), _CALLABLES),
     "prefix_allowed_tokens_fn": Kind("something callable", _constraint),

@@ -47,7 +47,7 @@ from engine.request.model_kwargs import complete_model_kwargs
 from engine.request.parameter_hints import hint
 from engine.request.parameters import SAMPLING, read_own
 from engine.request.request import Request
-from engine.request.strategy import choose_strategy, pop_own_options
+from engine.request.strategy import check_logprobs, choose_strategy, pop_own_options
 from strategies import Strategy
 from strategies.operations import needs_of
 
@@ -78,6 +78,7 @@ def read_request(
     said = _read_said(model, call, assistant)
     config, chosen = said.config, said.strategy
     needs = needs_of(chosen)
+    check_logprobs(call.top_logprobs, chosen)
     chunk_tokens = config.prefill_chunk_size or chunk_tokens
     prompt, mask, source = _read_inputs(model, call, said, cache)
     name = "attention_mask" if source is None else "decoder_attention_mask"
@@ -117,6 +118,7 @@ def read_request(
         chunk_tokens=chunk_tokens,
         generator=seeded(call.seed, prompt_device(model)),
         grammar=grammar,
+        top_logprobs=call.top_logprobs,
     )
     texts = len(prompt.ids) * needs.texts_per_prompt
     if texts > 1 and not request.length_is_known:

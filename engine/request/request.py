@@ -42,6 +42,7 @@ class Request:
     guidance: Guidance | None = None
     generator: torch.Generator | None = None
     grammar: Grammar | None = None
+    top_logprobs: int | None = None
 
     @property
     def needs(self) -> Needs:

@@ -143,6 +143,16 @@ def _check_draft(strategy: Strategy, assistant: PreTrainedModel | None, tokenize
         )
 
 
+def check_logprobs(top_logprobs: int | None, strategy: Strategy) -> None:
+    """Refuse log probabilities of tokens where rows are no texts but candidates for them."""
+    needs = needs_of(strategy)
+    if top_logprobs is not None and (needs.rows_are_beams or needs.scored_rows is not None):
+        raise OptionError(
+            f"top_logprobs={top_logprobs} cannot apply to {strategy.name}, whose rows are candidates that give way to "
+            "others: leave it out; output_scores=True has the scores of all steps"
+        )
+
+
 def score_copies(strategy: Strategy, processors: Sequence[Any] = ()) -> int:
     """Float32 tensors [rows, vocabulary] at the same time, at most: of the strategy, or of transformers' processors."""
     own = needs_of(strategy).score_copies

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from contextlib import suppress
 from itertools import count
 from types import TracebackType
@@ -11,13 +12,16 @@ from typing import Any
 
 from engine.errors import EngineError
 from engine.serving.request import BatchRequest
-from engine.serving.scheduler import Counts, Scheduler
+from engine.serving.scheduler import BatchState, Counts, Scheduler
 
+_STATE_S = 0.25  # between two looks at a batch
 
 class Batch:
     """Runs the prompts that are submitted to it together. Made by `Generator.batch`.
 
     In a `with` statement it waits at the end for all that were submitted, or cancels them after an error.
+
+    state: what it does, a quarter of a second old at most.
     """
 
     def __init__(self, scheduler: Scheduler):
@@ -25,6 +29,7 @@ class Batch:
         self._inbox: queue.SimpleQueue[BatchRequest | None] = queue.SimpleQueue()  # None: something else has changed
         self._lock = threading.Lock()  # nothing is submitted after the close; never held by the thread that runs
         self._is_closed = self._cancels = False
+        self.state, self._state_at = BatchState(), 0.0
         self._thread = threading.Thread(target=self._run, name="engine batch", daemon=True)
         self._thread.start()
 
@@ -67,6 +72,7 @@ class Batch:
         try:
             while self._has_work():
                 self._scheduler.turn()
+                self._publish()
         except BaseException as error:  # no request may wait for ever
             with self._lock:
                 self._is_closed = True
@@ -75,6 +81,12 @@ class Batch:
             why.__cause__ = error
             self._scheduler.close(why)
             raise
+
+    def _publish(self) -> None:
+        """Set `state`: when there is nothing more to do, and from time to time before, as it takes a while."""
+        now = time.monotonic()
+        if now - self._state_at >= _STATE_S or not self._scheduler.is_busy:
+            self.state, self._state_at = self._scheduler.state(), now
 
     def _has_work(self) -> bool:
         """Wait for something to do, and queue what was submitted. False at the end."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from engine.result import Generation, StreamChunk
@@ -24,6 +25,7 @@ class BatchRequest:
         self._future.set_running_or_notify_cancel()  # a task that is cancelled while it waits does not end it
         self._cancelled = threading.Event()
         self._chunks: queue.SimpleQueue[StreamChunk | None] = queue.SimpleQueue()
+        self._on_chunk: list[Callable[[], None]] = []  # called from the thread that runs the batch
 
     @property
     def done(self) -> bool:
@@ -58,8 +60,26 @@ class BatchRequest:
         self.result()
 
     async def __aiter__(self) -> AsyncIterator[StreamChunk]:
-        while (chunk := await asyncio.to_thread(self._chunks.get)) is not None:
-            yield chunk
+        loop, more = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(more.set)
+
+        self._on_chunk.append(wake)
+        try:
+            while True:
+                more.clear()
+                try:
+                    chunk = self._chunks.get_nowait()
+                except queue.Empty:
+                    await more.wait()
+                    continue
+                if chunk is None:
+                    break
+                yield chunk
+        finally:
+            self._on_chunk.remove(wake)
         self._chunks.put(None)
         self.result()
 
@@ -77,8 +97,11 @@ class BatchRequest:
         given = self.parameters.get("cancellation")
         return self._cancelled.is_set() or (given is not None and given.is_set())
 
-    def add_chunk(self, chunk: StreamChunk) -> None:
+    def add_chunk(self, chunk: StreamChunk | None) -> None:
+        """None: there are no more."""
         self._chunks.put(chunk)
+        for wake in list(self._on_chunk):
+            wake()
 
     def end(self, result: Generation | BaseException) -> None:
         """Its result or its error; once."""
@@ -86,4 +109,4 @@ class BatchRequest:
             self._future.set_exception(result)
         else:
             self._future.set_result(result)
-        self._chunks.put(None)
+        self.add_chunk(None)

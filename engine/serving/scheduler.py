@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 
@@ -67,6 +67,19 @@ class Counts:
     why_alone: set[str] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
+class BatchState:
+    """What a batch does now: requests that wait, run, and were parked; rows of those that run; bytes of their caches by
+    place, as `Cache.bytes_by_place`.
+    """
+
+    waiting: int = 0
+    running: int = 0
+    parked: int = 0
+    rows: int = 0
+    cache_bytes: dict[str, int] = field(default_factory=dict)
+
+
 class Scheduler:
     """start: makes the run of a request; its second argument is the run's `make_room`. slots: rows at once.
 
@@ -106,6 +119,14 @@ class Scheduler:
     def has_room(self) -> bool:
         """Whether a request that is added now may begin at once."""
         return not self._waiting and self._next is None and self._rows < self._slots
+
+    def state(self) -> BatchState:
+        """What is done now. For the thread that runs the turns."""
+        parked = sum(run.is_parked for run in self._runs)
+        active = [run for run in self._runs if not run.is_parked]
+        places = sum((Counter(run.driver.loop.cache_bytes_by_place) for run in self._runs), Counter())
+        waiting = len(self._waiting) + (self._next is not None)
+        return BatchState(waiting, len(active), parked, sum(run.rows for run in active), dict(places))
 
     def turn(self) -> list[BatchRequest]:
         """Do a turn; the requests that have ended in it."""

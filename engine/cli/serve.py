@@ -1,0 +1,62 @@
+"""`engine serve`: a server that speaks OpenAI's HTTP protocol."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from engine.cli import options, output, values
+from engine.cli.libraries import start_libraries
+from engine.cli.progress import Work
+from engine.errors import OptionError
+
+_GIB = 2**30
+
+
+@options.takes(options.SERVE)
+def serve(**given: Any) -> None:
+    """Answer requests of OpenAI's HTTP protocol; many at once run in one batch. GET / is a page to chat with.
+
+    Ends with Ctrl-C or SIGTERM: requests that run are answered before.
+    """
+    path, named = given["path"], given["model"]
+    if None not in (path, named):
+        raise OptionError("the model was given twice: as MODEL and as --model: leave one out")
+    path = named if path is None else path
+    api_key = given["api_key"] or os.environ.get("KVENGINE_API_KEY") or None
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise OptionError("--api-key has characters that an HTTP header cannot hold: give letters and digits")
+    settings = values.engine_config(given["config"], given)
+    own: dict[str, Any] = {"cache": given["cache"]} if given["cache"] is not None else {}
+    if given["cache_option"]:
+        raise OptionError("--cache-option: put options of the cache into a --config file, or into requests")
+    if given["prefix_store_gib"] > 0:
+        own["prefix_store_bytes"] = int(given["prefix_store_gib"] * _GIB)
+    settings = settings.update(**own)[0]
+    try:
+        from engine.serving.http.app import make_app
+    except ImportError as error:
+        raise OptionError(f"serving needs {error.name}, which is not installed: pip install 'kvengine[serve]'") from error
+    with Work() as work:
+        start_libraries(work, path)
+        from engine.generator import Generator
+        from engine.model.loading import SHIPPED_MODEL
+        from engine.serving.http.reading import Limits
+        from engine.serving.http.server import allowed_hosts, run
+        from engine.serving.http.service import Service
+
+        work.doing("loading the model")
+        generator = Generator(SHIPPED_MODEL if path is None else path, config=settings)
+        text_config = generator.model.config.get_text_config(decoder=True)
+        context = given["context_tokens"] or getattr(text_config, "max_position_embeddings", None)
+        limits = Limits(context, given["max_tokens"], given["max_batch"], given["max_time"])
+        name = given["name"] or ("shipped" if path is None else Path(path).name or str(path))
+        service = Service(generator, name, limits, given["max_queue"])
+    host, port = given["host"], given["port"]
+    hosts = allowed_hosts(host)
+    if hosts is None and api_key is None:
+        output.remark(f"Everyone who reaches {host} may use this server: --api-key sets a key.")
+    output.tell(f"Serving {name} at http://{host}:{port} (the page is there; the protocol is at /v1). Ctrl-C ends it.")
+    app = make_app(service, int(given["max_body_mib"] * 2**20), api_key, hosts)
+    run(app, host, port, given["drain_seconds"])

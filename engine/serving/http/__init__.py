@@ -1,0 +1,1 @@
+"""The server of `engine serve`: OpenAI's HTTP protocol in front of a batch."""

@@ -1,0 +1,146 @@
+"""From results to the objects of OpenAI's protocol."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.result import Generation, StreamChunk, TokenLogprob
+
+_REASONS = {"eos": "stop", "stop_string": "stop", "criteria": "stop", "length": "length", "time": "length"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Writes the objects of one request. is_chat: as a chat's, not as completions. tokenizer: of the model.
+
+    logprobs: as `protocol.logprobs_asked`. prompts: what each text is an answer to, where completions echo it.
+    """
+
+    model: str
+    is_chat: bool
+    tokenizer: Any
+    logprobs: int | None
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "id", f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}")
+
+    # A stream.
+
+    def first(self, index: int) -> dict[str, Any]:
+        """The chunk that says that a message of a chat begins."""
+        return self._chunk([self._choice(index, delta={"role": "assistant", "content": ""})])
+
+    def chunk(self, index: int, piece: StreamChunk, offset: int) -> dict[str, Any]:
+        """offset: characters of this text before it."""
+        reason = None if piece.finish_reason is None else _REASONS[piece.finish_reason]
+        content = self._content(piece.text or "", delta=True)
+        return self._chunk([self._choice(index, reason, self._logprobs(piece.logprobs, offset), **content)])
+
+    def echo(self, index: int, text: str, scored: Sequence[TokenLogprob | int] = ()) -> dict[str, Any]:
+        """The prompt, before the text that continues it."""
+        return self._chunk([self._choice(index, None, self._logprobs(scored, 0), text=text)])
+
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+        return self._chunk([]) | {"usage": usage}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._object("chat.completion.chunk" if self.is_chat else "text_completion") | {"choices": choices}
+
+    # All at once.
+
+    def complete(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        whole = self._object("chat.completion" if self.is_chat else "text_completion")
+        return whole | {"choices": choices, "usage": usage}
+
+    def choice(
+        self, index: int, text: str, reason: str | None, scored: Sequence[TokenLogprob | int]
+    ) -> dict[str, Any]:
+        reason = None if reason is None else _REASONS[reason]
+        return self._choice(index, reason, self._logprobs(scored, 0), **self._content(text, delta=False))
+
+    # Parts.
+
+    def _object(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _choice(
+        self, index: int, reason: str | None = None, logprobs: dict[str, Any] | None = None, **content: Any
+    ) -> dict[str, Any]:
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+
+    def _content(self, text: str, delta: bool) -> dict[str, Any]:
+        if not self.is_chat:
+            return {"text": text}
+        if delta:
+            return {"delta": {"content": text} if text else {}}
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _logprobs(self, scored: Sequence[TokenLogprob | int], offset: int) -> dict[str, Any] | None:
+        """scored: the tokens; those of which there is no log probability by their ids."""
+        if self.logprobs is None:
+            return None
+        entries = [TokenLogprob(one, 0.0) if isinstance(one, int) else one for one in scored]
+        known = [not isinstance(one, int) for one in scored]
+        if self.is_chat:
+            return {"content": [self._entry(one) for one in entries], "refusal": None}
+        tokens = [self._token(one.token) for one in entries]
+        places = [offset]
+        for token in tokens[:-1]:
+            places.append(places[-1] + len(token))
+        return {
+            "tokens": tokens,
+            "token_logprobs": [one.logprob if is_known else None for one, is_known in zip(entries, known, strict=True)],
+            "top_logprobs": [self._top(one) if is_known else None for one, is_known in zip(entries, known, strict=True)]
+            if self.logprobs
+            else None,
+            "text_offset": places[: len(tokens)],
+        }
+
+    def _top(self, one: TokenLogprob) -> dict[str, float]:
+        """By text; of tokens with one text the likeliest."""
+        found: dict[str, float] = {}
+        for token, logprob in one.top:
+            found.setdefault(self._token(token), logprob)
+        return found
+
+    def _entry(self, one: TokenLogprob) -> dict[str, Any]:
+        top = [self._named(token, logprob) for token, logprob in one.top]
+        return self._named(one.token, one.logprob) | {"top_logprobs": top}
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._token(token)
+        # Of a part of a character no text exists.
+        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+
+    def _token(self, token: int) -> str:
+        text = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        piece = self.tokenizer.convert_ids_to_tokens(token)
+        # SentencePiece's decoder leaves out the space before the first word.
+        return f" {text}" if isinstance(piece, str) and piece.startswith("\u2581") and text[:1] != " " else text
+
+
+def usage(prompt_tokens: int, new_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": new_tokens,
+        "total_tokens": prompt_tokens + new_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def added(results: Iterable[Generation], prompt_tokens: int) -> dict[str, Any]:
+    """The usage of all results. prompt_tokens: of all prompts, each counted once."""
+    results = list(results)
+    new, cached = sum(one.stats.new_tokens for one in results), sum(one.stats.cached_tokens for one in results)
+    return usage(prompt_tokens, new, min(cached, prompt_tokens))
+
+
+def error(message: str, kind: str, code: str | None = None, **more: Any) -> dict[str, Any]:
+    """more: further fields, such as param."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": code} | more}

@@ -1,0 +1,259 @@
+"""The routes of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import traceback
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+import strategies
+from configs import CacheConfig
+from engine.serving.http.answers import error
+from engine.serving.http.limits import Gate
+from engine.serving.http.protocol import ChatRequest, CompletionRequest
+from engine.serving.http.service import Job, Refusal, Service, refusal
+
+T = TypeVar("T")
+_logger = logging.getLogger("engine")
+_PAGE = {"/": ("index.html", "text/html"), "/page.css": ("page.css", "text/css"), "/page.js": ("page.js", "text/javascript")}
+_SAFE = {
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
+
+
+def make_app(
+    service: Service, most_bytes: int, api_key: str | None = None, hosts: tuple[str, ...] | None = None
+) -> FastAPI:
+    """most_bytes: of a request's body. api_key, hosts: see `limits.Gate`."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await service.close()
+
+    app = FastAPI(title="kvengine", docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.add_middleware(Gate, most_bytes=most_bytes, api_key=api_key, hosts=hosts)  # type: ignore[arg-type]
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await _answered(service, body, request)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await _answered(service, body, request)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_described(service)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name != service.name:
+            message = f"the model {name!r:.100} is not here: this server has {service.name!r}"
+            return JSONResponse(error(message, "invalid_request_error", "model_not_found"), 404)
+        return JSONResponse(_described(service))
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    for path, (name, kind) in _PAGE.items():
+        app.add_api_route(path, _file(name, kind), include_in_schema=False)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, wrong: RequestValidationError) -> Response:
+        service.metrics.ended("refused")
+        first = wrong.errors()[0]
+        param = ".".join(str(part) for part in first["loc"] if part != "body")
+        more = f" (and {len(wrong.errors()) - 1} more)" if len(wrong.errors()) > 1 else ""
+        message = f"{param or 'the body'}: {first['msg'].removeprefix('Value error, ')}{more}"
+        found = error(message, "invalid_request_error")
+        found["error"]["param"] = param or None
+        return JSONResponse(found, 400)
+
+    @app.exception_handler(HTTPException)
+    async def unknown(_: Request, wrong: HTTPException) -> Response:
+        return JSONResponse(error(str(wrong.detail), "invalid_request_error"), wrong.status_code, wrong.headers)
+
+    return app
+
+
+def _file(name: str, kind: str) -> Any:
+    content = (files("engine.serving.http") / "page" / name).read_bytes()
+
+    async def send() -> Response:
+        return Response(content, media_type=f"{kind}; charset=utf-8", headers=_SAFE)
+
+    return send
+
+
+def _described(service: Service) -> dict[str, Any]:
+    limits = service.limits
+    own = {"caches": CacheConfig.names(), "strategies": strategies.names(), "context_tokens": limits.context_tokens}
+    most = {"max_tokens": limits.max_tokens, "max_rows": limits.max_rows}
+    return {"id": service.name, "object": "model", "created": 0, "owned_by": "kvengine", "engine": own | most}
+
+
+async def _answered(service: Service, body: ChatRequest | CompletionRequest, request: Request) -> Response:
+    """Run a request to its end, or until its first piece is there where it streams."""
+    try:
+        job = await service.begin(body)
+    except Refusal as refused:
+        service.metrics.ended("full" if refused.status == 429 else "refused")
+        return JSONResponse(refused.body, refused.status, refused.headers)
+    except Exception as failed:
+        return _failed(service, failed)
+    pieces = service.pieces(job)
+    try:
+        if body.stream:
+            first = await _while_connected(request, anext(pieces))
+            return StreamingResponse(_events(service, job, first, pieces), media_type="text/event-stream", headers=_SAFE)
+        await _while_connected(request, _to_end(pieces))
+    except _Disconnected:
+        await pieces.aclose()
+        service.metrics.ended("cancelled")
+        return Response(status_code=499)
+    except Exception as failed:
+        await pieces.aclose()
+        return _failed(service, failed)
+    service.metrics.ended("ok")
+    return JSONResponse(_complete(job))
+
+
+async def _to_end(pieces: AsyncIterator[Any]) -> None:
+    async for _ in pieces:
+        pass
+
+
+class _Disconnected(Exception):
+    """The client has left."""
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns. Raises `_Disconnected` if the client leaves before."""
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise _Disconnected
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+def _failed(service: Service, failed: Exception) -> Response:
+    refused = _refusal(service, failed)
+    return JSONResponse(refused.body, refused.status, refused.headers)
+
+
+def _refusal(service: Service, failed: Exception) -> Refusal:
+    """What the client is told; the log has the place of an unknown error, but no message, which may hold a text."""
+    refused = refusal(failed)
+    service.metrics.ended("refused" if refused.status == 400 else "failed")
+    if refused.status == 500:
+        places = "".join(traceback.format_tb(failed.__traceback__))
+        _logger.error("a request failed with %s at\n%s", type(failed).__name__, places)
+    return refused
+
+
+def _complete(job: Job) -> dict[str, Any]:
+    """The object of a request that does not stream."""
+    choices = []
+    for number, text in enumerate(job.texts):
+        echoed, scored = _echo(job, number) if _echoes(job) else ("", [])
+        if text.request is None:
+            choices += [job.answer.choice(number * job.rows + row, echoed, "length", scored) for row in range(job.rows)]
+            continue
+        result = text.request.result()
+        assert result.text is not None
+        for row, said in enumerate(result.text):
+            own = [] if result.logprobs is None else result.logprobs[row]
+            index, reason = number * job.rows + row, result.finish_reasons[row]
+            choices.append(job.answer.choice(index, echoed + said, reason, [*scored, *own]))
+    return job.answer.complete(choices, job.usage)
+
+
+def _echoes(job: Job) -> bool:
+    return isinstance(job.body, CompletionRequest) and job.body.echo
+
+
+def _echo(job: Job, number: int) -> tuple[str, list[Any]]:
+    """The text of a prompt, and its tokens with log probabilities where they are wanted."""
+    assert isinstance(job.body, CompletionRequest)
+    text, given = job.texts[number], job.body.prompts[number]
+    said = given if isinstance(given, str) else job.answer.tokenizer.decode(given, clean_up_tokenization_spaces=False)
+    return said, text.prompt_logprobs() if job.answer.logprobs is not None else []
+
+
+async def _events(
+    service: Service, job: Job, first: tuple[int, Any], pieces: AsyncIterator[tuple[int, Any]]
+) -> AsyncIterator[str]:
+    """The chunks as server-sent events. first: the first of the pieces."""
+    options, outcome = job.body.stream_options, "cancelled"
+    asks_usage = options is not None and options.include_usage
+    offsets: dict[int, int] = {}
+
+    def event(chunk: dict[str, Any]) -> str:
+        return _event({"usage": None} | chunk if asks_usage else chunk)
+
+    try:
+        for chunk in _chunks(job, *first, offsets):
+            yield event(chunk)
+        async for piece in pieces:
+            for chunk in _chunks(job, *piece, offsets):
+                yield event(chunk)
+        if asks_usage:
+            yield _event(job.answer.usage_chunk(job.usage))
+        yield "data: [DONE]\n\n"
+        outcome = "ok"
+    except Exception as failed:
+        outcome = ""
+        yield _event(_refusal(service, failed).body)
+        yield "data: [DONE]\n\n"
+    finally:
+        job.cancel()
+        if outcome:
+            service.metrics.ended(outcome)
+
+
+def _event(chunk: dict[str, Any]) -> str:
+    return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+
+
+def _chunks(job: Job, index: int, piece: Any, offsets: dict[int, int]) -> list[dict[str, Any]]:
+    """The chunks of a piece: see `Service.pieces`. offsets: characters of each choice so far, which it counts."""
+    if piece is not None:
+        offset = offsets.get(index, 0)
+        offsets[index] = offset + len(piece.text or "")
+        return [job.answer.chunk(index, piece, offset)]
+    indices = range(index, index + job.rows)
+    if job.answer.is_chat:
+        return [job.answer.first(one) for one in indices]
+    if not _echoes(job):
+        return []
+    said, scored = _echo(job, index // job.rows)
+    offsets |= dict.fromkeys(indices, len(said))
+    return [job.answer.echo(one, said, scored) for one in indices]

@@ -1,0 +1,106 @@
+"""What is refused before a request is read: bodies that are too large or too slow, other hosts, a missing key."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, TypeAlias
+
+from engine.serving.http.answers import error
+
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+App: TypeAlias = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+_BODY_S = 30.0  # for a body to arrive
+
+
+class Gate:
+    """An ASGI middleware. api_key: what requests under /v1 and /metrics bring as a bearer token; None for no key.
+
+    hosts: names by which the server may be called; None for any. It keeps web pages of others, whose names resolve to
+    this machine, from using a server that is for this machine alone.
+    """
+
+    def __init__(self, app: App, most_bytes: int, api_key: str | None = None, hosts: tuple[str, ...] | None = None):
+        self._app, self._most_bytes, self._api_key, self._hosts = app, most_bytes, api_key, hosts
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        if (refusal := self._refusal(scope["path"], headers)) is not None:
+            await _refuse(send, *refusal)
+            return
+        if scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
+            message = "the body is JSON: send the header Content-Type: application/json"
+            await _refuse(send, 415, error(message, "invalid_request_error"))
+            return
+        try:
+            body = await asyncio.wait_for(self._body(headers, receive), _BODY_S)
+        except asyncio.TimeoutError:
+            message = f"the body did not arrive within {_BODY_S:.0f} s"
+            await _refuse(send, 408, error(message, "invalid_request_error"))
+            return
+        if body is None:
+            return
+        if isinstance(body, int):
+            message = f"the body has {body:,} bytes or more, and this server reads {self._most_bytes:,}"
+            await _refuse(send, 413, error(message, "invalid_request_error"))
+            return
+        await self._app(scope, _replayed(body, receive), send)
+
+    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> tuple[int, dict[str, Any]] | None:
+        host = headers.get(b"host", b"").decode("latin-1")
+        name = host.partition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+        if self._hosts is not None and name.lower() not in self._hosts:
+            return 403, error("this server does not go by that host name", "invalid_request_error")
+        if self._api_key is not None and (path.startswith("/v1") or path == "/metrics"):
+            given = headers.get(b"authorization", b"")
+            if not hmac.compare_digest(given, b"Bearer " + self._api_key.encode()):
+                message = "the API key is missing or wrong: send the header Authorization: Bearer KEY"
+                return 401, error(message, "authentication_error", "invalid_api_key")
+        return None
+
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | int | None:
+        """The body; how many bytes it has at least where that is too many; None where the client has left."""
+        said = headers.get(b"content-length", b"")
+        if said.isdigit() and len(said) < 20 and int(said) > self._most_bytes:
+            return int(said)
+        parts, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                return None
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._most_bytes:
+                return size
+            if not message.get("more_body"):
+                return b"".join(parts)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """`receive` with the body, which was read, before what comes after it."""
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return first.pop() if first else await receive()
+
+    return replay
+
+
+async def _refuse(send: Send, status: int, body: dict[str, Any]) -> None:
+    content = json.dumps(body).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    if status in (408, 413):  # what is left of the body is not read
+        headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": content})

@@ -1,0 +1,155 @@
+"""From the body of a request to a prompt and the parameters of `engine.generate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.errors import InputError, OptionError
+from engine.serving.http.protocol import ChatRequest, CompletionRequest
+
+_COMPLETION_TOKENS = 16  # by default, as OpenAI's completions have it
+_CANDIDATES = 4  # of contrastive search, where a request names no top_k
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may ask for.
+
+    context_tokens: of prompt and answer together; None for no limit. max_tokens: new ones per text. max_rows: rows that
+    are computed at once. max_time_s: from the beginning of a text; it then ends as it is.
+    """
+
+    context_tokens: int | None
+    max_tokens: int
+    max_rows: int
+    max_time_s: float
+
+
+class Penalties:
+    """presence_penalty and frequency_penalty of OpenAI's protocol: a logits processor.
+
+    A token that the answer has already loses `presence`, and `frequency` as often as the answer has it.
+    """
+
+    def __init__(self, presence: float, frequency: float, prompt_columns: int):
+        self._presence, self._frequency, self._prompt_columns = presence, frequency, prompt_columns
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        new = ids[:, self._prompt_columns :]
+        counts = torch.zeros_like(scores).scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
+        return scores - self._frequency * counts - self._presence * (counts > 0)
+
+
+def chat_ids(body: ChatRequest, tokenizer: Any) -> list[int]:
+    """The messages as the model's template writes them, with what makes the model answer. Raises `InputError`."""
+    messages = [message.model_dump(exclude_unset=True) for message in body.messages]
+    tools = None if body.tool_choice == "none" else body.tools
+    try:
+        if not getattr(tokenizer, "chat_template", None):
+            raise InputError("the model has no chat template: use /v1/completions")
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True, **body.engine.chat_template_kwargs
+        )
+        return _tokenized(text, tokenizer, special=False)
+    except InputError:
+        raise
+    except Exception as error:  # a template raises what it likes
+        raise InputError(f"the model's chat template refuses these messages: {type(error).__name__}: {error}") from None
+
+
+def completion_ids(body: CompletionRequest, tokenizer: Any) -> list[list[int]]:
+    """The ids of each prompt. Raises `InputError`."""
+    return [_tokenized(one, tokenizer) if isinstance(one, str) else one for one in body.prompts]
+
+
+def _tokenized(text: str, tokenizer: Any, special: bool = True) -> list[int]:
+    try:
+        ids = tokenizer(text, add_special_tokens=special)["input_ids"]
+    except (TypeError, ValueError) as error:  # half of a surrogate pair
+        raise InputError(f"the prompt is no text: {type(error).__name__}") from None
+    if not ids:
+        raise InputError("the prompt is empty: the model needs at least one token to begin with")
+    return list(ids)
+
+
+def parameters(body: ChatRequest | CompletionRequest, prompt_tokens: int, limits: Limits) -> dict[str, Any]:
+    """The parameters of `engine.generate` for a prompt of so many tokens. Raises `OptionError`, `InputError`."""
+    own = body.engine.model_dump(exclude_none=True, exclude={"chat_template_kwargs"})
+    own["cache_config"] = own["cache_config"] or None
+    if isinstance(body, CompletionRequest) and body.best_of is not None:
+        own["num_beams"] = body.best_of
+    found = own | {"max_new_tokens": new_tokens(body, prompt_tokens, limits), "max_time": limits.max_time_s}
+    for name in ("temperature", "top_p", "seed", "response_format"):
+        if (value := getattr(body, name)) is not None:
+            found[name] = value
+    if body.stop:
+        found["stop_strings"] = body.stop
+    if body.logit_bias:
+        found["sequence_bias"] = {(token,): bias for token, bias in body.logit_bias.items()}
+    if body.presence_penalty or body.frequency_penalty:
+        found["logits_processor"] = [Penalties(body.presence_penalty, body.frequency_penalty, prompt_tokens)]
+    if body.n > 1:
+        found["num_return_sequences"] = body.n
+    if (likeliest := logprobs_asked(body)) is not None:
+        found["top_logprobs"] = likeliest
+    _check_rows(found, limits)
+    return _as_drawn(found)
+
+
+def logprobs_asked(body: ChatRequest | CompletionRequest) -> int | None:
+    """How many of the likeliest tokens are reported with each; None for no log probabilities at all."""
+    if isinstance(body, CompletionRequest):
+        return body.logprobs
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def new_tokens(body: ChatRequest | CompletionRequest, prompt_tokens: int, limits: Limits) -> int:
+    """How many new tokens a text gets at most. Raises `InputError` where the context has no room for them."""
+    asked = body.max_tokens
+    if isinstance(body, ChatRequest):
+        asked = body.max_completion_tokens if asked is None else asked
+    elif asked is None:
+        asked = _COMPLETION_TOKENS
+    context = limits.context_tokens
+    room = limits.max_tokens if context is None else context - prompt_tokens
+    if room < (1 if asked is None else asked) and context is not None:
+        answer = "" if asked is None else f", and max_tokens={asked}"
+        raise InputError(
+            f"the prompt has {prompt_tokens} tokens{answer}, but the model's context has {context} for both: shorten "
+            "the prompt or ask for fewer tokens"
+        )
+    if asked is not None and asked > limits.max_tokens:
+        raise OptionError(f"max_tokens={asked}, but this server generates {limits.max_tokens} per text at most")
+    return min(room, limits.max_tokens) if asked is None else asked
+
+
+def _check_rows(found: dict[str, Any], limits: Limits) -> None:
+    asked = {name: found.get(name) or 1 for name in ("num_beams", "num_return_sequences")}
+    if "penalty_alpha" in found or found.get("strategy") == "contrastive":
+        asked["top_k"] = found.get("top_k") or _CANDIDATES
+    for name, rows in asked.items():
+        if rows > limits.max_rows:
+            said = "n" if name == "num_return_sequences" else name
+            raise OptionError(f"{said}={rows} rows at once, but this server computes {limits.max_rows} at most")
+    size, context = (found["cache_config"] or {}).get("max_cache_len"), limits.context_tokens
+    if context is not None and isinstance(size, (int, float)) and size > context:
+        raise OptionError(f"max_cache_len={size}, but the model's context has {context} tokens")
+
+
+def _as_drawn(found: dict[str, Any]) -> dict[str, Any]:
+    """With `do_sample`: temperature 0 is greedy, and what only drawing makes sense of asks for it."""
+    searches = any(found.get(name) for name in ("num_beams", "num_beam_groups", "penalty_alpha", "strategy"))
+    if found.get("temperature") == 0:
+        if found.get("num_return_sequences", 1) > 1 and not searches:
+            raise OptionError(
+                f"n={found['num_return_sequences']} with temperature 0 would be the same text so many times: raise the "
+                "temperature, or set engine.num_beams"
+            )
+        shaped = ("temperature", "top_p", "min_p") if searches else ("temperature", "top_p", "min_p", "top_k")
+        return {name: value for name, value in found.items() if name not in shaped} | {"do_sample": False}
+    draws = any(name in found for name in ("temperature", "top_p", "min_p"))
+    draws |= not searches and ("top_k" in found or "num_return_sequences" in found)
+    return found | {"do_sample": True} if draws else found

@@ -1,0 +1,272 @@
+"""`Service`: runs the texts of HTTP requests in one batch."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from caches import CacheError
+from configs import ConfigError
+from engine.errors import (
+    EngineError,
+    GenerationCancelled,
+    GenerationInterrupted,
+    InputError,
+    OptionError,
+    OutOfMemoryError,
+)
+from engine.result import Generation, StreamChunk, TokenLogprob
+from engine.serving.batch import Batch
+from engine.serving.http.answers import Answer, added, error
+from engine.serving.http.metrics import Metrics, TokenClock
+from engine.serving.http.protocol import ChatRequest, CompletionRequest
+from engine.serving.http.reading import Limits, chat_ids, completion_ids, logprobs_asked, parameters
+from engine.serving.http.scored_text import ScoredText
+from engine.serving.request import BatchRequest
+from engine.serving.scheduler import BatchState
+
+
+class Generates(Protocol):
+    """A `Generator`."""
+
+    model: Any
+    tokenizer: Any
+
+    @property
+    def pools(self) -> dict[str, int]: ...
+
+    def batch(self, *, slots: int) -> Batch: ...
+
+
+class Refusal(Exception):
+    """An answer with an error: its HTTP status, its body, and seconds after which to try again."""
+
+    def __init__(self, status: int, body: dict[str, Any], retry_s: int | None = None):
+        super().__init__(status)
+        self.status, self.body = status, body
+        self.headers = {} if retry_s is None else {"Retry-After": str(retry_s)}
+
+
+@dataclass
+class _Text:
+    """A prompt and what is generated after it. scored: the run that gives the log probabilities of the prompt; None
+    where they are not echoed. request: the run that continues it; None where nothing is generated.
+    """
+
+    ids: list[int]
+    clock: TokenClock
+    scored: BatchRequest | None = None
+    request: BatchRequest | None = None
+
+    @property
+    def runs(self) -> list[BatchRequest]:
+        return [run for run in (self.scored, self.request) if run is not None]
+
+    def prompt_logprobs(self) -> list[TokenLogprob | int]:
+        """Of the prompt's tokens; the first one has none."""
+        if self.scored is None:
+            return [self.ids[0]]
+        found = self.scored.result().logprobs
+        assert found is not None
+        return [self.ids[0], *found[0]]
+
+
+@dataclass
+class Job:
+    """The texts of one HTTP request. rows: texts per prompt."""
+
+    body: ChatRequest | CompletionRequest
+    answer: Answer
+    rows: int
+    texts: list[_Text] = field(default_factory=list)
+
+    @property
+    def runs(self) -> list[BatchRequest]:
+        return [run for text in self.texts for run in text.runs]
+
+    def cancel(self) -> None:
+        for run in self.runs:
+            run.cancel()
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        results = [text.request.result() for text in self.texts if text.request is not None]
+        return added(results, sum(len(text.ids) for text in self.texts))
+
+
+class Service:
+    """generator: with a tokenizer. name: of the model, in the protocol. limits: of each request. max_queue: prompts that
+    may wait for a slot."""
+
+    def __init__(self, generator: Generates, name: str, limits: Limits, max_queue: int):
+        self._generator, self.name, self.limits, self._max_queue = generator, name, limits, max_queue
+        self._batch = generator.batch(slots=limits.max_rows)
+        self._open: set[asyncio.Task[None]] = set()  # one for each run, until its end
+        self._typical_s = 1.0  # of a run
+        self.metrics = Metrics(self)
+
+    @property
+    def state(self) -> BatchState:
+        return self._batch.state
+
+    @property
+    def prefix_bytes(self) -> int:
+        return self._generator.pools["prefix_bytes"]
+
+    async def close(self) -> None:
+        """Cancel what still runs."""
+        await asyncio.to_thread(self._batch.close, True)
+        await asyncio.gather(*self._open, return_exceptions=True)
+
+    async def begin(self, body: ChatRequest | CompletionRequest) -> Job:
+        """Submit the texts of a request. Raises `Refusal`."""
+        if body.model != self.name:
+            message = f"the model {body.model!r:.100} is not here: this server has {self.name!r}"
+            raise Refusal(404, error(message, "invalid_request_error", "model_not_found"))
+        likeliest, is_chat = logprobs_asked(body), isinstance(body, ChatRequest)
+        answer = Answer(self.name, is_chat, self._generator.tokenizer, likeliest)
+        try:
+            prompts, given = await asyncio.to_thread(self._read, body)
+        except EngineError as wrong:
+            raise refusal(wrong) from None
+        job = Job(body, answer, body.n)
+        echoes = isinstance(body, CompletionRequest) and body.echo
+        if echoes and self._generator.model.config.is_encoder_decoder:
+            message = "echo: the model has an encoder, so its answer does not continue the prompt"
+            raise Refusal(400, error(message, "invalid_request_error"))
+        scores = echoes and likeliest is not None
+        needed = len(prompts) * (1 + scores)
+        self._check_room(needed)
+        for ids, own in zip(prompts, given, strict=True):
+            text = _Text(ids, self.metrics.clock())
+            if scores and len(ids) > 1:
+                text.scored = self._submitted(ids[:1], _scoring(ids, own), 0)
+            if body.max_tokens != 0:
+                text.request = self._submitted(ids, own, len(ids))
+            job.texts.append(text)
+        return job
+
+    def _read(self, body: ChatRequest | CompletionRequest) -> tuple[list[list[int]], list[dict[str, Any]]]:
+        """The prompts' ids, and the parameters of each."""
+        tokenizer = self._generator.tokenizer
+        is_chat = isinstance(body, ChatRequest)
+        prompts = [chat_ids(body, tokenizer)] if is_chat else completion_ids(body, tokenizer)
+        return prompts, [parameters(body, len(ids), self.limits) for ids in prompts]
+
+    def _check_room(self, needed: int) -> None:
+        most = self.limits.max_rows + self._max_queue
+        if needed > most:
+            message = f"{needed} prompts in one request, and this server takes {most} at once: send fewer"
+            raise Refusal(400, error(message, "invalid_request_error"))
+        if len(self._open) + needed > most:
+            wait_s = math.ceil(self._typical_s * len(self._open) / self.limits.max_rows)
+            message = f"{len(self._open)} prompts run or wait, and this server takes {most} at once: try again later"
+            raise Refusal(429, error(message, "rate_limit_error", "queue_full"), max(1, wait_s))
+
+    def _submitted(self, ids: list[int], parameters: dict[str, Any], prompt_tokens: int) -> BatchRequest:
+        tensor = torch.tensor([ids])
+        try:
+            inputs = {"input_ids": tensor, "attention_mask": torch.ones_like(tensor)}
+            request = self._batch.submit(inputs, **parameters)
+        except EngineError as wrong:
+            raise refusal(wrong) from None
+        task = asyncio.create_task(self._count(request, prompt_tokens))
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+        return request
+
+    async def _count(self, request: BatchRequest, prompt_tokens: int) -> None:
+        """Wait for the end of a run, and measure it. prompt_tokens: 0 where they are counted with another run."""
+        begun = time.monotonic()
+        result: Any = None
+        try:
+            result = await request
+        except EngineError as failed:
+            result = getattr(failed, "partial", None)
+        except Exception:  # an error of the engine's own; `pieces` reports it
+            return
+        if isinstance(result, Generation):
+            self.metrics.add(result, prompt_tokens)
+        self._typical_s += 0.1 * (time.monotonic() - begun - self._typical_s)
+
+    async def pieces(self, job: Job) -> AsyncIterator[tuple[int, StreamChunk | None]]:
+        """The chunks of all texts as they come, with the index of the choice; None before the first of each prompt.
+        Raises the error of the first run that fails."""
+        found: asyncio.Queue[Any] = asyncio.Queue()
+
+        async def read(number: int, text: _Text) -> None:
+            try:
+                if text.scored is not None:
+                    await text.scored
+                first, has_begun = number * job.rows, False
+                async for chunk in _chunks(text):
+                    if not has_begun:
+                        found.put_nowait((first, None))
+                        has_begun = True
+                    if chunk is not None:
+                        text.clock.see(chunk)
+                        found.put_nowait((first + chunk.row, chunk))
+                found.put_nowait(None)
+            except Exception as failed:
+                found.put_nowait(failed)
+
+        tasks = [asyncio.create_task(read(number, text)) for number, text in enumerate(job.texts)]
+        try:
+            left = len(tasks)
+            while left:
+                item = await found.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    left -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            job.cancel()  # of runs that have ended it changes nothing
+            with suppress(asyncio.CancelledError):
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _chunks(text: _Text) -> AsyncIterator[StreamChunk | None]:
+    """Those of the run that continues a prompt, or None once where there is no such run."""
+    if text.request is None:
+        yield None
+        return
+    async for chunk in text.request:
+        yield chunk
+
+
+def _scoring(ids: Sequence[int], given: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of the run that gives the log probabilities of a prompt."""
+    kept = {name: given[name] for name in ("cache", "cache_config", "max_time", "top_logprobs") if name in given}
+    text = {"strategy": ScoredText(tuple(ids[1:])), "max_new_tokens": len(ids) - 1, "eos_token_id": []}
+    return kept | text
+
+
+def refusal(failed: Exception) -> Refusal:
+    """What a client is told of an error: of its own request alone."""
+    if isinstance(failed, OutOfMemoryError):
+        body = error(str(failed), "server_error", "out_of_memory")
+        return Refusal(503, body | _partial(failed), retry_s=5)
+    if isinstance(failed, GenerationCancelled):
+        return Refusal(503, error("the server is shutting down", "server_error") | _partial(failed))
+    if isinstance(failed, GenerationInterrupted):
+        return Refusal(500, error(str(failed), "server_error") | _partial(failed))
+    if isinstance(failed, (InputError, OptionError, ConfigError, CacheError)):
+        return Refusal(400, error(str(failed), "invalid_request_error"))
+    if isinstance(failed, EngineError):
+        return Refusal(503, error(str(failed), "server_error"))
+    return Refusal(500, error(f"an error of the server's own: {type(failed).__name__}", "server_error"))
+
+
+def _partial(failed: GenerationInterrupted) -> dict[str, Any]:
+    return {"partial": failed.partial.text}
