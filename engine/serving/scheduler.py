@@ -130,6 +130,7 @@ class Scheduler:
 
     def turn(self) -> list[BatchRequest]:
         """Do a turn; the requests that have ended in it."""
+        self._end_cancelled()
         self._admit()
         self._resume()
         while self._read() and self._reads_first:
@@ -140,10 +141,9 @@ class Scheduler:
 
     def close(self, why: EngineError | None = None) -> None:
         """End all requests: those that run as cancelled, the others with the error `why`."""
-        for run in list(self._runs):
+        for run in self._runs:
             run.request.cancel()
-            while run in self._runs:  # up to its next forward, which checks for it
-                self._advance(run, None)
+        self._end_runs()
         waiting = [*self._waiting] if self._next is None else [self._next.request, *self._waiting]
         if self._next is not None:
             self._next.turns.close()
@@ -151,6 +151,23 @@ class Scheduler:
         self._waiting.clear()
         for request in waiting:
             self._end(request, why or EngineError("the batch was closed before this prompt had its turn"))
+
+    def _end_cancelled(self) -> None:
+        """End the requests that were cancelled, also those that wait, are read, or are parked."""
+        for request in [request for request in self._waiting if request.is_set()]:
+            self._waiting.remove(request)
+            run = self._begun(request)
+            self._runs += [] if run is None else [run]
+        if self._next is not None and self._next.request.is_set():
+            self._runs.append(self._next)
+            self._next = None
+        self._end_runs()
+
+    def _end_runs(self) -> None:
+        """Let the runs that were cancelled go on to their errors."""
+        for run in list(self._runs):
+            while run in self._runs and run.request.is_set():  # up to its next forward, which checks for it
+                self._advance(run, None)
 
     # Who takes part.
 
@@ -230,9 +247,6 @@ class Scheduler:
     def _decode(self) -> None:
         """One step of every run that decodes."""
         due = [run for run in self._runs if not (run.is_reading or run.is_parked)]
-        for run in due:
-            if run.request.is_set():
-                self._advance(run, None)
         joined: list[_Run] = []
         alone: list[_Run] = []
         for run in due:

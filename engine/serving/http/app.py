@@ -174,8 +174,9 @@ def _refusal(service: Service, failed: Exception) -> Refusal:
     refused = refusal(failed)
     service.metrics.ended("refused" if refused.status == 400 else "failed")
     if refused.status == 500:
-        places = "".join(traceback.format_tb(failed.__traceback__))
-        _logger.error("a request failed with %s at\n%s", type(failed).__name__, places)
+        frames = traceback.extract_tb(failed.__traceback__)
+        places = ", ".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames))
+        _logger.error("a request failed with %s at %s", type(failed).__name__, places)
     return refused
 
 

@@ -16,6 +16,7 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 _BODY_S = 30.0  # for a body to arrive
+_READ_FACTOR = 8  # what is too large is read so far, and thrown away: many clients look for no answer while they send
 
 
 class Gate:
@@ -52,7 +53,7 @@ class Gate:
         if body is None:
             return
         if isinstance(body, int):
-            message = f"the body has {body:,} bytes or more, and this server reads {self._most_bytes:,}"
+            message = f"the body has {body:,} bytes, and this server reads {self._most_bytes:,}"
             await _refuse(send, 413, error(message, "invalid_request_error"))
             return
         await self._app(scope, _replayed(body, receive), send)
@@ -70,21 +71,21 @@ class Gate:
         return None
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | int | None:
-        """The body; how many bytes it has at least where that is too many; None where the client has left."""
+        """The body; its bytes where these are too many; None where the client has left."""
         said = headers.get(b"content-length", b"")
-        if said.isdigit() and len(said) < 20 and int(said) > self._most_bytes:
-            return int(said)
+        if said.isdigit() and int(said[:20]) > _READ_FACTOR * self._most_bytes:
+            return int(said[:20])
         parts, size = [], 0
         while True:
             message = await receive()
             if message["type"] != "http.request":
                 return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._most_bytes:
-                return size
-            if not message.get("more_body"):
-                return b"".join(parts)
+            part = message.get("body", b"")
+            size += len(part)
+            if size <= self._most_bytes:
+                parts.append(part)
+            if not message.get("more_body") or size > _READ_FACTOR * self._most_bytes:
+                return b"".join(parts) if size <= self._most_bytes else size
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -106,6 +106,8 @@ class Service:
     may wait for a slot."""
 
     def __init__(self, generator: Generates, name: str, limits: Limits, max_queue: int):
+        if generator.tokenizer is None:
+            raise OptionError("a server needs a tokenizer: Generator(model, tokenizer)")
         self._generator, self.name, self.limits, self._max_queue = generator, name, limits, max_queue
         self._batch = generator.batch(slots=limits.max_rows)
         self._open: set[asyncio.Task[None]] = set()  # one for each run, until its end
