@@ -68,6 +68,7 @@ class ModelSession:
         self._prefix, self._options = prefix, options
         self._ids = FedIds(columns, prefix)
         self._log_before, self._total_before = cache.log, cache.total_tokens
+        self._log_expected = cache.log  # before the first token
         self._step_open = self._prefilled = False
         self._open_tokens = 0  # of the open step
         # The project's own caches keep what leaves a window until the step is committed in any case.
@@ -113,7 +114,7 @@ class ModelSession:
         """Note `tokens` [rows, n], which are fed next: the column after the last of them."""
         self.commit()
         cache, ids = self.cache, self._ids
-        if ids.count == 0 and (cache.log is not self._log_before or cache.total_tokens != self._total_before):
+        if ids.count == 0 and (cache.log is not self._log_expected or cache.total_tokens != self._total_before):
             raise InputError("the cache has changed between the call and its first token: another run or loop used it")
         if self._keeps_past is not None:
             self._keeps_past.keep_past(True)
@@ -173,6 +174,12 @@ class ModelSession:
             self.executor.empty()
         else:
             self.executor.offload()
+        self._expect_cache()
+
+    def _expect_cache(self) -> None:
+        """Before the first token: the cache is as this session has left it."""
+        if self._ids.count == 0:
+            self._log_expected, self._total_before = self.cache.log, self.cache.total_tokens
 
     def _feed(self, end: int, prefill: bool, collected: CollectedOutputs) -> tuple[ModelOutput, torch.Tensor | None]:
         """Feed the tokens before column `end` that the cache does not hold: the last outputs, and the states of all."""
@@ -261,6 +268,7 @@ class ModelSession:
     def _recover(self, failure: BaseException) -> None:
         assert self._options.recover is not None
         self._options.recover(self, failure)
+        self._expect_cache()
 
     def commit(self, rejected: int = 0) -> None:
         """Commit the open step, if there is one, without its last `rejected` tokens."""

@@ -326,3 +326,85 @@ class TestRequests:
         for index, whole in enumerate(asked):
             assert found[index].tokens == plain.generate(whole, max_new_tokens=6).tokens
             assert found[index].stats.cached_tokens >= 60
+
+    @pytest.mark.parametrize("waits", ["for a slot", "for memory"])
+    def test_what_is_cancelled_while_it_waits_ends_at_once(self, waits):
+        gen = engine.Generator(tiny_model("llama"))
+        first, second = (BatchRequest(index, ids(9, index), {"max_new_tokens": 30}) for index in range(2))
+        size = gen.generate(first.inputs, **first.parameters).cache.bytes
+        scheduler = gen._scheduler(*((1, None) if waits == "for a slot" else (4, size)))
+        for request in (first, second):
+            scheduler.add(request)
+        for _ in range(4):
+            scheduler.turn()
+        assert scheduler.state().running == scheduler.state().waiting == 1
+        second.cancel()
+        assert scheduler.turn() == [second]
+        assert isinstance(second.error, engine.GenerationCancelled)
+        assert second.error.partial.tokens == [[]]
+        assert scheduler.state().waiting == 0
+        while not first.done:
+            scheduler.turn()
+        assert len(first.result().tokens[0]) == 30
+
+    def test_what_is_cancelled_while_it_is_parked_or_read(self):
+        gen = engine.Generator(tiny_model("llama"))
+        requests = [BatchRequest(index, ids(40, index), {"max_new_tokens": 30}) for index in range(3)]
+        scheduler = gen._scheduler(3, None, piece_tokens=4)
+        scheduler.add(requests[0])
+        for _ in range(15):
+            scheduler.turn()
+        with torch.no_grad():
+            scheduler._runs[0].driver.loop.park()
+        scheduler._runs[0].is_parked, scheduler._runs[0].ended_before = True, 10
+        for request in requests[1:]:
+            scheduler.add(request)
+        scheduler._resume = lambda: None
+        scheduler.turn()
+        assert scheduler.state().parked == 1
+        requests[0].cancel()
+        assert requests[0] in scheduler.turn()
+        assert len(requests[0].error.partial.tokens[0]) >= 1
+        scheduler.turn()
+        assert scheduler._runs[0].is_reading
+        requests[1].cancel()
+        assert scheduler.turn() == [requests[1]]
+
+    def test_more_readers_than_a_process_has_threads(self):
+        """Reading chunks in asyncio takes no thread of the pool, so any number of requests are read at once."""
+        gen = engine.Generator(tiny_model("llama"))
+
+        async def main():
+            async with gen.batch(slots=50) as batch:
+                requests = [batch.submit(ids(5, seed), max_new_tokens=4) for seed in range(50)]
+                before = threading.active_count()
+
+                async def read(request):
+                    return [token async for chunk in request for token in chunk.tokens]
+
+                found = await asyncio.gather(*map(read, requests))
+                assert threading.active_count() == before
+                return found
+
+        found = asyncio.run(main())
+        assert found == [gen.generate(ids(5, seed), max_new_tokens=4).tokens[0] for seed in range(50)]
+
+    @pytest.mark.parametrize("cache", ["dynamic", "static", "offloaded"])
+    def test_a_stored_prefix_that_is_parked_before_the_first_step(self, cache):
+        """The rest of the prompt, or all of it, is read when there is room again."""
+        gen = engine.Generator(tiny_model("llama"), config=engine.EngineConfig(prefix_store_bytes=10_000_000))
+        common, options = ids(60), {"max_new_tokens": 8} | chosen(cache)
+        options["cache_config"] = options["cache_config"] | ({"max_cache_len": 128} if cache == "static" else {})
+        gen.generate(common, **options)
+        asked = torch.cat([common, ids(9, 1)], dim=1)
+        expected = engine.Generator(gen.model).generate(asked, **options).tokens
+        request, scheduler = BatchRequest(0, asked, options), gen._scheduler(2, None, piece_tokens=4)
+        scheduler.add(request)
+        scheduler._admit()
+        [run] = scheduler._runs
+        assert run.driver.loop.cache_bytes > 0
+        with torch.no_grad():
+            run.driver.loop.park()
+        while not request.done:
+            scheduler.turn()
+        assert request.result().tokens == expected

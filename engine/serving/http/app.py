@@ -174,9 +174,10 @@ def _refusal(service: Service, failed: Exception) -> Refusal:
     refused = refusal(failed)
     service.metrics.ended("refused" if refused.status == 400 else "failed")
     if refused.status == 500:
-        frames = traceback.extract_tb(failed.__traceback__)
+        origin = failed.__cause__ or failed
+        frames = traceback.extract_tb(origin.__traceback__)
         places = ", ".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames))
-        _logger.error("a request failed with %s at %s", type(failed).__name__, places)
+        _logger.error("a request failed with %s at %s", type(origin).__name__, places)
     return refused
 
 

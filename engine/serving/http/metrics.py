@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -54,17 +54,16 @@ class Metrics:
 
     def clock(self) -> TokenClock:
         """For the texts of one prompt, which begins to wait now."""
-        return TokenClock(self._first, self._next)
+        return TokenClock(self._first, self._next, self._new)
 
     def ended(self, outcome: str) -> None:
         """outcome: of a request, "ok", "cancelled", "refused", "failed", "full"."""
         self._requests.labels(outcome).inc()
 
     def add(self, result: Generation, prompt_tokens: int) -> None:
-        """Count what a prompt's run has done, also where it failed."""
+        """Count what a prompt's run has read, also where it failed."""
         stats = result.stats
         self._prompt.inc(prompt_tokens)
-        self._new.inc(stats.new_tokens)
         self._cached.inc(stats.cached_tokens)
         self._hits.inc(stats.cached_tokens > 0)
         for fallback in stats.fallbacks:
@@ -91,16 +90,17 @@ class Metrics:
 
 
 class TokenClock:
-    """Times the tokens of a prompt's texts."""
+    """Times and counts the tokens of a prompt's texts as they come."""
 
-    def __init__(self, first: Any, following: Any):
-        self._first, self._following = first, following
+    def __init__(self, first: Histogram, following: Histogram, count: Counter):
+        self._first, self._following, self._count = first, following, count
         self._begun, self._last = time.perf_counter(), dict[int, float]()
 
     def see(self, chunk: StreamChunk) -> None:
         if not chunk.tokens:
             return
         now, tokens = time.perf_counter(), len(chunk.tokens)
+        self._count.inc(tokens)
         if chunk.row in self._last:
             for _ in chunk.tokens:
                 self._following.observe((now - self._last[chunk.row]) / tokens)

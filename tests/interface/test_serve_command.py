@@ -1,0 +1,111 @@
+"""`engine serve` as a process: it starts, answers, and lets requests end when it is stopped."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra serve is not installed")
+
+import httpx
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+class Started:
+    """The command, and a client of it once it answers."""
+
+    def __init__(self, *options, environment=None):
+        port = free_port()
+        command = [sys.executable, "-m", "engine", "serve", "--port", str(port), *options]
+        environment = os.environ | (environment or {})
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
+        end = time.monotonic() + 60
+        while True:
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < end
+            try:
+                self.http.get("/health")
+                return
+            except httpx.TransportError:
+                time.sleep(0.1)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.http.close()
+        self.process.kill()
+        self.process.communicate()
+
+
+def test_a_stop_waits_for_requests():
+    with Started("--name", "small", "--max-tokens", "400", environment={"KVENGINE_API_KEY": "k"}) as server:
+        headers = {"Authorization": "Bearer k"}
+        assert server.http.get("/v1/models").status_code == 401
+        [model] = server.http.get("/v1/models", headers=headers).json()["data"]
+        assert model["id"] == "small"
+        assert model["engine"]["max_tokens"] == 400
+        body = {"model": "small", "prompt": "def f(", "max_tokens": 300, "stream": True, "logit_bias": {"0": -100}}
+        with server.http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            events = [line.removeprefix("data: ") for line in lines]
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+        assert server.process.wait(20) in (0, -signal.SIGTERM)
+        _, said = server.process.communicate()
+        assert "Serving small at http://127.0.0.1" in said
+        assert "Traceback" not in said
+
+
+def test_a_stop_does_not_wait_longer_than_it_may():
+    with Started("--max-tokens", "2000", "--drain-seconds", "1") as server:
+        body = {"model": "shipped", "prompt": "def f(", "max_tokens": 1900, "stream": True, "logit_bias": {"0": -100}}
+        with server.http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            begun = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            with pytest.raises(httpx.TransportError):
+                list(lines)
+            server.process.wait(20)
+            assert time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["a", "--model", "b"], "the model was given twice"),
+        (["--api-key", "ä"], "--api-key"),
+        (["--cache", "nothing"], "nothing"),
+        (["--cache-option", "nbits=4"], "--cache-option"),
+        (["--port", "70000"], "port"),
+        (["--max-batch", "0"], "max-batch"),
+        (["/nowhere/at/all"], "/nowhere/at/all"),
+    ],
+)
+def test_wrong_options(cli, options, said):
+    done = cli(["serve", *options])
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
+def test_without_the_extra(cli, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("engine.serving.http")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    done = cli(["serve"])
+    assert done.exit_code == 2
+    assert "pip install 'kvengine[serve]'" in done.stderr
