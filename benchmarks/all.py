@@ -31,6 +31,7 @@ COMMANDS: dict[str, list[str]] = {
     "reuse": ["reuse.py"],
     "many": ["many.py"],
     "structured": ["structured.py"],
+    "serve": ["serve.py"],
     "out-of-memory": ["out_of_memory.py"],
     "startup": ["startup.py"],
 }

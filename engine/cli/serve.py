@@ -37,7 +37,9 @@ def serve(**given: Any) -> None:
     try:
         from engine.serving.http.app import make_app
     except ImportError as error:
-        raise OptionError(f"serving needs {error.name}, which is not installed: pip install 'kvengine[serve]'") from error
+        raise OptionError(
+            f"serving needs {error.name}, which is not installed: pip install 'kvengine[serve]'"
+        ) from error
     with Work() as work:
         start_libraries(work, path)
         from engine.generator import Generator

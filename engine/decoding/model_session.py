@@ -137,6 +137,8 @@ class ModelSession:
         """Why no step of it can be computed together with those of other sessions; None where one can."""
         if self._prefix.columns_without_ids:
             return "its prompt begins with embeddings"
+        if self.is_empty and not self._step_open:
+            return "its cache was emptied, so all tokens are read again"
         return self.executor.why_alone
 
     def prepare(self, tokens: torch.Tensor) -> torch.Tensor:

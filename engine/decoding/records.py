@@ -60,7 +60,7 @@ class Records:
         return None if scores is None else tuple(scores[: len(scores) - unread])
 
     def logprobs(self, column: int, tokens: list[int]) -> list[TokenLogprob] | None:
-        """Those of the new token of each row in a column; None where none are wanted. column: 0 is the first new one."""
+        """Those of the new token of each row; None where none are wanted. column: of the tokens, 0 is the first new."""
         if self._top_logprobs is None:
             return None
         found = self._values["logits"][column].log_softmax(dim=-1)

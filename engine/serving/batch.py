@@ -16,6 +16,7 @@ from engine.serving.scheduler import BatchState, Counts, Scheduler
 
 _STATE_S = 0.25  # between two looks at a batch
 
+
 class Batch:
     """Runs the prompts that are submitted to it together. Made by `Generator.batch`.
 

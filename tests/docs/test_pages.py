@@ -76,6 +76,27 @@ def test_the_commands_of_a_page(page, cli, monkeypatch):
         assert result.stdout.strip()
 
 
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "engine serve\n" in "".join(blocks(page, "bash"))], ids=name_of
+)
+def test_the_server_of_a_page(page, capsys, monkeypatch):
+    """`engine serve` is started by another test; here what a page sends to it goes to a server with the same model."""
+    pytest.importorskip("fastapi", reason="the extra serve is not installed")
+    pytest.importorskip("openai")
+    from served import served
+
+    commands = [line for block in blocks(page, "bash") for line in block.splitlines()]
+    assert {"pip install -e '.[serve]'", "engine serve"} <= set(commands)
+    with served(engine.Generator(engine.SHIPPED_MODEL)) as server:
+        for command in [command for command in commands if command.startswith("curl ")]:
+            words = shlex.split(command.replace("http://127.0.0.1:8000", server.url))
+            done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+            assert json.loads(done.stdout)["choices"][0]["text"].strip(), done
+        for block in blocks(page, "py"):
+            exec(compile(block.replace("http://127.0.0.1:8000", server.url), name_of(page), "exec"), {})
+            assert capsys.readouterr().out.strip()
+
+
 def check_other_command(page, words):
     """make and pip are run by CI itself; the README's make commands are those that it runs."""
     if words[0] == "make":

@@ -347,6 +347,24 @@ class TestRequests:
             scheduler.turn()
         assert len(first.result().tokens[0]) == 30
 
+    def test_what_was_parked_is_read_again_by_itself(self, caplog):
+        """A step of one token over an empty cache is no step that can be joined."""
+        gen = engine.Generator(tiny_model("llama"))
+        requests = [BatchRequest(index, ids(9, index), {"max_new_tokens": 12}) for index in range(3)]
+        expected = [gen.generate(request.inputs, **request.parameters).tokens for request in requests]
+        scheduler = gen._scheduler(3, None)
+        for request in requests:
+            scheduler.add(request)
+        for _ in range(6):
+            scheduler.turn()
+        with torch.no_grad():
+            scheduler._runs[1].driver.loop.park()
+        while not all(request.done for request in requests):
+            scheduler.turn()
+        assert [request.result().tokens for request in requests] == expected
+        assert not caplog.records
+        assert scheduler.counts.why_alone == {"its cache was emptied, so all tokens are read again"}
+
     def test_what_is_cancelled_while_it_is_parked_or_read(self):
         gen = engine.Generator(tiny_model("llama"))
         requests = [BatchRequest(index, ids(40, index), {"max_new_tokens": 30}) for index in range(3)]

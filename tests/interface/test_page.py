@@ -6,13 +6,15 @@ import time
 import pytest
 
 pytest.importorskip("fastapi", reason="the extra serve is not installed")
-playwright = pytest.importorskip("playwright.sync_api", reason="no browser can be run")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+pytest.importorskip("playwright", reason="no browser can be run")
 
+from playwright.sync_api import sync_playwright
 from served import served
 
 import engine
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +26,7 @@ def server():
 
 @pytest.fixture
 def page(server):
-    with playwright.sync_playwright() as started:
+    with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1200, "height": 800})
         page.problems = []
@@ -104,7 +106,7 @@ def test_stop_and_errors(server, page):
 
 def test_a_key():
     gen = engine.Generator(engine.SHIPPED_MODEL)
-    with served(gen, api_key="k") as server, playwright.sync_playwright() as started:
+    with served(gen, api_key="k") as server, sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = browser.new_page()
         page.goto(server.url)

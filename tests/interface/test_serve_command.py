@@ -28,7 +28,9 @@ class Started:
         port = free_port()
         command = [sys.executable, "-m", "engine", "serve", "--port", str(port), *options]
         environment = os.environ | (environment or {})
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
         end = time.monotonic() + 60
         while True:

@@ -148,7 +148,7 @@ class TestChat:
             assert found.message.content != plain
         token = gen.tokenizer.encode(plain)[0]
         biased = chat(server, logit_bias={str(token): -100}).choices[0].message.content
-        assert not gen.tokenizer.encode(biased)[:1] == [token]
+        assert gen.tokenizer.encode(biased)[:1] != [token]
 
     def test_a_second_turn_reads_only_what_is_new(self, server):
         long = [{"role": "user", "content": PROMPT * 20}]
@@ -160,8 +160,10 @@ class TestChat:
         assert server.metric("prefix_hits_total") >= 1
 
     def test_tools_reach_the_template(self, gen):
-        template = "{% for tool in tools or [] %}# {{ tool.function.name }} {{ colour or 'grey' }}\n{% endfor %}" \
-                   "{% for message in messages %}{{ message.content }}{{ message.tool_call_id }}{% endfor %}"  # fmt: skip
+        template = (
+            "{% for tool in tools or [] %}# {{ tool.function.name }} {{ colour or 'grey' }}\n{% endfor %}"
+            "{% for message in messages %}{{ message.content }}{{ message.tool_call_id }}{% endfor %}"
+        )
         tokenizer = copy.deepcopy(gen.tokenizer)
         tokenizer.chat_template = template
         tools = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
@@ -170,7 +172,8 @@ class TestChat:
             for options, text in [
                 ({"tools": tools}, f"# look_up grey\n{PROMPT}x = 17"),
                 ({"tools": tools, "tool_choice": "none"}, f"{PROMPT}x = 17"),
-                ({"tools": tools, "engine": {"chat_template_kwargs": {"colour": "red"}}}, f"# look_up red\n{PROMPT}x = 17"),
+                ({"tools": tools, "engine": {"chat_template_kwargs": {"colour": "red"}}},
+                 f"# look_up red\n{PROMPT}x = 17"),
             ]:  # fmt: skip
                 found = chat(server, messages, **options)
                 assert found.usage.prompt_tokens == len(gen.tokenizer(text)["input_ids"])
@@ -239,7 +242,9 @@ class TestCompletions:
         assert found.logprobs.top_logprobs[0] is None
         assert found.logprobs.token_logprobs[1 : ids.shape[1]] == pytest.approx(expected, abs=1e-3)
         assert len(tokens) == ids.shape[1] + 12
-        starts = [found.text.startswith(token, at) for token, at in zip(tokens, found.logprobs.text_offset, strict=True)]
+        starts = [
+            found.text.startswith(token, at) for token, at in zip(tokens, found.logprobs.text_offset, strict=True)
+        ]
         assert all(starts)
         scored = complete(server, prompt, echo=True, logprobs=0, max_tokens=0)
         assert scored.choices[0].text == prompt
@@ -264,10 +269,14 @@ class TestOptionsOfOurs:
         sizes = {"window_length": 64, "num_sink_tokens": 4} if cache == "sink" else {}
         try:
             expected = gen.generate(PROMPT, cache=cache, cache_config=sizes or None, max_new_tokens=12, **options)
-        except engine.EngineError as refused:
+        except engine.EngineError as error:
+            refused = str(error)
+        else:
+            refused = None
+        if refused is not None:
             with pytest.raises(openai.BadRequestError) as raised:
                 complete(server, engine={"cache": cache, "cache_config": sizes} | options)
-            assert raised.value.body["message"] == str(refused)
+            assert raised.value.body["message"] == refused
             return
         sampling = {"temperature": openai.omit} if "penalty_alpha" in options else {}
         found = complete(server, engine={"cache": cache, "cache_config": sizes} | options, **sampling)
@@ -291,7 +300,7 @@ class TestOptionsOfOurs:
 WRONG = [
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": [{"content": "x"}]}, r"messages.0.role"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}]}, "image_url"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "image_url"),
     (CHAT, {"temperature": -1}, "temperature"),
     (CHAT, {"temperature": "hot"}, "temperature"),
     (CHAT, {"top_p": 0}, "top_p"),
@@ -306,7 +315,7 @@ WRONG = [
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     (CHAT, {"stream_options": {"include_usage": True}}, "stream: true"),
     (CHAT, {"response_format": {"type": "yaml"}}, "response_format"),
-    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "what"}}}}, "response_format: Invalid type"),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "what"}}}}, "Invalid type"),
     (CHAT, {"tool_choice": "required", "tools": []}, "tool_choice"),
     (CHAT, {"tool_choice": "auto"}, "tool_choice"),
     (CHAT, {"seed": 2**70}, "seed"),
@@ -328,7 +337,7 @@ WRONG = [
     (COMPLETION, {"prompt": ""}, "empty"),
     (COMPLETION, {"prompt": [5000]}, "5000"),
     (COMPLETION, {"prompt": [-1]}, "prompt"),
-    (COMPLETION, {"prompt": "x " * 3000}, r"the prompt has \d+ tokens, and max_tokens=16, but the model's context has 2048"),
+    (COMPLETION, {"prompt": "x " * 3000}, r"the prompt has \d+ tokens, and max_tokens=16, .* context has 2048"),
     (COMPLETION, {"prompt": ["x"] * 100}, "100 prompts in one request"),
     (COMPLETION, {"best_of": 1, "n": 2}, "raise best_of"),
     (COMPLETION, {"best_of": 2, "engine": {"num_beams": 2}}, "leave one out"),
@@ -339,7 +348,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("path", "fields", "said"), WRONG, ids=[f"{path[4:]} {str(fields)[:60]}" for path, fields, _ in WRONG])
+@pytest.mark.parametrize(
+    ("path", "fields", "said"), WRONG, ids=[f"{path[4:]} {str(fields)[:60]}" for path, fields, _ in WRONG]
+)
 def test_wrong_fields(server, path, fields, said, stream):
     body = {"model": NAME} | ({"messages": MESSAGES} if path == CHAT else {"prompt": PROMPT}) | fields
     body |= {"stream": stream} if "stream_options" not in fields else {}
@@ -461,17 +472,17 @@ def test_clients_at_once_get_their_own_texts(gen):
 
 
 def test_memory_that_is_out(gen):
-    """The live cache goes to a file and the text is the same; where no fallback is left, the answer has what there is."""
+    """The live cache goes to a file and the text is the same; without a fallback the answer has what there is."""
     with served(gen) as server:
         expected = complete(server, max_tokens=20).choices[0].text
         with failing(gen.model, [(5, 2)]):
             assert complete(server, max_tokens=20).choices[0].text == expected
         assert sum(server.metric(f'fallbacks_total{{name="{name}"}}') for name in ("release", "chunk", "offload")) > 0
         with failing(gen.model, [(forward, 2) for forward in range(5, 12)]) as failures:
-            refused = server.http.post(COMPLETION, json={"model": NAME, "prompt": PROMPT, "temperature": 0, "max_tokens": 20})
+            body = {"model": NAME, "prompt": PROMPT, "temperature": 0, "max_tokens": 20}
+            refused = server.http.post(COMPLETION, json=body)
             while failures.raised < 7:  # what is left is of no consequence
-                gen_failed = server.http.post(COMPLETION, json={"model": NAME, "prompt": PROMPT, "temperature": 0})
-                assert gen_failed.status_code in (200, 503)
+                assert server.http.post(COMPLETION, json=body).status_code in (200, 503)
         assert refused.status_code == 503
         assert refused.headers["Retry-After"] == "5"
         assert refused.json()["error"]["code"] == "out_of_memory"

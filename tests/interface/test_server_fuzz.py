@@ -21,7 +21,10 @@ def test_every_text_is_that_of_its_request_alone(requests):
         happened += fuzz(server, requests // 2, seed=1)
         grown = psutil.Process().memory_info().rss - before
         assert not server.service._open
-        assert server.metric('requests_total{outcome="failed"}') <= happened["503"] + happened["left"] + happened["out of memory"]
+        assert (
+            server.metric('requests_total{outcome="failed"}')
+            <= happened["503"] + happened["left"] + happened["out of memory"]
+        )
     assert happened["complete"] > requests // 4
     assert happened["broken, 400"] > requests // 12
     assert happened["left"] > requests // 12

@@ -330,7 +330,25 @@ def many(report: Report) -> str:
     )  # fmt: skip
 
 
+def serve(report: Report) -> str:
+    rows = []
+    for clients, case in report["cases"].items():
+        for name, found in case["servers"].items():
+            # As above: a near tie may end in the other token, and the rest of that text differs.
+            assert found["tokens"] == found["tokens_asked"]
+            assert found["same_texts"] >= 0.9 * case["requests"]
+            first = found["first_s"]
+            rows.append([clients, name, f"{found['s']:.1f}", f"{found['tokens_per_s']:.1f}", f"{first['median']:.2f}",
+                         f"{first['p95']:.2f}"])  # fmt: skip
+    counts = " and ".join(str(case["requests"]) for case in report["cases"].values())
+    return text(
+        f"{machine(report)}, shared by server and clients; {counts} requests.",
+        table(["clients", "server", "s", "tokens per s", "first token, s", "p95"], rows, "rlrrrr"),
+    )
+
+
 TABLES = {
+    "serve": ("serve-cpu", serve),
     "many": ("many-cpu", many),
     "out_of_memory": ("out-of-memory-cpu", out_of_memory),
     "assisted": ("assisted-cpu", assisted),

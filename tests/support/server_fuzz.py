@@ -1,10 +1,11 @@
-"""Requests of all kinds against a server at once: right ones, broken ones, ones whose client leaves, memory that is out.
+"""Requests of all kinds against a server at once: right and broken ones, clients that leave, memory that is out.
 
 Every text that comes to its end has to be that of the same request alone.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -21,8 +22,8 @@ from served import NAME, Served
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 _PROMPTS = ["def read(path):\n", "class Config:\n    def ", "import os, sys\n\nx = [1, 2", "for name in names:\n" * 12]
-_VALUES = [None, True, False, 0, -1, 1, 2, 3.5, 1e308, -(2**63), 2**64, "", "x", "static", "\u0000", "\ud800", "é" * 300,
-           [], {}, [[]], [None], ["a", 1], {"type": "text"}, {"a": {"b": []}}, "NaN"]  # fmt: skip
+_VALUES = [None, True, False, 0, -1, 1, 2, 3.5, 1e308, -(2**63), 2**64, "", "x", "static", "\u0000", "\ud800",
+           "é" * 300, [], {}, [[]], [None], ["a", 1], {"type": "text"}, {"a": {"b": []}}, "NaN"]  # fmt: skip
 # Besides 200. 503 only where memory is out.
 REFUSED = {400, 404, 413, 415, 429}
 
@@ -52,7 +53,7 @@ def right(random: Random) -> tuple[str, dict[str, Any]]:
 
 def broken(random: Random) -> tuple[str, bytes]:
     """A path and the bytes of a body in which something is wrong, or may be."""
-    path, body = right(random)
+    path, body = copy.deepcopy(right(random))
     kind = random.random()
     if kind < 0.1:
         text = json.dumps(body).encode()
@@ -64,23 +65,24 @@ def broken(random: Random) -> tuple[str, bytes]:
         inside = body
         while True:
             name = random.choice([*(inside if isinstance(inside, dict) else range(len(inside))), "what"])
-            if name == "what" or not isinstance(inside[name], (dict, list)) or not inside[name] or random.random() < 0.4:
+            below = None if name == "what" else inside[name]
+            if not isinstance(below, (dict, list)) or not below or random.random() < 0.4:
                 break
-            inside = inside[name]
-        if isinstance(inside, dict):
-            inside[name] = random.choice(_VALUES)
-        elif name != "what":
-            inside[name] = random.choice(_VALUES)
+            inside = below
+        if isinstance(inside, dict) or name != "what":
+            inside[name] = copy.deepcopy(random.choice(_VALUES))
     if random.random() < 0.3:
-        body[random.choice(["n", "stop", "top_p", "seed", "stream", "best_of", "tools", "logprobs"])] = random.choice(_VALUES)
+        name = random.choice(["n", "stop", "top_p", "seed", "stream", "best_of", "tools", "logprobs"])
+        body[name] = copy.deepcopy(random.choice(_VALUES))
     body["max_tokens"] = body.get("max_tokens", 8)
     return path, json.dumps(body).encode()
 
 
-def texts_of(path: str, body: dict[str, Any], answer: Any) -> list[Any]:
+def texts_of(path: str, answer: Any) -> list[Any]:
     """The texts of an answer, and why each has ended."""
-    kept = answer["choices"] if path == COMPLETION else [one | {"text": one["message"]["content"]} for one in answer["choices"]]
-    return [(one["text"], one["finish_reason"]) for one in kept]
+    choices = answer["choices"]
+    texts = [one["text"] if path == COMPLETION else one["message"]["content"] for one in choices]
+    return list(zip(texts, [one["finish_reason"] for one in choices], strict=True))
 
 
 def read_stream(path: str, lines: Iterator[str]) -> list[Any]:
@@ -128,7 +130,7 @@ def fuzz(server: Served, requests: int, seed: int = 0, clients: int = 8, share: 
     for path, body in kinds:
         answer = server.http.post(path, json=body)
         assert answer.status_code == 200, (body, answer.text)
-        expected.append(texts_of(path, body, answer.json()))
+        expected.append(texts_of(path, answer.json()))
     happened: Counter[str] = Counter()
 
     def send(number: int) -> None:
@@ -151,7 +153,9 @@ def fuzz(server: Served, requests: int, seed: int = 0, clients: int = 8, share: 
         path, body = kinds[which]
         if kind < 0.5:  # leaves
             try:
-                with server.http.stream("POST", path, json=body | {"stream": True}, timeout=random.random() * 0.3) as answer:
+                with server.http.stream(
+                    "POST", path, json=body | {"stream": True}, timeout=random.random() * 0.3
+                ) as answer:
                     for _ in zip(answer.iter_lines(), range(random.randrange(6)), strict=False):
                         pass
             except httpx.TimeoutException:
@@ -167,7 +171,10 @@ def fuzz(server: Served, requests: int, seed: int = 0, clients: int = 8, share: 
                         found = read_stream(path, answer.iter_lines())
             else:
                 answer = server.http.post(path, json=body)
-                status, found = answer.status_code, texts_of(path, body, answer.json()) if answer.status_code == 200 else None
+                status, found = (
+                    answer.status_code,
+                    texts_of(path, answer.json()) if answer.status_code == 200 else None,
+                )
         except OutOfMemory:
             status, found = 503, None
         if status in (429, 503):

@@ -43,7 +43,6 @@ EVERYWHERE = (
     Rule("driven", "EngineCache, driven by the engine: say who calls what"),
     Rule("foreign", "another loop, transformers' `generate`, your own"),
     Rule("rehearse, rehearses, rehearsal", "dry run"),
-    Rule("health", "logits check"),
     Rule("column, columns", "slots (of a buffer) or tokens (logical)", "caches"),
     Rule("write down, writes down, written down, wrote down", "encode, store"),
     Rule("our loop", "the engine's loop"),
@@ -53,6 +52,7 @@ EVERYWHERE = (
 
 # Words that are ordinary English, or have another meaning in the field: wrong as names only.
 AS_NAMES = (
+    Rule("health", "logits check; a server's is_alive"),
     Rule("course", "run_shape"),
     Rule("fresh", "new, empty"),
     Rule("feeding", "forward_executor"),

@@ -55,12 +55,12 @@ class Answer:
     # All at once.
 
     def complete(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
-        whole = self._object("chat.completion" if self.is_chat else "text_completion")
-        return whole | {"choices": choices, "usage": usage}
+        return self._object("chat.completion" if self.is_chat else "text_completion") | {
+            "choices": choices,
+            "usage": usage,
+        }
 
-    def choice(
-        self, index: int, text: str, reason: str | None, scored: Sequence[TokenLogprob | int]
-    ) -> dict[str, Any]:
+    def choice(self, index: int, text: str, reason: str | None, scored: Sequence[TokenLogprob | int]) -> dict[str, Any]:
         reason = None if reason is None else _REASONS[reason]
         return self._choice(index, reason, self._logprobs(scored, 0), **self._content(text, delta=False))
 

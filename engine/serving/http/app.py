@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import traceback
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -25,7 +25,11 @@ from engine.serving.http.service import Job, Refusal, Service, refusal
 
 T = TypeVar("T")
 _logger = logging.getLogger("engine")
-_PAGE = {"/": ("index.html", "text/html"), "/page.css": ("page.css", "text/css"), "/page.js": ("page.js", "text/javascript")}
+_PAGE = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
 _SAFE = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -44,7 +48,7 @@ def make_app(
         await service.close()
 
     app = FastAPI(title="kvengine", docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.add_middleware(Gate, most_bytes=most_bytes, api_key=api_key, hosts=hosts)  # type: ignore[arg-type]
+    app.add_middleware(Gate, most_bytes=most_bytes, api_key=api_key, hosts=hosts)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -66,7 +70,7 @@ def make_app(
         return JSONResponse(_described(service))
 
     @app.get("/health")
-    async def health() -> dict[str, str]:
+    async def is_alive() -> dict[str, str]:
         return {"status": "ok"}
 
     @app.get("/metrics")
@@ -123,7 +127,9 @@ async def _answered(service: Service, body: ChatRequest | CompletionRequest, req
     try:
         if body.stream:
             first = await _while_connected(request, anext(pieces))
-            return StreamingResponse(_events(service, job, first, pieces), media_type="text/event-stream", headers=_SAFE)
+            return StreamingResponse(
+                _events(service, job, first, pieces), media_type="text/event-stream", headers=_SAFE
+            )
         await _while_connected(request, _to_end(pieces))
     except _Disconnected:
         await pieces.aclose()
@@ -145,7 +151,7 @@ class _Disconnected(Exception):
     """The client has left."""
 
 
-async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def _while_connected(request: Request, work: Awaitable[T]) -> T:
     """What `work` returns. Raises `_Disconnected` if the client leaves before."""
 
     async def left() -> None:
@@ -170,7 +176,7 @@ def _failed(service: Service, failed: Exception) -> Response:
 
 
 def _refusal(service: Service, failed: Exception) -> Refusal:
-    """What the client is told; the log has the place of an unknown error, but no message, which may hold a text."""
+    """The answer to an error. The log has the place of an unknown one, but no message, which may hold a text."""
     refused = refusal(failed)
     service.metrics.ended("refused" if refused.status == 400 else "failed")
     if refused.status == 500:

@@ -50,7 +50,7 @@ class Metrics:
             "kvengine_time_between_tokens_seconds", "Between two tokens of a text.", buckets=_NEXT_S,
             registry=self.registry,
         )  # fmt: skip
-        self.registry.register(self)  # type: ignore[arg-type]
+        self.registry.register(self)
 
     def clock(self) -> TokenClock:
         """For the texts of one prompt, which begins to wait now."""

@@ -28,21 +28,21 @@ class EngineOptions(_Body):
     cache: str | None = None
     cache_config: dict[str, Any] = {}
     strategy: str | None = None
-    num_beams: int | None = Field(None, ge=1)
-    num_beam_groups: int | None = Field(None, ge=1)
+    num_beams: int | None = Field(default=None, ge=1)
+    num_beam_groups: int | None = Field(default=None, ge=1)
     diversity_penalty: float | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
-    penalty_alpha: float | None = Field(None, ge=0, le=1)
-    prompt_lookup_num_tokens: int | None = Field(None, ge=1, le=256)
-    top_k: int | None = Field(None, ge=0)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0)
-    no_repeat_ngram_size: int | None = Field(None, ge=0)
-    min_new_tokens: int | None = Field(None, ge=0)
+    penalty_alpha: float | None = Field(default=None, ge=0, le=1)
+    prompt_lookup_num_tokens: int | None = Field(default=None, ge=1, le=256)
+    top_k: int | None = Field(default=None, ge=0)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0)
+    no_repeat_ngram_size: int | None = Field(default=None, ge=0)
+    min_new_tokens: int | None = Field(default=None, ge=0)
     json_schema: dict[str, Any] | None = None
     regex: _Text | None = None
-    choices: list[_Text] | None = Field(None, min_length=1, max_length=1000)
+    choices: list[_Text] | None = Field(default=None, min_length=1, max_length=1000)
     grammar: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
@@ -66,20 +66,20 @@ class StreamOptions(_Body):
 
 
 class _Request(_Body):
-    """What both kinds of requests have. user and metadata are for whoever keeps accounts, and change no text."""
+    """What both kinds of requests have. user and metadata change nothing."""
 
     model: str
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    n: int = Field(1, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    n: int = Field(default=1, ge=1)
     stop: _Text | Annotated[list[_Text], Field(max_length=16)] | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    presence_penalty: float = Field(0, ge=-2, le=2)
-    frequency_penalty: float = Field(0, ge=-2, le=2)
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=1024)
+    presence_penalty: float = Field(default=0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0, ge=-2, le=2)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default={}, max_length=1024)
     user: str | None = None
     metadata: dict[str, str] | None = None
     engine: EngineOptions = EngineOptions()
@@ -120,9 +120,9 @@ class ChatRequest(_Request):
     """Of /v1/chat/completions. max_completion_tokens and max_tokens are the same."""
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     response_format: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto"] | None = None
@@ -143,10 +143,10 @@ class CompletionRequest(_Request):
     scores the prompt, with echo and logprobs."""
 
     prompt: str | _Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[_Ids], Field(min_length=1)]
-    max_tokens: int | None = Field(None, ge=0)
-    best_of: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=0)
+    best_of: int | None = Field(default=None, ge=1)
     echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     response_format: dict[str, Any] | None = None
 
     @field_validator("echo", mode="before")

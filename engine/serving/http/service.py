@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -102,8 +102,8 @@ class Job:
 
 
 class Service:
-    """generator: with a tokenizer. name: of the model, in the protocol. limits: of each request. max_queue: prompts that
-    may wait for a slot."""
+    """generator: with a tokenizer. name: of the model, in requests. limits: per request. max_queue: prompts that may
+    wait for a slot."""
 
     def __init__(self, generator: Generates, name: str, limits: Limits, max_queue: int):
         if generator.tokenizer is None:
@@ -158,8 +158,7 @@ class Service:
     def _read(self, body: ChatRequest | CompletionRequest) -> tuple[list[list[int]], list[dict[str, Any]]]:
         """The prompts' ids, and the parameters of each."""
         tokenizer = self._generator.tokenizer
-        is_chat = isinstance(body, ChatRequest)
-        prompts = [chat_ids(body, tokenizer)] if is_chat else completion_ids(body, tokenizer)
+        prompts = [chat_ids(body, tokenizer)] if isinstance(body, ChatRequest) else completion_ids(body, tokenizer)
         return prompts, [parameters(body, len(ids), self.limits) for ids in prompts]
 
     def _check_room(self, needed: int) -> None:
@@ -198,7 +197,7 @@ class Service:
             self.metrics.add(result, prompt_tokens)
         self._typical_s += 0.1 * (time.monotonic() - begun - self._typical_s)
 
-    async def pieces(self, job: Job) -> AsyncIterator[tuple[int, StreamChunk | None]]:
+    async def pieces(self, job: Job) -> AsyncGenerator[tuple[int, StreamChunk | None], None]:
         """The chunks of all texts as they come, with the index of the choice; None before the first of each prompt.
         Raises the error of the first run that fails."""
         found: asyncio.Queue[Any] = asyncio.Queue()
@@ -255,7 +254,7 @@ def _scoring(ids: Sequence[int], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def refusal(failed: Exception) -> Refusal:
-    """What a client is told of an error: of its own request alone."""
+    """The answer to an error of a request."""
     if isinstance(failed, OutOfMemoryError):
         body = error(str(failed), "server_error", "out_of_memory")
         return Refusal(503, body | _partial(failed), retry_s=5)
