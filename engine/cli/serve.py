@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from configs import CacheConfig
 from engine.cli import options, output, values
 from engine.cli.libraries import start_libraries
 from engine.cli.progress import Work
@@ -28,9 +29,11 @@ def serve(**given: Any) -> None:
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise OptionError("--api-key has characters that an HTTP header cannot hold: give letters and digits")
     settings = values.engine_config(given["config"], given)
-    own: dict[str, Any] = {"cache": given["cache"]} if given["cache"] is not None else {}
-    if given["cache_option"]:
-        raise OptionError("--cache-option: put options of the cache into a --config file, or into requests")
+    own: dict[str, Any] = {} if given["cache"] is None else {"cache": given["cache"]}
+    if cache_config := values.assignments(given["cache_option"], "--cache-option"):
+        if given["cache"] is None:
+            raise OptionError("--cache-option sets an option of a cache: say which, with --cache")
+        own["cache"] = CacheConfig.from_dict({"name": given["cache"]} | cache_config)
     if given["prefix_store_gib"] > 0:
         own["prefix_store_bytes"] = int(given["prefix_store_gib"] * _GIB)
     settings = settings.update(**own)[0]

@@ -73,7 +73,8 @@ def test_a_stop_waits_for_requests():
 
 
 def test_a_stop_does_not_wait_longer_than_it_may():
-    with Started("--max-tokens", "2000", "--drain-seconds", "1") as server:
+    options = ["--cache", "quantized", "--cache-option", "nbits=2"]
+    with Started("--max-tokens", "2000", "--drain-seconds", "1", *options) as server:
         body = {"model": "shipped", "prompt": "def f(", "max_tokens": 1900, "stream": True, "logit_bias": {"0": -100}}
         with server.http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
@@ -93,6 +94,7 @@ def test_a_stop_does_not_wait_longer_than_it_may():
         (["--api-key", "ä"], "--api-key"),
         (["--cache", "nothing"], "nothing"),
         (["--cache-option", "nbits=4"], "--cache-option"),
+        (["--cache", "quantized", "--cache-option", "nbits=9"], "9 bits"),
         (["--port", "70000"], "port"),
         (["--max-batch", "0"], "max-batch"),
         (["/nowhere/at/all"], "/nowhere/at/all"),
