@@ -1,4 +1,4 @@
-"""`Scheduler`: runs many requests turn by turn. A turn is one step of all that decode, and one piece of a prompt.
+"""`Scheduler`: runs many requests turn by turn. A turn is one step of all that decode, and a piece of each new prompt.
 
 Steps of one token per row are one forward of the model over the rows of all requests, each with its own cache. Requests
 whose steps cannot be joined (`DecodingLoop.why_alone`) take their steps by themselves in the same turn.
@@ -26,6 +26,7 @@ from strategies import Forward
 
 _logger = logging.getLogger("engine")
 _PIECE_SHARE = 0.8  # of the time of a step, for the piece of a prompt that is read before the next one
+_MOST_SHARES = 8  # of this kind in a turn, however many prompts wait to be read
 _SMALLEST_PIECE, _LARGEST_PIECE = 8, 256  # tokens of a prompt
 
 
@@ -83,8 +84,8 @@ class BatchState:
 class Scheduler:
     """start: makes the run of a request; its second argument is the run's `make_room`. slots: rows at once.
 
-    piece_tokens: tokens of a prompt read in a turn while others decode; None for as many as take about as long as a
-    step of the others. reads_first: all prompts that have a slot are read before the next step instead, which takes the
+    piece_tokens: tokens of prompts read in a turn while others decode; None for as many as take about as long as a step
+    of the others, for each prompt of at most eight. reads_first: all prompts that have a slot are read before the next step instead, which takes the
     least time in all. most_bytes: of all caches together; None for no limit.
     """
 
@@ -106,6 +107,7 @@ class Scheduler:
         self._ended: list[BatchRequest] = []
         self._ended_count = 0
         self._step_s = self._token_s = 0.0  # of a step; of a token of a prompt
+        self._tokens_left = 0  # of prompts, to be read in this turn
         self.counts = Counts()
 
     def add(self, request: BatchRequest) -> None:
@@ -133,8 +135,7 @@ class Scheduler:
         self._end_cancelled()
         self._admit()
         self._resume()
-        while self._read() and self._reads_first:
-            self._admit()
+        self._read_prompts()
         self._decode()
         ended, self._ended = self._ended, []
         return ended
@@ -308,11 +309,19 @@ class Scheduler:
         self.counts.row_steps += rows
         self.counts.slots_read += slots
 
-    def _read(self) -> bool:
-        """Read a piece of the prompt that waits longest; whether there was one."""
+    def _read_prompts(self) -> None:
+        """Read of the prompts, those that wait longest first, as many tokens as a turn may."""
+        while self._reads_first and self._read():
+            self._admit()
+        self._tokens_left = self._tokens_of_turn()
+        while self._tokens_left > 0 and (tokens := self._read()):
+            self._tokens_left -= tokens
+
+    def _read(self) -> int:
+        """Read a piece of the prompt that waits longest: how many tokens, at least 1; 0 where there is none."""
         run = next((run for run in self._runs if run.is_reading and not run.is_parked), None)
         if run is None:
-            return False
+            return 0
         self.counts.pieces += 1
         begun, before = time.perf_counter(), run.driver.loop.fed
         self._advance(run, None)
@@ -321,16 +330,23 @@ class Scheduler:
         tokens = run.driver.loop.fed - before
         if tokens >= _SMALLEST_PIECE:
             self._token_s = (time.perf_counter() - begun) / tokens
-        return True
+        return max(1, tokens)
 
-    def _piece(self) -> int:
-        """Tokens of a prompt that are read in a turn."""
+    def _tokens_of_turn(self) -> int:
+        """Tokens of prompts that are read before the next step of the others: a share of its time for each prompt."""
+        prompts = sum(run.is_reading and not run.is_parked for run in self._runs)
         if self._piece_tokens is not None:
             return self._piece_tokens
-        if self._reads_first or all(run.is_reading or run.is_parked for run in self._runs):
+        if prompts == len(self._runs) - sum(run.is_parked for run in self._runs):
             return _LARGEST_PIECE
         most = int(_PIECE_SHARE * self._step_s / self._token_s) if self._token_s else 0
-        return min(max(_SMALLEST_PIECE, most), _LARGEST_PIECE)
+        return min(max(_SMALLEST_PIECE, most), _LARGEST_PIECE) * min(prompts, _MOST_SHARES)
+
+    def _piece(self) -> int:
+        """Tokens of a prompt that are read at once."""
+        if self._piece_tokens is not None:
+            return self._piece_tokens
+        return _LARGEST_PIECE if self._reads_first else min(max(_SMALLEST_PIECE, self._tokens_left), _LARGEST_PIECE)
 
     # When memory is out.
 

@@ -1,0 +1,89 @@
+"""`Predictor`: what `map_batches` of Ray Data runs in each of its actors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs import EngineConfig
+from engine.errors import OptionError
+from engine.generator import Generator
+from engine.serving.request import BatchRequest
+
+_MADE = ("text", "finish_reason", "new_tokens", "error")
+
+
+class Predictor:
+    """A model in an actor. Its batches are dicts of columns, and their rows run together in one queue.
+
+        ds.map_batches(Predictor, fn_constructor_args=[path], fn_constructor_kwargs={"max_new_tokens": 64},
+                       compute=ray.data.ActorPoolStrategy(size=2), batch_size=64)
+
+    model, config: as of `Generator`. prompt: the column of prompts: texts, lists of token ids, or chat messages. A column
+    "parameters", where there is one, has a dict of parameters of `engine.generate` for each row, or None; they come
+    before those that all rows have. slots: rows that are computed at once. parameters: of all rows.
+
+    Columns that are added: "text", "finish_reason", "new_tokens" and "error". With `num_return_sequences` the first two
+    are lists. A row that fails has its error, and what was generated before; the others go on. Raises `OptionError`
+    where a column of that name is there already, or none of prompts.
+    """
+
+    def __init__(
+        self,
+        model: Any | str | Path,
+        *,
+        tokenizer: Any = None,
+        config: EngineConfig | None = None,
+        prompt: str = "prompt",
+        slots: int = 32,
+        **parameters: Any,
+    ):
+        self._generator = Generator(model, tokenizer, config)
+        self._prompt, self._slots, self._parameters = prompt, slots, parameters
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        if self._prompt not in batch:
+            raise OptionError(f"there is no column {self._prompt!r} among {', '.join(batch)}: name it with prompt=")
+        if taken := [name for name in _MADE if name in batch]:
+            raise OptionError(f"the columns {', '.join(taken)} are there already, and would be replaced: rename them")
+        rows = [_plain(prompt) for prompt in batch[self._prompt]]
+        own = batch.get("parameters", [None] * len(rows))
+        prompts = [
+            {"prompt": prompt} | {name: _plain(value) for name, value in (given or {}).items() if value is not None}
+            for prompt, given in zip(rows, own, strict=True)
+        ]
+        ended = self._generator.generate_many(prompts, slots=self._slots, **self._parameters)
+        found = sorted(ended, key=lambda request: request.index)
+        values = zip(*map(_columns, found), strict=True)
+        return dict(batch) | {name: _column(list(column)) for name, column in zip(_MADE, values, strict=True)}
+
+
+def _plain(value: Any) -> Any:
+    """Arrays of numpy, in which Ray keeps lists, as lists."""
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def _columns(request: BatchRequest) -> tuple[Any, Any, int, str | None]:
+    """The values of a row, in the order of `_MADE`."""
+    error = request.error
+    result = request.result() if error is None else getattr(error, "partial", None)
+    said = None if error is None else f"{type(error).__name__}: {error}"
+    if result is None:
+        return None, None, 0, said
+    is_one = len(result.tokens) == 1
+    texts = [None] * len(result.tokens) if result.text is None else result.text
+    return (
+        texts[0] if is_one else texts,
+        result.finish_reasons[0] if is_one else result.finish_reasons,
+        result.stats.new_tokens,
+        said,
+    )
+
+
+def _column(values: list[Any]) -> np.ndarray:
+    column = np.empty(len(values), dtype=object)
+    column[:] = values
+    return column
