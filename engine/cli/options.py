@@ -192,6 +192,8 @@ SERVER = {
     "host": option(str, "ADDRESS", "Where to listen; 0.0.0.0 for all of the network.", default="127.0.0.1"),
     "port": option(int, "N", "The port.", default=8000, min=0, max=65535),
     "api_key": option(str, "KEY", "What requests bring as a bearer token; also KVENGINE_API_KEY. Default: none."),
+    "allowed_host": option(list[str], "NAME", "Another name by which the server may be called, as that of a proxy; "
+        "may be repeated. Default: any, but for a server that listens to this machine alone its own names."),
     "name": option(str, "NAME", "The name of the model in requests; default: that of its folder."),
     "drain_seconds": option(int, "SECONDS", "How long requests may go on after SIGTERM or Ctrl-C.", default=60, min=0),
 }
@@ -204,7 +206,7 @@ LIMITS = {
     "max_time": option(float, "SECONDS", "A text that takes longer ends as it is.", default=600.0, min=0.001),
     "max_body_mib": option(float, "MIB", "Largest body of a request.", default=4.0, min=0.001),
     "prefix_store_gib": option(float, "GIB", "Memory for the caches of earlier prompts, so that what they have in "
-        "common with later ones is not read again; 0: none.", default=1.0, min=0),
+        "common with later ones is not read again; 0: none. Default: what --config says, or else 1.", min=0),
 }
 CACHE_FILE = {
     "action": argument(str, "ACTION", "inspect."),

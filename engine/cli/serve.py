@@ -34,8 +34,11 @@ def serve(**given: Any) -> None:
         if given["cache"] is None:
             raise OptionError("--cache-option sets an option of a cache: say which, with --cache")
         own["cache"] = CacheConfig.from_dict({"name": given["cache"]} | cache_config)
-    if given["prefix_store_gib"] > 0:
-        own["prefix_store_bytes"] = int(given["prefix_store_gib"] * _GIB)
+    gib = given["prefix_store_gib"]
+    if gib is not None:
+        own["prefix_store_bytes"] = int(gib * _GIB) or None
+    elif settings.prefix_store_bytes is None:
+        own["prefix_store_bytes"] = _GIB
     settings = settings.update(**own)[0]
     try:
         from engine.serving.http.app import make_app
@@ -59,9 +62,9 @@ def serve(**given: Any) -> None:
         name = given["name"] or ("shipped" if path is None else Path(path).name or str(path))
         service = Service(generator, name, limits, given["max_queue"])
     host, port = given["host"], given["port"]
-    hosts = allowed_hosts(host)
-    if hosts is None and api_key is None:
+    hosts = allowed_hosts(host, given["allowed_host"] or ())
+    if api_key is None and allowed_hosts(host) is None:
         output.remark(f"Everyone who reaches {host} may use this server: --api-key sets a key.")
     output.tell(f"Serving {name} at http://{host}:{port} (the page is there; the protocol is at /v1). Ctrl-C ends it.")
     app = make_app(service, int(given["max_body_mib"] * 2**20), api_key, hosts)
-    run(app, host, port, given["drain_seconds"])
+    run(app, service, host, port, given["drain_seconds"])

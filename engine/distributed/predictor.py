@@ -22,9 +22,9 @@ class Predictor:
         ds.map_batches(Predictor, fn_constructor_args=[path], fn_constructor_kwargs={"max_new_tokens": 64},
                        compute=ray.data.ActorPoolStrategy(size=2), batch_size=64)
 
-    model, config: as of `Generator`. prompt: the column of prompts: texts, lists of token ids, or chat messages. A column
-    "parameters", where there is one, has a dict of parameters of `engine.generate` for each row, or None; they come
-    before those that all rows have. slots: rows that are computed at once. parameters: of all rows.
+    model, config: as of `Generator`. prompt: the column of prompts: texts, lists of token ids, or chat messages. The
+    column "parameters", where there is one, has a dict of parameters of `engine.generate` for each row, or None; they
+    come before those that all rows have. slots: rows that are computed at once. parameters: of all rows.
 
     Columns that are added: "text", "finish_reason", "new_tokens" and "error". With `num_return_sequences` the first two
     are lists. A row that fails has its error, and what was generated before; the others go on. Raises `OptionError`

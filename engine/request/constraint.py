@@ -102,6 +102,8 @@ def _read_format(value: Any) -> Constraint:
     if is_pydantic(value):
         return _of_schema("response_format", value)
     kind = value.get("type")
+    if unknown := set(value) - {"type", "json_schema" if kind == "json_schema" else "type"}:
+        raise OptionError(f"response_format has {', '.join(map(str, unknown))}, which {kind!r:.40} does not take")
     if kind == "json_object":
         return _of_schema("response_format", {"type": "object"})
     schema = value.get("json_schema")
@@ -110,6 +112,8 @@ def _read_format(value: Any) -> Constraint:
             f'response_format={value!r:.120}, but it is {{"type": "text"}}, {{"type": "json_object"}} or {{"type": '
             '"json_schema", "json_schema": {"schema": ...}}'
         )
+    if unknown := set(schema) - {"name", "description", "schema", "strict"}:
+        raise OptionError(f"response_format: json_schema has {', '.join(map(str, unknown))}, which is unknown here")
     return _of_schema("response_format", schema["schema"])
 
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 
 from caches.transformers_api import logits_processors, stopping_criteria
 from engine.errors import OptionError
@@ -86,12 +93,16 @@ def ended(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Whether a text ends with the last of its ids, for any texts at once: see `Task`."""
 
-    @functools.cache
-    def criteria() -> Criteria:  # stop strings take a while to prepare
-        return Criteria(stopping_criteria(model, config, StoppingCriteriaList(given or []), tokenizer))
+    begun = time.time()
 
-    if config.max_time is not None:
-        criteria()  # the clock starts with the call, not with the first token
+    @functools.cache
+    def criteria() -> Criteria:  # stop strings take a while to prepare, and only searches ask
+        found = Criteria(stopping_criteria(model, config, StoppingCriteriaList(given or []), tokenizer))
+        for one in found:
+            if isinstance(one, MaxTimeCriteria):
+                one.initial_timestamp = begun  # of the call, not of the first token
+        return found
+
     return lambda ids: criteria()(ids, None)
 
 

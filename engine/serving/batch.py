@@ -44,6 +44,11 @@ class Batch:
         return request
 
     @property
+    def is_alive(self) -> bool:
+        """Whether it takes prompts."""
+        return self._thread.is_alive() and not self._is_closed
+
+    @property
     def counts(self) -> Counts:
         """What was done so far."""
         return self._scheduler.counts

@@ -17,17 +17,20 @@ from transformers.utils import ModelOutput
 
 from caches.out_of_memory import is_out_of_memory
 from engine.decoding.driver import Driver, Turn
-from engine.errors import EngineError
+from engine.errors import EngineError, GenerationCancelled
 from engine.model.model_runner import ModelRunner
 from engine.out_of_memory import empty_allocators, without_frames
-from engine.result import Generation, StreamChunk
+from engine.result import Generation, StreamChunk, nothing_generated
 from engine.serving.request import BatchRequest
 from strategies import Forward
 
 _logger = logging.getLogger("engine")
 _PIECE_SHARE = 0.8  # of the time of a step, for the piece of a prompt that is read before the next one
 _MOST_SHARES = 8  # of this kind in a turn, however many prompts wait to be read
-_SMALLEST_PIECE, _LARGEST_PIECE = 8, 256  # tokens of a prompt
+_SMALLEST_PIECE, _LARGEST_PIECE = 32, 256  # tokens of a prompt; fewer take about as long
+
+# Others that are no `Exception`, such as panics of libraries in Rust, are errors of one request.
+_OF_THE_PROCESS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 @dataclass(eq=False)
@@ -85,8 +88,8 @@ class Scheduler:
     """start: makes the run of a request; its second argument is the run's `make_room`. slots: rows at once.
 
     piece_tokens: tokens of prompts read in a turn while others decode; None for as many as take about as long as a step
-    of the others, for each prompt of at most eight. reads_first: all prompts that have a slot are read before the next step instead, which takes the
-    least time in all. most_bytes: of all caches together; None for no limit.
+    of the others, for each of at most eight prompts. reads_first: all prompts that have a slot are read before the next
+    step instead, which takes the least time in all. most_bytes: of all caches together; None for no limit.
     """
 
     def __init__(
@@ -107,7 +110,7 @@ class Scheduler:
         self._ended: list[BatchRequest] = []
         self._ended_count = 0
         self._step_s = self._token_s = 0.0  # of a step; of a token of a prompt
-        self._tokens_left = 0  # of prompts, to be read in this turn
+        self._reading_s = 0.0  # that prompts may take; below 0 where they took more
         self.counts = Counts()
 
     def add(self, request: BatchRequest) -> None:
@@ -157,8 +160,8 @@ class Scheduler:
         """End the requests that were cancelled, also those that wait, are read, or are parked."""
         for request in [request for request in self._waiting if request.is_set()]:
             self._waiting.remove(request)
-            run = self._begun(request)
-            self._runs += [] if run is None else [run]
+            nothing = nothing_generated(torch.empty(1, 0, dtype=torch.long), True, (), 0.0)
+            self._end(request, GenerationCancelled("generation was cancelled before this prompt had its turn", nothing))
         if self._next is not None and self._next.request.is_set():
             self._runs.append(self._next)
             self._next = None
@@ -195,8 +198,10 @@ class Scheduler:
             driver = self._start(request, lambda: self._park(run))
             run = _Run(request, driver, driver.turns(self._piece), driver.planned_bytes())
             return run
-        except Exception as error:
+        except BaseException as error:
             self._end(request, error)
+            if isinstance(error, _OF_THE_PROCESS):
+                raise
             return None
 
     def _fits(self, run: _Run) -> bool:
@@ -222,11 +227,10 @@ class Scheduler:
         try:
             if self._go_on(run, computed):
                 self._end(run.request, run.driver.loop.result())
-        except Exception as error:
+        except BaseException as error:
             self._end(run.request, error)
-        except BaseException as error:  # Ctrl-C: this request has its error, and the caller gets it too
-            self._end(run.request, error)
-            raise
+            if isinstance(error, _OF_THE_PROCESS):  # the caller gets it too
+                raise
         finally:
             self._active = None
 
@@ -310,43 +314,47 @@ class Scheduler:
         self.counts.slots_read += slots
 
     def _read_prompts(self) -> None:
-        """Read of the prompts, those that wait longest first, as many tokens as a turn may."""
+        """Read of the prompts, those that wait longest first, as much as a turn may.
+
+        While others decode, each turn gives prompts a share of the time of a step. A piece may take more than is left;
+        then the next turns read nothing.
+        """
         while self._reads_first and self._read():
             self._admit()
-        self._tokens_left = self._tokens_of_turn()
-        while self._tokens_left > 0 and (tokens := self._read()):
-            self._tokens_left -= tokens
+        prompts = sum(run.is_reading and not run.is_parked for run in self._runs)
+        decoding = sum(not (run.is_reading or run.is_parked) for run in self._runs)
+        if prompts == 0 or self._piece_tokens is not None or decoding == 0:
+            self._reading_s = 0.0
+            self._read()
+            return
+        self._reading_s += _PIECE_SHARE * self._step_s * min(prompts, _MOST_SHARES)
+        while self._reading_s > 0 and self._read():
+            pass
 
-    def _read(self) -> int:
-        """Read a piece of the prompt that waits longest: how many tokens, at least 1; 0 where there is none."""
+    def _read(self) -> bool:
+        """Read a piece of the prompt that waits longest; whether there was one."""
         run = next((run for run in self._runs if run.is_reading and not run.is_parked), None)
         if run is None:
-            return 0
+            return False
         self.counts.pieces += 1
         begun, before = time.perf_counter(), run.driver.loop.fed
         self._advance(run, None)
         if run.forward is not None and run.is_reading:  # its last piece
             self._advance(run, None)
-        tokens = run.driver.loop.fed - before
-        if tokens >= _SMALLEST_PIECE:
-            self._token_s = (time.perf_counter() - begun) / tokens
-        return max(1, tokens)
-
-    def _tokens_of_turn(self) -> int:
-        """Tokens of prompts that are read before the next step of the others: a share of its time for each prompt."""
-        prompts = sum(run.is_reading and not run.is_parked for run in self._runs)
-        if self._piece_tokens is not None:
-            return self._piece_tokens
-        if prompts == len(self._runs) - sum(run.is_parked for run in self._runs):
-            return _LARGEST_PIECE
-        most = int(_PIECE_SHARE * self._step_s / self._token_s) if self._token_s else 0
-        return min(max(_SMALLEST_PIECE, most), _LARGEST_PIECE) * min(prompts, _MOST_SHARES)
+        tokens, seconds = run.driver.loop.fed - before, time.perf_counter() - begun
+        self._reading_s -= seconds
+        if tokens >= _SMALLEST_PIECE // 2:
+            self._token_s = seconds / tokens
+        return True
 
     def _piece(self) -> int:
         """Tokens of a prompt that are read at once."""
         if self._piece_tokens is not None:
             return self._piece_tokens
-        return _LARGEST_PIECE if self._reads_first else min(max(_SMALLEST_PIECE, self._tokens_left), _LARGEST_PIECE)
+        if self._reads_first or all(run.is_reading or run.is_parked for run in self._runs):
+            return _LARGEST_PIECE
+        most = int(self._reading_s / self._token_s) if self._token_s else 0
+        return min(max(_SMALLEST_PIECE, most), _LARGEST_PIECE)
 
     # When memory is out.
 

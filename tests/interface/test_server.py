@@ -309,7 +309,7 @@ WRONG = [
     (CHAT, {"n": 2, "temperature": 0}, "same text"),
     (CHAT, {"max_tokens": 0}, "max_tokens"),
     (CHAT, {"max_tokens": 500}, "max_tokens=500, but this server generates 256"),
-    (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "same thing"),
+    (CHAT, {"max_completion_tokens": 4}, "same thing"),
     (CHAT, {"max_token": 3}, "max_token: Extra inputs"),
     (CHAT, {"top_logprobs": 2}, "logprobs: true"),
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -322,7 +322,19 @@ WRONG = [
     (CHAT, {"logit_bias": {"x": 1}}, "logit_bias"),
     (CHAT, {"logit_bias": {"99999": 1}}, "99999"),
     (CHAT, {"stop": ["x"] * 17}, "stop"),
-    (CHAT, {"stop": ""}, None),
+    (CHAT, {"stop": ""}, "at least one character"),
+    (CHAT, {"stop": ["x" * 300, "y" * 300]}, "400 together"),
+    (CHAT, {"temperature": 1e-40}, "so small"),
+    (CHAT, {"tools": [{"type": "function"}]}, "no place for tools"),
+    (CHAT, {"engine": {"chat_template_kwargs": {"colour": "red"}}}, "no place for colour"),
+    (CHAT, {"response_format": {"type": "json_object", "schema": {}}}, "response_format has schema"),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 20_000]}}}}, "16,384"),
+    (CHAT, {"engine": {"grammar": "start: a\n" * 2000}}, "grammar"),
+    (CHAT, {"engine": {"min_new_tokens": 99}}, "min_new_tokens=99 is more than max_tokens=12"),
+    (CHAT, {"engine": {"cache": "sliding_window", "cache_config": {"window_length": 10**6}}}, "window_length=1000000"),
+    (CHAT, {"engine": {"cache": "static", "cache_config": {"max_batch_size": 10**6}}}, "cannot set max_batch_size"),
+    (CHAT, {"engine": {"cache": "encoder_decoder", "cache_config": {"self_cache": {"name": "dynamic"}}}}, "self_cache"),
+    (CHAT, {"messages": [0] * 100_000}, "messages"),
     (CHAT, {"engine": {"cache": "nothing"}}, "nothing"),
     (CHAT, {"engine": {"cache": "offloaded", "cache_config": {"residency": "disk", "folder": "/etc"}}}, "folder"),
     (CHAT, {"engine": {"cache": "static", "cache_config": {"max_cache_len": 10**12}}}, "context has 2048"),
@@ -342,6 +354,11 @@ WRONG = [
     (COMPLETION, {"best_of": 1, "n": 2}, "raise best_of"),
     (COMPLETION, {"best_of": 2, "engine": {"num_beams": 2}}, "leave one out"),
     (COMPLETION, {"max_tokens": 0}, "generates nothing"),
+    (COMPLETION, {"max_tokens": 0, "echo": True, "logprobs": 1, "stop": "x"}, "so stop cannot apply"),
+    (COMPLETION, {"prompt": [1, "2"]}, "a prompt is"),
+    (COMPLETION, {"prompt": [[1], [2**70]]}, "a prompt is"),
+    (COMPLETION, {"prompt": [{}] * 100_000}, "a prompt is"),
+    (COMPLETION, {"prompt": [[5] * 2000] * 30, "echo": True, "logprobs": 20, "max_tokens": 1}, "log probabilities"),
     (COMPLETION, {"suffix": "x"}, "suffix"),
     (COMPLETION, {"logprobs": 30}, "logprobs"),
 ]  # fmt: skip
@@ -352,12 +369,10 @@ WRONG = [
     ("path", "fields", "said"), WRONG, ids=[f"{path[4:]} {str(fields)[:60]}" for path, fields, _ in WRONG]
 )
 def test_wrong_fields(server, path, fields, said, stream):
-    body = {"model": NAME} | ({"messages": MESSAGES} if path == CHAT else {"prompt": PROMPT}) | fields
+    own = {"messages": MESSAGES, "max_tokens": 12} if path == CHAT else {"prompt": PROMPT}
+    body = {"model": NAME} | own | fields
     body |= {"stream": stream} if "stream_options" not in fields else {}
     answer = server.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
-    if said is None:
-        assert answer.status_code == 200
-        return
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
@@ -375,9 +390,46 @@ def test_other_wrong_requests(server):
     assert post(CHAT, content=chunked, headers={"Content-Type": "application/json"}).status_code == 413
     assert server.http.get("/nothing").status_code == 404
     assert server.http.get("/v1/chat/completions").status_code == 405
-    assert server.http.get("/docs").status_code == 404
+    assert server.http.get("/docs").status_code == server.http.get("/openapi.json").status_code == 404
     assert server.http.get("/health", headers={"Host": "elsewhere.example"}).status_code == 403
     assert server.http.get("/health").json() == {"status": "ok"}
+
+
+def test_null_is_the_default(server):
+    names = (
+        "logprobs",
+        "top_logprobs",
+        "n",
+        "stop",
+        "seed",
+        "stream",
+        "stream_options",
+        "engine",
+        "tools",
+        "logit_bias",
+    )
+    body = {"model": NAME, "messages": MESSAGES, "max_tokens": 3, "temperature": 0} | dict.fromkeys(names)
+    assert server.http.post(CHAT, json=body).status_code == 200
+    body["engine"] = {"cache_config": None, "chat_template_kwargs": None}
+    assert server.http.post(CHAT, json=body).status_code == 200
+
+
+def test_a_wrong_prompt_leaves_no_run_behind(server):
+    """The first prompt was submitted when the second is refused."""
+    fields = {"prompt": ["def f", "x " * 3000], "max_tokens": 200}
+    assert server.http.post(COMPLETION, json={"model": NAME} | fields).status_code == 400
+    answer = server.http.post(COMPLETION, json={"model": NAME, "prompt": [[5, 6], [2**31 - 1]]})
+    assert answer.status_code == 400
+    server.wait_until_idle(5)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_dead_batch_is_no_healthy_server(gen, monkeypatch):
+    monkeypatch.setattr("engine.serving.scheduler.Scheduler.turn", lambda self: 1 / 0)
+    with served(gen) as server:
+        assert server.http.post(CHAT, json={"model": NAME, "messages": MESSAGES}).status_code == 503
+        server.wait_for(lambda: not server.service.is_alive)
+        assert server.http.get("/health").status_code == 503
 
 
 def test_a_key(gen):

@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.result import Generation, StreamChunk, TokenLogprob
 
+_LEAST = -9999.0  # for no probability at all: JSON has no infinity
 _REASONS = {"eos": "stop", "stop_string": "stop", "criteria": "stop", "length": "length", "time": "length"}
 
 
@@ -17,7 +18,7 @@ _REASONS = {"eos": "stop", "stop_string": "stop", "criteria": "stop", "length": 
 class Answer:
     """Writes the objects of one request. is_chat: as a chat's, not as completions. tokenizer: of the model.
 
-    logprobs: as `protocol.logprobs_asked`. prompts: what each text is an answer to, where completions echo it.
+    logprobs: as `reading.logprobs_asked`.
     """
 
     model: str
@@ -26,6 +27,7 @@ class Answer:
     logprobs: int | None
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
+    _texts: dict[int, str] = field(default_factory=dict)  # of tokens
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "id", f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}")
@@ -95,7 +97,9 @@ class Answer:
             places.append(places[-1] + len(token))
         return {
             "tokens": tokens,
-            "token_logprobs": [one.logprob if is_known else None for one, is_known in zip(entries, known, strict=True)],
+            "token_logprobs": [
+                max(one.logprob, _LEAST) if is_known else None for one, is_known in zip(entries, known, strict=True)
+            ],
             "top_logprobs": [self._top(one) if is_known else None for one, is_known in zip(entries, known, strict=True)]
             if self.logprobs
             else None,
@@ -103,10 +107,10 @@ class Answer:
         }
 
     def _top(self, one: TokenLogprob) -> dict[str, float]:
-        """By text; of tokens with one text the likeliest."""
+        """By text; of tokens with one text the likeliest. The token of the text is among them."""
         found: dict[str, float] = {}
-        for token, logprob in one.top:
-            found.setdefault(self._token(token), logprob)
+        for token, logprob in (*one.top, (one.token, one.logprob)):
+            found.setdefault(self._token(token), max(logprob, _LEAST))
         return found
 
     def _entry(self, one: TokenLogprob) -> dict[str, Any]:
@@ -116,9 +120,22 @@ class Answer:
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._token(token)
         # Of a part of a character no text exists.
-        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+        return {
+            "token": text,
+            "logprob": max(logprob, _LEAST),
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+        }
+
+    def width(self, scored: Iterable[TokenLogprob | int]) -> int:
+        """Characters of these tokens, each by itself."""
+        return sum(len(self._token(one if isinstance(one, int) else one.token)) for one in scored)
 
     def _token(self, token: int) -> str:
+        if token not in self._texts:
+            self._texts[token] = self._decoded(token)
+        return self._texts[token]
+
+    def _decoded(self, token: int) -> str:
         text = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
         piece = self.tokenizer.convert_ids_to_tokens(token)
         # SentencePiece's decoder leaves out the space before the first word.

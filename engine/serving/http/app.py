@@ -35,6 +35,7 @@ _SAFE = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
+_STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def make_app(
@@ -47,7 +48,7 @@ def make_app(
         yield
         await service.close()
 
-    app = FastAPI(title="kvengine", docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = FastAPI(title="kvengine", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.add_middleware(Gate, most_bytes=most_bytes, api_key=api_key, hosts=hosts)
 
     @app.post("/v1/chat/completions")
@@ -70,8 +71,9 @@ def make_app(
         return JSONResponse(_described(service))
 
     @app.get("/health")
-    async def is_alive() -> dict[str, str]:
-        return {"status": "ok"}
+    async def is_alive() -> Response:
+        alive = service.is_alive
+        return JSONResponse({"status": "ok" if alive else "the batch has stopped"}, 200 if alive else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -128,7 +130,7 @@ async def _answered(service: Service, body: ChatRequest | CompletionRequest, req
         if body.stream:
             first = await _while_connected(request, anext(pieces))
             return StreamingResponse(
-                _events(service, job, first, pieces), media_type="text/event-stream", headers=_SAFE
+                _events(service, job, first, pieces), media_type="text/event-stream", headers=_STREAMED
             )
         await _while_connected(request, _to_end(pieces))
     except _Disconnected:
@@ -139,7 +141,7 @@ async def _answered(service: Service, body: ChatRequest | CompletionRequest, req
         await pieces.aclose()
         return _failed(service, failed)
     service.metrics.ended("ok")
-    return JSONResponse(_complete(job))
+    return await asyncio.to_thread(lambda: JSONResponse(_complete(job)))  # log probabilities take a while
 
 
 async def _to_end(pieces: AsyncIterator[Any]) -> None:
@@ -248,14 +250,14 @@ async def _events(
 
 
 def _event(chunk: dict[str, Any]) -> str:
-    return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+    return f"data: {json.dumps(chunk)}\n\n"
 
 
 def _chunks(job: Job, index: int, piece: Any, offsets: dict[int, int]) -> list[dict[str, Any]]:
-    """The chunks of a piece: see `Service.pieces`. offsets: characters of each choice so far, which it counts."""
+    """The chunks of a piece: see `Service.pieces`. offsets: of each choice, in characters, which it counts."""
     if piece is not None:
         offset = offsets.get(index, 0)
-        offsets[index] = offset + len(piece.text or "")
+        offsets[index] = offset + job.answer.width(piece.logprobs)
         return [job.answer.chunk(index, piece, offset)]
     indices = range(index, index + job.rows)
     if job.answer.is_chat:
@@ -263,5 +265,5 @@ def _chunks(job: Job, index: int, piece: Any, offsets: dict[int, int]) -> list[d
     if not _echoes(job):
         return []
     said, scored = _echo(job, index // job.rows)
-    offsets |= dict.fromkeys(indices, len(said))
+    offsets |= dict.fromkeys(indices, job.answer.width(scored))
     return [job.answer.echo(one, said, scored) for one in indices]

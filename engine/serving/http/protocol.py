@@ -3,55 +3,70 @@
 from __future__ import annotations
 
 import inspect
+import json
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from transformers import PreTrainedTokenizerBase
 
 MOST_LOGPROBS = 20
+_STOP_CHARACTERS = 400  # of all stop strings: searches prepare a table of them
+# Larger ones may nest so deeply that the library for grammars, which is recursive, has no stack left.
+_SCHEMA_CHARACTERS, _GRAMMAR_CHARACTERS = 16_384, 8_192
+_SIZES_OF_THE_SERVER = ("folder", "max_batch_size", "device", "dtype", "layer_device_map")
 _Text: TypeAlias = Annotated[str, Field(max_length=2000)]
-_Ids: TypeAlias = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+_Objects: TypeAlias = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1000)]
 _TEMPLATE_OWN = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_the_default(cls, given: Any) -> Any:
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+
 
 class EngineOptions(_Body):
     """What OpenAI's protocol has no name for: parameters of `engine.generate` by their names.
 
-    cache_config takes no folder: requests name no paths. chat_template_kwargs: what a model's template takes besides
-    messages and tools.
+    cache_config has plain values, and no folder: requests name no paths. chat_template_kwargs: what a model's template
+    takes besides messages and tools.
     """
 
     cache: str | None = None
-    cache_config: dict[str, Any] = {}
+    cache_config: Annotated[dict[str, bool | int | float | str], Field(max_length=32)] = {}
     strategy: str | None = None
     num_beams: int | None = Field(default=None, ge=1)
     num_beam_groups: int | None = Field(default=None, ge=1)
-    diversity_penalty: float | None = None
-    length_penalty: float | None = None
+    diversity_penalty: float | None = Field(default=None, ge=-100, le=100)
+    length_penalty: float | None = Field(default=None, ge=-100, le=100)
     early_stopping: bool | Literal["never"] | None = None
     penalty_alpha: float | None = Field(default=None, ge=0, le=1)
     prompt_lookup_num_tokens: int | None = Field(default=None, ge=1, le=256)
     top_k: int | None = Field(default=None, ge=0)
     min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, gt=0)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     no_repeat_ngram_size: int | None = Field(default=None, ge=0)
     min_new_tokens: int | None = Field(default=None, ge=0)
     json_schema: dict[str, Any] | None = None
     regex: _Text | None = None
-    choices: list[_Text] | None = Field(default=None, min_length=1, max_length=1000)
-    grammar: str | None = None
+    choices: Annotated[list[_Text], Field(fail_fast=True, min_length=1, max_length=1000)] | None = None
+    grammar: Annotated[str, Field(max_length=_GRAMMAR_CHARACTERS)] | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
     @field_validator("cache_config")
     @classmethod
-    def _names_no_folder(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if "folder" in value:
-            raise ValueError("a request names no folder: the server's own is used")
+    def _leaves_the_servers_own(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if own := [name for name in _SIZES_OF_THE_SERVER if name in value]:
+            raise ValueError(f"a request cannot set {', '.join(own)}")
         return value
+
+    @field_validator("json_schema")
+    @classmethod
+    def _is_of_moderate_size(cls, value: Any) -> Any:
+        return _of_moderate_size(value)
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -59,6 +74,16 @@ class EngineOptions(_Body):
         if own := _TEMPLATE_OWN & set(value):
             raise ValueError(f"{', '.join(sorted(own))} cannot be set here")
         return value
+
+
+def _of_moderate_size(schema: Any) -> Any:
+    try:
+        size = 0 if schema is None else len(json.dumps(schema))
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply") from None
+    if size > _SCHEMA_CHARACTERS:
+        raise ValueError(f"the schema has {size:,} characters as JSON, and this server reads {_SCHEMA_CHARACTERS:,}")
+    return schema
 
 
 class StreamOptions(_Body):
@@ -70,10 +95,10 @@ class _Request(_Body):
 
     model: str
     max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=100)
+    temperature: float | None = Field(default=None, ge=0, le=100)  # below 0.001 only 0
     top_p: float | None = Field(default=None, gt=0, le=1)
     n: int = Field(default=1, ge=1)
-    stop: _Text | Annotated[list[_Text], Field(max_length=16)] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True, max_length=16)] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -81,13 +106,29 @@ class _Request(_Body):
     frequency_penalty: float = Field(default=0, ge=-2, le=2)
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default={}, max_length=1024)
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=64)] | None = None
+    response_format: dict[str, Any] | None = None
     engine: EngineOptions = EngineOptions()
 
-    @field_validator("n", "presence_penalty", "frequency_penalty", "logit_bias", "stream", "engine", mode="before")
+    @field_validator("temperature")
     @classmethod
-    def _none_is_the_default(cls, value: Any, info: Any) -> Any:
-        return cls.model_fields[info.field_name].get_default() if value is None else value
+    def _is_no_tiny_number(cls, value: float | None) -> float | None:
+        if value is not None and 0 < value < 0.001:
+            raise ValueError(f"{value} is so small that no score is a number: 0 is greedy")
+        return value
+
+    @field_validator("stop")
+    @classmethod
+    def _is_short(cls, value: Any) -> Any:
+        texts = [value] if isinstance(value, str) else value or []
+        if "" in texts or sum(map(len, texts)) > _STOP_CHARACTERS:
+            raise ValueError(f"stop strings have at least one character each, and {_STOP_CHARACTERS} together at most")
+        return value
+
+    @field_validator("response_format")
+    @classmethod
+    def _is_of_moderate_size(cls, value: Any) -> Any:
+        return _of_moderate_size(value)
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Any:
@@ -102,7 +143,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | _Objects | None = None
 
     @field_validator("content")
     @classmethod
@@ -111,20 +152,21 @@ class Message(BaseModel):
         if not isinstance(value, list):
             return value
         for part in value:
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(f"a part of type {part.get('type')!r:.40}: parts are texts here")
+            if set(part) != {"type", "text"} or part["type"] != "text" or not isinstance(part["text"], str):
+                raise ValueError(
+                    f"a part with {', '.join(map(str, part))!s:.80}: parts have a type, which is text, and a text"
+                )
         return "".join(part["text"] for part in value)
 
 
 class ChatRequest(_Request):
     """Of /v1/chat/completions. max_completion_tokens and max_tokens are the same."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=10_000)]
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
-    response_format: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: _Objects | None = None
     tool_choice: Literal["none", "auto"] | None = None
 
     @model_validator(mode="after")
@@ -142,17 +184,24 @@ class CompletionRequest(_Request):
     """Of /v1/completions. best_of: the best n texts of a search with so many beams. max_tokens: 16 by default; 0 only
     scores the prompt, with echo and logprobs."""
 
-    prompt: str | _Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[_Ids], Field(min_length=1)]
+    prompt: Any
     max_tokens: int | None = Field(default=None, ge=0)
     best_of: int | None = Field(default=None, ge=1)
     echo: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
-    response_format: dict[str, Any] | None = None
 
-    @field_validator("echo", mode="before")
+    @field_validator("prompt")
     @classmethod
-    def _none_is_false(cls, value: Any) -> Any:
-        return False if value is None else value
+    def _is_a_prompt(cls, value: Any) -> Any:
+        """By hand: a union of lists would have an error for each of its elements."""
+        one = isinstance(value, str) or _are_ids(value)
+        if one or (isinstance(value, list) and value and all(isinstance(text, str) for text in value)):
+            return value
+        if isinstance(value, list) and value and all(map(_are_ids, value)):
+            return value
+        raise ValueError(
+            "a prompt is a text, a list of texts, token ids, or a list of lists of token ids; none is empty"
+        )
 
     @model_validator(mode="after")
     def _fits_together(self) -> Any:
@@ -162,10 +211,22 @@ class CompletionRequest(_Request):
             raise ValueError("best_of and engine.num_beams are the same thing: leave one out")
         if self.max_tokens == 0 and not (self.echo and self.logprobs is not None):
             raise ValueError("max_tokens=0 generates nothing: it is for echo with logprobs, which score the prompt")
+        if self.max_tokens == 0 and (idle := sorted(self.model_fields_set - _OF_SCORING)):
+            raise ValueError(f"max_tokens=0 generates nothing, so {', '.join(idle)} cannot apply: leave it out")
         return self
 
     @property
     def prompts(self) -> list[str | list[int]]:
         """One text or list of ids each."""
         is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if is_one else self.prompt  # type: ignore[list-item, return-value]
+        return [self.prompt] if is_one else self.prompt
+
+
+_OF_SCORING = {
+    "model", "prompt", "max_tokens", "echo", "logprobs", "stream", "stream_options", "temperature", "seed", "n", "user",
+    "metadata",
+}  # fmt: skip
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(one) is int and 0 <= one < 2**31 for one in value)

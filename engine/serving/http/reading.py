@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jinja2 import Environment, meta
 
 from engine.errors import InputError, OptionError
 from engine.serving.http.protocol import ChatRequest, CompletionRequest
 
 _COMPLETION_TOKENS = 16  # by default, as OpenAI's completions have it
-_CANDIDATES = 4  # of contrastive search, where a request names no top_k
+_CANDIDATES = 4  # of a search that names none: the defaults of the strategies
+_MOST_TOKENS = 2**20  # of a size in cache_config, for models without a limit
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ def chat_ids(body: ChatRequest, tokenizer: Any) -> list[int]:
     try:
         if not getattr(tokenizer, "chat_template", None):
             raise InputError("the model has no chat template: use /v1/completions")
+        _check_template(tokenizer.chat_template, body.engine.chat_template_kwargs, tools)
         text = tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=True, **body.engine.chat_template_kwargs
         )
@@ -58,6 +61,17 @@ def chat_ids(body: ChatRequest, tokenizer: Any) -> list[int]:
         raise
     except Exception as error:  # a template raises what it likes
         raise InputError(f"the model's chat template refuses these messages: {type(error).__name__}: {error}") from None
+
+
+def _check_template(template: Any, given: dict[str, Any], tools: Any) -> None:
+    """Refuse what the template has no place for. Raises `InputError`."""
+    try:
+        known = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
+    except Exception:  # it has words of its own, and may have any variable
+        return
+    missing = [name for name in (*given, *(["tools"] if tools else [])) if name not in known]
+    if missing:
+        raise InputError(f"the model's chat template has no place for {', '.join(missing)}: leave it out")
 
 
 def completion_ids(body: CompletionRequest, tokenizer: Any) -> list[list[int]]:
@@ -127,20 +141,26 @@ def new_tokens(body: ChatRequest | CompletionRequest, prompt_tokens: int, limits
 
 
 def _check_rows(found: dict[str, Any], limits: Limits) -> None:
-    asked = {name: found.get(name) or 1 for name in ("num_beams", "num_return_sequences")}
+    asked: dict[str, int] = {name: found[name] for name in ("num_beams", "num_return_sequences") if name in found}
     if "penalty_alpha" in found or found.get("strategy") == "contrastive":
         asked["top_k"] = found.get("top_k") or _CANDIDATES
+    if found.get("strategy") in ("beam", "diverse_beam"):
+        asked.setdefault("num_beams", _CANDIDATES)
     for name, rows in asked.items():
         if rows > limits.max_rows:
             said = "n" if name == "num_return_sequences" else name
             raise OptionError(f"{said}={rows} rows at once, but this server computes {limits.max_rows} at most")
-    size, context = (found["cache_config"] or {}).get("max_cache_len"), limits.context_tokens
-    if context is not None and isinstance(size, (int, float)) and size > context:
-        raise OptionError(f"max_cache_len={size}, but the model's context has {context} tokens")
+    most = _MOST_TOKENS if limits.context_tokens is None else limits.context_tokens
+    for name, size in (found["cache_config"] or {}).items():
+        if isinstance(size, (int, float)) and size > most:
+            raise OptionError(f"cache_config: {name}={size}, but the model's context has {most} tokens")
+    if (least := found.get("min_new_tokens", 0)) > found["max_new_tokens"]:
+        raise OptionError(f"min_new_tokens={least} is more than max_tokens={found['max_new_tokens']}")
 
 
 def _as_drawn(found: dict[str, Any]) -> dict[str, Any]:
-    """With `do_sample`: temperature 0 is greedy, and what only drawing makes sense of asks for it."""
+    """With `do_sample`: temperature 0 is greedy, where top_p and its like leave the likeliest token, and what only
+    drawing makes sense of asks for it."""
     searches = any(found.get(name) for name in ("num_beams", "num_beam_groups", "penalty_alpha", "strategy"))
     if found.get("temperature") == 0:
         if found.get("num_return_sequences", 1) > 1 and not searches:

@@ -32,6 +32,8 @@ from engine.serving.http.scored_text import ScoredText
 from engine.serving.request import BatchRequest
 from engine.serving.scheduler import BatchState
 
+_MOST_LOGPROBS = 1_000_000  # in an answer
+
 
 class Generates(Protocol):
     """A `Generator`."""
@@ -77,6 +79,11 @@ class _Text:
         assert found is not None
         return [self.ids[0], *found[0]]
 
+    def check_scored(self) -> None:
+        """Raise `EngineError` if the time was out before all of the prompt was scored."""
+        if self.scored is not None and self.scored.result().finish_reasons != ["length"]:
+            raise EngineError("the time of the request was out before its prompt was scored")
+
 
 @dataclass
 class Job:
@@ -119,6 +126,11 @@ class Service:
         return self._batch.state
 
     @property
+    def is_alive(self) -> bool:
+        """Whether requests are answered."""
+        return self._batch.is_alive
+
+    @property
     def prefix_bytes(self) -> int:
         return self._generator.pools["prefix_bytes"]
 
@@ -134,26 +146,54 @@ class Service:
             raise Refusal(404, error(message, "invalid_request_error", "model_not_found"))
         likeliest, is_chat = logprobs_asked(body), isinstance(body, ChatRequest)
         answer = Answer(self.name, is_chat, self._generator.tokenizer, likeliest)
-        try:
-            prompts, given = await asyncio.to_thread(self._read, body)
-        except EngineError as wrong:
-            raise refusal(wrong) from None
         job = Job(body, answer, body.n)
         echoes = isinstance(body, CompletionRequest) and body.echo
-        if echoes and self._generator.model.config.is_encoder_decoder:
-            message = "echo: the model has an encoder, so its answer does not continue the prompt"
-            raise Refusal(400, error(message, "invalid_request_error"))
         scores = echoes and likeliest is not None
-        needed = len(prompts) * (1 + scores)
-        self._check_room(needed)
-        for ids, own in zip(prompts, given, strict=True):
-            text = _Text(ids, self.metrics.clock())
-            if scores and len(ids) > 1:
-                text.scored = self._submitted(ids[:1], _scoring(ids, own), 0)
-            if body.max_tokens != 0:
-                text.request = self._submitted(ids, own, len(ids))
-            job.texts.append(text)
+        needed = (1 if isinstance(body, ChatRequest) else len(body.prompts)) * (1 + scores)
+        self._check_encoder(body)
+        self._check_room(needed)  # before the prompts are read, which takes a while, and after
+        try:
+            prompts, given = await asyncio.to_thread(self._read, body)
+            self._check_size(body, prompts, given)
+            self._check_room(needed)
+            for ids, own in zip(prompts, given, strict=True):
+                text = _Text(ids, self.metrics.clock())
+                job.texts.append(text)
+                if scores and len(ids) > 1:
+                    text.scored = self._submitted(ids[:1], _scoring(ids, own), 0)
+                if body.max_tokens != 0:
+                    text.request = self._submitted(ids, own, len(ids))
+        except BaseException as failed:
+            job.cancel()
+            if isinstance(failed, EngineError):
+                raise refusal(failed) from None
+            raise
         return job
+
+    def _check_encoder(self, body: ChatRequest | CompletionRequest) -> None:
+        if not self._generator.model.config.is_encoder_decoder:
+            return
+        asked = ["echo"] if isinstance(body, CompletionRequest) and body.echo else []
+        asked += [name for name in ("presence_penalty", "frequency_penalty") if getattr(body, name)]
+        if asked:
+            message = f"{', '.join(asked)}: the model has an encoder, so its answer does not continue the prompt"
+            raise Refusal(400, error(message, "invalid_request_error"))
+
+    def _check_size(
+        self, body: ChatRequest | CompletionRequest, prompts: list[list[int]], given: list[dict[str, Any]]
+    ) -> None:
+        """Refuse more log probabilities than can be written."""
+        likeliest = logprobs_asked(body)
+        if likeliest is None:
+            return
+        echoed = isinstance(body, CompletionRequest) and body.echo
+        lengths = [(len(ids) if echoed else 0) + own["max_new_tokens"] for ids, own in zip(prompts, given, strict=True)]
+        count = body.n * sum(lengths) * (1 + likeliest)
+        if count > _MOST_LOGPROBS:
+            message = f"the answer may have {count:,} log probabilities, and this server writes {_MOST_LOGPROBS:,}"
+            raise Refusal(
+                400, error(f"{message}: ask for fewer texts, tokens or top_logprobs", "invalid_request_error")
+            )
 
     def _read(self, body: ChatRequest | CompletionRequest) -> tuple[list[list[int]], list[dict[str, Any]]]:
         """The prompts' ids, and the parameters of each."""
@@ -173,11 +213,8 @@ class Service:
 
     def _submitted(self, ids: list[int], parameters: dict[str, Any], prompt_tokens: int) -> BatchRequest:
         tensor = torch.tensor([ids])
-        try:
-            inputs = {"input_ids": tensor, "attention_mask": torch.ones_like(tensor)}
-            request = self._batch.submit(inputs, **parameters)
-        except EngineError as wrong:
-            raise refusal(wrong) from None
+        inputs = {"input_ids": tensor, "attention_mask": torch.ones_like(tensor)}
+        request = self._batch.submit(inputs, **parameters)
         task = asyncio.create_task(self._count(request, prompt_tokens))
         self._open.add(task)
         task.add_done_callback(self._open.discard)
@@ -206,6 +243,7 @@ class Service:
             try:
                 if text.scored is not None:
                     await text.scored
+                    text.check_scored()
                 first, has_begun = number * job.rows, False
                 async for chunk in _chunks(text):
                     if not has_begun:

@@ -1,7 +1,7 @@
 "use strict";
 
 const at = (id) => document.getElementById(id);
-const messages = [];  // of the conversation, as the protocol has them
+let messages = [];  // of the conversation, as the protocol has them
 let model = null, stopping = null;
 
 // The protocol.
@@ -36,7 +36,7 @@ function decoding() {
   switch (at("strategy").value) {
     case "sampling": return {temperature: 1, engine};
     case "beam": return {temperature: 0, engine: {...engine, num_beams: 4}};
-    case "contrastive": return {engine: {...engine, penalty_alpha: 0.6, top_k: 4}};
+    case "contrastive": return {temperature: 0, engine: {...engine, penalty_alpha: 0.6, top_k: 4}};
     case "prompt_lookup": return {temperature: 0, engine: {...engine, prompt_lookup_num_tokens: 10}};
     default: return {temperature: 0, engine};
   }
@@ -61,19 +61,20 @@ async function* events(response) {
   }
 }
 
-async function answer(shown) {
+// talk: the messages so far; another conversation may begin meanwhile.
+async function answer(talk, shown) {
   const body = {
-    model: model.id, messages, stream: true, stream_options: {include_usage: true},
+    model: model.id, messages: talk, stream: true, stream_options: {include_usage: true},
     max_tokens: Number(at("tokens").value), ...decoding(),
   };
   stopping = new AbortController();
   const begun = performance.now();
-  const response = await fetch("v1/chat/completions", {
-    method: "POST", headers: headers(), body: JSON.stringify(body), signal: stopping.signal,
-  });
-  if (!response.ok) throw new Error(await failure(response));
   let text = "", usage = null;
   try {
+    const response = await fetch("v1/chat/completions", {
+      method: "POST", headers: headers(), body: JSON.stringify(body), signal: stopping.signal,
+    });
+    if (!response.ok) throw new Error(await failure(response));
     for await (const event of events(response)) {
       usage = event.usage ?? usage;
       text += event.choices[0]?.delta?.content ?? "";
@@ -83,7 +84,7 @@ async function answer(shown) {
   } catch (error) {
     if (error.name !== "AbortError") throw error;
   }
-  messages.push({role: "assistant", content: text});
+  talk.push({role: "assistant", content: text});
   if (usage) {
     const seconds = (performance.now() - begun) / 1000;
     const note = document.createElement("span");
@@ -110,7 +111,8 @@ async function send(event) {
   const text = at("message").value;
   if (!text.trim() || stopping) return;
   at("message").value = "";
-  messages.push({role: "user", content: text});
+  const talk = messages;
+  talk.push({role: "user", content: text});
   show("user", text);
   const shown = show("assistant", "");
   at("send").hidden = true;
@@ -118,9 +120,9 @@ async function send(event) {
   try {
     if (!model) await loadModel();
     if (!model) throw new Error("the server asks for an API key, or does not answer");
-    await answer(shown);
+    await answer(talk, shown);
   } catch (error) {
-    messages.pop();
+    talk.pop();
     shown.classList.add("error");
     shown.textContent = error.message;
   } finally {
@@ -137,7 +139,7 @@ at("message").addEventListener("keydown", (event) => {
 at("stop").addEventListener("click", () => stopping?.abort());
 at("new").addEventListener("click", () => {
   stopping?.abort();
-  messages.length = 0;
+  messages = [];
   at("messages").replaceChildren();
 });
 at("key").addEventListener("change", loadModel);
