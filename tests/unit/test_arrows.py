@@ -14,6 +14,7 @@ ENGINE = [
     {"memory", "streaming"},
     {"reuse", "serving"},
     {"generator"},
+    {"distributed"},
     {"__init__"},
     {"cli"},
     {"__main__"},
