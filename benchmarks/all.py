@@ -32,6 +32,7 @@ COMMANDS: dict[str, list[str]] = {
     "many": ["many.py"],
     "structured": ["structured.py"],
     "serve": ["serve.py"],
+    "ray": ["ray_actors.py"],
     "out-of-memory": ["out_of_memory.py"],
     "startup": ["startup.py"],
 }

@@ -84,14 +84,18 @@ def test_actors_of_ray(ray, expected, tmp_path, dies):
     rows = ray.data.from_items([{"number": number, "prompt": prompt} for number, prompt in enumerate(PROMPTS)])
     marker = tmp_path / "killed"
     own = {"marker": str(marker)} if dies else {}
-    found = rows.repartition(6).map_batches(
-        Killed if dies else Predictor,
-        fn_constructor_args=[str(engine.SHIPPED_MODEL)],
-        fn_constructor_kwargs={"max_new_tokens": 8} | own,
-        compute=ray.data.ActorPoolStrategy(size=2),
-        batch_size=4,
-        num_cpus=1,
-    ).take_all()
+    found = (
+        rows.repartition(6)
+        .map_batches(
+            Killed if dies else Predictor,
+            fn_constructor_args=[str(engine.SHIPPED_MODEL)],
+            fn_constructor_kwargs={"max_new_tokens": 8} | own,
+            compute=ray.data.ActorPoolStrategy(size=2),
+            batch_size=4,
+            num_cpus=1,
+        )
+        .take_all()
+    )
     assert marker.exists() == dies
     assert sorted(row["number"] for row in found) == list(range(24))
     for row in found:

@@ -72,6 +72,7 @@ def test_a_stop_waits_for_requests():
         assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_stop_does_not_wait_longer_than_it_may():
     options = ["--cache", "quantized", "--cache-option", "nbits=2"]
     with Started("--max-tokens", "2000", "--drain-seconds", "1", *options) as server:

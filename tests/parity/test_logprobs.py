@@ -33,6 +33,7 @@ def check(found, expected, top):
     assert checked >= len(expected.tokens)
 
 
+@pytest.mark.covering("values", "pairs")
 @pytest.mark.parametrize("top", [0, 3])
 @pytest.mark.parametrize("cache", ["dynamic", "static", "quantized", "none"])
 @pytest.mark.parametrize("call", CALLS)

@@ -347,7 +347,18 @@ def serve(report: Report) -> str:
     )
 
 
+def ray(report: Report) -> str:
+    assert report["same_texts"] == report["rows"]
+    rows = [[count, f"{case['rows_per_s']:.2f}"] for count, case in report["cases"].items()]
+    return text(
+        f"{machine(report)}; actors of one thread each, {report['rows']} rows of {report['new_tokens']} new tokens, "
+        f"the same texts; {report['times']:.2f} times as many rows per second with two.",
+        table(["actors", "rows per s"], rows, "rr"),
+    )
+
+
 TABLES = {
+    "ray": ("ray-cpu", ray),
     "serve": ("serve-cpu", serve),
     "many": ("many-cpu", many),
     "out_of_memory": ("out-of-memory-cpu", out_of_memory),

@@ -125,7 +125,7 @@ def memory_out(model: Any, random: Random, share: float) -> Iterator[Counter[str
 
 def fuzz(server: Served, requests: int, seed: int = 0, clients: int = 8, share: float = 0.002) -> Counter[str]:
     """Send so many; what happened. Raises `AssertionError` for any answer that may not be."""
-    kinds = [right(Random(number)) for number in range(60)]
+    kinds = [right(Random(number)) for number in range(min(60, requests))]
     expected = []
     for path, body in kinds:
         answer = server.http.post(path, json=body)

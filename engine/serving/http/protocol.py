@@ -58,7 +58,7 @@ class EngineOptions(_Body):
 
     @field_validator("cache_config")
     @classmethod
-    def _leaves_the_servers_own(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _sets_nothing_of_the_server(cls, value: dict[str, Any]) -> dict[str, Any]:
         if own := [name for name in _SIZES_OF_THE_SERVER if name in value]:
             raise ValueError(f"a request cannot set {', '.join(own)}")
         return value
