@@ -158,8 +158,8 @@ class Generator:
 
         slots: rows that are computed at once; a search has several. piece_tokens: tokens of new prompts that are read
         between two steps of the others; None for as many as take about as long as a step, for each of at most eight
-        prompts. reads_first: new prompts are read before the next step instead, which takes the least time in all, while
-        the others wait. max_cache_bytes: of all caches together: a prompt waits until its own has room as planned;
+        prompts. reads_first: new prompts are read before the next step instead, which takes the least time in all; the
+        others wait. max_cache_bytes: of all caches together: a prompt waits until its own has room as planned;
         default: 80 % of the device memory that is free now. What a prompt's result is: see `generate_many`.
         """
         return Batch(self._scheduler(slots, max_cache_bytes, piece_tokens=piece_tokens, reads_first=reads_first))

@@ -41,21 +41,29 @@ def serve(**given: Any) -> None:
         own["prefix_store_bytes"] = _GIB
     settings = settings.update(**own)[0]
     try:
-        from engine.serving.http.app import make_app
+        import fastapi  # noqa: F401 - an extra
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
     except ImportError as error:
         raise OptionError(
             f"serving needs {error.name}, which is not installed: pip install 'kvengine[serve]'"
         ) from error
     with Work() as work:
         start_libraries(work, path)
+        import torch
+
         from engine.generator import Generator
         from engine.model.loading import SHIPPED_MODEL
+        from engine.serving.http.app import make_app
         from engine.serving.http.reading import Limits
         from engine.serving.http.server import allowed_hosts, run
         from engine.serving.http.service import Service
 
         work.doing("loading the model")
         generator = Generator(SHIPPED_MODEL if path is None else path, config=settings)
+        work.doing("trying a text")  # wrong options of the cache show here, and what is measured once is measured
+        ids = torch.ones(1, 2, dtype=torch.long)
+        generator.generate({"input_ids": ids, "attention_mask": ids}, max_new_tokens=2, do_sample=False)
         text_config = generator.model.config.get_text_config(decoder=True)
         context = given["context_tokens"] or getattr(text_config, "max_position_embeddings", None)
         limits = Limits(context, given["max_tokens"], given["max_batch"], given["max_time"])

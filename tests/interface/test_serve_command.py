@@ -98,6 +98,7 @@ def test_a_stop_does_not_wait_longer_than_it_may():
         (["--cache", "nothing"], "nothing"),
         (["--cache-option", "nbits=4"], "--cache-option"),
         (["--cache", "quantized", "--cache-option", "nbits=9"], "9 bits"),
+        (["--cache", "sink"], "window_length"),
         (["--port", "70000"], "port"),
         (["--max-batch", "0"], "max-batch"),
         (["/nowhere/at/all"], "/nowhere/at/all"),
