@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from dataclasses import asdict
 from textwrap import indent
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine import tables
 
@@ -24,16 +24,21 @@ def as_text(result: Generation) -> str:
 
 
 def as_json(result: Generation) -> str:
-    """A JSON object: `rows`, each with `text`, `tokens` and `finish_reason`, and `stats`, the fields of `Stats`."""
+    """A JSON object: `rows`, each with `text`, `tokens`, `finish_reason` and `logprobs` where they were asked for, and
+    `stats`, the fields of `Stats`."""
     assert result.text is not None
     parts = zip(result.text, result.tokens, result.finish_reasons, strict=True)
-    rows = [{"text": text, "tokens": tokens, "finish_reason": reason} for text, tokens, reason in parts]
+    names = ("text", "tokens", "finish_reason")
+    rows: list[dict[str, Any]] = [dict(zip(names, part, strict=True)) for part in parts]
+    for row, logprobs in zip(rows, result.logprobs or [], strict=False):
+        row["logprobs"] = [asdict(one) for one in logprobs]
     return json.dumps({"rows": rows, "stats": asdict(result.stats)})
 
 
 def chunk_as_json(chunk: StreamChunk) -> str:
-    """A JSON object with the fields of `StreamChunk`: `row`, `tokens`, `text`, `finish_reason`."""
-    return json.dumps(asdict(chunk))
+    """A JSON object with the fields of `StreamChunk`; `logprobs` where they were asked for."""
+    found = asdict(chunk)
+    return json.dumps(found if chunk.logprobs else {name: found[name] for name in found if name != "logprobs"})
 
 
 def stats(result: Generation, width: int) -> str:

@@ -43,6 +43,17 @@ def test_json(cli, shipped):
     assert (result["stats"]["new_tokens"], result["stats"]["cache"]) == (12, "dynamic")
 
 
+def test_log_probabilities_as_json(cli, shipped):
+    out = shipped.generate("import os", max_new_tokens=3, top_logprobs=2)
+    options = ["generate", "import os", "--max-new-tokens", "3", "--set", "top_logprobs=2", "--json", "--stream"]
+    *pieces, last = map(json.loads, cli(options).stdout.splitlines())
+    found = [one for piece in pieces for one in piece["logprobs"]]
+    assert found == last["rows"][0]["logprobs"]
+    assert [one["token"] for one in found] == out.tokens[0]
+    assert [one["logprob"] for one in found] == pytest.approx([one.logprob for one in out.logprobs[0]])
+    assert [len(one["top"]) for one in found] == [2, 2, 2]
+
+
 def test_json_piece_by_piece(cli):
     arguments = ["generate", PROMPT, "--max-new-tokens", "12", "--json"]
     *pieces, last = map(json.loads, cli([*arguments, "--stream"]).stdout.splitlines())

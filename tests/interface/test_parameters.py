@@ -236,7 +236,7 @@ def test_streams_follow_a_seed():
         ("max_tokens", "max_new_tokens"),
         ("prompt", "inputs"),
         ("best_of", "num_beams"),
-        ("logprobs", "output_scores"),
+        ("logprobs", "top_logprobs"),
         ("ignore_eos", "eos_token_id=None"),
         ("stop_token_ids", "eos_token_id"),
         ("temprature", "did you mean 'temperature'"),
