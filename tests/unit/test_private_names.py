@@ -42,7 +42,7 @@ def defined_in(text):
     """Private names that a file gives to its own classes, functions, attributes and variables."""
     nodes = list(ast.walk(ast.parse(text)))
     stored = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
-    names = {node.name for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    names = {node.name for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))}
     names |= {node.id for node in stored if isinstance(node, ast.Name)}
     attributes = [node for node in stored if isinstance(node, ast.Attribute)]
     names |= {node.attr for node in attributes if ast.unparse(node.value) in ("self", "cls")}

@@ -45,7 +45,7 @@ class Gate:
             await _refuse(send, 415, error(message, "invalid_request_error"))
             return
         try:
-            body = await asyncio.wait_for(self._body_of_request(headers, receive), _BODY_S)
+            body = await asyncio.wait_for(self._read_body(headers, receive), _BODY_S)
         except asyncio.TimeoutError:
             message = f"the body did not arrive within {_BODY_S:.0f} s"
             await _refuse(send, 408, error(message, "invalid_request_error"))
@@ -70,7 +70,7 @@ class Gate:
                 return 401, error(message, "authentication_error", "invalid_api_key")
         return None
 
-    async def _body_of_request(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | int | None:
+    async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | int | None:
         """The body; its bytes where these are too many; None where the client has left."""
         said = headers.get(b"content-length", b"")
         if said.isdigit() and int(said[:20]) > _READ_FACTOR * self._most_bytes:
