@@ -49,6 +49,17 @@ def test_many_prompts(tmp_path):
 
 
 @pytest.mark.slow
+def test_servers(tmp_path):
+    options = ["--model", "tiny", "--clients", "3", "--each", "2", "--only", "kvengine; transformers"]
+    found = run("serve.py", tmp_path / "serve.json", options)["cases"]["3"]
+    assert found["requests"] == 6
+    for server in found["servers"].values():
+        assert server["same_texts"] == 6
+        assert server["tokens"] == server["tokens_asked"]
+        assert 0 < server["first_s"]["median"] <= server["first_s"]["p95"] <= server["first_s"]["most"] <= server["s"]
+
+
+@pytest.mark.slow
 def test_single_caches(tmp_path):
     options = ["--model", "tiny", "--contexts", "70", "--new", "3", "--only", "dynamic; transformers static"]
     [case] = run("memory.py", tmp_path / "memory.json", options)["cases"]
