@@ -368,6 +368,7 @@ class Scheduler:
                     run.driver.loop.park()
             except Exception as error:
                 _logger.warning("a request could not be parked: %s", error)
+                without_frames(error)  # a handler may keep it, and its frames have caches
                 continue
             run.is_parked, run.ended_before = True, self._ended_count
             self.counts.parked += 1
