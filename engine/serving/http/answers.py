@@ -14,7 +14,7 @@ _LEAST = -9999.0  # for no probability at all: JSON has no infinity
 _REASONS = {"eos": "stop", "stop_string": "stop", "criteria": "stop", "length": "length", "time": "length"}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Answer:
     """Writes the objects of one request. is_chat: as a chat's, not as completions. tokenizer: of the model.
 
@@ -25,12 +25,12 @@ class Answer:
     is_chat: bool
     tokenizer: Any
     logprobs: int | None
-    id: str = ""
+    id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
     _texts: dict[int, str] = field(default_factory=dict)  # of tokens
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "id", f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}")
+        self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
 
     # A stream.
 

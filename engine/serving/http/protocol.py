@@ -6,7 +6,7 @@ import inspect
 import json
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from transformers import PreTrainedTokenizerBase
 
 MOST_LOGPROBS = 20
@@ -17,6 +17,19 @@ _SIZES_OF_THE_SERVER = ("folder", "max_batch_size", "device", "dtype", "layer_de
 _Text: TypeAlias = Annotated[str, Field(max_length=2000)]
 _Objects: TypeAlias = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1000)]
 _TEMPLATE_OWN = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+
+
+def _of_moderate_size(schema: Any) -> Any:
+    try:
+        size = len(json.dumps(schema))
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply") from None
+    if size > _SCHEMA_CHARACTERS:
+        raise ValueError(f"the schema has {size:,} characters as JSON, and this server reads {_SCHEMA_CHARACTERS:,}")
+    return schema
+
+
+_Schema: TypeAlias = Annotated[dict[str, Any], AfterValidator(_of_moderate_size)]
 
 
 class _Body(BaseModel):
@@ -50,7 +63,7 @@ class EngineOptions(_Body):
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     no_repeat_ngram_size: int | None = Field(default=None, ge=0)
     min_new_tokens: int | None = Field(default=None, ge=0)
-    json_schema: dict[str, Any] | None = None
+    json_schema: _Schema | None = None
     regex: _Text | None = None
     choices: Annotated[list[_Text], Field(fail_fast=True, min_length=1, max_length=1000)] | None = None
     grammar: Annotated[str, Field(max_length=_GRAMMAR_CHARACTERS)] | None = None
@@ -63,27 +76,12 @@ class EngineOptions(_Body):
             raise ValueError(f"a request cannot set {', '.join(own)}")
         return value
 
-    @field_validator("json_schema")
-    @classmethod
-    def _is_of_moderate_size(cls, value: Any) -> Any:
-        return _of_moderate_size(value)
-
     @field_validator("chat_template_kwargs")
     @classmethod
     def _is_for_the_template(cls, value: dict[str, Any]) -> dict[str, Any]:
         if own := _TEMPLATE_OWN & set(value):
             raise ValueError(f"{', '.join(sorted(own))} cannot be set here")
         return value
-
-
-def _of_moderate_size(schema: Any) -> Any:
-    try:
-        size = 0 if schema is None else len(json.dumps(schema))
-    except RecursionError:
-        raise ValueError("the schema is nested too deeply") from None
-    if size > _SCHEMA_CHARACTERS:
-        raise ValueError(f"the schema has {size:,} characters as JSON, and this server reads {_SCHEMA_CHARACTERS:,}")
-    return schema
 
 
 class StreamOptions(_Body):
@@ -107,7 +105,7 @@ class _Request(_Body):
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default={}, max_length=1024)
     user: str | None = None
     metadata: Annotated[dict[str, str], Field(max_length=64)] | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: _Schema | None = None
     engine: EngineOptions = EngineOptions()
 
     @field_validator("temperature")
@@ -124,11 +122,6 @@ class _Request(_Body):
         if "" in texts or sum(map(len, texts)) > _STOP_CHARACTERS:
             raise ValueError(f"stop strings have at least one character each, and {_STOP_CHARACTERS} together at most")
         return value
-
-    @field_validator("response_format")
-    @classmethod
-    def _is_of_moderate_size(cls, value: Any) -> Any:
-        return _of_moderate_size(value)
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Any:

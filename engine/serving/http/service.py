@@ -87,12 +87,16 @@ class _Text:
 
 @dataclass
 class Job:
-    """The texts of one HTTP request. rows: texts per prompt."""
+    """The texts of one HTTP request."""
 
     body: ChatRequest | CompletionRequest
     answer: Answer
-    rows: int
     texts: list[_Text] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        """Texts per prompt."""
+        return self.body.n
 
     @property
     def runs(self) -> list[BatchRequest]:
@@ -146,7 +150,7 @@ class Service:
             raise Refusal(404, error(message, "invalid_request_error", "model_not_found"))
         likeliest, is_chat = logprobs_asked(body), isinstance(body, ChatRequest)
         answer = Answer(self.name, is_chat, self._generator.tokenizer, likeliest)
-        job = Job(body, answer, body.n)
+        job = Job(body, answer)
         echoes = isinstance(body, CompletionRequest) and body.echo
         scores = echoes and likeliest is not None
         needed = (1 if isinstance(body, ChatRequest) else len(body.prompts)) * (1 + scores)
