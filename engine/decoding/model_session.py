@@ -68,7 +68,7 @@ class ModelSession:
         self._prefix, self._options = prefix, options
         self._ids = FedIds(columns, prefix)
         self._log_before, self._total_before = cache.log, cache.total_tokens
-        self._log_expected = cache.log  # before the first token
+        self._expected = cache.log, cache.total_tokens  # of the cache, until the first token is fed
         self._step_open = self._prefilled = False
         self._open_tokens = 0  # of the open step
         # The project's own caches keep what leaves a window until the step is committed in any case.
@@ -114,7 +114,8 @@ class ModelSession:
         """Note `tokens` [rows, n], which are fed next: the column after the last of them."""
         self.commit()
         cache, ids = self.cache, self._ids
-        if ids.count == 0 and (cache.log is not self._log_expected or cache.total_tokens != self._total_before):
+        log, total = self._expected
+        if ids.count == 0 and (cache.log is not log or cache.total_tokens != total):
             raise InputError("the cache has changed between the call and its first token: another run or loop used it")
         if self._keeps_past is not None:
             self._keeps_past.keep_past(True)
@@ -179,9 +180,8 @@ class ModelSession:
         self._expect_cache()
 
     def _expect_cache(self) -> None:
-        """Before the first token: the cache is as this session has left it."""
-        if self._ids.count == 0:
-            self._log_expected, self._total_before = self.cache.log, self.cache.total_tokens
+        """Note what this session has left in the cache: before the first token it must not change in between."""
+        self._expected = self.cache.log, self.cache.total_tokens
 
     def _feed(self, end: int, prefill: bool, collected: CollectedOutputs) -> tuple[ModelOutput, torch.Tensor | None]:
         """Feed the tokens before column `end` that the cache does not hold: the last outputs, and the states of all."""

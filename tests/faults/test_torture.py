@@ -1,7 +1,7 @@
 """The first of the random failures; the full run has 2,000 of them, `make nightly` goes on to 20,000."""
 
 import pytest
-from torture import BATCH, starve, torture_all
+from torture import BATCH, starve, torture, torture_all
 
 FEW = 40
 FEWER = 20  # every tensor is counted in these, which takes long
@@ -20,6 +20,11 @@ def check_starved(seeds):
 
 def test_random_failures_change_no_token():
     check_failures(range(FEW))
+
+
+@pytest.mark.parametrize("seed", [62, 1749])
+def test_a_cache_that_fails_within_its_first_prompt_goes_on(seed):
+    assert torture(seed)[-1] == "gave up"  # which gives the cache, with what it has read, to a second call
 
 
 def test_a_tensor_without_memory_changes_no_token():
