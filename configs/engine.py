@@ -50,6 +50,8 @@ class EngineConfig(Config):
         without images, embeddings or a live cache. None keeps nothing.
     prefix_store_folder: a folder for what has no room in memory, up to eight times as many bytes, also for other
         processes with the same model; None is none.
+    tp: tensor parallel: processes that compute the model together, each with a part of the weights and of the cache, as
+        started by torchrun. Each runs the same calls. For a model that is given as a path; without routes of `linears`.
     dtype, device_map: arguments of `from_pretrained` for a model that is given as a path.
     trust_remote_code: whether Python code in the model's repository may run while the model is loaded; if not, such a
         repository raises `InputError`.
@@ -65,12 +67,13 @@ class EngineConfig(Config):
     over_budget: str = "offload"
     prefix_store_bytes: int | None = None
     prefix_store_folder: str | None = None
+    tp: int = 1
     dtype: str = "auto"
     device_map: str = "auto"
     trust_remote_code: bool = False
 
     def validate(self) -> None:
-        names = ("prefill_chunk_tokens", "max_cache_bytes", "prefix_store_bytes")
+        names = ("prefill_chunk_tokens", "max_cache_bytes", "prefix_store_bytes", "tp")
         require_positive("EngineConfig", **{name: getattr(self, name) for name in names})
         if self.prefix_store_folder is not None and self.prefix_store_bytes is None:
             raise ConfigError(
@@ -90,6 +93,13 @@ class EngineConfig(Config):
         for name, known in choices.items():
             if (value := getattr(self, name)) not in known:
                 raise ConfigError(f"EngineConfig: {name}={value!r}, but it is one of {', '.join(known)}")
+        for name, only in (("compile", "off"), ("weights", "full"), ("device_map", "auto")):
+            if self.tp > 1 and (value := getattr(self, name)) != only:
+                raise ConfigError(
+                    f"EngineConfig: {name}={value!r} is for a model in one process, but tp={self.tp}: leave it out"
+                )
+        if self.tp > 1 and self.linears == "onednn":
+            raise ConfigError(f"EngineConfig: linears='onednn' is for whole weights, but tp={self.tp}: leave it out")
         object.__setattr__(self, "on_oom", checked_fallbacks(self.on_oom))
 
 

@@ -162,6 +162,11 @@ class Generator:
         others wait. max_cache_bytes: of all caches together: a prompt waits until its own has room as planned;
         default: 80 % of the device memory that is free now. What a prompt's result is: see `generate_many`.
         """
+        if self._runner.ranks.size > 1:
+            raise OptionError(
+                f"a batch takes prompts whenever they come, which the {self._runner.ranks.size} ranks of this model "
+                "cannot do together: give them all to generate_many, on every rank"
+            )
         return Batch(self._scheduler(slots, max_cache_bytes, piece_tokens=piece_tokens, reads_first=reads_first))
 
     @takes(parameters, documented_by=engine.generate)
@@ -190,7 +195,7 @@ class Generator:
                 raise OptionError(f"{name}={value!r}: give a whole number of 1 or more")
         if max_cache_bytes is None:
             free = find_free(prompt_device(self.model)).device
-            max_cache_bytes = None if free is None else int(free * _SHARE_OF_FREE)
+            max_cache_bytes = None if free is None else -self._runner.ranks.most(-int(free * _SHARE_OF_FREE))
         return Scheduler(self._runner, self._start_request, slots, most_bytes=max_cache_bytes, **reading)
 
     def _start_request(self, request: BatchRequest, make_room: Callable[[], bool]) -> Driver:
@@ -198,7 +203,7 @@ class Generator:
         own = dict(request.parameters)
         check_common({name: own.get(name) for name in ("streamer", "return_legacy_cache")})
         if own.get("seed") is None:
-            own["seed"] = int(torch.randint(2**31, ()))
+            own["seed"] = self._runner.ranks.most(int(torch.randint(2**31, ())))
         own["cancellation"] = request
         return self._start(read_call(request.inputs, **with_own_processors(own)), True, make_room)
 
@@ -243,8 +248,9 @@ class Generator:
         grad = torch.is_grad_enabled()
         try:
             return self._prepare(call, streams, make_room)
-        except BaseException:  # else a thread that reads from the streamer would wait for ever
-            with suppress(Exception):
+        except BaseException as error:
+            self._runner.ranks.end(error)
+            with suppress(Exception):  # else a thread that reads from the streamer would wait for ever
                 call.streamer.end()  # type: ignore[union-attr]
             raise
         finally:
@@ -255,7 +261,8 @@ class Generator:
         started = time.perf_counter()
         call = read_parameters(call)
         call = replace(call, tokenizer=self.tokenizer) if call.tokenizer is None else call
-        stop = Cancellation(call.cancellation)
+        ranks = self._runner.ranks
+        stop = Cancellation(call.cancellation, ranks)
         fallbacks = self.config.on_oom if call.on_oom is None else checked_fallbacks(call.on_oom)
         taken: list[Fallback] = []
         recovery = Recovery(fallbacks, taken, self._clear_store, make_room)
@@ -264,6 +271,7 @@ class Generator:
         draft = self._draft_of(call.assistant_model)
         choice = read_cache_choice(self.model, call, self.config)
         request, draft_request = self._read(call, choice.live, draft)
+        ranks.begin(prompt_device(self.model), request.prompt.ids.tolist(), request.strategy.name, request.rows)
         cache, known = self._cache_for(choice, request, budget)
         if request.source is not None:
             try:

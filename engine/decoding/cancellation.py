@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from engine.errors import UserInterrupt
+from engine.model.ranks import ONE_PROCESS, OneProcess
+
+_SET, _PRESSED = 1, 2
 
 
 class StopAsked(Exception):
@@ -16,17 +19,21 @@ class StopAsked(Exception):
 
 
 class Cancellation:
-    """event: None, or what has `is_set()` as a `threading.Event` has."""
+    """event: None, or what has `is_set()` as a `threading.Event` has. ranks: those that stop together."""
 
     _notes = False  # whether one of them notes Ctrl-C now; signals are the main thread's, so there is one at a time
 
-    def __init__(self, event: Any = None):
-        self._event, self._is_pressed = event, False
+    def __init__(self, event: Any = None, ranks: OneProcess = ONE_PROCESS):
+        self._event, self._ranks, self._is_pressed = event, ranks, False
 
     def check(self) -> None:
-        """Raise `StopAsked` or `UserInterrupt` when the run shall stop."""
-        self.check_keys()
-        if self._event is not None and self._event.is_set():
+        """Raise `StopAsked` or `UserInterrupt` when the run shall stop, here or on another rank."""
+        is_set = self._event is not None and self._event.is_set()
+        why = self._ranks.most(_PRESSED if self._is_pressed else _SET if is_set else 0)
+        if why == _PRESSED:
+            self._is_pressed = True
+            self.check_keys()
+        if why == _SET:
             raise StopAsked
 
     def check_keys(self) -> None:

@@ -65,7 +65,9 @@ class Driver:
                 yield from self._steps(flow, piece_tokens)
                 run.stream_buffer.close()
                 self._cancellation.check_keys()
+                run.ranks.check()
             except (Exception, KeyboardInterrupt) as error:
+                run.ranks.end(error)
                 # The frames of an out-of-memory error refer to the tensors that filled the memory.
                 failure = _exhausted(error) if is_out_of_memory(error) else error
             if failure is not None:  # outside of `except`: the consumer of the last pieces may take a while
@@ -75,7 +77,8 @@ class Driver:
         except KeyboardInterrupt:  # while the partial result was made
             run.give_up()
             raise
-        except BaseException:  # the consumer has left: tokens that it was not shown are discarded
+        except BaseException as error:  # the consumer has left: tokens that it was not shown are discarded
+            run.ranks.end(error)
             run.discard_unread()
             _without_grad(run.break_off)
             raise

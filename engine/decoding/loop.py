@@ -23,6 +23,7 @@ from engine.decoding.stopping import Stopping
 from engine.decoding.token_buffer import Tokens
 from engine.errors import EngineError
 from engine.model.device_state import Peak, rewinding
+from engine.model.ranks import OneProcess
 from engine.out_of_memory import Exhausted
 from engine.output.stream_buffer import StreamBuffer
 from engine.request.encoder import encoder_records
@@ -60,7 +61,7 @@ class DecodingLoop:
         self._device = prompt.device
         self._cached_tokens = int(request.mask[:, : session.cache.total_tokens].sum()) - tokens_read
         self._prompt_tokens = int(request.mask.sum()) - self._cached_tokens + request.source_tokens
-        self._stopping = Stopping(request)
+        self._stopping = Stopping(request, self.ranks)
         self._last_column = request.max_columns
         mask = request.mask[:, request.first_known_column :]
         self._tokens = Tokens(prompt, mask, request.max_columns, request.pad_id)
@@ -82,6 +83,11 @@ class DecodingLoop:
         task = replace(self._request.task, process=self._process, attempt=self._attempt, records_scores=records)
         task = task if alone else replace(task, forced=None)
         return self._request.strategy.flow(task)
+
+    @property
+    def ranks(self) -> OneProcess:
+        """The processes that compute the model together."""
+        return self._session.executor.ranks
 
     @property
     def done(self) -> bool:
@@ -319,6 +325,7 @@ class DecodingLoop:
         running = self._running
         self._logits_check.before_read(running)
         new = self._tokens.next()
+        self.ranks.note(new)
         if self._tokens.late:
             self._checkpoints.read()
         if not self.clock.has_first_token:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from engine.errors import EngineError, InputError
 from engine.model.masks import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner
+from engine.model.ranks import PeerOutOfMemory
 from engine.out_of_memory import without_frames
 from engine.prompt import ENCODED
 from engine.request.encoder import largest_matrix_bytes, source_of
@@ -65,7 +67,7 @@ class ModelSession:
     ):
         before = prefix.columns
         self.executor = ForwardExecutor(runner, cache, columns, inputs, before, options.chunk_tokens, options.check)
-        self._prefix, self._options = prefix, options
+        self._prefix, self._options, self._ranks = prefix, options, runner.ranks
         self._ids = FedIds(columns, prefix)
         self._log_before, self._total_before = cache.log, cache.total_tokens
         self._expected = cache.log, cache.total_tokens  # of the cache, until the first token is fed
@@ -189,29 +191,47 @@ class ModelSession:
         try:
             while True:
                 try:
-                    self.cache.finish()
-                    if self._options.make_room is not None:
-                        self._options.make_room(self, self.waiting)
-                    return self.executor.run(self._ids.ids[:, :end], prefill, collected)
+                    return self._ranks.together(partial(self._fed, end, prefill, collected))
                 except BaseException as error:
                     changes_route = self._can_change_route(error)
                     failure = None if changes_route else self._out_of_memory(error)
-                    if failure is None and not changes_route:
+                    if not self._ranks.recovers(failure is not None or changes_route):
                         raise
                 # Outside of `except`: the error refers to all tensors of the step.
                 if capabilities(self.cache).is_lost:
                     self.cache.reset()
                     prefill = True
+                self._meet()
                 if failure is None:
                     _logger.warning("oneDNN failed: the run goes on with torch's own linear layers")
                     self.executor.routed = False
                 else:
                     self._recover(failure)
+                self._meet()
+                prefill |= self.is_empty
         except BaseException:
             self._count_again()
             raise
         finally:
             self._goal = 0
+
+    def _fed(self, end: int, prefill: bool, collected: CollectedOutputs) -> tuple[ModelOutput, torch.Tensor | None]:
+        self.cache.finish()
+        self._ranks.note([self.cache.total_tokens])
+        if self._options.make_room is not None:
+            self._options.make_room(self, self.waiting)
+        return self.executor.run(self._ids.ids[:, :end], prefill, collected)
+
+    def _meet(self) -> None:
+        """After a failure: go back to the tokens that the caches of all ranks hold."""
+        while self._ranks.most(own := self.cache.total_tokens) > (least := -self._ranks.most(-own)):
+            if least < self._prefix.columns:
+                raise EngineError(f"a rank has lost the {self._prefix.columns} tokens of the cache that was given")
+            if own > least:
+                try:
+                    self.cache.crop(least - own)
+                except CacheError:
+                    self.cache.reset()
 
     @property
     def waiting(self) -> int:
@@ -229,13 +249,21 @@ class ModelSession:
 
     def attempt(self, work: Callable[[], T], repeats: Callable[[], bool] = lambda: True) -> T:
         """`work()`, repeated after each fallback when memory is out. repeats: whether it can be. Raises `Exhausted`."""
+        done: list[T] = []  # on a rank where it went well it is not repeated
+
+        def until_done() -> T:
+            if not done:
+                done.append(work())
+            return done[0]
+
         while True:
             try:
-                return work()
+                return self._ranks.together(until_done)
             except BaseException as error:
-                failure = self._out_of_memory(error) if repeats() else None
-                if failure is None:
+                failure = self._out_of_memory(error) if done or repeats() else None
+                if not self._ranks.recovers(failure is not None):
                     raise
+            assert failure is not None
             self._recover_between_steps(failure)
 
     def _recover_between_steps(self, failure: BaseException) -> None:
@@ -370,19 +398,22 @@ class ModelSession:
 
     def _select_in_cache(self, select: Callable[[], None]) -> None:
         """Let the cache select rows; when memory is out in the middle of it, recover and finish."""
+        selected = False  # here, but not on another rank
         try:
             while True:
                 try:
-                    select()
+                    self._ranks.together(select)
                     return
                 except BaseException as error:
+                    selected |= isinstance(error, PeerOutOfMemory)
                     failure = self._out_of_memory(error)
-                    if failure is None or not self.cache.unfinished:
+                    if not self._ranks.recovers(failure is not None and (selected or self.cache.unfinished)):
                         raise
+                assert failure is not None
                 self._recover(failure)
                 select = self.cache.finish
         except BaseException:
-            if self.cache.unfinished:  # better an empty cache than one with other rows than the texts
+            if self.cache.unfinished or selected:  # better an empty cache than one with other rows than the texts
                 self.discard_cache()
             raise
 

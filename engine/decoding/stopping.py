@@ -5,26 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from transformers import MaxTimeCriteria, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
+from engine.model.ranks import OneProcess
 from engine.output.detokenizer import RowText
 from engine.request.request import Request
+from engine.request.time_limit import TimeLimit
 
 
 class Stopping:
     """`reasons[row]` is None while the row runs, then the first of these that ended it.
 
     "eos": an end-of-sequence id; "stop_string": the row's text; "criteria": those of the caller; "time": `max_time`
-    since this object was made; "length": `max_columns` of the request.
+    since this object was made, on one of the ranks; "length": `max_columns` of the request.
     """
 
-    def __init__(self, request: Request):
+    def __init__(self, request: Request, ranks: OneProcess):
         self.reasons: list[str | None] = [None] * len(request.prompt.ids)
         self._last_column = request.max_columns
         self._eos_ids = frozenset(request.eos_ids)
         time_criteria = StoppingCriteriaList()
         if request.config.max_time is not None:
-            time_criteria.append(MaxTimeCriteria(request.config.max_time))
+            time_criteria.append(TimeLimit(request.config.max_time, ranks))
         self._criteria = (("criteria", request.criteria), ("time", time_criteria))
 
     @property

@@ -24,9 +24,10 @@ from transformers import (
 
 from caches.torch_api import inside_compiled
 from configs import EngineConfig
-from engine.errors import InputError
+from engine.errors import EngineError, InputError, OptionError
 from engine.model.location import locate
 from engine.model.placement import check_here, read_dtype
+from engine.model.tensor_parallel import arguments_of_part
 from engine.out_of_memory import first_line
 
 SHIPPED_MODEL = Path(__file__).parents[1] / "shipped"
@@ -40,6 +41,8 @@ def load(model: PreTrainedModel | str | Path, tokenizer: Any, config: EngineConf
     an unknown data type and a missing device.
     """
     if not isinstance(model, (str, Path)):
+        if config.tp > 1:
+            raise OptionError(f"tp={config.tp} is about how a model is loaded, and this one is: give its path")
         return unwrapped(model), tokenizer
     dtype = config.dtype if config.dtype == "auto" else read_dtype(config.dtype)
     check_here(config.device_map)
@@ -52,11 +55,17 @@ def load(model: PreTrainedModel | str | Path, tokenizer: Any, config: EngineConf
     with _errors_in_one_line(model, remedy):
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(model, **trust)
+        where: dict[str, Any] = {"device_map": config.device_map}
         try:
-            kind = auto_class(AutoConfig.from_pretrained(model, **trust))
+            model_config = AutoConfig.from_pretrained(model, **trust)
+            kind = auto_class(model_config)
         except ValueError:  # an adapter's folder has the model's name in another file
-            kind = AutoModelForCausalLM
-        loaded = kind.from_pretrained(model, dtype=dtype, device_map=config.device_map, **trust)
+            model_config, kind = None, AutoModelForCausalLM
+        if config.tp > 1:
+            if model_config is None:
+                raise InputError(f"tp={config.tp} splits a model's weights, and {str(model)!r} is an adapter")
+            where = arguments_of_part(model_config, config.tp)
+        loaded = kind.from_pretrained(model, dtype=dtype, **where, **trust)
     return loaded.eval(), tokenizer
 
 
@@ -137,6 +146,8 @@ def _errors_in_one_line(model: str | Path, remedy: str) -> Iterator[None]:
     """Turn errors of loading into an `InputError` of one line. remedy: the end of the message for remote code."""
     try:
         yield
+    except EngineError:
+        raise
     except (OSError, ValueError, SafetensorError) as error:
         if "trust_remote_code" in str(error):
             raise InputError(f"{str(model)!r} brings Python code of its own, {remedy}") from error

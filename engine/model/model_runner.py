@@ -39,6 +39,7 @@ from engine.model.masks import (
 )
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_lock import turn_of
+from engine.model.ranks import ranks_of
 from engine.model.rope_frequencies import Frequencies, dynamic_ropes
 from engine.prompt import ENCODED
 
@@ -81,7 +82,7 @@ class _Step(NamedTuple):
 
 
 class ModelRunner:
-    """Runs one model's forwards; threads take turns (`turn_of`).
+    """Runs one model's forwards; threads take turns (`turn_of`). ranks: the processes that compute it together.
 
     takes_cache: whether the model can be given a cache of keys and values. compile: "off", or the `torch.compile`
     backend for decode steps on fixed caches. linears: see `configs.EngineConfig`.
@@ -90,7 +91,9 @@ class ModelRunner:
     def __init__(self, model: PreTrainedModel, compile: str = "off", linears: str = "default"):
         self.model = model
         self._is_encoder_decoder = model.config.is_encoder_decoder  # attributes of configurations take microseconds
-        self._table, self._turn = table_for(model, linears), turn_of(model)
+        self.ranks, self._turn = ranks_of(model), turn_of(model)
+        # What is fastest is measured, and may differ between ranks, which have to compute the same.
+        self._table = None if self.ranks.size > 1 else table_for(model, linears)
         packed_attention.install()
         self.dynamic_ropes = dynamic_ropes(model)
         self._takes = frozenset(inspect.signature(model.forward).parameters)

@@ -98,9 +98,9 @@ def ended(
     @functools.cache
     def criteria() -> Criteria:  # stop strings take a while to prepare, and only searches ask
         found = Criteria(stopping_criteria(model, config, StoppingCriteriaList(given or []), tokenizer))
-        for one in found:
-            if isinstance(one, MaxTimeCriteria):
-                one.initial_timestamp = begun  # of the call, not of the first token
+        for number, one in enumerate(found):
+            if isinstance(one, MaxTimeCriteria):  # of the call, not of the first token
+                found[number] = TimeLimit(one.max_time, ranks_of(model), begun)
         return found
 
     return lambda ids: criteria()(ids, None)

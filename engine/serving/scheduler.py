@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from transformers.utils import ModelOutput
@@ -231,6 +232,7 @@ class Scheduler:
             self._end(run.request, error)
             if isinstance(error, _OF_THE_PROCESS):  # the caller gets it too
                 raise
+            self._runner.ranks.meet()
         finally:
             self._active = None
 
@@ -272,12 +274,13 @@ class Scheduler:
 
     def _step_together(self, runs: list[_Run]) -> None:
         """A joined step. Where it fails for want of memory, the newest runs are parked; else each steps by itself."""
-        begun = time.perf_counter()
+        begun, ranks = time.perf_counter(), self._runner.ranks
         while len(runs) > 1:
             try:
-                computed = self._computed(runs)
+                computed = ranks.together(partial(self._computed, runs))
             except Exception as error:
-                out = is_out_of_memory(error)
+                ranks.meet()
+                out = ranks.most(is_out_of_memory(error)) > 0
                 if not out:
                     _logger.warning("a joined step failed, so each request takes it by itself: %s", error)
                 without_frames(error)

@@ -1,0 +1,201 @@
+"""`Ranks`: the processes that compute one model together, and what they agree on (tensor parallel).
+
+Each rank runs the same calls with the same arguments and has a part of every layer's weights and of the cache. Ranks
+exchange a few numbers at the same places of their programs: before every collective operation of the model, at the end
+of every piece of work that may fail, and before decisions that depend on time, memory or the user. A rank that fails
+does its next exchange at once, so that all fail at their next exchange, and none waits in a collective operation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+from zlib import crc32
+
+import torch
+from torch import distributed, nn
+from transformers import PreTrainedModel
+
+from caches.out_of_memory import is_out_of_memory
+from engine.errors import EngineError
+from engine.model.device_state import random_state, set_random_state
+from engine.out_of_memory import Exhausted, in_words
+
+T = TypeVar("T")
+_FINE, _OTHER_FAILURE, _MEMORY_OUT = range(3)
+_MOST_RANKS = 2**16
+# Styles of transformers' plans whose modules compute on one rank alone.
+_WITHOUT_OPERATIONS = ("colwise", "packed_colwise", "local_params", "replicate", "replicated_with_grad_allreduce")
+_TIMEOUT = timedelta(days=1)  # ranks wait while a user types; one that ends is noticed at once
+
+
+class PeerError(EngineError):
+    """Another rank has failed, ended, or computed something else."""
+
+
+class PeerOutOfMemory(MemoryError):
+    """Memory is out on another rank."""
+
+
+class OneProcess:
+    """The ranks of a model that one process computes: it agrees with itself."""
+
+    size = 1
+
+    def begin(self, device: torch.device, *call: Any) -> None:
+        """Start a call together, with rank 0's random numbers of `device`. call: what has to be equal on all ranks."""
+
+    def together(self, work: Callable[[], T]) -> T:
+        """`work()`. Where it fails on a rank, it raises on all: a `PeerError` or `PeerOutOfMemory` on the others."""
+        return work()
+
+    def recovers(self, can: bool) -> bool:
+        """After a failure: whether all ranks can recover from it."""
+        return can
+
+    def most(self, value: int) -> int:
+        """The largest value of all ranks."""
+        return value
+
+    def check(self) -> None:
+        """Raise a `PeerError` where another rank has failed or has computed other tokens."""
+
+    def note(self, tokens: Iterable[int]) -> None:
+        """Tokens that have to be equal on all ranks."""
+
+    def end(self, error: BaseException) -> None:
+        """The call ends with this error. Until the next one, this rank does not wait for the others."""
+
+    def meet(self) -> None:
+        """Go on together after an error that all ranks have seen."""
+
+
+class Ranks(OneProcess):
+    """All processes of torch's default group. The exchanges go through the hosts, also where the model is on GPUs."""
+
+    def __init__(self) -> None:
+        self._group = distributed.new_group(backend="gloo", timeout=_TIMEOUT)
+        self._rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        self._noted = 0
+        self._is_failing = False  # a failure was exchanged that `recovers` has not decided about
+        self._is_apart = False
+
+    def begin(self, device: torch.device, *call: Any) -> None:
+        self._is_failing = self._is_apart = False
+        self._noted = crc32(repr(call).encode())
+        self.check()
+        state = random_state(device).cpu()
+        distributed.broadcast(state, 0, group=self._group)
+        set_random_state(state, device)
+
+    def together(self, work: Callable[[], T]) -> T:
+        try:
+            result = work()
+        except BaseException as error:
+            if not (self._is_failing or self._is_apart):
+                self._exchange(error)
+            raise
+        self.check()
+        return result
+
+    def recovers(self, can: bool) -> bool:
+        if self._is_apart:
+            return False
+        self._is_failing = False
+        self._is_apart = self.most(not can) > 0
+        return not self._is_apart
+
+    def most(self, value: int) -> int:
+        return value if self._is_apart else self._exchange(None, int(value))
+
+    def check(self) -> None:
+        if not self._is_apart:
+            self._exchange(None)
+
+    def note(self, tokens: Iterable[int]) -> None:
+        self._noted = crc32(repr(tuple(tokens)).encode(), self._noted)
+
+    def end(self, error: BaseException) -> None:
+        try:
+            if not (self._is_failing or self._is_apart):
+                self._exchange(error)
+        finally:
+            self._is_apart = True
+
+    def meet(self) -> None:
+        self._is_failing = self._is_apart = False
+        self.check()
+
+    def _exchange(self, error: BaseException | None, value: int = 0) -> int:
+        """The largest value of all ranks. error: why this rank fails. Raises where another one fails and this does not."""
+        failure = _FINE if error is None else _OTHER_FAILURE
+        if isinstance(error, Exhausted) or (error is not None and is_out_of_memory(error)):
+            failure = _MEMORY_OUT
+        sent = torch.tensor([failure * _MOST_RANKS + self._rank, self._noted, -self._noted, value])
+        try:
+            distributed.all_reduce(sent, distributed.ReduceOp.MAX, group=self._group)
+        except RuntimeError as lost:
+            self._is_apart = True
+            raise PeerError(f"another rank of the {self.size} has ended or cannot be reached: {in_words(lost)}") from lost
+        (worst, rank), (most_noted, least_noted, found) = divmod(int(sent[0]), _MOST_RANKS), sent[1:].tolist()
+        self._is_failing = worst != _FINE
+        if error is not None:
+            return found
+        if worst == _MEMORY_OUT:
+            raise PeerOutOfMemory(f"memory is out on rank {rank} of {self.size}")
+        if worst == _OTHER_FAILURE:
+            raise PeerError(f"rank {rank} of {self.size} has failed: see its own error")
+        if most_noted != -least_noted:
+            self._is_failing = True
+            raise PeerError(
+                f"the {self.size} ranks compute different texts: call them with the same arguments, on the same "
+                "processors and releases"
+            )
+        return found
+
+
+ONE_PROCESS = OneProcess()
+_ranks: list[Ranks] = []  # one for all models of the process, so that exchanges have one order
+_guarded: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+
+
+def ranks_of(model: PreTrainedModel) -> OneProcess:
+    """The ranks that compute this model. From the first call on, they agree before its collective operations."""
+    if (getattr(model, "_tp_size", None) or 1) == 1:
+        return ONE_PROCESS
+    if not _ranks:
+        _ranks.append(Ranks())
+    if model not in _guarded:
+        _guard(model, _ranks[0])
+        _guarded[model] = True
+    return _ranks[0]
+
+
+def _guard(model: PreTrainedModel, ranks: Ranks) -> None:
+    """Let the ranks agree before the collective operations of the modules that transformers has split."""
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+    mesh = model._device_mesh
+    mesh = mesh["tp"] if mesh.ndim > 1 else mesh
+    for name, module in model.named_modules():
+        style = model.tp_plan.get(re.sub(r"\b\d+\b", "*", name))
+        if "forward" in vars(module) and style is not None and style not in _WITHOUT_OPERATIONS:
+            del module.forward  # transformers' own, which does the same without the agreement
+            module.forward = _agreed(module, ALL_PARALLEL_STYLES[style], mesh, ranks)
+
+
+def _agreed(module: nn.Module, style: Any, mesh: Any, ranks: Ranks) -> Callable[..., Any]:
+    """The forward of a module of this style of transformers."""
+    forward = module.forward
+
+    def agreed_forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = style.transform_inputs_pre_forward(module, args, kwargs, mesh)
+        with style.context_around_forward(module, mesh):
+            output = forward(*args, **kwargs)
+        ranks.check()
+        return style.transform_output_post_forward(module, output, mesh)
+
+    return agreed_forward
