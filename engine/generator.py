@@ -297,12 +297,13 @@ class Generator:
         prefix = CachedPrefix(request.before, request.prompt.columns_without_ids)
         shares = self.config.compile in ("off", "auto")  # a compiled step cannot read shared prefixes
         options = SessionOptions(
-            request.chunk_tokens, shares, request.needs.verifies, stop.check, recovery.apply_next, keep
+            request.chunk_tokens, shares, request.needs.verifies, stop.check, recovery.apply_next, keep, ranks
         )
         session = ModelSession(self._runner, reused.cache, columns, inputs, prefix, options)
         draft_session = None
         if draft is not None and draft_request is not None:
-            options = SessionOptions(request.chunk_tokens, check=stop.check, recover=draft_recovery.apply_next)
+            recover = draft_recovery.apply_next
+            options = SessionOptions(request.chunk_tokens, check=stop.check, recover=recover, ranks=ranks)
             draft_session = draft.session(draft_request, options)
         loop = DecodingLoop(
             request,
@@ -314,6 +315,7 @@ class Generator:
             draft=draft_session,
             fallbacks=taken,
             tokens_read=reused.tokens_read,
+            ranks=ranks,
         )
         return Driver(loop, stop, lambda: reused.keep(session.cache), budget.planned_bytes)
 
@@ -357,7 +359,7 @@ class Generator:
             return None
         draft = self._draft  # another thread may release it
         if draft is None or draft.given is not model:
-            draft = self._draft = Draft(model, self.config.linears)
+            draft = self._draft = Draft(model, self.config.linears if self._runner.ranks.size == 1 else "default")
         return draft
 
 

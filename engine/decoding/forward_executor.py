@@ -42,7 +42,7 @@ class ForwardExecutor:
         check: Callable[[], None] | None = None,
     ):
         self.model, self.cache, self.columns, self.routed = runner.model, cache, columns, runner.linears != TORCH
-        self._runner, self._before, self._check, self.ranks = runner, before, check, runner.ranks
+        self._runner, self._before, self._check = runner, before, check
         self.inputs = inputs.extended(self.model, columns.room)
         self._chunk_tokens = self._given_chunk_tokens = chunk_tokens
         # Per row, the row of the prompt that it goes on from: rows of one prompt share its inputs.

@@ -23,7 +23,7 @@ from engine.decoding.stopping import Stopping
 from engine.decoding.token_buffer import Tokens
 from engine.errors import EngineError
 from engine.model.device_state import Peak, rewinding
-from engine.model.ranks import OneProcess
+from engine.model.ranks import ONE_PROCESS, OneProcess
 from engine.out_of_memory import Exhausted
 from engine.output.stream_buffer import StreamBuffer
 from engine.request.encoder import encoder_records
@@ -39,7 +39,7 @@ class DecodingLoop:
     """One run. session: of the model. draft: of the model that proposes tokens, if there is one. clock: of the call.
 
     tokenizer: None when no text is wanted. legacy: return the cache as tuples. fallbacks: those applied so far.
-    tokens_read: of the prompt, for this call, which the cache holds already.
+    tokens_read: of the prompt, for this call, which the cache holds already. ranks: those that run the same loop.
     """
 
     def __init__(
@@ -54,14 +54,16 @@ class DecodingLoop:
         draft: ModelSession | None = None,
         fallbacks: Sequence[Fallback] = (),
         tokens_read: int = 0,
+        ranks: OneProcess = ONE_PROCESS,
     ):
         self._request, self._session, self.stream_buffer, self.clock = request, session, stream_buffer, clock
         self._draft, self._tokenizer, self._legacy, self._fallbacks = draft, tokenizer, legacy, fallbacks
+        self.ranks = ranks
         prompt = request.prompt.ids
         self._device = prompt.device
         self._cached_tokens = int(request.mask[:, : session.cache.total_tokens].sum()) - tokens_read
         self._prompt_tokens = int(request.mask.sum()) - self._cached_tokens + request.source_tokens
-        self._stopping = Stopping(request, self.ranks)
+        self._stopping = Stopping(request, ranks)
         self._last_column = request.max_columns
         mask = request.mask[:, request.first_known_column :]
         self._tokens = Tokens(prompt, mask, request.max_columns, request.pad_id)
@@ -83,11 +85,6 @@ class DecodingLoop:
         task = replace(self._request.task, process=self._process, attempt=self._attempt, records_scores=records)
         task = task if alone else replace(task, forced=None)
         return self._request.strategy.flow(task)
-
-    @property
-    def ranks(self) -> OneProcess:
-        """The processes that compute the model together."""
-        return self._session.executor.ranks
 
     @property
     def done(self) -> bool:

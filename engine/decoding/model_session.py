@@ -25,7 +25,7 @@ from engine.errors import EngineError, InputError
 from engine.model.masks import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner
-from engine.model.ranks import PeerOutOfMemory
+from engine.model.ranks import ONE_PROCESS, OneProcess, PeerError, PeerOutOfMemory
 from engine.out_of_memory import without_frames
 from engine.prompt import ENCODED
 from engine.request.encoder import largest_matrix_bytes, source_of
@@ -42,7 +42,7 @@ class SessionOptions:
 
     check: called before every forward; it raises to stop the run. recover: called with the session and the error,
     without its frames, when memory is out; it makes room or raises, and the session repeats the step. make_room: called
-    with the session and the number of tokens that are about to be fed.
+    with the session and the number of tokens that are about to be fed. ranks: those that run the same session.
     """
 
     chunk_tokens: int | None = None
@@ -51,6 +51,7 @@ class SessionOptions:
     check: Callable[[], None] | None = None
     recover: Callable[[ModelSession, BaseException], None] | None = None
     make_room: Callable[[ModelSession, int], None] | None = None
+    ranks: OneProcess = ONE_PROCESS
 
 
 class ModelSession:
@@ -67,7 +68,7 @@ class ModelSession:
     ):
         before = prefix.columns
         self.executor = ForwardExecutor(runner, cache, columns, inputs, before, options.chunk_tokens, options.check)
-        self._prefix, self._options, self._ranks = prefix, options, runner.ranks
+        self._prefix, self._options, self._ranks = prefix, options, options.ranks
         self._ids = FedIds(columns, prefix)
         self._log_before, self._total_before = cache.log, cache.total_tokens
         self._expected = cache.log, cache.total_tokens  # of the cache, until the first token is fed
@@ -193,6 +194,8 @@ class ModelSession:
                 try:
                     return self._ranks.together(partial(self._fed, end, prefill, collected))
                 except BaseException as error:
+                    if isinstance(error, (PeerError, PeerOutOfMemory)):  # here the step may be complete
+                        self.cache.abort()
                     changes_route = self._can_change_route(error)
                     failure = None if changes_route else self._out_of_memory(error)
                     if not self._ranks.recovers(failure is not None or changes_route):

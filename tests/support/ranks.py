@@ -1,7 +1,4 @@
-"""Programs of several processes that compute one model together, and what came of them.
-
-    python tests/support/ranks.py memory 200       200 runs of which one rank is out of memory at random moments
-"""
+"""Programs of several processes that compute one model together, and what came of them."""
 
 from __future__ import annotations
 
@@ -11,9 +8,28 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any
+
+import torch
+from architectures import suiting
+from helpers import needed
+from random_models import tokenizer
+from references import draft_of, tiny
+from resuming import check_goes_on
+from strategy_cases import OPTIONS, REFUSALS
+from torture import PER_SCENE, Attack, DecodingLoop, Scene, run, undisturbed
+
+import caches
+import engine
+import strategies
+from engine.model.ranks import PeerError
 
 SIZE = 2
 NAMES = ("llama", "mistral", "gemma2", "jamba")
@@ -27,7 +43,7 @@ def start(program: str, folder: Path, *arguments: str, size: int = SIZE) -> list
     places = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
     common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     common["PYTHONPATH"] = os.pathsep.join([*places, os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, __file__, program, "--folder", str(folder), *arguments]
+    command = [sys.executable, __file__, program, str(folder), *arguments]
     return [
         subprocess.Popen(command, env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(size)
@@ -49,8 +65,6 @@ def found(program: str, *arguments: str, timeout: float = 600) -> list[Any]:
 
 
 def save_models(folder: Path) -> None:
-    from references import tiny
-
     for name in NAMES:
         tiny(name)[0].save_pretrained(folder / name)
 
@@ -58,66 +72,97 @@ def save_models(folder: Path) -> None:
 # What runs in each rank.
 
 
+@cache
 def split(folder: Path, name: str) -> Any:
-    import engine
-    from engine.model.loading import load
-
-    return load(folder / name, _NO_TOKENIZER, engine.EngineConfig(tp=SIZE))[0]
-
-
-_NO_TOKENIZER = object()  # none is loaded
+    """This rank's part of a model."""
+    config = engine.EngineConfig(tp=SIZE)
+    return engine.Generator(folder / name, tokenizer(), config).model
 
 
-def compare(folder: Path) -> Any:
-    """Every strategy on every cache: texts that differ from those of one process, refusals, and bytes of caches."""
-    from random_models import model as _  # noqa: F401
-    from references import draft_of, tiny
-    from strategy_cases import OPTIONS, REFUSALS
-
-    import caches
-    import engine
-    import strategies
-    from helpers import needed
-
+def compare(folder: Path, *names: str) -> Any:
+    """Every strategy on every cache: equal texts, other ones, refusals, and the share of the caches' bytes."""
     different, refused, shares, equal = [], [], {}, 0
-    for name in NAMES:
-        (whole, inputs), parts = tiny(name, pads=4, rows=2), split(folder, name)
-        for cache in caches.names():
-            for strategy in strategies.names():
-                def generate(model: Any) -> Any:
-                    draft = {"assistant_model": draft_of(name)} if strategy == "assisted" else {}
-                    import torch
-                    torch.manual_seed(4)
-                    chosen = strategies.build(strategy, **OPTIONS.get(strategy, {}))
-                    return engine.generate(
-                        model, inputs, cache=cache, cache_config=needed(cache), strategy=chosen, max_new_tokens=10, **draft
-                    )
-                cell = [name, cache, strategy]
-                try:
-                    expected = generate(whole)
-                except REFUSALS as error:
-                    try:
-                        generate(parts)
-                        different.append([*cell, "not refused", str(error)])
-                    except REFUSALS:
-                        refused.append(cell)
-                    continue
-                got = generate(parts)
-                if got.tokens == expected.tokens:
-                    equal += 1
-                else:
-                    different.append([*cell, expected.tokens, got.tokens])
-                shares.setdefault(f"{name} {cache}", got.stats.cache_bytes / max(1, expected.stats.cache_bytes))
-    return {"different": different, "refused": refused, "shares": shares, "equal": equal}
+    for name, cache, strategy in product(names, caches.names(), strategies.names()):
+        whole, inputs = tiny(name, pads=4, rows=2)
+        options = {
+            "cache": cache,
+            "cache_config": needed(cache),
+            "strategy": strategies.build(strategy, **OPTIONS.get(strategy, {})),
+            "max_new_tokens": 10,
+            "assistant_model": draft_of(name) if strategy == "assisted" else None,
+        }
+        texts: list[Any] = []
+        for model in (whole, split(folder, name)):
+            torch.manual_seed(4)
+            try:
+                out = engine.generate(model, inputs, **options)
+                texts.append(out.tokens)
+                shares.setdefault(f"{name} {cache}", []).append(out.stats.cache_bytes)
+            except REFUSALS as error:
+                texts.append(str(error))
+        if texts[0] != texts[1]:
+            different.append([name, cache, strategy, *texts])
+        elif isinstance(texts[0], str):
+            refused.append([name, cache, strategy])
+        else:
+            equal += 1
+    return {"different": different, "refused": refused, "bytes": shares, "equal": equal}
 
 
-PROGRAMS: dict[str, Callable[..., Any]] = {"compare": compare}
+@dataclass(frozen=True)
+class SplitScene(Scene):
+    """A scene whose model is split."""
+
+    folder: str = ""
+
+    def read(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        return split(Path(self.folder), self.name), super().read()[1]
+
+
+def memory(folder: Path, first: str, count: str) -> Any:
+    """Random failures of memory on one rank: how often each fallback was taken, and what was wrong."""
+    rank, taken, wrong = int(os.environ["RANK"]), Counter[str](), []
+    for seed in range(int(first), int(first) + int(count)):
+        scene = Scene.drawn(seed // PER_SCENE)
+        if scene.name not in NAMES:  # transformers cannot split it
+            cache = Random(seed // PER_SCENE).choice(suiting("llama"))
+            scene = replace(scene, name="llama", cache=cache, chunk=None if cache == "none" else scene.chunk)
+        whole = undisturbed(scene)
+        attack = Attack.drawn(seed, whole.forwards)
+        mine = attack if seed % SIZE == rank else replace(attack, at=tuple(() for _ in attack.at))
+        try:
+            fallbacks = played(SplitScene(**vars(scene), folder=str(folder)), mine, attack, whole)
+        except Exception as error:
+            wrong.append(f"seed {seed}: {scene}, {attack}: {type(error).__name__}: {error}")
+            if isinstance(error, PeerError):
+                break
+        else:
+            taken.update(fallbacks)
+            taken["recovered"] += "gave up" not in fallbacks
+    return {"taken": taken, "wrong": wrong}
+
+
+def played(scene: SplitScene, mine: Attack, attack: Attack, whole: DecodingLoop) -> list[str]:
+    """The fallbacks that were taken. mine: of the failures those of this rank."""
+    try:
+        found = run(scene, mine)
+    except engine.OutOfMemoryError as stopped:
+        part = stopped.partial
+    else:
+        assert found.out.tokens == whole.out.tokens
+        assert found.out.finish_reasons == whole.out.finish_reasons
+        assert torch.equal(found.random, whole.random)
+        return [fallback.name for fallback in found.out.stats.fallbacks]
+    if not scene.eos:
+        check_goes_on(*scene.read(), part)
+    return [fallback.name for fallback in part.stats.fallbacks] + ["gave up"]
+
+
+PROGRAMS: dict[str, Callable[..., Any]] = {"compare": compare, "memory": memory}
 
 if __name__ == "__main__":
-    program, _, folder, *more = sys.argv[1:]
-    import torch
-
+    program, here, *more = sys.argv[1:]
     torch.set_num_threads(1)
-    result = PROGRAMS[program](Path(folder), *more)
-    (Path(folder) / f"{os.environ['RANK']}.json").write_text(json.dumps(result))
+    result = PROGRAMS[program](Path(here), *more)
+    (Path(here) / f"{os.environ['RANK']}.json").write_text(json.dumps(result))
     torch.distributed.destroy_process_group()
