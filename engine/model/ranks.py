@@ -25,7 +25,7 @@ from engine.model.device_state import random_state, set_random_state
 from engine.out_of_memory import Exhausted, in_words
 
 T = TypeVar("T")
-_FINE, _OTHER_FAILURE, _MEMORY_OUT = range(3)
+_FINE, _MEMORY_OUT, _FAILED = range(3)  # the last one ends the call on all ranks
 _MOST_RANKS = 2**16
 # Styles of transformers' plans whose modules compute on one rank alone.
 _WITHOUT_OPERATIONS = ("colwise", "packed_colwise", "local_params", "replicate", "replicated_with_grad_allreduce")
@@ -96,7 +96,8 @@ class Ranks(OneProcess):
             result = work()
         except BaseException as error:
             if not (self._is_failing or self._is_apart):
-                self._exchange(error)
+                is_memory = isinstance(error, Exhausted) or is_out_of_memory(error)
+                self._exchange(_MEMORY_OUT if is_memory else _FAILED)
             raise
         self.check()
         return result
@@ -109,11 +110,11 @@ class Ranks(OneProcess):
         return not self._is_apart
 
     def most(self, value: int) -> int:
-        return value if self._is_apart else self._exchange(None, int(value))
+        return value if self._is_apart else self._exchange(_FINE, int(value))
 
     def check(self) -> None:
         if not self._is_apart:
-            self._exchange(None)
+            self._exchange(_FINE)
 
     def note(self, tokens: Iterable[int]) -> None:
         self._noted = crc32(repr(tuple(tokens)).encode(), self._noted)
@@ -121,7 +122,7 @@ class Ranks(OneProcess):
     def end(self, error: BaseException) -> None:
         try:
             if not (self._is_failing or self._is_apart):
-                self._exchange(error)
+                self._exchange(_FAILED)
         finally:
             self._is_apart = True
 
@@ -129,27 +130,25 @@ class Ranks(OneProcess):
         self._is_failing = self._is_apart = False
         self.check()
 
-    def _exchange(self, error: BaseException | None, value: int = 0) -> int:
-        """The largest value of all ranks. error: why this rank fails. Raises where another one fails and this does not."""
-        failure = _FINE if error is None else _OTHER_FAILURE
-        if isinstance(error, Exhausted) or (error is not None and is_out_of_memory(error)):
-            failure = _MEMORY_OUT
-        sent = torch.tensor([failure * _MOST_RANKS + self._rank, self._noted, -self._noted, value])
+    def _exchange(self, state: int, value: int = 0) -> int:
+        """The largest value of all ranks. Raises where this rank is fine and another one is not."""
+        sent = torch.tensor([state * _MOST_RANKS + self._rank, self._noted, -self._noted, value])
         try:
             distributed.all_reduce(sent, distributed.ReduceOp.MAX, group=self._group)
         except RuntimeError as lost:
             self._is_apart = True
             raise PeerError(f"another rank of the {self.size} has ended or cannot be reached: {in_words(lost)}") from lost
-        (worst, rank), (most_noted, least_noted, found) = divmod(int(sent[0]), _MOST_RANKS), sent[1:].tolist()
-        self._is_failing = worst != _FINE
-        if error is not None:
+        worst, rank = divmod(int(sent[0]), _MOST_RANKS)
+        most_noted, least_noted, found = sent[1:].tolist()
+        is_different = worst == _FINE and most_noted != -least_noted
+        self._is_failing, self._is_apart = worst == _MEMORY_OUT, worst == _FAILED or is_different
+        if state != _FINE:
             return found
         if worst == _MEMORY_OUT:
             raise PeerOutOfMemory(f"memory is out on rank {rank} of {self.size}")
-        if worst == _OTHER_FAILURE:
+        if worst == _FAILED:
             raise PeerError(f"rank {rank} of {self.size} has failed: see its own error")
-        if most_noted != -least_noted:
-            self._is_failing = True
+        if is_different:
             raise PeerError(
                 f"the {self.size} ranks compute different texts: call them with the same arguments, on the same "
                 "processors and releases"

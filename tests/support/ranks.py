@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,6 +28,7 @@ from references import draft_of, tiny
 from resuming import check_goes_on
 from strategy_cases import OPTIONS, REFUSALS
 from torture import PER_SCENE, Attack, DecodingLoop, Scene, run, undisturbed
+from transformers import StoppingCriteria
 
 import caches
 import engine
@@ -60,8 +64,10 @@ def found(program: str, *arguments: str, timeout: float = 600) -> list[Any]:
         finally:
             for rank in ranks:
                 rank.kill()
-        assert codes == [0] * SIZE
-        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(SIZE)]
+        return [
+            json.loads((Path(folder) / f"{rank}.json").read_text()) if code == 0 else code
+            for rank, code in enumerate(codes)
+        ]
 
 
 def save_models(folder: Path) -> None:
@@ -158,11 +164,112 @@ def played(scene: SplitScene, mine: Attack, attack: Attack, whole: DecodingLoop)
     return [fallback.name for fallback in part.stats.fallbacks] + ["gave up"]
 
 
-PROGRAMS: dict[str, Callable[..., Any]] = {"compare": compare, "memory": memory}
+class _Raises:
+    """A streamer, a processor or an event for `cancellation`, that does so at its third token on one rank."""
+
+    def __init__(self, rank: int, what: BaseException | None = None):
+        self._is_mine, self._what, self._calls = int(os.environ["RANK"]) == rank, what, 0
+
+    def is_set(self) -> bool:
+        self._calls += 1
+        return self._is_mine and self._calls > 2
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.is_set() and self._what is not None:
+            raise self._what
+
+    def end(self) -> None:
+        pass
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.put(ids)
+        return scores
+
+
+def apart(folder: Path) -> Any:
+    """What the ranks get where one of them is asked to stop, fails, or is called with other arguments."""
+    rank, model, inputs = int(os.environ["RANK"]), split(folder, "llama"), tiny("llama")[1]
+    plain = {"max_new_tokens": 8, "do_sample": False}
+
+    def call(**options: Any) -> Any:
+        try:
+            return engine.generate(model, inputs, **plain | options).tokens
+        except Exception as error:
+            return [type(error).__name__, len(error.partial.tokens[0]) if hasattr(error, "partial") else None, str(error)]
+
+    found = {"alone": engine.generate(tiny("llama")[0], inputs, **plain).tokens}
+    calls: dict[str, dict[str, Any]] = {
+        "arguments": {"max_new_tokens": 8, "num_beams": 1 + rank},
+        "cancellation": {"cancellation": _Raises(1)},
+        "time": {"max_time": 0.0 if rank else 1e6, "max_new_tokens": 50},
+        "streamer": {"streamer": _Raises(0, ValueError("no paper"))} if rank == 0 else {},
+        "processor": {"logits_processor": [_Raises(1, ValueError("no ink"))]},
+        "beams": {"logits_processor": [_Raises(1, ValueError("no ink"))], "num_beams": 3},
+        "option": {"num_beams": 0} if rank == 0 else {},
+    }
+    for name, options in calls.items():
+        found[name] = call(**options)
+        found[f"after {name}"] = call()
+    torch.manual_seed(rank)  # other numbers on each rank, unless they are those of rank 0
+    found["samples"] = call(do_sample=True, num_return_sequences=4)
+    gen, prompts = engine.Generator(model), [[1, 5, 9], [1, 7, 7, 3, 2], {"prompt": [1, 8], "num_beams": 0}, [1, 2, 30]]
+    many = sorted(gen.generate_many(prompts, slots=2, **plain), key=lambda one: one.index)
+    found["many"] = [str(one.error) if one.error else one.result().tokens[0] for one in many]
+    whole = sorted(engine.generate_many(tiny("llama")[0], prompts, **plain), key=lambda one: one.index)
+    found["many alone"] = [str(one.error) if one.error else one.result().tokens[0] for one in whole]
+    try:
+        gen.batch()
+    except engine.OptionError as error:
+        found["batch"] = str(error)
+    return found
+
+
+def interrupted(folder: Path) -> Any:
+    """Ctrl-C on one rank: what both have of the text."""
+    model, inputs = split(folder, "llama"), tiny("llama")[1]
+    if os.environ["RANK"] == "1":
+        timer = threading.Timer(1.5, signal.raise_signal, [signal.SIGINT])
+        timer.start()
+    try:
+        engine.generate(model, inputs, max_new_tokens=100, stopping_criteria=[_Slow()])
+    except engine.UserInterrupt as stopped:
+        return len(stopped.partial.tokens[0])
+
+
+class _Slow(StoppingCriteria):
+    def __call__(self, ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        time.sleep(0.05)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+
+def ends(folder: Path) -> Any:
+    """Rank 1 is killed within a forward: the error of rank 0, and after how many seconds."""
+    model, inputs, forwards = split(folder, "llama"), tiny("llama")[1], []
+
+    def die(module: torch.nn.Module, inputs: tuple) -> None:
+        forwards.append(time.monotonic())
+        if len(forwards) == 4 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model.model.layers[1].register_forward_pre_hook(die)
+    try:
+        engine.generate(model, inputs, max_new_tokens=8)
+    except engine.GenerationInterrupted as error:
+        return [str(error), time.monotonic() - forwards[-1], len(error.partial.tokens[0])]
+
+
+PROGRAMS: dict[str, Callable[..., Any]] = {
+    "compare": compare,
+    "memory": memory,
+    "apart": apart,
+    "interrupted": interrupted,
+    "ends": ends,
+}
 
 if __name__ == "__main__":
     program, here, *more = sys.argv[1:]
     torch.set_num_threads(1)
     result = PROGRAMS[program](Path(here), *more)
     (Path(here) / f"{os.environ['RANK']}.json").write_text(json.dumps(result))
-    torch.distributed.destroy_process_group()
+    if program != "ends":
+        torch.distributed.destroy_process_group()
