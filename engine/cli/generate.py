@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from engine.cli import options, output, rendering, values
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 def generate(**given: Any) -> None:
     """Continue PROMPT. Greedy, unless the model's own settings or an option ask for sampling or for a search."""
     is_many = given["jsonl"] is not None
+    settings = values.engine_config(given["config"], given)
+    if settings.tp > 1 and values.reads_standard_input(given["prompt"] or [], given["file"] or []):
+        raise OptionError(f"--tp {settings.tp}: standard input is that of one process: give PROMPT or a --file")
     texts = (values.lines if is_many else values.prompts)(given["prompt"] or [], given["file"] or [])
     parameters = values.generation_parameters(given)
     per_text = parameters.get("num_return_sequences", 1)
@@ -31,10 +35,13 @@ def generate(**given: Any) -> None:
         raise OptionError("--jsonl writes into a file, and prints no text: leave --stream, --json and --stats out")
     if given["system"] is not None and not given["chat"]:
         raise OptionError("--system needs a chat: add --chat")
-    settings = values.engine_config(given["config"], given)
     cache_config = values.assignments(given["cache_option"], "--cache-option") or None
     inputs = [values.messages(text, given["system"]) for text in texts] if given["chat"] else texts
-    with Work() as work:
+    is_first = settings.tp == 1 or os.environ.get("RANK", "0") == "0"
+    if not is_first:
+        output.mute()
+        given["stats"] = False
+    with Work(is_first) as work:
         start_libraries(work, given["model"], given["assistant_model"])
         from engine.generator import Generator
         from engine.model.loading import SHIPPED_MODEL
@@ -46,13 +53,13 @@ def generate(**given: Any) -> None:
         if is_many:
             work.hide()
             parameters |= {"cache": given["cache"], "cache_config": cache_config}
-            write_lines(generator, inputs, given["jsonl"], parameters)
+            write_lines(generator, inputs, given["jsonl"], parameters, writes=is_first)
             return
         work.doing("reading the prompt")
         chunks = generator.stream(inputs, cache=given["cache"], cache_config=cache_config, **parameters)
         result = _print(chunks, work, given, parameters.get("max_new_tokens"))
     has_limit = {"max_new_tokens", "max_length"} & set(parameters)
-    if "length" in result.finish_reasons and not given["stats"] and not has_limit:
+    if is_first and "length" in result.finish_reasons and not given["stats"] and not has_limit:
         most = max(map(len, result.tokens))
         output.remark(f"(ended at the limit of {most} tokens: --max-new-tokens or -n sets another)")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,17 +15,22 @@ if TYPE_CHECKING:
     from engine.generator import Generator
 
 
-def write_lines(generator: Generator, prompts: list[Any], path: Path, parameters: dict[str, Any]) -> None:
-    """Generate for the prompts that `path` has no text of yet, and add a line for each as it ends."""
+def write_lines(
+    generator: Generator, prompts: list[Any], path: Path, parameters: dict[str, Any], writes: bool = True
+) -> None:
+    """Generate for the prompts that `path` has no text of yet, and add a line for each as it ends.
+
+    writes: False where another rank of the model writes the lines.
+    """
     done = _done(path)
     missing = [index for index in range(len(prompts)) if index not in done]
-    if done:
+    if done and writes:
         output.remark(f"({len(prompts) - len(missing)} of {len(prompts)} prompts have their text in {path} already)")
     failed = 0
     requests = generator.generate_many(
-        [prompts[index] for index in missing], progress=sys.stderr.isatty(), **parameters
+        [prompts[index] for index in missing], progress=writes and sys.stderr.isatty(), **parameters
     )
-    with path.open("a", encoding="utf-8") as lines:
+    with (path if writes else Path(os.devnull)).open("a", encoding="utf-8") as lines:
         for request in requests:
             index, error = missing[request.index], request.error
             if error is None:

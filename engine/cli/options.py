@@ -166,6 +166,7 @@ PLAN = {
         "--device-map"),
     "free_gib": option(float, "GIB", "Free memory of the device; default: what is found.", min=0),
     "prefill_chunk_tokens": option(int, "N", "Tokens of the prompt per step; default: all.", min=1),
+    "tp": option(int, "N", "Processes that compute the model together: the plan of one of them.", default=1, min=1),
     "as_json": flag("Print JSON: the fields of `engine.Plan`.", "--json"),
 }
 CACHES = {
@@ -218,9 +219,10 @@ CONVERSATION = {
     "resume": option(Path, "FILE", "Go on with the conversation in this file, which /save wrote."),
 }
 # fmt: on
+TP = option(int, "N", "Processes that compute the model together, as started by torchrun --nproc-per-node N.")
 GENERATE: dict[str | None, dict[str, Declared]] = {
     "The prompt": PROMPT,
-    "The model": MODEL,
+    "The model": MODEL | {"tp": TP},
     "The cache": CACHE,
     "How tokens are chosen": CHOOSING,
     "What form texts have": FORM,

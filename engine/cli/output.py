@@ -17,6 +17,11 @@ def say(text: str, end: str = "\n") -> None:
     write(sys.stdout, text + end)
 
 
+def mute() -> None:
+    """Print results and messages nowhere, only errors: another rank of the model prints the same."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+
+
 def complain(message: str) -> None:
     """Write an error in one line to standard error."""
     _note(f"error: {' '.join(message.split())}", "red")

@@ -16,9 +16,12 @@ if TYPE_CHECKING:
 
 
 class Work:
-    """A context manager for the progress line: `doing` sets the current work, `count` its progress."""
+    """A context manager for the progress line: `doing` sets the current work, `count` its progress.
 
-    def __init__(self) -> None:
+    is_shown: False for one that stays silent.
+    """
+
+    def __init__(self, is_shown: bool = True) -> None:
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -27,7 +30,7 @@ class Work:
             TimeElapsedColumn(),
             console=Console(stderr=True),
             transient=True,
-            disable=not sys.stderr.isatty(),
+            disable=not (is_shown and sys.stderr.isatty()),
         )
         self._task = self._bar.add_task("", total=None, counted="")
         self._since_s = 0.0

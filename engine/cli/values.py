@@ -25,7 +25,7 @@ _INSTEAD = {"inputs": "PROMPT", "prompt": "PROMPT", "as_json": "--json", "set_op
             "cache_config": "--cache-option", "choices": "--choice",
             "logits_processor": "engine.generate, in Python"}  # fmt: skip
 # Options that are fields of `EngineConfig`.
-_SETTINGS = [name for name in options.MODEL if name not in ("model", "config")]
+_SETTINGS = [name for name in (*options.MODEL, "tp") if name not in ("model", "config")]
 
 _PYTHONS = {"True": True, "False": False, "None": None}
 
@@ -84,7 +84,7 @@ def engine_config(chosen: str | None, given: dict[str, Any]) -> EngineConfig:
         raise OptionError(
             f"--config {chosen} is neither a preset nor a JSON file that exists; presets: {', '.join(presets())}"
         )
-    return config.update(**{name: given[name] for name in _SETTINGS if given[name] not in (None, [], False)})[0]
+    return config.update(**{name: given[name] for name in _SETTINGS if given.get(name) not in (None, [], False)})[0]
 
 
 def assignments(pairs: list[str] | None, option: str) -> dict[str, Any]:
@@ -121,6 +121,10 @@ def prompts(texts: list[str], files: list[Path]) -> list[str]:
             )
         return [text]
     return [_standard_input() if text == "-" else checked(text, "PROMPT") for text in texts]
+
+
+def reads_standard_input(texts: list[str], files: list[Path]) -> bool:
+    return "-" in [*texts, *map(str, files)] or not (texts or files)
 
 
 def lines(texts: list[str], files: list[Path]) -> list[Any]:

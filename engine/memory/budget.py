@@ -19,6 +19,7 @@ from configs import (
 from engine.decoding.model_session import ModelSession
 from engine.errors import InputError
 from engine.model.accelerate_hooks import prompt_device
+from engine.model.tensor_parallel import config_of_rank
 from engine.out_of_memory import Exhausted
 from engine.planning.dry_run import dry_run
 from engine.planning.model_footprint import inspect_model
@@ -118,7 +119,7 @@ class Budget:
 def _device_bytes(config: CacheConfig, run_shape: RunShape, model: PreTrainedModel) -> int:
     """Bytes on the device that computes, at most. Raises `InputError` for a model that cannot be planned."""
     device = prompt_device(model).type
-    footprint = inspect_model(model.config, model.dtype, type(model))
+    footprint = inspect_model(config_of_rank(model), model.dtype, type(model))
     places = dry_run(footprint, config, run_shape, pinned=device != "cpu").most.by_place
     return sum(size for place, size in places.items() if place != "disk" and (device == "cpu" or place != "host"))
 

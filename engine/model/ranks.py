@@ -180,10 +180,15 @@ def _guard(model: PreTrainedModel, ranks: Ranks) -> None:
     mesh = model._device_mesh
     mesh = mesh["tp"] if mesh.ndim > 1 else mesh
     for name, module in model.named_modules():
-        style = model.tp_plan.get(re.sub(r"\b\d+\b", "*", name))
+        style = model.tp_plan.get(plan_name(name))
         if "forward" in vars(module) and style is not None and style not in _WITHOUT_OPERATIONS:
             del module.forward  # transformers' own, which does the same without the agreement
             module.forward = _agreed(module, ALL_PARALLEL_STYLES[style], mesh, ranks)
+
+
+def plan_name(name: str) -> str:
+    """The name of a module in transformers' plans, where * is the number of a layer."""
+    return re.sub(r"\b\d+\b", "*", name)
 
 
 def _agreed(module: nn.Module, style: Any, mesh: Any, ranks: Ranks) -> Callable[..., Any]:

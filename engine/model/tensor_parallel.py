@@ -1,13 +1,17 @@
-"""Loads one rank's part of a model: transformers splits the weights by the model's own plan (`tp_plan`)."""
+"""One rank's part of a model: transformers splits the weights by the model's own plan (`tp_plan`)."""
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.errors import OptionError
+from engine.model.ranks import plan_name, ranks_of
+
+_WHOLE = ("replicate", "replicated_with_grad_allreduce")  # styles of modules that every rank has as they are
 
 
 def arguments_of_part(config: PreTrainedConfig, tp: int) -> dict[str, Any]:
@@ -34,7 +38,41 @@ def check_divides(config: PreTrainedConfig, tp: int) -> None:
         )
     for name, title in (("num_key_value_heads", "key-value heads"), ("num_attention_heads", "attention heads")):
         heads = getattr(text, name, None)
-        if isinstance(heads, int) and heads % tp:
+        if _splits_attention(text) and isinstance(heads, int) and heads % tp:
             divisors = [number for number in range(2, heads + 1) if heads % number == 0]
             numbers = f"tp={' or '.join(map(str, divisors))} can" if divisors else "no number of ranks can"
             raise OptionError(f"tp={tp} cannot divide the {heads} {title} of {config.model_type}: {numbers}")
+
+
+def _splits_attention(text: PreTrainedConfig) -> bool:
+    return any(name.endswith("k_proj") for name in text.base_model_tp_plan)
+
+
+def part_of(config: PreTrainedConfig, tp: int) -> PreTrainedConfig:
+    """The configuration of a model whose layers are as large as the part of one of `tp` ranks. Raises `OptionError`."""
+    check_divides(config, tp)
+    part = copy.deepcopy(config)
+    text = part.get_text_config(decoder=True)
+    if _splits_attention(text):
+        text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        text.num_attention_heads //= tp
+        text.num_key_value_heads //= tp
+    if any(name.endswith("down_proj") for name in text.base_model_tp_plan):
+        text.intermediate_size //= tp
+    return part
+
+
+def config_of_rank(model: PreTrainedModel) -> PreTrainedConfig:
+    """The configuration of a loaded model's layers, as large as they are in this process."""
+    ranks = ranks_of(model).size
+    return model.config if ranks == 1 else part_of(model.config, ranks)
+
+
+def part_bytes(model: PreTrainedModel, tp: int) -> int:
+    """Bytes of the parameters and buffers of one of `tp` ranks. model: the whole one, on the meta device."""
+    split = {name for name, style in model.tp_plan.items() if style not in _WHOLE}
+    named = dict([*model.named_parameters(), *model.named_buffers()])  # tied ones count once
+    return sum(
+        tensor.nbytes // (tp if plan_name(name) in split or plan_name(name.rpartition(".")[0]) in split else 1)
+        for name, tensor in named.items()
+    )

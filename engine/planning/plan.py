@@ -17,6 +17,8 @@ from engine.errors import OptionError
 from engine.model.accelerate_hooks import prompt_device
 from engine.model.loading import load, load_config
 from engine.model.placement import read_device, read_dtype
+from engine.model.ranks import OneProcess, ranks_of
+from engine.model.tensor_parallel import config_of_rank, part_bytes, part_of
 from engine.planning.dry_run import dry_run
 from engine.planning.free_memory import Free, find_free
 from engine.planning.model_footprint import inspect_model, weight_bytes
@@ -41,6 +43,7 @@ def plan(
     device: torch.device | str | None = None,
     free_bytes: int | None = None,
     prefill_chunk_tokens: int | None = None,
+    tp: int = 1,
 ) -> Plan:
     """What a run will take, and whether that fits. Nothing is generated and no weights are loaded.
 
@@ -72,6 +75,9 @@ def plan(
         control group and the limits of the process leave.)
     prefill_chunk_tokens : int, optional
         Tokens of the prompt per step. Default: all.
+    tp : int, default 1
+        Processes that compute the model together (tensor parallel): the plan is that of one of them. For a model that
+        is not loaded.
 
     Raises
     ------
@@ -80,7 +86,7 @@ def plan(
     """
     _check_integers(
         1, prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens, batch_size=batch_size, num_beams=num_beams,
-        num_return_sequences=num_return_sequences, prefill_chunk_tokens=prefill_chunk_tokens,
+        num_return_sequences=num_return_sequences, prefill_chunk_tokens=prefill_chunk_tokens, tp=tp,
     )  # fmt: skip
     _check_integers(0, free_bytes=free_bytes)
     if 1 < num_beams < num_return_sequences:
@@ -88,7 +94,7 @@ def plan(
             f"num_return_sequences={num_return_sequences} texts cannot come from num_beams={num_beams}: ask for fewer"
         )
     configs = _configs_to_plan(cache, cache_config)
-    planned = read_planned_model(model, dtype, device)
+    planned = read_planned_model(model, dtype, device, tp)
     is_encoder_decoder = planned.footprint.is_encoder_decoder
     run_shape = RunShape(
         prompt_tokens=1 if is_encoder_decoder else prompt_tokens,
@@ -137,7 +143,7 @@ def _planned(planned: PlannedModel, run_shape: RunShape, configs: list[CacheConf
 def choose_cache(model: PreTrainedModel, run_shape: RunShape, compiled: bool) -> CacheConfig:
     """The cache that `cache="auto"` chooses: the first of `lossless` that fits, or else the one that needs least."""
     planned = read_planned_model(model, None, None)
-    free, found = find_free(planned.device), []
+    free, found = _agreed(find_free(planned.device), ranks_of(model)), []
     planner, configs = Planner(planned, free), lossless(planned.device, compiled)
     for config in configs:
         found.append(planner.backend(config, run_shape))
@@ -148,6 +154,11 @@ def choose_cache(model: PreTrainedModel, run_shape: RunShape, compiled: bool) ->
         return caches.recipe("none").options()
     logging.getLogger("engine").warning(f"cache='auto': {why}")
     return configs[found.index(choice)]
+
+
+def _agreed(free: Free, ranks: OneProcess) -> Free:
+    """The least that is free on any of the ranks, which have to choose the same."""
+    return Free(*(None if size is None else -ranks.most(-size) for size in (free.device, free.host, free.disk)))
 
 
 def cache_bytes(
@@ -205,6 +216,7 @@ def read_planned_model(
     model: PreTrainedModel | PreTrainedConfig | str | Path,
     dtype: torch.dtype | str | None,
     device: torch.device | str | None,
+    tp: int = 1,
 ) -> PlannedModel:
     """The model that is planned, by default for the device that it would be loaded onto.
 
@@ -219,7 +231,12 @@ def read_planned_model(
     if isinstance(model, PreTrainedConfig):
         footprint, configs = inspect_model(model, wanted), (model, model.get_text_config(decoder=True))
         has_end = any(getattr(config, "eos_token_id", None) is not None for config in configs)
-        return PlannedModel(model, footprint, target, weight_bytes(footprint.model), False, has_end)
+        size = weight_bytes(footprint.model)
+        if tp > 1:
+            size, footprint = part_bytes(footprint.model, tp), inspect_model(part_of(model, tp), wanted)
+        return PlannedModel(model, footprint, target, size, False, has_end)
+    if tp > 1:
+        raise OptionError(f"tp={tp} plans a model that is not loaded: give its path or its configuration")
     model, _ = load(model, None, EngineConfig())
     is_loaded = model.device.type != "meta"
     if is_loaded and (dtype is not None or device is not None):
@@ -230,5 +247,5 @@ def read_planned_model(
     if is_loaded:
         target = prompt_device(model)
     has_end = model.generation_config.eos_token_id is not None
-    footprint = inspect_model(model.config, wanted or model.dtype, type(model))
+    footprint = inspect_model(config_of_rank(model), wanted or model.dtype, type(model))
     return PlannedModel(model.config, footprint, target, weight_bytes(model), is_loaded, has_end)
