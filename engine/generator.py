@@ -162,11 +162,6 @@ class Generator:
         others wait. max_cache_bytes: of all caches together: a prompt waits until its own has room as planned;
         default: 80 % of the device memory that is free now. What a prompt's result is: see `generate_many`.
         """
-        if self._runner.ranks.size > 1:
-            raise OptionError(
-                f"a batch takes prompts whenever they come, which the {self._runner.ranks.size} ranks of this model "
-                "cannot do together: give them all to generate_many, on every rank"
-            )
         return Batch(self._scheduler(slots, max_cache_bytes, piece_tokens=piece_tokens, reads_first=reads_first))
 
     @takes(parameters, documented_by=engine.generate)

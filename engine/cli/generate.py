@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from engine.cli import options, output, rendering, values
@@ -37,7 +36,7 @@ def generate(**given: Any) -> None:
         raise OptionError("--system needs a chat: add --chat")
     cache_config = values.assignments(given["cache_option"], "--cache-option") or None
     inputs = [values.messages(text, given["system"]) for text in texts] if given["chat"] else texts
-    is_first = settings.tp == 1 or os.environ.get("RANK", "0") == "0"
+    is_first = values.is_first_rank(settings)
     if not is_first:
         output.mute()
         given["stats"] = False

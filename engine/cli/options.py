@@ -231,7 +231,7 @@ GENERATE: dict[str | None, dict[str, Declared]] = {
 }  # fmt: skip
 SERVE: dict[str | None, dict[str, Declared]] = {
     "The server": SERVER,
-    "The model": MODEL,
+    "The model": MODEL | {"tp": TP},
     "The cache": CACHE,
     "What requests may ask for": LIMITS,
 }

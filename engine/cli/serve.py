@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from configs import CacheConfig
 from engine.cli import options, output, values
 from engine.cli.libraries import start_libraries
 from engine.cli.progress import Work
 from engine.errors import OptionError
+
+if TYPE_CHECKING:
+    from engine.generator import Generator
 
 _GIB = 2**30
 
@@ -48,7 +52,8 @@ def serve(**given: Any) -> None:
         raise OptionError(
             f"serving needs {error.name}, which is not installed: pip install 'kvengine[serve]'"
         ) from error
-    with Work() as work:
+    is_first = values.is_first_rank(settings)
+    with Work(is_first) as work:
         start_libraries(work, path)
         import torch
 
@@ -64,6 +69,9 @@ def serve(**given: Any) -> None:
         work.doing("trying a text")  # wrong options of the cache show here, and what is measured once is measured
         ids = torch.ones(1, 2, dtype=torch.long)
         generator.generate({"input_ids": ids, "attention_mask": ids}, max_new_tokens=2, do_sample=False)
+        if not is_first:
+            follow(generator, given["max_batch"])
+            return
         text_config = generator.model.config.get_text_config(decoder=True)
         context = given["context_tokens"] or getattr(text_config, "max_position_embeddings", None)
         limits = Limits(context, given["max_tokens"], given["max_batch"], given["max_time"])
@@ -76,3 +84,10 @@ def serve(**given: Any) -> None:
     output.tell(f"Serving {name} at http://{host}:{port} (the page is there; the protocol is at /v1). Ctrl-C ends it.")
     app = make_app(service, int(given["max_body_mib"] * 2**20), api_key, hosts)
     run(app, service, host, port, given["drain_seconds"])
+
+
+def follow(generator: Generator, slots: int) -> None:
+    """Compute this rank's part of what the server on rank 0 does, until it ends. Signals are for rank 0."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    generator.batch(slots=slots).close()

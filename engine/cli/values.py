@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -121,6 +122,11 @@ def prompts(texts: list[str], files: list[Path]) -> list[str]:
             )
         return [text]
     return [_standard_input() if text == "-" else checked(text, "PROMPT") for text in texts]
+
+
+def is_first_rank(config: EngineConfig) -> bool:
+    """Whether this process is the one that prints and serves, of those that compute the model."""
+    return config.tp == 1 or os.environ.get("RANK", "0") == "0"
 
 
 def reads_standard_input(texts: list[str], files: list[Path]) -> bool:

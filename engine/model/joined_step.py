@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -13,6 +14,7 @@ from caches import Cache, EngineCache, build
 from caches.hf.joined import JoinedCaches, why_not_joined
 from engine.model.accelerate_hooks import prompt_device
 from engine.model.masks import Columns
+from engine.model.ranks import OneProcess
 
 Part: TypeAlias = tuple[EngineCache, torch.Tensor]
 """A cache with one token at least and without padding, and the next token of each of its rows, [rows, 1]."""
@@ -38,7 +40,7 @@ def joined_step(feed: Feed, parts: Sequence[Part]) -> list[ModelOutput]:
     return [ModelOutput(logits=own, hidden_states=(last,)) for own, last in zip(logits, states, strict=True)]
 
 
-def why_never_joined(model: PreTrainedModel, read: Feed, feed: Feed) -> str | None:
+def why_never_joined(model: PreTrainedModel, read: Feed, feed: Feed, ranks: OneProcess) -> str | None:
     """Why steps of this model cannot be joined; None where they can, which is measured.
 
     The test: the logits of two joined steps of a short and a long text are those of each text alone, to rounding.
@@ -50,8 +52,9 @@ def why_never_joined(model: PreTrainedModel, read: Feed, feed: Feed) -> str | No
     if why is not None:
         return why
     try:
-        alone, together = _tried(model, read, feed)
+        alone, together = ranks.together(partial(_tried, model, read, feed))
     except Exception as error:
+        ranks.meet()
         return f"a joined step of it failed ({type(error).__name__}: {error})"
     apart = max(float((one - own).abs().max()) for one, own in zip(together, alone, strict=True))
     # Rounding is far below this, and a wrong position or a token of another text far above.

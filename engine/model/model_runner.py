@@ -215,7 +215,8 @@ class ModelRunner:
             return "its position embeddings depend on the longest text of a batch"
         if not self.takes_cache:
             return "it takes no cache of keys and values"
-        return why_never_joined(self.model, self._feed_with(ForwardOptions(prefill=True)), self._feed_with(_NO_OPTIONS))
+        read, feed = self._feed_with(ForwardOptions(prefill=True)), self._feed_with(_NO_OPTIONS)
+        return why_never_joined(self.model, read, feed, self.ranks)
 
     def _feed_with(self, options: ForwardOptions) -> Feed:
         return lambda ids, columns, cache, before: self.feed(ids, columns, cache, _NO_INPUTS, before, options)

@@ -9,7 +9,8 @@ does its next exchange at once, so that all fail at their next exchange, and non
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -43,7 +44,7 @@ class PeerOutOfMemory(MemoryError):
 class OneProcess:
     """The ranks of a model that one process computes: it agrees with itself."""
 
-    size = 1
+    size, is_first = 1, True
 
     def begin(self, device: torch.device, *call: Any) -> None:
         """Start a call together, with rank 0's random numbers of `device`. call: what has to be equal on all ranks."""
@@ -58,6 +59,10 @@ class OneProcess:
 
     def most(self, value: int) -> int:
         """The largest value of all ranks."""
+        return value
+
+    def share(self, value: T) -> T:
+        """The value of rank 0, which can be pickled."""
         return value
 
     def check(self) -> None:
@@ -79,6 +84,7 @@ class Ranks(OneProcess):
     def __init__(self) -> None:
         self._group = distributed.new_group(backend="gloo", timeout=_TIMEOUT)
         self._rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        self.is_first = self._rank == 0
         self._noted = 0
         self._is_failing = False  # a failure was exchanged that `recovers` has not decided about
         self._is_apart = False
@@ -88,7 +94,8 @@ class Ranks(OneProcess):
         self._noted = crc32(repr(call).encode())
         self.check()
         state = random_state(device).cpu()
-        distributed.broadcast(state, 0, group=self._group)
+        with self._noticing_ends():
+            distributed.broadcast(state, 0, group=self._group)
         set_random_state(state, device)
 
     def together(self, work: Callable[[], T]) -> T:
@@ -112,6 +119,15 @@ class Ranks(OneProcess):
     def most(self, value: int) -> int:
         return value if self._is_apart else self._exchange(_FINE, int(value))
 
+    def share(self, value: T) -> T:
+        if self._is_apart:
+            return value
+        self.check()
+        found = [value]
+        with self._noticing_ends():
+            distributed.broadcast_object_list(found, 0, group=self._group)
+        return found[0]
+
     def check(self) -> None:
         if not self._is_apart:
             self._exchange(_FINE)
@@ -130,14 +146,19 @@ class Ranks(OneProcess):
         self._is_failing = self._is_apart = False
         self.check()
 
-    def _exchange(self, state: int, value: int = 0) -> int:
-        """The largest value of all ranks. Raises where this rank is fine and another one is not."""
-        sent = torch.tensor([state * _MOST_RANKS + self._rank, self._noted, -self._noted, value])
+    @contextmanager
+    def _noticing_ends(self) -> Iterator[None]:
         try:
-            distributed.all_reduce(sent, distributed.ReduceOp.MAX, group=self._group)
+            yield
         except RuntimeError as lost:
             self._is_apart = True
             raise PeerError(f"another rank of the {self.size} has ended or cannot be reached: {in_words(lost)}") from lost
+
+    def _exchange(self, state: int, value: int = 0) -> int:
+        """The largest value of all ranks. Raises where this rank is fine and another one is not."""
+        sent = torch.tensor([state * _MOST_RANKS + self._rank, self._noted, -self._noted, value])
+        with self._noticing_ends():
+            distributed.all_reduce(sent, distributed.ReduceOp.MAX, group=self._group)
         worst, rank = divmod(int(sent[0]), _MOST_RANKS)
         most_noted, least_noted, found = sent[1:].tolist()
         is_different = worst == _FINE and most_noted != -least_noted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import queue
 import threading
 import time
@@ -10,17 +11,21 @@ from itertools import count
 from types import TracebackType
 from typing import Any
 
-from engine.errors import EngineError
+from engine.errors import EngineError, OptionError
+from engine.out_of_memory import in_words
 from engine.serving.request import BatchRequest
 from engine.serving.scheduler import BatchState, Counts, Scheduler
 
 _STATE_S = 0.25  # between two looks at a batch
+_LONGEST_WAIT_S = 600.0  # of other ranks, for something to do
 
 
 class Batch:
     """Runs the prompts that are submitted to it together. Made by `Generator.batch`.
 
-    In a `with` statement it waits at the end for all that were submitted, or cancels them after an error.
+    In a `with` statement it waits at the end for all that were submitted, or cancels them after an error. Where several
+    processes compute the model, each makes a batch; prompts are submitted and it is closed on rank 0, and the batches of
+    the others run the same until then.
 
     state: what it does, a quarter of a second old at most.
     """
@@ -39,7 +44,11 @@ class Batch:
         with self._lock:
             if self._is_closed:
                 raise EngineError("the batch is closed and takes no more prompts: open another with gen.batch()")
+            if not self._scheduler.ranks.is_first:
+                raise EngineError("prompts are submitted on rank 0, and this is another one")
             request = BatchRequest(next(self._indices), inputs, parameters)
+            if self._scheduler.ranks.size > 1:
+                _check_can_be_sent(request)
             self._inbox.put(request)
         return request
 
@@ -82,7 +91,9 @@ class Batch:
         except BaseException as error:  # no request may wait for ever
             with self._lock:
                 self._is_closed = True
-            self._take(waits=False)
+            self._scheduler.ranks.end(error)
+            for request in self._take(waits=False):
+                self._scheduler.add(request)
             why = EngineError(f"the batch stopped: {type(error).__name__}: {error}")
             why.__cause__ = error
             self._scheduler.close(why)
@@ -96,20 +107,44 @@ class Batch:
 
     def _has_work(self) -> bool:
         """Wait for something to do, and queue what was submitted. False at the end."""
+        ranks = self._scheduler.ranks
         while True:
-            self._take(waits=not (self._scheduler.is_busy or self._is_closed))
-            if self._cancels:
+            requests: list[BatchRequest] = []
+            if ranks.is_first:
+                requests = self._take(waits=not (self._scheduler.is_busy or self._is_closed))
+            sent, cancels, is_over = ranks.share(
+                (_sent(requests) if ranks.size > 1 else [], self._cancels, self._is_closed and self._inbox.empty())
+            )
+            for request in requests if ranks.is_first else [BatchRequest(*one) for one in sent]:
+                self._scheduler.add(request)
+            if cancels:
                 self._scheduler.close()
             if self._scheduler.is_busy:
                 return True
-            if self._is_closed and self._inbox.empty():
+            if is_over:
                 return False
 
-    def _take(self, waits: bool) -> None:
-        """Queue what was submitted. waits: for something to come, if there is nothing."""
+    def _take(self, waits: bool) -> list[BatchRequest]:
+        """What was submitted. waits: for something to come, if there is nothing."""
+        found: list[BatchRequest] = []
+        seconds = _LONGEST_WAIT_S if self._scheduler.ranks.size > 1 else None
         with suppress(queue.Empty):
             while True:
-                request = self._inbox.get(block=waits)
+                request = self._inbox.get(block=waits, timeout=seconds)
                 waits = False
                 if request is not None:
-                    self._scheduler.add(request)
+                    found.append(request)
+        return found
+
+
+def _sent(requests: list[BatchRequest]) -> list[tuple[int, Any, dict[str, Any]]]:
+    """What other ranks need of these requests. They are cancelled on rank 0."""
+    own = [{name: value for name, value in one.parameters.items() if name != "cancellation"} for one in requests]
+    return [(one.index, one.inputs, parameters) for one, parameters in zip(requests, own, strict=True)]
+
+
+def _check_can_be_sent(request: BatchRequest) -> None:
+    try:
+        pickle.dumps(_sent([request]))
+    except Exception as error:
+        raise OptionError(f"the other ranks of the model cannot be sent this prompt: {in_words(error)}") from error

@@ -20,6 +20,7 @@ from caches.out_of_memory import is_out_of_memory
 from engine.decoding.driver import Driver, Turn
 from engine.errors import EngineError, GenerationCancelled
 from engine.model.model_runner import ModelRunner
+from engine.model.ranks import OneProcess
 from engine.out_of_memory import empty_allocators, without_frames
 from engine.result import Generation, StreamChunk, nothing_generated
 from engine.serving.request import BatchRequest
@@ -112,7 +113,13 @@ class Scheduler:
         self._ended_count = 0
         self._step_s = self._token_s = 0.0  # of a step; of a token of a prompt
         self._reading_s = 0.0  # that prompts may take; below 0 where they took more
+        self._cancelled: set[int] = set()  # indices of requests, the same on all ranks
         self.counts = Counts()
+
+    @property
+    def ranks(self) -> OneProcess:
+        """The processes that compute the model together; all of them have the same requests and take the same turns."""
+        return self._runner.ranks
 
     def add(self, request: BatchRequest) -> None:
         self._waiting.append(request)
@@ -136,7 +143,11 @@ class Scheduler:
 
     def turn(self) -> list[BatchRequest]:
         """Do a turn; the requests that have ended in it."""
-        self._end_cancelled()
+        runs = self._runs if self._next is None else [*self._runs, self._next]
+        requests = [*self._waiting, *(run.request for run in runs)]
+        self._cancelled = self.ranks.share({request.index for request in requests if request.is_set()})
+        if self._cancelled:
+            self._end_cancelled()
         self._admit()
         self._resume()
         self._read_prompts()
@@ -148,6 +159,7 @@ class Scheduler:
         """End all requests: those that run as cancelled, the others with the error `why`."""
         for run in self._runs:
             run.request.cancel()
+        self._cancelled = {run.request.index for run in self._runs}
         self._end_runs()
         waiting = [*self._waiting] if self._next is None else [self._next.request, *self._waiting]
         if self._next is not None:
@@ -159,11 +171,11 @@ class Scheduler:
 
     def _end_cancelled(self) -> None:
         """End the requests that were cancelled, also those that wait, are read, or are parked."""
-        for request in [request for request in self._waiting if request.is_set()]:
+        for request in [request for request in self._waiting if request.index in self._cancelled]:
             self._waiting.remove(request)
             nothing = nothing_generated(torch.empty(1, 0, dtype=torch.long), True, (), 0.0)
             self._end(request, GenerationCancelled("generation was cancelled before this prompt had its turn", nothing))
-        if self._next is not None and self._next.request.is_set():
+        if self._next is not None and self._next.request.index in self._cancelled:
             self._runs.append(self._next)
             self._next = None
         self._end_runs()
@@ -171,7 +183,7 @@ class Scheduler:
     def _end_runs(self) -> None:
         """Let the runs that were cancelled go on to their errors."""
         for run in list(self._runs):
-            while run in self._runs and run.request.is_set():  # up to its next forward, which checks for it
+            while run in self._runs and run.request.index in self._cancelled:  # up to its next forward, which checks for it
                 self._advance(run, None)
 
     # Who takes part.
@@ -232,7 +244,7 @@ class Scheduler:
             self._end(run.request, error)
             if isinstance(error, _OF_THE_PROCESS):  # the caller gets it too
                 raise
-            self._runner.ranks.meet()
+            self.ranks.meet()
         finally:
             self._active = None
 
@@ -274,7 +286,7 @@ class Scheduler:
 
     def _step_together(self, runs: list[_Run]) -> None:
         """A joined step. Where it fails for want of memory, the newest runs are parked; else each steps by itself."""
-        begun, ranks = time.perf_counter(), self._runner.ranks
+        begun, ranks = time.perf_counter(), self.ranks
         while len(runs) > 1:
             try:
                 computed = ranks.together(partial(self._computed, runs))
@@ -287,7 +299,7 @@ class Scheduler:
             else:
                 for run, outputs in zip(runs, computed, strict=True):
                     self._advance(run, outputs)
-                self._step_s = time.perf_counter() - begun
+                self._step_s = self._seconds_since(begun)
                 return
             empty_allocators()
             if not (out and self._park(runs[0])):
@@ -296,7 +308,11 @@ class Scheduler:
         for run in runs:
             self._count(1, run.rows, run.rows * (run.driver.loop.fed + 1))
             self._advance(run, None)
-        self._step_s = time.perf_counter() - begun
+        self._step_s = self._seconds_since(begun)
+
+    def _seconds_since(self, begun: float) -> float:
+        """On all ranks the most of them."""
+        return self.ranks.most(int((time.perf_counter() - begun) * 1e6)) / 1e6
 
     def _computed(self, runs: list[_Run]) -> list[ModelOutput]:
         with torch.no_grad():
@@ -344,7 +360,7 @@ class Scheduler:
         self._advance(run, None)
         if run.forward is not None and run.is_reading:  # its last piece
             self._advance(run, None)
-        tokens, seconds = run.driver.loop.fed - before, time.perf_counter() - begun
+        tokens, seconds = run.driver.loop.fed - before, self._seconds_since(begun)
         self._reading_s -= seconds
         if tokens >= _SMALLEST_PIECE // 2:
             self._token_s = seconds / tokens

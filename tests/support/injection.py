@@ -33,12 +33,16 @@ class Failures:
 
 @contextmanager
 def failing(
-    model: PreTrainedModel, at: Iterable[tuple[int, int]] = (), error: str = "device", late: bool = False
+    model: PreTrainedModel,
+    at: Iterable[tuple[int, int]] = (),
+    error: str = "device",
+    late: bool = False,
+    all_happen: bool = True,
 ) -> Iterator[Failures]:
     """For every (n, k) of `at` the model's forward number n from here on, from 0, fails in decoder layer k.
 
     error: one of ERRORS. late: when the layer has done its work, and so has written to the cache; else before it does
-    any. Where the body ends without an error, all these failures must have happened.
+    any. all_happen: where the body ends without an error, all these failures must have happened.
     """
     layers = decoder_layers(model)
     planned = {forward: layers[layer] for forward, layer in at}
@@ -59,7 +63,7 @@ def failing(
             hook = layer.register_forward_hook if late else layer.register_forward_pre_hook
             hooks.enter_context(_removed(hook(strike)))
         yield found
-    assert found.raised == len(planned), f"{found.raised} of the failures at {sorted(at)} in {found.forwards} forwards"
+    assert not all_happen or found.raised == len(planned), f"{found.raised} of the failures at {sorted(at)} in {found.forwards} forwards"
 
 
 @contextmanager

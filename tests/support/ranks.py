@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from architectures import suiting
 from helpers import needed
+from injection import failing
 from random_models import tokenizer
 from references import draft_of, tiny
 from resuming import check_goes_on
@@ -217,11 +218,41 @@ def apart(folder: Path) -> Any:
     found["many"] = [str(one.error) if one.error else one.result().tokens[0] for one in many]
     whole = sorted(engine.generate_many(tiny("llama")[0], prompts, **plain), key=lambda one: one.index)
     found["many alone"] = [str(one.error) if one.error else one.result().tokens[0] for one in whole]
-    try:
-        gen.batch()
-    except engine.OptionError as error:
-        found["batch"] = str(error)
     return found
+
+
+def batched(folder: Path, first: str, count: str) -> Any:
+    """Prompts that are submitted to a batch at random times, some of which are cancelled, some beside memory that is
+    out on one rank: how many have the text of one process, and what was wrong."""
+    rank, whole, equal, cancelled, wrong = int(os.environ["RANK"]), tiny("llama")[0], 0, 0, []
+    model = split(folder, "llama")
+    for seed in range(int(first), int(first) + int(count)):
+        draw, at = Random(f"batch {seed}"), Random(f"memory {seed} {rank}")
+        points = [(at.randrange(3, 40), at.choice([0, 1, -1])) for _ in range(at.randint(0, 2))]
+        with failing(model, points, all_happen=False), engine.Generator(model).batch(slots=4) as batch:
+            if rank > 0:
+                continue
+            submitted = []
+            for _ in range(8):
+                options = draw.choice([{}, {"num_beams": 2}, {"do_sample": True, "seed": 5}, {"max_new_tokens": 3}])
+                ids = [draw.randrange(5, 100) for _ in range(draw.randint(1, 50))]
+                options = {"max_new_tokens": 12, "cache": draw.choice(["dynamic", "static", "offloaded"])} | options
+                submitted.append((ids, options, batch.submit(ids, **options)))
+                time.sleep(draw.choice([0, 0, 0.02]))
+                if draw.random() < 0.1:
+                    submitted[-1][2].cancel()
+            for ids, options, request in submitted:
+                try:
+                    got = request.result(60).tokens
+                except engine.GenerationCancelled:
+                    cancelled += 1
+                except Exception as error:
+                    wrong.append(f"seed {seed}: {ids} {options}: {error!r}")
+                else:
+                    expected = engine.generate(whole, ids, **options).tokens
+                    equal += got == expected
+                    wrong += [] if got == expected else [f"seed {seed}: {ids} {options}: {got}, not {expected}"]
+    return {"equal": equal, "cancelled": cancelled, "wrong": wrong}
 
 
 def interrupted(folder: Path) -> Any:
@@ -262,6 +293,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     "compare": compare,
     "memory": memory,
     "apart": apart,
+    "batched": batched,
     "interrupted": interrupted,
     "ends": ends,
 }
