@@ -224,7 +224,8 @@ def apart(folder: Path) -> Any:
 def batched(folder: Path, first: str, count: str) -> Any:
     """Prompts that are submitted to a batch at random times, some of which are cancelled, some beside memory that is
     out on one rank: how many have the text of one process, and what was wrong."""
-    rank, whole, equal, cancelled, wrong = int(os.environ["RANK"]), tiny("llama")[0], 0, 0, []
+    rank, whole, wrong = int(os.environ["RANK"]), tiny("llama")[0], []
+    equal = cancelled = gave_up = 0
     model = split(folder, "llama")
     for seed in range(int(first), int(first) + int(count)):
         draw, at = Random(f"batch {seed}"), Random(f"memory {seed} {rank}")
@@ -246,13 +247,15 @@ def batched(folder: Path, first: str, count: str) -> Any:
                     got = request.result(60).tokens
                 except engine.GenerationCancelled:
                     cancelled += 1
+                except engine.OutOfMemoryError:  # it failed more often than there are fallbacks
+                    gave_up += 1
                 except Exception as error:
                     wrong.append(f"seed {seed}: {ids} {options}: {error!r}")
                 else:
                     expected = engine.generate(whole, ids, **options).tokens
                     equal += got == expected
                     wrong += [] if got == expected else [f"seed {seed}: {ids} {options}: {got}, not {expected}"]
-    return {"equal": equal, "cancelled": cancelled, "wrong": wrong}
+    return {"equal": equal, "cancelled": cancelled, "gave up": gave_up, "wrong": wrong}
 
 
 def interrupted(folder: Path) -> Any:

@@ -1,0 +1,127 @@
+"""Two processes that compute one model together: texts, bytes, failures, and what is refused."""
+
+import pytest
+import ranks
+from architectures import randomised
+from random_models import tokenizer
+from transformers import AutoConfig
+
+import caches
+import engine
+from configs import ConfigError
+
+NAMES = ("llama", "mistral", "gemma2")
+
+
+def test_ranks_stop_and_fail_together():
+    found = ranks.found("apart")
+    first, second = found
+    for name in [name for name in first if name.startswith("after ")]:
+        assert first[name] == second[name] == first["alone"], name
+    for name in ("cancellation", "time", "samples", "many"):
+        assert first[name] == second[name], name
+    assert first["cancellation"][:2] == ["GenerationCancelled", 2]
+    assert first["time"] == [row[:1] for row in first["alone"]]
+    assert len({tuple(row) for row in first["samples"]}) > 1
+    assert first["many"] == first["many alone"]
+    for failing, other, name, message in (
+        (first, second, "streamer", "no paper"),
+        (second, first, "processor", "no ink"),
+        (second, first, "beams", "no ink"),
+    ):
+        assert failing[name][:2] == other[name][:2] == ["GenerationInterrupted", 2]
+        assert message in failing[name][2]
+        assert f"rank {found.index(failing)} of 2 has failed" in other[name][2]
+    assert "num_beams=0" in first["option"][2]
+    assert "rank 0 of 2 has failed" in second["option"][2]
+    assert all("compute different texts" in one["arguments"][2] for one in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_strategy_on_every_cache(name):
+    for found in ranks.found("compare", name):
+        assert found["different"] == []
+        refused = {tuple(cell[1:]) for cell in found["refused"]}
+        assert found["equal"] + len(refused) == len(caches.names()) * len(engine.strategies.names())
+        assert found["equal"] > 40
+        for cache, (whole, *parts) in found["bytes"].items():
+            assert parts, cache
+        shares = {cell: sizes[1] / sizes[0] for cell, sizes in found["bytes"].items() if sizes[0]}
+        assert len(shares) > 4
+        assert max(shares.values()) <= 0.51
+
+
+@pytest.mark.slow
+def test_memory_that_is_out_on_one_rank_changes_no_token():
+    for found in ranks.found("memory", "0", "200"):
+        assert found["wrong"] == []
+        assert found["taken"]["recovered"] > 100
+        assert min(found["taken"][name] for name in ("release", "chunk", "offload", "split")) > 5
+
+
+@pytest.mark.slow
+def test_a_batch_of_two_ranks():
+    found, other = ranks.found("batched", "0", "12")
+    assert found["wrong"] == other["wrong"] == []
+    assert found["equal"] > 70
+    assert found["cancelled"] > 0
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_one_rank_stops_both_at_the_same_token():
+    first, second = ranks.found("interrupted")
+    assert first == second
+    assert 0 < first < 100
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_other():
+    (message, seconds, tokens), code = ranks.found("ends")
+    assert code == -9
+    assert "another rank of the 2 has ended" in message
+    assert seconds < 5
+    assert tokens == 3  # those before the forward in which it died
+
+
+def test_heads_that_cannot_be_divided(tmp_path):
+    randomised("LlamaConfig", dict(vocab_size=20, hidden_size=24, num_attention_heads=6, num_key_value_heads=3,
+                                   num_hidden_layers=1, intermediate_size=8)).save_pretrained(tmp_path)  # fmt: skip
+    with pytest.raises(engine.OptionError, match=r"tp=2 cannot divide the 3 key-value heads of llama: tp=3 can"):
+        engine.Generator(tmp_path, tokenizer(), engine.EngineConfig(tp=2))
+    with pytest.raises(engine.OptionError, match="3 key-value heads"):
+        engine.plan(tmp_path, prompt_tokens=4, max_new_tokens=4, tp=2)
+
+
+def test_a_model_without_a_plan(tmp_path):
+    AutoConfig.for_model("mamba").save_pretrained(tmp_path)
+    with pytest.raises(engine.OptionError, match="no plan how to split mamba"):
+        engine.plan(tmp_path, prompt_tokens=4, max_new_tokens=4, tp=2)
+
+
+def test_one_process_for_two_ranks():
+    with pytest.raises(engine.OptionError, match=r"tp=2 needs 2 processes, and this is one of 1: .*torchrun"):
+        engine.Generator(engine.SHIPPED_MODEL, config=engine.EngineConfig(tp=2))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compile": "auto"},
+        {"weights": "int8"},
+        {"linears": "onednn"},
+        {"device_map": "cpu"},
+        {"prefix_store_bytes": 100, "prefix_store_folder": "x"},
+    ],
+)
+def test_options_of_one_process(options):
+    with pytest.raises(ConfigError, match="but tp=2"):
+        engine.EngineConfig(tp=2, **options)
+
+
+def test_a_plan_of_one_rank_is_that_of_its_part():
+    whole, part = (engine.plan(engine.SHIPPED_MODEL, prompt_tokens=64, max_new_tokens=8, tp=tp) for tp in (1, 2))
+    assert part.weight_bytes < 0.52 * whole.weight_bytes
+    for one, other in zip(part.backends, whole.backends, strict=True):
+        assert one.cache == other.cache
+        assert one.cache_bytes == {place: size // 2 for place, size in other.cache_bytes.items()}, one.cache
