@@ -8,9 +8,12 @@ from transformers import AutoConfig
 
 import caches
 import engine
+import strategies
 from configs import ConfigError
 
-NAMES = ("llama", "mistral", "gemma2")
+MOST = [cache for cache in caches.names() if cache not in ("sliding_window", "hybrid")]  # these need other layers
+CELLS = [f"llama {cache}" for cache in MOST] + ["mistral sliding_window", "gemma2 hybrid"]
+REFUSED = ("mamba", "encoder_decoder")  # of models that transformers cannot split
 
 
 def test_ranks_stop_and_fail_together():
@@ -38,17 +41,14 @@ def test_ranks_stop_and_fail_together():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_every_strategy_on_every_cache(name):
-    for found in ranks.found("compare", name):
+def test_every_strategy_on_every_cache():
+    for found in ranks.found("compare", *CELLS):
         assert found["different"] == []
-        refused = {tuple(cell[1:]) for cell in found["refused"]}
-        assert found["equal"] + len(refused) == len(caches.names()) * len(engine.strategies.names())
-        assert found["equal"] > 40
-        for cache, (whole, *parts) in found["bytes"].items():
-            assert parts, cache
+        assert {cell.split()[1] for cell, strategy in found["refused"]} == set(REFUSED)
+        assert len(found["refused"]) == len(REFUSED) * len(strategies.names())
+        assert found["equal"] == (len(CELLS) - len(REFUSED)) * len(strategies.names())
         shares = {cell: sizes[1] / sizes[0] for cell, sizes in found["bytes"].items() if sizes[0]}
-        assert len(shares) > 4
+        assert len(shares) == len(CELLS) - len(REFUSED) - 1  # that of no cache has no bytes
         assert max(shares.values()) <= 0.51
 
 
@@ -62,9 +62,9 @@ def test_memory_that_is_out_on_one_rank_changes_no_token():
 
 @pytest.mark.slow
 def test_a_batch_of_two_ranks():
-    found, other = ranks.found("batched", "0", "12")
+    found, other = ranks.found("batched", "0", "8")
     assert found["wrong"] == other["wrong"] == []
-    assert found["equal"] > 70
+    assert found["equal"] > 45
     assert found["cancelled"] > 0
 
 

@@ -86,10 +86,11 @@ def split(folder: Path, name: str) -> Any:
     return engine.Generator(folder / name, tokenizer(), config).model
 
 
-def compare(folder: Path, *names: str) -> Any:
-    """Every strategy on every cache: equal texts, other ones, refusals, and the share of the caches' bytes."""
-    different, refused, shares, equal = [], [], {}, 0
-    for name, cache, strategy in product(names, caches.names(), strategies.names()):
+def compare(folder: Path, *cells: str) -> Any:
+    """Every strategy on these models and caches: equal texts, other ones, refusals, and bytes of whole and split caches."""
+    different, refused, sizes, equal = [], [], {}, 0
+    for cell, strategy in product(cells, strategies.names()):
+        name, cache = cell.split()
         whole, inputs = tiny(name, pads=4, rows=2)
         options = {
             "cache": cache,
@@ -104,16 +105,16 @@ def compare(folder: Path, *names: str) -> Any:
             try:
                 out = engine.generate(model, inputs, **options)
                 texts.append(out.tokens)
-                shares.setdefault(f"{name} {cache}", []).append(out.stats.cache_bytes)
+                sizes.setdefault(cell, []).append(out.stats.cache_bytes)
             except REFUSALS as error:
                 texts.append(str(error))
         if texts[0] != texts[1]:
-            different.append([name, cache, strategy, *texts])
+            different.append([cell, strategy, *texts])
         elif isinstance(texts[0], str):
-            refused.append([name, cache, strategy])
+            refused.append([cell, strategy])
         else:
             equal += 1
-    return {"different": different, "refused": refused, "bytes": shares, "equal": equal}
+    return {"different": different, "refused": refused, "bytes": sizes, "equal": equal}
 
 
 @dataclass(frozen=True)
