@@ -1,7 +1,7 @@
 """Tensor parallel: model "small" in one process of one thread, of two, and in two processes of one thread each.
 
-Of the processes: ms per token, bytes of weights and of the cache in each, collective operations and messages per token.
-Messages are counted as calls of `torch.distributed`: those of transformers that carry tensors, and the engine's own.
+Of the processes: ms per token, bytes of weights and of the cache in each, collective operations and exchanges per token.
+Operations on tensors are those of transformers. The engine's own exchanges go through memory that the processes share.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import typer
 from common import SHAPES, decode_ms, report
 from serve import save_model
 from torch import distributed
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
+from engine.model.ranks import ranks_of
 
 HERE = Path(__file__)
 SIZES = {"1 process, 1 thread": (1, 1), "1 process, 2 threads": (1, 2), "2 processes, 1 thread each": (2, 1)}
@@ -36,7 +38,7 @@ def measured(folder: str, tp: int, new: int, runs: int) -> dict[str, Any]:
         return gen.generate(inputs, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
 
     found = decode_ms({"engine": generate}, new, runs)["engine"]
-    out, counts = generate(new), [operations(lambda tokens=tokens: generate(tokens)) for tokens in (2, 2 + new)]
+    out, counts = generate(new), [operations(lambda tokens=tokens: generate(tokens), gen.model) for tokens in (2, 2 + new)]
     weights = [getattr(parameter, "_local_tensor", parameter) for parameter in gen.model.parameters()]
     return {
         "ms": found,
@@ -47,21 +49,25 @@ def measured(folder: str, tp: int, new: int, runs: int) -> dict[str, Any]:
     }
 
 
-def operations(work: Any) -> Counter[str]:
-    """How many collective operations there are in `work()`, by whose they are."""
-    counts: Counter[str] = Counter()
-    reduce = distributed.all_reduce
+class Counting(TorchDispatchMode):
+    """Counts collective operations."""
 
-    def counting(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
-        counts["of the engine" if tensor.dtype is torch.int64 else "of tensors"] += 1
-        return reduce(tensor, *arguments, **named)
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
 
-    distributed.all_reduce = counting
-    try:
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_collective = operation.namespace in ("c10d", "_c10d_functional")
+        self.count += is_collective and "wait" not in operation.__name__
+        return operation(*args, **kwargs or {})
+
+
+def operations(work: Any, model: Any) -> Counter[str]:
+    """How many collective operations on tensors there are in `work()`, and exchanges of the engine."""
+    before = ranks_of(model).exchanges
+    with Counting() as counted:
         work()
-    finally:
-        distributed.all_reduce = reduce
-    return counts
+    return Counter({"of tensors": counted.count, "of the engine": ranks_of(model).exchanges - before})
 
 
 def case(folder: str, tp: int, threads: int, new: int, runs: int) -> dict[str, Any]:

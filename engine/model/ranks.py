@@ -22,12 +22,12 @@ from transformers import PreTrainedModel
 
 from caches.out_of_memory import is_out_of_memory
 from engine.errors import EngineError
+from engine.model.board import shared_board
 from engine.model.device_state import random_state, set_random_state
 from engine.out_of_memory import Exhausted, in_words
 
 T = TypeVar("T")
 _FINE, _MEMORY_OUT, _FAILED = range(3)  # the last one ends the call on all ranks
-_MOST_RANKS = 2**16
 # Styles of transformers' plans whose modules compute on one rank alone.
 _WITHOUT_OPERATIONS = ("colwise", "packed_colwise", "local_params", "replicate", "replicated_with_grad_allreduce")
 _TIMEOUT = timedelta(days=1)  # ranks wait while a user types; one that ends is noticed at once
@@ -45,6 +45,7 @@ class OneProcess:
     """The ranks of a model that one process computes: it agrees with itself."""
 
     size, is_first = 1, True
+    exchanges = 0  # how many there were so far
 
     def begin(self, device: torch.device, *call: Any) -> None:
         """Start a call together, with rank 0's random numbers of `device`. call: what has to be equal on all ranks."""
@@ -79,11 +80,13 @@ class OneProcess:
 
 
 class Ranks(OneProcess):
-    """All processes of torch's default group. The exchanges go through the hosts, also where the model is on GPUs."""
+    """All processes of torch's default group. The exchanges go through the hosts, also where the model is on GPUs:
+    through memory that the processes share on one host, else through gloo."""
 
     def __init__(self) -> None:
         self._group = distributed.new_group(backend="gloo", timeout=_TIMEOUT)
         self._rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        self._board = shared_board(self._group)
         self.is_first = self._rank == 0
         self._noted = 0
         self._is_failing = False  # a failure was exchanged that `recovers` has not decided about
@@ -146,6 +149,16 @@ class Ranks(OneProcess):
         self._is_failing = self._is_apart = False
         self.check()
 
+    def _swapped(self, values: list[int]) -> list[list[int]]:
+        """The values of each rank."""
+        self.exchanges += 1
+        with self._noticing_ends():
+            if self._board is not None:
+                return self._board.swap(values)
+            found = torch.empty(self.size, len(values), dtype=torch.int64)
+            distributed.all_gather(list(found), torch.tensor(values), group=self._group)
+            return found.tolist()
+
     @contextmanager
     def _noticing_ends(self) -> Iterator[None]:
         try:
@@ -156,12 +169,11 @@ class Ranks(OneProcess):
 
     def _exchange(self, state: int, value: int = 0) -> int:
         """The largest value of all ranks. Raises where this rank is fine and another one is not."""
-        sent = torch.tensor([state * _MOST_RANKS + self._rank, self._noted, -self._noted, value])
-        with self._noticing_ends():
-            distributed.all_reduce(sent, distributed.ReduceOp.MAX, group=self._group)
-        worst, rank = divmod(int(sent[0]), _MOST_RANKS)
-        most_noted, least_noted, found = sent[1:].tolist()
-        is_different = worst == _FINE and most_noted != -least_noted
+        of_all = self._swapped([state, self._noted, value])
+        states, noted, values = zip(*of_all, strict=True)
+        worst, found = max(states), max(values)
+        rank = states.index(worst)
+        is_different = worst == _FINE and len(set(noted)) > 1
         self._is_failing, self._is_apart = worst == _MEMORY_OUT, worst == _FAILED or is_different
         if state != _FINE:
             return found

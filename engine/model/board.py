@@ -1,0 +1,93 @@
+"""`Board`: a few numbers of each rank, in memory that the processes of one host share.
+
+An exchange takes microseconds, where one through the loopback network takes up to a millisecond, and ranks exchange
+numbers before every collective operation.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch import distributed
+
+_SHARED_MEMORY = Path("/dev/shm")
+_WIDTH = 4  # numbers of a rank: of the exchange, then its values
+_BUSY_S, _SLEEP_S, _LIFE_S = 0.002, 0.0005, 0.25  # how long to wait without sleep; of a sleep; between two looks at lives
+
+
+class Board:
+    """memory: of the file that all have mapped. processes: of the ranks. rank: the own one."""
+
+    def __init__(self, memory: mmap.mmap, processes: list[int], rank: int):
+        self._memory, self._cells = memory, memoryview(memory).cast("q")
+        self._processes, self._rank, self._count = processes, rank, 0
+
+    def swap(self, values: list[int]) -> list[list[int]]:
+        """The values of each rank. All ranks call it equally often. Raises `RuntimeError` where one has ended."""
+        self._count += 1
+        cells, size = self._cells, len(self._processes)
+        # Two sets of cells in turn: a rank that is ahead by one exchange writes into the other.
+        begin = self._count % 2 * size * _WIDTH
+        own = begin + self._rank * _WIDTH
+        for place, value in enumerate(values, own + 1):
+            cells[place] = value
+        cells[own] = self._count  # last: it says that the values are there
+        found = []
+        for rank in range(size):
+            at = begin + rank * _WIDTH
+            if cells[at] != self._count:
+                self._wait(lambda at=at: cells[at] == self._count, rank)  # type: ignore[misc]
+            found.append(list(cells[at + 1 : at + 1 + len(values)]))
+        return found
+
+    def _wait(self, is_there: Callable[[], bool], rank: int) -> None:
+        begun = looked = time.monotonic()
+        while not is_there():
+            now = time.monotonic()
+            time.sleep(0 if now - begun < _BUSY_S else _SLEEP_S)
+            if now - looked > _LIFE_S:
+                looked = now
+                if not _is_alive(self._processes[rank]) and not is_there():
+                    raise RuntimeError(f"the process of rank {rank} has ended")
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def shared_board(group: Any) -> Board | None:
+    """The board of the ranks of `group`; None where they cannot share memory, as on several hosts."""
+    rank, size = distributed.get_rank(group), distributed.get_world_size(group)
+    everyone: list[Any] = [None] * size
+    distributed.all_gather_object(everyone, (socket.gethostname(), os.getpid()), group=group)
+    path: list[str | None] = [None]
+    length = 2 * size * _WIDTH * 8
+    if rank == 0 and _SHARED_MEMORY.is_dir():
+        with suppress(OSError):
+            number, path[0] = tempfile.mkstemp(prefix="engine-ranks-", dir=_SHARED_MEMORY)
+            os.truncate(number, length)
+            os.close(number)
+    distributed.broadcast_object_list(path, 0, group=group)
+    memory = None
+    if path[0] is not None and len({host for host, _ in everyone}) == 1:
+        with suppress(OSError, ValueError), open(path[0], "r+b") as file:
+            memory = mmap.mmap(file.fileno(), length)
+    mapped: list[Any] = [None] * size
+    distributed.all_gather_object(mapped, memory is not None, group=group)
+    if rank == 0 and path[0] is not None:
+        os.unlink(path[0])  # what is mapped stays until the processes end
+    if memory is None or not all(mapped):
+        return None
+    return Board(memory, [process for _, process in everyone], rank)
