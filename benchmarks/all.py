@@ -33,6 +33,7 @@ COMMANDS: dict[str, list[str]] = {
     "structured": ["structured.py"],
     "serve": ["serve.py"],
     "ray": ["ray_actors.py"],
+    "tensor-parallel": ["tensor_parallel.py"],
     "out-of-memory": ["out_of_memory.py"],
     "startup": ["startup.py"],
 }

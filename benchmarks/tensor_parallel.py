@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -58,7 +59,7 @@ class Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_collective = operation.namespace in ("c10d", "_c10d_functional")
-        self.count += is_collective and "wait" not in operation.__name__
+        self.count += is_collective and not re.search("wait|wrap", operation.__name__)
         return operation(*args, **kwargs or {})
 
 

@@ -18,7 +18,7 @@ from engine.model.accelerate_hooks import prompt_device
 from engine.model.loading import load, load_config
 from engine.model.placement import read_device, read_dtype
 from engine.model.ranks import OneProcess, ranks_of
-from engine.model.tensor_parallel import config_of_rank, part_bytes, part_of
+from engine.model.tensor_parallel import check_divides, config_of_rank, part_bytes, part_of
 from engine.planning.dry_run import dry_run
 from engine.planning.free_memory import Free, find_free
 from engine.planning.model_footprint import inspect_model, weight_bytes
@@ -229,6 +229,8 @@ def read_planned_model(
     else:
         target = read_device(device)
     if isinstance(model, PreTrainedConfig):
+        if tp > 1:
+            check_divides(model, tp)
         footprint, configs = inspect_model(model, wanted), (model, model.get_text_config(decoder=True))
         has_end = any(getattr(config, "eos_token_id", None) is not None for config in configs)
         size = weight_bytes(footprint.model)

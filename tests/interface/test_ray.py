@@ -1,6 +1,9 @@
 """`engine.distributed.Predictor`: batches of columns through the queue, alone and in actors of Ray Data."""
 
+import ast
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -101,3 +104,25 @@ def test_actors_of_ray(ray, expected, tmp_path, dies):
     for row in found:
         assert row["text"] == expected[row["number"]].text[0]
         assert row["error"] is None
+
+
+@pytest.mark.slow
+def test_the_deployment_of_the_guide(tmp_path):
+    """Two replicas behind one address."""
+    page = (ROOT / "docs" / "guide" / "several-processes.md").read_text()
+    [program] = [block for block in page.split("```text\n") if "serve.deployment" in block]
+    program = program.partition("```")[0].replace("num_cpus=4", "num_cpus=4, include_dashboard=False")
+    asked = (
+        "import httpx\n"
+        "body = {'model': 'shipped', 'prompt': 'def main():', 'max_tokens': 8, 'temperature': 0}\n"
+        "for _ in range(4):\n"
+        "    print(httpx.post('http://127.0.0.1:8000/v1/completions', json=body, timeout=60).json())\n"
+        "serve.shutdown()\n"
+    )
+    (tmp_path / "deployment.py").write_text(program + asked)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, tmp_path / "deployment.py"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    answers = [ast.literal_eval(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    expected = engine.generate(engine.SHIPPED_MODEL, "def main():", max_new_tokens=8, do_sample=False).text
+    assert [answer["choices"][0]["text"] for answer in answers] == expected * 4, done.stderr

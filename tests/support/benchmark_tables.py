@@ -357,7 +357,28 @@ def ray(report: Report) -> str:
     )
 
 
+def tensor_parallel(report: Report) -> str:
+    assert report["same_texts"]
+    rows = [
+        [
+            name,
+            f"{case['ms']['median']:.1f}",
+            f"{case['weight_bytes'] / 1e6:.0f} MB",
+            f"{case['cache_bytes'] / 1e6:.2f} MB",
+            f"{case['operations']['of tensors']:.0f}",
+            f"{case['operations']['of the engine']:.0f}",
+        ]
+        for name, case in report["cases"].items()
+    ]
+    return text(
+        f"{machine(report)}; model \"{report['model']}\" (12 layers), float32, {report['new_tokens']} new tokens, medians of "
+        "5; the same texts.",
+        table(["", "ms per token", "weights", "cache", "operations", "exchanges"], rows, "lrrrrr"),
+    )
+
+
 TABLES = {
+    "tensor_parallel": ("tensor-parallel-cpu", tensor_parallel),
     "ray": ("ray-cpu", ray),
     "serve": ("serve-cpu", serve),
     "many": ("many-cpu", many),
