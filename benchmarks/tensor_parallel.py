@@ -1,7 +1,7 @@
 """Tensor parallel: model "small" in one process of one thread, of two, and in two processes of one thread each.
 
-Of the processes: ms per token, bytes of weights and of the cache in each, collective operations and exchanges per token.
-Operations on tensors are those of transformers. The engine's own exchanges go through memory that the processes share.
+Of the processes: ms per token, bytes of weights and of the cache in each, and per token the collective operations on
+tensors, which are those of transformers, and the exchanges of the engine, through memory that the ranks share.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def measured(folder: str, tp: int, new: int, runs: int) -> dict[str, Any]:
         return gen.generate(inputs, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
 
     found = decode_ms({"engine": generate}, new, runs)["engine"]
-    out, counts = generate(new), [operations(lambda tokens=tokens: generate(tokens), gen.model) for tokens in (2, 2 + new)]
+    out, counts = (
+        generate(new),
+        [operations(lambda tokens=tokens: generate(tokens), gen.model) for tokens in (2, 2 + new)],
+    )
     weights = [getattr(parameter, "_local_tensor", parameter) for parameter in gen.model.parameters()]
     return {
         "ms": found,

@@ -30,6 +30,17 @@ def attn_implementation(config: PreTrainedConfig) -> str | None:
     return config._attn_implementation
 
 
+def rank_count(model: PreTrainedModel) -> int:
+    """How many processes transformers has split a model's weights over (tensor parallel)."""
+    return getattr(model, "_tp_size", None) or 1
+
+
+def rank_mesh(model: PreTrainedModel) -> Any:
+    """The device mesh of the ranks of such a model: the only dimension in 5.17, one of several in later releases."""
+    mesh = model._device_mesh
+    return mesh["tp"] if mesh.ndim > 1 else mesh
+
+
 def supports_attention_backend(model: PreTrainedModel) -> bool:
     """Whether a model's attention is a function that can be replaced, which takes 4D masks as they are."""
     return model._supports_attention_backend

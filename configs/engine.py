@@ -93,10 +93,15 @@ class EngineConfig(Config):
         for name, known in choices.items():
             if (value := getattr(self, name)) not in known:
                 raise ConfigError(f"EngineConfig: {name}={value!r}, but it is one of {', '.join(known)}")
-        for name, only in (("compile", "off"), ("weights", "full"), ("device_map", "auto"), ("prefix_store_folder", None)):
+        for name, only in (
+            ("compile", "off"),
+            ("weights", "full"),
+            ("device_map", "auto"),
+            ("prefix_store_folder", None),
+        ):
             if self.tp > 1 and (value := getattr(self, name)) != only:
                 raise ConfigError(
-                    f"EngineConfig: {name}={value!r} is for a model that one process computes, but tp={self.tp}: leave it out"
+                    f"EngineConfig: {name}={value!r} is for a model in one process, but tp={self.tp}: leave it out"
                 )
         if self.tp > 1 and self.linears == "onednn":
             raise ConfigError(f"EngineConfig: linears='onednn' is for whole weights, but tp={self.tp}: leave it out")

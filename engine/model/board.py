@@ -21,7 +21,11 @@ from torch import distributed
 
 _SHARED_MEMORY = Path("/dev/shm")
 _WIDTH = 4  # numbers of a rank: of the exchange, then its values
-_BUSY_S, _SLEEP_S, _LIFE_S = 0.002, 0.0005, 0.25  # how long to wait without sleep; of a sleep; between two looks at lives
+_BUSY_S, _SLEEP_S, _LIFE_S = (
+    0.002,
+    0.0005,
+    0.25,
+)  # how long to wait without sleep; of a sleep; between two looks at lives
 
 
 class Board:

@@ -21,6 +21,7 @@ from torch import distributed, nn
 from transformers import PreTrainedModel
 
 from caches.out_of_memory import is_out_of_memory
+from caches.transformers_api import rank_count, rank_mesh
 from engine.errors import EngineError
 from engine.model.board import shared_board
 from engine.model.device_state import random_state, set_random_state
@@ -165,7 +166,9 @@ class Ranks(OneProcess):
             yield
         except RuntimeError as lost:
             self._is_apart = True
-            raise PeerError(f"another rank of the {self.size} has ended or cannot be reached: {in_words(lost)}") from lost
+            raise PeerError(
+                f"another rank of the {self.size} has ended or cannot be reached: {in_words(lost)}"
+            ) from lost
 
     def _exchange(self, state: int, value: int = 0) -> int:
         """The largest value of all ranks. Raises where this rank is fine and another one is not."""
@@ -196,7 +199,7 @@ _guarded: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 def ranks_of(model: PreTrainedModel) -> OneProcess:
     """The ranks that compute this model. From the first call on, they agree before its collective operations."""
-    if (getattr(model, "_tp_size", None) or 1) == 1:
+    if rank_count(model) == 1:
         return ONE_PROCESS
     if not _ranks:
         _ranks.append(Ranks())
@@ -210,8 +213,7 @@ def _guard(model: PreTrainedModel, ranks: Ranks) -> None:
     """Let the ranks agree before the collective operations of the modules that transformers has split."""
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
-    mesh = model._device_mesh
-    mesh = mesh["tp"] if mesh.ndim > 1 else mesh
+    mesh = rank_mesh(model)
     for name, module in model.named_modules():
         style = model.tp_plan.get(plan_name(name))
         if "forward" in vars(module) and style is not None and style not in _WITHOUT_OPERATIONS:

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from engine.errors import OptionError
 from engine.model.ranks import plan_name, ranks_of
 
-_WHOLE = ("replicate", "replicated_with_grad_allreduce")  # styles of modules that every rank has as they are
+_UNSPLIT = ("replicate", "replicated_with_grad_allreduce")  # styles of modules that every rank has as they are
 
 
 def arguments_of_part(config: PreTrainedConfig, tp: int) -> dict[str, Any]:
@@ -39,9 +39,9 @@ def check_divides(config: PreTrainedConfig, tp: int) -> None:
     for name, title in (("num_key_value_heads", "key-value heads"), ("num_attention_heads", "attention heads")):
         heads = getattr(text, name, None)
         if _splits_attention(text) and isinstance(heads, int) and heads % tp:
-            divisors = [number for number in range(2, heads + 1) if heads % number == 0]
-            numbers = f"tp={' or '.join(map(str, divisors))} can" if divisors else "no number of ranks can"
-            raise OptionError(f"tp={tp} cannot divide the {heads} {title} of {config.model_type}: {numbers}")
+            divisors = [divisor for divisor in range(2, heads + 1) if heads % divisor == 0]
+            able = f"tp={' or '.join(map(str, divisors))} can" if divisors else "no number of ranks can"
+            raise OptionError(f"tp={tp} cannot divide the {heads} {title} of {config.model_type}: {able}")
 
 
 def _splits_attention(text: PreTrainedConfig) -> bool:
@@ -70,7 +70,7 @@ def config_of_rank(model: PreTrainedModel) -> PreTrainedConfig:
 
 def part_bytes(model: PreTrainedModel, tp: int) -> int:
     """Bytes of the parameters and buffers of one of `tp` ranks. model: the whole one, on the meta device."""
-    split = {name for name, style in model.tp_plan.items() if style not in _WHOLE}
+    split = {name for name, style in model.tp_plan.items() if style not in _UNSPLIT}
     named = dict([*model.named_parameters(), *model.named_buffers()])  # tied ones count once
     return sum(
         tensor.nbytes // (tp if plan_name(name) in split or plan_name(name.rpartition(".")[0]) in split else 1)

@@ -18,6 +18,7 @@ from transformers import (
 
 from caches.transformers_api import logits_processors, stopping_criteria
 from engine.errors import OptionError
+from engine.model.ranks import ranks_of
 from engine.prompt import Prompt
 from engine.request.call import Call
 from engine.request.checks import vocabulary_of
@@ -25,6 +26,7 @@ from engine.request.constraint import leave_out_own_settings, read_constraints
 from engine.request.encoder import Source
 from engine.request.grammar import Grammar
 from engine.request.logits_processors import Processing, name_of
+from engine.request.time_limit import TimeLimit
 
 
 def what_is_read(prompt: Prompt, source: Source | None) -> torch.Tensor:

@@ -24,8 +24,8 @@ class Batch:
     """Runs the prompts that are submitted to it together. Made by `Generator.batch`.
 
     In a `with` statement it waits at the end for all that were submitted, or cancels them after an error. Where several
-    processes compute the model, each makes a batch; prompts are submitted and it is closed on rank 0, and the batches of
-    the others run the same until then.
+    processes compute the model, each makes a batch. Prompts are submitted on rank 0; the batches of the others run the
+    same, and closing them waits until that of rank 0 is closed.
 
     state: what it does, a quarter of a second old at most.
     """

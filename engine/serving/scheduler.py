@@ -183,7 +183,9 @@ class Scheduler:
     def _end_runs(self) -> None:
         """Let the runs that were cancelled go on to their errors."""
         for run in list(self._runs):
-            while run in self._runs and run.request.index in self._cancelled:  # up to its next forward, which checks for it
+            while (
+                run in self._runs and run.request.index in self._cancelled
+            ):  # up to its next forward, which checks for it
                 self._advance(run, None)
 
     # Who takes part.

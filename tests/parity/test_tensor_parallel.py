@@ -21,10 +21,11 @@ def test_ranks_stop_and_fail_together():
     first, second = found
     for name in [name for name in first if name.startswith("after ")]:
         assert first[name] == second[name] == first["alone"], name
-    for name in ("cancellation", "time", "samples", "many"):
+    for name in ("cancellation", "time", "time of beams", "samples", "many"):
         assert first[name] == second[name], name
     assert first["cancellation"][:2] == ["GenerationCancelled", 2]
     assert first["time"] == [row[:1] for row in first["alone"]]
+    assert [len(row) for row in first["time of beams"]] == [1, 1]
     assert len({tuple(row) for row in first["samples"]}) > 1
     assert first["many"] == first["many alone"]
     for failing, other, name, message in (

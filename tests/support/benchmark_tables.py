@@ -371,8 +371,8 @@ def tensor_parallel(report: Report) -> str:
         for name, case in report["cases"].items()
     ]
     return text(
-        f"{machine(report)}; model \"{report['model']}\" (12 layers), float32, {report['new_tokens']} new tokens, medians of "
-        "5; the same texts.",
+        f'{machine(report)}; model "{report["model"]}" (12 layers), float32, {report["new_tokens"]} new tokens, '
+        "medians of 5; the same texts.",
         table(["", "ms per token", "weights", "cache", "operations", "exchanges"], rows, "lrrrrr"),
     )
 

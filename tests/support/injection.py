@@ -63,7 +63,9 @@ def failing(
             hook = layer.register_forward_hook if late else layer.register_forward_pre_hook
             hooks.enter_context(_removed(hook(strike)))
         yield found
-    assert not all_happen or found.raised == len(planned), f"{found.raised} of the failures at {sorted(at)} in {found.forwards} forwards"
+    assert not all_happen or found.raised == len(planned), (
+        f"{found.raised} of the failures at {sorted(at)} in {found.forwards} forwards"
+    )
 
 
 @contextmanager

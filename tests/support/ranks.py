@@ -31,7 +31,6 @@ from strategy_cases import OPTIONS, REFUSALS
 from torture import PER_SCENE, Attack, DecodingLoop, Scene, run, undisturbed
 from transformers import StoppingCriteria
 
-import caches
 import engine
 import strategies
 from engine.model.ranks import PeerError
@@ -87,7 +86,7 @@ def split(folder: Path, name: str) -> Any:
 
 
 def compare(folder: Path, *cells: str) -> Any:
-    """Every strategy on these models and caches: equal texts, other ones, refusals, and bytes of whole and split caches."""
+    """Every strategy on these models and caches: equal texts, other ones, refusals, bytes of whole and split caches."""
     different, refused, sizes, equal = [], [], {}, 0
     for cell, strategy in product(cells, strategies.names()):
         name, cache = cell.split()
@@ -197,13 +196,18 @@ def apart(folder: Path) -> Any:
         try:
             return engine.generate(model, inputs, **plain | options).tokens
         except Exception as error:
-            return [type(error).__name__, len(error.partial.tokens[0]) if hasattr(error, "partial") else None, str(error)]
+            return [
+                type(error).__name__,
+                len(error.partial.tokens[0]) if hasattr(error, "partial") else None,
+                str(error),
+            ]
 
     found = {"alone": engine.generate(tiny("llama")[0], inputs, **plain).tokens}
     calls: dict[str, dict[str, Any]] = {
         "arguments": {"max_new_tokens": 8, "num_beams": 1 + rank},
         "cancellation": {"cancellation": _Raises(1)},
         "time": {"max_time": 0.0 if rank else 1e6, "max_new_tokens": 50},
+        "time of beams": {"max_time": 0.0 if rank else 1e6, "max_new_tokens": 50, "num_beams": 3},
         "streamer": {"streamer": _Raises(0, ValueError("no paper"))} if rank == 0 else {},
         "processor": {"logits_processor": [_Raises(1, ValueError("no ink"))]},
         "beams": {"logits_processor": [_Raises(1, ValueError("no ink"))], "num_beams": 3},

@@ -367,6 +367,9 @@ WORK = {
         "prepare_model_inputs": encoder_is_read,
         "prepare_position_ids": positions_are_prepared,
         "prepare_special_tokens": lambda: transformers_api.special_tokens(config_of(llama())).eos.tolist() == [2],
+        # What they return of a model that is split: tests/parity/test_tensor_parallel.py.
+        "rank_count": lambda: transformers_api.rank_count(llama()) == 1 and hasattr(llama(), "_tp_size"),
+        "rank_mesh": lambda: hasattr(llama(), "_device_mesh"),
         "special_tokens": lambda: int(transformers_api.special_tokens(config_of(llama())).pad) == 1,
         "stopping_criteria": criteria_are_made,
         "supports_attention_backend": lambda: transformers_api.supports_attention_backend(llama()) is True,
