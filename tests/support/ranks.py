@@ -20,10 +20,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
 import torch
-from architectures import suiting
+import transformers
+from architectures import VOCABULARY, suiting
 from helpers import needed
 from injection import failing
+from packaging.version import Version
 from random_models import tokenizer
 from references import draft_of, tiny
 from resuming import check_goes_on
@@ -56,6 +59,8 @@ def start(program: str, folder: Path, *arguments: str, size: int = SIZE) -> list
 
 def found(program: str, *arguments: str, timeout: float = 600) -> list[Any]:
     """What each rank of `program` has found."""
+    if Version(transformers.__version__) < Version("5.23") and VOCABULARY % SIZE:
+        pytest.skip("this release of transformers splits no head whose rows cannot be divided")
     with tempfile.TemporaryDirectory() as folder:
         save_models(Path(folder))
         ranks = start(program, Path(folder), *arguments)
