@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from caches.quantization.machine import cache_folder, processor
+from caches.quantization.machine import cache_folder, once, processor
 from configs import ConfigError
 
 # As fast as -ffast-math, but NaN and infinity keep their meaning and no other code changes its rounding.
@@ -123,6 +123,7 @@ def _library(source: Path, name: str) -> Path:
     path = folder / f"{name}_{key}.so"
     if path.exists():
         return path
+    once.info("compiling kernels for this machine")
     building = Path(tempfile.mkdtemp(dir=folder, prefix=".building-"))
     try:
         library = building / path.name
@@ -144,9 +145,7 @@ def _threads() -> list[str]:
 
 
 def _paths() -> list[str]:
-    from torch.utils import cpp_extension  # slow to import
-
-    return [f"-isystem{folder}" for folder in cpp_extension.include_paths()]
+    return [f"-isystem{Path(torch.__file__).parent / 'include'}"]
 
 
 def _libraries() -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,19 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 if TYPE_CHECKING:
     from engine.result import StreamChunk
+
+_ONCE = logging.getLogger("engine.once")  # tells what is done once per machine
+
+
+class _Shown(logging.Handler):
+    """Calls `show` with each message."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__()
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._show(f"{record.getMessage()}, once")
 
 
 class Work:
@@ -35,9 +50,12 @@ class Work:
         self._task = self._bar.add_task("", total=None, counted="")
         self._since_s = 0.0
         self._tokens: Counter[int] = Counter()  # of each row
+        self._once = _Shown(self.doing)
 
     def __enter__(self) -> Work:
         self._bar.start()
+        _ONCE.setLevel(logging.INFO)
+        _ONCE.addHandler(self._once)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -61,3 +79,4 @@ class Work:
     def hide(self) -> None:
         """Remove the progress line."""
         self._bar.stop()
+        _ONCE.removeHandler(self._once)

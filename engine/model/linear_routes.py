@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from caches.out_of_memory import is_out_of_memory
-from caches.quantization.machine import cache_folder, last_level_cache_bytes, processor, write_atomically
+from caches.quantization.machine import cache_folder, last_level_cache_bytes, once, processor, write_atomically
 from caches.torch_api import has_onednn, onednn_linear
 from engine.model.linear_kernels import kernels
 
@@ -43,7 +43,7 @@ _MEASUREMENT = 8  # version of the method: results of other versions are ignored
 _MARGIN = 1.1  # a route has to be so many times as fast as torch's own
 _REPEATS = 7
 _ROWS = (*ROW_LIMITS, 256)  # one for each bucket: 4, 8 and 16 rows are more usual than those between
-_TIMED = 2**22  # elements that one timing reads, at least: 16 MB
+_TIMED = 2**22  # elements that one timing reads, at least: 16 MB. From 16 rows on fewer, as each takes longer
 _SMALL = 2**17  # elements: for smaller ones calling a route takes as long as what it would save
 _LARGEST = 2**23  # elements: a larger matrix is measured by its first rows, which are computed alike
 _POOL_BYTES = (2**26, 2**29)  # bounds of what the measured matrices are taken from
@@ -93,7 +93,7 @@ def routes() -> dict[str, Route]:
 def fastest(shapes: Iterable[Shape]) -> dict[Shape, Names]:
     """For each shape and bucket of rows the name of the fastest route, or "torch".
 
-    Measured (about 0.8 s per shape) unless there is a result for this processor, number of threads, release of torch
+    Measured (about 0.6 s per shape) unless there is a result for this processor, number of threads, release of torch
     and list of routes. Small matrices use torch's own. If memory is out, it is "torch", and the next call measures
     again.
     """
@@ -151,25 +151,29 @@ def _stored_with(measured: dict[Shape, Names]) -> dict[Shape, Names]:
 def _measure(shapes: Iterable[Shape]) -> dict[Shape, Names]:
     """The fastest route per shape and bucket; none if memory is out."""
     assert len(_ROWS) == len(ROW_LIMITS) + 1
+    once.info("measuring matrix products on this machine")
     least, most = _POOL_BYTES
     try:
         # Larger than the processor's caches. Not torch.zeros: its pages may all be one physical page.
         bytes = min(max(least, last_level_cache_bytes() * 5 // 4), most)
         pool = torch.full((bytes // 4,), 0.01, dtype=torch.float32, device="cpu")
-        return {shape: tuple(_fastest_of(_matrices(pool, shape), rows) for rows in _ROWS) for shape in shapes}
+        return {
+            shape: tuple(_fastest_of(_matrices(pool, shape, rows), rows) for rows in _ROWS) for shape in shapes
+        }
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         return {}
 
 
-def _matrices(pool: torch.Tensor, shape: Shape) -> Callable[[], list[torch.Tensor]]:
+def _matrices(pool: torch.Tensor, shape: Shape, rows: int = 1) -> Callable[[], list[torch.Tensor]]:
     """Returns the next matrices of this shape in `pool`, which are in no cache of the processor."""
     width = min(shape[1], len(pool))
     outs = max(1, min(shape[0], _LARGEST // width))
     size = outs * width
     endless = cycle([part.view(outs, width) for part in pool.split(size) if len(part) == size])
-    return lambda: list(islice(endless, -(-_TIMED // size)))
+    count = -(-_TIMED // (size * max(1, rows // 8)))
+    return lambda: list(islice(endless, count))
 
 
 def _fastest_of(matrices: Callable[[], list[torch.Tensor]], rows: int) -> str:

@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize, prune
 
 import engine
 from caches.torch_api import pack_int4
+from engine.cli.progress import Work
 from engine.model import linear_backend, linear_kernels, linear_routes, low_bit_linears
 from engine.model.linear_backend import Table, active, table_for
 from engine.model.linear_kernels import join_products, kernels
@@ -455,6 +456,18 @@ def test_matrices_are_not_read_twice_in_a_row():
     assert [matrix.shape for matrix in one] == [(1024, 1024)] * 4
     assert len({matrix.data_ptr() for matrix in one + other}) == 8
     assert {matrix.data_ptr() for matrix in matrices()} == {matrix.data_ptr() for matrix in one}
+    many_rows = linear_routes._matrices(torch.ones(2**23), (1024, 1024), rows=32)  # each takes longer
+    assert len(many_rows()) == 1
+
+
+@pytest.mark.usefixtures("_small")
+def test_the_progress_line_shows_what_is_done_once_per_machine(monkeypatch):
+    shown = []
+    monkeypatch.setattr(Work, "doing", lambda work, what: shown.append(what))
+    with Work():
+        linear_routes._measure([ONE])
+    linear_routes._measure([ONE])
+    assert shown == ["measuring matrix products on this machine, once"]
 
 
 @pytest.mark.usefixtures("_small")
