@@ -124,17 +124,20 @@ def _replacement(original: _Forward) -> _Forward:
 
 
 def _routed(original: _Forward, layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    if active.table is None or (torch.compiler.is_compiling() and not active.traced):
+    table = active.table
+    if table is None or (torch.compiler.is_compiling() and not active.traced):
         return original(layer, input)
     parameters = parameters_of(layer)
     weight, bias = parameters.get("weight"), parameters.get("bias")
-    if not _is_plain(weight) or not _can_be_routed(input):
+    if not _is_plain(weight):
+        return original(layer, input)
+    outs, width = weight.shape
+    route = table.route((outs, width), input.numel() // width) if width else None
+    if route is None or not _can_be_routed(input):
         return original(layer, input)
     if not (_is_plain(bias) or (bias is None and "bias" in parameters)):  # a computed bias
         return original(layer, input)
-    outs, width = weight.shape
-    route = active.table.route((outs, width), input.numel() // width) if width else None
-    return original(layer, input) if route is None else route(input, weight, bias)
+    return route(input, weight, bias)
 
 
 def install() -> None:

@@ -197,8 +197,8 @@ struct Product {
 };
 
 // The input [rows, width] as [width, rows], where the rows fill 8, 16 or 32 lanes or lack few of them; else empty.
-std::vector<float> columns_of(const Tensor& input) {
-  const int64_t rows = input.size(0), width = input.size(1), stride = input.stride(0);
+std::vector<float> columns_of(const Tensor& input, int64_t rows, int64_t stride) {
+  const int64_t width = input.size(input.dim() - 1);
   const int64_t side = rows <= 8 ? 8 : rows <= 16 ? 16 : 32;
   if (rows > side || rows * 8 < side * 7) return {};
   std::vector<float> columns(width * side);
@@ -231,25 +231,32 @@ int64_t outs_of(const std::vector<Tensor>& weights) {
 }
 
 void check_contiguous(const Tensor& of) {
-  STD_TORCH_CHECK(of.size(1) == 1 || of.stride(1) == 1, "the width of inputs and weights has to be contiguous");
+  const int64_t last = of.dim() - 1;
+  STD_TORCH_CHECK(of.size(last) == 1 || of.stride(last) == 1, "the width of inputs and weights has to be contiguous");
 }
 
 // scales: none, or those of each weight.
 template <class Weight>
 Tensor product(const Tensor& input, const std::vector<Tensor>& weights, const std::vector<Tensor>& scales) {
-  const int64_t rows = input.size(0), all = outs_of(weights);
+  const int64_t axes = input.dim(), width = input.size(axes - 1), rows = width ? input.numel() / width : 0;
+  const int64_t stride = axes == 2 ? input.stride(0) : width, all = outs_of(weights);
   check_contiguous(input);
+  STD_TORCH_CHECK(axes == 2 || input.is_contiguous(), "an input of more axes than two has to be contiguous");
   for (const Tensor& weight : weights) check_contiguous(weight);
-  Tensor out = torch::stable::new_empty(input, {rows, all});
+  const auto sizes_in = input.sizes();
+  std::vector<int64_t> sizes(sizes_in.begin(), sizes_in.end());
+  sizes.back() = all;
+  Tensor out = torch::stable::new_empty(input, sizes);
   float* to = static_cast<float*>(out.data_ptr());
-  const std::vector<float> columns = sizeof(Weight) == sizeof(float) ? columns_of(input) : std::vector<float>();
+  const std::vector<float> columns =
+    sizeof(Weight) == sizeof(float) ? columns_of(input, rows, stride) : std::vector<float>();
   std::vector<Product<Weight>> products;
   for (size_t i = 0; i < weights.size(); i++) {
     const Tensor& weight = weights[i];
     products.push_back({
       static_cast<const float*>(input.data_ptr()), static_cast<const Weight*>(weight.data_ptr()),
       scales.empty() ? nullptr : static_cast<const float*>(scales[i].data_ptr()), to, rows, weight.size(0),
-      weight.size(1), input.stride(0), weight.stride(0), all, columns.empty() ? nullptr : columns.data()});
+      weight.size(1), stride, weight.stride(0), all, columns.empty() ? nullptr : columns.data()});
     to += weight.size(0);
   }
   compute(products);
@@ -444,7 +451,8 @@ Tensor int4_linears(Tensor input, std::vector<Tensor> packed, std::vector<Tensor
 
 }  // namespace
 
-// Products of one input float32 [rows, width] with several weights -> their outputs side by side, float32 [rows, all].
+// Products of one input float32 [..., width] with several weights -> their outputs side by side, float32 [..., all]. With
+// codes of 4 bits the input is [rows, width].
 // weights: float32 or codes int8 [outs, width], all with a contiguous width; scales: float32 [outs]. packed, scales of 4
 // bits: see `FourBits`.
 STABLE_TORCH_LIBRARY(kvengine, library) {

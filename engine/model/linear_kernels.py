@@ -44,7 +44,7 @@ def _products() -> list[Any]:
 
 
 def _empty_product(input: torch.Tensor, weights: list[torch.Tensor], *_: object) -> torch.Tensor:
-    return input.new_empty(input.shape[0], sum(weight.shape[0] for weight in weights))
+    return input.new_empty(*input.shape[:-1], sum(weight.shape[0] for weight in weights))
 
 
 def _weights(node: torch.fx.Node) -> list[Any]:
@@ -79,8 +79,9 @@ def _join(graph: torch.fx.Graph, nodes: list[torch.fx.Node]) -> None:
         joined = _call(graph, nodes[0].target, arguments)
         begin = 0
         for node in nodes:
-            end = begin + node.meta["val"].shape[1]
-            node.replace_all_uses_with(_call(graph, torch.ops.aten.slice.Tensor, (joined, 1, begin, end)))
+            axis, outs = node.meta["val"].dim() - 1, node.meta["val"].shape[-1]
+            end = begin + outs
+            node.replace_all_uses_with(_call(graph, torch.ops.aten.slice.Tensor, (joined, axis, begin, end)))
             begin = end
     for node in nodes:
         graph.erase_node(node)

@@ -15,7 +15,7 @@ from functools import partial
 from hashlib import sha256
 from itertools import cycle, islice
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn import functional
@@ -66,11 +66,14 @@ def mm(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return with_bias(torch.mm(weight, input.reshape(-1, input.shape[-1]).T).T, input, bias)
 
 
-def _kernel(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _kernel(product: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The kernel `linear_kernels.cpp`: reads the weights at memory bandwidth for up to about 16 rows."""
     if weight.stride(1) != 1:
         return functional.linear(input, weight, bias)
-    return with_bias(kernels().linears(input.reshape(-1, input.shape[-1]).contiguous(), [weight]), input, bias)
+    out: torch.Tensor = product(input.contiguous(), [weight])
+    if bias is not None:
+        out += bias
+    return out
 
 
 def with_bias(product: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -83,8 +86,8 @@ def with_bias(product: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | N
 def routes() -> dict[str, Route]:
     """The routes other than torch's own that there are on this machine, by name."""
     found: dict[str, Route] = {"mm": mm}
-    if kernels() is not None:
-        found["kernel"] = _kernel
+    if (own := kernels()) is not None:
+        found["kernel"] = partial(_kernel, own.linears)
     if has_onednn():
         found |= {"onednn": onednn_linear, "swapped": _swapped}
     return found
