@@ -58,8 +58,10 @@ def pytest_collection_modifyitems(items):
     mark_surplus(items)
 
 
-def pytest_collection_finish():
-    gc.freeze()  # libraries are a million objects: every collection would look through them
+@pytest.fixture(autouse=True, scope="module")
+def _frozen():
+    """What is there before a file of tests is not looked through by collections: libraries are a million objects."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -38,9 +38,7 @@ def left_by(act) -> Counter:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _frozen():
-    """What there was before is not looked at, which takes long."""
-    gc.freeze()
+def _quiet():
     logging.disable(logging.WARNING)  # else pytest keeps what was told of memory that was out
     yield
     logging.disable(logging.NOTSET)

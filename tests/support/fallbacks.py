@@ -38,7 +38,6 @@ class OutAt:
         return self
 
     def __exit__(self, *raised):
-        gc.unfreeze()
         for hook in self.hooks:
             hook.remove()
 

@@ -57,7 +57,7 @@ def failing(
             raise ERRORS[error]()
 
     with ExitStack() as hooks:
-        hooks.enter_context(quick_collections())
+        gc.freeze()  # a recovery collects garbage, and nothing that was there before is any
         hooks.enter_context(_removed(model.register_forward_pre_hook(count)))
         for layer in set(planned.values()):
             hook = layer.register_forward_hook if late else layer.register_forward_pre_hook
@@ -66,16 +66,6 @@ def failing(
     assert not all_happen or found.raised == len(planned), (
         f"{found.raised} of the failures at {sorted(at)} in {found.forwards} forwards"
     )
-
-
-@contextmanager
-def quick_collections() -> Iterator[None]:
-    """A recovery collects garbage, and nothing that was there before is any."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 @contextmanager
@@ -117,5 +107,6 @@ def starving(model: PreTrainedModel, at: Iterable[int] = (), error: str = "devic
     def begin(module: nn.Module, inputs: tuple) -> None:
         mode.counts = True
 
-    with _removed(model.register_forward_pre_hook(begin)), quick_collections(), mode:
+    gc.freeze()
+    with _removed(model.register_forward_pre_hook(begin)), mode:
         yield mode
