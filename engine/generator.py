@@ -188,6 +188,7 @@ class Generator:
         for name, value in (("slots", slots), ("piece_tokens", reading.get("piece_tokens"))):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise OptionError(f"{name}={value!r}: give a whole number of 1 or more")
+        self._runner.ranks.resume()
         if max_cache_bytes is None:
             free = find_free(prompt_device(self.model)).device
             max_cache_bytes = None if free is None else -self._runner.ranks.most(-int(free * _SHARE_OF_FREE))
@@ -242,9 +243,10 @@ class Generator:
         """The run of a call. make_room: called first when memory is out; it says whether it has freed some."""
         grad = torch.is_grad_enabled()
         try:
+            self._runner.ranks.resume()
             return self._prepare(call, streams, make_room)
-        except BaseException as error:
-            self._runner.ranks.end(error)
+        except BaseException:
+            self._runner.ranks.end()
             with suppress(Exception):  # else a thread that reads from the streamer would wait for ever
                 call.streamer.end()  # type: ignore[union-attr]
             raise
@@ -266,7 +268,9 @@ class Generator:
         draft = self._draft_of(call.assistant_model)
         choice = read_cache_choice(self.model, call, self.config)
         request, draft_request = self._read(call, choice.live, draft)
-        ranks.begin(prompt_device(self.model), request.prompt.ids.tolist(), request.strategy.name, request.rows)
+        said = fallbacks, choice.name, request.max_columns, request.chunk_tokens, request.strategy.name, request.rows
+        with stop.noting_keys():
+            ranks.begin(prompt_device(self.model), request.prompt.ids.tolist(), *said)
         cache, known = self._cache_for(choice, request, budget)
         if request.source is not None:
             try:

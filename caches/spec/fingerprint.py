@@ -27,7 +27,8 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
 def fingerprint(model: nn.Module) -> dict[str, str]:
     """Words and a digest of the weights; one of them differs where another model would compute other keys and values.
 
-    All weights are read, at about the speed of memory; of those that are not in memory, the name and the shape.
+    All weights are read, at about the speed of memory; of those that are not in memory, the name and the shape. Where
+    several processes compute the model, each has its own: caches have other heads.
     """
     inner = inner_model(model)
     config = inner.config.get_text_config(decoder=True)
@@ -54,7 +55,9 @@ def weights_version(model: nn.Module) -> int:
 
 
 def _version(weight: torch.Tensor) -> tuple[Any, ...]:
-    if type(weight) is not nn.Parameter or weight.is_inference():  # quantized; made in inference mode, so not counted
+    weight = _own_part(weight)
+    is_plain = type(weight) in (nn.Parameter, torch.Tensor)  # others are quantized
+    if not is_plain or weight.is_inference():  # which counts no writes
         return (id(weight),)
     return storage_key(weight), write_count(weight), weight.dtype, weight.device
 
@@ -64,9 +67,15 @@ def _weights(model: nn.Module) -> Iterator[bytes]:
     for name, tensor in sorted(model.state_dict().items()):
         if not isinstance(tensor, torch.Tensor):
             continue
+        tensor = _own_part(tensor)
         yield f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode()
         if type(tensor) is torch.Tensor and not tensor.is_meta and tensor.numel():
             yield _sums(tensor)
+
+
+def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a weight that is split over processes, the part that is in this one."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _sums(weight: torch.Tensor) -> bytes:

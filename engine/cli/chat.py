@@ -28,6 +28,8 @@ def chat(**given: Any) -> None:
     """Talk to a model. A line that ends with \\ goes on, and so does what begins with \"\"\" up to the next \"\"\"."""
     parameters = {"max_new_tokens": _TOKENS} | values.generation_parameters(given)
     settings = values.engine_config(given["config"], given)
+    if settings.tp > 1:
+        raise OptionError(f"tp={settings.tp}: a terminal is that of one process: leave tp out, or use `engine serve`")
     cache_config = values.assignments(given["cache_option"], "--cache-option") or None
     with Work() as work:
         start_libraries(work, given["model"], given["assistant_model"])

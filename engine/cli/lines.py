@@ -22,7 +22,7 @@ def write_lines(
 
     writes: False where another rank of the model writes the lines.
     """
-    done = _done(path)
+    done = _done(path, writes)
     missing = [index for index in range(len(prompts)) if index not in done]
     if done and writes:
         output.remark(f"({len(prompts) - len(missing)} of {len(prompts)} prompts have their text in {path} already)")
@@ -45,8 +45,8 @@ def write_lines(
         )
 
 
-def _done(path: Path) -> set[int]:
-    """The prompts with a text in the file. A last line that was not finished is removed from it."""
+def _done(path: Path, writes: bool) -> set[int]:
+    """The prompts with a text in the file. writes: remove a last line that was not finished from it."""
     if not path.exists():
         return set()
     done: set[int] = set()
@@ -61,6 +61,6 @@ def _done(path: Path) -> set[int]:
             raise OptionError(
                 f"{path} has lines that --jsonl has not written ({line[:40]!r}): name another file"
             ) from error
-    if len(complete) < len(content):
-        path.write_bytes(complete)
+    if writes and len(complete) < len(content):
+        os.truncate(path, len(complete))
     return done

@@ -219,7 +219,7 @@ CONVERSATION = {
     "resume": option(Path, "FILE", "Go on with the conversation in this file, which /save wrote."),
 }
 # fmt: on
-TP = option(int, "N", "Processes that compute the model together, as started by torchrun --nproc-per-node N.")
+TP = option(int, "N", "Processes that compute the model together, as started by torchrun --nproc-per-node N.", min=1)
 GENERATE: dict[str | None, dict[str, Declared]] = {
     "The prompt": PROMPT,
     "The model": MODEL | {"tp": TP},

@@ -11,7 +11,7 @@ from configs import CacheConfig
 from engine.cli import options, output, values
 from engine.cli.libraries import start_libraries
 from engine.cli.progress import Work
-from engine.errors import OptionError
+from engine.errors import EngineError, OptionError
 
 if TYPE_CHECKING:
     from engine.generator import Generator
@@ -90,4 +90,7 @@ def follow(generator: Generator, slots: int) -> None:
     """Compute this rank's part of what the server on rank 0 does, until it ends. Signals are for rank 0."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    generator.batch(slots=slots).close()
+    batch = generator.batch(slots=slots)
+    batch.close()
+    if batch.failure is not None:
+        raise EngineError(f"rank 0 does not go on: {batch.failure}") from batch.failure

@@ -67,7 +67,7 @@ class Driver:
                 self._cancellation.check_keys()
                 run.ranks.check()
             except (Exception, KeyboardInterrupt) as error:
-                run.ranks.end(error)
+                run.ranks.end()
                 # The frames of an out-of-memory error refer to the tensors that filled the memory.
                 failure = _exhausted(error) if is_out_of_memory(error) else error
             if failure is not None:  # outside of `except`: the consumer of the last pieces may take a while
@@ -77,8 +77,8 @@ class Driver:
         except KeyboardInterrupt:  # while the partial result was made
             run.give_up()
             raise
-        except BaseException as error:  # the consumer has left: tokens that it was not shown are discarded
-            run.ranks.end(error)
+        except BaseException:  # the consumer has left: tokens that it was not shown are discarded
+            run.ranks.end()
             run.discard_unread()
             _without_grad(run.break_off)
             raise
@@ -111,6 +111,7 @@ class Driver:
                     "with `yield`, or return the flow of another strategy"
                 )
         except BaseException:
+            self.loop.ranks.end()
             _without_grad(self.loop.close)
             raise
         return flow

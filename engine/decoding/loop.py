@@ -184,6 +184,10 @@ class DecodingLoop:
         tokens = self._session.prepare(forward.tokens)
         return self._session.cache, tokens
 
+    def abort_joined(self) -> None:
+        """Undo a joined step, also where only other ranks could not complete it."""
+        self._session.cache.abort()
+
     def read_piece(self, forward: Forward, most: int) -> Forward | None:
         """Read at most `most` tokens of the prompt: what is left of it. None where `forward` is to be performed."""
         is_plain = forward.model == "main" and not (forward.hidden or forward.all_logits)

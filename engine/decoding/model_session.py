@@ -219,14 +219,16 @@ class ModelSession:
             self._goal = 0
 
     def _fed(self, end: int, prefill: bool, collected: CollectedOutputs) -> tuple[ModelOutput, torch.Tensor | None]:
-        self.cache.finish()
         self._ranks.note([self.cache.total_tokens])
+        self.cache.finish()
         if self._options.make_room is not None:
             self._options.make_room(self, self.waiting)
         return self.executor.run(self._ids.ids[:, :end], prefill, collected)
 
     def _meet(self) -> None:
         """After a failure: go back to the tokens that the caches of all ranks hold."""
+        if self._ranks.size > 1 and isinstance(self.cache, SplitCache):  # its parts may be ahead on one rank
+            self.cache.bring_together()
         while self._ranks.most(own := self.cache.total_tokens) > (least := -self._ranks.most(-own)):
             if least < self._prefix.columns:
                 raise EngineError(f"a rank has lost the {self._prefix.columns} tokens of the cache that was given")

@@ -10,7 +10,7 @@ from transformers import StoppingCriteriaList
 from engine.model.ranks import OneProcess
 from engine.output.detokenizer import RowText
 from engine.request.request import Request
-from engine.request.time_limit import TimeLimit
+from engine.request.time_limit import TimeLimit, of_all_ranks
 
 
 class Stopping:
@@ -27,7 +27,8 @@ class Stopping:
         time_criteria = StoppingCriteriaList()
         if request.config.max_time is not None:
             time_criteria.append(TimeLimit(request.config.max_time, ranks))
-        self._criteria = (("criteria", request.criteria), ("time", time_criteria))
+        given = type(request.criteria)(of_all_ranks(one, ranks) for one in request.criteria)
+        self._criteria = (("criteria", given), ("time", time_criteria))
 
     @property
     def done(self) -> bool:

@@ -32,6 +32,12 @@ class CacheChoice:
     options: dict[str, Any] | CacheConfig | None
     max_cache_len: int | None = None
 
+    @property
+    def name(self) -> str | None:
+        """The name of the cache, as far as the call says it."""
+        named = self.chosen if self.live is None else self.live
+        return named if isinstance(named, str | None) else named.name
+
 
 def read_cache_choice(model: PreTrainedModel, call: Call, config: EngineConfig) -> CacheChoice:
     """The one cache that the arguments of a call name. Raises `OptionError` where they name several."""

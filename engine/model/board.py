@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
 import socket
 import tempfile
 import time
@@ -21,11 +22,9 @@ from torch import distributed
 
 _SHARED_MEMORY = Path("/dev/shm")
 _WIDTH = 4  # numbers of a rank: of the exchange, then its values
-_BUSY_S, _SLEEP_S, _LIFE_S = (
-    0.002,
-    0.0005,
-    0.25,
-)  # how long to wait without sleep; of a sleep; between two looks at lives
+_BUSY_S = 0.002  # how long to wait without sleep; then each sleep is a tenth of the wait so far
+_LONGEST_SLEEP_S, _LIFE_S = 0.005, 0.25  # the second: between two looks whether another rank lives
+_ORDERED = ("x86_64", "AMD64")  # processors on which writes are seen in the order in which they are made
 
 
 class Board:
@@ -57,7 +56,7 @@ class Board:
         begun = looked = time.monotonic()
         while not is_there():
             now = time.monotonic()
-            time.sleep(0 if now - begun < _BUSY_S else _SLEEP_S)
+            time.sleep(0 if now - begun < _BUSY_S else min((now - begun) / 10, _LONGEST_SLEEP_S))
             if now - looked > _LIFE_S:
                 looked = now
                 if not _is_alive(self._processes[rank]) and not is_there():
@@ -71,21 +70,31 @@ def _is_alive(process: int) -> bool:
         return False
 
 
+def _place() -> tuple[str, int]:
+    """Where processes see each other: the host, and the space of process numbers in it."""
+    try:
+        return socket.gethostname(), os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return socket.gethostname(), 0
+
+
 def shared_board(group: Any) -> Board | None:
     """The board of the ranks of `group`; None where they cannot share memory, as on several hosts."""
     rank, size = distributed.get_rank(group), distributed.get_world_size(group)
     everyone: list[Any] = [None] * size
-    distributed.all_gather_object(everyone, (socket.gethostname(), os.getpid()), group=group)
+    distributed.all_gather_object(everyone, (_place(), os.getpid()), group=group)
     path: list[str | None] = [None]
     length = 2 * size * _WIDTH * 8
-    if rank == 0 and _SHARED_MEMORY.is_dir():
+    if rank == 0 and _SHARED_MEMORY.is_dir() and platform.machine() in _ORDERED:
         with suppress(OSError):
             number, path[0] = tempfile.mkstemp(prefix="engine-ranks-", dir=_SHARED_MEMORY)
-            os.truncate(number, length)
-            os.close(number)
+            try:
+                os.posix_fallocate(number, 0, length)  # where there is no room, writing would end the process
+            finally:
+                os.close(number)
     distributed.broadcast_object_list(path, 0, group=group)
     memory = None
-    if path[0] is not None and len({host for host, _ in everyone}) == 1:
+    if path[0] is not None and len({place for place, _ in everyone}) == 1:
         with suppress(OSError, ValueError), open(path[0], "r+b") as file:
             memory = mmap.mmap(file.fileno(), length)
     mapped: list[Any] = [None] * size

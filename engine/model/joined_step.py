@@ -12,6 +12,7 @@ from transformers.utils import ModelOutput
 
 from caches import Cache, EngineCache, build
 from caches.hf.joined import JoinedCaches, why_not_joined
+from caches.out_of_memory import is_out_of_memory
 from engine.model.accelerate_hooks import prompt_device
 from engine.model.masks import Columns
 from engine.model.ranks import OneProcess
@@ -44,7 +45,7 @@ def why_never_joined(model: PreTrainedModel, read: Feed, feed: Feed, ranks: OneP
     """Why steps of this model cannot be joined; None where they can, which is measured.
 
     The test: the logits of two joined steps of a short and a long text are those of each text alone, to rounding.
-    read: `feed` for a prompt.
+    read: `feed` for a prompt. Raises where memory is out.
     """
     if model.config.is_encoder_decoder:
         return "a model with an encoder reads another source for every row"
@@ -55,6 +56,8 @@ def why_never_joined(model: PreTrainedModel, read: Feed, feed: Feed, ranks: OneP
         alone, together = ranks.together(partial(_tried, model, read, feed))
     except Exception as error:
         ranks.meet()
+        if ranks.most(is_out_of_memory(error)):  # another time there may be enough
+            raise
         return f"a joined step of it failed ({type(error).__name__}: {error})"
     apart = max(float((one - own).abs().max()) for one, own in zip(together, alone, strict=True))
     # Rounding is far below this, and a wrong position or a token of another text far above.

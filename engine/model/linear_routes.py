@@ -160,9 +160,7 @@ def _measure(shapes: Iterable[Shape]) -> dict[Shape, Names]:
         # Larger than the processor's caches. Not torch.zeros: its pages may all be one physical page.
         bytes = min(max(least, last_level_cache_bytes() * 5 // 4), most)
         pool = torch.full((bytes // 4,), 0.01, dtype=torch.float32, device="cpu")
-        return {
-            shape: tuple(_fastest_of(_matrices(pool, shape, rows), rows) for rows in _ROWS) for shape in shapes
-        }
+        return {shape: tuple(_fastest_of(_matrices(pool, shape, rows), rows) for rows in _ROWS) for shape in shapes}
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

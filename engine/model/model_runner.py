@@ -15,6 +15,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from transformers.utils import ModelOutput
 
 from caches import Cache, EngineCache, UnknownContentError, UnsupportedLayerError, build, mask_kinds, read_specs
+from caches.out_of_memory import is_out_of_memory
 from caches.protocol import attention_view
 from caches.torch_api import compiled_graphs, discard_compiled, graph_errors
 from caches.transformers_api import can_compile_fullgraph
@@ -207,7 +208,12 @@ class ModelRunner:
     def why_alone(self) -> str | None:
         """Why its steps cannot be joined with those of other caches; None where they can. Measured at first."""
         with self._turn, torch.no_grad():
-            return self._why_alone
+            try:
+                return self._why_alone
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                return "memory was out when a joined step was tried"  # which is tried again
 
     @cached_property
     def _why_alone(self) -> str | None:

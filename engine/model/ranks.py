@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from caches.out_of_memory import is_out_of_memory
 from caches.transformers_api import rank_count, rank_mesh
-from engine.errors import EngineError
+from engine.errors import EngineError, OptionError
 from engine.model.board import shared_board
 from engine.model.device_state import random_state, set_random_state
 from engine.out_of_memory import Exhausted, in_words
@@ -47,6 +47,9 @@ class OneProcess:
 
     size, is_first = 1, True
     exchanges = 0  # how many there were so far
+
+    def resume(self) -> None:
+        """Before a call is read, or a batch is made: go on together after a call that has failed."""
 
     def begin(self, device: torch.device, *call: Any) -> None:
         """Start a call together, with rank 0's random numbers of `device`. call: what has to be equal on all ranks."""
@@ -73,8 +76,8 @@ class OneProcess:
     def note(self, tokens: Iterable[int]) -> None:
         """Tokens that have to be equal on all ranks."""
 
-    def end(self, error: BaseException) -> None:
-        """The call ends with this error. Until the next one, this rank does not wait for the others."""
+    def end(self) -> None:
+        """The call ends with an error. Until the next one, this rank does not wait for the others."""
 
     def meet(self) -> None:
         """Go on together after an error that all ranks have seen."""
@@ -91,7 +94,11 @@ class Ranks(OneProcess):
         self.is_first = self._rank == 0
         self._noted = 0
         self._is_failing = False  # a failure was exchanged that `recovers` has not decided about
-        self._is_apart = False
+        self._is_apart = False  # all know that the call has failed, and this rank decides for itself
+
+    def resume(self) -> None:
+        if self._is_apart:
+            self.meet()
 
     def begin(self, device: torch.device, *call: Any) -> None:
         self._is_failing = self._is_apart = False
@@ -139,15 +146,18 @@ class Ranks(OneProcess):
     def note(self, tokens: Iterable[int]) -> None:
         self._noted = crc32(repr(tuple(tokens)).encode(), self._noted)
 
-    def end(self, error: BaseException) -> None:
+    def end(self) -> None:
         try:
-            if not (self._is_failing or self._is_apart):
+            if not self._is_apart:
                 self._exchange(_FAILED)
+        except PeerError:  # the error that ends the call says more
+            pass
         finally:
             self._is_apart = True
 
     def meet(self) -> None:
         self._is_failing = self._is_apart = False
+        self._noted = 0  # one of them may have come further than the others
         self.check()
 
     def _swapped(self, values: list[int]) -> list[list[int]]:
@@ -198,9 +208,17 @@ _guarded: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 def ranks_of(model: PreTrainedModel) -> OneProcess:
-    """The ranks that compute this model. From the first call on, they agree before its collective operations."""
+    """The ranks that compute this model. From the first call on, they agree before its collective operations.
+
+    Raises `OptionError` unless these are all processes of torch's default group.
+    """
     if rank_count(model) == 1:
         return ONE_PROCESS
+    if rank_count(model) != distributed.get_world_size():
+        raise OptionError(
+            f"{type(model).__name__} is split over {rank_count(model)} of {distributed.get_world_size()} processes: "
+            "start as many processes as compute the model"
+        )
     if not _ranks:
         _ranks.append(Ranks())
     if model not in _guarded:
@@ -234,6 +252,8 @@ def _agreed(module: nn.Module, style: Any, mesh: Any, ranks: Ranks) -> Callable[
         args, kwargs = style.transform_inputs_pre_forward(module, args, kwargs, mesh)
         with style.context_around_forward(module, mesh):
             output = forward(*args, **kwargs)
+        if type(output) is torch.Tensor:  # memory that the operation will need, while a failure can still be told
+            output.new_empty(ranks.size * output.numel())
         ranks.check()
         return style.transform_output_post_forward(module, output, mesh)
 

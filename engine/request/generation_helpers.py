@@ -11,7 +11,6 @@ import torch
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
-    MaxTimeCriteria,
     PreTrainedModel,
     StoppingCriteriaList,
 )
@@ -26,7 +25,7 @@ from engine.request.constraint import leave_out_own_settings, read_constraints
 from engine.request.encoder import Source
 from engine.request.grammar import Grammar
 from engine.request.logits_processors import Processing, name_of
-from engine.request.time_limit import TimeLimit
+from engine.request.time_limit import of_all_ranks
 
 
 def what_is_read(prompt: Prompt, source: Source | None) -> torch.Tensor:
@@ -99,11 +98,9 @@ def ended(
 
     @functools.cache
     def criteria() -> Criteria:  # stop strings take a while to prepare, and only searches ask
-        found = Criteria(stopping_criteria(model, config, StoppingCriteriaList(given or []), tokenizer))
-        for number, one in enumerate(found):
-            if isinstance(one, MaxTimeCriteria):  # of the call, not of the first token
-                found[number] = TimeLimit(one.max_time, ranks_of(model), begun)
-        return found
+        found = stopping_criteria(model, config, StoppingCriteriaList(given or []), tokenizer)
+        # Limits of time are those of the call, not of the first token.
+        return Criteria(of_all_ranks(one, ranks_of(model), begun) for one in found)
 
     return lambda ids: criteria()(ids, None)
 

@@ -21,3 +21,10 @@ class TimeLimit(MaxTimeCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         is_over = self._ranks.most(time.time() - self.initial_timestamp > self.max_time)
         return torch.full((len(input_ids),), bool(is_over), device=input_ids.device)
+
+
+def of_all_ranks(criterion: Any, ranks: OneProcess, begun: float | None = None) -> Any:
+    """A criterion; a limit of time is over on all ranks together. begun: of the limit; None for its own."""
+    if not isinstance(criterion, MaxTimeCriteria):
+        return criterion
+    return TimeLimit(criterion.max_time, ranks, criterion.initial_timestamp if begun is None else begun)

@@ -17,7 +17,7 @@ from engine.serving.request import BatchRequest
 from engine.serving.scheduler import BatchState, Counts, Scheduler
 
 _STATE_S = 0.25  # between two looks at a batch
-_LONGEST_WAIT_S = 600.0  # of other ranks, for something to do
+_IDLE_S = 5.0  # between two exchanges of ranks that have nothing to do: then they notice that one has ended
 
 
 class Batch:
@@ -27,7 +27,7 @@ class Batch:
     processes compute the model, each makes a batch. Prompts are submitted on rank 0; the batches of the others run the
     same, and closing them waits until that of rank 0 is closed.
 
-    state: what it does, a quarter of a second old at most.
+    state: what it does, a quarter of a second old at most. failure: what stopped it before it was closed.
     """
 
     def __init__(self, scheduler: Scheduler):
@@ -36,6 +36,7 @@ class Batch:
         self._lock = threading.Lock()  # nothing is submitted after the close; never held by the thread that runs
         self._is_closed = self._cancels = False
         self.state, self._state_at = BatchState(), 0.0
+        self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine batch", daemon=True)
         self._thread.start()
 
@@ -90,8 +91,8 @@ class Batch:
                 self._publish()
         except BaseException as error:  # no request may wait for ever
             with self._lock:
-                self._is_closed = True
-            self._scheduler.ranks.end(error)
+                self._is_closed, self.failure = True, error
+            self._scheduler.ranks.end()
             for request in self._take(waits=False):
                 self._scheduler.add(request)
             why = EngineError(f"the batch stopped: {type(error).__name__}: {error}")
@@ -112,11 +113,11 @@ class Batch:
             requests: list[BatchRequest] = []
             if ranks.is_first:
                 requests = self._take(waits=not (self._scheduler.is_busy or self._is_closed))
-            sent, cancels, is_over = ranks.share(
-                (_sent(requests) if ranks.size > 1 else [], self._cancels, self._is_closed and self._inbox.empty())
-            )
-            for request in requests if ranks.is_first else [BatchRequest(*one) for one in sent]:
-                self._scheduler.add(request)
+                for request in requests:
+                    self._scheduler.add(request)
+            cancels, is_over = self._cancels, self._is_closed and self._inbox.empty()
+            if ranks.size > 1:
+                cancels, is_over = self._from_rank_0(requests, cancels, is_over)
             if cancels:
                 self._scheduler.close()
             if self._scheduler.is_busy:
@@ -124,10 +125,20 @@ class Batch:
             if is_over:
                 return False
 
+    def _from_rank_0(self, requests: list[BatchRequest], cancels: bool, is_over: bool) -> tuple[bool, bool]:
+        """Queue on the other ranks what was submitted on rank 0; whether that cancels all, and whether it is over."""
+        ranks = self._scheduler.ranks
+        if not ranks.most(ranks.is_first and bool(requests or cancels or is_over)):
+            return False, False
+        sent, cancels, is_over = ranks.share((_sent(requests), cancels, is_over))
+        for one in [] if ranks.is_first else sent:
+            self._scheduler.add(BatchRequest(*one))
+        return cancels, is_over
+
     def _take(self, waits: bool) -> list[BatchRequest]:
         """What was submitted. waits: for something to come, if there is nothing."""
         found: list[BatchRequest] = []
-        seconds = _LONGEST_WAIT_S if self._scheduler.ranks.size > 1 else None
+        seconds = _IDLE_S if self._scheduler.ranks.size > 1 else None
         with suppress(queue.Empty):
             while True:
                 request = self._inbox.get(block=waits, timeout=seconds)

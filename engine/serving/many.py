@@ -15,7 +15,7 @@ def generate_many(
     scheduler: Scheduler, prompts: Iterable[Any], parameters: dict[str, Any], progress: bool
 ) -> Generator[BatchRequest, None, None]:
     """See `Generator.generate_many`."""
-    requests, keys = _requests(prompts, parameters), Cancellation()
+    requests, keys = _requests(prompts, parameters), Cancellation(ranks=scheduler.ranks)
     total = len(prompts) if isinstance(prompts, Sized) else None
     is_last = False
     try:
@@ -30,7 +30,7 @@ def generate_many(
                     ended = scheduler.turn()
                 shown.show(ended)
                 yield from ended
-                keys.check_keys()
+                keys.check()
     finally:
         scheduler.close()
 

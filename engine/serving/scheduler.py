@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -20,7 +21,7 @@ from caches.out_of_memory import is_out_of_memory
 from engine.decoding.driver import Driver, Turn
 from engine.errors import EngineError, GenerationCancelled
 from engine.model.model_runner import ModelRunner
-from engine.model.ranks import OneProcess
+from engine.model.ranks import OneProcess, PeerError
 from engine.out_of_memory import empty_allocators, without_frames
 from engine.result import Generation, StreamChunk, nothing_generated
 from engine.serving.request import BatchRequest
@@ -145,7 +146,8 @@ class Scheduler:
         """Do a turn; the requests that have ended in it."""
         runs = self._runs if self._next is None else [*self._runs, self._next]
         requests = [*self._waiting, *(run.request for run in runs)]
-        self._cancelled = self.ranks.share({request.index for request in requests if request.is_set()})
+        cancelled = {request.index for request in requests if request.is_set()}
+        self._cancelled = self.ranks.share(cancelled) if self.ranks.most(bool(cancelled)) else set()
         if self._cancelled:
             self._end_cancelled()
         self._admit()
@@ -160,7 +162,9 @@ class Scheduler:
         for run in self._runs:
             run.request.cancel()
         self._cancelled = {run.request.index for run in self._runs}
-        self._end_runs()
+        while self._runs:
+            with suppress(PeerError):  # each of them ends, also where the other ranks have
+                self._end_runs()
         waiting = [*self._waiting] if self._next is None else [self._next.request, *self._waiting]
         if self._next is not None:
             self._next.turns.close()
@@ -217,6 +221,8 @@ class Scheduler:
             self._end(request, error)
             if isinstance(error, _OF_THE_PROCESS):
                 raise
+            self.ranks.end()
+            self.ranks.meet()
             return None
 
     def _fits(self, run: _Run) -> bool:
@@ -293,6 +299,8 @@ class Scheduler:
             try:
                 computed = ranks.together(partial(self._computed, runs))
             except Exception as error:
+                for run in runs:
+                    run.driver.loop.abort_joined()
                 ranks.meet()
                 out = ranks.most(is_out_of_memory(error)) > 0
                 if not out:

@@ -1,5 +1,8 @@
 """Two processes that compute one model together: texts, bytes, failures, and what is refused."""
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 import pytest
 import ranks
 from architectures import randomised
@@ -21,10 +24,10 @@ def test_ranks_stop_and_fail_together():
     first, second = found
     for name in [name for name in first if name.startswith("after ")]:
         assert first[name] == second[name] == first["alone"], name
-    for name in ("cancellation", "time", "time of beams", "samples", "many"):
+    for name in ("cancellation", "time", "time of a criterion", "time of beams", "samples", "many"):
         assert first[name] == second[name], name
     assert first["cancellation"][:2] == ["GenerationCancelled", 2]
-    assert first["time"] == [row[:1] for row in first["alone"]]
+    assert first["time"] == first["time of a criterion"] == [row[:1] for row in first["alone"]]
     assert [len(row) for row in first["time of beams"]] == [1, 1]
     assert len({tuple(row) for row in first["samples"]}) > 1
     assert first["many"] == first["many alone"]
@@ -36,9 +39,11 @@ def test_ranks_stop_and_fail_together():
         assert failing[name][:2] == other[name][:2] == ["GenerationInterrupted", 2]
         assert message in failing[name][2]
         assert f"rank {found.index(failing)} of 2 has failed" in other[name][2]
-    assert "num_beams=0" in first["option"][2]
-    assert "rank 0 of 2 has failed" in second["option"][2]
-    assert all("compute different texts" in one["arguments"][2] for one in found)
+    for name in ("option", "option again"):
+        assert "num_beams=0" in first[name][2]
+        assert "rank 0 of 2 has failed" in second[name][2]
+    for name in ("arguments", "length", "backend"):
+        assert all("compute different texts" in one[name][2] for one in found)
 
 
 @pytest.mark.slow
@@ -67,6 +72,38 @@ def test_a_batch_of_two_ranks():
     assert found["wrong"] == other["wrong"] == []
     assert found["equal"] > 45
     assert found["cancelled"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runs", [0, 3])
+def test_a_rank_that_dies_ends_the_prompts_of_a_batch(runs):
+    found, code = ranks.found("batch_ends", str(runs))
+    assert code == -9
+    assert not found["alive"]
+    assert "another rank of the 2 has ended" in found["failure"]
+    assert len(found["errors"]) == runs
+    assert "None" not in found["errors"]
+
+
+@pytest.mark.slow
+def test_the_server_of_two_ranks():
+    pytest.importorskip("fastapi", reason="the extra serve is not installed")
+    import httpx
+
+    prompts = [f"def function_{number}(" for number in range(3)]
+    gen = engine.Generator(engine.SHIPPED_MODEL)
+    expected = [gen.generate(prompt, max_new_tokens=12).text[0] for prompt in prompts]
+    with ranks.serving() as (server, url):
+        body = {"model": "shipped", "temperature": 0}
+        with httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor() as pool:
+            ask = partial(http.post, "/v1/completions")
+            bad = ask(json=body | {"prompt": "x", "regex": "(", "max_tokens": 4})
+            assert bad.status_code == 400
+            asked = [pool.submit(ask, json=body | {"prompt": one, "max_tokens": 12}) for one in prompts]
+            assert [one.result().json()["choices"][0]["text"] for one in asked] == expected
+        for rank in server:
+            rank.terminate()
+        assert [rank.wait(30) for rank in server[1:]] == [0]
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -32,7 +33,7 @@ from references import draft_of, tiny
 from resuming import check_goes_on
 from strategy_cases import OPTIONS, REFUSALS
 from torture import PER_SCENE, Attack, DecodingLoop, Scene, run, undisturbed
-from transformers import StoppingCriteria
+from transformers import MaxTimeCriteria, StoppingCriteria
 
 import engine
 import strategies
@@ -44,13 +45,40 @@ NAMES = ("llama", "mistral", "gemma2", "jamba")
 
 def start(program: str, folder: Path, *arguments: str, size: int = SIZE) -> list[subprocess.Popen]:
     """The processes of `program`, a function of this file, which write what they find into `folder`."""
+    return processes([sys.executable, __file__, program, str(folder), *arguments], size)
+
+
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+@contextmanager
+def serving() -> Iterator[tuple[list[subprocess.Popen], str]]:
+    """The processes of a server of the model that ships with the package, and its address, once it answers."""
+    port = str(free_port())
+    server = processes([sys.executable, "-m", "engine", "serve", "--tp", str(SIZE), "--port", port], SIZE)
+    try:
+        end = time.monotonic() + 90
+        while True:
+            assert time.monotonic() < end, "it does not answer"
+            assert all(rank.poll() is None for rank in server), [rank.poll() for rank in server]
+            with suppress(OSError), socket.create_connection(("127.0.0.1", int(port)), 1):
+                break
+            time.sleep(0.1)
+        yield server, f"http://127.0.0.1:{port}"
+    finally:
+        for rank in server:
+            rank.kill()
+
+
+def processes(command: list[str], size: int) -> list[subprocess.Popen]:
+    """One of each rank, with the variables that torchrun sets."""
+    port = free_port()
     places = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
     common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     common["PYTHONPATH"] = os.pathsep.join([*places, os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, __file__, program, str(folder), *arguments]
     return [
         subprocess.Popen(command, env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(size)
@@ -210,8 +238,11 @@ def apart(folder: Path) -> Any:
     found = {"alone": engine.generate(tiny("llama")[0], inputs, **plain).tokens}
     calls: dict[str, dict[str, Any]] = {
         "arguments": {"max_new_tokens": 8, "num_beams": 1 + rank},
+        "length": {"max_new_tokens": 8 + rank},
+        "backend": {"cache": "static"} if rank else {},
         "cancellation": {"cancellation": _Raises(1)},
         "time": {"max_time": 0.0 if rank else 1e6, "max_new_tokens": 50},
+        "time of a criterion": {"stopping_criteria": [MaxTimeCriteria(0.0 if rank else 1e6)], "max_new_tokens": 50},
         "time of beams": {"max_time": 0.0 if rank else 1e6, "max_new_tokens": 50, "num_beams": 3},
         "streamer": {"streamer": _Raises(0, ValueError("no paper"))} if rank == 0 else {},
         "processor": {"logits_processor": [_Raises(1, ValueError("no ink"))]},
@@ -221,6 +252,10 @@ def apart(folder: Path) -> Any:
     for name, options in calls.items():
         found[name] = call(**options)
         found[f"after {name}"] = call()
+    call(num_beams=0)  # all ranks have failed, and one of them fails again before the next call
+    found["option again"] = call(**calls["option"])
+    found["after option again"] = call()
+    call(num_beams=0)
     torch.manual_seed(rank)  # other numbers on each rank, unless they are those of rank 0
     found["samples"] = call(do_sample=True, num_return_sequences=4)
     gen, prompts = engine.Generator(model), [[1, 5, 9], [1, 7, 7, 3, 2], {"prompt": [1, 8], "num_beams": 0}, [1, 2, 30]]
@@ -240,7 +275,11 @@ def batched(folder: Path, first: str, count: str) -> Any:
     for seed in range(int(first), int(first) + int(count)):
         draw, at = Random(f"batch {seed}"), Random(f"memory {seed} {rank}")
         points = [(at.randrange(3, 40), at.choice([0, 1, -1])) for _ in range(at.randint(0, 2))]
-        with failing(model, points, all_happen=False), engine.Generator(model).batch(slots=4) as batch:
+        gen = engine.Generator(model)
+        if seed % 2:
+            with suppress(engine.EngineError):
+                gen.generate([1, 2], num_beams=0)
+        with failing(model, points, all_happen=False), gen.batch(slots=4) as batch:
             if rank > 0:
                 continue
             submitted = []
@@ -252,6 +291,9 @@ def batched(folder: Path, first: str, count: str) -> Any:
                 time.sleep(draw.choice([0, 0, 0.02]))
                 if draw.random() < 0.1:
                     submitted[-1][2].cancel()
+                bad = batch.submit([1, 2], num_beams=0)  # ends before it begins, also where nothing else runs
+                if draw.random() < 0.5 and not isinstance(_error_of(bad), engine.ConfigError):
+                    wrong.append(f"seed {seed}: {bad.error!r} of a prompt that is refused")
             for ids, options, request in submitted:
                 try:
                     got = request.result(60).tokens
@@ -266,6 +308,38 @@ def batched(folder: Path, first: str, count: str) -> Any:
                     equal += got == expected
                     wrong += [] if got == expected else [f"seed {seed}: {ids} {options}: {got}, not {expected}"]
     return {"equal": equal, "cancelled": cancelled, "gave up": gave_up, "wrong": wrong}
+
+
+def _error_of(request: Any) -> BaseException | None:
+    with suppress(Exception):
+        request.result(60)
+    return request.error
+
+
+def batch_ends(folder: Path, runs: str) -> Any:
+    """Rank 1 is killed, while it waits or while `runs` prompts run: what becomes of the prompts on rank 0."""
+    model, forwards = split(folder, "llama"), []
+
+    def die(module: torch.nn.Module, inputs: tuple) -> None:
+        forwards.append(time.monotonic())
+        if len(forwards) == 20 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    batch = engine.Generator(model).batch(slots=4)
+    batch.submit([1, 2, 3], max_new_tokens=2).result(60) if os.environ["RANK"] == "0" else None
+    if int(runs):
+        model.model.layers[1].register_forward_pre_hook(die)
+    elif os.environ["RANK"] == "1":
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if os.environ["RANK"] == "1":
+        batch.close()
+    asked = [batch.submit([1, 2, 3 + number], max_new_tokens=60) for number in range(int(runs))]
+    errors = [str(_error_of(one)) for one in asked]
+    end = time.monotonic() + 20
+    while batch.is_alive and time.monotonic() < end:
+        time.sleep(0.05)
+    return {"errors": errors, "alive": batch.is_alive, "failure": str(batch.failure)}
 
 
 def interrupted(folder: Path) -> Any:
@@ -309,6 +383,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     "batched": batched,
     "interrupted": interrupted,
     "ends": ends,
+    "batch_ends": batch_ends,
 }
 
 if __name__ == "__main__":
@@ -316,5 +391,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     result = PROGRAMS[program](Path(here), *more)
     (Path(here) / f"{os.environ['RANK']}.json").write_text(json.dumps(result))
-    if program != "ends":
+    if not program.endswith("ends"):
         torch.distributed.destroy_process_group()
