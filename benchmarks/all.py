@@ -36,6 +36,7 @@ COMMANDS: dict[str, list[str]] = {
     "tensor-parallel": ["tensor_parallel.py"],
     "out-of-memory": ["out_of_memory.py"],
     "startup": ["startup.py"],
+    "compiling": ["compiling.py"],
 }
 PLOTTED = ("decode", "branching", "scaling", "quality")
 

@@ -166,7 +166,9 @@ def main(
     table.add_row("layers ready, waited for, 4 rows", f"{waited[4]:.1f} s")
     table.add_row("layers ready, beside calls", f"{built['ready_s']:.1f} s")
     for name, ms in built["ms_per_token"].items():
-        table.add_row(f"ms per token, prompt included, {name}", f"{ms['median']:.1f} ({ms['least']:.1f} to {ms['most']:.1f})")
+        table.add_row(
+            f"ms per token, prompt included, {name}", f"{ms['median']:.1f} ({ms['least']:.1f} to {ms['most']:.1f})"
+        )
     for name, seconds in first.items():
         table.add_row(f"first call of another process, other weights: {name}", f"{seconds['median']:.3f} s")
     table.add_row("packages built in mixed calls", f"{mixed['packages_built']} in {calls}")

@@ -252,7 +252,7 @@ def _agreed(module: nn.Module, style: Any, mesh: Any, ranks: Ranks) -> Callable[
         args, kwargs = style.transform_inputs_pre_forward(module, args, kwargs, mesh)
         with style.context_around_forward(module, mesh):
             output = forward(*args, **kwargs)
-        if type(output) is torch.Tensor:  # memory that the operation will need, while a failure can still be told
+        if type(output) is torch.Tensor:  # memory that the operation will need, before the others wait in it
             output.new_empty(ranks.size * output.numel())
         ranks.check()
         return style.transform_output_post_forward(module, output, mesh)
