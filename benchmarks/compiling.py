@@ -131,14 +131,14 @@ def main(
     runs: Annotated[int, typer.Option(help="processes per case of loading")] = 5,
     threads: Annotated[int, typer.Option(help="threads of torch")] = 2,
     calls: Annotated[int, typer.Option(help="mixed calls")] = 100,
-    shape: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "small",
+    model: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "small",
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["KVENGINE_CACHE"] = folder
 
         def alone(work: Callable[..., Any], *arguments: Any) -> Any:
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-                return pool.submit(work, shape, threads, *arguments).result()
+                return pool.submit(work, model, threads, *arguments).result()
 
         with _console.status("kernels and matrix products"):
             fresh = alone(first_call, "off", 0)
@@ -166,14 +166,13 @@ def main(
     table.add_row("layers ready, waited for, 4 rows", f"{waited[4]:.1f} s")
     table.add_row("layers ready, beside calls", f"{built['ready_s']:.1f} s")
     for name, ms in built["ms_per_token"].items():
-        table.add_row(
-            f"ms per token, prompt included, {name}", f"{ms['median']:.1f} ({ms['least']:.1f} to {ms['most']:.1f})"
-        )
+        shown = f"{ms['median']:.1f} ({ms['least']:.1f} to {ms['most']:.1f})"
+        table.add_row(f"ms per token, prompt included, {name}", shown)
     for name, seconds in first.items():
         table.add_row(f"first call of another process, other weights: {name}", f"{seconds['median']:.3f} s")
     table.add_row("packages built in mixed calls", f"{mixed['packages_built']} in {calls}")
     _console.print(table)
-    report("compiling", out, model=SHAPES[shape], shape=shape, fresh=fresh, built=built, waited_s=waited,
+    report("compiling", out, model=SHAPES[model], fresh=fresh, built=built, waited_s=waited,
            first_call_s=first, other_weights_loaded=is_loaded, mixed=mixed, package_bytes=sizes)  # fmt: skip
 
 

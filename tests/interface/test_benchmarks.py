@@ -131,11 +131,23 @@ def test_startup(tmp_path):
     found = run("startup.py", tmp_path / "startup.json", "--runs 1")
     assert found["same_text"] is True
     cases = found["cases"]
-    assert list(cases) == ["import torch", "command line", "script", "transformers"]
+    own = ["command line", "command line, first on a machine", "script"]
+    assert list(cases) == ["import torch", *own, "transformers"]
     for case in cases.values():
         assert 0 < case["text_processor_s"]["median"] < case["processor_s"]["median"]
         assert case["text_s"]["median"] > 0
     assert cases["transformers"]["times_peer"] == 1
+
+
+@pytest.mark.slow
+def test_compiling(tmp_path):
+    found = run("compiling.py", tmp_path / "compiling.json", "--model tiny --runs 1 --calls 10")
+    assert len(found["package_bytes"]) == 2, "one for a row, one for two to four"
+    assert found["other_weights_loaded"] is True
+    assert found["mixed"]["builds_started"] == found["mixed"]["packages_built"] == 0
+    assert sum(found["mixed"]["by"].values()) == 10
+    assert any(name.endswith(": compiled") for name in found["mixed"]["by"])
+    assert min(found["built"]["ready_s"], *found["waited_s"].values()) > 1
 
 
 @pytest.mark.slow

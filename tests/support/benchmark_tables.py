@@ -304,6 +304,33 @@ def startup(report: Report) -> str:
     )
 
 
+def compiling(report: Report) -> str:
+    mixed, ms = report["mixed"], report["built"]["ms_per_token"]
+    assert report["other_weights_loaded"]
+    assert mixed["builds_started"] == mixed["packages_built"] == 0
+    compiled = sum(count for name, count in mixed["by"].items() if name.endswith("compiled"))
+    first = {name: spread(seconds, 3) for name, seconds in report["first_call_s"].items()}
+    rows = [
+        ["kernels and matrix products, once per machine, s", f"{report['fresh']['generator_s']:.1f}"],
+        *([f"layers of {rows} row{'s' * (rows != '1')}, waited for, s", f"{seconds:.1f}"]
+          for rows, seconds in sorted(report["waited_s"].items())),
+        ["layers, while calls go on without end, s", f"{report['built']['ready_s']:.1f}"],
+        ["ms per token of these calls", spread(ms["meanwhile"])],
+        ["ms per token without compiled layers", spread(ms["without"])],
+        ["ms per token with them", spread(ms["with"])],
+        ["first call of another process, other weights, without them, s", first["off"]],
+        ["first call of another process, other weights, with them, s", first["auto"]],
+        [f"of {mixed['calls']} mixed calls: computed with them", str(compiled)],
+        [f"of {mixed['calls']} mixed calls: that compiled anything", str(mixed["builds_started"])],
+        ["a package, MB", f"{max(report['package_bytes']) / 1e6:.1f}"],
+    ]  # fmt: skip
+    return text(
+        f'{machine(report)}; the model "small", cache `static`; ms per token with the prompt of 64 tokens; median '
+        "(least to most).",
+        table(["", ""], rows, "lr"),
+    )
+
+
 def many(report: Report) -> str:
     cases = report["cases"]
     ours = max(case["tokens_per_s"] for name, case in cases.items() if name.endswith(" slots"))
@@ -391,6 +418,7 @@ TABLES = {
     "memory_long": ("memory-long-cpu", memory),
     "quality": ("quality-cpu", quality),
     "reuse": ("reuse-cpu", reuse),
+    "compiling": ("compiling-cpu", compiling),
     "startup": ("startup-cpu", startup),
     "structured": ("structured-cpu", structured),
 }
