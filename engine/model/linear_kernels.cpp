@@ -26,6 +26,8 @@ constexpr int64_t lanes = 8;
 // The sums of a tile stay in registers: there are 32 with AVX-512, otherwise 16.
 constexpr int outs_at_once = 4, rows_at_once = lanes == 16 ? 6 : 2;
 constexpr int outs_of_tile = 8;
+constexpr int64_t most_columns = 64;  // rows that are computed as columns: see `columns_of`
+constexpr int64_t lanes_for(int64_t rows) { return (rows + 7) / 8 * 8; }
 typedef float Lanes __attribute__((vector_size(4 * lanes)));
 typedef float Eight __attribute__((vector_size(32)));
 typedef float Quarter __attribute__((vector_size(16)));
@@ -118,37 +120,39 @@ struct Product {
     rest<rows_at_once - 1, some_outs>(row, first, fetched, passes - 1, passes);
   }
 
-  // Outputs of all rows at once: the inputs of all rows are a vector or two, which is multiplied with a weight at a time.
+  // Outputs of the rows from `row` on, as many as the vectors have lanes: the inputs of these rows are a vector or two,
+  // which is multiplied with a weight at a time.
   template <class Vector, int vectors, int some_outs>
-  void column_tile(int64_t first, const Weight* fetched) const {
-    constexpr int64_t each = sizeof(Vector) / sizeof(float), side = vectors * each;
+  void column_tile(int64_t row, int64_t first, const Weight* fetched) const {
+    constexpr int64_t each = sizeof(Vector) / sizeof(float);
     const Weight* by = weight + first * weight_stride;
+    const float* from = columns + row;
+    const int64_t side = lanes_for(rows);
     Vector sums[some_outs][vectors] = {};
-    for (int64_t i = 0; i < width; i++) {
+    for (int64_t i = 0; i < width; i++, from += side) {
       if (fetched && i % lanes == 0)
         for (int one = 0; one < some_outs; one++) __builtin_prefetch(fetched + one * weight_stride + i, 0, 2);
       Vector values[vectors];
-      for (int v = 0; v < vectors; v++) values[v] = load<Vector>(columns + i * side + v * each);
+      for (int v = 0; v < vectors; v++) values[v] = load<Vector>(from + v * each);
       for (int one = 0; one < some_outs; one++)
         for (int v = 0; v < vectors; v++) sums[one][v] += values[v] * by[one * weight_stride + i];
     }
-    float found[some_outs][side];
+    float found[some_outs][vectors * each];
     std::memcpy(found, sums, sizeof(found));
-    for (int64_t row = 0; row < rows; row++)
-      for (int one = 0; one < some_outs; one++) out[row * out_stride + first + one] = found[one][row];
+    const int64_t count = std::min(rows - row, vectors * each);
+    for (int64_t other = 0; other < count; other++)
+      for (int one = 0; one < some_outs; one++) out[(row + other) * out_stride + first + one] = found[one][other];
   }
 
   template <class Vector, int vectors>
-  void column_tiles(int64_t from, int64_t to) const {
-    constexpr int fit = vectors * sizeof(Vector) > 64 ? 2 : vectors * sizeof(Vector) > 32 ? 4 : outs_of_tile;
-    constexpr int at_once = lanes == 8 ? fit : outs_of_tile;  // their sums have to fit 16 registers, or 32
-    int64_t first = from * outs_of_tile;
-    const int64_t end = std::min(to * outs_of_tile, outs);
+  void columns_of_tile(int64_t row, int64_t first, int64_t end) const {
+    constexpr int at_once = lanes == 8 ? outs_of_tile / vectors : outs_of_tile;  // their sums fit 16 registers, or 32
     for (; first + at_once <= end; first += at_once) {
-      const int64_t next = first + at_once;
-      column_tile<Vector, vectors, at_once>(first, next + at_once <= end ? weight + next * weight_stride : nullptr);
+      const int64_t next = first + outs_of_tile;
+      const bool fetches = row == 0 && next + at_once <= outs;
+      column_tile<Vector, vectors, at_once>(row, first, fetches ? weight + next * weight_stride : nullptr);
     }
-    for (; first < end; first++) column_tile<Vector, vectors, 1>(first, nullptr);
+    for (; first < end; first++) column_tile<Vector, vectors, 1>(row, first, nullptr);
   }
 
   int64_t tiles() const { return (outs + outs_of_tile - 1) / outs_of_tile; }
@@ -189,18 +193,23 @@ struct Product {
     for (; first < end; first++) all_rows<1>(first, nullptr);
   }
 
+  // By 32, 16 and 8 rows: the weights of a tile come from memory once.
   void all_columns(int64_t from, int64_t to) const {
     constexpr int of_sixteen = 16 / lanes;
-    if (rows <= 8) return column_tiles<Eight, 1>(from, to);
-    rows <= 16 ? column_tiles<Lanes, of_sixteen>(from, to) : column_tiles<Lanes, 2 * of_sixteen>(from, to);
+    for (int64_t tile = from; tile < to; tile++) {
+      const int64_t first = tile * outs_of_tile, end = std::min(first + outs_of_tile, outs);
+      int64_t row = 0, left = lanes_for(rows);
+      for (; left >= 32; row += 32, left -= 32) columns_of_tile<Lanes, 2 * of_sixteen>(row, first, end);
+      if (left >= 16) columns_of_tile<Lanes, of_sixteen>(row, first, end), row += 16, left -= 16;
+      if (left > 0) columns_of_tile<Eight, 1>(row, first, end);
+    }
   }
 };
 
-// The input [rows, width] as [width, rows], where the rows fill 8, 16 or 32 lanes or lack few of them; else empty.
+// The input [rows, width] as [width, lanes], where the rows fill the lanes or lack few of them; else empty.
 std::vector<float> columns_of(const Tensor& input, int64_t rows, int64_t stride) {
-  const int64_t width = input.size(input.dim() - 1);
-  const int64_t side = rows <= 8 ? 8 : rows <= 16 ? 16 : 32;
-  if (rows > side || rows * 8 < side * 7) return {};
+  const int64_t width = input.size(input.dim() - 1), side = lanes_for(rows);
+  if (rows > most_columns || (rows < 32 && rows * 8 < side * 7)) return {};
   std::vector<float> columns(width * side);
   const float* from = static_cast<const float*>(input.data_ptr());
   for (int64_t i = 0; i < width; i++)
