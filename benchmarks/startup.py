@@ -68,7 +68,7 @@ class Program:
             first = process.stdout.read(1)
             self.taken["text_s"].append(time.perf_counter() - begun)
             fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-            self.taken["text_processor_s"].append(sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK"))
+            self.taken["text_processor_s"].append(sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK"))
             self.text = (first + process.stdout.read()).decode()
             _, status, used = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)

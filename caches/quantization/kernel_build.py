@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from caches.quantization.machine import cache_folder, once, processor
+from caches.quantization.machine import cache_folder, once_per_machine, processor
 from configs import ConfigError
 
 # As fast as -ffast-math, but NaN and infinity keep their meaning and no other code changes its rounding.
@@ -123,7 +123,8 @@ def _library(source: Path, name: str) -> Path:
     path = folder / f"{name}_{key}.so"
     if path.exists():
         return path
-    once.info("compiling kernels for this machine")
+    if shutil.which(_compiler()[0]) is not None:
+        once_per_machine.info("compiling kernels for this machine, once")
     building = Path(tempfile.mkdtemp(dir=folder, prefix=".building-"))
     try:
         library = building / path.name

@@ -15,7 +15,7 @@ _FIELDS = ("model name", "flags", "features", "cpu implementer", "cpu part", "cp
 # By system: the variable with the folder for caches, and its default below the user's home.
 _USER_CACHES = {"win32": ("LOCALAPPDATA", "AppData/Local"), "darwin": ("XDG_CACHE_HOME", "Library/Caches")}
 
-once = getLogger("engine.once")
+once_per_machine = getLogger("engine.once_per_machine")
 """Gets an info record before work of seconds that is done once per machine."""
 
 

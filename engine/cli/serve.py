@@ -93,4 +93,4 @@ def follow(generator: Generator, slots: int) -> None:
     batch = generator.batch(slots=slots)
     batch.close()
     if batch.failure is not None:
-        raise EngineError(f"rank 0 does not go on: {batch.failure}") from batch.failure
+        raise EngineError(f"the batch of this rank has stopped: {batch.failure}") from batch.failure

@@ -59,6 +59,9 @@ class GuidedSession:
         """See `ModelSession.prepare`: the tokens of both texts."""
         return self._session.prepare(self._of_both(tokens))
 
+    def abort_joined(self) -> None:
+        self._session.abort_joined()
+
     def read_piece(self, tokens: torch.Tensor, most: int) -> torch.Tensor | None:
         """Both texts are read at once."""
         return None

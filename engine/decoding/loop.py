@@ -185,8 +185,8 @@ class DecodingLoop:
         return self._session.cache, tokens
 
     def abort_joined(self) -> None:
-        """Undo a joined step, also where only other ranks could not complete it."""
-        self._session.cache.abort()
+        """See `ModelSession`."""
+        self._session.abort_joined()
 
     def read_piece(self, forward: Forward, most: int) -> Forward | None:
         """Read at most `most` tokens of the prompt: what is left of it. None where `forward` is to be performed."""

@@ -157,6 +157,11 @@ class ModelSession:
             self._goal = 0
         return tokens
 
+    def abort_joined(self) -> None:
+        """Undo a joined step that this rank or another one could not complete. What was open before it stays open."""
+        if not self._step_open:  # else it was not prepared
+            self.cache.abort()
+
     def read_piece(self, tokens: torch.Tensor, most: int) -> torch.Tensor | None:
         """Feed at most `most` of the `tokens` [rows, n] and commit them. Returns those that are left.
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from transformers import StoppingCriteriaList
+from transformers import MaxTimeCriteria, StoppingCriteriaList
 
 from engine.model.ranks import OneProcess
 from engine.output.detokenizer import RowText
 from engine.request.request import Request
-from engine.request.time_limit import TimeLimit, of_all_ranks
+from engine.request.time_limit import of_all_ranks
 
 
 class Stopping:
@@ -26,7 +26,7 @@ class Stopping:
         self._eos_ids = frozenset(request.eos_ids)
         time_criteria = StoppingCriteriaList()
         if request.config.max_time is not None:
-            time_criteria.append(TimeLimit(request.config.max_time, ranks))
+            time_criteria.append(of_all_ranks(MaxTimeCriteria(request.config.max_time), ranks))
         given = type(request.criteria)(of_all_ranks(one, ranks) for one in request.criteria)
         self._criteria = (("criteria", given), ("time", time_criteria))
 

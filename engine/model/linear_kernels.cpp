@@ -251,7 +251,10 @@ Tensor product(const Tensor& input, const std::vector<Tensor>& weights, const st
   const int64_t stride = axes == 2 ? input.stride(0) : width, all = outs_of(weights);
   check_contiguous(input);
   STD_TORCH_CHECK(axes == 2 || input.is_contiguous(), "an input of more axes than two has to be contiguous");
-  for (const Tensor& weight : weights) check_contiguous(weight);
+  for (const Tensor& weight : weights) {
+    check_contiguous(weight);
+    STD_TORCH_CHECK(weight.size(1) == width, "the inputs are ", width, " wide, and the weights ", weight.size(1));
+  }
   const auto sizes_in = input.sizes();
   std::vector<int64_t> sizes(sizes_in.begin(), sizes_in.end());
   sizes.back() = all;

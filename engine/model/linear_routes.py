@@ -21,7 +21,13 @@ import torch
 from torch.nn import functional
 
 from caches.out_of_memory import is_out_of_memory
-from caches.quantization.machine import cache_folder, last_level_cache_bytes, once, processor, write_atomically
+from caches.quantization.machine import (
+    cache_folder,
+    last_level_cache_bytes,
+    once_per_machine,
+    processor,
+    write_atomically,
+)
 from caches.torch_api import has_onednn, onednn_linear
 from engine.model.linear_kernels import kernels
 
@@ -154,7 +160,7 @@ def _stored_with(measured: dict[Shape, Names]) -> dict[Shape, Names]:
 def _measure(shapes: Iterable[Shape]) -> dict[Shape, Names]:
     """The fastest route per shape and bucket; none if memory is out."""
     assert len(_ROWS) == len(ROW_LIMITS) + 1
-    once.info("measuring matrix products on this machine")
+    once_per_machine.info("measuring matrix products on this machine, once")
     least, most = _POOL_BYTES
     try:
         # Larger than the processor's caches. Not torch.zeros: its pages may all be one physical page.

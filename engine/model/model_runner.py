@@ -67,6 +67,7 @@ class ForwardOptions(NamedTuple):  # made for every forward: a frozen dataclass 
 
 
 _RECORDED = ("output_attentions", "output_hidden_states", "output_router_logits")  # what hooks within layers record
+_CALLS_UNTIL_NEXT_TRIAL = 100  # a number, not a time: all ranks try at once
 _NO_INPUTS, _NO_OPTIONS = ModelInputs(), ForwardOptions()
 
 
@@ -103,6 +104,7 @@ class ModelRunner:
         self._cache_argument = cache_argument(model)
         self.takes_cache = self._cache_argument.can_be_ours
         self._backend, self._compiled = compile, None
+        self._alone_calls = 0  # of `why_alone`, before a joined step is tried again for which memory was out
         self._packages = LayerPackages(model, self._table) if compile == "auto" else None
         if compile not in ("off", "auto"):
             self.check_graph(f"compile={compile!r}")
@@ -208,12 +210,15 @@ class ModelRunner:
     def why_alone(self) -> str | None:
         """Why its steps cannot be joined with those of other caches; None where they can. Measured at first."""
         with self._turn, torch.no_grad():
-            try:
-                return self._why_alone
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                return "memory was out when a joined step was tried"  # which is tried again
+            if self._alone_calls == 0:
+                try:
+                    return self._why_alone
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    self._alone_calls = _CALLS_UNTIL_NEXT_TRIAL
+            self._alone_calls -= 1
+            return "memory was out when a joined step was tried"
 
     @cached_property
     def _why_alone(self) -> str | None:

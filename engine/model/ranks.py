@@ -29,7 +29,8 @@ from engine.out_of_memory import Exhausted, in_words
 
 T = TypeVar("T")
 _FINE, _MEMORY_OUT, _FAILED = range(3)  # the last one ends the call on all ranks
-# Styles of transformers' plans whose modules compute on one rank alone.
+_GATHERING = ("colwise_gather_output", "colwise_rep")  # styles of transformers' plans whose outputs are put together
+# Styles whose modules compute on one rank alone.
 _WITHOUT_OPERATIONS = ("colwise", "packed_colwise", "local_params", "replicate", "replicated_with_grad_allreduce")
 _TIMEOUT = timedelta(days=1)  # ranks wait while a user types; one that ends is noticed at once
 
@@ -95,6 +96,7 @@ class Ranks(OneProcess):
         self._noted = 0
         self._is_failing = False  # a failure was exchanged that `recovers` has not decided about
         self._is_apart = False  # all know that the call has failed, and this rank decides for itself
+        self._why_lost = ""  # why another rank cannot be reached
 
     def resume(self) -> None:
         if self._is_apart:
@@ -173,12 +175,12 @@ class Ranks(OneProcess):
     @contextmanager
     def _noticing_ends(self) -> Iterator[None]:
         try:
+            if self._why_lost:
+                raise RuntimeError(self._why_lost)
             yield
         except RuntimeError as lost:
-            self._is_apart = True
-            raise PeerError(
-                f"another rank of the {self.size} has ended or cannot be reached: {in_words(lost)}"
-            ) from lost
+            self._is_apart, self._why_lost = True, in_words(lost)
+            raise PeerError(f"another rank of the {self.size} has ended or cannot be reached: {lost}") from lost
 
     def _exchange(self, state: int, value: int = 0) -> int:
         """The largest value of all ranks. Raises where this rank is fine and another one is not."""
@@ -236,7 +238,8 @@ def _guard(model: PreTrainedModel, ranks: Ranks) -> None:
         style = model.tp_plan.get(plan_name(name))
         if "forward" in vars(module) and style is not None and style not in _WITHOUT_OPERATIONS:
             del module.forward  # transformers' own, which does the same without the agreement
-            module.forward = _agreed(module, ALL_PARALLEL_STYLES[style], mesh, ranks)
+            times = ranks.size if style in _GATHERING else 0
+            module.forward = _agreed(module, ALL_PARALLEL_STYLES[style], mesh, ranks, times)
 
 
 def plan_name(name: str) -> str:
@@ -244,16 +247,17 @@ def plan_name(name: str) -> str:
     return re.sub(r"\b\d+\b", "*", name)
 
 
-def _agreed(module: nn.Module, style: Any, mesh: Any, ranks: Ranks) -> Callable[..., Any]:
-    """The forward of a module of this style of transformers."""
+def _agreed(module: nn.Module, style: Any, mesh: Any, ranks: Ranks, times: int) -> Callable[..., Any]:
+    """The forward of a module of this style of transformers. times: how many outputs of a rank are put together into a
+    new one; 0 where none is made."""
     forward = module.forward
 
     def agreed_forward(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = style.transform_inputs_pre_forward(module, args, kwargs, mesh)
         with style.context_around_forward(module, mesh):
             output = forward(*args, **kwargs)
-        if type(output) is torch.Tensor:  # memory that the operation will need, before the others wait in it
-            output.new_empty(ranks.size * output.numel())
+        if times and type(output) is torch.Tensor:  # memory that is out has to show before the others wait
+            output.new_empty(times * output.numel())
         ranks.check()
         return style.transform_output_post_forward(module, output, mesh)
 

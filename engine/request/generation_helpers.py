@@ -11,6 +11,7 @@ import torch
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
+    MaxTimeCriteria,
     PreTrainedModel,
     StoppingCriteriaList,
 )
@@ -99,8 +100,10 @@ def ended(
     @functools.cache
     def criteria() -> Criteria:  # stop strings take a while to prepare, and only searches ask
         found = stopping_criteria(model, config, StoppingCriteriaList(given or []), tokenizer)
-        # Limits of time are those of the call, not of the first token.
-        return Criteria(of_all_ranks(one, ranks_of(model), begun) for one in found)
+        for one in found:
+            if isinstance(one, MaxTimeCriteria) and one not in (given or []):  # of the call, not of the first token
+                one.initial_timestamp = begun
+        return Criteria(of_all_ranks(one, ranks_of(model)) for one in found)
 
     return lambda ids: criteria()(ids, None)
 

@@ -27,7 +27,7 @@ class Batch:
     processes compute the model, each makes a batch. Prompts are submitted on rank 0; the batches of the others run the
     same, and closing them waits until that of rank 0 is closed.
 
-    state: what it does, a quarter of a second old at most. failure: what stopped it before it was closed.
+    state: what it does, a quarter of a second old at most. failure: the error that stopped it; None where none did.
     """
 
     def __init__(self, scheduler: Scheduler):

@@ -73,6 +73,13 @@ def test_what_inspect_refuses(cli, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="terminals")
+def test_it_is_of_one_process(cli, tmp_path):
+    engine.EngineConfig(tp=2).to_json_file(tmp_path / "two.json")
+    done = cli(["chat", "--config", str(tmp_path / "two.json")])
+    assert done.exit_code == 2
+    assert "tp=2: a terminal is that of one process" in done.stderr
+
+
 def test_in_a_terminal():
     """Typed as a new user would: Ctrl-C ends an answer, the conversation goes on, Ctrl-D ends it."""
     ours, theirs = pty.openpty()

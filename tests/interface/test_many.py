@@ -18,6 +18,9 @@ from arrivals import BACKENDS, STRATEGIES, Broken, memory_always_out, run
 
 import caches
 import engine
+from engine.decoding.model_session import ModelSession
+from engine.model import joined_step
+from engine.out_of_memory import Exhausted
 from engine.serving.request import BatchRequest
 
 NEW = 6
@@ -118,6 +121,39 @@ def test_every_architecture(name):
         requests = [batch.submit(one, max_new_tokens=4) for one in asked]
     assert [request.result().tokens for request in requests] == expected
     assert batch.counts.row_steps == (0 if batch.counts.why_alone else 2 * 3)
+
+
+def test_a_joined_step_that_cannot_be_prepared_leaves_the_others_as_they_are(monkeypatch):
+    gen, prepare, calls = engine.Generator(tiny_model("llama")), ModelSession.prepare, []
+    asked = [ids(tokens) for tokens in (3, 5, 9)]
+    expected = [gen.generate(one, max_new_tokens=8).tokens for one in asked]
+
+    def fails_once(session, tokens):
+        calls.append(session)
+        if len(calls) == 8:  # the second of three requests: one is prepared, one is not
+            raise Exhausted("this cache is larger than it may be")
+        return prepare(session, tokens)
+
+    monkeypatch.setattr(ModelSession, "prepare", fails_once)
+    found = {one.index: one.result().tokens for one in gen.generate_many(asked, slots=3, max_new_tokens=8)}
+    assert [found[index] for index in range(3)] == expected
+    assert len(calls) > 8
+
+
+def test_a_trial_of_a_joined_step_without_memory_is_made_again(monkeypatch):
+    gen, tried, trials = engine.Generator(tiny_model("llama")), joined_step._tried, []
+
+    def fails_once(*arguments):
+        trials.append(arguments)
+        if len(trials) == 1:
+            raise MemoryError
+        return tried(*arguments)
+
+    monkeypatch.setattr(joined_step, "_tried", fails_once)
+    whys = [gen._runner.why_alone for _ in range(102)]
+    assert whys[:100] == ["memory was out when a joined step was tried"] * 100
+    assert whys[100:] == [None, None]
+    assert len(trials) == 2
 
 
 @pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 80), marks=pytest.mark.slow)], ids=len)

@@ -30,6 +30,7 @@ def test_ranks_stop_and_fail_together():
     assert first["time"] == first["time of a criterion"] == [row[:1] for row in first["alone"]]
     assert [len(row) for row in first["time of beams"]] == [1, 1]
     assert len({tuple(row) for row in first["samples"]}) > 1
+    assert first["fingerprint"] != second["fingerprint"], "their caches have other heads"
     assert first["many"] == first["many alone"]
     for failing, other, name, message in (
         (first, second, "streamer", "no paper"),
@@ -103,7 +104,7 @@ def test_the_server_of_two_ranks():
             assert [one.result().json()["choices"][0]["text"] for one in asked] == expected
         for rank in server:
             rank.terminate()
-        assert [rank.wait(30) for rank in server[1:]] == [0]
+        assert [rank.wait(30) for rank in server] in ([0, 0], [-15, 0])
 
 
 @pytest.mark.slow

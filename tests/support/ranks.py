@@ -37,6 +37,7 @@ from transformers import MaxTimeCriteria, StoppingCriteria
 
 import engine
 import strategies
+from caches.spec.fingerprint import fingerprint
 from engine.model.ranks import PeerError
 
 SIZE = 2
@@ -256,6 +257,7 @@ def apart(folder: Path) -> Any:
     found["option again"] = call(**calls["option"])
     found["after option again"] = call()
     call(num_beams=0)
+    found["fingerprint"] = fingerprint(model)
     torch.manual_seed(rank)  # other numbers on each rank, unless they are those of rank 0
     found["samples"] = call(do_sample=True, num_return_sequences=4)
     gen, prompts = engine.Generator(model), [[1, 5, 9], [1, 7, 7, 3, 2], {"prompt": [1, 8], "num_beams": 0}, [1, 2, 30]]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from architectures import prompt, tiny_model
 from helpers import needs_kernels
+from rich.progress import Progress
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -469,12 +470,13 @@ def test_matrices_are_not_read_twice_in_a_row():
 
 @pytest.mark.usefixtures("_small")
 def test_the_progress_line_shows_what_is_done_once_per_machine(monkeypatch):
-    shown = []
-    monkeypatch.setattr(Work, "doing", lambda work, what: shown.append(what))
-    with Work():
+    shown, show = [], Progress.update
+    monkeypatch.setattr(Progress, "update", lambda bar, task, **what: shown.append(what) or show(bar, task, **what))
+    with Work() as work:
+        work.doing("loading the model")
         linear_routes._measure([ONE])
     linear_routes._measure([ONE])
-    assert shown == ["measuring matrix products on this machine, once"]
+    assert shown == [{"description": "loading the model (measuring matrix products on this machine, once)"}]
 
 
 @pytest.mark.usefixtures("_small")
