@@ -122,12 +122,12 @@ struct Product {
 
   // Outputs of the rows from `row` on, as many as the vectors have lanes: the inputs of these rows are a vector or two,
   // which is multiplied with a weight at a time.
-  template <class Vector, int vectors, int some_outs>
+  template <class Vector, int vectors, int some_outs, bool are_all>
   void column_tile(int64_t row, int64_t first, const Weight* fetched) const {
     constexpr int64_t each = sizeof(Vector) / sizeof(float);
     const Weight* by = weight + first * weight_stride;
     const float* from = columns + row;
-    const int64_t side = lanes_for(rows);
+    const int64_t side = are_all ? vectors * each : lanes_for(rows);
     Vector sums[some_outs][vectors] = {};
     for (int64_t i = 0; i < width; i++, from += side) {
       if (fetched && i % lanes == 0)
@@ -144,15 +144,16 @@ struct Product {
       for (int one = 0; one < some_outs; one++) out[(row + other) * out_stride + first + one] = found[one][other];
   }
 
-  template <class Vector, int vectors>
+  // are_all: whether these are all rows, as known to the compiler.
+  template <class Vector, int vectors, bool are_all = false>
   void columns_of_tile(int64_t row, int64_t first, int64_t end) const {
     constexpr int at_once = lanes == 8 ? outs_of_tile / vectors : outs_of_tile;  // their sums fit 16 registers, or 32
     for (; first + at_once <= end; first += at_once) {
       const int64_t next = first + outs_of_tile;
       const bool fetches = row == 0 && next + at_once <= outs;
-      column_tile<Vector, vectors, at_once>(row, first, fetches ? weight + next * weight_stride : nullptr);
+      column_tile<Vector, vectors, at_once, are_all>(row, first, fetches ? weight + next * weight_stride : nullptr);
     }
-    for (; first < end; first++) column_tile<Vector, vectors, 1>(row, first, nullptr);
+    for (; first < end; first++) column_tile<Vector, vectors, 1, are_all>(row, first, nullptr);
   }
 
   int64_t tiles() const { return (outs + outs_of_tile - 1) / outs_of_tile; }
@@ -193,16 +194,29 @@ struct Product {
     for (; first < end; first++) all_rows<1>(first, nullptr);
   }
 
-  // By 32, 16 and 8 rows: the weights of a tile come from memory once.
   void all_columns(int64_t from, int64_t to) const {
     constexpr int of_sixteen = 16 / lanes;
+    const int64_t side = lanes_for(rows);
     for (int64_t tile = from; tile < to; tile++) {
       const int64_t first = tile * outs_of_tile, end = std::min(first + outs_of_tile, outs);
-      int64_t row = 0, left = lanes_for(rows);
-      for (; left >= 32; row += 32, left -= 32) columns_of_tile<Lanes, 2 * of_sixteen>(row, first, end);
-      if (left >= 16) columns_of_tile<Lanes, of_sixteen>(row, first, end), row += 16, left -= 16;
-      if (left > 0) columns_of_tile<Eight, 1>(row, first, end);
+      if (side == 8)
+        columns_of_tile<Eight, 1, true>(0, first, end);
+      else if (side == 16)
+        columns_of_tile<Lanes, of_sixteen, true>(0, first, end);
+      else if (side == 32)
+        columns_of_tile<Lanes, 2 * of_sixteen, true>(0, first, end);
+      else
+        groups_of_tile(side, first, end);
     }
+  }
+
+  // By 32, 16 and 8 rows: the weights of a tile come from memory once.
+  void groups_of_tile(int64_t side, int64_t first, int64_t end) const {
+    constexpr int of_sixteen = 16 / lanes;
+    int64_t row = 0;
+    for (; row + 32 <= side; row += 32) columns_of_tile<Lanes, 2 * of_sixteen>(row, first, end);
+    if (row + 16 <= side) columns_of_tile<Lanes, of_sixteen>(row, first, end), row += 16;
+    if (row < side) columns_of_tile<Eight, 1>(row, first, end);
   }
 };
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from itertools import cycle, islice
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch.nn import functional
@@ -40,12 +40,13 @@ Shape: TypeAlias = tuple[int, int]
 Names: TypeAlias = tuple[str, ...]
 """The name of a route, or "torch", for each bucket of rows."""
 
+Group = TypeVar("Group")
 TORCH = "torch"
 ROW_LIMITS = (1, 4, 8, 16, 32, 64)  # the most rows of each bucket; the last bucket has no limit
 ROW_NAMES = ("1 row", "2-4", "5-8", "9-16", "17-32", "33-64", "more")
 ALL_TORCH: Names = (TORCH,) * len(ROW_NAMES)
 
-_MEASUREMENT = 9  # version of the method: results of other versions are ignored
+_MEASUREMENT = 10  # version of the method: results of other versions are ignored
 _MARGIN = 1.1  # a route has to be so many times as fast as torch's own
 _REPEATS = 7
 _ROWS = (*ROW_LIMITS[:-1], 48, 256)  # one for each bucket: 4, 8 and 16 rows are more usual than those between
@@ -166,7 +167,9 @@ def _measure(shapes: Iterable[Shape]) -> dict[Shape, Names]:
         # Larger than the processor's caches. Not torch.zeros: its pages may all be one physical page.
         bytes = min(max(least, last_level_cache_bytes() * 5 // 4), most)
         pool = torch.full((bytes // 4,), 0.01, dtype=torch.float32, device="cpu")
-        return {shape: tuple(_fastest_of(_matrices(pool, shape, rows), rows) for rows in _ROWS) for shape in shapes}
+        works = {(shape, rows): _works(_matrices(pool, shape, rows), rows) for shape in shapes for rows in _ROWS}
+        found = least_of(works)
+        return {shape: tuple(_fastest(found[shape, rows]) for rows in _ROWS) for shape in shapes}
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -183,8 +186,8 @@ def _matrices(pool: torch.Tensor, shape: Shape, rows: int = 1) -> Callable[[], l
     return lambda: list(islice(endless, count))
 
 
-def _fastest_of(matrices: Callable[[], list[torch.Tensor]], rows: int) -> str:
-    """matrices: see `_matrices`."""
+def _works(matrices: Callable[[], list[torch.Tensor]], rows: int) -> dict[str, Callable[[], float]]:
+    """For each route a function that takes the seconds of its products. matrices: see `_matrices`."""
     input = torch.ones(rows, matrices()[0].shape[1], dtype=torch.float32, device="cpu")
 
     def seconds(route: Route) -> float:
@@ -194,23 +197,31 @@ def _fastest_of(matrices: Callable[[], list[torch.Tensor]], rows: int) -> str:
             route(input, matrix, None)
         return time.perf_counter() - begun
 
-    found = least_of({name: partial(seconds, route) for name, route in {TORCH: functional.linear, **routes()}.items()})
-    best = min(found, key=found.__getitem__)
-    return best if found[TORCH] > _MARGIN * found[best] else TORCH
+    return {name: partial(seconds, route) for name, route in {TORCH: functional.linear, **routes()}.items()}
 
 
-def least_of(works: dict[str, Callable[[], float]]) -> dict[str, float]:
-    """The least of the seconds that each work returns, called in turns.
+def _fastest(seconds: dict[str, float]) -> str:
+    """The fastest route, or torch's own where no other is faster by the margin."""
+    best = min(seconds, key=seconds.__getitem__)
+    return best if seconds[TORCH] > _MARGIN * seconds[best] else TORCH
 
-    Minima are compared, because other load on the machine only adds time. What is 3 times slower than the fastest is
-    called no more.
+
+def least_of(groups: Mapping[Group, dict[str, Callable[[], float]]]) -> dict[Group, dict[str, float]]:
+    """The least of the seconds that each work of each group returns.
+
+    Minima are compared, because other load on the machine only adds time. All works are called in turns, so that what
+    lasts a second does not meet all calls of one. What is 3 times slower than the fastest of its group is called no
+    more.
     """
-    for work in works.values():
-        work()  # warm-up
-    found = dict.fromkeys(works, float("inf"))
+    for works in groups.values():
+        for work in works.values():
+            work()  # warm-up
+    found = {group: dict.fromkeys(works, float("inf")) for group, works in groups.items()}
     for _ in range(_REPEATS):
-        limit = 3 * min(found.values())
-        for name, work in works.items():
-            if found[name] <= limit:
-                found[name] = min(found[name], work())
+        for group, works in groups.items():
+            least = found[group]
+            limit = 3 * min(least.values())
+            for name, work in works.items():
+                if least[name] <= limit:
+                    least[name] = min(least[name], work())
     return found
