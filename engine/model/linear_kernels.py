@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.library import register_fake
 
 from caches.quantization.kernel_build import Operators
 
@@ -35,7 +36,7 @@ def join_products(graph: torch.fx.Graph) -> None:
 
 def _make_traceable() -> None:
     for product in _products():
-        torch.library.register_fake(product, _empty_product)
+        register_fake(product, _empty_product)
 
 
 def _products() -> list[Any]:
