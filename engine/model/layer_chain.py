@@ -23,11 +23,16 @@ class LayerChain:
     """In place of `layers` it gives the thread that made it one layer, which computes all of them.
 
     Other threads are given the layers themselves. links: the layers, their compiled code, and the buffers that it reads
-    and writes. calls: how often they were computed.
+    and writes. check: called with the tensors that the first layer is given. calls: how often they were computed.
     """
 
-    def __init__(self, layers: nn.ModuleList, links: Sequence[tuple[nn.Module, Run, LayerBuffers]]):
-        self._layers, self._links, self._thread = layers, links, threading.get_ident()
+    def __init__(
+        self,
+        layers: nn.ModuleList,
+        links: Sequence[tuple[nn.Module, Run, LayerBuffers]],
+        check: Callable[[list[torch.Tensor]], None],
+    ):
+        self._layers, self._links, self._check, self._thread = layers, links, check, threading.get_ident()
         self._joined, self.calls = [_Joined(links[0][0], self._compute)], 0
 
     def _given(self) -> Any:
@@ -49,6 +54,7 @@ class LayerChain:
         self.calls += 1
         shared, rows = list(tensors_of((*args, *kwargs.values()))), hidden.shape[0]
         hidden = hidden.contiguous()
+        self._check([hidden, *shared])
         for _, run, buffers in self._links:
             hidden = run([hidden, *shared, *buffers.tensors(rows)])[0]
         return hidden

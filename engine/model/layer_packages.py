@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache as cached
 from functools import partial
@@ -23,6 +23,7 @@ from hashlib import sha256
 from logging import getLogger
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 import transformers
@@ -43,10 +44,10 @@ from caches.torch_api import (
     tree_unflatten,
 )
 from caches.transfer.export_buffers import LayerBuffers
-from caches.transformers_api import records_outputs
+from caches.transformers_api import attn_implementation, records_outputs
 from engine.errors import OptionError
 from engine.model.layer_chain import LayerChain, Run, are_chained
-from engine.model.layer_step import Call, LayerStep, rows_like, tensors_of
+from engine.model.layer_step import Call, LayerStep, Shape, have_shapes, rows_like, tensors_of
 from engine.model.linear_backend import Table
 from engine.model.package_builder import LAYER, failure_of, write_job
 from engine.out_of_memory import first_line, in_words
@@ -55,6 +56,7 @@ _FORMAT = 6  # of packages: those of other versions are ignored
 _PRIORITY = 5  # a lower one costs more: every slice that it gets delays both threads of a product, for longer in all
 _MOST_ROWS = 16  # of a step: with 32, the products take so long that compiled layers gain nothing (Intel Xeon)
 _PATIENCE = 16  # steps between two looks for a package
+_MOST_CHANGES = 8  # of what layers are called with, until they are not compiled again
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # relative differences that are rounding
 _LOW_TOLERANCE = 5e-2  # of data types with few bits
 _log = getLogger("engine")
@@ -99,8 +101,11 @@ class LayerPackages:
         if rows > _MOST_ROWS:
             self.state = f"off: for more than {_MOST_ROWS} rows it gains nothing"
             return None
+        if torch.is_autocast_enabled("cpu"):
+            self.state = "off: autocast chooses data types as it goes"
+            return None
         bounds = tuple(None if one.retention.bound is None else one.room for one in cache.stack.timelines)
-        key = rows_like(rows), bounds, torch.get_num_threads()
+        key = rows_like(rows), bounds, torch.get_num_threads(), attn_implementation(self.model.config)
         if key not in self._sets:
             self._sets[key] = _Set(self.model, self.linears, self._retries)
         found = self._sets[key]
@@ -121,7 +126,11 @@ class LayerPackages:
 
 
 class ComputeAgain(Exception):
-    """A step has failed with compiled layers; they are not used any more."""
+    """A step has failed with compiled layers: it is to be computed again, without them."""
+
+
+class _OtherInputs(Exception):
+    """Layers are called with other tensors than those that their code was compiled for."""
 
 
 class _Layer:
@@ -134,20 +143,16 @@ class _Layer:
         self.slots: int | None = None
         self.package = Path()
         self.run: Run | None = None
-        self.weights: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        self.inputs: list[Shape] = []  # of the tensors that the code takes: those of the call
+        self.kept: list[Shape] = []  # and those of the cache
+        self.weights: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self.result: tuple[list[Any], Any] | None = None  # what it returns, flattened; None for a tensor
 
     def load(self) -> None:
         """Load the package and bind it to this layer's weights, without a copy of them."""
-        self.weights = [
-            (kept, name, tensor.detach())
-            for module in self.module.modules()
-            for kept in (parameters_of(module), buffers_of(module))
-            for name, tensor in kept.items()
-            if tensor is not None
-        ]
-        self._addresses = [tensor.data_ptr() for _, _, tensor in self.weights]
+        self.weights = [tensor.detach() for tensor in self._present_weights()]
+        self._addresses = [tensor.data_ptr() for tensor in self.weights]
         named = dict([*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers()])
         self.run = load_package(
             str(self.package), lambda names: {name: named[name.removeprefix(LAYER)].detach() for name in names}
@@ -161,7 +166,17 @@ class _Layer:
     @property
     def has_its_weights(self) -> bool:
         """Whether the layer's weights are still where the code reads them."""
-        return self._addresses == [kept[name].data_ptr() for kept, name, _ in self.weights]
+        return self._addresses == [tensor.data_ptr() for tensor in self._present_weights()]
+
+    def _present_weights(self) -> Iterator[torch.Tensor]:
+        for module in self.module.modules():
+            for kept in (parameters_of(module), buffers_of(module)):
+                yield from (tensor for tensor in kept.values() if tensor is not None)
+
+    def check(self, inputs: list[torch.Tensor]) -> None:
+        """Raise `_OtherInputs` for tensors of a call that the code cannot take."""
+        if not have_shapes(inputs, self.inputs, inputs[0].shape[0]):
+            raise _OtherInputs
 
 
 class _Set:
@@ -177,13 +192,15 @@ class _Set:
         self._layers: list[_Layer] = []
         self._builder: subprocess.Popen[bytes] | None = None
         self._waited = 0
-        self._hooks: list[dict[int, Any]] = []
         self._has_hooks = False
         self._errors: list[float] = []
         self._list = nn.ModuleList()  # of the model's layers
         self._place: tuple[nn.Module, str] = (model, "")  # where the model has it: in which module, by which name
         self._modules: list[nn.Module] = []  # of all layers
+        self._compiled: list[nn.Module] = []  # of those that are compiled
         self._can_be_chained = self._is_chained = False
+        self._changes = 0  # of what layers are called with
+        self._cache: ref[Cache] | None = None  # the last one whose tensors were checked
         self.is_checked = True
         self.phase, self.state = "record", "not yet"
 
@@ -198,7 +215,7 @@ class _Set:
                 self._check_build()
             elif not self.is_checked:
                 self._check_hooks()
-                self.is_checked = True
+                self.is_checked, self._cache = True, None
                 if self.phase in ("compare", "join", "use") and not self._has_its_layers():
                     self.phase = "record"
         except Exception as error:  # a package, its job and its process have as many as they have libraries
@@ -211,6 +228,11 @@ class _Set:
         """The model's forward in the open step. Raises `ComputeAgain` where it has to be computed without."""
         try:
             return self._compute(cache, inputs)
+        except _OtherInputs:
+            self.phase, self._changes = "record", self._changes + 1
+            if self._changes > _MOST_CHANGES:
+                self._refuse("the data types or sizes of what its layers take change again and again")
+            raise ComputeAgain from None
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -220,6 +242,7 @@ class _Set:
     def _compute(self, cache: Cache, inputs: dict[str, Any]) -> ModelOutput:
         if self.phase == "record":
             return self._record(inputs, cache)
+        self._check_cache(cache, inputs["input_ids"].shape[0])
         if self._is_chained:
             return self._chained(cache, inputs)
         compared = self.phase == "compare"
@@ -227,7 +250,7 @@ class _Set:
         chained = self._try_chain(cache, inputs) if self.phase == "join" else None
         outputs = self._with_forwards(inputs, {layer: self._forward(layer, cache, compared) for layer in self._layers})
         if compared:
-            types = {tensor.dtype for layer in self._layers for _, _, tensor in layer.weights}
+            types = {tensor.dtype for layer in self._layers for tensor in layer.weights}
             limit = max(_TOLERANCE.get(dtype, _LOW_TOLERANCE) for dtype in types)
             if len(self._errors) == len(self._layers) and all(error <= limit for error in self._errors):
                 self.phase, self.state = "join", f"{len(self._layers)} layers"
@@ -239,10 +262,12 @@ class _Set:
 
     def _try_chain(self, cache: Cache, inputs: dict[str, Any]) -> torch.Tensor | None:
         """The logits of a chain, if it can be one. Layers write again where it has written."""
-        if not self._can_be_chained:
+        if not self._can_be_chained or self._calls_hooks(self._model.modules()):  # they would be called twice
             return None
         try:
             return self._chained(cache, inputs).logits
+        except _OtherInputs:
+            raise
         except Exception as error:  # a model may want its layers by number
             if is_out_of_memory(error):
                 raise
@@ -252,7 +277,7 @@ class _Set:
         """The model's forward with a chain in place of its list of layers."""
         owner, name = self._place
         links = [(one.module, one.loaded, LayerBuffers(cache, one.index)) for one in self._layers]
-        chain, attributes = LayerChain(self._list, links), vars(owner)
+        chain, attributes = LayerChain(self._list, links, self._layers[0].check), vars(owner)
         try:
             attributes[name] = chain  # is found before the module of this name
             outputs = self._model(**inputs)
@@ -269,12 +294,23 @@ class _Set:
         same = len(modules) == len(self._modules) and all(map(operator.is_, modules, self._modules))
         return same and all(layer.has_its_weights for layer in self._layers)
 
-    def _check_hooks(self) -> None:
-        """Look for hooks within the layers, which compiled code would not call.
+    def _check_cache(self, cache: Cache, rows: int) -> None:
+        """Raise `_OtherInputs` where the tensors of a cache are others than those that the code was compiled for."""
+        if self._cache is None or self._cache() is not cache:
+            for layer in self._layers:
+                if not have_shapes(LayerBuffers(cache, layer.index).tensors(rows), layer.kept, rows):
+                    raise _OtherInputs
+            self._cache = ref(cache)
 
-        transformers' own are no matter: they record outputs, in steps that are not compiled.
-        """
-        self._has_hooks = not all(records_outputs(hook) for hooks in self._hooks for hook in hooks.values())
+    def _check_hooks(self) -> None:
+        """Look for hooks and replaced forwards within the layers, which compiled code would not call."""
+        replaced = any("forward" in vars(module) for module in self._compiled)
+        self._has_hooks = replaced or self._calls_hooks(self._compiled)
+
+    def _calls_hooks(self, modules: Iterable[nn.Module]) -> bool:
+        """Whether they have hooks but transformers' own, which record outputs, in steps that are not compiled."""
+        hooks = (hook for module in modules for kind in hooks_of(module) for hook in kind.values())
+        return not all(map(records_outputs, hooks))
 
     def wait(self) -> None:
         """Wait for the process that builds packages."""
@@ -286,6 +322,7 @@ class _Set:
         _say_once(f"compile='auto' computes {type(self._model).__name__} without compiled layers: {why}")
 
     def _with_forwards(self, inputs: dict[str, Any], forwards: dict[_Layer, Callable[..., Any]]) -> ModelOutput:
+        own = {layer: vars(layer.module)["forward"] for layer in forwards if "forward" in vars(layer.module)}
         try:
             for layer, forward in forwards.items():
                 vars(layer.module)["forward"] = forward
@@ -293,6 +330,8 @@ class _Set:
         finally:
             for layer in forwards:
                 vars(layer.module).pop("forward", None)
+            for layer, forward in own.items():
+                vars(layer.module)["forward"] = forward
 
     def _record(self, inputs: dict[str, Any], cache: Cache) -> ModelOutput:
         """Record the layers' calls. A model's layers are a `ModuleList` as long as the cache."""
@@ -316,7 +355,7 @@ class _Set:
                     layer.slots = LayerBuffers(cache, layer.index).slots
                     assert layer.call is not None
                     step = LayerStep(layer.module, layer.call, cache, layer.index, layer.slots)
-                    layer.package = _package_of(step, self._linears)
+                    layer.package, (layer.inputs, layer.kept) = _package_of(step, self._linears), step.shapes
                     self._layers.append(layer)
         except (OptionError, OSError) as error:
             self._refuse(str(error))
@@ -325,8 +364,7 @@ class _Set:
         if not self._layers:
             self._refuse(f"no layer of this {cache.name} cache keeps keys and values alone")
             return outputs
-        modules = [module for layer in self._layers for module in layer.module.modules()]
-        self._hooks = [hooks for module in modules for hooks in hooks_of(module)]
+        self._compiled = [module for layer in self._layers for module in layer.module.modules()]
         self.phase = "find"
         return outputs
 
@@ -391,6 +429,7 @@ class _Set:
 
         def tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
             inputs = list(tensors_of((*args, *kwargs.values())))
+            layer.check(inputs)
             return inputs, buffers.tensors(inputs[0].shape[0])
 
         def compiled(*args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import types
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -22,6 +23,9 @@ _PLAIN = (bool, int, float, str, type(None))
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a layer's forward: positional ones, and those by name."""
+
+Shape: TypeAlias = tuple[torch.dtype, list["int | str"]]
+"""Of a tensor of compiled code: the data type and the sizes; those that the code leaves open by name."""
 
 
 class LayerStep(nn.Module):
@@ -70,16 +74,41 @@ class LayerStep(nn.Module):
             [*(rows | ({2: "room"} if grows else {}) for _ in stores), {}, {}],
         )  # fmt: skip
 
+    @property
+    def shapes(self) -> tuple[list[Shape], list[Shape]]:
+        """Those of `inputs` and `kept`."""
+        inputs, kept = self.open_sizes()
+        return _shapes(self.inputs, inputs), _shapes(self.kept, kept)
+
     def describe(self) -> list[str]:
         """Everything that shapes the code, apart from releases and the machine. Raises `OptionError`."""
-        sizes = [open for part in self.open_sizes() for open in part]
-        tensors = [*self.inputs, *self.kept]
-        shapes = [
-            f"{one.dtype} {[open.get(axis, size) for axis, size in enumerate(one.shape)]} {one.is_contiguous()}"
-            for one, open in zip(tensors, sizes, strict=True)
-        ]
+        inputs, kept = self.shapes
+        tensors = zip([*self.inputs, *self.kept], [*inputs, *kept], strict=True)
+        shapes = [f"{dtype} {sizes} {one.is_contiguous()}" for one, (dtype, sizes) in tensors]
         values = [str(value) for value in self._values if isinstance(value, _PLAIN)]
         return [str(self._spec), *shapes, *values, str(rows_like(self._rows)), *_structure(self.layer)]
+
+
+def _shapes(tensors: Iterable[torch.Tensor], open_sizes: Iterable[dict[int, str]]) -> list[Shape]:
+    return [
+        (one.dtype, [open.get(axis, size) for axis, size in enumerate(one.shape)])
+        for one, open in zip(tensors, open_sizes, strict=True)
+    ]
+
+
+def have_shapes(tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], rows: int) -> bool:
+    """Whether code for these shapes can take the tensors in a step of `rows` rows. It does not check them itself."""
+    return len(tensors) == len(shapes) and all(map(partial(_has_shape, rows), tensors, shapes))
+
+
+def _has_shape(rows: int, tensor: torch.Tensor, shape: Shape) -> bool:
+    dtype, sizes = shape
+    if tensor.dtype != dtype or tensor.ndim != len(sizes):
+        return False
+    return all(
+        size == known or (isinstance(known, str) and (known != "rows" or size == rows))
+        for size, known in zip(tensor.shape, sizes, strict=True)
+    )
 
 
 def tensors_of(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -111,8 +140,10 @@ def _structure(layer: nn.Module) -> Iterator[str]:
     """The layer's modules with their attributes and code, and its tensors without their values."""
     for name, module in layer.named_modules():
         kind = type(module)
-        if not f"{kind.__module__}.".startswith(_KNOWN) or "forward" in vars(module):
+        if not f"{kind.__module__}.".startswith(_KNOWN):
             raise OptionError(f"its layers have modules of another library ({kind.__module__}.{kind.__qualname__})")
+        if "forward" in vars(module):  # of accelerate or of the caller
+            raise OptionError(f"the forward of its layers' {name or kind.__qualname__} was replaced")
         if module.training:
             raise OptionError("it is in training mode")
         plain = {key: value for key, value in vars(module).items() if isinstance(value, _PLAIN) and "idx" not in key}

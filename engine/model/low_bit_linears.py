@@ -8,6 +8,7 @@ Steps of many rows multiply with the weights in full, a block of them at a time.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,15 +28,29 @@ _GROUP = 64  # inputs with one scale, 4 bits
 _PACKED = 64  # outputs that are packed together, 4 bits: the most of all processors
 _RANGES = torch.linspace(0.75, 1, 4).tolist()  # parts of a group's range that are tried
 _FITS = 5  # of scale and offset to codes, for each
+_READ = ("dt_proj",)  # layers whose weights state space models multiply with by themselves
 
 
-class Int8Linear(nn.Module):
-    """codes: int8 [outs, width]. scales: float32 [outs], one per output; the weights are codes * scales."""
+class _LowBitLinear(nn.Module):
+    """in_features, out_features, bias: as of `nn.Linear`."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__()
         kernels()  # compiles them, if need be
-        self.bias = bias
+        self.out_features, self.in_features = weight.shape
+        self.bias, self._dtype = bias, weight.dtype
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[outs, width] on the meta device: models read its data type and size, not its values."""
+        return torch.empty(self.out_features, self.in_features, dtype=self._dtype, device="meta")
+
+
+class Int8Linear(_LowBitLinear):
+    """codes: int8 [outs, width]. scales: float32 [outs], one per output; the weights are codes * scales."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        super().__init__(weight, bias)
         weight = weight.float()
         scales = (weight.abs().amax(dim=1) / 127).clamp_min(1e-30)
         self.register_buffer("codes", (weight / scales[:, None]).round().to(torch.int8))
@@ -49,8 +64,9 @@ class Int8Linear(nn.Module):
         if rows.shape[0] <= _FEW_ROWS:
             out = _int8_product(rows, self.codes, self.scales)
         else:
-            blocks = (codes.to(input.dtype) for codes in self.codes.split(_block(input)))
-            out = torch.cat([functional.linear(rows, block) for block in blocks], dim=-1) * self.scales
+            dtype = torch.float32 if input.dtype == torch.float16 else input.dtype  # sums of codes exceed 65504
+            blocks = (codes.to(dtype) for codes in self.codes.split(_block(input)))
+            out = torch.cat([functional.linear(rows.to(dtype), block) for block in blocks], dim=-1) * self.scales
         return _shaped(out.to(input.dtype), input, self.bias)
 
 
@@ -63,15 +79,14 @@ def _int8_product(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor)
     return int8_product(rows.to(torch.bfloat16), codes, ones) * scales
 
 
-class Int4Linear(nn.Module):
+class Int4Linear(_LowBitLinear):
     """packed: codes of 4 bits in the order of torch's operator. scales: bfloat16 [width / 64, outs, 2], by group of 64
     inputs and output a scale and an offset; the weights are (codes - 8) * scale + offset.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
-        super().__init__()
-        kernels()  # compiles them, if need be
-        self.bias, self.out_features, self.layout = bias, weight.shape[0], _layout()
+        super().__init__(weight, bias)
+        self.layout = _layout()
         weight = functional.pad(weight, (0, 0, 0, -weight.shape[0] % _PACKED))
         blocks = weight.view(weight.shape[0], -1, _GROUP).split(max(1, _FITTED // weight.shape[1]))
         codes, scales = zip(*(_four_bits(block.float()) for block in blocks), strict=True)
@@ -109,6 +124,11 @@ class Int8Embedding(nn.Module):
         super().__init__()
         self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
         self.head, self._dtype = head, table.weight.dtype
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """See `Int8Linear.weight`."""
+        return self.head.weight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return (self.head.codes[input] * self.head.scales[input, None]).to(self._dtype)
@@ -192,25 +212,35 @@ def convert_linears(model: PreTrainedModel, weights: str) -> None:
 
     Layers that quanto or hqq has quantized are replaced too. An output layer that is tied to the embeddings shares its
     codes with them, of 8 bits always. Layers of a width that torch's operator does not take (4 bits: no multiple of 64)
-    stay as they are. Raises `OptionError` if there is none to replace.
+    stay as they are, and so do adapters and layers whose weights a model reads by itself. Raises `OptionError` if there
+    is none to replace, or some have another number of bits.
     """
-    if any(isinstance(module, KINDS[weights]) for module in model.modules()):
-        return  # another `Generator` has done so
+    known = [module for module in model.modules() if isinstance(module, _LowBitLinear)]
+    tied_heads = [module.head for module in model.modules() if isinstance(module, Int8Embedding)]
+    if any(type(module) is not KINDS[weights] and module not in tied_heads for module in known):
+        raise OptionError(
+            f"weights={weights!r}, but linear layers of this {type(model).__name__} were converted to another number "
+            "of bits already: load it again"
+        )
     if is_dispatched(model) or any(tensor.device.type != "cpu" for tensor in model.parameters()):
         raise OptionError(
             f"weights={weights!r}: torch's products of that kind are for CPUs, and {type(model).__name__} is elsewhere"
         )
     tables = {name: module for name, module in model.named_modules() if type(module) is nn.Embedding}
-    linears = {name: module for name, module in model.named_modules() if _is_linear(module)}
-    replaced = 0
+    adapters = {inner for module in model.modules() for inner in _of_adapters(module)}
+    linears = {name: module for name, module in model.named_modules()
+               if _is_linear(module) and module not in adapters and name.rpartition(".")[2] not in _READ}  # fmt: skip
+    del adapters
+    replaced = len(known)
     with torch.no_grad():
-        for name, module in linears.items():
+        for name in list(linears):
+            module = linears.pop(name)  # its weights are freed once it is replaced
             tied = [path for path, table in tables.items() if table.weight is getattr(module, "weight", None)]
             if tied:
                 head = Int8Linear(_weight(module), module.bias)
                 _replace(model, name, head)
                 for path in tied:
-                    _replace(model, path, Int8Embedding(tables[path], head))
+                    _replace(model, path, Int8Embedding(tables.pop(path), head))
             elif weights == "int8" or module.in_features % _GROUP == 0:
                 _replace(model, name, KINDS[weights](_weight(module), module.bias))
             else:
@@ -218,6 +248,14 @@ def convert_linears(model: PreTrainedModel, weights: str) -> None:
             replaced += 1
     if replaced == 0:
         raise OptionError(f"weights={weights!r}, but {type(model).__name__} has no linear layers that can be converted")
+
+
+def _of_adapters(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that PEFT has added to a layer."""
+    if type(module).__module__.partition(".")[0] == "peft":
+        for name, child in module.named_children():
+            if name != "base_layer":
+                yield from child.modules()
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ import engine
 from caches.quantization.machine import cache_folder
 from engine.model import layer_packages
 from engine.model.layer_chain import LayerChain, are_chained
-from engine.model.layer_step import rows_like
+from engine.model.layer_step import have_shapes, rows_like
 from engine.model.package_builder import failure_of
 
 AUTO = engine.EngineConfig(cache="static", compile="auto")
@@ -173,6 +174,70 @@ def test_hooks_of_the_user_are_called(llama):
     calls.clear()
     assert generator.generate(prompt(2), **GREEDY).stats.compiled == "4 layers"
     assert calls == []
+
+
+def test_hooks_outside_the_layers_are_called_once_per_step(llama):
+    calls = []
+    llama.model.norm.register_forward_hook(lambda *_: calls.append(1))
+    out = engine.Generator(llama, config=AUTO).generate(prompt(2), **GREEDY)
+    assert (out.stats.compiled, len(calls)) == ("4 layers", GREEDY["max_new_tokens"])
+
+
+def test_code_gets_no_tensors_that_it_was_not_compiled_for(llama, monkeypatch):
+    """It would read and write beyond their ends, or take one data type for another."""
+    generator, eager = generator_of(llama), engine.Generator(llama, config=engine.EngineConfig(cache="static"))
+    inputs = prompt(4, pads=0)
+    monkeypatch.setattr(subprocess, "Popen", None)  # nothing is built
+    one_row = {"position_ids": torch.arange(inputs["input_ids"].shape[1])[None]}
+    given = []
+    monkeypatch.setattr(
+        layer_packages,
+        "have_shapes",
+        lambda *arguments: given.append(have_shapes(*arguments)) or given[-1],
+    )
+    for more in (one_row, {}):
+        out = generator.generate(**inputs, **more, **GREEDY)
+        assert torch.equal(out.sequences, reference(llama, inputs))
+    assert torch.equal(generator.generate(prompt(4), **GREEDY).sequences, reference(llama, prompt(4)))
+    assert False in given
+    with torch.autocast("cpu", torch.bfloat16):
+        out, expected = (one.generate(prompt(2), **GREEDY) for one in (generator, eager))
+        assert out.stats.compiled.startswith("off: autocast")
+    assert torch.equal(out.sequences, expected.sequences)
+    llama.set_attn_implementation("eager")
+    assert torch.equal(generator.generate(prompt(2), **GREEDY).sequences, reference(llama, prompt(2)))
+    llama.set_attn_implementation("sdpa")
+    out = engine.Generator(llama, config=AUTO).generate(prompt(2), **GREEDY)
+    assert (out.stats.compiled, out.sequences.tolist()) == ("4 layers", reference(llama, prompt(2)).tolist())
+
+
+@pytest.mark.parametrize("when", ["before", "afterwards"])
+def test_a_forward_of_the_user_stays_and_is_called(when, llama):
+    def steered(module, hidden, *args, **kwargs):
+        return type(module).forward(module, hidden * 0.7, *args, **kwargs)
+
+    generator = generator_of(llama) if when == "afterwards" else engine.Generator(llama, config=AUTO)
+    plain = reference(llama, prompt(2))
+    changed = [llama.model.layers[1], llama.model.layers[2].mlp]
+    for module in changed:
+        module.forward = types.MethodType(steered, module)
+    for _ in range(2):
+        out = generator.generate(prompt(2), **GREEDY)
+        assert torch.equal(out.sequences, reference(llama, prompt(2)))
+        assert all("forward" in vars(module) for module in changed)
+    assert not torch.equal(out.sequences, plain)
+    if when == "before":
+        assert "forward of its layers' LlamaDecoderLayer was replaced" in out.stats.compiled
+    for module in changed:
+        del module.forward
+    assert torch.equal(generator.generate(prompt(2), **GREEDY).sequences, plain)
+
+
+def test_a_bias_that_is_added_later(llama):
+    generator = generator_of(llama)
+    for layer in llama.model.layers:
+        layer.self_attn.o_proj.bias = nn.Parameter(torch.ones(layer.self_attn.o_proj.out_features))
+    assert torch.equal(generator.generate(prompt(2), **GREEDY).sequences, reference(llama, prompt(2)))
 
 
 def test_the_model_is_as_it_was_in_other_threads_and_afterwards(llama):

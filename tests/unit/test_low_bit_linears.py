@@ -3,14 +3,16 @@
 import argparse
 import copy
 import inspect
+import weakref
 
 import optimum.quanto
+import peft
 import pytest
 import torch
 from architectures import prompt, tiny_model
 from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, LlamaConfig
 
 import engine
 from engine.model import low_bit_linears
@@ -175,6 +177,87 @@ def test_a_second_generator_takes_the_layers_as_they_are():
     engine.Generator(model, config=engine.EngineConfig(weights="int8"))
     assert model.lm_head is head
     assert engine.generate(model, torch.ones(1, 3, dtype=torch.long), max_new_tokens=2).sequences.shape == (1, 5)
+
+
+def test_a_conversion_that_was_stopped_goes_on(monkeypatch):
+    replace, replaced = low_bit_linears._replace, []
+
+    def stopped(*arguments):
+        replaced.append(arguments)
+        if len(replaced) == 4:
+            raise KeyboardInterrupt
+        replace(*arguments)
+
+    model = model_with(None, tie_word_embeddings=True)
+    monkeypatch.setattr(low_bit_linears, "_replace", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        convert_linears(model, "int4")
+    monkeypatch.undo()
+    convert_linears(model, "int4")
+    assert not any(type(module) is nn.Linear for module in model.modules())
+    convert_linears(model, "int4")
+    with pytest.raises(engine.OptionError, match="converted to another number of bits already: load it again"):
+        convert_linears(model, "int8")
+    with pytest.raises(engine.OptionError, match="another number of bits"):
+        convert_linears(model_with("int8"), "int4")
+
+
+@pytest.mark.parametrize("weights", KINDS)
+def test_weights_are_freed_one_after_the_other(monkeypatch, weights):
+    """Or a model that just fits into memory would not be there twice, but a quarter more."""
+    model, alive = model_with(None), []
+    kept = [weakref.ref(module) for module in model.modules() if type(module) is nn.Linear]
+    replace = low_bit_linears._replace
+
+    def counted(*arguments):
+        replace(*arguments)
+        alive.append(sum(one() is not None for one in kept))
+
+    monkeypatch.setattr(low_bit_linears, "_replace", counted)
+    convert_linears(model, weights)
+    assert alive == list(range(len(kept), 0, -1))
+
+
+@pytest.mark.parametrize("weights", KINDS)
+@pytest.mark.parametrize("name", ["lora", "t5", "mamba", "jamba"])
+def test_models_that_read_weights_by_themselves(name, weights):
+    """The data types of converted layers, the values of layers that are left as they are."""
+    if name == "lora":
+        options = peft.LoraConfig(r=64, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model_with(None), options).eval()
+    else:
+        sizes = {"t5": {"d_model": 64, "d_ff": 128, "num_layers": 1, "num_heads": 2, "d_kv": 32, "vocab_size": 101,
+                        "decoder_start_token_id": 0},
+                 "mamba": {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 101},
+                 "jamba": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 101,
+                           "num_attention_heads": 2, "num_key_value_heads": 2, "attn_layer_period": 2,
+                           "attn_layer_offset": 1, "mamba_dt_rank": 64, "use_mamba_kernels": False, "num_experts": 1,
+                           }}[name]  # fmt: skip
+        config = AutoConfig.for_model(name, **sizes)
+        kind = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
+        model = kind.from_config(config).eval()
+    options = {"max_new_tokens": 4, "do_sample": False}
+    plain = engine.generate(model, prompt(1, pads=0), **options, output_logits=True)
+    generator = engine.Generator(model, config=engine.EngineConfig(weights=weights))
+    out = generator.generate(prompt(1, pads=0), **options, output_logits=True)
+    assert relative(out.logits[0], plain.logits[0]) < {"int8": 0.05, "int4": 0.5}[weights]
+    assert out.tokens == model.generate(**prompt(1, pads=0), **options)[:, -4:].tolist()
+
+
+def test_products_beyond_the_range_of_float16():
+    linear = nn.Linear(64, 1, bias=False).half()
+    linear.weight.data.fill_(1.0)
+    layer = Int8Linear(linear.weight.detach(), None)
+    for rows in (16, 17):
+        out = layer(torch.full((rows, 64), 100.0).half())
+        assert (out.dtype, out[0].tolist()) == (torch.float16, [6400.0])
+
+
+def test_ids_outside_of_tied_embeddings_are_refused():
+    generator = engine.Generator(model_with(None, tie_word_embeddings=True), config=engine.EngineConfig(weights="int8"))
+    for wrong in (-1, 101):
+        with pytest.raises(engine.InputError, match=f"{wrong}.*101"):
+            generator.generate(torch.tensor([[3, wrong]]), max_new_tokens=2)
 
 
 def test_widths_that_are_no_multiple_stay():
