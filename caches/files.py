@@ -28,14 +28,14 @@ from caches.core.prefix_sharing import PrefixSharing
 from caches.errors import CacheError, CacheFileError, UnsupportedLayerError
 from caches.protocol import TokenLog
 from caches.registry import recipe
-from caches.spec.fingerprint import fingerprint, inner_model
+from caches.spec.fingerprint import active_adapters, fingerprint, inner_model
 from caches.spec.layer_spec import PLAIN, LayerSpec, read_specs
 from configs import ConfigError, EncoderDecoderCacheConfig
 
 _VERSION = 1
 _UNKNOWN = "0" * 64  # in place of the digest while it is computed
 _TOKENS = "tokens"  # of the log, which begins the names of its tensors
-_OF_THIS_MACHINE = {"folder"}  # options that are not saved
+_OF_THIS_MACHINE = {"folder", "device", "layer_device_map"}  # options that are not saved
 
 
 class Savable(Protocol):
@@ -105,6 +105,11 @@ def save(
         raise CacheFileError(
             "which model filled this cache is not known, so a file could not say for which it is: save(path, model)"
         )
+    if log is not None and log.adapters not in (None, active := active_adapters(inner_model(reader))):
+        raise CacheFileError(
+            f"the cache was filled while these adapters were active: {log.adapters}; now it is: {active}. The file "
+            "would name the wrong ones: activate them again before it is saved"
+        )
     config = [stack.layout.config for stack in cache.stacks]
     if None in config:
         raise UnsupportedLayerError(
@@ -155,7 +160,7 @@ def load(path: str | Path, model: nn.Module, device: torch.device | str | None =
     except (CacheError, ConfigError, KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
         raise CacheFileError(f"{path} cannot be loaded: {error}") from error
     if log is not None:
-        cache.log = TokenLog(**log, reader=ref(reader))
+        cache.log = TokenLog(**log, reader=ref(reader), adapters=active_adapters(reader))
     return cache
 
 

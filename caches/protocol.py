@@ -22,7 +22,8 @@ class TokenLog:
     ids, mask: [rows, tokens], at least those that the cache holds; mask is 0 at padding.
     positions: [kinds, rows, tokens] where the model computes them itself (an image takes fewer than it has tokens),
     else None. source: the encoder's output [rows, tokens, width], else None.
-    reader: a weak reference to the model that read them; None where that is not known. A log is never written in place.
+    reader: a weak reference to the model that read them; None where that is not known. adapters: those active then, as
+    `caches.spec.fingerprint.active_adapters` says; None where that is not known. A log is never written in place.
     """
 
     ids: torch.Tensor
@@ -30,6 +31,7 @@ class TokenLog:
     positions: torch.Tensor | None = None
     source: torch.Tensor | None = None
     reader: ref[Any] | None = field(default=None, compare=False)
+    adapters: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"reader": None}  # a weak reference cannot be pickled
@@ -61,13 +63,14 @@ class TokenLog:
         """The rows of all `logs`, which have equally many tokens."""
         positions = [log.positions for log in logs if log.positions is not None]
         sources = [log.source for log in logs if log.source is not None]
-        reader = logs[0].live_reader
+        reader, adapters = logs[0].live_reader, logs[0].adapters
         return TokenLog(
             torch.cat([log.ids for log in logs]),
             torch.cat([log.mask for log in logs]),
             torch.cat(positions, dim=1) if len(positions) == len(logs) else None,
             torch.cat(sources) if len(sources) == len(logs) else None,
             logs[0].reader if all(log.live_reader is reader for log in logs) else None,
+            adapters if all(log.adapters == adapters for log in logs) else None,
         )
 
     def then(self, later: TokenLog) -> TokenLog:

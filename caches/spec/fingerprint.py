@@ -40,7 +40,7 @@ def fingerprint(model: nn.Module) -> dict[str, str]:
         "model": type(inner).__name__,
         "dtype": str(inner.dtype).removeprefix("torch."),
         "rope": rope,
-        "adapters": _adapters(inner),
+        "adapters": active_adapters(inner),
         "weights": digest.hexdigest(),
     }
 
@@ -51,7 +51,7 @@ def weights_version(model: nn.Module) -> int:
     Nothing is read of the weights. What is written through `parameter.data` is not noticed.
     """
     inner = inner_model(model)
-    return hash((_adapters(inner), *map(_version, inner.parameters())))
+    return hash((active_adapters(inner), *map(_version, inner.parameters())))
 
 
 def _version(weight: torch.Tensor) -> tuple[Any, ...]:
@@ -88,17 +88,18 @@ def _sums(weight: torch.Tensor) -> bytes:
     return sums.cpu().numpy().tobytes() + content[size:].cpu().numpy().tobytes()
 
 
-def _adapters(model: nn.Module) -> str:
-    """The adapters that are active, as PEFT's layers say."""
-    active = {
-        name
-        for module in model.modules()
-        if hasattr(type(module), "active_adapters") and not getattr(module, "disable_adapters", False)
-        for name in _names(getattr(module, "active_adapters", ()))
-    }
-    return ", ".join(sorted(active)) or "none"
+def active_adapters(model: nn.Module) -> str:
+    """The adapters that are active and those that are merged into weights, as PEFT's layers say, with their scales."""
+    layers = [module for module in model.modules() if hasattr(type(module), "active_adapters")]
+    return ", ".join(sorted({text for layer in layers for text in _adapters_of(layer)})) or "none"
 
 
-def _names(adapters: Any) -> tuple[str, ...]:
-    """Of a layer; a model has a method of that name."""
-    return tuple(map(str, adapters)) if isinstance(adapters, (list, tuple)) else ()
+def _adapters_of(layer: Any) -> Iterator[str]:
+    active = getattr(layer, "active_adapters", ())
+    if not isinstance(active, (list, tuple)):  # a model has a method of that name
+        return
+    scales = getattr(layer, "scaling", {})
+    for name in () if getattr(layer, "disable_adapters", False) else active:
+        yield f"{name} (scale {scales[name]:g})" if name in scales else str(name)
+    for name in getattr(layer, "merged_adapters", ()):  # PEFT writes them into weights in a way that is not counted
+        yield f"{name} (merged)"

@@ -8,7 +8,7 @@ import torch
 
 from caches import TokenLog
 from engine.errors import EngineError
-from engine.model.growing_columns import room_for, widened
+from engine.model.growing_columns import always_writable, room_for, widened
 from engine.model.masks import Columns
 
 
@@ -31,7 +31,8 @@ class FedIds:
         self.count, self._prefix = 0, prefix
         self._most = columns.total - prefix.columns
         room = room_for(columns.prompt - prefix.columns, self._most)
-        self.ids = torch.zeros(columns.rows, room, dtype=torch.long, device=columns.device)
+        with always_writable():
+            self.ids = torch.zeros(columns.rows, room, dtype=torch.long, device=columns.device)
         if prefix.ids is not None:
             self.ids[:, : prefix.columns_without_ids] = prefix.ids
 

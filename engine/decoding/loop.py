@@ -412,7 +412,7 @@ class DecodingLoop:
             records.pop("cross_attentions", None)
         text = self._text()
         return Generation(
-            sequences=self._tokens.ids,
+            sequences=self._tokens.ids.contiguous(),
             tokens=self._tokens.new(),
             text=text,
             parsed=self._parsed(text),

@@ -17,11 +17,13 @@ from caches import CacheError, EngineCache, TokenLog
 from caches.hf.adapter import may_be_lost
 from caches.out_of_memory import is_of_onednn, is_out_of_memory
 from caches.protocol import KeepsPast, capabilities
+from caches.spec.fingerprint import active_adapters
 from caches.transfer.split_rows import SplitCache
 from engine.decoding.collected_outputs import CollectedOutputs, last_hidden
 from engine.decoding.fed_ids import CachedPrefix, FedIds
 from engine.decoding.forward_executor import ForwardExecutor
 from engine.errors import EngineError, InputError
+from engine.model.growing_columns import always_writable
 from engine.model.masks import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner
@@ -389,7 +391,8 @@ class ModelSession:
             raise EngineError("rows of a prompt with images cannot change places without a cache: use cache='dynamic'")
         # What may fail comes first and changes nothing; then the cache, the only large part.
         on_device, log, rows = index.to(self._ids.ids.device), self._log_before, len(self._ids.ids)
-        ids, select = self._ids.ids[on_device], self.executor.row_selection(index)
+        with always_writable():
+            ids, select = self._ids.ids[on_device], self.executor.row_selection(index)
         log = log.select_rows(on_device) if select is not None and log is not None else log
         times = len(index) // rows
         self._selecting_rows = True
@@ -481,6 +484,7 @@ class ModelSession:
             positions=self.executor.columns.own_positions(before + known),
             source=source_of(self.executor.inputs.model_kwargs),
             reader=weakref.ref(self.executor.model),
+            adapters=active_adapters(self.executor.model),
         )
         if before == 0:
             self.cache.log = log

@@ -12,7 +12,7 @@ import torch
 
 from caches import TokenLog
 from engine.model.device_state import ASYNCHRONOUS, reads_late
-from engine.model.growing_columns import room_for, widened
+from engine.model.growing_columns import always_writable, room_for, widened
 
 Sent: TypeAlias = "tuple[torch.Tensor, torch.Event | None]"
 """A tensor that is copied to the host, and the event of its arrival."""
@@ -78,7 +78,8 @@ class Tokens:
     def end_row(self, row: int) -> None:
         """The row ends with the column read last: what comes after it is padding."""
         if self._ended is None:
-            self._ended = torch.zeros(len(self._ids), dtype=torch.bool, device=self._ids.device)
+            with always_writable():
+                self._ended = torch.zeros(len(self._ids), dtype=torch.bool, device=self._ids.device)
         self._ended[row] = True
         self._ids[row, self.read :] = self._pad_id
         self._mask[row, self.read :] = 0
@@ -90,8 +91,9 @@ class Tokens:
     def row_selection(self, index: torch.Tensor) -> Callable[[], None]:
         """A function that makes row i row `index[i]` and cannot fail. All columns have to be read before."""
         index = index.to(self._ids.device)
-        ids, mask = self._ids[index], self._mask[index]
-        ended = None if self._ended is None else self._ended[index]
+        with always_writable():
+            ids, mask = self._ids[index], self._mask[index]
+            ended = None if self._ended is None else self._ended[index]
 
         def select() -> None:
             self._ids, self._mask, self._ended = ids, mask, ended

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from caches import CapacityError
+from caches import CacheError, CapacityError
 from caches.protocol import can_predict
 from configs import (
     CacheConfig,
+    ConfigError,
     OffloadedCacheConfig,
     OffloadedQuantizedCacheConfig,
     QuantizedCacheConfig,
@@ -104,12 +105,15 @@ class Budget:
             raise Exhausted(f"{why}; over_budget={self._action!r}" + (" was not enough" if self._has_acted else ""))
         self._has_acted = True
         tokens_before, bytes_before = cache.total_tokens, cache.device_bytes
-        if self._action == "offload":
-            what = session.executor.offload()
-        else:
-            window = int(self._most / (bytes_before / tokens_before) / _WINDOW_ROOM)
-            session.executor.impose_window(window)
-            what = f"the cache goes on with a window of {window} tokens, which changes what is generated"
+        try:
+            if self._action == "offload":
+                what = session.executor.offload()
+            else:
+                window = int(self._most / (bytes_before / tokens_before) / _WINDOW_ROOM)
+                session.executor.impose_window(window)
+                what = f"the cache goes on with a window of {window} tokens, which changes what is generated"
+        except (CacheError, ConfigError) as error:
+            raise Exhausted(f"{why}; over_budget={self._action!r} is not possible: {error}") from None
         if what is None:
             raise Exhausted(f"{why}; over_budget={self._action!r} is not possible: it is offloaded already")
         self._taken.append(Fallback(self._action, what, tokens_before, bytes_before, session.cache.device_bytes))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 _LEAST = 256  # spare columns behind the prompt at first
@@ -17,10 +19,15 @@ def room_for(columns: int, most: int, allocated: int = 0) -> int:
     return allocated if columns <= allocated else min(most, max(columns, allocated + allocated // 2))
 
 
+def always_writable() -> Any:
+    """A context in which tensors are made that can be written outside of inference mode too."""
+    return torch.inference_mode(False)
+
+
 def widened(tensor: torch.Tensor, columns: int, fill: int | torch.Tensor = 0) -> torch.Tensor:
     """`tensor` [..., n] with `columns` columns; new ones are `fill`, a number or a tensor [...]."""
     first_new = tensor.shape[-1]
-    with torch.inference_mode(False):  # or it could not be written outside of inference mode
+    with always_writable():
         wide = tensor.new_empty((*tensor.shape[:-1], columns))
     wide[..., :first_new] = tensor
     wide[..., first_new:] = fill if isinstance(fill, int) else fill[..., None]

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from caches import EngineCache, TokenLog, UnknownContentError, first_layer
+from caches.spec.fingerprint import active_adapters
 from caches.transfer.comparison import KeptTokens
 from engine.errors import InputError
 from engine.model.masks import Columns
@@ -74,7 +75,9 @@ def check_continues(cache: EngineCache, request: Request, reader: PreTrainedMode
             f"attention_mask says something else about the {cached} tokens in the cache than when they were read or "
             "generated (rows that ended early were filled up with pad tokens): leave it out, and it is remembered"
         )
-    if log.live_reader not in (None, reader) or (source is not None and log.source is None):
+    if log.live_reader not in (None, reader) or log.adapters not in (None, active_adapters(reader)):
+        return False
+    if source is not None and log.source is None:
         return False
     positions = prompt.model_kwargs.get("position_ids")
     if positions is None and log.positions is None:
@@ -95,6 +98,11 @@ def check_content(
     try:
         if cache.log is not None and cache.log.live_reader not in (None, runner.model):
             raise UnknownContentError("another model has filled it, of which the first layer alone could be compared")
+        if cache.log is not None and cache.log.adapters not in (None, active_adapters(runner.model)):
+            raise UnknownContentError(
+                f"it was filled while these adapters were active: {cache.log.adapters}; the first layer alone could be "
+                "compared"
+            )
         first = first_layer(cache)
         _check_comparable(runner.model, request, cached)
         if request.source is None:  # media are not encoded again for this
@@ -111,7 +119,8 @@ def check_content(
     if request.prompt.columns_without_ids == 0:
         mask, ids = request.mask[:, :cached].clone(), request.prompt.ids[:, :cached].clone()
         source = source_of(request.prompt.model_kwargs)
-        cache.log = TokenLog(ids, mask, columns.own_positions(cached), source, weakref.ref(runner.model))
+        reader, adapters = weakref.ref(runner.model), active_adapters(runner.model)
+        cache.log = TokenLog(ids, mask, columns.own_positions(cached), source, reader, adapters)
 
 
 def _check_comparable(model: PreTrainedModel, request: Request, cached: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from caches import CapacityError, EngineCache, StepError, branch, convert, inspect, load, recipe
+from caches.spec.fingerprint import active_adapters
 from engine.errors import InputError, OptionError
 from engine.result import Generation, StreamChunk
 from engine.reuse.conversation import Conversation, Message, Segment, flat
@@ -120,7 +121,7 @@ class Chat:
     def _turn(self, messages: tuple[Message, ...], parameters: dict[str, Any]) -> Iterator[StreamChunk]:
         parameters = self._parameters | _checked(parameters)
         if not self._conversation.has_template:
-            parameters = {"stop_strings": [_PLAIN_STOP]} | parameters
+            parameters = parameters | {"stop_strings": [_PLAIN_STOP, *_as_list(parameters.get("stop_strings"))]}
         asked = self._conversation.ids(messages)
         ids = torch.tensor([flat(asked)])
         self._go_back_to(ids[0])
@@ -155,10 +156,7 @@ class Chat:
     def _finish(self, messages: tuple[Message, ...], asked: tuple[Segment, ...], out: Generation) -> None:
         self.last, self.cache = out, _engine_cache(out)
         assert out.text is not None
-        answer = out.text[0]
-        if not self._conversation.has_template:
-            answer = answer.removesuffix(_PLAIN_STOP)
-        self._conversation = self._conversation.answered(messages, asked, answer, out.tokens[0])
+        self._conversation = self._conversation.answered(messages, asked, out.text[0], out.tokens[0])
 
     # The cache.
 
@@ -187,21 +185,30 @@ class Chat:
         """Let the cache hold a beginning of `ids`, shorter than they are, as long as possible."""
         if self.cache is None:
             return
-        common = _common(self.cache, ids)
+        common = self._common(self.cache, ids)
         if common == self.cache.total_tokens:
             return
         try:
             self.cache.crop(common) if common else self.cache.reset()
         except StepError:
-            earlier = [one for one in self._branches if _common(one, ids) == one.total_tokens]
+            earlier = [one for one in self._branches if self._common(one, ids) == one.total_tokens]
             if earlier:
                 self.cache = _branched(max(earlier, key=lambda one: one.total_tokens))
             else:
                 self.cache.reset()
 
+    def _common(self, cache: EngineCache, ids: torch.Tensor) -> int:
+        """How many of the cache's tokens begin `ids`, which go on behind them; 0 if other adapters have read them."""
+        log = cache.log
+        if log is None or log.adapters not in (None, active_adapters(self._generator.model)):
+            return 0
+        known = log.ids[0, : cache.total_tokens].to(ids.device)
+        most = min(len(known), len(ids) - 1)
+        return int((known[:most] == ids[:most]).long().cumprod(dim=0).sum())
+
     def _keep_branches(self, cache: EngineCache, messages: tuple[Message, ...], ids: torch.Tensor) -> None:
         """Read the prompt, and keep the cache as it is where the conversation may be taken up again."""
-        self._branches = [one for one in self._branches if _common(one, ids[0]) == one.total_tokens]
+        self._branches = [one for one in self._branches if self._common(one, ids[0]) == one.total_tokens]
         cache = self._kept(cache)
         first = messages[: int(messages[0]["role"] == "system")]
         for end in (self._end_of(first, ids[0]), self._end_of(messages, ids[0])):
@@ -242,7 +249,11 @@ class Chat:
     def save(self, path: str | Path) -> None:
         """Write the conversation and its cache to a file: see `Cache.save`. `Generator.chat(resume=path)` goes on."""
         if self.cache is None:
-            raise InputError("there is nothing to save before the first answer")
+            raise InputError(
+                "there is nothing to save before the first answer"
+                if self.last is None
+                else f"the backend {self.backend!r} keeps no cache that could be saved: use() another one"
+            )
         segments = [[one.text, list(one.ids)] for one in self._conversation.segments]
         notes = {"messages": list(self.messages), "segments": segments}
         self.cache.save(path, self._generator.model, notes=notes)  # type: ignore[attr-defined]
@@ -268,6 +279,10 @@ def _as_message(message: str | Message) -> Message:
     return {"role": "user", "content": message} if isinstance(message, str) else dict(message)
 
 
+def _as_list(given: str | Iterable[str] | None) -> list[str]:
+    return [] if given is None else [given] if isinstance(given, str) else list(given)
+
+
 def _as_read(ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """The ids as a prompt in which no token is padding."""
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -287,12 +302,3 @@ def _branched(cache: Any) -> EngineCache:
 
 def _takes_back(cache: Any) -> bool:
     return bool(cache.is_croppable)
-
-
-def _common(cache: EngineCache, ids: torch.Tensor) -> int:
-    """How many of the cache's tokens begin `ids`, which go on behind them."""
-    known = None if cache.log is None else cache.log.ids[0, : cache.total_tokens].to(ids.device)
-    if known is None:
-        return 0
-    most = min(len(known), len(ids) - 1)
-    return int((known[:most] == ids[:most]).long().cumprod(dim=0).sum())

@@ -155,6 +155,11 @@ def test_a_window_that_fits_the_budget_goes_on():
     assert torch.equal(out.sequences, rest.sequences)
 
 
+def test_a_budget_for_less_than_a_token_is_out_of_memory():
+    with pytest.raises(engine.OutOfMemoryError, match=r"over_budget='slide' is not possible: .*window_length=0"):
+        within(200, "slide")
+
+
 def prefix_cache(ids):
     model = tiny_model("llama")
     cache = caches.build("dynamic", model.config)

@@ -418,6 +418,17 @@ def test_a_failure_comes_after_the_rest_was_shown(shipped, name):
             assert torch.equal(torch.stack(streamer.given[1:], dim=1), partial.sequences[:, says.begin :])
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stream_that_is_made_in_inference_mode_is_read_outside(shipped, name):
+    expected = run(shipped, PROMPTS, name)
+    with torch.inference_mode():
+        shown = stream(shipped, PROMPTS, name)
+        first = next(shown)
+    rest = list(shown)
+    check([first, *rest], shown.result())
+    assert torch.equal(shown.result().sequences, expected.sequences)
+
+
 @pytest.mark.slow
 def test_a_stream_left_behind_ends_with_the_process():
     """Cleaning up in an interpreter that is half gone would crash it."""

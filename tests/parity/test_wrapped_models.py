@@ -8,9 +8,11 @@ import torch
 from architectures import prompt, suiting, tiny_model
 from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
 from optimum import quanto
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+import caches
 import engine
+from engine.reuse.conversation import flat
 
 NEW = 12
 TARGETS = ["q_proj", "v_proj", "down_proj"]
@@ -97,6 +99,51 @@ def test_the_active_adapter_is_that_of_the_call():
         texts.append(generator.generate(inputs, max_new_tokens=NEW).sequences)
     assert torch.equal(texts[-1], text_of(tiny_model("llama"), inputs))
     assert len({tuple(text.flatten().tolist()) for text in texts}) == 3
+
+
+def test_a_cache_is_of_the_adapters_that_read_it(tmp_path, tokenizer):
+    model = made(in_wrapper)
+    model.add_adapter("other", lora())
+    model.eval()
+    generator = engine.Generator(model)
+    out = generator.generate(prompt(rows=1), max_new_tokens=NEW)
+    more = torch.cat([out.sequences, torch.tensor([[5]])], dim=1)
+    model.set_adapter("other")
+    with pytest.raises(engine.InputError, match=r"adapters were active: default \(scale 2\); the first layer alone"):
+        generator.generate(more, cache=out.cache, max_new_tokens=NEW)
+    with pytest.raises(caches.CacheFileError, match=r"default \(scale 2\); now it is: other \(scale 2\)"):
+        out.cache.save(tmp_path / "cache")
+    generator.generate(more, cache=out.cache, max_new_tokens=NEW, trust_cache=True)
+
+
+def test_another_scale_or_a_merge_empties_the_store():
+    model = made(in_wrapper)
+    generator = engine.Generator(model, config=engine.EngineConfig(prefix_store_bytes=10**8))
+    ids = prompt(rows=1, tokens=100, pads=0)
+    generator.generate(ids, max_new_tokens=NEW)
+    assert generator.generate(ids, max_new_tokens=NEW).stats.cached_tokens == 99
+    with peft.helpers.rescale_adapter_scale(model, 0.5):
+        out = generator.generate(ids, max_new_tokens=NEW)
+        assert (out.stats.cached_tokens, out.sequences.tolist()) == (0, text_of(model, ids).tolist())
+    generator.generate(ids, max_new_tokens=NEW)
+    model.add_adapter("other", lora())
+    model.eval()
+    model.merge_adapter(["other"])
+    assert generator.generate(ids, max_new_tokens=NEW).stats.cached_tokens == 0
+
+
+def test_a_conversation_is_read_again_by_other_adapters():
+    model = in_wrapper(AutoModelForCausalLM.from_pretrained(engine.SHIPPED_MODEL))
+    model.add_adapter("other", lora())
+    model.eval()
+    generator = engine.Generator(model, AutoTokenizer.from_pretrained(engine.SHIPPED_MODEL))
+    chat = generator.chat(max_new_tokens=NEW)
+    chat.send("import os")
+    model.set_adapter("other")
+    out = chat.send("x = 1")
+    read = flat(chat._conversation.segments)[: -len(out.tokens[0])]
+    assert out.stats.prompt_tokens == len(read)
+    assert out.tokens == generator.generate(torch.tensor([read]), max_new_tokens=NEW).tokens
 
 
 def test_a_folder_with_an_adapter(tmp_path, tokenizer):
