@@ -1,4 +1,4 @@
-"""All benchmarks, one after the other, and their plots: `make bench`. Takes about an hour on two quiet cores.
+"""All benchmarks, one after the other, and their plots: `make bench`. Takes about three hours on two quiet cores.
 
     python benchmarks/all.py --only "decode; scaling"
 

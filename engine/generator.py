@@ -120,7 +120,7 @@ class Generator:
         """
         chat = Chat(self, system, cache, cache_config, parameters)
         if resume is not None:
-            if system is not None or cache is not None:
+            if (system, cache, cache_config) != (None, None, None):
                 raise OptionError("resume= brings the system message and the cache of its file: leave these out")
             chat.resume(resume)
         return chat
@@ -140,8 +140,8 @@ class Generator:
         file that `Prefix.save` wrote, in place of a prompt. parameters: as of `generate`.
         """
         if resume is not None:
-            if inputs is not None or cache is not None:
-                raise OptionError("resume= brings the prompt and the cache of its file: leave these out")
+            if (inputs, cache, cache_config) != (None, None, None) or parameters:
+                raise OptionError("resume= brings the prompt and the cache of its file: leave everything else out")
             return read_prefix(self, resume)
         parameters |= {"max_new_tokens": 1, "do_sample": False, "num_beams": 1}
         return Prefix(self, self.generate(inputs, cache=cache, cache_config=cache_config, **parameters).cache)

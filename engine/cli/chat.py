@@ -75,7 +75,7 @@ class Terminal:
                 if message.startswith("/"):
                     self._obey(message)
                 elif message.strip():
-                    self._print(self._chat.stream(message))
+                    self._print(self._chat.stream(values.checked(message, "the message")))
             except (EngineError, OSError) as error:
                 output.complain(str(error))
             except KeyboardInterrupt:
@@ -108,10 +108,14 @@ class Terminal:
         output.say("")
 
     def _obey(self, line: str) -> None:
-        name, *arguments = shlex.split(line)
+        name = line.split()[0]
         if name not in self._commands:
             raise OptionError(f"there is no command {name}: /help lists them, and {_BLOCK} begins a message")
         command, says = self._commands[name]
+        try:
+            _, *arguments = shlex.split(line)
+        except ValueError as error:
+            raise OptionError(f"{line}: {error}: put the name between double quotes") from error
         try:
             signature(command).bind(*arguments)
         except TypeError as error:
@@ -149,10 +153,11 @@ class Terminal:
 
 
 def _line(prompt: str) -> str:
-    """A line of standard input, without its end. Raises `EOFError`."""
-    if sys.stdin.isatty():
-        return input(prompt)
-    line = sys.stdin.readline()
+    """A line of standard input, without its end. Raises `EOFError`, and `OptionError` if it is no text."""
+    try:
+        line = input(prompt) + "\n" if sys.stdin.isatty() else sys.stdin.readline()
+    except UnicodeDecodeError as error:
+        raise OptionError(f"standard input is no text in UTF-8: {error.reason} at byte {error.start}") from error
     if not line:
         raise EOFError
     return line.removesuffix("\n")

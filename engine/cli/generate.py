@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from engine.cli import options, output, rendering, values
@@ -35,7 +36,7 @@ def generate(**given: Any) -> None:
     if given["system"] is not None and not given["chat"]:
         raise OptionError("--system needs a chat: add --chat")
     cache_config = values.assignments(given["cache_option"], "--cache-option") or None
-    inputs = [values.messages(text, given["system"]) for text in texts] if given["chat"] else texts
+    inputs = values.chats(texts, given["system"]) if given["chat"] else texts
     is_first = values.is_first_rank(settings)
     if not is_first:
         output.mute()
@@ -85,7 +86,7 @@ def _print(chunks: Stream, work: Work, given: dict[str, Any], limit: int | None)
         if not chunks.given_up:
             result = chunks.result()
             if as_json:
-                output.say(rendering.as_json(result))
+                output.say(json.dumps(rendering.as_dict(result)))
             else:
                 output.say("" if streams else rendering.as_text(result))
             if given["stats"]:

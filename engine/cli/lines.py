@@ -34,7 +34,7 @@ def write_lines(
         for request in requests:
             index, error = missing[request.index], request.error
             if error is None:
-                found = json.loads(rendering.as_json(request.result()))
+                found = rendering.as_dict(request.result())
             else:
                 found, failed = {"error": " ".join(str(error).split())}, failed + 1
             lines.write(json.dumps({"index": index} | found) + "\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from math import isfinite
 from typing import Any
 
 import typer
@@ -11,7 +10,7 @@ import typer
 from engine.cli import options, output
 from engine.cli.libraries import start_libraries
 from engine.cli.progress import Work
-from engine.cli.values import assignments
+from engine.cli.values import assignments, size
 from engine.errors import OptionError
 
 
@@ -20,11 +19,9 @@ def plan(path: str | None, model: str | None, free_gib: float | None, as_json: b
     """Plan a run: the memory that each cache takes, and which one fits. No weights are loaded."""
     if path is not None and model is not None:
         raise OptionError("the model was given twice: as MODEL and as --model: leave one of them out")
-    if free_gib is not None and not isfinite(free_gib):
-        raise OptionError(f"--free-gib {free_gib} is no size: give a number of GiB, 0 or more")
     model = path if model is None else model
     cache_config = assignments(asked.pop("cache_option"), "--cache-option") or None
-    free_bytes = None if free_gib is None else int(free_gib * 2**30)
+    free_bytes = None if free_gib is None else size(free_gib, 2**30, "--free-gib")
     with Work() as work:
         start_libraries(work, model)
         import engine

@@ -23,16 +23,16 @@ def as_text(result: Generation) -> str:
     return "\n".join(label + indent(text, " " * len(label)).removeprefix(" " * len(label)) for label, text in labelled)
 
 
-def as_json(result: Generation) -> str:
-    """A JSON object: `rows`, each with `text`, `tokens`, `finish_reason` and `logprobs` where they were asked for, and
-    `stats`, the fields of `Stats`."""
+def as_dict(result: Generation) -> dict[str, Any]:
+    """What is printed as JSON: `rows`, each with `text`, `tokens`, `finish_reason` and `logprobs` where they were asked
+    for, and `stats`, the fields of `Stats`."""
     assert result.text is not None
     parts = zip(result.text, result.tokens, result.finish_reasons, strict=True)
     names = ("text", "tokens", "finish_reason")
     rows: list[dict[str, Any]] = [dict(zip(names, part, strict=True)) for part in parts]
     for row, logprobs in zip(rows, result.logprobs or [], strict=False):
         row["logprobs"] = [asdict(one) for one in logprobs]
-    return json.dumps({"rows": rows, "stats": asdict(result.stats)})
+    return {"rows": rows, "stats": asdict(result.stats)}
 
 
 def chunk_as_json(chunk: StreamChunk) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,9 @@ def serve(**given: Any) -> None:
     if None not in (path, named):
         raise OptionError("the model was given twice: as MODEL and as --model: leave one out")
     path = named if path is None else path
-    api_key = given["api_key"] or os.environ.get("KVENGINE_API_KEY") or None
+    api_key = os.environ.get("KVENGINE_API_KEY") if given["api_key"] is None else given["api_key"]
+    if api_key == "":
+        raise OptionError("the API key is empty (--api-key or KVENGINE_API_KEY): give one, or leave it out")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise OptionError("--api-key has characters that an HTTP header cannot hold: give letters and digits")
     settings = values.engine_config(given["config"], given)
@@ -38,9 +41,9 @@ def serve(**given: Any) -> None:
         if given["cache"] is None:
             raise OptionError("--cache-option sets an option of a cache: say which, with --cache")
         own["cache"] = CacheConfig.from_dict({"name": given["cache"]} | cache_config)
-    gib = given["prefix_store_gib"]
+    most_bytes, gib = values.size(given["max_body_mib"], 2**20, "--max-body-mib"), given["prefix_store_gib"]
     if gib is not None:
-        own["prefix_store_bytes"] = int(gib * _GIB) or None
+        own["prefix_store_bytes"] = values.size(gib, _GIB, "--prefix-store-gib") or None
     elif settings.prefix_store_bytes is None:
         own["prefix_store_bytes"] = _GIB
     settings = settings.update(**own)[0]
@@ -80,10 +83,14 @@ def serve(**given: Any) -> None:
     host, port = given["host"], given["port"]
     hosts = allowed_hosts(host, given["allowed_host"] or ())
     if api_key is None and allowed_hosts(host) is None:
-        output.remark(f"Everyone who reaches {host} may use this server: --api-key sets a key.")
-    output.tell(f"Serving {name} at http://{host}:{port} (the page is there; the protocol is at /v1). Ctrl-C ends it.")
-    app = make_app(service, int(given["max_body_mib"] * 2**20), api_key, hosts)
-    run(app, service, host, port, given["drain_seconds"])
+        output.tell(f"Everyone who reaches {host} may use this server: --api-key sets a key.")
+    app = make_app(service, most_bytes, api_key, hosts)
+    started = partial(_announce, name)
+    run(app, service, host, port, given["drain_seconds"], started)
+
+
+def _announce(name: str, url: str) -> None:
+    output.tell(f"Serving {name} at {url} (the page is there; the protocol is at /v1). Ctrl-C ends it.")
 
 
 def follow(generator: Generator, slots: int) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,8 @@ def lines(texts: list[str], files: list[Path]) -> list[Any]:
 
 
 def _lines(path: str, text: str) -> Iterator[Any]:
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # `splitlines` ends lines at other characters too
+        line = line.removesuffix("\r")
         if not line.strip():
             continue
         try:
@@ -165,6 +167,25 @@ def messages(text: str, system: str | None) -> list[dict[str, str]]:
     """A new chat with one message of the user."""
     user = {"role": "user", "content": text}
     return [user] if system is None else [{"role": "system", "content": checked(system, "--system")}, user]
+
+
+def chats(prompts: list[Any], system: str | None) -> list[Any]:
+    """Each prompt, a text or a mapping with one, as a new chat. Raises `OptionError` for others."""
+    found = []
+    for number, prompt in enumerate(prompts, 1):
+        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        if not isinstance(text, str):
+            raise OptionError(f"--chat makes a chat of a text, and prompt {number} is none: {prompt!r:.80}")
+        chat = messages(text, system)
+        found.append(prompt | {"prompt": chat} if isinstance(prompt, dict) else chat)
+    return found
+
+
+def size(amount: float, unit: int, option: str) -> int:
+    """Bytes of `amount` units. Raises `OptionError` for infinity and NaN."""
+    if not isfinite(amount):
+        raise OptionError(f"{option} {amount} is no size: give a number, 0 or more")
+    return int(amount * unit)
 
 
 def _standard_input() -> str:

@@ -45,7 +45,8 @@ class Conversation:
         text, position, found = self._text(messages, is_asked), 0, []
         for segment in self.segments:
             # Templates remove white space around the text of a message.
-            known = next((one for one in (segment.text, segment.text.strip()) if text.startswith(one, position)), None)
+            forms = (segment.text, segment.text.strip())
+            known = next((one for one in forms if one and text.startswith(one, position)), None)
             if known is None:
                 break
             found.append(segment)
@@ -56,10 +57,14 @@ class Conversation:
 
     def _text(self, messages: Sequence[Message], is_asked: bool) -> str:
         if self.has_template:
-            text: str = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=is_asked
-            )
-            return text
+            try:
+                return str(
+                    self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=is_asked)
+                )
+            except Exception as error:  # a template raises what it likes
+                raise InputError(
+                    f"the model's chat template refuses these messages: {type(error).__name__}: {error}"
+                ) from error
         for message in messages:
             if message["role"] not in _PLAIN:
                 raise InputError(
@@ -75,14 +80,19 @@ class Conversation:
         self, messages: Sequence[Message], asked: tuple[Segment, ...], answer: str, tokens: Sequence[int]
     ) -> Conversation:
         """The same after an answer of these tokens to `messages`, which were read as the segments `asked`."""
-        tokens = list(tokens)
-        ending = []
-        if tokens and tokens[-1] in self._special_ids:
-            last = tokens.pop()
+        said, text, ending = list(tokens), answer, []
+        if said and said[-1] in self._special_ids:
+            last = said.pop()
             ending = [Segment(self.tokenizer.convert_ids_to_tokens(last), (last,))]
-        said = {"role": "assistant", "content": answer if self.has_template else answer.strip()}
-        written = [Segment(answer, tuple(tokens)), *ending]
-        return Conversation(self.tokenizer, (*messages, said), (*asked, *written))
+        elif (complete := self._text_of(said)) != answer and complete.startswith(answer):  # a stop string comes last
+            while not answer.startswith(text := self._text_of(said)):
+                said.pop()
+            ending = [Segment(complete[len(text) :], tuple(tokens[len(said) :]))]
+        message = {"role": "assistant", "content": answer if self.has_template else answer.strip()}
+        return Conversation(self.tokenizer, (*messages, message), (*asked, Segment(text, tuple(said)), *ending))
+
+    def _text_of(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     @property
     def _special_ids(self) -> set[int]:

@@ -36,6 +36,15 @@ _SMALLEST_PIECE, _LARGEST_PIECE = 32, 256  # tokens of a prompt; fewer take abou
 _OF_THE_PROCESS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
+def _as_exception(error: BaseException) -> BaseException:
+    """What the caller of a request gets, who catches `Exception`."""
+    if isinstance(error, (Exception, *_OF_THE_PROCESS)):
+        return error
+    failure = EngineError(f"{type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
 @dataclass(eq=False)
 class _Run:
     """A request that was begun. forward: what it does in its next turn; None to read on."""
@@ -232,6 +241,8 @@ class Scheduler:
 
     def _end(self, request: BatchRequest, result: Generation | BaseException) -> None:
         self._runs = [run for run in self._runs if run.request is not request]
+        if isinstance(result, BaseException):
+            result = _as_exception(result)
         if isinstance(result, Generation):
             result = replace(result, cache=None)  # else memory would follow all requests, not those that run
         elif isinstance(partial := getattr(result, "partial", None), Generation):

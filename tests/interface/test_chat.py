@@ -146,6 +146,62 @@ def test_without_a_template(tokenizer):
         chat.send({"role": "tool", "content": "x"})
 
 
+def check_history(chat):
+    """The last prompt is what the messages say, and all before it but the end of the last answer was read already."""
+    conversation = chat._conversation
+    expected = conversation._text(chat.messages[:-1], True)
+    assert conversation.tokenizer.decode(history_of(chat)["input_ids"][0]) == expected
+
+
+@pytest.mark.parametrize("template", [PLAIN, None])
+def test_a_stop_string_is_no_part_of_the_conversation(template, tokenizer):
+    generator = generator_of("llama", tokenizer, template)
+    whole = generator.chat(max_new_tokens=12).send("import os").text[0]
+    chat = generator.chat(max_new_tokens=12, stop_strings=whole[4:6])
+    out = chat.send("import os")
+    assert out.finish_reasons == ["stop_string"]
+    assert out.text[0] == whole[: whole.index(whole[4:6])]
+    chat.send("x")
+    check_history(chat)
+
+
+def test_the_next_question_ends_an_answer_once(tokenizer):
+    """Without a template a model goes on with it, also where other strings end an answer too."""
+    for name in ("llama", "mamba"):
+        chat = generator_of(name, tokenizer, None).chat(max_new_tokens=30, stop_strings=["STOP"])
+        out = chat.send("x", regex=" fine\nUser: no", eos_token_id=0)
+        assert (out.text, out.finish_reasons) == ([" fine"], ["stop_string"])
+        out = chat.send("y")
+        check_history(chat)
+        assert out.stats.prompt_tokens < 12  # what was generated is not read again
+
+
+def test_an_answer_without_a_word_is_taken_back(tokenizer):
+    chat = generator_of("llama", tokenizer).chat(max_new_tokens=4)
+    chat.send("x", regex="\n\n", eos_token_id=0)
+    first = history_of(chat)["input_ids"]
+    chat.retry(regex="a", eos_token_id=0)
+    assert torch.equal(history_of(chat)["input_ids"], first)
+
+
+def test_a_template_that_refuses_messages(tokenizer):
+    chat = generator_of("llama", tokenizer, "{{ raise_exception('no system message') }}").chat("s")
+    with pytest.raises(engine.InputError, match="refuses these messages: TemplateError: no system message"):
+        chat.send("x")
+    assert len(chat.messages) == 1
+
+
+def test_a_file_brings_its_cache(tokenizer, tmp_path):
+    generator = generator_of("llama", tokenizer)
+    chat = generator.chat(max_new_tokens=2, cache="none")
+    chat.send("x")
+    with pytest.raises(engine.InputError, match="'none' keeps no cache"):
+        chat.save(tmp_path / "talk")
+    for begin in (generator.chat, generator.prefill):
+        with pytest.raises(engine.OptionError, match="leave"):
+            begin(resume=tmp_path / "talk", cache_config={"nbits": 4})
+
+
 def test_a_fork_goes_its_own_way(tokenizer):
     generator = generator_of("llama", tokenizer)
     chat = generator.chat(max_new_tokens=TOKENS)

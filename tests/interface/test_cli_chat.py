@@ -51,10 +51,12 @@ def test_another_answer_is_sampled_unless_an_option_says_how(cli):
 
 
 def test_mistakes_do_not_end_it(cli):
-    done = cli(["chat", "-n", "2"], "/nothing\n/retry\n/load nowhere\n/save\n/cache nothing\n/undo\n/stats\nx\n/help\n")
+    typed = "/it's\n/save it's\n/nothing\n/retry\n/load nowhere\n/save\n/cache nothing\n/undo\n/stats\nx\n/help\n"
+    done = cli(["chat", "-n", "2"], typed)
     assert done.exit_code == 0
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    for error, says in zip(errors, ("there is no command /nothing", "no answer to try again", "nowhere", "/save FILE",
+    for error, says in zip(errors, ("there is no command /it's", "No closing quotation", "there is no command /nothing",
+                                    "no answer to try again", "nowhere", "/save FILE",
                                     "there is no cache named 'nothing'", "no message to take back", "no answer yet"),
                            strict=True):  # fmt: skip
         assert says in error

@@ -41,6 +41,27 @@ def test_it_goes_on_where_it_was_stopped(cli, tmp_path):
     assert len(again[2]["rows"][0]["tokens"]) == 4
 
 
+def test_lines_end_at_line_feeds_only(cli, shipped, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
+    prompts.write_text('"a\u2028b"\r\n{"prompt": "c\u0085d", "max_new_tokens": 2}\n', newline="")
+    assert cli(["generate", "--file", str(prompts), "--jsonl", str(out), "--max-new-tokens", "3"]).exit_code == 0
+    expected = [shipped.generate(prompt, max_new_tokens=3).text[0] for prompt in ("a\u2028b", "c\u0085d")]
+    assert lines(out)[0]["rows"][0]["text"] == expected[0]
+    assert len(lines(out)[1]["rows"][0]["tokens"]) == 2
+
+
+def test_every_line_as_a_chat(cli, shipped, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
+    prompts.write_text('"import"\n{"prompt": "def", "max_new_tokens": 2}\n')
+    command = ["generate", "--chat", "--system", "# s", "--file", str(prompts), "--jsonl", str(out), "-n", "4"]
+    assert cli(command).exit_code == 0
+    for one, text, most in zip(lines(out), ("import", "def"), (4, 2), strict=True):
+        messages = [{"role": "system", "content": "# s"}, {"role": "user", "content": text}]
+        assert one["rows"][0]["text"] == shipped.generate([messages], max_new_tokens=most).text[0]
+    prompts.write_text("[1, 2]\n")
+    assert "makes a chat of a text, and prompt 1 is none: [1, 2]" in cli(command).stderr
+
+
 @pytest.mark.parametrize(
     ("content", "options", "says"),
     [

@@ -207,6 +207,24 @@ class TestRequests:
         assert len(bad.error.partial.tokens[0]) == 3
         assert bad.error.partial.cache is None
 
+    def test_a_panic_of_a_library_is_the_error_of_its_request(self):
+        """Such as Rust's, which are no `Exception`: a caller that catches those would wait for ever."""
+
+        class Panic(BaseException):
+            pass
+
+        def panics(ids, scores):
+            raise Panic("unwrap on None")
+
+        gen = engine.Generator(tiny_model("llama"))
+        with gen.batch() as batch:
+            good = batch.submit(ids(5), max_new_tokens=8)
+            bad = batch.submit(ids(9), max_new_tokens=8, logits_processor=[panics])
+        assert len(good.result().tokens[0]) == 8
+        with pytest.raises(engine.EngineError, match="Panic: unwrap on None") as raised:
+            bad.result()
+        assert isinstance(raised.value.__cause__, Panic)
+
     def test_cancelled_within_a_step(self):
         gen = engine.Generator(tiny_model("llama"))
         with gen.batch() as batch:

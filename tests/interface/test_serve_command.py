@@ -95,6 +95,9 @@ def test_a_stop_does_not_wait_longer_than_it_may():
     [
         (["a", "--model", "b"], "the model was given twice"),
         (["--api-key", "ä"], "--api-key"),
+        (["--api-key", ""], "the API key is empty"),
+        (["--max-body-mib", "inf"], "--max-body-mib inf is no size"),
+        (["--prefix-store-gib", "inf"], "--prefix-store-gib inf is no size"),
         (["--cache", "nothing"], "nothing"),
         (["--cache-option", "nbits=4"], "--cache-option"),
         (["--cache", "quantized", "--cache-option", "nbits=9"], "9 bits"),

@@ -18,6 +18,8 @@ import torch
 from architectures import tiny_model
 from injection import failing
 from served import NAME, served
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import engine
 
@@ -188,6 +190,42 @@ class TestChat:
             with pytest.raises(openai.BadRequestError, match="no chat template"):
                 chat(server)
 
+    def test_tool_calls_reach_the_template_as_objects(self, gen):
+        tokenizer = copy.deepcopy(gen.tokenizer)
+        tokenizer.chat_template = (
+            "{% for one in messages %}{{ one.content }}{% if 'tool_calls' in one %}"
+            "{{ one.tool_calls[0].function.arguments | tojson }}{% endif %}{% endfor %}"
+        )
+        call = {"id": "7", "type": "function", "function": {"name": "f", "arguments": '{"x": [1, 2]}'}}
+        messages = [MESSAGES[0] | {"tool_calls": None}, {"role": "assistant", "content": "a", "tool_calls": [call]}]
+        with served(engine.Generator(gen.model, tokenizer)) as server:
+            for arguments, written in [('{"x": [1, 2]}', '{"x": [1, 2]}'), ("no JSON", '"no JSON"')]:
+                call["function"]["arguments"] = arguments
+                found = chat(server, messages)
+                text = f"{PROMPT}a{written}"
+                assert found.choices[0].message.content == gen.generate(text, max_new_tokens=12).text[0]
+
+
+def test_a_completion_begins_with_the_space_of_its_first_word():
+    """Where a tokenizer leaves out the space that a text begins with."""
+    made = Tokenizer(models.WordLevel({f"\u2581w{number}": number for number in range(101)}, unk_token="\u2581w0"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    words = PreTrainedTokenizerFast(tokenizer_object=made)
+    words.chat_template = "{% for one in messages %}{{ one.content }}{% endfor %}"
+    generator = engine.Generator(tiny_model("llama"), words)
+    asked = "w5 w6 w7"
+    said = generator.generate(asked, max_new_tokens=12).text[0]
+    assert said.startswith("w")
+    with served(generator) as server:
+        for choice in complete(server, asked, logprobs=0, n=2, temperature=1, seed=1).choices:
+            assert choice.text[:2] == " w"
+            assert "".join(choice.logprobs.tokens) == choice.text
+        assert complete(server, asked).choices[0].text == f" {said}"
+        assert complete(server, asked, echo=True).choices[0].text == f"{asked} {said}"
+        assert "".join(one.choices[0].text for one in complete(server, asked, stream=True)) == f" {said}"
+        assert complete(server, asked, stop=said[:3]).choices[0].text == ""
+        assert chat(server, [{"role": "user", "content": asked}]).choices[0].message.content == said
+
 
 class TestCompletions:
     def test_every_field_of_an_answer(self, server, gen):
@@ -250,6 +288,8 @@ class TestCompletions:
         assert scored.choices[0].text == prompt
         assert scored.choices[0].logprobs.token_logprobs == found.logprobs.token_logprobs[: ids.shape[1]]
         assert scored.usage.completion_tokens == 0
+        [only] = complete(server, prompt, echo=True, logprobs=0, max_tokens=0, stream=True)
+        assert (only.choices[0].text, only.choices[0].finish_reason) == (prompt, "length")
         streamed = list(complete(server, prompt, echo=True, logprobs=2, stream=True))
         flat = [one for chunk in streamed for one in chunk.choices[0].logprobs.token_logprobs]
         assert flat[1:] == pytest.approx(found.logprobs.token_logprobs[1:], abs=1e-3)

@@ -18,19 +18,22 @@ _REASONS = {"eos": "stop", "stop_string": "stop", "criteria": "stop", "length": 
 class Answer:
     """Writes the objects of one request. is_chat: as a chat's, not as completions. tokenizer: of the model.
 
-    logprobs: as `reading.logprobs_asked`.
+    logprobs: as `reading.logprobs_asked`. continues: whether texts go on from their prompts.
     """
 
     model: str
     is_chat: bool
     tokenizer: Any
     logprobs: int | None
+    continues: bool
     id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
     _texts: dict[int, str] = field(default_factory=dict)  # of tokens
+    _spaces: dict[int, str] = field(default_factory=dict)  # what is missing before the text of each choice
 
     def __post_init__(self) -> None:
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._special = frozenset(self.tokenizer.all_special_ids)
 
     # A stream.
 
@@ -41,12 +44,12 @@ class Answer:
     def chunk(self, index: int, piece: StreamChunk, offset: int) -> dict[str, Any]:
         """offset: characters of this text before it."""
         reason = None if piece.finish_reason is None else _REASONS[piece.finish_reason]
-        content = self._content(piece.text or "", delta=True)
+        content = self._content(self.with_space(index, piece.tokens, piece.text or ""), delta=True)
         return self._chunk([self._choice(index, reason, self._logprobs(piece.logprobs, offset), **content)])
 
-    def echo(self, index: int, text: str, scored: Sequence[TokenLogprob | int] = ()) -> dict[str, Any]:
-        """The prompt, before the text that continues it."""
-        return self._chunk([self._choice(index, None, self._logprobs(scored, 0), text=text)])
+    def echo(self, index: int, text: str, scored: Sequence[TokenLogprob | int], reason: str | None) -> dict[str, Any]:
+        """The prompt, before the text that continues it; with a reason where none does."""
+        return self._chunk([self._choice(index, reason, self._logprobs(scored, 0), text=text)])
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         return self._chunk([]) | {"usage": usage}
@@ -67,6 +70,18 @@ class Answer:
         return self._choice(index, reason, self._logprobs(scored, 0), **self._content(text, delta=False))
 
     # Parts.
+
+    def with_space(self, index: int, tokens: Sequence[int], text: str) -> str:
+        """`text`, of these tokens of a choice, with the space before its first word: decoders leave it out, as if the
+        text began there."""
+        if self.continues and index not in self._spaces:
+            first = next((one for one in tokens if one not in self._special), None)
+            if first is not None:
+                self._spaces[index] = " " if self._loses_space(first) else ""
+        if not text:
+            return ""
+        space, self._spaces[index] = self._spaces.get(index, ""), ""
+        return space + text
 
     def _object(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -137,9 +152,13 @@ class Answer:
 
     def _decoded(self, token: int) -> str:
         text = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        return f" {text}" if self._loses_space(token) else text
+
+    def _loses_space(self, token: int) -> bool:
+        """Whether the tokenizer's decoder leaves out the space that the token begins with, as SentencePiece's does."""
         piece = self.tokenizer.convert_ids_to_tokens(token)
-        # SentencePiece's decoder leaves out the space before the first word.
-        return f" {text}" if isinstance(piece, str) and piece.startswith("\u2581") and text[:1] != " " else text
+        text = self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        return isinstance(piece, str) and piece.replace("\u2581", " ") == f" {text}"
 
 
 def usage(prompt_tokens: int, new_tokens: int, cached_tokens: int) -> dict[str, Any]:

@@ -173,11 +173,11 @@ async def _while_connected(request: Request, work: Awaitable[T]) -> T:
 
 
 def _failed(service: Service, failed: Exception) -> Response:
-    refused = _refusal(service, failed)
+    refused = _counted_refusal(service, failed)
     return JSONResponse(refused.body, refused.status, refused.headers)
 
 
-def _refusal(service: Service, failed: Exception) -> Refusal:
+def _counted_refusal(service: Service, failed: Exception) -> Refusal:
     """The answer to an error. The log has the place of an unknown one, but no message, which may hold a text."""
     refused = refusal(failed)
     service.metrics.ended("refused" if refused.status == 400 else "failed")
@@ -202,6 +202,7 @@ def _complete(job: Job) -> dict[str, Any]:
         for row, said in enumerate(result.text):
             own = [] if result.logprobs is None else result.logprobs[row]
             index, reason = number * job.rows + row, result.finish_reasons[row]
+            said = job.answer.with_space(index, result.tokens[row], said)
             choices.append(job.answer.choice(index, echoed + said, reason, [*scored, *own]))
     return job.answer.complete(choices, job.usage)
 
@@ -241,7 +242,7 @@ async def _events(
         outcome = "ok"
     except Exception as failed:
         outcome = ""
-        yield _event(_refusal(service, failed).body)
+        yield _event(_counted_refusal(service, failed).body)
         yield "data: [DONE]\n\n"
     finally:
         job.cancel()
@@ -266,4 +267,5 @@ def _chunks(job: Job, index: int, piece: Any, offsets: dict[int, int]) -> list[d
         return []
     said, scored = _echo(job, index // job.rows)
     offsets |= dict.fromkeys(indices, job.answer.width(scored))
-    return [job.answer.echo(one, said, scored) for one in indices]
+    reason = "length" if job.texts[index // job.rows].request is None else None  # nothing follows
+    return [job.answer.echo(one, said, scored, reason) for one in indices]

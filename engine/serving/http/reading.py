@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +48,7 @@ class Penalties:
 
 def chat_ids(body: ChatRequest, tokenizer: Any) -> list[int]:
     """The messages as the model's template writes them, with what makes the model answer. Raises `InputError`."""
-    messages = [message.model_dump(exclude_unset=True) for message in body.messages]
+    messages = [_as_templates_read(message.model_dump(exclude_unset=True)) for message in body.messages]
     tools = None if body.tool_choice == "none" else body.tools
     try:
         if not getattr(tokenizer, "chat_template", None):
@@ -61,6 +62,25 @@ def chat_ids(body: ChatRequest, tokenizer: Any) -> list[int]:
         raise
     except Exception as error:  # a template raises what it likes
         raise InputError(f"the model's chat template refuses these messages: {type(error).__name__}: {error}") from None
+
+
+def _as_templates_read(message: dict[str, Any]) -> dict[str, Any]:
+    """Without fields that are null, which templates take for given, and with the arguments of tool calls as objects:
+    the protocol has them as JSON in a string, which templates would write as JSON once more."""
+    message = {name: value for name, value in message.items() if value is not None or name == "content"}
+    calls = message.get("tool_calls")
+    return message | {"tool_calls": list(map(_with_arguments, calls))} if isinstance(calls, list) else message
+
+
+def _with_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _check_template(template: Any, given: dict[str, Any], tools: Any) -> None:

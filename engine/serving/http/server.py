@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import uvicorn
 from fastapi import FastAPI
@@ -31,11 +31,21 @@ def _is_loopback(host: str) -> bool:
 
 
 class _Server(uvicorn.Server):
-    """Cancels what runs `drain_s` seconds after the signal, so that clients get what there is."""
+    """Cancels what runs `drain_s` seconds after the signal, so that clients get what there is.
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain_s: int):
+    started: called with the address, once requests are taken.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service, drain_s: int, started: Callable[[str], None]):
         super().__init__(config)
-        self._service, self._drain_s = service, drain_s
+        self._service, self._drain_s, self._started = service, drain_s, started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:  # else the port is taken, which uvicorn has logged
+            host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+            port = self.servers[0].sockets[0].getsockname()[1]
+            self._started(f"http://{host}:{port}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         async def cancel() -> None:
@@ -49,8 +59,13 @@ class _Server(uvicorn.Server):
             cancelling.cancel()
 
 
-def run(app: FastAPI, service: Service, host: str, port: int, drain_s: int) -> None:
-    """Serve. SIGTERM and Ctrl-C: no new connections; requests that run have `drain_s` seconds to end."""
+def run(
+    app: FastAPI, service: Service, host: str, port: int, drain_s: int, started: Callable[[str], None] = lambda _: None
+) -> None:
+    """Serve. SIGTERM and Ctrl-C: no new connections; requests that run have `drain_s` seconds to end.
+
+    port: 0 for any that is free. started: called with the address once requests are taken.
+    """
     config = uvicorn.Config(
         app,
         host=host,
@@ -60,4 +75,4 @@ def run(app: FastAPI, service: Service, host: str, port: int, drain_s: int) -> N
         server_header=False,
         timeout_graceful_shutdown=drain_s + _AFTER_S,
     )
-    _Server(config, service, drain_s).run()
+    _Server(config, service, drain_s, started).run()

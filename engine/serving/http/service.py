@@ -149,7 +149,8 @@ class Service:
             message = f"the model {body.model!r:.100} is not here: this server has {self.name!r}"
             raise Refusal(404, error(message, "invalid_request_error", "model_not_found"))
         likeliest, is_chat = logprobs_asked(body), isinstance(body, ChatRequest)
-        answer = Answer(self.name, is_chat, self._generator.tokenizer, likeliest)
+        continues = not (is_chat or self._generator.model.config.is_encoder_decoder)
+        answer = Answer(self.name, is_chat, self._generator.tokenizer, likeliest, continues)
         job = Job(body, answer)
         echoes = isinstance(body, CompletionRequest) and body.echo
         scores = echoes and likeliest is not None
