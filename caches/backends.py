@@ -220,8 +220,10 @@ def _default_cross(own: Cache, options: str | CacheConfig, rows: int | None) -> 
     """The backend for the encoder's tokens next to `own`, where none was chosen."""
     if isinstance(options, str):
         options = recipe(options).options()
-    if isinstance(options, OffloadedCacheConfig):
-        return type(options)(max_batch_size=rows, residency=options.residency, folder=options.folder)
+    residency, folder = (getattr(options, name, None) for name in ("residency", "folder"))
+    if residency not in (None, "device"):
+        kind = OffloadedStaticCacheConfig if own.fixed else OffloadedCacheConfig
+        return kind(max_batch_size=rows, residency=residency, folder=folder)
     return StaticCacheConfig(max_batch_size=rows) if own.fixed else DynamicCacheConfig()
 
 

@@ -9,9 +9,10 @@ import json
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -146,19 +147,20 @@ def load(path: str | Path, model: nn.Module, device: torch.device | str | None =
     _check_model(path, header["model"], fingerprint(reader))
     device = torch.device(reader.device if device is None else device)
     with _readable(path) as file:
-        stacks, log = (_unpacked(header[name], file, device) for name in ("stacks", _TOKENS))
-    specs = _specs_of(path, stacks[0], reader)
-    try:
-        configs = [recipe(name).options.from_dict(options) for name, options in header["backends"]]
-        config = configs[0] if len(configs) == 1 else EncoderDecoderCacheConfig(*configs)
-        cache = cast(Savable, recipe(config.name).build(specs, config))
-        for stack, steps, state in zip(cache.stacks, cache.implicit_steps, stacks, strict=True):
-            if stack.finds_layers and state["specs"]:
-                stack.bind_layers(_specs(state["specs"]))
-            _restore(stack, state)
-            steps.require_all()
-    except (CacheError, ConfigError, KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
-        raise CacheFileError(f"{path} cannot be loaded: {error}") from error
+        unpacked = partial(_unpacked, file=file, device=device)
+        log, stacks = unpacked(header[_TOKENS]), [_unpacked_stack(packed, unpacked) for packed in header["stacks"]]
+        specs = _specs_of(path, stacks[0], reader)
+        try:
+            configs = [recipe(name).options.from_dict(options) for name, options in header["backends"]]
+            config = configs[0] if len(configs) == 1 else EncoderDecoderCacheConfig(*configs)
+            cache = cast(Savable, recipe(config.name).build(specs, config))
+            for stack, steps, state in zip(cache.stacks, cache.implicit_steps, stacks, strict=True):
+                if stack.finds_layers and state["specs"]:
+                    stack.bind_layers(_specs(state["specs"]))
+                _restore(stack, state)
+                steps.require_all()
+        except (CacheError, ConfigError, KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise CacheFileError(f"{path} cannot be loaded: {error}") from error
     if log is not None:
         cache.log = TokenLog(**log, reader=ref(reader), adapters=active_adapters(reader))
     return cache
@@ -173,7 +175,8 @@ def _state(stack: LayerStack) -> dict[str, Any]:
         "total_tokens": stack.total_tokens,
         "specs": [_described(spec) for spec in stack.specs],
         "timelines": [timeline.state_dict() for timeline in stack.timelines],
-        "layers": [layer.state_dict() for layer in stack.layers],
+        # One after the other: those of an offloaded cache come to the device, and all of them may not fit there.
+        "layers": (layer.state_dict() for layer in stack.layers),
         "hook": stack.hook.state_dict(max(0, stack.batch_size)),
     }
 
@@ -201,11 +204,11 @@ def _saved_options(options: dict[str, Any]) -> dict[str, Any]:
 def _packed(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     """`value` in types of JSON; its tensors are put into `tensors`, by names that begin with `name`."""
     if isinstance(value, torch.Tensor):
-        tensors[name] = value.detach().contiguous()
+        tensors[name] = value.detach().cpu().contiguous()
         return {"tensor": name}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"dict": {key: _packed(part, f"{name}.{key}", tensors) for key, part in value.items()}}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, Iterator)):
         return [_packed(part, f"{name}.{number}", tensors) for number, part in enumerate(value)]
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
@@ -216,6 +219,13 @@ def _packed(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     raise UnsupportedLayerError(
         f"one of the layers keeps a {type(value).__name__}, which a file cannot hold: keep the cache in memory"
     )
+
+
+def _unpacked_stack(packed: dict[str, Any], unpacked: Callable[[Any], Any]) -> dict[str, Any]:
+    """The state of a stack; that of a layer is read when its turn comes."""
+    state = packed["dict"]
+    others = {name: unpacked(part) for name, part in state.items() if name != "layers"}
+    return others | {"layers": map(unpacked, state["layers"])}
 
 
 def _unpacked(value: Any, file: Any, device: torch.device) -> Any:

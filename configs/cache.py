@@ -215,7 +215,7 @@ class EncoderDecoderCacheConfig(CacheConfig):
 
     self_cache: for the decoder's tokens.
     cross_cache: for the encoder's tokens, which are written once; None is "static" if the self cache is of fixed size,
-        else "dynamic".
+        else "dynamic"; if it is in host memory or on disk, "offloaded_static" or "offloaded" in the same place.
     """
 
     name: ClassVar[str] = "encoder_decoder"

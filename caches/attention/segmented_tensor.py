@@ -241,7 +241,8 @@ def _attention(
         return None
     (rows, heads, tokens, width), rows_per_prefix = query.shape, key.rows_per_prefix
     queries = (query * (width**-0.5 if scale is None else scale)).reshape(rows, key.base[1], -1, width)
-    mask = None if attn_mask is None else _to_add(attn_mask, query.dtype).expand(rows, heads, tokens, key.base[2])
+    added = None if attn_mask is None else _to_add(attn_mask, query.dtype)
+    mask = None if added is None else added.expand(rows, heads, tokens, key.base[2])
     if key.attend is not None and key.attend == value.attend:
         by_head = None if mask is None else mask.unflatten(1, (key.base[1], -1))
         found = key.attend(queries, key.segments(), value.segments(), by_head, value.base[3])
@@ -252,7 +253,11 @@ def _attention(
         by_row = scores.unflatten(2, (rows_per_prefix, -1, tokens)).permute(0, 2, 1, 3, 4, 5)
         by_row += mask.unflatten(0, (-1, rows_per_prefix)).unflatten(2, (key.base[1], -1))
     weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
-    return ungroup_rows(_mixed(weights, value), rows_per_prefix).reshape(rows, heads, tokens, -1)
+    found = ungroup_rows(_mixed(weights, value), rows_per_prefix).reshape(rows, heads, tokens, -1)
+    if added is None or tokens == 1:  # a new token sees itself
+        return found
+    # 0 for a query that sees no slot, such as one of padding: as torch has it.
+    return found.masked_fill(added.isneginf().all(dim=-1, keepdim=True), 0)
 
 
 def _to_add(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

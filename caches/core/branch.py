@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any, Protocol, TypeVar
 
+from caches.core.implicit_steps import ImplicitSteps
 from caches.core.layer import Layer
 from caches.core.layer_stack import LayerStack
 from caches.core.prefix_sharing import PrefixSharing
 from caches.core.row_copies import Copyable
+from caches.errors import StepError
 from caches.stores.dense import GrowingStore, Store
 from caches.timeline.shared_timeline import ForkedTimeline
 from caches.timeline.timeline import Timeline
 
+_one_at_a_time = Lock()  # who writes behind the tokens of a cache is decided once
+
 
 class Branchable(Copyable, Protocol):
-    def finish_step(self, is_over: bool = False) -> None: ...
-
-    def check_finished(self) -> None: ...
+    @property
+    def implicit_steps(self) -> tuple[ImplicitSteps, ...]: ...
 
     def crop(self, tokens: int) -> None: ...
 
@@ -30,20 +34,23 @@ def branch(cache: C, tokens: int | None = None) -> C:
     Layers of full attention read the tokens where they are. The first cache that goes on from all of them writes behind
     them while there is room; others write into tensors of their own. What would be overwritten is copied first.
     Windows, states, codes and buffers in host memory cannot be shared and are copied, as is what came after an earlier
-    branch, but for the first cache that goes on from there. Raises `StepError` where `tokens` are fewer than there are
-    and the others cannot be taken back.
+    branch, but for the first cache that goes on from there. Raises `StepError` while a step is open, where `cache` does
+    not hold so many tokens, and where they are fewer than there are and the others cannot be taken back.
     """
-    cache.check_finished()
-    cache.finish_step()
-    if any(one.rows_per_prefix > 1 for stack in cache.stacks for one in stack.shared_timelines):
-        cache.unshare()
-    new = cache.empty_like()
-    is_complete = tokens in (None, cache.stacks[0].total_tokens)
-    for stack, source in zip(new.stacks, cache.stacks, strict=True):
-        if source.batch_size != -1:
-            _follow(stack, source, is_complete)
+    with _one_at_a_time:
+        for steps in cache.implicit_steps:
+            steps.end()
+        total = cache.stacks[0].total_tokens
+        if tokens is not None and not 0 <= tokens <= total:
+            raise StepError(f"branch(cache, {tokens}): the cache holds {total} tokens, and a branch the first of them")
+        if any(one.rows_per_prefix > 1 for stack in cache.stacks for one in stack.shared_timelines):
+            cache.unshare()
+        new = cache.empty_like()
+        for stack, source in zip(new.stacks, cache.stacks, strict=True):
+            if source.batch_size != -1:
+                _follow(stack, source, is_complete=tokens in (None, total))
     if tokens is not None:
-        new.crop(tokens)
+        new.crop(tokens - total)
     return new
 
 

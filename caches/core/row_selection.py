@@ -50,6 +50,17 @@ def keeps_all_rows(index: torch.Tensor, rows: int) -> bool:
     return len(index) == rows and index.device.type == "cpu" and index.tolist() == list(range(rows))
 
 
+def _as_index(index: torch.Tensor, rows: int) -> torch.Tensor:
+    """`index` as LongTensor: a bool mask of the rows stands for those where it is True. Raises `StepError`."""
+    is_mask = index.dtype == torch.bool
+    if index.ndim != 1 or index.is_floating_point() or index.is_complex() or (is_mask and len(index) != rows):
+        raise StepError(
+            f"rows are selected by a tensor of integers [new rows], or a bool mask of all {rows} rows, not by "
+            f"{index.dtype} {list(index.shape)}"
+        )
+    return index.nonzero()[:, 0] if is_mask else index.long()
+
+
 class RowSelection:
     """Selects rows of everything in `stack`. `plan_*` checks and changes nothing; `start` and `finish` carry it out."""
 
@@ -62,6 +73,7 @@ class RowSelection:
         rows = self.stack.batch_size
         if rows == -1:
             return None
+        index = _as_index(index, rows)
         # Reading an index on an accelerator would wait for the device.
         known = index.tolist() if index.device.type == "cpu" else [0] * len(index)
         if not known or min(known) < 0 or max(known) >= rows:

@@ -103,7 +103,7 @@ class Cache(SharedMethods, TransformersCache):
         self.stack.crop(tokens)
 
     def reserve(self, tokens: int) -> None:
-        self.check_finished()
+        self.implicit.end()
         self.stack.reserve(tokens)
 
     @property
@@ -122,7 +122,7 @@ class Cache(SharedMethods, TransformersCache):
         Raises `StepError` for another padding than before once tokens were evicted.
         """
         self.implicit.end()
-        self.stack.hook.set_padding(self.layers, padding, self.batch_size)
+        self.stack.hook.set_padding(self.stack.layers, padding, self.batch_size)
 
     # What models call.
 
@@ -235,9 +235,9 @@ class Cache(SharedMethods, TransformersCache):
         return self.get_seq_length()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, Any]:
-        if layer_idx >= len(self.layers):  # not added yet
+        if layer_idx >= len(self.stack.layers):  # not added yet
             return query_length, 0
-        return self.layers[layer_idx].mask_sizes(query_length, self.implicit.uncommitted)
+        return self.stack.layers[layer_idx].mask_sizes(query_length, self.implicit.uncommitted)
 
     @property
     def is_compileable(self) -> bool:
@@ -279,7 +279,7 @@ class Cache(SharedMethods, TransformersCache):
 
     @property
     def rotations(self) -> dict[int, RopeRotation]:
-        return self.stack.hook.rotations(self.layers)
+        return self.stack.hook.rotations(self.stack.layers)
 
     @property
     def max_step_tokens(self) -> int | None:
@@ -289,12 +289,13 @@ class Cache(SharedMethods, TransformersCache):
         return min(tokens, self.max_step_tokens or tokens)
 
     def extra_slots(self, layer_idx: int, tokens: int) -> int:
-        is_found = layer_idx < len(self.layers)  # layers may be added as they are used
-        return self.stack.hook.extra_slots(self.layers[layer_idx], tokens) if is_found else 0
+        layers = self.stack.layers
+        is_found = layer_idx < len(layers)  # layers may be added as they are used
+        return self.stack.hook.extra_slots(layers[layer_idx], tokens) if is_found else 0
 
     @property
     def imposes_windows(self) -> bool:
-        return any(self.imposed_window(index) is not None for index in range(len(self.layers)))
+        return any(self.imposed_window(index) is not None for index in range(len(self.stack.layers)))
 
     def imposed_window(self, layer_idx: int) -> int | None:
         return self.stack.imposed_window(layer_idx)

@@ -101,6 +101,9 @@ class SharedMethods:
 
     @property
     def layers(self) -> list[Layer | WrappedLayer]:
+        """Its layers, with the tokens of another loop's step that is complete."""
+        if self.implicit_steps[0].is_complete:
+            self.implicit_steps[0].end_step()
         return self.stacks[0].layers
 
     @property
@@ -271,6 +274,7 @@ class SharedMethods:
             self.select_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """indices: the rows that stay, as integers or as a bool mask of all rows."""
         self.select_rows(indices)
 
     def batch_split(self: L, full_batch_size: int, split_size: int, num_hidden_layers: int | None = None) -> list[L]:
@@ -283,10 +287,10 @@ class SharedMethods:
 
     def _committed_layers(self) -> list[Layer | WrappedLayer]:
         self.finish_step()
-        return self.layers
+        return self.stacks[0].layers
 
     def __len__(self) -> int:
-        return len(self.layers)
+        return len(self.stacks[0].layers)
 
     def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor | None, ...]:
         layer = self._committed_layers()[layer_idx]
@@ -368,15 +372,15 @@ class SharedMethods:
 
     @property
     def is_sliding(self) -> list[bool]:
-        return [layer.is_sliding for layer in self.layers]
+        return [layer.is_sliding for layer in self.stacks[0].layers]
 
     @property
     def is_linear(self) -> list[bool]:
-        return [STATE in layer.spec.components and not layer.spec.keeps_kv for layer in self.layers]
+        return [STATE in spec.components and not spec.keeps_kv for spec in self.specs]
 
     @property
     def is_dummy(self) -> list[bool]:
-        return [not layer.spec.components for layer in self.layers]
+        return [not spec.components for spec in self.specs]
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """False: a step can be taken back because the states before it are copied."""
@@ -384,7 +388,8 @@ class SharedMethods:
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Whether a layer's state was ever written; without `layer_idx`, that of the last layer with a state."""
-        layers = self.layers if layer_idx is None else self.layers[layer_idx : layer_idx + 1]
+        layers = self.stacks[0].layers
+        layers = layers if layer_idx is None else layers[layer_idx : layer_idx + 1]
         states = [layer for layer in layers if STATE in layer.spec.components]
         if not states:
             raise UnsupportedLayerError("no layer that was asked about keeps a state")
@@ -392,7 +397,7 @@ class SharedMethods:
         return bool(found) if state_idx is None else state_idx in found
 
     def __repr__(self) -> str:
-        kind, layers = f"{type(self).__name__}({getattr(self, 'name', '')!r}", len(self.layers)
+        kind, layers = f"{type(self).__name__}({getattr(self, 'name', '')!r}", len(self)
         return f"{kind}, layers={layers}, total_tokens={self.total_tokens}, bytes={self.bytes})"
 
 

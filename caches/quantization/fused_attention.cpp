@@ -603,7 +603,8 @@ Tensor attention(Tensor given, std::vector<Tensor> tensors, std::vector<int64_t>
       sum += factor * softmax[from].sum;
       for (int64_t i = 0; i < out_width; i++) target[i] += factor * sums[from * out_width + i];
     }
-    for (int64_t i = 0; i < out_width; i++) target[i] /= sum;
+    if (sum != 0)  // else the query sees no slot
+      for (int64_t i = 0; i < out_width; i++) target[i] /= sum;
   }
   return out;
 }

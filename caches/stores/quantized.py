@@ -32,7 +32,7 @@ class _Part:
         """See `Reader`."""
         timeline = self._timeline
         begin, end = _span(timeline, self._codec, self._part, *timeline.evicted)
-        return begin, end, max(end, timeline.room // (timeline.block if self._codec.per_block(self._part) else 1))
+        return begin, end, max(end, _room(timeline, self._codec, self._part, timeline.room))
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         if self.buffer.tier == "device" or begin == end:
@@ -47,6 +47,11 @@ class _Part:
 
 def _span(timeline: BlockTimeline, codec: Codec, name: str, begin: int, block: int) -> tuple[int, int]:
     return (block, timeline.blocks) if codec.per_block(name) else (begin, timeline.encoded)
+
+
+def _room(timeline: BlockTimeline, codec: Codec, name: str, slots: int) -> int:
+    """Of a part's buffer, where the timeline has room for so many slots."""
+    return slots // timeline.block if codec.per_block(name) else slots
 
 
 class QuantizedStore:
@@ -113,8 +118,8 @@ class QuantizedStore:
         """Append whole blocks, from `slot` and `block` on. They are read once the timeline has committed them."""
         self._segments = None
         for name, part in self.codec.encode(dense).items():
-            begin, room = (block, 0) if self.codec.per_block(name) else (slot, self.timeline.room)
-            room = max(room, begin + part.shape[2])
+            begin = block if self.codec.per_block(name) else slot
+            room = max(_room(self.timeline, self.codec, name, self.timeline.room), begin + part.shape[2])
             if name not in self.parts or self.parts[name].buffer.shape is None:
                 self._open(name, part, room)
             self.parts[name].buffer.reserve(room, keep=begin)
@@ -205,8 +210,8 @@ class QuantizedStore:
     def reserve(self, room: int) -> None:
         self._segments = None
         for name, part in self._open_parts():
-            if not self.codec.per_block(name):
-                part.buffer.reserve(room, keep=self.timeline.encoded)
+            slots = _room(self.timeline, self.codec, name, room)
+            part.buffer.reserve(slots, keep=self.span(name, 0, 0)[1])
 
     def compact(self) -> None:
         self._segments = None

@@ -96,14 +96,13 @@ class QuantizedSinkStore(QuantizedStore):
 
 
 def _fronted(segments: Iterable[Segment], front: torch.Tensor, behind: torch.Tensor) -> Iterator[Segment]:
-    """The segments, with `front` first in the rows that are behind. Dense segments never reach so far to the front."""
+    """The segments, with `front` first in the rows that are behind."""
     begin = 0
     for segment in segments:
         replaced = front[:, :, begin : begin + segment.slots]
         begin += segment.slots
         if replaced.shape[2]:
-            values = segment.materialize()
-            here = values[:, :, : replaced.shape[2]]
-            here.copy_(torch.where(behind, replaced, here))
-            segment = DenseSegment(values)
+            values, count = segment.materialize(), replaced.shape[2]
+            yield DenseSegment(torch.where(behind, replaced, values[:, :, :count]))
+            segment = DenseSegment(values[:, :, count:])
         yield segment

@@ -1,6 +1,9 @@
 """Branches of branches, which write, crop and select rows at random: each holds its own tokens, and copies are few."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from threading import Barrier, BrokenBarrierError
 
 import pytest
 import torch
@@ -119,3 +122,57 @@ def test_what_is_taken_back_and_written_again_is_a_copy():
     one.check()
     other.check()
     assert not places(one.cache) & places(other.cache)
+
+
+@pytest.mark.parametrize("backend", ["dynamic", "offloaded", "static"])
+def test_a_step_that_is_open_is_no_part_of_a_branch(backend):
+    one = Held(new_cache(backend), torch.zeros(1, HEADS, 0, WIDTH))
+    one.write(5)
+    one.cache.begin(1)
+    with pytest.raises(caches.StepError, match=r"a step is open: commit\(\) or abort\(\)"):
+        caches.branch(one.cache)
+    one.cache.abort()
+    new = torch.randn(1, HEADS, 2, WIDTH)
+    for layer in range(LAYERS):  # nobody announces or ends this step
+        one.cache.update(new, -new, layer)
+    one.keys = torch.cat([one.keys, new], 2)
+    other = Held(caches.branch(one.cache), one.keys)
+    for held in (other, one):
+        held.write(3)
+    for held in (other, one):
+        held.check()
+
+
+@pytest.mark.parametrize("backend", ["dynamic", "offloaded", "static"])
+def test_a_branch_of_more_tokens_than_there_are_is_refused_and_one_of_none_is_empty(backend):
+    one = Held(new_cache(backend), torch.zeros(1, HEADS, 0, WIDTH))
+    one.write(5)
+    for tokens in (-1, 6):
+        with pytest.raises(caches.StepError, match=rf"branch\(cache, {tokens}\): the cache holds 5 tokens"):
+            caches.branch(one.cache, tokens)
+    empty = Held(caches.branch(one.cache, 0), one.keys[:, :, :0])
+    assert (empty.cache.total_tokens, empty.cache.batch_size) == (0, -1)
+    for held in (empty, one, Held(caches.branch(empty.cache, 0), empty.keys)):
+        held.write(2)
+    for held in (empty, one):
+        held.check()
+
+
+def test_one_of_two_threads_writes_behind_the_tokens():
+    one = Held(new_cache("dynamic"), torch.zeros(1, HEADS, 0, WIDTH))
+    one.write(40)
+    both, hook = Barrier(2), one.cache.stack.hook
+    state_dict = hook.state_dict
+
+    def wait_for_the_other(rows):
+        with suppress(BrokenBarrierError):
+            both.wait(timeout=0.3)
+        return state_dict(rows)
+
+    hook.state_dict = wait_for_the_other
+    with ThreadPoolExecutor() as threads:
+        branches = list(threads.map(lambda _: Held(caches.branch(one.cache), one.keys), range(2)))
+    for held in branches:
+        held.write(3)
+    for held in branches:
+        held.check()

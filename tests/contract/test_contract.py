@@ -90,6 +90,17 @@ def test_what_was_fed_shows_at_once_where_nobody_settles(trial):
 
 
 @each_cell
+def test_layers_hold_what_was_fed_at_once_where_nobody_settles(trial):
+    for count in (3, 1):
+        trial.feed(count)
+        for found, must in trial.expected():
+            assert found.keys() == must.keys()
+            assert all(torch.equal(held, must[name]) for name, held in found.items())
+    trial.feed(1)
+    trial.check()
+
+
+@each_cell
 def test_an_aborted_step_leaves_no_trace(trial):
     layers = len(trial.kind.specs)
     for count in EDGES:
@@ -186,6 +197,20 @@ def test_rows(trial, rows):
     for count in EDGES:
         trial.step(count)
         trial.check()
+
+
+@each_cell
+def test_rows_that_a_mask_selects(trial):
+    trial.step(9)
+    for wrong in (torch.tensor([True, False]), torch.tensor([0.0, 1.0]), torch.tensor([[0, 1]])):
+        refused(trial, trial.cache.batch_select_indices, wrong, match="or a bool mask of all 3 rows, not by torch")
+    trial.cache.batch_select_indices(torch.tensor([True, False, True]))
+    trial = trial.holding(trial.cache, [0, 2])
+    trial.check()
+    trial.cache.batch_select_indices(torch.tensor([1], dtype=torch.int16))
+    trial = trial.holding(trial.cache, [1])
+    trial.step(1)
+    trial.check()
 
 
 @each_cell
@@ -299,4 +324,14 @@ def test_room_can_be_reserved(trial):
     trial.check()
     for _ in range(30):
         trial.step(3)
+    trial.check()
+
+
+@each_cell
+def test_room_can_be_reserved_after_a_step_that_nobody_settled(trial):
+    for count, room in ((3, 100), (1, 200)):
+        trial.feed(count)
+        trial.cache.reserve(room)
+        trial.check()
+    trial.feed(1)
     trial.check()

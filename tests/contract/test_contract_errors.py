@@ -132,9 +132,10 @@ def test_steps_out_of_order(trial):
     with pytest.raises(caches.StepError, match="without begin"):
         cache.commit()
     cache.begin(2)
-    for operation, arguments in (("begin", (2,)), ("select_rows", (torch.tensor([0]),)), ("crop", (1,))):
+    refusals = {"begin": 2, "select_rows": torch.tensor([0]), "crop": 1, "reserve": SIZE}
+    for operation, argument in refusals.items():
         with pytest.raises(caches.StepError, match=r"open: commit\(\) or abort\(\)"):
-            getattr(cache, operation)(*arguments)
+            getattr(cache, operation)(argument)
     tokens = trial.fresh(2)
     trial.forward(tokens)
     for rejected in (3, -1):

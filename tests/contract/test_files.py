@@ -20,6 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import caches
 import engine
+from caches import files
+from caches.core.layer import Layer
 from caches.spec.fingerprint import fingerprint
 from configs import ConfigError
 
@@ -91,6 +93,28 @@ def test_what_a_file_says(saved, path):
     assert found.model["model"] == "LlamaForCausalLM"
 
 
+def test_layers_are_written_and_read_one_after_the_other(path, monkeypatch):
+    """All of those of an offloaded cache may not fit onto the device at once."""
+    model, events = tiny_model("llama"), []
+    out = engine.generate(model, prompt(rows=1, pads=0), cache="offloaded", max_new_tokens=2)
+    state_of, load, unpack, pack = Layer.state_dict, Layer.load_state_dict, files._unpacked, files._packed
+
+    def noted(event, function):
+        return lambda *given, **more: events.append(event) or function(*given, **more)
+
+    monkeypatch.setattr(Layer, "state_dict", noted("state", state_of))
+    monkeypatch.setattr(Layer, "load_state_dict", noted("load", load))
+    monkeypatch.setattr(files, "_packed", lambda value, *more: (
+        events.append("packed") if isinstance(value, torch.Tensor) else None) or pack(value, *more))  # fmt: skip
+    monkeypatch.setattr(files, "_unpacked", lambda value, *given, **more: (
+        events.append("read") if isinstance(value, dict) and "tensor" in value else None
+    ) or unpack(value, *given, **more))  # fmt: skip
+    out.cache.save(path)
+    assert events.index("packed") < len(events) - 1 - events[::-1].index("state")
+    caches.load(path, model)
+    assert events.index("load") < len(events) - 1 - events[::-1].index("read")
+
+
 def test_into_another_backend(saved, path):
     model, out = saved
     for name, options in {
@@ -106,6 +130,18 @@ def test_into_another_backend(saved, path):
     assert torch.equal(engine.generate(model, out.sequences, cache=fixed, max_new_tokens=NEW).sequences, expected)
     with pytest.raises(ConfigError, match=r"max_cache_len: options are for another backend.*cache="):
         caches.load(path, model, max_cache_len=64)
+
+
+def test_devices_are_those_of_the_machine_that_loads(path):
+    model, expected = tiny_model("llama"), {"device": "cpu", "layer_device_map": {"1": "cpu"}}
+    out = engine.generate(model, prompt(tokens=14), cache="dynamic", cache_config=expected, max_new_tokens=NEW)
+    check_goes_on(model, out, path)
+    assert not expected.keys() & caches.inspect(path).options.keys()
+    elsewhere = caches.load(path, model, device="meta")
+    elsewhere.begin(1)
+    for index, layer in enumerate(elsewhere.layers):
+        new = torch.empty_like(layer.keys[:, :, :1])
+        assert elsewhere.update(new, new, index)[0].is_meta
 
 
 def test_another_model_is_refused_with_what_differs(saved, path):

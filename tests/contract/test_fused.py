@@ -82,6 +82,7 @@ def test_attention_is_that_of_the_numbers(width, group, tokens, repeats, backend
     if mask is not None:
         attn_mask = torch.rand(3, 1, tokens, sum(columns)) > 0.3
         attn_mask[0, :, :, :50] = False  # pads, more than the kernel takes at a time
+        attn_mask[2, :, -1] = mask == "added"  # a query of padding sees nothing
     if mask == "added":
         attn_mask = torch.where(attn_mask, torch.randn(attn_mask.shape), torch.finfo(torch.float32).min)
     attend = partial(torch.nn.functional.scaled_dot_product_attention, attn_mask=attn_mask, enable_gqa=True)
@@ -108,6 +109,18 @@ def test_attention_is_that_of_the_numbers(width, group, tokens, repeats, backend
 )
 def test_the_text_is_the_same(cache, codec, options):
     check_text(tiny_model("llama"), cache, codec | {"residual_length": 8}, options)
+
+
+@needs_kernels
+@pytest.mark.parametrize("pads", [35, 39])
+def test_the_text_is_the_same_with_padding_in_the_last_piece_of_a_prompt(pads):
+    config = engine.EngineConfig(cache="quantized", prefill_chunk_tokens=8)
+    generator = engine.Generator(tiny_model("llama"), config=config)
+    texts = [
+        generator.generate(prompt(tokens=40, pads=pads), cache_config=more | {"residual_length": 8}, max_new_tokens=30)
+        for more in ({"fused": False}, {"fused": True})
+    ]
+    assert torch.equal(texts[0].sequences, texts[1].sequences)
 
 
 @needs_kernels

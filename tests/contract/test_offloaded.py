@@ -80,6 +80,21 @@ def test_encoder_decoder_models(name, options):
     assert out.cache.parts[0].bytes_by_place.keys() == {"device"}
 
 
+@pytest.mark.parametrize("residency", ["host", "disk"])
+@pytest.mark.parametrize("backend", ["quantized", "offloaded_quantized"])
+def test_what_is_kept_of_an_encoder_is_where_the_codes_are(backend, residency):
+    model, inputs = tiny_encoder_decoder("t5"), source("t5")
+    options = {"residency": residency, "residual_length": 2}
+    out = engine.generate(model, inputs, cache=backend, cache_config=options, max_new_tokens=NEW)
+    offloaded = engine.generate(model, inputs, cache="offloaded", max_new_tokens=NEW).cache
+    moved = caches.migrate(offloaded, backend, **options)
+    for cache in (out.cache, moved):
+        for part in cache.parts:
+            assert part.bytes_by_place[residency] > 0
+    expected = engine.generate(model, inputs, max_new_tokens=NEW).cache.parts[1]
+    assert all(torch.equal(kept, must) for kept, must in zip(moved.parts[1].key_cache, expected.key_cache, strict=True))
+
+
 def test_disk_in_transformers_beam_search(tmp_path):
     for name in ("llama", "gemma2"):
         model, inputs = tiny_model(name), prompt()

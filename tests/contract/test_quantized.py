@@ -273,6 +273,14 @@ def test_text_equals_transformers(as_they_are, name, pads, chunk):
     assert out.cache.is_quantized
 
 
+def test_padding_in_the_last_piece_of_a_prompt(as_they_are):
+    """The first row is 5 of 40 tokens: its padding sees nothing, not even in a piece that reads blocks."""
+    model, inputs = tiny_model("llama"), prompt(tokens=40, pads=35)
+    config = engine.EngineConfig(cache="quantized", prefill_chunk_tokens=8)
+    out = engine.Generator(model, config=config).generate(inputs, cache_config={"residual_length": 6}, max_new_tokens=9)
+    assert torch.equal(out.sequences, model.generate(**inputs, max_new_tokens=9, do_sample=False))
+
+
 def test_beams_and_turns(as_they_are):
     model, inputs = tiny_model("llama"), prompt(pads=0)
     ours = caches.build("quantized", model.config, residual_length=6)
@@ -304,6 +312,18 @@ def test_four_bits_are_a_fifth_of_float32(backend):
             many.update(columns[:, :, :count], columns[:, :, :count], layer)
         many.commit()
     assert sum(tensor.nbytes for tensor in many.scratch.tensors()) <= 1.1 * beside
+
+
+@pytest.mark.parametrize("residency", ["device", "host", "disk"])
+def test_buffers_of_scales_grow_as_seldom_as_those_of_codes(residency):
+    cache, sizes = quantized(backend="kivi", q_group_size=8, residency=residency), {}
+    columns = columns_like_keys(rows=1, count=1)
+    for _ in range(400):
+        fed(cache, columns, [1])
+        for name, part in cache.layers[0].stores["keys"].parts.items():
+            sizes.setdefault(name, set()).add(part.buffer.bytes)
+    assert sizes.keys() == {"codes", "scale", "offset"}
+    assert len(sizes["scale"]) == len(sizes["offset"]) == len(sizes["codes"]) < 10
 
 
 @pytest.mark.parametrize(

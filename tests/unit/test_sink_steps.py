@@ -17,14 +17,14 @@ from engine.model.masks import Columns
 class Feeder:
     """A cache of one layer that is fed random keys, and in plain Python what every token has to see of them."""
 
-    def __init__(self, pads, window=7, sinks=2, backend="sink"):
+    def __init__(self, pads, window=7, sinks=2, backend="sink", residual=2):
         self.window, self.sinks, self.pads = window, sinks, list(pads)
         self.rotation = RopeRotation((1.0, 0.3), interleaved=True)
         spec = dataclasses.replace(caches.spec.layer_spec.PLAIN, rotation=lambda: self.rotation)
         self.backend, chosen = backend, caches.recipe(backend)
         self.options = {"window_length": window, "num_sink_tokens": sinks, "max_batch_size": 6}
         if backend == "quantized_sink":
-            self.options["residual_length"] = 2
+            self.options["residual_length"] = residual
         self.cache = chosen.build([spec], chosen.options(**self.options))
         self.cache.set_padding(self.pads)
         self.keys = [torch.zeros(0, 5, dtype=torch.float64) for _ in pads]
@@ -136,3 +136,17 @@ def test_pads_are_told_before_anything_is_forgotten():
     feeder.pads, feeder.keys = [0, 2], [held[:0] for held in feeder.keys]
     for count in (5, 5, 1):
         feeder.step(count)
+
+
+@pytest.mark.parametrize("residual", [2, 4])
+def test_copies_of_sinks_are_written_over_no_token(residual, monkeypatch):
+    """Where fewer tokens than there are sinks are quantized, copies come before tokens that are kept in full."""
+    monkeypatch.setattr(backends, "new_codec", lambda options, name: AsTheyAre())
+    feeder = Feeder([0, 1], sinks=6, backend="quantized_sink", residual=residual)
+    for _ in range(20):
+        feeder.step(1)
+        feeder.cache.check_finite()  # reads what is kept
+        layer, keys = feeder.cache.layers[0], torch.stack(feeder.keys)
+        kept = layer.timeline.residual
+        for name, must in {"keys": keys, "values": keys + 1}.items():
+            assert torch.equal(layer.stores[name].residual[:, 0, :kept], must[:, feeder.total_tokens - kept :])
