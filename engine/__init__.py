@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from engine.planning.report import BackendPlan, Plan
     from engine.request.logits_processors import StatefulLogitsProcessor
     from engine.result import Fallback, Generation, Stats, StreamChunk
+    from engine.result import TokenLogprob as TokenLogprob
     from engine.reuse.chat import Chat
     from engine.reuse.prefix import Prefix
     from engine.serving.batch import Batch
@@ -56,7 +57,7 @@ _CONTENTS = {
     "engine.planning.plan": ["plan"],
     "engine.planning.report": ["BackendPlan", "Plan"],
     "engine.request.logits_processors": ["StatefulLogitsProcessor"],
-    "engine.result": ["Fallback", "Generation", "Stats", "StreamChunk"],
+    "engine.result": ["Fallback", "Generation", "Stats", "StreamChunk", "TokenLogprob"],
     "engine.reuse.chat": ["Chat"],
     "engine.reuse.prefix": ["Prefix"],
     "engine.serving.batch": ["Batch"],

@@ -241,5 +241,7 @@ CHAT: dict[str | None, dict[str, Declared]] = {
     "The cache": CACHE,
     "How tokens are chosen": CHOOSING,
     "What form answers have": FORM,
-    "When an answer ends": ENDING,
-}
+    "When an answer ends": ENDING | {
+        "max_new_tokens": option(int, "N", "Tokens of an answer at most; default: 512.", "--max-new-tokens", "-n"),
+    },
+}  # fmt: skip

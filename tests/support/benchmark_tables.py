@@ -11,13 +11,16 @@ _SHORT = {  # rows of the README's table, by the name in the results
     "transformers dynamic": "transformers, `DynamicCache`",
     "dynamic, torch's linears": "kvengine `dynamic`, linear layers as torch computes them",
     "dynamic": "kvengine `dynamic`",
-    "static, compiled": "kvengine `static`, step compiled",
+    "static, compiled": 'kvengine `static`, `compile="auto"`',
     "llama.cpp, float32": "llama.cpp, float32",
-    "int8 weights": 'kvengine `static`, step compiled, `weights="int8"`',
+    "int8 weights": 'kvengine `static`, `compile="auto"`, `weights="int8"`',
     "llama.cpp, Q8_0": "llama.cpp, Q8_0",
-    "int4 weights": 'kvengine `static`, step compiled, `weights="int4"`',
+    "int4 weights": 'kvengine `static`, `compile="auto"`, `weights="int4"`',
     "llama.cpp, Q4_0": "llama.cpp, Q4_0",
 }
+
+
+_BOUND = "lower bound: reading weights and cache once at the measured bandwidth"
 
 
 def machine(report: Report) -> str:
@@ -49,13 +52,15 @@ def text(*parts: str | list[str]) -> str:
 def short_speed(reports: list[Report]) -> str:
     """Of the README: a few rows of `speed`, the medians alone, of all processors."""
     cases = [case for report in reports for case in report["cases"]]
-    rows = [["floor: weights and cache read once", *(f"{case['floor_ms']:.1f}" for case in cases)]]
+    rows = [[_BOUND, *(f"{case['floor_ms']:.1f}" for case in cases)]]
     for name, title in _SHORT.items():
         taken = [case["engines_ms"].get(name) for case in cases]
         rows.append([title, *("" if one is None else f"{one['median']:.1f}" for one in taken)])
     head = [f"{_kind(report)}, {case['prompt_tokens']}" for report in reports for case in report["cases"]]
     machines = "; ".join(f"{machine(report)}, {report['bandwidth_gb_per_s']:.0f} GB/s" for report in reports)
-    return text(table(["ms per token behind so many tokens", *head], rows, "l" + "r" * len(head)), f"{machines}.")
+    return text(
+        table(["ms per token, by processor and prompt length", *head], rows, "l" + "r" * len(head)), f"{machines}."
+    )
 
 
 def _kind(report: Report) -> str:
@@ -70,7 +75,7 @@ def speed(report: Report) -> str:
     cases = report["cases"]
     assert all(same for case in cases for same in case["same_text"].values())
     head = ["", *(f"prompt {case['prompt_tokens']}" for case in cases)]
-    engines = [["floor: reading weights and cache once", *(f"{case['floor_ms']:.1f}" for case in cases)]]
+    engines = [[_BOUND, *(f"{case['floor_ms']:.1f}" for case in cases)]]
     engines += [[name, *_times(cases, name)] for name in cases[0]["engines_ms"]]
     parts = [[name, *(f"{case['step_ms'][name]:.2f}" for case in cases)] for name in cases[0]["step_ms"]]
     overhead = ", ".join(f"{name} {taken['median']:.2f} ms" for name, taken in report["loop_overhead_ms"].items())
@@ -113,7 +118,7 @@ def memory(report: Report) -> str:
         ]
         for name, row in longest["rows"].items()
     ]
-    times = [["floor: reading weights and full cache once"]]
+    times = [[_BOUND.replace("cache", "full cache")]]
     for case in cases:
         times[0] += [f"{case['floor_ms']:.1f}", ""]
     for name in longest["rows"]:
@@ -270,8 +275,8 @@ def reuse(report: Report) -> str:
         rows.append([name, spread(case["ours_s"], 3), spread(case["peer_s"], 3), f"{case['times']:.2f}"])
     return text(
         f"{machine(report)}; seconds, median (least to most) of {report['runs']} and of four times as many in the last "
-        "row; x is how often ours fits into what it is compared with. The texts are the same.",
-        table(["", "ours", "beside", "x"], rows, "lrrr"),
+        "row; x is the speedup, the seconds of what it is compared with over ours. The texts are the same.",
+        table(["", "ours", "compared with", "x"], rows, "lrrr"),
         *notes,
     )
 
@@ -348,11 +353,12 @@ def many(report: Report) -> str:
         ])  # fmt: skip
     return text(
         f"{machine(report)}; {report['prompts']} prompts of together {report['prompt_tokens']:,} tokens, "
-        f"{report['new_tokens']:,} new tokens; x is how often the seconds of the best of ours fit into those of the "
-        "other; row-steps and slots are relative to what the texts need at least.",
+        f"{report['new_tokens']:,} new tokens; x is the speedup, their seconds over ours (the best number of "
+        "slots); row-steps (rows computed in all decode steps) and slots read (cache entries read by attention), over "
+        "the least possible.",
         table(["", "s", "tokens per s", "x", "row-steps", "slots read"], rows, "lrrrrr"),
         "A prompt arrives while eight others decode; ms:",
-        table(["tokens of the prompt", "first token", "pieces", "between tokens of the others", "meanwhile"], waits,
+        table(["tokens of the prompt", "first token", "chunks", "between tokens of the others", "meanwhile"], waits,
               "rrrrr"),
     )  # fmt: skip
 
