@@ -63,20 +63,30 @@ class TokenLog:
         """The rows of all `logs`, which have equally many tokens."""
         positions = [log.positions for log in logs if log.positions is not None]
         sources = [log.source for log in logs if log.source is not None]
-        reader, adapters = logs[0].live_reader, logs[0].adapters
+        reader = logs[0].live_reader
         return TokenLog(
             torch.cat([log.ids for log in logs]),
             torch.cat([log.mask for log in logs]),
             torch.cat(positions, dim=1) if len(positions) == len(logs) else None,
             torch.cat(sources) if len(sources) == len(logs) else None,
             logs[0].reader if all(log.live_reader is reader for log in logs) else None,
-            adapters if all(log.adapters == adapters for log in logs) else None,
+            _adapters_of(logs),
         )
 
     def then(self, later: TokenLog) -> TokenLog:
         """Both, one after the other; `later.positions` are those of all tokens."""
         ids, mask = torch.cat([self.ids, later.ids], dim=1), torch.cat([self.mask, later.mask], dim=1)
-        return replace(self, ids=ids, mask=mask, positions=later.positions)
+        return replace(self, ids=ids, mask=mask, positions=later.positions, adapters=_adapters_of([self, later]))
+
+    def is_of(self, reader: Any, adapters: str) -> bool:
+        """Whether this model has read the tokens, while these adapters were active, as far as is known."""
+        return self.live_reader in (None, reader) and self.adapters in (None, adapters)
+
+
+def _adapters_of(logs: Sequence[TokenLog]) -> str | None:
+    """Of several logs together: those that were active for some of the tokens are never those of one moment."""
+    known = sorted({log.adapters for log in logs if log.adapters is not None})
+    return " | ".join(known) if known else None
 
 
 @runtime_checkable

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from engine.planning.plan import plan
     from engine.planning.report import BackendPlan, Plan
     from engine.request.logits_processors import StatefulLogitsProcessor
-    from engine.result import Fallback, Generation, Stats, StreamChunk
-    from engine.result import TokenLogprob as TokenLogprob
+    from engine.result import Fallback, Generation, Stats, StreamChunk, TokenLogprob
     from engine.reuse.chat import Chat
     from engine.reuse.prefix import Prefix
     from engine.serving.batch import Batch
@@ -310,6 +309,7 @@ __all__ = [
     "Stats",
     "Stream",
     "StreamChunk",
+    "TokenLogprob",
     "UserInterrupt",
     "__version__",
     "export_step",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from hashlib import sha256
 from typing import Any
@@ -90,6 +91,8 @@ def _sums(weight: torch.Tensor) -> bytes:
 
 def active_adapters(model: nn.Module) -> str:
     """The adapters that are active and those that are merged into weights, as PEFT's layers say, with their scales."""
+    if "peft" not in sys.modules:
+        return "none"
     layers = [module for module in model.modules() if hasattr(type(module), "active_adapters")]
     return ", ".join(sorted({text for layer in layers for text in _adapters_of(layer)})) or "none"
 
@@ -98,7 +101,8 @@ def _adapters_of(layer: Any) -> Iterator[str]:
     active = getattr(layer, "active_adapters", ())
     if not isinstance(active, (list, tuple)):  # a model has a method of that name
         return
-    scales = getattr(layer, "scaling", {})
+    scales = getattr(layer, "scaling", None)
+    scales = scales if isinstance(scales, dict) else {}  # a wrapper shows that of the attention in it
     for name in () if getattr(layer, "disable_adapters", False) else active:
         yield f"{name} (scale {scales[name]:g})" if name in scales else str(name)
     for name in getattr(layer, "merged_adapters", ()):  # PEFT writes them into weights in a way that is not counted

@@ -53,7 +53,7 @@ class LayerBuffers:
     """
 
     def __init__(self, cache: Cache, index: int):
-        layer = cache.layers[index]
+        layer = cache.stack.layers[index]
         stores = list(layer.stores.values()) if isinstance(layer, Layer) and layer.state is None else []
         if not stores or not all(isinstance(store, FixedStore) and store.buffer is not None for store in stores):
             raise StepError(f"layer {index} of this {cache.name} cache keeps more than keys and values of fixed size")

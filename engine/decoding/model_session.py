@@ -74,6 +74,7 @@ class ModelSession:
         self._ids = FedIds(columns, prefix)
         self._log_before, self._total_before = cache.log, cache.total_tokens
         self._expected = cache.log, cache.total_tokens  # of the cache, until the first token is fed
+        self._adapters = active_adapters(runner.model)
         self._step_open = self._prefilled = False
         self._open_tokens = 0  # of the open step
         # The project's own caches keep what leaves a window until the step is committed in any case.
@@ -479,12 +480,13 @@ class ModelSession:
         if without_ids > 0:
             self.cache.log = None
             return
+        adapters = active_adapters(self.executor.model)
         log = replace(
             log.copied(),  # the ids are the result's, whose owner may write into them
             positions=self.executor.columns.own_positions(before + known),
             source=source_of(self.executor.inputs.model_kwargs),
             reader=weakref.ref(self.executor.model),
-            adapters=active_adapters(self.executor.model),
+            adapters=self._adapters if adapters == self._adapters else f"{self._adapters}, then {adapters}",
         )
         if before == 0:
             self.cache.log = log

@@ -23,7 +23,7 @@ from hashlib import sha256
 from logging import getLogger
 from pathlib import Path
 from typing import Any
-from weakref import ref
+from weakref import WeakSet
 
 import torch
 import transformers
@@ -56,7 +56,8 @@ _FORMAT = 6  # of packages: those of other versions are ignored
 _PRIORITY = 5  # a lower one costs more: every slice that it gets delays both threads of a product, for longer in all
 _MOST_ROWS = 16  # of a step: with 32, the products take so long that compiled layers gain nothing (Intel Xeon)
 _PATIENCE = 16  # steps between two looks for a package
-_MOST_CHANGES = 8  # of what layers are called with, until they are not compiled again
+_OTHERS = 4  # runs in a row whose tensors the code cannot take, until it is compiled for these
+_ATTENTIONS = ("sdpa", "eager")  # transformers' own: others may compute anything by their names
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # relative differences that are rounding
 _LOW_TOLERANCE = 5e-2  # of data types with few bits
 _log = getLogger("engine")
@@ -104,8 +105,12 @@ class LayerPackages:
         if torch.is_autocast_enabled("cpu"):
             self.state = "off: autocast chooses data types as it goes"
             return None
+        attention = _attention_of(self.model)
+        if attention not in _ATTENTIONS:
+            self.state = f"off: attn_implementation={attention!r}"
+            return None
         bounds = tuple(None if one.retention.bound is None else one.room for one in cache.stack.timelines)
-        key = rows_like(rows), bounds, torch.get_num_threads(), attn_implementation(self.model.config)
+        key = rows_like(rows), bounds, torch.get_num_threads(), attention
         if key not in self._sets:
             self._sets[key] = _Set(self.model, self.linears, self._retries)
         found = self._sets[key]
@@ -199,8 +204,9 @@ class _Set:
         self._modules: list[nn.Module] = []  # of all layers
         self._compiled: list[nn.Module] = []  # of those that are compiled
         self._can_be_chained = self._is_chained = False
-        self._changes = 0  # of what layers are called with
-        self._cache: ref[Cache] | None = None  # the last one whose tensors were checked
+        self._others = 0  # runs in a row whose tensors the code cannot take
+        self._is_left_out = False  # in this run
+        self._checked: WeakSet[Cache] = WeakSet()  # those that have the tensors that the code was compiled for
         self.is_checked = True
         self.phase, self.state = "record", "not yet"
 
@@ -215,23 +221,30 @@ class _Set:
                 self._check_build()
             elif not self.is_checked:
                 self._check_hooks()
-                self.is_checked, self._cache = True, None
+                self.is_checked, self._is_left_out = True, False
+                self._checked.clear()
+                if self.phase in ("join", "use"):
+                    self.state = f"{len(self._layers)} layers"
                 if self.phase in ("compare", "join", "use") and not self._has_its_layers():
                     self.phase = "record"
         except Exception as error:  # a package, its job and its process have as many as they have libraries
             if is_out_of_memory(error):
                 raise
             self._refuse(first_line(error) if isinstance(error, (OptionError, CacheError)) else in_words(error))
-        return self.phase in ("record", "compare", "join", "use") and not self._has_hooks
+        is_ready = self.phase in ("record", "compare", "join", "use")
+        return is_ready and not (self._has_hooks or self._is_left_out)
 
     def compute(self, cache: Cache, **inputs: Any) -> ModelOutput:
         """The model's forward in the open step. Raises `ComputeAgain` where it has to be computed without."""
         try:
-            return self._compute(cache, inputs)
+            outputs = self._compute(cache, inputs)
+            self._others = 0
+            return outputs
         except _OtherInputs:
-            self.phase, self._changes = "record", self._changes + 1
-            if self._changes > _MOST_CHANGES:
-                self._refuse("the data types or sizes of what its layers take change again and again")
+            self._others, self._is_left_out = self._others + 1, True
+            self.state = "off: its layers were compiled for tensors of other data types or sizes"
+            if self._others == _OTHERS:
+                self.phase, self._others, self._is_left_out = "record", 0, False
             raise ComputeAgain from None
         except Exception as error:
             if is_out_of_memory(error):
@@ -296,11 +309,11 @@ class _Set:
 
     def _check_cache(self, cache: Cache, rows: int) -> None:
         """Raise `_OtherInputs` where the tensors of a cache are others than those that the code was compiled for."""
-        if self._cache is None or self._cache() is not cache:
+        if cache not in self._checked:
             for layer in self._layers:
                 if not have_shapes(LayerBuffers(cache, layer.index).tensors(rows), layer.kept, rows):
                     raise _OtherInputs
-            self._cache = ref(cache)
+            self._checked.add(cache)
 
     def _check_hooks(self) -> None:
         """Look for hooks and replaced forwards within the layers, which compiled code would not call."""
@@ -322,16 +335,16 @@ class _Set:
         _say_once(f"compile='auto' computes {type(self._model).__name__} without compiled layers: {why}")
 
     def _with_forwards(self, inputs: dict[str, Any], forwards: dict[_Layer, Callable[..., Any]]) -> ModelOutput:
-        own = {layer: vars(layer.module)["forward"] for layer in forwards if "forward" in vars(layer.module)}
+        before = {layer: vars(layer.module).get("forward") for layer in forwards}
         try:
             for layer, forward in forwards.items():
                 vars(layer.module)["forward"] = forward
             return self._model(**inputs)
         finally:
-            for layer in forwards:
+            for layer, own in before.items():
                 vars(layer.module).pop("forward", None)
-            for layer, forward in own.items():
-                vars(layer.module)["forward"] = forward
+                if own is not None:
+                    vars(layer.module)["forward"] = own
 
     def _record(self, inputs: dict[str, Any], cache: Cache) -> ModelOutput:
         """Record the layers' calls. A model's layers are a `ModuleList` as long as the cache."""
@@ -355,7 +368,10 @@ class _Set:
                     layer.slots = LayerBuffers(cache, layer.index).slots
                     assert layer.call is not None
                     step = LayerStep(layer.module, layer.call, cache, layer.index, layer.slots)
-                    layer.package, (layer.inputs, layer.kept) = _package_of(step, self._linears), step.shapes
+                    layer.package, (layer.inputs, layer.kept) = (
+                        _package_of(self._model, step, self._linears),
+                        step.shapes,
+                    )
                     self._layers.append(layer)
         except (OptionError, OSError) as error:
             self._refuse(str(error))
@@ -422,6 +438,7 @@ class _Set:
             layer.call = layer.returned = None
             layer.load()
         self._check_hooks()
+        self._checked.clear()
         self.phase = "compare"
 
     def _forward(self, layer: _Layer, cache: Cache, compared: bool) -> Callable[..., Any]:
@@ -489,10 +506,22 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one.double() - other.double()).norm() / other.double().norm().clamp_min(1e-30))
 
 
-def _package_of(step: LayerStep, linears: Table | None) -> Path:
+def _attention_of(model: PreTrainedModel) -> str | None:
+    return attn_implementation(model.config.get_text_config(decoder=True))
+
+
+def _package_of(model: PreTrainedModel, step: LayerStep, linears: Table | None) -> Path:
     """The path of the package for a step, by everything that shapes it."""
     releases = [torch.__version__, transformers.__version__, sys.version]
-    parts = [str(_FORMAT), *step.describe(), str(linears), str(torch.get_num_threads()), processor(), *releases]
+    parts = [
+        str(_FORMAT),
+        str(_attention_of(model)),
+        *step.describe(),
+        str(linears),
+        str(torch.get_num_threads()),
+        processor(),
+        *releases,
+    ]
     key = sha256("\0".join(parts).encode()).hexdigest()[:32]
     return cache_folder() / "layers" / f"{key}.pt2"
 

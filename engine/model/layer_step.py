@@ -5,7 +5,6 @@ from __future__ import annotations
 import types
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -98,17 +97,15 @@ def _shapes(tensors: Iterable[torch.Tensor], open_sizes: Iterable[dict[int, str]
 
 def have_shapes(tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], rows: int) -> bool:
     """Whether code for these shapes can take the tensors in a step of `rows` rows. It does not check them itself."""
-    return len(tensors) == len(shapes) and all(map(partial(_has_shape, rows), tensors, shapes))
-
-
-def _has_shape(rows: int, tensor: torch.Tensor, shape: Shape) -> bool:
-    dtype, sizes = shape
-    if tensor.dtype != dtype or tensor.ndim != len(sizes):
+    if len(tensors) != len(shapes):
         return False
-    return all(
-        size == known or (isinstance(known, str) and (known != "rows" or size == rows))
-        for size, known in zip(tensor.shape, sizes, strict=True)
-    )
+    for tensor, (dtype, sizes) in zip(tensors, shapes, strict=True):  # loops: it is called for each layer of each step
+        if tensor.dtype != dtype or tensor.ndim != len(sizes):
+            return False
+        for size, known in zip(tensor.shape, sizes, strict=True):
+            if size != (rows if known == "rows" else known) and known not in ("seen", "room"):
+                return False
+    return True
 
 
 def tensors_of(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -32,18 +32,15 @@ _READ = ("dt_proj",)  # layers whose weights state space models multiply with by
 
 
 class _LowBitLinear(nn.Module):
-    """in_features, out_features, bias: as of `nn.Linear`."""
+    """in_features, out_features, bias: as of `nn.Linear`. weight: [outs, width] without values (NaN) and memory: models
+    and PEFT read its data type, size and device."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__()
         kernels()  # compiles them, if need be
         self.out_features, self.in_features = weight.shape
-        self.bias, self._dtype = bias, weight.dtype
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """[outs, width] on the meta device: models read its data type and size, not its values."""
-        return torch.empty(self.out_features, self.in_features, dtype=self._dtype, device="meta")
+        self.bias = bias
+        self.weight = torch.full((), torch.nan, dtype=weight.dtype, device=weight.device).expand(weight.shape)
 
 
 class Int8Linear(_LowBitLinear):
@@ -127,7 +124,7 @@ class Int8Embedding(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """See `Int8Linear.weight`."""
+        """See `_LowBitLinear`."""
         return self.head.weight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

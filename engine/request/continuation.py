@@ -75,7 +75,7 @@ def check_continues(cache: EngineCache, request: Request, reader: PreTrainedMode
             f"attention_mask says something else about the {cached} tokens in the cache than when they were read or "
             "generated (rows that ended early were filled up with pad tokens): leave it out, and it is remembered"
         )
-    if log.live_reader not in (None, reader) or log.adapters not in (None, active_adapters(reader)):
+    if not log.is_of(reader, active_adapters(reader)):
         return False
     if source is not None and log.source is None:
         return False
@@ -92,17 +92,16 @@ def check_content(
     runner: ModelRunner, cache: EngineCache, request: Request, columns: Columns, inputs: ModelInputs, tokenizer: Any
 ) -> None:
     """Compare the keys of the cache's first layer with the prompt's, and set the cache's log. Raises `InputError`."""
-    cached = cache.total_tokens
-    if request.before > 0:
-        return
+    cached, adapters = cache.total_tokens, active_adapters(runner.model)
     try:
-        if cache.log is not None and cache.log.live_reader not in (None, runner.model):
-            raise UnknownContentError("another model has filled it, of which the first layer alone could be compared")
-        if cache.log is not None and cache.log.adapters not in (None, active_adapters(runner.model)):
+        if cache.log is not None and not cache.log.is_of(runner.model, adapters):
             raise UnknownContentError(
-                f"it was filled while these adapters were active: {cache.log.adapters}; the first layer alone could be "
-                "compared"
+                "another model has filled it, of which the first layer alone could be compared"
+                if cache.log.adapters in (None, adapters)
+                else f"it was filled while these adapters were active: {cache.log.adapters}; now it is: {adapters}"
             )
+        if request.before > 0:
+            return
         first = first_layer(cache)
         _check_comparable(runner.model, request, cached)
         if request.source is None:  # media are not encoded again for this
@@ -119,8 +118,9 @@ def check_content(
     if request.prompt.columns_without_ids == 0:
         mask, ids = request.mask[:, :cached].clone(), request.prompt.ids[:, :cached].clone()
         source = source_of(request.prompt.model_kwargs)
-        reader, adapters = weakref.ref(runner.model), active_adapters(runner.model)
-        cache.log = TokenLog(ids, mask, columns.own_positions(cached), source, reader, adapters)
+        cache.log = TokenLog(
+            ids, mask, columns.own_positions(cached), source, weakref.ref(runner.model), active_adapters(runner.model)
+        )
 
 
 def _check_comparable(model: PreTrainedModel, request: Request, cached: int) -> None:

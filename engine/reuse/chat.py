@@ -200,7 +200,8 @@ class Chat:
     def _common(self, cache: EngineCache, ids: torch.Tensor) -> int:
         """How many of the cache's tokens begin `ids`, which go on behind them; 0 if other adapters have read them."""
         log = cache.log
-        if log is None or log.adapters not in (None, active_adapters(self._generator.model)):
+        model = self._generator.model
+        if log is None or not log.is_of(model, active_adapters(model)):
             return 0
         known = log.ids[0, : cache.total_tokens].to(ids.device)
         most = min(len(known), len(ids) - 1)

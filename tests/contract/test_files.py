@@ -179,6 +179,8 @@ def test_one_element_of_any_weight_tells_models_apart(dtype):
 
 
 def test_adapters_belong_to_the_model():
+    pytest.importorskip("peft")
+
     class Adapted(nn.Module):
         active_adapters, disable_adapters = ["legal"], False
 

@@ -192,14 +192,20 @@ class TestChat:
 
     def test_tool_calls_reach_the_template_as_objects(self, gen):
         tokenizer = copy.deepcopy(gen.tokenizer)
-        tokenizer.chat_template = (
+        as_json = (
             "{% for one in messages %}{{ one.content }}{% if 'tool_calls' in one %}"
             "{{ one.tool_calls[0].function.arguments | tojson }}{% endif %}{% endfor %}"
         )
+        as_text = as_json.replace("one.tool_calls", "'' + one.tool_calls").replace(" | tojson", "")
         call = {"id": "7", "type": "function", "function": {"name": "f", "arguments": '{"x": [1, 2]}'}}
         messages = [MESSAGES[0] | {"tool_calls": None}, {"role": "assistant", "content": "a", "tool_calls": [call]}]
         with served(engine.Generator(gen.model, tokenizer)) as server:
-            for arguments, written in [('{"x": [1, 2]}', '{"x": [1, 2]}'), ("no JSON", '"no JSON"')]:
+            for template, arguments, written in [
+                (as_json, '{"x": [1, 2]}', '{"x": [1, 2]}'),
+                (as_json, "no JSON", '"no JSON"'),
+                (as_text, '{"x":1}', '{"x":1}'),
+            ]:
+                tokenizer.chat_template = template
                 call["function"]["arguments"] = arguments
                 found = chat(server, messages)
                 text = f"{PROMPT}a{written}"

@@ -186,7 +186,7 @@ def test_hooks_outside_the_layers_are_called_once_per_step(llama):
 def test_code_gets_no_tensors_that_it_was_not_compiled_for(llama, monkeypatch):
     """It would read and write beyond their ends, or take one data type for another."""
     generator, eager = generator_of(llama), engine.Generator(llama, config=engine.EngineConfig(cache="static"))
-    inputs = prompt(4, pads=0)
+    inputs, popen = prompt(4, pads=0), subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", None)  # nothing is built
     one_row = {"position_ids": torch.arange(inputs["input_ids"].shape[1])[None]}
     given = []
@@ -195,11 +195,24 @@ def test_code_gets_no_tensors_that_it_was_not_compiled_for(llama, monkeypatch):
         "have_shapes",
         lambda *arguments: given.append(have_shapes(*arguments)) or given[-1],
     )
-    for more in (one_row, {}):
-        out = generator.generate(**inputs, **more, **GREEDY)
-        assert torch.equal(out.sequences, reference(llama, inputs))
+    for _ in range(3):  # a call of the one kind does not change the code for the other
+        for more, state in ((one_row, "off: its layers were compiled for"), ({}, "4 layers")):
+            out = generator.generate(**inputs, **more, **GREEDY)
+            assert torch.equal(out.sequences, reference(llama, inputs))
+            assert out.stats.compiled.startswith(state)
     assert torch.equal(generator.generate(prompt(4), **GREEDY).sequences, reference(llama, prompt(4)))
-    assert False in given
+    assert given.count(False) == 3
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    for _ in range(4):  # so many in a row do
+        generator.generate(**inputs, **one_row, **GREEDY)
+    generator.generate(**inputs, **one_row, **GREEDY)
+    generator._runner.finish_compiling()
+    for _ in range(2):
+        out = generator.generate(**inputs, **one_row, **GREEDY)
+        assert torch.equal(out.sequences, reference(llama, inputs))
+    assert out.stats.compiled == "4 layers"
+    assert torch.equal(generator.generate(prompt(4), **GREEDY).sequences, reference(llama, prompt(4)))
+    monkeypatch.setattr(subprocess, "Popen", None)
     with torch.autocast("cpu", torch.bfloat16):
         out, expected = (one.generate(prompt(2), **GREEDY) for one in (generator, eager))
         assert out.stats.compiled.startswith("off: autocast")

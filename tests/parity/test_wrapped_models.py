@@ -106,14 +106,46 @@ def test_a_cache_is_of_the_adapters_that_read_it(tmp_path, tokenizer):
     model.add_adapter("other", lora())
     model.eval()
     generator = engine.Generator(model)
-    out = generator.generate(prompt(rows=1), max_new_tokens=NEW)
+    out = generator.generate(prompt(rows=1, pads=0), max_new_tokens=NEW)
     more = torch.cat([out.sequences, torch.tensor([[5]])], dim=1)
     model.set_adapter("other")
-    with pytest.raises(engine.InputError, match=r"adapters were active: default \(scale 2\); the first layer alone"):
+    with pytest.raises(engine.InputError, match=r"adapters were active: default \(scale 2\); now it is: other"):
         generator.generate(more, cache=out.cache, max_new_tokens=NEW)
     with pytest.raises(caches.CacheFileError, match=r"default \(scale 2\); now it is: other \(scale 2\)"):
         out.cache.save(tmp_path / "cache")
+    seen = torch.ones_like(more)
+    with pytest.raises(engine.InputError, match="adapters were active: default"):  # also with the new tokens alone
+        generator.generate(more[:, -2:], attention_mask=seen, cache=out.cache, max_new_tokens=NEW)
     generator.generate(more, cache=out.cache, max_new_tokens=NEW, trust_cache=True)
+    joined = caches.join_rows([generator.generate(more[:, :8], max_new_tokens=NEW).cache,
+                               read_by(model, "default", generator, more[:, :8]).cache])  # fmt: skip
+    with pytest.raises(caches.CacheFileError, match=r"default.*other"):
+        joined.save(tmp_path / "cache")
+
+
+def read_by(model, adapter, generator, ids):
+    model.set_adapter(adapter)
+    return generator.generate(ids, max_new_tokens=NEW)
+
+
+def test_an_adapter_that_changes_in_the_middle_of_a_stream():
+    model = made(in_wrapper)
+    generator = engine.Generator(model)
+    live = caches.build("dynamic", generator.model.config)
+    ids = prompt(rows=1, pads=0)["input_ids"]
+    with model.disable_adapter():
+        shown = generator.stream(ids, cache=live, max_new_tokens=NEW)
+        next(shown)
+    shown.close()
+    known = live.log.ids[:, : live.total_tokens]
+    with pytest.raises(engine.InputError, match="adapters were active: none, then default"):
+        generator.generate(torch.cat([known, ids], dim=1), cache=live, max_new_tokens=NEW)
+
+
+def test_modules_that_are_saved_whole_with_an_adapter():
+    """Their wrapper shows the attention's own scale, a float."""
+    model = made(lambda model: peft.get_peft_model(model, lora(modules_to_save=["self_attn"])).eval())
+    assert torch.equal(engine.generate(model, prompt(), max_new_tokens=NEW).sequences, text_of(model, prompt()))
 
 
 def test_another_scale_or_a_merge_empties_the_store():
@@ -125,11 +157,14 @@ def test_another_scale_or_a_merge_empties_the_store():
     with peft.helpers.rescale_adapter_scale(model, 0.5):
         out = generator.generate(ids, max_new_tokens=NEW)
         assert (out.stats.cached_tokens, out.sequences.tolist()) == (0, text_of(model, ids).tolist())
-    generator.generate(ids, max_new_tokens=NEW)
     model.add_adapter("other", lora())
     model.eval()
+    for _ in range(2):
+        out = generator.generate(ids, max_new_tokens=NEW)
+    assert out.stats.cached_tokens == 99
     model.merge_adapter(["other"])
-    assert generator.generate(ids, max_new_tokens=NEW).stats.cached_tokens == 0
+    out = generator.generate(ids, max_new_tokens=NEW)
+    assert (out.stats.cached_tokens, out.sequences.tolist()) == (0, text_of(model, ids).tolist())
 
 
 def test_a_conversation_is_read_again_by_other_adapters():

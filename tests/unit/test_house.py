@@ -115,7 +115,7 @@ PUBLIC = {
         "export_step", "Fallback", "generate", "generate_many", "Generation", "GenerationCancelled",
         "GenerationInterrupted", "Generator", "InputError", "InvalidLogitsError", "OptionError", "OutOfMemoryError",
         "Plan", "plan", "Prefix", "SHIPPED_MODEL", "StatefulLogitsProcessor", "Stats", "step_inputs", "Stream",
-        "stream", "StreamChunk", "UserInterrupt",
+        "stream", "StreamChunk", "TokenLogprob", "UserInterrupt",
     },
     caches: {
         "build", "Cache", "CacheConfig", "CacheError", "CacheFile", "CacheFileError",

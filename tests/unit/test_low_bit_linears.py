@@ -223,8 +223,10 @@ def test_weights_are_freed_one_after_the_other(monkeypatch, weights):
 def test_models_that_read_weights_by_themselves(name, weights):
     """The data types of converted layers, the values of layers that are left as they are."""
     if name == "lora":
-        options = peft.LoraConfig(r=64, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-        model = peft.get_peft_model(model_with(None), options).eval()
+        options_of_lora = peft.LoraConfig(
+            r=64, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+        )
+        model = peft.get_peft_model(model_with(None), options_of_lora).eval()
     else:
         sizes = {"t5": {"d_model": 64, "d_ff": 128, "num_layers": 1, "num_heads": 2, "d_kv": 32, "vocab_size": 101,
                         "decoder_start_token_id": 0},
@@ -242,6 +244,12 @@ def test_models_that_read_weights_by_themselves(name, weights):
     out = generator.generate(prompt(1, pads=0), **options, output_logits=True)
     assert relative(out.logits[0], plain.logits[0]) < {"int8": 0.05, "int4": 0.5}[weights]
     assert out.tokens == model.generate(**prompt(1, pads=0), **options)[:, -4:].tolist()
+    if name == "lora":
+        model.add_adapter("other", options_of_lora)
+        model.set_adapter("other")
+        again = generator.generate(prompt(1, pads=0), **options, output_logits=True)
+        assert torch.isfinite(again.logits[0]).all()
+        assert not torch.equal(again.logits[0], out.logits[0])
 
 
 def test_products_beyond_the_range_of_float16():

@@ -77,7 +77,8 @@ class Answer:
         if self.continues and index not in self._spaces:
             first = next((one for one in tokens if one not in self._special), None)
             if first is not None:
-                self._spaces[index] = " " if self._loses_space(first) else ""
+                alone = self.tokenizer.decode([first], clean_up_tokenization_spaces=False)
+                self._spaces[index] = self._token(first).removesuffix(alone)
         if not text:
             return ""
         space, self._spaces[index] = self._spaces.get(index, ""), ""
@@ -152,13 +153,9 @@ class Answer:
 
     def _decoded(self, token: int) -> str:
         text = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
-        return f" {text}" if self._loses_space(token) else text
-
-    def _loses_space(self, token: int) -> bool:
-        """Whether the tokenizer's decoder leaves out the space that the token begins with, as SentencePiece's does."""
         piece = self.tokenizer.convert_ids_to_tokens(token)
-        text = self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
-        return isinstance(piece, str) and piece.replace("\u2581", " ") == f" {text}"
+        # SentencePiece's decoder leaves out the space that a text begins with.
+        return f" {text}" if isinstance(piece, str) and piece.replace("\u2581", " ") == f" {text}" else text
 
 
 def usage(prompt_tokens: int, new_tokens: int, cached_tokens: int) -> dict[str, Any]:

@@ -48,15 +48,17 @@ class Penalties:
 
 def chat_ids(body: ChatRequest, tokenizer: Any) -> list[int]:
     """The messages as the model's template writes them, with what makes the model answer. Raises `InputError`."""
-    messages = [_as_templates_read(message.model_dump(exclude_unset=True)) for message in body.messages]
+    messages = [_without_nulls(message.model_dump(exclude_unset=True)) for message in body.messages]
     tools = None if body.tool_choice == "none" else body.tools
     try:
         if not getattr(tokenizer, "chat_template", None):
             raise InputError("the model has no chat template: use /v1/completions")
         _check_template(tokenizer.chat_template, body.engine.chat_template_kwargs, tools)
-        text = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=True, **body.engine.chat_template_kwargs
-        )
+        options = {"tools": tools, "tokenize": False, "add_generation_prompt": True} | body.engine.chat_template_kwargs
+        try:
+            text = tokenizer.apply_chat_template(list(map(_with_objects, messages)), **options)
+        except TypeError:  # of a template that takes the arguments of tool calls as text
+            text = tokenizer.apply_chat_template(messages, **options)
         return _tokenized(text, tokenizer, special=False)
     except InputError:
         raise
@@ -64,10 +66,14 @@ def chat_ids(body: ChatRequest, tokenizer: Any) -> list[int]:
         raise InputError(f"the model's chat template refuses these messages: {type(error).__name__}: {error}") from None
 
 
-def _as_templates_read(message: dict[str, Any]) -> dict[str, Any]:
-    """Without fields that are null, which templates take for given, and with the arguments of tool calls as objects:
-    the protocol has them as JSON in a string, which templates would write as JSON once more."""
-    message = {name: value for name, value in message.items() if value is not None or name == "content"}
+def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
+    """Templates take a field that is null for given."""
+    return {name: value for name, value in message.items() if value is not None or name == "content"}
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """With the arguments of tool calls as objects: the protocol has JSON in a string, which most templates would write
+    as JSON once more."""
     calls = message.get("tool_calls")
     return message | {"tool_calls": list(map(_with_arguments, calls))} if isinstance(calls, list) else message
 

@@ -38,14 +38,13 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, service: Service, drain_s: int, started: Callable[[str], None]):
         super().__init__(config)
-        self._service, self._drain_s, self._started = service, drain_s, started
+        self._service, self._drain_s, self._announce = service, drain_s, started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self.started:  # else the port is taken, which uvicorn has logged
-            host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-            port = self.servers[0].sockets[0].getsockname()[1]
-            self._started(f"http://{host}:{port}")
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        port = self.servers[0].sockets[0].getsockname()[1]
+        self._announce(f"http://{host}:{port}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         async def cancel() -> None:
