@@ -183,45 +183,47 @@ def test_hooks_outside_the_layers_are_called_once_per_step(llama):
     assert (out.stats.compiled, len(calls)) == ("4 layers", GREEDY["max_new_tokens"])
 
 
+def with_one_row_of_positions(inputs):
+    return inputs | {"position_ids": torch.arange(inputs["input_ids"].shape[1])[None]}
+
+
 def test_code_gets_no_tensors_that_it_was_not_compiled_for(llama, monkeypatch):
     """It would read and write beyond their ends, or take one data type for another."""
     generator, eager = generator_of(llama), engine.Generator(llama, config=engine.EngineConfig(cache="static"))
-    inputs, popen = prompt(4, pads=0), subprocess.Popen
+    inputs, given = prompt(4, pads=0), []
     monkeypatch.setattr(subprocess, "Popen", None)  # nothing is built
-    one_row = {"position_ids": torch.arange(inputs["input_ids"].shape[1])[None]}
-    given = []
     monkeypatch.setattr(
-        layer_packages,
-        "have_shapes",
-        lambda *arguments: given.append(have_shapes(*arguments)) or given[-1],
+        layer_packages, "have_shapes", lambda *arguments: given.append(have_shapes(*arguments)) or given[-1]
     )
     for _ in range(3):  # a call of the one kind does not change the code for the other
-        for more, state in ((one_row, "off: its layers were compiled for"), ({}, "4 layers")):
-            out = generator.generate(**inputs, **more, **GREEDY)
-            assert torch.equal(out.sequences, reference(llama, inputs))
+        for kind, state in ((with_one_row_of_positions(inputs), "off: its layers were compiled for"),
+                            (inputs, "4 layers"), (prompt(4), "4 layers")):  # fmt: skip
+            out = generator.generate(**kind, **GREEDY)
+            assert torch.equal(out.sequences, reference(llama, {name: kind[name] for name in inputs}))
             assert out.stats.compiled.startswith(state)
-    assert torch.equal(generator.generate(prompt(4), **GREEDY).sequences, reference(llama, prompt(4)))
     assert given.count(False) == 3
-    monkeypatch.setattr(subprocess, "Popen", popen)
-    for _ in range(4):  # so many in a row do
-        generator.generate(**inputs, **one_row, **GREEDY)
-    generator.generate(**inputs, **one_row, **GREEDY)
-    generator._runner.finish_compiling()
-    for _ in range(2):
-        out = generator.generate(**inputs, **one_row, **GREEDY)
-        assert torch.equal(out.sequences, reference(llama, inputs))
-    assert out.stats.compiled == "4 layers"
-    assert torch.equal(generator.generate(prompt(4), **GREEDY).sequences, reference(llama, prompt(4)))
-    monkeypatch.setattr(subprocess, "Popen", None)
     with torch.autocast("cpu", torch.bfloat16):
         out, expected = (one.generate(prompt(2), **GREEDY) for one in (generator, eager))
-        assert out.stats.compiled.startswith("off: autocast")
+    assert out.stats.compiled.startswith("off: autocast")
     assert torch.equal(out.sequences, expected.sequences)
     llama.set_attn_implementation("eager")
     assert torch.equal(generator.generate(prompt(2), **GREEDY).sequences, reference(llama, prompt(2)))
     llama.set_attn_implementation("sdpa")
-    out = engine.Generator(llama, config=AUTO).generate(prompt(2), **GREEDY)
+    out = generator.generate(prompt(2), **GREEDY)
     assert (out.stats.compiled, out.sequences.tolist()) == ("4 layers", reference(llama, prompt(2)).tolist())
+
+
+@pytest.mark.slow
+def test_what_most_calls_give_is_compiled(llama):
+    generator, inputs = generator_of(llama), prompt(4, pads=0)
+    for _ in range(5):
+        generator.generate(**with_one_row_of_positions(inputs), **GREEDY)
+    generator._runner.finish_compiling()
+    for _ in range(2):
+        out = generator.generate(**with_one_row_of_positions(inputs), **GREEDY)
+        assert torch.equal(out.sequences, reference(llama, inputs))
+    assert out.stats.compiled == "4 layers"
+    assert torch.equal(generator.generate(prompt(4), **GREEDY).sequences, reference(llama, prompt(4)))
 
 
 @pytest.mark.parametrize("when", ["before", "afterwards"])

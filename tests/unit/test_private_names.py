@@ -267,6 +267,7 @@ def frames_are_known():
 
 
 @cache
+@cache
 def package_computes():
     if shutil.which("g++") is None:
         return True
