@@ -15,7 +15,7 @@ from caches.stores.dense import GrowingStore, Store
 from caches.timeline.shared_timeline import ForkedTimeline
 from caches.timeline.timeline import Timeline
 
-_one_at_a_time = Lock()  # who writes behind the tokens of a cache is decided once
+_one_at_a_time = Lock()  # two branches must not get the same free slots of a cache
 
 
 class Branchable(Copyable, Protocol):

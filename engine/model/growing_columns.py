@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 _LEAST = 256  # spare columns behind the prompt at first
@@ -19,7 +17,7 @@ def room_for(columns: int, most: int, allocated: int = 0) -> int:
     return allocated if columns <= allocated else min(most, max(columns, allocated + allocated // 2))
 
 
-def always_writable() -> Any:
+def always_writable() -> torch.inference_mode:
     """A context in which tensors are made that can be written outside of inference mode too."""
     return torch.inference_mode(False)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.library import register_fake
+from torch import library
 
 from caches.quantization.kernel_build import Operators
 
@@ -36,12 +36,12 @@ def join_products(graph: torch.fx.Graph) -> None:
 
 def _make_traceable() -> None:
     for product in _products():
-        register_fake(product, _empty_product)
+        library.register_fake(product, _empty_product)
 
 
 def _products() -> list[Any]:
-    library = torch.ops.kvengine
-    return [library.linears.default, library.int8_linears.default, library.int4_linears.default]
+    operators = torch.ops.kvengine
+    return [operators.linears.default, operators.int8_linears.default, operators.int4_linears.default]
 
 
 def _empty_product(input: torch.Tensor, weights: list[torch.Tensor], *_: object) -> torch.Tensor:

@@ -133,7 +133,7 @@ def test_a_step_that_is_open_is_no_part_of_a_branch(backend):
         caches.branch(one.cache)
     one.cache.abort()
     new = torch.randn(1, HEADS, 2, WIDTH)
-    for layer in range(LAYERS):  # nobody announces or ends this step
+    for layer in range(LAYERS):  # a plain forward: without `begin` and `commit`
         one.cache.update(new, -new, layer)
     one.keys = torch.cat([one.keys, new], 2)
     other = Held(caches.branch(one.cache), one.keys)

@@ -90,7 +90,7 @@ def test_what_was_fed_shows_at_once_where_nobody_settles(trial):
 
 
 @each_cell
-def test_layers_hold_what_was_fed_at_once_where_nobody_settles(trial):
+def test_layers_hold_the_tokens_of_a_plain_forward_at_once(trial):
     for count in (3, 1):
         trial.feed(count)
         for found, must in trial.expected():
@@ -328,7 +328,7 @@ def test_room_can_be_reserved(trial):
 
 
 @each_cell
-def test_room_can_be_reserved_after_a_step_that_nobody_settled(trial):
+def test_room_can_be_reserved_after_a_plain_forward(trial):
     for count, room in ((3, 100), (1, 200)):
         trial.feed(count)
         trial.cache.reserve(room)
