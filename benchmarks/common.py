@@ -142,12 +142,16 @@ def report(benchmark: str, out: Path | None, **found: Any) -> None:
 
 def folder_of_results() -> Path:
     """The folder for the results of this kind of processor."""
-    words = re.findall(r"[a-z0-9]+", re.sub(r"\((r|tm)\)", "", processor().lower()))
-    return Path(__file__).parent / "results" / "-".join(words[:2])
+    words = re.findall(r"[a-z0-9]+", processor().lower().replace("avx-", "avx"))
+    return Path(__file__).parent / "results" / "-".join(words)
 
 
 def processor() -> str:
+    """Maker, series and widest vectors: processors of one series differ in these."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    found = {name.strip(): value for name, _, value in (line.partition(":") for line in lines)}
+    words = re.sub(r"\((R|TM)\)", "", found.get("model name", platform.processor())).split()
+    flags = found.get("flags", "").split()
+    vectors = " (AVX-512)" if "avx512f" in flags else " (AVX2)" if "avx2" in flags else ""
+    return " ".join(words[:2]) + vectors

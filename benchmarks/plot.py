@@ -1,6 +1,6 @@
 """Draw the results of `decode.py`, `quality.py`, `branching.py`, `scaling.py` or `many.py`.
 
-    python benchmarks/plot.py benchmarks/results/amd-epyc/decode-cpu.json
+    python benchmarks/plot.py benchmarks/results/amd-epyc-avx512/decode-cpu.json
 
 Needs matplotlib.
 """

@@ -8,6 +8,7 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #ifdef __AVX2__
@@ -25,9 +26,18 @@ constexpr int64_t lanes = 8;
 #endif
 // The sums of a tile stay in registers: there are 32 with AVX-512, otherwise 16.
 constexpr int outs_at_once = 4, rows_at_once = lanes == 16 ? 6 : 2;
-constexpr int outs_of_tile = 8;
-constexpr int64_t most_columns = 64;  // rows that are computed as columns: see `columns_of`
+constexpr int outs_of_tile = lanes == 16 ? 8 : 24;
+// Rows that are computed as columns, in groups of two vectors or less: see `columns_of`.
+constexpr int64_t most_of_group = 2 * lanes;
+constexpr int64_t always_columns = lanes == 16 ? 32 : 10;  // from so many rows on
+constexpr int64_t most_at_once = 512;  // of more rows, the columns would take much memory
+constexpr bool fetches_columns = lanes == 16;
 constexpr int64_t lanes_for(int64_t rows) { return (rows + 7) / 8 * 8; }
+constexpr int64_t group_at(int64_t row, int64_t rows) {
+  int64_t size = most_of_group;
+  while (size > 8 && row + size > lanes_for(rows)) size /= 2;
+  return size;
+}
 typedef float Lanes __attribute__((vector_size(4 * lanes)));
 typedef float Eight __attribute__((vector_size(32)));
 typedef float Quarter __attribute__((vector_size(16)));
@@ -120,17 +130,16 @@ struct Product {
     rest<rows_at_once - 1, some_outs>(row, first, fetched, passes - 1, passes);
   }
 
-  // Outputs of the rows from `row` on, as many as the vectors have lanes: the inputs of these rows are a vector or two,
-  // which is multiplied with a weight at a time.
-  template <class Vector, int vectors, int some_outs, bool are_all>
+  // Outputs of the group of rows from `row` on: their inputs are a vector or two, which is multiplied with a weight at a
+  // time.
+  template <class Vector, int vectors, int some_outs>
   void column_tile(int64_t row, int64_t first, const Weight* fetched) const {
     constexpr int64_t each = sizeof(Vector) / sizeof(float);
     const Weight* by = weight + first * weight_stride;
-    const float* from = columns + row;
-    const int64_t side = are_all ? vectors * each : lanes_for(rows);
+    const float* from = columns + row * width;
     Vector sums[some_outs][vectors] = {};
-    for (int64_t i = 0; i < width; i++, from += side) {
-      if (fetched && i % lanes == 0)
+    for (int64_t i = 0; i < width; i++, from += vectors * each) {
+      if (fetches_columns && fetched && i % lanes == 0)
         for (int one = 0; one < some_outs; one++) __builtin_prefetch(fetched + one * weight_stride + i, 0, 2);
       Vector values[vectors];
       for (int v = 0; v < vectors; v++) values[v] = load<Vector>(from + v * each);
@@ -144,16 +153,15 @@ struct Product {
       for (int one = 0; one < some_outs; one++) out[(row + other) * out_stride + first + one] = found[one][other];
   }
 
-  // are_all: whether these are all rows, as known to the compiler.
-  template <class Vector, int vectors, bool are_all = false>
+  template <class Vector, int vectors>
   void columns_of_tile(int64_t row, int64_t first, int64_t end) const {
-    constexpr int at_once = lanes == 8 ? outs_of_tile / vectors : outs_of_tile;  // their sums fit 16 registers, or 32
+    constexpr int at_once = lanes == 16 || vectors == 1 ? 8 : 6;
     for (; first + at_once <= end; first += at_once) {
       const int64_t next = first + outs_of_tile;
       const bool fetches = row == 0 && next + at_once <= outs;
-      column_tile<Vector, vectors, at_once, are_all>(row, first, fetches ? weight + next * weight_stride : nullptr);
+      column_tile<Vector, vectors, at_once>(row, first, fetches ? weight + next * weight_stride : nullptr);
     }
-    for (; first < end; first++) column_tile<Vector, vectors, 1, are_all>(row, first, nullptr);
+    for (; first < end; first++) column_tile<Vector, vectors, 1>(row, first, nullptr);
   }
 
   int64_t tiles() const { return (outs + outs_of_tile - 1) / outs_of_tile; }
@@ -194,40 +202,61 @@ struct Product {
     for (; first < end; first++) all_rows<1>(first, nullptr);
   }
 
+  // The weights of a tile come from memory once, for all groups of rows.
   void all_columns(int64_t from, int64_t to) const {
-    constexpr int of_sixteen = 16 / lanes;
-    const int64_t side = lanes_for(rows);
     for (int64_t tile = from; tile < to; tile++) {
       const int64_t first = tile * outs_of_tile, end = std::min(first + outs_of_tile, outs);
-      if (side == 8)
-        columns_of_tile<Eight, 1, true>(0, first, end);
-      else if (side == 16)
-        columns_of_tile<Lanes, of_sixteen, true>(0, first, end);
-      else if (side == 32)
-        columns_of_tile<Lanes, 2 * of_sixteen, true>(0, first, end);
-      else
-        groups_of_tile(side, first, end);
+      for (int64_t row = 0, size; row < rows; row += size) {
+        size = group_at(row, rows);
+        if (size == 32)
+          columns_of_tile<Lanes, 32 / lanes>(row, first, end);
+        else if (size == 16)
+          columns_of_tile<Lanes, 16 / lanes>(row, first, end);
+        else
+          columns_of_tile<Eight, 1>(row, first, end);
+      }
     }
-  }
-
-  // By 32, 16 and 8 rows: the weights of a tile come from memory once.
-  void groups_of_tile(int64_t side, int64_t first, int64_t end) const {
-    constexpr int of_sixteen = 16 / lanes;
-    int64_t row = 0;
-    for (; row + 32 <= side; row += 32) columns_of_tile<Lanes, 2 * of_sixteen>(row, first, end);
-    if (row + 16 <= side) columns_of_tile<Lanes, of_sixteen>(row, first, end), row += 16;
-    if (row < side) columns_of_tile<Eight, 1>(row, first, end);
   }
 };
 
-// The input [rows, width] as [width, lanes], where the rows fill the lanes or lack few of them; else empty.
-std::vector<float> columns_of(const Tensor& input, int64_t rows, int64_t stride) {
-  const int64_t width = input.size(input.dim() - 1), side = lanes_for(rows);
-  if (rows > most_columns || (rows < 32 && rows * 8 < side * 7)) return {};
-  std::vector<float> columns(width * side);
-  const float* from = static_cast<const float*>(input.data_ptr());
-  for (int64_t i = 0; i < width; i++)
-    for (int64_t row = 0; row < rows; row++) columns[i * side + row] = from[row * stride + i];
+// From [rows, width], whose rows are `stride` apart, to [width, side]: zeros where there are no rows.
+inline void transpose(const float* from, int64_t stride, int64_t rows, int64_t width, float* to, int64_t side) {
+  int64_t row = 0;
+#ifdef __AVX2__
+  // Lines of the processor's cache are read as wholes: those of several rows may exclude each other.
+  constexpr int64_t line = bytes_of_line / sizeof(float);
+  const int64_t fours = rows / 4 * 4, lines = width / line * line;
+  for (int64_t begin = 0; begin < lines; begin += line)
+    for (row = 0; row < fours; row += 4)
+      for (int64_t i = begin; i < begin + line; i += 4) {
+        const float* corner = from + row * stride + i;
+        __m128 one = _mm_loadu_ps(corner), two = _mm_loadu_ps(corner + stride);
+        __m128 three = _mm_loadu_ps(corner + 2 * stride), four = _mm_loadu_ps(corner + 3 * stride);
+        _MM_TRANSPOSE4_PS(one, two, three, four);
+        float* out = to + i * side + row;
+        _mm_storeu_ps(out, one), _mm_storeu_ps(out + side, two);
+        _mm_storeu_ps(out + 2 * side, three), _mm_storeu_ps(out + 3 * side, four);
+      }
+  for (row = 0; row < fours; row++)
+    for (int64_t i = lines; i < width; i++) to[i * side + row] = from[row * stride + i];
+#endif
+  for (; row < side; row++)
+    for (int64_t i = 0; i < width; i++) to[i * side + row] = row < rows ? from[row * stride + i] : 0;
+}
+
+// The input [rows, width] as groups [width, rows of the group], where the rows fill the lanes or lack few of them; else
+// null.
+std::unique_ptr<float[]> columns_of(const float* input, int64_t rows, int64_t width, int64_t stride) {
+  const int64_t side = lanes_for(rows);
+  if (rows < always_columns && rows * 8 < side * 7) return nullptr;
+  std::unique_ptr<float[]> columns(new float[width * side]);
+  torch::stable::parallel_for(0, (rows + most_of_group - 1) / most_of_group, 1, [&](int64_t begin, int64_t end) {
+    const int64_t last = std::min(end * most_of_group, rows);
+    for (int64_t row = begin * most_of_group, size; row < last; row += size) {
+      size = group_at(row, rows);
+      transpose(input + row * stride, stride, std::min(size, rows - row), width, columns.get() + row * width, size);
+    }
+  });
   return columns;
 }
 
@@ -273,19 +302,23 @@ Tensor product(const Tensor& input, const std::vector<Tensor>& weights, const st
   std::vector<int64_t> sizes(sizes_in.begin(), sizes_in.end());
   sizes.back() = all;
   Tensor out = torch::stable::new_empty(input, sizes);
-  float* to = static_cast<float*>(out.data_ptr());
-  const std::vector<float> columns =
-    sizeof(Weight) == sizeof(float) ? columns_of(input, rows, stride) : std::vector<float>();
-  std::vector<Product<Weight>> products;
-  for (size_t i = 0; i < weights.size(); i++) {
-    const Tensor& weight = weights[i];
-    products.push_back({
-      static_cast<const float*>(input.data_ptr()), static_cast<const Weight*>(weight.data_ptr()),
-      scales.empty() ? nullptr : static_cast<const float*>(scales[i].data_ptr()), to, rows, weight.size(0),
-      weight.size(1), stride, weight.stride(0), all, columns.empty() ? nullptr : columns.data()});
-    to += weight.size(0);
+  for (int64_t row = 0; row < rows; row += most_at_once) {
+    const int64_t count = std::min(most_at_once, rows - row);
+    const float* from = static_cast<const float*>(input.data_ptr()) + row * stride;
+    float* to = static_cast<float*>(out.data_ptr()) + row * all;
+    std::unique_ptr<float[]> columns;
+    if (sizeof(Weight) == sizeof(float)) columns = columns_of(from, count, width, stride);
+    std::vector<Product<Weight>> products;
+    for (size_t i = 0; i < weights.size(); i++) {
+      const Tensor& weight = weights[i];
+      products.push_back({
+        from, static_cast<const Weight*>(weight.data_ptr()),
+        scales.empty() ? nullptr : static_cast<const float*>(scales[i].data_ptr()), to, count, weight.size(0), width,
+        stride, weight.stride(0), all, columns.get()});
+      to += weight.size(0);
+    }
+    compute(products);
   }
-  compute(products);
   return out;
 }
 

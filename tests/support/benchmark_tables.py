@@ -56,15 +56,11 @@ def short_speed(reports: list[Report]) -> str:
     for name, title in _SHORT.items():
         taken = [case["engines_ms"].get(name) for case in cases]
         rows.append([title, *("" if one is None else f"{one['median']:.1f}" for one in taken)])
-    head = [f"{_kind(report)}, {case['prompt_tokens']}" for report in reports for case in report["cases"]]
+    head = [f"{report['processor']}, {case['prompt_tokens']}" for report in reports for case in report["cases"]]
     machines = "; ".join(f"{machine(report)}, {report['bandwidth_gb_per_s']:.0f} GB/s" for report in reports)
     return text(
         table(["ms per token, by processor and prompt length", *head], rows, "l" + "r" * len(head)), f"{machines}."
     )
-
-
-def _kind(report: Report) -> str:
-    return " ".join(report["processor"].replace("(R)", "").split()[:2])
 
 
 def _times(cases: list[Report], name: str) -> list[str]:
