@@ -30,8 +30,8 @@ constexpr int outs_of_tile = lanes == 16 ? 8 : 24;
 // Rows that are computed as columns, in groups of two vectors or less: see `columns_of`.
 constexpr int64_t most_of_group = 2 * lanes;
 constexpr int64_t always_columns = lanes == 16 ? 32 : 10;  // from so many rows on
-constexpr int64_t most_at_once = 512;  // of more rows, the columns would take much memory
-constexpr bool fetches_columns = lanes == 16;
+constexpr int64_t most_at_once = 512;  // rows: the columns of more would take much memory
+constexpr bool fetches_columns = lanes == 16;  // AMD Zen 3 is slower with it, most where the width is a power of two
 constexpr int64_t lanes_for(int64_t rows) { return (rows + 7) / 8 * 8; }
 constexpr int64_t group_at(int64_t row, int64_t rows) {
   int64_t size = most_of_group;
@@ -130,8 +130,7 @@ struct Product {
     rest<rows_at_once - 1, some_outs>(row, first, fetched, passes - 1, passes);
   }
 
-  // Outputs of the group of rows from `row` on: their inputs are a vector or two, which is multiplied with a weight at a
-  // time.
+  // Outputs of the group of rows from `row` on: their inputs are a vector or two, multiplied with a weight at a time.
   template <class Vector, int vectors, int some_outs>
   void column_tile(int64_t row, int64_t first, const Weight* fetched) const {
     constexpr int64_t each = sizeof(Vector) / sizeof(float);
@@ -187,6 +186,8 @@ struct Product {
     int64_t first = from * outs_of_tile;
     const int64_t end = std::min(to * outs_of_tile, outs);
     if (rows == 1) {
+      if (lanes == 8 && sizeof(Weight) == sizeof(float))  // AMD Zen 3 reads eight streams faster than one
+        for (; first + 8 <= end; first += 8) tile<1, 8>(0, first, nullptr);
       for (; first < end; first++) {
         const float total = dot(weight + first * weight_stride);
         out[first] = scales ? total * scales[first] : total;
@@ -332,10 +333,9 @@ struct FourBits {
   int64_t rows, outs, width, group, out_stride;
   int64_t half_block;  // in chunks of `lanes` bytes
 
-  static float from_bfloat16(uint16_t bits) {
-    const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  static float as_float(uint32_t bits) {
     float found;
-    std::memcpy(&found, &wide, sizeof(found));
+    std::memcpy(&found, &bits, sizeof(found));
     return found;
   }
 
@@ -380,8 +380,10 @@ struct FourBits {
       }
       float scale[2 * half], offset[2 * half];
       for (int64_t one = 0; one < 2 * half; one++) {
-        scale[one] = from_bfloat16(of_group[2 * one]);
-        offset[one] = from_bfloat16(of_group[2 * one + 1]) - 8 * scale[one];
+        uint32_t both;
+        std::memcpy(&both, of_group + 2 * one, sizeof(both));
+        scale[one] = as_float(both << 16);
+        offset[one] = as_float(both & 0xFFFF0000) - 8 * scale[one];
       }
       for (int other = 0; other < some_rows; other++) {
         float found[2 * half];
@@ -453,6 +455,81 @@ struct FourBits {
         for (int one = 0; one < 16; one++)
           to[half * 32 + one % 8 * 4 + one / 8 + 2 * pair] = totals[half][pair][one];
   }
+#elif defined(__AVX2__)
+  // Some rows and halves of a block of 32 outputs: 32 bytes have the codes of two inputs, and each 32 bits four codes of
+  // either half. They are converted where they are, as multiples of 256 and so on.
+  template <int some_rows, int begin, int end>
+  void halves_of_32(int64_t row, int64_t first) const {
+    const float* from = input + row * width;
+    const uint8_t* codes = packed + first * width / 2;
+    Lanes totals[some_rows][2][2] = {};
+    for (int64_t i = 0; i < width;) {
+      const uint16_t* of_group = scales + (i / group * outs + first) * 2;
+      float inputs[some_rows];
+      for (int other = 0; other < some_rows; other++) inputs[other] = sum_of(from + other * width + i, group);
+      Lanes sums[some_rows][2][4] = {};  // by half, then by the bytes of the 32 bits
+      for (const int64_t last = i + group; i < last; i += 2, codes += 32) {
+        if (begin == 0 && i % 4 == 0) fetch_ahead(codes);
+        const __m256i eight = _mm256_loadu_si256((const __m256i*)codes);
+        Lanes values[some_rows];
+        for (int other = 0; other < some_rows; other++) {
+          const float* two = from + other * width + i;
+          values[other] = (Lanes)_mm256_blend_ps(_mm256_broadcast_ss(two), _mm256_broadcast_ss(two + 1), 0xF0);
+        }
+        for (int half = begin; half < end; half++) {
+          const __m256i four = half == 0 ? eight : _mm256_srli_epi32(eight, 4);
+          for (int byte = 0; byte < 4; byte++) {
+            const __m256i one = _mm256_and_si256(four, _mm256_set1_epi32(15 << (8 * byte)));
+            const Lanes weights = (Lanes)_mm256_cvtepi32_ps(one);
+            for (int other = 0; other < some_rows; other++) sums[other][half][byte] += values[other] * weights;
+          }
+        }
+      }
+#pragma GCC unroll 2  // otherwise the sums are kept in memory
+      for (int half = begin; half < end; half++)
+#pragma GCC unroll 3
+        for (int other = 0; other < some_rows; other++) {
+          __m128 parts[4];  // of each byte, then of four outputs in a row
+#pragma GCC unroll 4
+          for (int byte = 0; byte < 4; byte++) {
+            const __m256 both = (__m256)sums[other][half][byte];
+            const __m128 sum = _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+            parts[byte] = _mm_mul_ps(sum, _mm_set1_ps(1.0f / (1 << (8 * byte))));
+          }
+          _MM_TRANSPOSE4_PS(parts[0], parts[1], parts[2], parts[3]);
+          for (int pair = 0; pair < 2; pair++) {
+            const __m256i both = _mm256_loadu_si256((const __m256i*)(of_group + half * 32 + pair * 16));
+            const Lanes scale = (Lanes)_mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+            const Lanes offset = (Lanes)_mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(0xFFFF0000)));
+            const Lanes sum = (Lanes)_mm256_set_m128(parts[2 * pair + 1], parts[2 * pair]);
+            totals[other][half][pair] += (sum - 8 * inputs[other]) * scale + inputs[other] * offset;
+          }
+        }
+    }
+    for (int other = 0; other < some_rows; other++)
+      for (int half = begin; half < end; half++)
+        std::memcpy(out + (row + other) * out_stride + first + half * 16, totals[other][half], 2 * sizeof(Lanes));
+  }
+
+  static float sum_of(const float* from, int64_t count) {
+    Lanes sums = {};
+    int64_t i = 0;
+    for (; i + lanes <= count; i += lanes) sums += load(from + i);
+    float total = sum(sums);
+    for (; i < count; i++) total += from[i];
+    return total;
+  }
+
+  // The sums of two rows and more fit the registers one half at a time.
+  template <int some_rows>
+  void rows_of_32(int64_t row, int64_t first) const {
+    if constexpr (some_rows == 1) {
+      halves_of_32<1, 0, 2>(row, first);
+    } else {
+      halves_of_32<some_rows, 0, 1>(row, first);
+      halves_of_32<some_rows, 1, 2>(row, first);
+    }
+  }
 #endif
 
   int64_t tiles() const { return outs / (2 * half_block * lanes); }
@@ -461,23 +538,26 @@ struct FourBits {
     half_block == 1 ? blocks<1>(from, to) : half_block == 2 ? blocks<2>(from, to) : blocks<4>(from, to);
   }
 
-  template <int chunks>
-  void one_row(int64_t row, int64_t first) const {
-#ifdef __AVX512F__
-    if constexpr (chunks == 2) return one_row_of_64(row, first);
+  template <int some_rows, int chunks>
+  void some(int64_t row, int64_t first) const {
+#if defined(__AVX512F__)
+    if constexpr (some_rows == 1 && chunks == 2) return one_row_of_64(row, first);
+#elif defined(__AVX2__)
+    if constexpr (chunks == 2) return rows_of_32<some_rows>(row, first);
 #endif
-    block<1, chunks>(row, first);
+    block<some_rows, chunks>(row, first);
   }
 
   template <int chunks>
   void blocks(int64_t from, int64_t to) const {
+    constexpr int at_once = lanes == 16 ? 4 : 3;
     for (int64_t one = from; one < to; one++) {
       const int64_t first = one * 2 * chunks * lanes;
       int64_t row = 0;
-      for (; row + 4 <= rows; row += 4) block<4, chunks>(row, first);
-      if (rows - row == 3) block<3, chunks>(row, first);
-      if (rows - row == 2) block<2, chunks>(row, first);
-      if (rows - row == 1) one_row<chunks>(row, first);
+      for (; row + at_once <= rows; row += at_once) some<at_once, chunks>(row, first);
+      if (rows - row == 3) some<3, chunks>(row, first);
+      if (rows - row == 2) some<2, chunks>(row, first);
+      if (rows - row == 1) some<1, chunks>(row, first);
     }
   }
 };
