@@ -1,4 +1,4 @@
-// Products of few rows with the weights of a linear layer, which are read once, at memory bandwidth.
+// Products with the weights of a linear layer. With few rows they are read once, at memory bandwidth.
 
 #include <torch/csrc/stable/library.h>  // the stable interface compiles in 2 s, ATen's headers in 7 s
 #include <torch/csrc/stable/ops.h>
@@ -165,7 +165,7 @@ struct Product {
 
   int64_t tiles() const { return (outs + outs_of_tile - 1) / outs_of_tile; }
 
-  // One output of one row. Its weights are one stream, which processors read ahead better than four.
+  // One output of one row. Its weights are one stream, which AMD Zen 4 reads ahead better than four.
   float dot(const Weight* by) const {
     constexpr int at_once = 4;
     Lanes sums[at_once] = {};
