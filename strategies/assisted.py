@@ -11,7 +11,7 @@ import torch
 
 from configs import ConfigError, require_positive
 from strategies.draw import draw
-from strategies.operations import Crop, Flow, Forward, Needs, Operation, Task
+from strategies.operations import Crop, Flow, Forward, Needs, Operation, Task, highest
 from strategies.registry import register
 from strategies.speculative import Proposal, VerifiedText, score_copies, speculative_loop
 
@@ -99,7 +99,7 @@ class _Drafter:
     def choose(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The probabilities of these scores, and the tokens [rows] taken by them."""
         q = scores.softmax(dim=-1)
-        return q, draw(q, self.task.generator)[:, 0] if self.options.samples else q.argmax(dim=-1)
+        return q, draw(q, self.task.generator)[:, 0] if self.options.samples else highest(q)
 
     def unread(self, ids: torch.Tensor, over: torch.Tensor) -> Generator[Operation, Any, torch.Tensor]:
         """The tokens of the text that the draft has to read; it rolls back what is not in the text. over: rows that
@@ -140,7 +140,7 @@ class _Translating(_Drafter):
         tokens, read = (yield from self.unread(wanted, text.over)), wanted
         for _ in range(k):
             logits = yield Forward(tokens, model="draft")
-            tokens = logits.argmax(dim=-1, keepdim=True)
+            tokens = highest(logits)[:, None]
             read = torch.cat([read, tokens], dim=1)
             if self.doubts(logits.softmax(dim=-1).gather(1, tokens)):
                 break

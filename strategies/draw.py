@@ -6,6 +6,8 @@ from functools import cache
 
 import torch
 
+from strategies.operations import highest
+
 _AT_ONCE = 2**14  # elements; in double precision these stay in a processor's cache
 
 
@@ -15,7 +17,7 @@ def draw(probabilities: torch.Tensor, generator: torch.Generator | None, tokens:
     if weights.device.type != "cpu" or weights.dtype != torch.float32 or not _draws_as_known():
         return torch.multinomial(weights, tokens, generator=generator)
     _divide(weights, generator)
-    return weights.argmax(dim=-1, keepdim=True) if tokens == 1 else weights.topk(tokens).indices
+    return highest(weights)[:, None] if tokens == 1 else weights.topk(tokens).indices
 
 
 def _divide(weights: torch.Tensor, generator: torch.Generator | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from strategies.operations import Flow, Needs, Task, one_token_per_step
+from strategies.operations import Flow, Needs, Task, highest, one_token_per_step
 from strategies.registry import register
 from strategies.speculative import nothing_proposed, speculative_loop
 
@@ -22,4 +22,4 @@ class Greedy:
     def flow(self, task: Task) -> Flow:
         if task.forced is not None:
             return speculative_loop(task, False, nothing_proposed)
-        return one_token_per_step(task, lambda scores: scores.argmax(dim=-1))
+        return one_token_per_step(task, highest)

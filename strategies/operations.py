@@ -24,13 +24,14 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import partial
 from math import gcd
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from configs import EngineError
 
-_BLOCK = 64  # scores of which `largest` looks at the maximum first
+_BLOCK = 64  # scores of which `largest` and `highest` look at the maximum first
+_FEW = 2**15  # scores: of fewer, `argmax` finds the largest sooner
 
 T = TypeVar("T")
 Process = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -108,8 +109,7 @@ class Task:
     announce: Callable[[torch.Tensor], None] = nothing
 
 
-@dataclass(frozen=True)
-class Forward:
+class Forward(NamedTuple):
     """Feed `tokens` [rows, n] to the model. They are committed by its next operation unless that is a `Crop`.
 
     model: "main", or "draft" where the strategy `needs` one.
@@ -121,24 +121,21 @@ class Forward:
     model: str = "main"
 
 
-@dataclass(frozen=True)
-class Emit:
+class Emit(NamedTuple):
     """`tokens` [rows, n] are final. `scores`, one [rows, vocabulary] per column, are recorded when the caller asked."""
 
     tokens: torch.Tensor
     scores: tuple[torch.Tensor, ...] = ()
 
 
-@dataclass(frozen=True)
-class Crop:
+class Crop(NamedTuple):
     """Take back the last `tokens` tokens of the `Forward` just made; of the draft, of all that were fed."""
 
     tokens: int
     model: str = "main"
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Row i becomes row `index[i]` in everything that is kept per row, emitted tokens included.
 
     Every row `n` times in a row (see `repeat_rows_index`) is a fork: the rows share their tokens in the cache.
@@ -156,8 +153,7 @@ class Hypothesis:
     row: int
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """How the texts stand of a flow that will `Finish`, one `Hypothesis` for each that is returned, in their order.
 
     It comes between a `Rows` and the next `Forward`. final: with the tokens that cannot become others any more. best:
@@ -169,8 +165,7 @@ class Report:
     best: Callable[[], list[Hypothesis]]
 
 
-@dataclass(frozen=True)
-class Finish:
+class Finish(NamedTuple):
     """All rows have ended: `tokens` [rows, n] come after the prompt, of which row i uses the first `lengths[i]`.
 
     scores: one [rows at that step, vocabulary] per step. sequences_scores [rows] and beam_indices [rows, n] are
@@ -261,6 +256,19 @@ def largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
     chosen = blocks.amax(dim=-1).topk(count).indices
     values, places = blocks.gather(1, chosen[..., None].expand(-1, -1, size)).flatten(1).topk(count)
     return values, chosen.gather(1, places // size) * size + places % size
+
+
+def highest(scores: torch.Tensor) -> torch.Tensor:
+    """The index of the largest of each row [rows, width], [rows], as `argmax` gives it: the first on ties.
+
+    On a CPU, where `argmax` compares one score after the other, the block with the largest maximum is found first.
+    """
+    if scores.device.type != "cpu" or scores.numel() < _FEW or scores.shape[1] % _BLOCK:
+        return scores.argmax(dim=-1)
+    blocks = scores.unflatten(1, (-1, _BLOCK))
+    chosen = blocks.amax(dim=-1).argmax(dim=-1)[:, None]
+    places = blocks.gather(1, chosen[..., None].expand(-1, -1, _BLOCK))[:, 0].argmax(dim=-1)
+    return chosen[:, 0] * _BLOCK + places
 
 
 def repeat_rows_index(rows: int, times: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from strategies.draw import draw
-from strategies.operations import Crop, Emit, Flow, Forward, Operation, Task
+from strategies.operations import Crop, Emit, Flow, Forward, Operation, Task, highest
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class VerifiedText:
         """
         p, generator = scores.softmax(dim=-1) if self._samples else scores, self.task.generator
         if q is None or proposed is None:
-            chosen = draw(p, generator)[:, 0] if self._samples else p.argmax(dim=-1)
+            chosen = draw(p, generator)[:, 0] if self._samples else highest(p)
             return chosen, torch.zeros_like(self.over) if proposed is None else chosen == proposed
         ratio = (p.gather(1, proposed[:, None]) / q.gather(1, proposed[:, None]))[:, 0]
         accepted = torch.rand(ratio.shape, generator=generator, dtype=ratio.dtype, device=ratio.device) < ratio

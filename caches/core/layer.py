@@ -67,6 +67,10 @@ class Layer:
         """Add one step's index keys [rows, tokens, index_dim]; returns all that are kept."""
         return self.stores["index"].append(keys[:, None])[:, 0]
 
+    @property
+    def is_stateful(self) -> bool:
+        return self.state is not None
+
     def prepare(self) -> None:
         """Allocate what `begin` needs: may fail, and changes nothing that is visible."""
         if self.state is not None:
@@ -88,8 +92,10 @@ class Layer:
         return self.state is None or self.state.can_reject(rejected)
 
     def commit(self, rejected: int) -> None:
-        for part in self._parts():
-            part.commit(rejected)
+        for store in self.stores.values():
+            store.commit(rejected)
+        if self.state is not None:
+            self.state.commit(rejected)
 
     def abort(self) -> None:
         for part in self._parts():

@@ -38,6 +38,7 @@ class LayerStack:
     layers: list[Layer | WrappedLayer]
     timelines: list[Timeline]
     specs: tuple[LayerSpec, ...]
+    _stateful: list[Layer | WrappedLayer]  # those that a step prepares, and that take back no more than the last step
 
     def __init__(self, layout: CacheLayout):
         self.layout = layout
@@ -62,6 +63,7 @@ class LayerStack:
         self.layers = [
             self._new_layer(spec, timelines.get(group, clock)) for spec, group in zip(specs, groups, strict=True)
         ]
+        self._stateful = [layer for layer in self.layers if layer.is_stateful]
 
     def _new_layer(self, spec: LayerSpec, timeline: Timeline) -> Layer | WrappedLayer:
         if MODEL_SPECIFIC in spec.components:
@@ -135,25 +137,25 @@ class LayerStack:
         placements = {timeline: timeline.place(tokens) for timeline in self.timelines}
         finish = self.hook.before_begin(self.layers, tokens)
         if not self.is_open:
-            for layer in self.layers:
+            for layer in self._stateful:
                 layer.prepare()
         self._make_room({timeline: placement.room for timeline, placement in placements.items()})
         # Nothing below can fail.
         if not self.is_open:
-            for layer in self.layers:
+            for layer in self._stateful:
                 layer.begin()
-        for layer in self.layers:
-            if placements[layer.timeline].compact:
-                layer.compact()
         for timeline, placement in placements.items():
+            if placement.compact:
+                for layer in self.layers_of(timeline):
+                    layer.compact()
             timeline.begin(tokens, placement, graph)
         finish()
 
     def open_states(self) -> None:
         """Begin a step of which the number of tokens is not known yet: states can be written."""
-        for layer in self.layers:
+        for layer in self._stateful:
             layer.prepare()
-        for layer in self.layers:
+        for layer in self._stateful:
             layer.begin()
 
     def _make_room(self, rooms: dict[Timeline, int]) -> None:
@@ -165,7 +167,7 @@ class LayerStack:
             timeline.take_room(room)
 
     def can_reject(self, rejected: int) -> bool:
-        return all(layer.can_reject(rejected) for layer in self.layers)
+        return all(layer.can_reject(rejected) for layer in self._stateful)
 
     def commit(self, rejected: int = 0) -> None:
         """See `EngineCache.commit`."""
@@ -174,7 +176,7 @@ class LayerStack:
         if not 0 <= rejected <= self.pending:
             raise StepError(f"commit(rejected={rejected}), but the open step has {self.pending} tokens")
         if not self.can_reject(rejected):
-            kind = next(layer.spec.layer_type for layer in self.layers if not layer.can_reject(rejected))
+            kind = next(layer.spec.layer_type for layer in self._stateful if not layer.can_reject(rejected))
             raise StepError(
                 f"a {kind} layer takes back whole steps only, not {rejected} of {self.pending} tokens: abort() the "
                 "step and feed the tokens to keep again"

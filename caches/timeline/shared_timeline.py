@@ -8,7 +8,6 @@ timeline stands still; the suffix's is a new one of the same recipe.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import groupby
 from math import gcd
 from typing import Any
@@ -47,7 +46,7 @@ class ForkedTimeline(Timeline):
     def place(self, tokens: int) -> Placement:
         super().place(tokens)  # whether there is room for all
         placement = self.suffix.place(tokens)
-        return replace(placement, room=self._of_suffix(placement.room))
+        return placement._replace(room=self._of_suffix(placement.room))
 
     def room_for(self, tokens: int) -> int:
         return self._of_suffix(self.suffix.room_for(max(0, tokens - self.prefix.total_tokens)))

@@ -13,8 +13,7 @@ the front: a window costs one copy every `slack` tokens instead of one copy per 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -22,8 +21,7 @@ from caches.errors import CapacityError, StepError
 from caches.timeline.retention import Retention
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """Where the tokens of one step go, decided before anything is changed."""
 
     room: int  # slots that every buffer of the group must have

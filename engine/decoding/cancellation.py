@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from engine.errors import UserInterrupt
@@ -41,12 +41,12 @@ class Cancellation:
             self._is_pressed = False
             raise UserInterrupt("generation was stopped with Ctrl-C; what was generated is in `partial`")
 
-    @contextmanager
-    def noting_keys(self) -> Iterator[None]:
+    def noting_keys(self) -> AbstractContextManager[None]:
         """Only note the first Ctrl-C; the second one raises. A handler of the user's own stays in charge."""
-        if not self._is_free():
-            yield
-            return
+        return self._noting_keys() if self._is_free() else nullcontext()
+
+    @contextmanager
+    def _noting_keys(self) -> Iterator[None]:
         try:
             Cancellation._notes = True
             signal.signal(signal.SIGINT, self._press)

@@ -27,11 +27,12 @@ class CollectedOutputs:
 
     def __init__(self, hidden: bool, tokens: int):
         self.hidden, self.tokens = hidden, tokens
+        self._takes_last = tokens == 1 and not hidden  # those of the last forward, as they are
         self._outputs: list[_Outputs] = []
 
     def of(self, rows: slice) -> Callable[[ModelOutput, int], None] | None:
         """A function that takes outputs and the column they end before; None where the last ones are enough."""
-        if self.tokens == 1 and not self.hidden:
+        if self._takes_last:
             return None
 
         def collect(outputs: ModelOutput, end: int) -> None:
@@ -43,11 +44,15 @@ class CollectedOutputs:
 
     def discard(self, rows: slice, total_tokens: int) -> None:
         """Discard what forwards of these rows returned for columns behind `total_tokens`: they were rolled back."""
+        if self._takes_last:
+            return
         within = [given for given in self._outputs if rows.start <= given.first and given.last <= rows.stop]
         self._outputs = [given for given in self._outputs if given not in within or given.end <= total_tokens]
 
     def complete(self, rows: slice, last: ModelOutput) -> tuple[ModelOutput, torch.Tensor | None]:
         """The outputs of the last forward of these rows, with all logits that are wanted, and the hidden states."""
+        if self._takes_last:
+            return last, None
         # Earlier forwards may have computed these rows together with others.
         given = [one for one in self._outputs if one.first <= rows.start and rows.stop <= one.last]
         own = [slice(rows.start - one.first, rows.stop - one.first) for one in given]

@@ -130,7 +130,8 @@ class Driver:
                 assert piece_tokens is not None
                 step = yield from self._with_others(step, piece_tokens)
             answer, pieces = step
-            yield from self._shown(pieces)
+            if pieces:
+                yield from self._shown(pieces)
         yield from self._shown(self.loop.read_all())
 
     def _step(self, flow: Flow, answer: Any, alone: bool) -> tuple[Any, list[StreamChunk]] | Forward | None:

@@ -67,7 +67,7 @@ class ForwardExecutor:
         """Feed the tokens of `ids` [rows, tokens] that are not cached: the last outputs, and all hidden states."""
         self.reserve(self._before + ids.shape[1])
         try:
-            fed = [(rows, self._feed(ids[rows], rows, cache, prefill, collected)) for rows, cache in self.parts]
+            fed = [(rows, self._feed(ids, rows, cache, prefill, collected)) for rows, cache in self.parts]
         except BaseException:
             if isinstance(self.cache, SplitCache):
                 self.cache.abort()  # also the steps of the parts before
@@ -88,9 +88,12 @@ class ForwardExecutor:
     def _feed(
         self, ids: torch.Tensor, rows: slice, cache: EngineCache, prefill: bool, collected: CollectedOutputs
     ) -> ModelOutput:
-        """The last outputs of a feed of these rows."""
+        """The last outputs of a feed of these rows of `ids`."""
         collected.discard(rows, cache.total_tokens)
-        columns, inputs = self._of_rows(rows)
+        columns, inputs = self.columns, self.inputs
+        if rows != self._all_rows:
+            ids, index = ids[rows], torch.arange(rows.start, rows.stop, device=columns.device)
+            columns, inputs = columns.of_rows(index), inputs.of_rows(rows, self._all_rows.stop)
         options = ForwardOptions(
             prefill=prefill,
             chunk_tokens=self._chunk_tokens,
@@ -109,15 +112,11 @@ class ForwardExecutor:
         """The groups of rows that are computed together, each with its cache."""
         if isinstance(self.cache, SplitCache):
             return list(self.cache.shares)
-        return [(slice(0, len(self._origins)), self.cache)]
+        return [(self._all_rows, self.cache)]
 
-    def _of_rows(self, rows: slice) -> tuple[Columns, ModelInputs]:
-        """The columns and the inputs of these rows."""
-        count = len(self._origins)
-        if rows == slice(0, count):
-            return self.columns, self.inputs
-        index = torch.arange(rows.start, rows.stop, device=self.columns.device)
-        return self.columns.of_rows(index), self.inputs.of_rows(rows, count)
+    @property
+    def _all_rows(self) -> slice:
+        return slice(0, self._origins.shape[0])
 
     def row_selection(self, index: torch.Tensor) -> Callable[[], None] | None:
         """A function that makes row i row `index[i]` outside the cache and cannot fail; None if prompts stay."""

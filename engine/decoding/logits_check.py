@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 
 from engine.decoding.guided_session import GuidedSession
 from engine.decoding.model_session import ModelSession
+from engine.decoding.stopping import Stopping
 from engine.decoding.token_buffer import Sent, Tokens, arrived
 from engine.request.request import Request
 from strategies import NoCandidateError
@@ -21,8 +23,7 @@ _TYPES = "float16 overflows above 65504, where bfloat16 and float32 do not; in o
 _TYPES += "and in the inputs"
 
 
-@dataclass(frozen=True)
-class _Values:
+class _Values(NamedTuple):
     """Logits [rows, tokens, vocabulary] of a forward, or scores [rows, 1, vocabulary] that processors made.
 
     column: the first one whose tokens they choose. number: which new token that is, from 1 on. forwards: how many there
@@ -41,10 +42,10 @@ class _Values:
 
 
 class LogitsCheck:
-    """Its methods raise `NoCandidateError`, and roll `session` back. running: which rows have not ended."""
+    """Its methods raise `NoCandidateError`, and roll `session` back. stopping: knows which rows have ended."""
 
-    def __init__(self, request: Request, tokens: Tokens, session: ModelSession | GuidedSession):
-        self._processing, self._tokens, self._session = request.processing, tokens, session
+    def __init__(self, request: Request, tokens: Tokens, session: ModelSession | GuidedSession, stopping: Stopping):
+        self._processing, self._tokens, self._session, self._stopping = request.processing, tokens, session, stopping
         self._prompts, self._prompt_columns = len(request.prompt.ids), request.prompt.columns
         # +inf is the best there is, but nothing can be weighed against it.
         self._weighs = request.strategy.samples or request.needs.rows_per_prompt > 1
@@ -52,13 +53,15 @@ class LogitsCheck:
         self._logits: list[_Values] = []
         self._scores: list[_Values] = []
 
-    def record(self, logits: torch.Tensor, dtype: torch.dtype, fed: int | None, running: Sequence[bool]) -> None:
+    def record(self, logits: torch.Tensor, dtype: torch.dtype, fed: int | None) -> None:
         """Check what a forward returned: see `_Values`. Where tokens are read late, it is checked with them."""
         self._forwards += 1
         if self._processing.repairs:
             return
         tokens, column = logits.shape[1], self._tokens.written
         peaks = logits.amax(dim=-1)
+        if not self._tokens.late and _are_finite(chain.from_iterable(peaks.tolist())):
+            return
         peaks = peaks[:, 0] if tokens == 1 else peaks.where(peaks.isfinite(), math.nan).amax(dim=-1)
         number = column - self._tokens.prompt + 1
         if fed is not None:  # the texts of a search are not written before its end
@@ -66,7 +69,7 @@ class LogitsCheck:
         sent = self._tokens.send(peaks)
         self._logits.append(_Values(column, number, self._forwards, logits, sent, dtype, fed))
         if not self._tokens.late:
-            self._check(self._logits, running)
+            self._check(self._logits)
 
     def process(self, ids: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         """The scores that the processors make of `given` [rows, vocabulary] for the texts `ids`; checked later."""
@@ -79,25 +82,30 @@ class LogitsCheck:
             self._scores = [*kept, new]
         return scores
 
-    def before_write(self, running: Sequence[bool]) -> None:
+    def before_write(self) -> None:
         """Check what the tokens of a column were chosen by, if it is read at once."""
         if not self._tokens.late:
-            self._check(self._scores, running, self._tokens.written)
+            self._check(self._scores, self._tokens.written)
 
-    def before_read(self, running: Sequence[bool]) -> None:
+    def before_read(self) -> None:
         """The same, if it is read late."""
         if self._tokens.late:
-            self._check(self._logits, running, self._tokens.read)
-            self._check(self._scores, running, self._tokens.read)
+            self._check(self._logits, self._tokens.read)
+            self._check(self._scores, self._tokens.read)
 
-    def before_rows(self, running: Sequence[bool]) -> None:
+    def before_rows(self) -> None:
         """Check everything: rows change places, for which the device is waited for anyway."""
-        self._check(self._logits, running)
-        self._check(self._scores, running)
+        self._check(self._logits)
+        self._check(self._scores)
 
-    def _check(self, kept: list[_Values], running: Sequence[bool], column: float = math.inf) -> None:
+    def _check(self, kept: list[_Values], column: float = math.inf) -> None:
+        if not kept:
+            return
         for one in [one for one in kept if one.column <= column]:
             peaks = arrived(one.peaks)
+            if _are_finite(peaks):
+                continue
+            running = self._stopping.running
             # A strategy may have some of its rows processed at a time: then it is not known which.
             counts = running if len(running) == len(peaks) else [True] * len(peaks)
             # A search does without a row that nothing comes after, as long as the prompt has others.
@@ -144,6 +152,10 @@ class LogitsCheck:
             return f"{f'{to} of the' if to else 'all'} {scores} of {whose}{'' if to else ' to -inf'} at {which}"
         wrong = " and ".join(f"{count} {name}" for name, count in counts.items())
         return f"{f'{wrong} among' if wrong else 'nothing but -inf in'} {scores} for {which} of {whose}"
+
+
+def _are_finite(peaks: Iterable[float]) -> bool:
+    return all(map(math.isfinite, peaks))
 
 
 def _named(kind: str, indices: list[int]) -> str:

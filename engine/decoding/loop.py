@@ -67,7 +67,7 @@ class DecodingLoop:
         self._last_column = request.max_columns
         mask = request.mask[:, request.first_known_column :]
         self._tokens = Tokens(prompt, mask, request.max_columns, request.pad_id)
-        self._logits_check = LogitsCheck(request, self._tokens, session)
+        self._logits_check = LogitsCheck(request, self._tokens, session, self._stopping)
         self._best: Callable[[], list[Hypothesis] | None] | None = None  # of a flow that gives its texts at its end
         self._records = Records(request.config, self._device, request.top_logprobs)
         self._finish_fields: dict[str, Any] = {}  # of the `Generation`
@@ -94,11 +94,6 @@ class DecodingLoop:
     @property
     def cache_name(self) -> str:
         return self._session.cache.name
-
-    @property
-    def _running(self) -> list[bool]:
-        """Which rows have not ended, as far as tokens were read."""
-        return [reason is None for reason in self._stopping.reasons]
 
     def break_off(self) -> list[StreamChunk]:
         """Prepare the result of a run that stops early: the pieces that were not shown."""
@@ -194,7 +189,7 @@ class DecodingLoop:
         if not is_plain or forward.tokens.shape[1] <= 1 or self.clock.has_first_token:
             return None
         left = self._session.read_piece(forward.tokens, most)
-        return None if left is None else replace(forward, tokens=left)
+        return None if left is None else forward._replace(tokens=left)
 
     def park(self) -> None:
         """Free the memory of the cache until the next forward."""
@@ -221,7 +216,7 @@ class DecodingLoop:
                 return None, []
             case Rows(index):
                 pieces = self.read_all()
-                self._logits_check.before_rows(self._running)
+                self._logits_check.before_rows()
                 self._reorder(index.cpu())
                 return None, pieces
             case Report(final, best):
@@ -239,22 +234,23 @@ class DecodingLoop:
         tokens = forward.tokens.shape[1] if forward.all_logits else 1
         session = self._session if forward.model == "main" else self._draft
         assert session is not None  # a strategy that needs one was given one
-        if forward.model == "main" and computed is None:  # here, where the session can recover when memory is out
-            self._session.attempt(lambda: self._tokens.reserve(tokens))
         if forward.model != "main":
             fed = None
+        elif computed is None and not self._tokens.has_room(tokens):  # the session can recover when memory is out
+            self._session.attempt(lambda: self._tokens.reserve(tokens))
         outputs, states = session.forward(forward.tokens, forward.hidden, forward.all_logits, computed)
         self._peak.record()
         logits = session.attempt(lambda: outputs.logits[:, -tokens:].to(self._device, torch.float32, copy=True))
-        self._logits_check.record(logits, outputs.logits.dtype, fed, self._running)
+        self._logits_check.record(logits, outputs.logits.dtype, fed)
         if forward.model == "main":
-            own = outputs.get("unguided_logits", outputs.logits)
-            self._records.add_forward(outputs, own[:, -tokens:])
+            self._records.add_forward(outputs, tokens)
         logits = logits if forward.all_logits else logits[:, 0]
         return (logits, states) if forward.hidden else logits
 
     def _process(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """See `Task`. Not repeated where a processor has written into the scores."""
+        if not self._request.processing.names:
+            return scores
         before = None if scores.is_inference() else write_count(scores)
 
         def is_unchanged() -> bool:
@@ -278,7 +274,7 @@ class DecodingLoop:
         for column in range(tokens.shape[1]):
             if self._stopping.done:
                 break
-            self._logits_check.before_write(self._running)
+            self._logits_check.before_write()
             self._tokens.write(tokens[:, column])
             if self._records.has_scores:
                 self._records.add_scores(scores[column : column + 1])
@@ -323,8 +319,8 @@ class DecodingLoop:
 
     def _read_column(self) -> None:
         """Read the first unread column, and find the rows that end with it."""
-        running = self._running
-        self._logits_check.before_read(running)
+        running = self._stopping.running
+        self._logits_check.before_read()
         new = self._tokens.next()
         self.ranks.note(new)
         if self._tokens.late:
@@ -337,7 +333,7 @@ class DecodingLoop:
             self._stopping.check(self._tokens.read, new, self.stream_buffer.texts, self._read_by_criteria)
         finally:
             for row, reason in enumerate(self._stopping.reasons):
-                if running[row] and reason is not None:
+                if reason is not None and running[row]:
                     self._tokens.end_row(row)
                     self.stream_buffer.end(row, reason)
 

@@ -40,12 +40,13 @@ class Records:
             self._values.setdefault("logits", [])
         self.has_scores = "scores" in self._values
 
-    def add_forward(self, outputs: ModelOutput, logits: torch.Tensor) -> None:
-        """logits [rows, tokens, vocabulary]: those that the flow gets."""
-        self._logits_of_step = logits.shape[1]
+    def add_forward(self, outputs: ModelOutput, tokens: int) -> None:
+        """tokens: the last ones, after which the flow gets logits."""
+        self._logits_of_step = tokens
         for name, values in self._values.items():
             found = next((outputs[field] for field in _FIELDS[name][1] if field in outputs), None)
             if name == "logits":
+                logits = outputs.get("unguided_logits", outputs.logits)[:, -tokens:]
                 values += logits.to(self._device, torch.float32, copy=True).unbind(dim=1)
             elif found is not None:
                 values.append(found)

@@ -32,7 +32,12 @@ class Stopping:
 
     @property
     def done(self) -> bool:
-        return all(reason is not None for reason in self.reasons)
+        return None not in self.reasons
+
+    @property
+    def running(self) -> list[bool]:
+        """Which rows have not ended."""
+        return [reason is None for reason in self.reasons]
 
     def check(
         self,
@@ -47,11 +52,12 @@ class Stopping:
                 self.reasons[row] = self._own_reason(token, None if texts is None else texts[row])
         # These may raise: the reasons of rows that ended by themselves are set before.
         verdicts = [(reason, criteria(*read_by_criteria()).tolist()) for reason, criteria in self._criteria if criteria]
-        for row, known in enumerate(self.reasons):
-            if known is None:
-                ended_by = [reason for reason, verdict in verdicts if verdict[row]]
-                at_end = ["length"] if columns >= self._last_column else []
-                self.reasons[row] = next(iter(ended_by + at_end), None)
+        if columns >= self._last_column:
+            verdicts.append(("length", [True] * len(self.reasons)))
+        for reason, verdict in verdicts:
+            for row, ends in enumerate(verdict):
+                if ends and self.reasons[row] is None:
+                    self.reasons[row] = reason
 
     def _own_reason(self, token: int, text: RowText | None) -> str | None:
         if token in self._eos_ids:

@@ -40,8 +40,14 @@ class Tokens:
     def unread(self) -> int:
         return self.written - self.read
 
+    def has_room(self, columns: int) -> bool:
+        """Whether `reserve` has nothing to do."""
+        return self.written + columns <= self._ids.shape[1]
+
     def reserve(self, columns: int) -> None:
         """Have room for so many more columns. When this raises, nothing has changed."""
+        if self.has_room(columns):
+            return
         room = room_for(min(self.written + columns, self._most), self._most, self._ids.shape[1])
         if room > self._ids.shape[1]:
             real = 1 if self._ended is None else (~self._ended).to(self._mask.dtype)

@@ -24,6 +24,8 @@ class Columns:
     A column is an index along the sequence axis of the padded batch. mask: [rows, prompt columns], 0 for padding.
     total: columns at the end of the run, at most. positions: [..., prompt columns] of the caller; None counts tokens
     from 0, without padding.
+
+    room: columns that are allocated.
     """
 
     def __init__(self, mask: torch.Tensor, total: int, positions: torch.Tensor | None = None):
@@ -45,7 +47,7 @@ class Columns:
             positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         else:
             self._following = positions[..., -1:] + 1  # the position of the first new token, [..., 1]
-        self._positions = positions
+        self._positions, self.room = positions, self.prompt
         self._widen(room_for(self.prompt, total))
 
     @property
@@ -57,11 +59,6 @@ class Columns:
         """Whether there is no padding, and the positions count the tokens."""
         return self._mask is None and not self._are_given
 
-    @property
-    def room(self) -> int:
-        """The number of columns that are allocated."""
-        return self._positions.shape[-1]
-
     def reserve(self, columns: int) -> None:
         """Allocate at least `columns` columns. Other methods do this as needed. Raises without changing anything."""
         if columns > self.room:
@@ -72,7 +69,7 @@ class Columns:
         steps = torch.arange(first, room - self.prompt, device=like.device, dtype=like.dtype)
         positions = torch.cat([like, self._following + steps], dim=-1)
         self._mask = None if self._mask is None else widened(self._mask, room, 1)
-        self._positions, self._step_masks = positions, {}
+        self._positions, self._step_masks, self.room = positions, {}, room
 
     def mask(self, columns: int) -> torch.Tensor | None:
         """The 2D mask of the first columns, [rows, columns]; None without padding."""

@@ -168,6 +168,8 @@ class StreamBuffer:
 
     def release(self) -> list[StreamChunk]:
         """Chunks with what is new since the last call. The streamer gets them last, because it may raise."""
+        if not self.watched:
+            return []
         new = []
         for number, row in enumerate(self._rows):
             ends = row.reason is not None and not row.has_ended

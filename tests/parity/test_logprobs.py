@@ -3,6 +3,7 @@
 import pytest
 import torch
 from architectures import prompt, tiny_model
+from transformers.utils import ModelOutput
 
 import engine
 
@@ -81,7 +82,7 @@ def test_no_logits_are_kept():
 
     records = Records(tiny_model("llama").generation_config, torch.device("cpu"), 2)
     for column in range(4):
-        records.add_forward({}, torch.randn(2, 1, 7))
+        records.add_forward(ModelOutput(logits=torch.randn(2, 1, 7)), 1)
         assert len(records.logprobs(column, [1, 2])) == 2
     assert records._values["logits"] == [None] * 4
     assert records.fields() == {}

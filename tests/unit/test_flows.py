@@ -11,7 +11,7 @@ import strategies
 from engine.request.parameters import read
 from strategies import Crop, Emit, Forward, Needs, Rows
 from strategies.draw import draw
-from strategies.operations import largest, needs_of
+from strategies.operations import highest, largest, needs_of
 
 
 def test_names():
@@ -443,6 +443,17 @@ def test_the_largest_scores(width, count):
     assert torch.equal(values, expected.values)
     assert torch.equal(scores.gather(1, indices), values)
     assert all(len(set(row)) == count for row in indices.tolist())
+
+
+@pytest.mark.parametrize("width", [7, 32_000, 64 * 1024, 50_257])
+def test_the_highest_score_is_the_first_on_ties(width):
+    scores = torch.randn(6, width, generator=torch.Generator().manual_seed(0)).clamp(max=2.0)  # with many ties
+    scores[1] = -torch.inf
+    scores[2, -1] = torch.inf
+    scores[3, [2, 5]] = torch.nan
+    scores[4] = 0.0
+    assert highest(scores).tolist() == scores.argmax(dim=-1).tolist()
+    assert highest(scores)[4] == 0
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
