@@ -109,7 +109,7 @@ class Task:
     announce: Callable[[torch.Tensor], None] = nothing
 
 
-class Forward(NamedTuple):
+class Forward(NamedTuple):  # made for every token: a frozen dataclass takes 1 µs more
     """Feed `tokens` [rows, n] to the model. They are committed by its next operation unless that is a `Crop`.
 
     model: "main", or "draft" where the strategy `needs` one.
@@ -121,21 +121,23 @@ class Forward(NamedTuple):
     model: str = "main"
 
 
-class Emit(NamedTuple):
+class Emit(NamedTuple):  # as above
     """`tokens` [rows, n] are final. `scores`, one [rows, vocabulary] per column, are recorded when the caller asked."""
 
     tokens: torch.Tensor
     scores: tuple[torch.Tensor, ...] = ()
 
 
-class Crop(NamedTuple):
+@dataclass(frozen=True)
+class Crop:
     """Take back the last `tokens` tokens of the `Forward` just made; of the draft, of all that were fed."""
 
     tokens: int
     model: str = "main"
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True)
+class Rows:
     """Row i becomes row `index[i]` in everything that is kept per row, emitted tokens included.
 
     Every row `n` times in a row (see `repeat_rows_index`) is a fork: the rows share their tokens in the cache.
@@ -153,7 +155,8 @@ class Hypothesis:
     row: int
 
 
-class Report(NamedTuple):
+@dataclass(frozen=True)
+class Report:
     """How the texts stand of a flow that will `Finish`, one `Hypothesis` for each that is returned, in their order.
 
     It comes between a `Rows` and the next `Forward`. final: with the tokens that cannot become others any more. best:
@@ -165,7 +168,8 @@ class Report(NamedTuple):
     best: Callable[[], list[Hypothesis]]
 
 
-class Finish(NamedTuple):
+@dataclass(frozen=True)
+class Finish:
     """All rows have ended: `tokens` [rows, n] come after the prompt, of which row i uses the first `lengths[i]`.
 
     scores: one [rows at that step, vocabulary] per step. sequences_scores [rows] and beam_indices [rows, n] are
