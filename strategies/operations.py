@@ -263,7 +263,7 @@ def largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def highest(scores: torch.Tensor) -> torch.Tensor:
-    """The index of the largest of each row [rows, width], [rows], as `argmax` gives it: the first on ties.
+    """For scores [rows, width] the index of the largest of each row, [rows], as `argmax` gives it: the first on ties.
 
     On a CPU, where `argmax` compares one score after the other, the block with the largest maximum is found first.
     """

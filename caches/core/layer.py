@@ -69,6 +69,7 @@ class Layer:
 
     @property
     def is_stateful(self) -> bool:
+        """Whether a step writes over something that an abort has to bring back."""
         return self.state is not None
 
     def prepare(self) -> None:

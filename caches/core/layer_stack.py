@@ -38,7 +38,7 @@ class LayerStack:
     layers: list[Layer | WrappedLayer]
     timelines: list[Timeline]
     specs: tuple[LayerSpec, ...]
-    _stateful: list[Layer | WrappedLayer]  # those that a step prepares, and that take back no more than the last step
+    _stateful: list[Layer | WrappedLayer]  # only these have to be prepared for a step, and may refuse to reject tokens
 
     def __init__(self, layout: CacheLayout):
         self.layout = layout
@@ -91,7 +91,10 @@ class LayerStack:
 
     def add_layer(self, spec: LayerSpec) -> None:
         self.specs += (spec,)
-        self.layers.append(self._new_layer(spec, self.timelines[0]))
+        layer = self._new_layer(spec, self.timelines[0])
+        self.layers.append(layer)
+        if layer.is_stateful:
+            self._stateful.append(layer)
 
     def bind_layers(self, specs: Sequence[LayerSpec]) -> None:
         """Have these layers, in place of adding them as they are used. Only while it is empty."""

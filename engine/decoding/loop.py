@@ -236,8 +236,8 @@ class DecodingLoop:
         assert session is not None  # a strategy that needs one was given one
         if forward.model != "main":
             fed = None
-        elif computed is None and not self._tokens.has_room(tokens):  # the session can recover when memory is out
-            self._session.attempt(lambda: self._tokens.reserve(tokens))
+        elif computed is None and not self._tokens.has_room(tokens):
+            self._session.attempt(lambda: self._tokens.reserve(tokens))  # here it can recover when memory is out
         outputs, states = session.forward(forward.tokens, forward.hidden, forward.all_logits, computed)
         self._peak.record()
         logits = session.attempt(lambda: outputs.logits[:, -tokens:].to(self._device, torch.float32, copy=True))

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import caches
 import engine
 from caches.quantization.machine import cache_folder
-from engine.model import layer_packages
+from engine.model import compiled_layer, layer_packages, package_process
 from engine.model.layer_chain import LayerChain, are_chained
 from engine.model.layer_step import have_shapes, rows_like
 from engine.model.package_builder import failure_of
@@ -105,8 +105,8 @@ def test_weights_that_move_are_bound_again(llama):
 
 
 def test_code_that_computes_something_else_is_not_used(llama, monkeypatch, caplog):
-    load = layer_packages.load_package
-    monkeypatch.setattr(layer_packages, "load_package", lambda *a: lambda tensors: [load(*a)(tensors)[0] * 1.01])
+    load = compiled_layer.load_package
+    monkeypatch.setattr(compiled_layer, "load_package", lambda *a: lambda tensors: [load(*a)(tensors)[0] * 1.01])
     with caplog.at_level("WARNING", "engine"):
         out = engine.Generator(llama, config=AUTO).generate(prompt(2), **GREEDY)
     assert torch.equal(out.sequences, reference(llama, prompt(2)))
@@ -118,7 +118,7 @@ def test_a_package_that_cannot_be_loaded_is_left_out(llama, monkeypatch):
     def fail(path, constants):
         return constants(["constant of the compiler"])
 
-    monkeypatch.setattr(layer_packages, "load_package", fail)
+    monkeypatch.setattr(compiled_layer, "load_package", fail)
     out = engine.Generator(llama, config=AUTO).generate(prompt(2), **GREEDY)
     assert torch.equal(out.sequences, reference(llama, prompt(2)))
     assert out.stats.compiled == "off: KeyError: 'constant of the compiler'"
@@ -130,8 +130,8 @@ def test_mixed_calls_compile_nothing_more(llama, monkeypatch):
     for rows in (1, 2, 5, 9):
         assert generator.warmup(prompt(rows, pads=0), **GREEDY) == "4 layers"
     assert generator.pools["graphs"] == 4
-    loaded, load = [], layer_packages.load_package
-    monkeypatch.setattr(layer_packages, "load_package", lambda *given: loaded.append(given) or load(*given))
+    loaded, load = [], compiled_layer.load_package
+    monkeypatch.setattr(compiled_layer, "load_package", lambda *given: loaded.append(given) or load(*given))
     monkeypatch.setattr(subprocess, "Popen", None)  # nothing is built
     for _ in range(100):
         arguments = draw.choice(
@@ -193,7 +193,7 @@ def test_code_gets_no_tensors_that_it_was_not_compiled_for(llama, monkeypatch):
     inputs, given = prompt(4, pads=0), []
     monkeypatch.setattr(subprocess, "Popen", None)  # nothing is built
     monkeypatch.setattr(
-        layer_packages, "have_shapes", lambda *arguments: given.append(have_shapes(*arguments)) or given[-1]
+        compiled_layer, "have_shapes", lambda *arguments: given.append(have_shapes(*arguments)) or given[-1]
     )
     for _ in range(3):  # a call of the one kind does not change the code for the other
         for kind, state in ((with_one_row_of_positions(inputs), "off: its layers were compiled for"),
@@ -390,7 +390,7 @@ class Builder:
 @pytest.mark.usefixtures("empty_folder")
 def test_no_call_waits(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", Builder)
-    monkeypatch.setattr(layer_packages, "_give_way", lambda process: None)
+    monkeypatch.setattr(package_process, "_give_way", lambda process: None)
     model = tiny_model("llama")
     generator = engine.Generator(model, config=AUTO)
     for _ in range(3):
@@ -416,10 +416,10 @@ def test_what_could_not_be_built_is_not_tried_in_every_process(monkeypatch):
         return Builder(command)
 
     packages = []
-    find = layer_packages._package_of
-    monkeypatch.setattr(layer_packages, "_package_of", lambda *a: packages.append(find(*a)) or packages[-1])
+    find = layer_packages.package_of
+    monkeypatch.setattr(layer_packages, "package_of", lambda *a: packages.append(find(*a)) or packages[-1])
     monkeypatch.setattr(subprocess, "Popen", fail)
-    monkeypatch.setattr(layer_packages, "_give_way", lambda process: None)
+    monkeypatch.setattr(package_process, "_give_way", lambda process: None)
     monkeypatch.setattr(Builder, "code", 0)
     model = tiny_model("llama")
     for _ in range(2):
