@@ -26,8 +26,9 @@ def without_frames(error: BaseException) -> BaseException:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of its text; its class where it has none."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """The first line of its text, without the place in torch's code; its class where it has none."""
+    lines = str(error).partition(" (originally from")[0].strip().splitlines()
+    return next(iter(lines), type(error).__name__)
 
 
 def in_words(error: BaseException) -> str:

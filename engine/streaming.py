@@ -1,9 +1,9 @@
-"""`Stream`: an iterator of the pieces of a run."""
+"""`Stream`: an iterator of the chunks of a run."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator as PieceGenerator
+from collections.abc import Generator as ChunkGenerator
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -11,31 +11,31 @@ from engine.decoding.driver import Driver
 from engine.result import Generation, StreamChunk
 
 
-def _leave(pieces: PieceGenerator[StreamChunk, None, None]) -> None:
+def _leave(chunks: ChunkGenerator[StreamChunk, None, None]) -> None:
     with suppress(ValueError):  # another thread is in it
-        pieces.close()
+        chunks.close()
 
 
 class Stream:
-    """An iterator of pieces. It may be left early: `result()` then returns what was generated so far.
+    """An iterator of chunks. It may be left early: `result()` then returns what was generated so far.
 
-    The run ends with the last piece, with `close()`, or where `with engine.stream(...) as pieces:` ends.
+    The run ends with the last chunk, with `close()`, or where `with engine.stream(...) as chunks:` ends.
     """
 
     def __init__(self, driver: Driver, model: str):
         """model: its name in `repr`."""
         self._driver, self._model, self._new_tokens = driver, model, 0
-        self._pieces = driver.pieces()
+        self._chunks = driver.chunks()
         # On collection and before the process ends: the cleanup of a run needs a working interpreter.
-        weakref.finalize(self, _leave, self._pieces)
+        weakref.finalize(self, _leave, self._chunks)
 
     def __iter__(self) -> Iterator[StreamChunk]:
         return self
 
     def __next__(self) -> StreamChunk:
-        piece = next(self._pieces)
-        self._new_tokens += len(piece.tokens)
-        return piece
+        chunk = next(self._chunks)
+        self._new_tokens += len(chunk.tokens)
+        return chunk
 
     def __enter__(self) -> Stream:
         return self
@@ -44,8 +44,8 @@ class Stream:
         self.close()
 
     def close(self) -> None:
-        """End the run, if it has not ended; there are no further pieces."""
-        self._pieces.close()
+        """End the run, if it has not ended; there are no further chunks."""
+        self._chunks.close()
 
     def __repr__(self) -> str:
         return f"Stream({self._model}, cache={self._driver.loop.cache_name!r}, {self._new_tokens} new tokens shown)"

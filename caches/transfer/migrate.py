@@ -166,7 +166,7 @@ def _bring_back(givers: Sequence[Any], done: list[TensorMigration], failure: Bas
         for cache in givers:
             cache.release()
         raise StepError(
-            f"{what} a {givers[0].name} cache failed ({type(failure).__name__}: {failure}), and so did bringing back "
+            f"{what} the {givers[0].name} cache failed ({type(failure).__name__}: {failure}), and so did bringing back "
             f"what had been moved ({type(error).__name__}: {error}): it is empty, all tokens have to be read again"
         ) from failure
     for part in (part for cache in givers for part in cache.parts):

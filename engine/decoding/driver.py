@@ -1,4 +1,4 @@
-"""`Driver`: runs a strategy piece by piece; however it stops, the cache is consistent and the result has all tokens."""
+"""`Driver`: performs the operations of a strategy; however it stops, the cache is consistent and no token is lost."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Driver:
         self.loop, self._cancellation, self._at_end = loop, cancellation, at_end
         self.planned_bytes = planned_bytes
 
-    def pieces(self) -> Generator[StreamChunk, None, None]:
-        """The pieces of the text, as they come."""
-        return self.turns()  # type: ignore[return-value]  # without others there are only pieces
+    def chunks(self) -> Generator[StreamChunk, None, None]:
+        """The chunks of the text, as they come."""
+        return self.turns()  # type: ignore[return-value]  # without others there are only chunks
 
     def turns(self, piece_tokens: Callable[[], int] | None = None) -> Generator[Turn, ModelOutput | None, None]:
-        """The pieces of the text, with turns for others between the forwards of the run.
+        """The chunks of the text, with turns for others between the forwards of the run.
 
         piece_tokens: how many tokens of the prompt are read in a turn; None for a run without others. It yields None
         after such a turn, and every `Forward` before it is performed: `send` its outputs where a joined step has
@@ -70,7 +70,7 @@ class Driver:
                 run.ranks.end()
                 # The frames of an out-of-memory error refer to the tensors that filled the memory.
                 failure = _exhausted(error) if is_out_of_memory(error) else error
-            if failure is not None:  # outside of `except`: the consumer of the last pieces may take a while
+            if failure is not None:  # outside of `except`: the consumer of the last chunks may take a while
                 if isinstance(failure, Exhausted):
                     empty_allocators()
                 yield from self._shown(self._broken_off(failure))
@@ -96,7 +96,7 @@ class Driver:
     def to_end(self) -> Generation:
         """Run to the end. In the main thread, this run handles SIGINT until it returns."""
         with self._cancellation.noting_keys():
-            for _ in self.pieces():
+            for _ in self.chunks():
                 pass
         self._cancellation.pass_on()
         return self.loop.result()
@@ -129,9 +129,9 @@ class Driver:
             if isinstance(step, Forward):
                 assert piece_tokens is not None
                 step = yield from self._with_others(step, piece_tokens)
-            answer, pieces = step
-            if pieces:
-                yield from self._shown(pieces)
+            answer, chunks = step
+            if chunks:
+                yield from self._shown(chunks)
         yield from self._shown(self.loop.read_all())
 
     def _step(self, flow: Flow, answer: Any, alone: bool) -> tuple[Any, list[StreamChunk]] | Forward | None:
@@ -159,11 +159,11 @@ class Driver:
         with self._cancellation.noting_keys():
             return _without_grad(partial(self.loop.perform, forward, computed))
 
-    def _shown(self, pieces: list[StreamChunk]) -> Generator[StreamChunk, None, None]:
-        for piece in pieces:
+    def _shown(self, chunks: list[StreamChunk]) -> Generator[StreamChunk, None, None]:
+        for chunk in chunks:
             left_s = time.perf_counter()
             try:
-                yield piece
+                yield chunk
             finally:
                 self.loop.clock.away_s += time.perf_counter() - left_s
 

@@ -96,7 +96,7 @@ class DecodingLoop:
         return self._session.cache.name
 
     def break_off(self) -> list[StreamChunk]:
-        """Prepare the result of a run that stops early: the pieces that were not shown."""
+        """Prepare the result of a run that stops early: the chunks that were not shown."""
         try:
             self._read_unread()
         except Exception:  # what raised before may raise again, and is reported already
@@ -204,8 +204,8 @@ class DecodingLoop:
             case Forward():
                 return self._forward(operation, computed), []
             case Emit(tokens, scores):
-                pieces = self._emit(tokens, scores)
-                return self._tokens.ids, pieces
+                chunks = self._emit(tokens, scores)
+                return self._tokens.ids, chunks
             case Crop(tokens, "main"):
                 self._session.commit(rejected=tokens)
                 self._records.reject_logits(tokens)
@@ -215,10 +215,10 @@ class DecodingLoop:
                 self._draft.crop(tokens)
                 return None, []
             case Rows(index):
-                pieces = self.read_all()
+                chunks = self.read_all()
                 self._logits_check.before_rows()
                 self._reorder(index.cpu())
-                return None, pieces
+                return None, chunks
             case Report(final, best):
                 self._best = best
                 if self.stream_buffer.watched:

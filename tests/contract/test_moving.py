@@ -148,7 +148,7 @@ def test_what_cannot_come_back_either_is_empty_and_says_so():
     memory_is_out = memory(range(counted.count - 1, 10**6))
     with (
         memory_is_out,
-        pytest.raises(caches.StepError, match=r"(?s)moving a dynamic cache failed.*so did bringing back"),
+        pytest.raises(caches.StepError, match=r"(?s)moving the dynamic cache failed.*so did bringing back"),
     ):
         caches.migrate(trial.cache, "offloaded")
     assert (trial.cache.total_tokens, trial.cache.bytes) == (0, 0)

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from engine.request import checks
 
-REFUSED = [row.beginning for row in told() if row.table == "Refused here"]
+REFUSED = [row.beginning for row in told() if row.table == "Refused by kvengine"]
 REASONS = checks._CHANGE_THE_TEXT | {name: f": {reason}" for name, reason in checks._REMEDIES.items()}
 NAMES = {f"{name}=" for name in GenerationConfig().to_dict()} | {"speculation_type="}  # which came after 5.17
 CASES = [row.beginning for row in told() if row.table == "Other texts"]
@@ -30,10 +30,10 @@ def test_every_parameter_that_may_not_apply_is_told_by_its_name():
     for name in GenerationConfig().to_dict():
         reason = REASONS.get(name, "")
         reason = reason if name in checks._CHANGE_THE_TEXT else "greedy has no use for it" + reason
-        said = on_the_page("Refused here", f"{name}=5 cannot apply: {reason}")
+        said = on_the_page("Refused by kvengine", f"{name}=5 cannot apply: {reason}")
         applies = name in checks._ALWAYS_APPLY | checks.SAMPLING | of_strategies or name.startswith("_")
         assert (said is None) == applies, name
-        said = on_the_page("Refused here", f"{name}=5 applies to sampling, but greedy draws nothing: give")
+        said = on_the_page("Refused by kvengine", f"{name}=5 applies to sampling, but greedy draws nothing: give")
         assert (said is None) == (name not in checks.SAMPLING), name
 
 
@@ -53,6 +53,6 @@ def test_every_row_has_a_message():
 
 def test_a_message_is_matched_from_its_beginning_by_the_longest():
     message = "num_assistant_tokens=3 cannot apply: greedy has no use for it: it is for assistant_model"
-    assert on_the_page("Refused here", message).endswith("it is for assistant_model")
-    assert on_the_page("Refused here", "and " + message.replace("=", "")) is None
-    assert on_the_page("Refused there", message) is None
+    assert on_the_page("Refused by kvengine", message).endswith("it is for assistant_model")
+    assert on_the_page("Refused by kvengine", "and " + message.replace("=", "")) is None
+    assert on_the_page("Refused by transformers", message) is None

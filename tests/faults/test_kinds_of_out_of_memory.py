@@ -57,6 +57,12 @@ def test_memory_is_not_the_reason(error):
     assert not is_out_of_memory(error)
 
 
+def test_messages_leave_out_the_place_in_the_code_of_torch():
+    failure = "you tried to allocate 8 bytes. Error code 12"
+    error = RuntimeError(f'{failure} (originally from torch_call_dispatcher("aten::new_empty") failed at /x.h)\nmore')
+    assert out_of_memory.in_words(error) == f"RuntimeError: {failure}"
+
+
 def test_the_cpu_allocator_says_so_in_the_form_that_is_known():
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**60, dtype=torch.uint8)

@@ -188,9 +188,9 @@ def _outcome(call: Call, theirs: Any) -> tuple[str, str]:
     if isinstance(ours, Exception) and isinstance(theirs, Exception):
         return "both refuse", ""
     if isinstance(ours, Exception):
-        return _by_the_page("Refused here", "refused here", str(ours), call)
+        return _by_the_page("Refused by kvengine", "refused here", str(ours), call)
     if isinstance(theirs, Exception):
-        return _by_the_page("Refused there", "runs here only", f"{type(theirs).__name__}: {theirs}", call)
+        return _by_the_page("Refused by transformers", "runs here only", f"{type(theirs).__name__}: {theirs}", call)
     kind, what = compared(call, ours, theirs)
     if kind == "different" and call.dtype == "torch.float32":
         exact = replace(call, dtype="torch.float64", given={
@@ -312,7 +312,7 @@ def _second_turn(call: Call, ours: engine.Generation, theirs: Any) -> tuple[str,
     try:
         mine = engine.generate(the, cache=ours.cache, **given).sequences
     except REFUSALS as error:
-        kind, what = _by_the_page("Refused here", "second turn refused", str(error), call)
+        kind, what = _by_the_page("Refused by kvengine", "second turn refused", str(error), call)
         return (kind, what) if kind == "not on the page" else None
     if call.name not in PAIRS:
         given |= {"attention_mask": mask}
