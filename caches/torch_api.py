@@ -6,6 +6,8 @@ All are in torch 2.11 to 2.13. `tests/unit/test_private_names.py` calls each of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from operator import attrgetter
 from types import CodeType
 from typing import Any
@@ -16,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
-    "DisableTorchFunctionSubclass", "TorchDispatchMode", "buffers_of", "compile_package", "compiled_graphs",
-    "discard_compiled", "graph_errors", "has_onednn", "hooks_of", "inside_compiled", "int4_product", "int8_product",
-    "load_package", "make_wrapper_subclass", "module_call_code", "onednn_linear", "pack_int4", "parameters_of",
-    "set_grad_enabled", "state_without_hooks", "storage_key", "tree_flatten", "tree_leaves", "tree_map",
-    "tree_unflatten", "write_count",
+    "DisableTorchFunctionSubclass", "TorchDispatchMode", "always_writable", "buffers_of", "compile_package",
+    "compiled_graphs", "discard_compiled", "graph_errors", "has_onednn", "hooks_of", "inside_compiled", "int4_product",
+    "int8_product", "load_package", "make_wrapper_subclass", "module_call_code", "onednn_linear", "pack_int4",
+    "parameters_of", "set_grad_enabled", "state_without_hooks", "storage_key", "tree_flatten", "tree_leaves",
+    "tree_map", "tree_unflatten", "write_count",
 ]  # fmt: skip
 
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
@@ -31,6 +33,13 @@ make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 """Derivatives of this thread on or off. C code: Ctrl-C does not stop it halfway, as it can `torch.set_grad_enabled`."""
+
+always_writable: Callable[[], AbstractContextManager[None]] = partial(torch._C._InferenceMode, False)
+"""A context in which tensors are made that can be written outside of inference mode too.
+
+C code: where Ctrl-C stops `torch.inference_mode` as it ends, the state of its beginning comes back much later, when the
+traceback is freed, and derivatives stay off.
+"""
 
 write_count: Callable[[torch.Tensor], int] = attrgetter("_version")
 """How often a tensor was written in place. Raises `RuntimeError` for one made in inference mode."""

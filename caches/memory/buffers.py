@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from caches.memory.disk_file import DiskFile, Window
+from caches.torch_api import always_writable
 
 _CHUNK_BYTES = 2**24  # size of the temporary memory for rearranging in place
 
@@ -267,7 +268,7 @@ class DiskBuffer(Buffer):
         count = max(1, count)
         if self._window is None or len(self._window) < count * dtype.itemsize:
             self._window = self.disk_file.window(count * dtype.itemsize, self._window)
-        with torch.inference_mode(False):  # the window begins with the previous bytes: `kept` needs no copy
+        with always_writable():  # the window begins with the previous bytes: `kept` needs no copy
             return torch.frombuffer(self._window, dtype=dtype, count=count)
 
     def clear(self) -> None:
@@ -279,7 +280,7 @@ class DiskBuffer(Buffer):
 
 
 def _empty(count: int, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> torch.Tensor:
-    with torch.inference_mode(False):  # or the cache could not be used outside of inference mode later
+    with always_writable():  # or the cache could not be used outside of inference mode later
         return torch.empty(count, dtype=dtype, device=device, pin_memory=pinned)
 
 

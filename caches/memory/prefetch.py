@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from caches.memory.buffers import Buffer
+from caches.torch_api import always_writable
 
 
 class Reader(Protocol):
@@ -83,7 +84,7 @@ class DoubleBuffer:
         count = buffer.numel(slots)
         if half.memory is None or half.memory.numel() < count:
             half.memory = None  # freed before the larger one is allocated
-            with torch.inference_mode(False):
+            with always_writable():
                 half.memory = torch.empty(count, dtype=buffer.dtype, device=buffer.device)
         return buffer.space(half.memory, slots)
 

@@ -9,6 +9,7 @@ import torch
 
 from caches.memory.disk_file import DiskFile
 from caches.memory.prefetch import Prefetcher
+from caches.torch_api import always_writable
 
 
 class Scratch:
@@ -29,7 +30,7 @@ class Scratch:
         key, size = (name, dtype, device), torch.Size(shape).numel()
         memory = self._scratch.get(key)
         if memory is None or memory.numel() < size:
-            with torch.inference_mode(False):
+            with always_writable():
                 memory = self._scratch[key] = torch.empty(size, dtype=dtype, device=device)
         return memory[:size].view(shape)
 

@@ -14,6 +14,7 @@ import torch
 from caches.errors import StepError, refuse_old_methods
 from caches.memory.buffers import Buffer
 from caches.timeline.timeline import Timeline
+from caches.torch_api import always_writable
 
 _RENAMED = {
     "settle": "commit", "rows": "select_rows", "load": "load_dense", "written": "state_dict",
@@ -160,7 +161,7 @@ class GrowingStore:
         return self.committed()
 
     def _allocate(self, like: torch.Tensor, slots: int) -> torch.Tensor:
-        with torch.inference_mode(False):  # or the cache could not be used outside of inference mode later
+        with always_writable():  # or the cache could not be used outside of inference mode later
             return like.new_empty((*like.shape[:-2], slots, like.shape[-1]))
 
     def _is_too_small(self, buffer: torch.Tensor) -> bool:
@@ -213,7 +214,7 @@ class GrowingStore:
         if self.buffer is None:
             return
         index, buffer, end = index.to(self.buffer.device), self.buffer, self.timeline.end
-        with torch.inference_mode(False):
+        with always_writable():
             if buffer.requires_grad:  # `index_select(out=...)` does not support it
                 self.buffer = buffer.index_select(0, index)
                 return
@@ -262,7 +263,7 @@ class FixedStore(GrowingStore):
     fixed: ClassVar[bool] = True
 
     def _allocate(self, like: torch.Tensor, slots: int) -> torch.Tensor:
-        with torch.inference_mode(False):
+        with always_writable():
             return like.new_zeros((self.timeline.max_rows or like.shape[0], like.shape[1], slots, like.shape[-1]))
 
     def _is_too_small(self, buffer: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ from caches.quantization.codec import Codec, Parts
 from caches.stores.dense import check_alike
 from caches.stores.slot import Slot
 from caches.timeline.block_timeline import BlockRun, BlockTimeline
+from caches.torch_api import always_writable
 
 _SEGMENT = 4096  # slots that are decoded at a time: scratch does not grow with the context
 
@@ -234,7 +235,7 @@ class QuantizedStore:
         parts = self._open_parts()
         changes = [part.buffer.prepare_select_rows(index, self.span(name, 0, 0)[1]) for name, part in parts]
         if self.residual is not None:
-            with torch.inference_mode(False):
+            with always_writable():
                 self.residual = self.residual.index_select(0, index.to(self.residual.device))
         for change in changes:
             change()
@@ -297,5 +298,5 @@ def _between(part: torch.Tensor, begin: int, end: int) -> torch.Tensor:
 
 
 def _empty(like: torch.Tensor, slots: int) -> torch.Tensor:
-    with torch.inference_mode(False):  # or the cache could not be used outside of inference mode later
+    with always_writable():  # or the cache could not be used outside of inference mode later
         return like.new_empty((*like.shape[:2], slots, like.shape[3]))

@@ -13,6 +13,7 @@ import torch
 from caches.errors import StepError
 from caches.stores.dense import chosen_rows
 from caches.timeline.timeline import Timeline
+from caches.torch_api import always_writable
 
 CONV, RECURRENT = "conv", "recurrent"
 Key = tuple[str, int]  # the kind, and its number within the layer
@@ -66,7 +67,7 @@ class RecurrentState:
         self.timeline.bind_batch_size(value.shape[0])
         rows = self.timeline.max_rows if self.fixed else None
         if key not in self._states or len(self._states[key]) < (rows or 0):  # a reset keeps fixed tensors
-            with torch.inference_mode(False):  # or the cache could not be used outside of inference mode later
+            with always_writable():  # or the cache could not be used outside of inference mode later
                 self._states[key] = value.new_zeros((rows or value.shape[0], *value.shape[1:]))
         if key not in self._known:
             self._known |= {key}
@@ -88,7 +89,7 @@ class RecurrentState:
     def prepare(self) -> None:
         """Allocate the memory for `begin`, which cannot fail then."""
         for key in self._known - self._saved.keys():
-            with torch.inference_mode(False):
+            with always_writable():
                 self._saved[key] = torch.empty_like(self._used(key))
 
     def begin(self) -> None:
@@ -136,7 +137,7 @@ class RecurrentState:
         return self._known <= set(self._conv_inputs)
 
     def select_rows(self, index: torch.Tensor) -> None:
-        with torch.inference_mode(False):
+        with always_writable():
             saved, inputs = chosen_rows(self._saved, index), chosen_rows(self._conv_inputs, index)
             states = {key: chosen_rows(self._used(key), index) for key in self._states}
         self._saved, self._conv_inputs = saved, inputs

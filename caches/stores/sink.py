@@ -17,6 +17,7 @@ from caches.spec.rope import RopeRotation
 from caches.stores.dense import FixedStore
 from caches.timeline.retention import KeepSinks
 from caches.timeline.timeline import Timeline
+from caches.torch_api import always_writable
 
 
 class LeftPadding:
@@ -116,7 +117,7 @@ class Sinks:
 
     def make_room(self, like: torch.Tensor, rows: int) -> None:
         if self.originals is None or len(self.originals) < rows:
-            with torch.inference_mode(False):
+            with always_writable():
                 self.originals = like.new_zeros((rows, like.shape[1], self.count, like.shape[3]))
 
     def tensors(self) -> list[torch.Tensor]:

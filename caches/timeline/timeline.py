@@ -19,6 +19,7 @@ import torch
 
 from caches.errors import CapacityError, StepError
 from caches.timeline.retention import Retention
+from caches.torch_api import always_writable
 
 
 class Placement(NamedTuple):
@@ -186,7 +187,7 @@ class Timeline:
         if device not in self._step_index:
             # The tensors of decode steps are made in the first step, before any graph is captured, and outside of
             # inference mode, so that later steps can write them in any mode.
-            with torch.inference_mode(False):
+            with always_writable():
                 self.clock = torch.tensor(self.total_tokens, device=device) if self.clock is None else self.clock
                 self._decode_index.setdefault(device, torch.full((1,), self.end, device=device))
                 self._step_index.setdefault(device, torch.arange(self.end, self.end + self.pending, device=device))

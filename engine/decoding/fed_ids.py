@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from caches import TokenLog
+from caches.torch_api import always_writable
 from engine.errors import EngineError
-from engine.model.growing_columns import always_writable, room_for, widened
+from engine.model.growing_columns import room_for, widened
 from engine.model.masks import Columns
 
 

@@ -18,12 +18,12 @@ from caches.hf.adapter import may_be_lost
 from caches.out_of_memory import is_of_onednn, is_out_of_memory
 from caches.protocol import KeepsPast, capabilities
 from caches.spec.fingerprint import active_adapters
+from caches.torch_api import always_writable
 from caches.transfer.split_rows import SplitCache
 from engine.decoding.collected_outputs import CollectedOutputs, last_hidden
 from engine.decoding.fed_ids import CachedPrefix, FedIds
 from engine.decoding.forward_executor import ForwardExecutor
 from engine.errors import EngineError, InputError
-from engine.model.growing_columns import always_writable
 from engine.model.masks import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner

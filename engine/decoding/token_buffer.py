@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 import torch
 
 from caches import TokenLog
+from caches.torch_api import always_writable
 from engine.model.device_state import ASYNCHRONOUS, reads_late
-from engine.model.growing_columns import always_writable, room_for, widened
+from engine.model.growing_columns import room_for, widened
 
 Sent: TypeAlias = "tuple[torch.Tensor, torch.Event | None]"
 """A tensor that is copied to the host, and the event of its arrival."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from caches.torch_api import always_writable
+
 _LEAST = 256  # spare columns behind the prompt at first
 
 
@@ -15,11 +17,6 @@ def room_for(columns: int, most: int, allocated: int = 0) -> int:
     if allocated == 0:
         return min(most, columns + _LEAST)
     return allocated if columns <= allocated else min(most, max(columns, allocated + allocated // 2))
-
-
-def always_writable() -> torch.inference_mode:
-    """A context in which tensors are made that can be written outside of inference mode too."""
-    return torch.inference_mode(False)
 
 
 def widened(tensor: torch.Tensor, columns: int, fill: int | torch.Tensor = 0) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """A run leaves the model's modules alone, also while it computes: copies, pickles and moves see an untouched model."""
 
 import copy
+import gc
 import pickle
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -66,6 +67,30 @@ def test_modules_are_as_they_were_after_two_ctrl_c():
 @pytest.mark.slow
 def test_modules_are_as_they_were_after_many_ctrl_c():
     assert interrupted_twice(tries=300, seed=1)["tries"] == 300
+
+
+@pytest.mark.parametrize("name", ["dynamic", "static", "quantized"])
+def test_derivatives_stay_on_where_a_context_was_stopped_as_it_ended(name, monkeypatch):
+    """As Ctrl-C may: the guard inside of such a context is then destroyed with the traceback, after the run."""
+    enter, leave, were_on = torch.inference_mode.__enter__, torch.inference_mode.__exit__, []
+
+    def entered(self):
+        were_on.append(torch.is_grad_enabled())
+        enter(self)
+
+    def stopped(self, *error):
+        if not were_on.pop():  # within the run
+            raise KeyboardInterrupt
+        leave(self, *error)
+
+    monkeypatch.setattr(torch.inference_mode, "__enter__", entered)
+    monkeypatch.setattr(torch.inference_mode, "__exit__", stopped)
+    with suppress(KeyboardInterrupt):
+        engine.generate(tiny_model("llama"), prompt(), num_beams=2, max_new_tokens=3, cache=name)
+    gc.collect()
+    found = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)  # for other tests
+    assert found
 
 
 def test_routes_are_taken_in_the_thread_of_the_step_alone(monkeypatch):

@@ -229,6 +229,15 @@ def gradients_can_be_set():
     return (off, torch.is_grad_enabled()) == (False, True)
 
 
+def tensors_can_be_written():
+    with torch.inference_mode():
+        with torch_api.always_writable():
+            made = torch.zeros(1)
+        was_on = torch.is_inference_mode_enabled()
+    made += 1
+    return was_on and not made.is_inference()
+
+
 def writes_are_counted():
     tensor = torch.ones(2)
     tensor.add_(1)
@@ -315,6 +324,7 @@ def trees_are_rebuilt():
 
 WORK = {
     torch_api: {
+        "always_writable": tensors_can_be_written,
         "buffers_of": lambda: torch_api.buffers_of(nn.BatchNorm1d(2)).keys() >= {"running_mean", "running_var"},
         "compile_package": package_computes,
         "hooks_of": hooks_are_found,
