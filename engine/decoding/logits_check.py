@@ -74,12 +74,11 @@ class LogitsCheck:
     def process(self, ids: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         """The scores that the processors make of `given` [rows, vocabulary] for the texts `ids`; checked later."""
         scores, column = self._processing(ids, given), ids.shape[1]
-        if self._processing.names:
-            # What was asked about this column before the last forward was about texts that were only tried.
-            kept = [one for one in self._scores if one.column != column or one.forwards == self._forwards]
-            number, peaks = column - self._tokens.prompt + 1, self._tokens.send(scores.amax(dim=-1))
-            new = _Values(column, number, self._forwards, scores[:, None], peaks, asked=(ids, given))
-            self._scores = [*kept, new]
+        # What was asked about this column before the last forward was about texts that were only tried.
+        kept = [one for one in self._scores if one.column != column or one.forwards == self._forwards]
+        number, peaks = column - self._tokens.prompt + 1, self._tokens.send(scores.amax(dim=-1))
+        new = _Values(column, number, self._forwards, scores[:, None], peaks, asked=(ids, given))
+        self._scores = [*kept, new]
         return scores
 
     def before_write(self) -> None:

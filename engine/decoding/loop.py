@@ -248,7 +248,7 @@ class DecodingLoop:
         return (logits, states) if forward.hidden else logits
 
     def _process(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """See `Task`. Not repeated where a processor has written into the scores."""
+        """See `Task`: the scores as they are without processors. Not repeated where one has written into them."""
         if not self._request.processing.names:
             return scores
         before = None if scores.is_inference() else write_count(scores)

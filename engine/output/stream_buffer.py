@@ -167,7 +167,10 @@ class StreamBuffer:
         return None if texts is None else [text.text for text in texts]
 
     def release(self) -> list[StreamChunk]:
-        """Chunks with what is new since the last call. The streamer gets them last, because it may raise."""
+        """Chunks with what is new since the last call; none where `watched` is False.
+
+        The streamer gets them last, because it may raise.
+        """
         if not self.watched:
             return []
         new = []
