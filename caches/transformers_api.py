@@ -204,3 +204,22 @@ def stopping_criteria(
 def constraint_of(processor: Any) -> Callable[[int, torch.Tensor], list[int]]:
     """The function that a `PrefixConstrainedLogitsProcessor` asks which tokens may come next."""
     return processor._prefix_allowed_tokens_fn
+
+
+def quantized_parts(layer: Any) -> list[Any]:
+    """What a quantized layer of a cache holds beside its exact tokens: codes, and an index of rows not applied yet."""
+    return [getattr(layer, name, None) for name in ("_quantized_keys", "_quantized_values", "_pending_beam_idx")]
+
+
+def quantized_rows(layer: Any) -> int:
+    """Rows of such a layer after its first update."""
+    codes, _, pending = quantized_parts(layer)
+    if pending is not None:
+        return len(pending)
+    tensor, meta = codes if isinstance(codes, tuple) else (codes, None)
+    return (meta["shape"] if isinstance(meta, dict) else tensor.shape)[0]
+
+
+def follows_rows(layer: Any) -> bool:
+    """Whether `reorder_cache` of a quantized layer reorders its codes: that of 5.17 leaves them as they are."""
+    return hasattr(layer, "_pending_beam_idx") or "reorder_cache" in vars(type(layer))

@@ -7,6 +7,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
+from transformers import cache_utils
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import EncoderDecoderCache, QuantizedLayer, StaticLayer
 
@@ -14,8 +15,10 @@ from caches.core.row_selection import keeps_all_rows, repeated
 from caches.errors import StepError, UnsupportedLayerError
 from caches.protocol import Capabilities, EngineCache, TokenLog, capabilities
 from caches.torch_api import write_count
+from caches.transformers_api import follows_rows, quantized_parts, quantized_rows
 
 _STATES = ("conv_states", "recurrent_states")
+_QUANTIZED = getattr(cache_utils, "BaseQuantizedLayer", QuantizedLayer)  # not in 5.17
 
 # Of caches that the engine filled: their token log, how many tokens it fed, and the tensors with their versions.
 _logs: WeakKeyDictionary[TransformersCache, tuple[TokenLog, int, list[tuple[Any, int]]]] = WeakKeyDictionary()
@@ -36,7 +39,7 @@ class HFCacheAdapter:
         self._cache = cache
         self._own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
         self._tokens_before: int | None = None  # while a step is open
-        self._before: list[dict[str, Any] | None] = []  # the attributes of layers with a state
+        self._before: list[dict[str, Any] | None] = []  # the attributes of layers that cannot crop
         self._tokens = 0  # of the open step
         self._read = 0  # tokens committed by us: a cache of states alone does not count them
         self._lost = False
@@ -59,8 +62,7 @@ class HFCacheAdapter:
             return None
         kept = list(self._tensors())
         same = len(kept) == len(before) and all(
-            was() is tensor and write_count(tensor) == version
-            for tensor, (was, version) in zip(kept, before, strict=True)
+            was() is tensor and _version(tensor) == version for tensor, (was, version) in zip(kept, before, strict=True)
         )
         return log if same else None
 
@@ -68,9 +70,10 @@ class HFCacheAdapter:
     def log(self, log: TokenLog | None) -> None:
         _logs.pop(self._cache, None)
         kept = list(self._tensors())
-        # Tensors of inference mode do not count how often they were written.
-        if log is not None and not any(tensor.is_inference() for tensor in kept):
-            _logs[self._cache] = log, self._read, [(ref(tensor), write_count(tensor)) for tensor in kept]
+        # Tensors of inference mode do not count how often they were written. Codes, which HQQ makes in it, never are.
+        uncoded = [tensor for layer in self._layers if not isinstance(layer, _QUANTIZED) for tensor in _tensors(layer)]
+        if log is not None and not any(tensor.is_inference() for tensor in uncoded):
+            _logs[self._cache] = log, self._read, [(ref(tensor), _version(tensor)) for tensor in kept]
 
     @property
     def handle(self) -> TransformersCache | None:
@@ -85,7 +88,7 @@ class HFCacheAdapter:
 
     @property
     def batch_size(self) -> int:
-        return next((tensor.shape[0] for tensor in self._tensors() if tensor.numel() > 0), -1)
+        return next((rows for layer in self._layers if (rows := _rows(layer)) is not None), -1)
 
     @property
     def max_tokens(self) -> int | None:
@@ -116,9 +119,8 @@ class HFCacheAdapter:
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         for layer in self._layers:
-            attention = [getattr(layer, name, None) for name in ("keys", "values")]
-            states = [state for name in _STATES for state in getattr(layer, name, {}).values()]
-            yield from (tensor for tensor in attention + states if tensor is not None)
+            yield from _tensors(layer)
+            yield from _tensors_of(quantized_parts(layer))
 
     def check_fits(self, model_config: Any) -> None:
         """Whether it is for models with an encoder; transformers' layers do not say what they were built for."""
@@ -147,7 +149,7 @@ class HFCacheAdapter:
             raise StepError(
                 f"this {self.name} does not say how many tokens its states have read: start with an empty one"
             )
-        self._before = [_attributes(layer) if _is_state(layer) else None for layer in self._own.layers]
+        self._before = [_attributes(layer) if _restores_attributes(layer) else None for layer in self._own.layers]
         self._tokens_before, self._tokens = self.total_tokens, tokens
 
     def can_reject(self, rejected: int) -> bool:
@@ -165,7 +167,7 @@ class HFCacheAdapter:
                 if _is_window(layer) and layer.record_past and _is_filled(layer):
                     layer.crop(0)  # what has left the window
         self._read += self._tokens - rejected
-        self._tokens_before = None
+        self._tokens_before, self._before = None, []
 
     def abort(self) -> None:
         """Take back the layers that the failed step had reached, as far as their classes can."""
@@ -175,13 +177,13 @@ class HFCacheAdapter:
         self._lost |= self._own is not self._cache and before == 0
         for index, layer in enumerate(self._own.layers):
             ahead = int(layer.get_seq_length()) - before if _is_filled(layer) else 0
-            if not ahead and not _is_state(layer):
+            if not ahead and not _restores_attributes(layer):
                 continue
             if self._can_take_back(layer, self._tokens):
                 self._take_back(index, layer, ahead)
             else:
                 self._lost = True
-        self._tokens_before = None
+        self._tokens_before, self._before = None, []
 
     def keep_past(self, keep: bool) -> None:
         """Whether windows keep what leaves them in a step until it is committed, so that tokens can be taken back."""
@@ -193,15 +195,15 @@ class HFCacheAdapter:
     def why_not_taken_back(self) -> str | None:
         """Why tokens that were read cannot be taken back; None where they can."""
         for layer in self._own.layers:
-            croppable = getattr(layer, "is_croppable", False) and not isinstance(layer, QuantizedLayer)
+            croppable = getattr(layer, "is_croppable", False) and not isinstance(layer, _QUANTIZED)
             if not (croppable or _is_fixed(layer) or _is_state(layer) or _is_window(layer)):
                 return f"a {type(layer).__name__} of transformers' cannot give tokens back"
         return None
 
     def _can_take_back(self, layer: Any, tokens: int) -> bool:
-        """Whether the layer's last tokens can be cropped; a state only goes back by a whole step."""
-        if _is_state(layer):
-            return tokens == self._tokens
+        """Whether the layer's last tokens can be cropped; states and codes only go back by the open step."""
+        if _restores_attributes(layer):
+            return self._tokens_before is not None and tokens == self._tokens
         if _is_fixed(layer):
             return True
         if _is_full(layer) and self._tokens_before is None:  # between steps what has left the window is evicted
@@ -217,6 +219,12 @@ class HFCacheAdapter:
 
     def select_rows(self, index: torch.Tensor) -> None:
         self._check_finished()
+        for layer in self._layers:
+            if isinstance(layer, _QUANTIZED) and not follows_rows(layer):
+                raise UnsupportedLayerError(
+                    f"beams and several texts per prompt reorder rows, and a {type(layer).__name__} of this release of "
+                    "transformers reorders its exact tokens alone: use cache='quantized', or a later release"
+                )
         if not keeps_all_rows(index, self.batch_size):
             self._index, self._left = index, self._layers
             self.finish()
@@ -251,7 +259,7 @@ class HFCacheAdapter:
         self._check_finished()
         remove = max(0, self.total_tokens - tokens) if tokens > 0 else -tokens
         for layer in self._own.layers:
-            if _is_state(layer) or not self._can_take_back(layer, remove):
+            if _restores_attributes(layer) or not self._can_take_back(layer, remove):
                 raise StepError(f"the last {remove} tokens cannot be taken back from a {type(layer).__name__}")
         for layer in self._own.layers:
             _crop(layer, remove)
@@ -302,6 +310,37 @@ def _is_full(layer: Any) -> bool:
 
 def _is_state(layer: Any) -> bool:
     return hasattr(layer, _STATES[0])
+
+
+def _restores_attributes(layer: Any) -> bool:
+    """Whether it is taken back by putting its attributes back: states, and codes of tokens encoded together."""
+    return _is_state(layer) or isinstance(layer, _QUANTIZED)
+
+
+def _rows(layer: Any) -> int | None:
+    if isinstance(layer, _QUANTIZED):
+        return quantized_rows(layer) if _is_filled(layer) else None
+    return next((tensor.shape[0] for tensor in _tensors(layer) if tensor.numel() > 0), None)
+
+
+def _tensors(layer: Any) -> Iterator[torch.Tensor]:
+    """What it holds as it came, not as codes."""
+    return _tensors_of([getattr(layer, name, None) for name in ("keys", "values", *_STATES)])
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else write_count(tensor)
+
+
+def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in containers, and those that a tensor of a library consists of."""
+    if hasattr(value, "__tensor_flatten__"):
+        value = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_of(part)
 
 
 def _attributes(layer: Any) -> dict[str, Any]:

@@ -6,10 +6,11 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, pairs, prompt, tiny_model
 from helpers import cache_argument, new_cache
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, QuantizedCache, StaticCache
 
 import caches
 import engine
+from caches.transformers_api import follows_rows
 
 pytestmark = pytest.mark.covering("values", "pairs")
 
@@ -124,6 +125,66 @@ def test_theirs_after_a_failed_step(name, new_tokens, monkeypatch):
     else:
         mask = torch.ones_like(part.sequences)
         assert torch.equal(engine.generate(model, part.sequences, attention_mask=mask, **go_on).sequences, whole)
+
+
+@pytest.fixture(params=["quanto", "hqq", "fp8"])
+def quantized(request):
+    """Makes a quantized cache of transformers' for a model."""
+    options = {} if request.param == "fp8" else {"q_group_size": 16, "residual_length": 8}
+    axes = {"axis_key": 1, "axis_value": 1} if request.param == "hqq" else {}
+    try:
+        QuantizedCache(request.param, tiny_model("llama").config, **options, **axes)
+    except ValueError:
+        pytest.skip("not in this release of transformers")
+    return lambda model: QuantizedCache(request.param, model.config, **options, **axes)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"do_sample": True, "num_return_sequences": 3}, {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}],
+    ids=str,
+)
+def test_their_quantized_caches_in_ours(quantized, arguments):
+    model, inputs = tiny_model("llama"), prompt(1, tokens=8, pads=0)
+    arguments = {"do_sample": False, "max_new_tokens": NEW} | arguments
+    theirs = quantized(model)
+    torch.manual_seed(0)
+    if arguments.keys() & {"num_beams", "num_return_sequences"} and not follows_rows(theirs.layers[0]):
+        with pytest.raises(engine.GenerationInterrupted, match="of this release of transformers reorders"):
+            engine.generate(model, inputs, past_key_values=theirs, **arguments)
+        return
+    found = engine.generate(model, inputs, past_key_values=theirs, **arguments)
+    torch.manual_seed(0)
+    assert torch.equal(found.sequences, model.generate(**inputs, past_key_values=quantized(model), **arguments))
+    if "num_beams" not in arguments:  # beams leave other rows than were returned, or none: codes are not taken back
+        exact = engine.generate(model, inputs, past_key_values=DynamicCache(config=model.config), **arguments)
+        assert 0.2 < found.stats.cache_bytes / exact.stats.cache_bytes < 0.7
+
+
+@pytest.mark.parametrize("failing", range(2, NEW))
+def test_their_quantized_caches_after_a_failed_step(quantized, failing, monkeypatch):
+    """Also of one whose layers before the failing one had just encoded their exact tokens."""
+    model, inputs = tiny_model("llama"), prompt(1, tokens=8, pads=0)
+    options = {"do_sample": False, "past_key_values": quantized(model)}
+    expected = model.generate(**inputs, **options | {"past_key_values": quantized(model)}, max_new_tokens=NEW)
+    layer, calls = model.model.layers[2], []
+    forward = layer.forward
+
+    def fails(*args, **kwargs):
+        calls.append(0)
+        return 1 / 0 if len(calls) == failing else forward(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "forward", fails)
+        with pytest.raises(engine.GenerationInterrupted, match="ZeroDivisionError") as failure:
+            engine.generate(model, inputs, **options, max_new_tokens=NEW)
+    part = failure.value.partial
+    assert torch.equal(part.sequences, expected[:, : 8 + failing - 1])
+    mask = torch.ones_like(part.sequences)
+    out = engine.generate(
+        model, part.sequences, attention_mask=mask, cache=part.cache, max_new_tokens=NEW - failing + 1
+    )
+    assert torch.equal(out.sequences, expected)
 
 
 @pytest.mark.parametrize(("name", "cache"), ours(["llama", "mistral", "llama4_text"]))

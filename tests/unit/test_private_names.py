@@ -165,6 +165,16 @@ def config_of(model, **options):
     return config
 
 
+@cache
+def quantized_layer():
+    """One of transformers' own, with 8 tokens in each of 3 rows."""
+    options = {"q_group_size": 16, "axis_key": 1, "axis_value": 1}
+    cache = transformers.QuantizedCache("hqq", llama().config, **options)
+    with torch.no_grad():
+        llama()(torch.ones(3, 8, dtype=torch.long), past_key_values=cache)
+    return cache.layers[0]
+
+
 def positions_are_prepared():
     found = transformers_api.prepare_position_ids(llama(), IDS, {"attention_mask": torch.ones_like(IDS)})
     return found[0].tolist() == [0, 1, 2]
@@ -365,11 +375,16 @@ WORK = {
         "can_compile_fullgraph": lambda: transformers_api.can_compile_fullgraph(llama()) is True,
         "constraint_of": lambda: transformers_api.constraint_of(PrefixConstrainedLogitsProcessor(len, 1)) is len,
         "default_generation_params": lambda: transformers_api.default_generation_params()["num_beams"] == 1,
+        "follows_rows": lambda: (
+            transformers_api.follows_rows(quantized_layer()) is hasattr(transformers.cache_utils, "BaseQuantizedLayer")
+        ),
         "has_own_position_ids": lambda: transformers_api.has_own_position_ids(llama()) is False,
         "logits_processors": processors_are_made,
         "model_from_config": lambda: (
             type(transformers_api.model_from_config(type(llama()), llama().config)) is type(llama())
         ),
+        "quantized_parts": lambda: len(transformers_api.quantized_parts(quantized_layer())[0]) == 2,
+        "quantized_rows": lambda: transformers_api.quantized_rows(quantized_layer()) == 3,
         "prepare_attention_mask": lambda: mask_is_inferred() == [[0, 1, 1]],
         "prepare_decoder_input_ids": decoder_begins,
         "prepare_encoder_kwargs": encoder_is_read,
