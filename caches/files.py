@@ -29,6 +29,7 @@ from caches.core.prefix_sharing import PrefixSharing
 from caches.errors import CacheError, CacheFileError, UnsupportedLayerError
 from caches.protocol import TokenLog
 from caches.registry import recipe
+from caches.spec.accelerate_hooks import prompt_device
 from caches.spec.fingerprint import active_adapters, fingerprint, inner_model
 from caches.spec.layer_spec import PLAIN, LayerSpec, read_specs
 from configs import ConfigError, EncoderDecoderCacheConfig
@@ -145,7 +146,7 @@ def load(path: str | Path, model: nn.Module, device: torch.device | str | None =
     header = _header(path)
     reader = inner_model(model)
     _check_model(path, header["model"], fingerprint(reader))
-    device = torch.device(reader.device if device is None else device)
+    device = prompt_device(reader) if device is None else torch.device(device)
     with _readable(path) as file:
         unpacked = partial(_unpacked, file=file, device=device)
         log, stacks = unpacked(header[_TOKENS]), [_unpacked_stack(packed, unpacked) for packed in header["stacks"]]

@@ -211,8 +211,8 @@ def capabilities(cache: EngineCache) -> Capabilities:
 class Growing(EngineCache, Protocol):
     """A cache that knows how it grows."""
 
-    def growth(self, tokens: int) -> float:
-        """How many times as large it will be when there is room for `tokens` more."""
+    def growth(self, tokens: int) -> int:
+        """How many bytes more it will take of the device when there is room for `tokens` more."""
 
 
 def can_predict(cache: EngineCache) -> TypeGuard[Growing]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 import engine
 from caches import EngineCache
+from caches.spec.accelerate_hooks import prompt_device
 from caches.torch_api import set_grad_enabled
 from configs import EngineConfig, checked_fallbacks
 from engine.decoding.assistant import Draft
@@ -28,7 +29,6 @@ from engine.errors import OptionError, OutOfMemoryError
 from engine.memory.budget import Budget
 from engine.memory.cache_choice import CacheChoice, check_new, new_cache, read_cache_choice
 from engine.memory.fallbacks import Recovery
-from engine.model.accelerate_hooks import prompt_device
 from engine.model.loading import load
 from engine.model.low_bit_linears import convert_linears
 from engine.model.masks import Columns

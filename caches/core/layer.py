@@ -165,6 +165,13 @@ class Layer:
         for store in self.stores.values():
             yield from store.offloaded_buffers()
 
+    @property
+    def growing_bytes(self) -> int:
+        """Bytes, on the device that computes, of buffers that grow with the timeline's room."""
+        stores = [store.suffix if isinstance(store, ForkedStore) else store for store in self.stores.values()]
+        away = sum(buffer.bytes for store in stores for buffer in store.offloaded_buffers() if buffer.is_off_device)
+        return sum(tensor.nbytes for store in stores for tensor in store.tensors()) - away
+
     def _parts(self) -> Iterator[Store | RecurrentState]:
         yield from self.stores.values()
         if self.state is not None:

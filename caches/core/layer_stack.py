@@ -113,7 +113,9 @@ class LayerStack:
     def empty_layout(self, max_rows: int | None = None) -> CacheLayout:
         """For an empty cache with the same layers; a preallocated one with room for the rows of its first step."""
         specs = None if self.finds_layers and not self.layers else self.specs
-        return replace(self.layout, specs=specs, max_rows=max_rows)
+        config = self.layout.config  # a file builds the cache from it
+        config = None if config is None else config.update(max_batch_size=max_rows)[0]
+        return replace(self.layout, specs=specs, config=config, max_rows=max_rows)
 
     # One step is a transaction.
 
@@ -266,10 +268,12 @@ class LayerStack:
         """See `EngineCache.reserve`."""
         self._make_room({timeline: timeline.room_for(tokens) for timeline in self.timelines})
 
-    def growth(self, tokens: int) -> float:
-        """How many times as large buffers will be when there is room for `tokens` more."""
-        rooms = [(timeline.place(tokens).room, timeline.room) for timeline in self.timelines if timeline.room]
-        return max((after / before for after, before in rooms), default=1.0)
+    def growth(self, tokens: int) -> int:
+        """How many bytes more buffers will take of the device when there is room for `tokens` more."""
+        times = {timeline: timeline.place(tokens).room / timeline.room for timeline in self.timelines if timeline.room}
+        of_layers = sum(layer.growing_bytes * (times.get(layer.timeline, 1) - 1) for layer in self.layers)
+        staging = sum(tensor.nbytes for tensor in self.scratch.tensors())
+        return int(of_layers + staging * (max(times.values(), default=1) - 1))
 
     # Groups of layers, which share a timeline.
 
@@ -337,6 +341,7 @@ class LayerStack:
             evicted = total_tokens - layer.timeline.retention.surviving(total_tokens)
             contents.append({"keys": keys[:, :, evicted:], "values": values[:, :, evicted:]})
         self.load_dense(total_tokens, rows, contents)
+        self.log = None
 
     @property
     def placements(self) -> list[tuple[object, ...]]:

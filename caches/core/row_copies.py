@@ -12,7 +12,6 @@ from caches.core.prefix_sharing import PrefixSharing
 from caches.errors import StepError
 from caches.protocol import TokenLog
 from caches.stores.dense import chosen_rows, joined_rows
-from caches.stores.recurrent_state import RecurrentState
 
 
 class Copyable(Protocol):
@@ -61,8 +60,6 @@ def join_rows(parts: Sequence[C]) -> C:
     new = parts[0].empty_like()
     for number, stack in enumerate(new.stacks):
         sources = [part.stacks[number] for part in parts]
-        for states in zip(*map(states_of, sources), strict=True):
-            RecurrentState.agree(states)
         _fill(stack, sources, sum(source.batch_size for source in sources), joined_rows, TokenLog.joined)
     return new
 
@@ -75,11 +72,6 @@ def _check_alike(stack: LayerStack, first: LayerStack, problem: str) -> None:
             f"{problem}: tokens were taken back in one of them and its blocks are others. Join them before, or convert "
             "them to cache='dynamic'"
         )
-
-
-def states_of(stack: LayerStack) -> list[RecurrentState]:
-    """The states of its layers, in order."""
-    return [holder for layer in stack.layers for holder in layer.row_holders() if isinstance(holder, RecurrentState)]
 
 
 def _fill(

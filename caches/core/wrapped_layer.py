@@ -120,6 +120,11 @@ class WrappedLayer:
     def offloaded_buffers(self) -> Iterator[Buffer]:
         return iter(())
 
+    @property
+    def growing_bytes(self) -> int:
+        """See `Layer.growing_bytes`."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
     def row_holders(self) -> Iterator[WrappedLayer]:
         yield self
 

@@ -153,8 +153,8 @@ class SharedMethods:
         """Whether `commit(rejected)` is possible."""
         return self.stacks[0].can_reject(rejected)
 
-    def growth(self, tokens: int) -> float:
-        """How many times as large buffers will be when there is room for `tokens` more."""
+    def growth(self, tokens: int) -> int:
+        """How many bytes more it will take of the device when there is room for `tokens` more."""
         return self.stacks[0].growth(tokens)
 
     def save(self, path: str | Path, model: torch.nn.Module | None = None, notes: dict[str, Any] | None = None) -> None:

@@ -31,10 +31,11 @@ class RopeRotation:
         Returns [rows, heads, steps * slots, head_dim]. Only angles change: keys are cached after any scaling.
         """
         pairs, wide = len(self.frequencies), torch.promote_types(keys.dtype, torch.float32)
-        # float64: in float32 a large delta times a frequency loses its last digits.
-        frequencies = torch.tensor(self.frequencies, dtype=torch.float64, device=keys.device)
-        angles = delta.to(keys.device, torch.float64)[:, None, :, None, None] * frequencies
-        cos, sin = angles.cos().to(wide), angles.sin().to(wide)
+        # float64, which MPS lacks: in float32 a large delta times a frequency loses its last digits.
+        device = torch.device("cpu") if keys.device.type == "mps" else keys.device
+        frequencies = torch.tensor(self.frequencies, dtype=torch.float64, device=device)
+        angles = delta.to(device, torch.float64)[:, None, :, None, None] * frequencies
+        cos, sin = angles.cos().to(keys.device, wide), angles.sin().to(keys.device, wide)
         keys = keys[:, :, None].expand(-1, -1, delta.shape[1], -1, -1)
         rotated, rest = keys[..., : 2 * pairs].to(wide), keys[..., 2 * pairs :]
         first, second = rotated.unflatten(-1, (-1, 2)).unbind(-1) if self.interleaved else rotated.chunk(2, dim=-1)

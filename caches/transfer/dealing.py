@@ -13,7 +13,6 @@ from typing import TypeVar
 import torch
 
 from caches.core.layer import TensorHolder
-from caches.core.row_copies import states_of
 from caches.errors import StepError
 from caches.hf.cache import Cache
 from caches.hf.encoder_decoder import EncoderDecoder
@@ -61,7 +60,7 @@ def gather_rows(parts: Sequence[C]) -> C:
             raise StepError(
                 f"{', '.join(map(repr, same))} cannot be put together: they need the same layers and tokens"
             )
-        for states in zip(*(states_of(part.stack) for part in same), strict=True):
+        for states in zip(*(_states_of(part) for part in same), strict=True):
             RecurrentState.agree(states)
     full = parts[0].empty_like()
     # The decoder's part may be empty still, where the encoder's has rows.
@@ -72,6 +71,11 @@ def gather_rows(parts: Sequence[C]) -> C:
     ]
     carry_out(parts, steps, "putting together")
     return full
+
+
+def _states_of(part: Cache) -> list[RecurrentState]:
+    holders = (holder for layer in part.layers for holder in layer.row_holders())
+    return [holder for holder in holders if isinstance(holder, RecurrentState)]
 
 
 def _check_between_steps(part: Cache) -> None:

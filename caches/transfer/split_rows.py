@@ -23,13 +23,16 @@ class SplitCache:
 
     max_rows = None
     why_not_compiled = "its rows are computed part after part"
-    capabilities = Capabilities(can_split=True, can_predict=True)
 
     def __init__(self, parts: Sequence[EngineCache], sizes: Sequence[int]):
         self.parts, self.sizes, self.name = list(parts), list(sizes), parts[0].name
         self.log: TokenLog | None = None
         self._waiting: list[tuple[EngineCache, Callable[[], None]]] = []  # parts whose rows are still to be selected
         self._is_given_up = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(can_split=True, can_predict=True, is_quantized=capabilities(self.parts[0]).is_quantized)
 
     def replace_by(self, part: EngineCache, others: Sequence[EngineCache], sizes: Sequence[int]) -> None:
         """Put the caches `others`, of `sizes` rows each, in the place of `part`."""
@@ -65,11 +68,9 @@ class SplitCache:
     def device_bytes(self) -> int:
         return sum(part.device_bytes for part in self.parts)
 
-    def growth(self, tokens: int) -> float:
-        """How many times as large it will be when there is room for `tokens` more."""
-        sizes = [(part.device_bytes, part.growth(tokens)) for part in self.parts if can_predict(part)]
-        before = sum(size for size, _ in sizes)
-        return sum(size * growth for size, growth in sizes) / before if before else 1.0
+    def growth(self, tokens: int) -> int:
+        """How many bytes more it will take of the device when there is room for `tokens` more."""
+        return sum(part.growth(tokens) for part in self.parts if can_predict(part))
 
     @property
     def shares(self) -> Iterator[tuple[slice, EngineCache]]:

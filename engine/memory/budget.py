@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from caches import CacheError, CapacityError
 from caches.protocol import can_predict
+from caches.spec.accelerate_hooks import prompt_device
 from configs import (
     CacheConfig,
     ConfigError,
@@ -19,7 +20,6 @@ from configs import (
 )
 from engine.decoding.model_session import ModelSession
 from engine.errors import InputError
-from engine.model.accelerate_hooks import prompt_device
 from engine.model.tensor_parallel import config_of_rank
 from engine.out_of_memory import Exhausted
 from engine.planning.dry_run import dry_run
@@ -94,7 +94,7 @@ class Budget:
         cache = session.cache
         if self._most is None or not can_predict(cache) or cache.total_tokens == 0:
             return
-        needed = int(cache.device_bytes * cache.growth(tokens))
+        needed = cache.device_bytes + cache.growth(tokens)
         if needed <= self._most:
             return
         why = (

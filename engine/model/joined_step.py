@@ -13,7 +13,7 @@ from transformers.utils import ModelOutput
 from caches import Cache, EngineCache, build
 from caches.hf.joined import JoinedCaches, why_not_joined
 from caches.out_of_memory import is_out_of_memory
-from engine.model.accelerate_hooks import prompt_device
+from caches.spec.accelerate_hooks import prompt_device
 from engine.model.masks import Columns
 from engine.model.ranks import OneProcess
 

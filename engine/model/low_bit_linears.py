@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from caches.spec.accelerate_hooks import is_dispatched
 from caches.torch_api import int4_product, int8_product, pack_int4
 from engine.errors import OptionError
-from engine.model.accelerate_hooks import is_dispatched
 from engine.model.linear_kernels import kernels
 
 _FEW_ROWS = 16  # up to so many the low-bit product is the faster one

@@ -17,11 +17,11 @@ from transformers.utils import ModelOutput
 from caches import Cache, EngineCache, UnknownContentError, UnsupportedLayerError, build, mask_kinds, read_specs
 from caches.out_of_memory import is_out_of_memory
 from caches.protocol import attention_view
+from caches.spec.accelerate_hooks import is_dispatched, prompt_device
 from caches.torch_api import compiled_graphs, discard_compiled, graph_errors
 from caches.transformers_api import can_compile_fullgraph
 from engine.errors import InputError, OptionError
 from engine.model import packed_attention
-from engine.model.accelerate_hooks import is_dispatched, prompt_device
 from engine.model.cache_argument import cache_argument
 from engine.model.compiled_step import compiled, first_reason, step_of
 from engine.model.first_layer_probe import Probe, Reached

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from caches import Cache, EngineCache, UnsupportedLayerError, build
 from caches.protocol import attention_view
-from engine.model.accelerate_hooks import prompt_device
+from caches.spec.accelerate_hooks import prompt_device
 from engine.model.masks import Columns
 from engine.model.model_runner import ForwardOptions, ModelRunner
 

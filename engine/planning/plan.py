@@ -12,9 +12,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, TopKLogitsWarper
 
 import caches
 import strategies
+from caches.spec.accelerate_hooks import prompt_device
 from configs import CacheConfig, EngineConfig
 from engine.errors import OptionError
-from engine.model.accelerate_hooks import prompt_device
 from engine.model.loading import load, load_config
 from engine.model.placement import read_device, read_dtype
 from engine.model.ranks import OneProcess, ranks_of

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from caches import EngineCache
 from caches.protocol import capabilities
+from caches.spec.accelerate_hooks import prompt_device
 from engine.errors import OptionError
-from engine.model.accelerate_hooks import prompt_device
 from engine.model.model_runner import ModelRunner
 from engine.prompt import PER_TOKEN
 from engine.request.call import Call

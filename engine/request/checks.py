@@ -13,9 +13,9 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 
 from caches import CapacityError, EngineCache
 from caches.protocol import attention_view
+from caches.spec.accelerate_hooks import input_embeddings
 from caches.transformers_api import default_generation_params
 from engine.errors import InputError, OptionError
-from engine.model.accelerate_hooks import input_embeddings
 from engine.prompt import PER_TOKEN, Prompt
 from engine.request.parameters import SAMPLING
 from strategies import Strategy

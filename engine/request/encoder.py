@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from caches.out_of_memory import is_out_of_memory
+from caches.spec.accelerate_hooks import input_embeddings, prompt_device
 from caches.transformers_api import (
     prepare_decoder_input_ids,
     prepare_encoder_kwargs,
@@ -22,7 +23,6 @@ from caches.transformers_api import (
     special_tokens,
 )
 from engine.errors import InputError, OptionError
-from engine.model.accelerate_hooks import input_embeddings, prompt_device
 from engine.model.model_lock import turn_of
 from engine.out_of_memory import empty_allocators, in_words, without_frames
 from engine.prompt import Prompt, as_embeds, as_ids, as_mask, merged, move, read_prompt

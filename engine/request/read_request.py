@@ -13,6 +13,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from caches import EngineCache
+from caches.spec.accelerate_hooks import prompt_device
 from caches.transformers_api import (
     prepare_attention_mask,
     prepare_generated_length,
@@ -21,7 +22,6 @@ from caches.transformers_api import (
     special_tokens,
 )
 from engine.errors import OptionError
-from engine.model.accelerate_hooks import prompt_device
 from engine.model.device_state import seeded
 from engine.prompt import Prompt, read_prompt
 from engine.request.call import Call, parameters

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from architectures import prompt, tiny_model
 from contract import CELLS, EDGES, KINDS, STEPS, each_cell, options_of
 from trial import Trial, refused, storage, with_room
 
@@ -51,6 +52,39 @@ def test_copies_are_independent(trial):
         assert not storage(trial.cache).keys() & storage(twin.cache).keys()
     trial.feed(1)
     copy.deepcopy(trial).check()
+
+
+def test_joining_leaves_the_parts_as_they_are():
+    """Also what takes back their last steps, where those differ."""
+    model, parts = tiny_model("mamba2"), []
+    for lengths in ((4, 2), (5, 1)):
+        parts.append(caches.build("mamba", model.config))
+        for tokens in lengths:
+            with torch.no_grad():
+                model(torch.arange(3, 3 + tokens)[None], cache_params=parts[-1])
+    caches.join_rows(parts)
+    parts[0].crop(-2)
+    parts[1].crop(-1)
+    assert [part.total_tokens for part in parts] == [4, 5]
+
+
+@pytest.mark.parametrize("fork", [False, True], ids=["of rows", "behind a shared prefix"])
+def test_growth_is_what_the_next_tokens_take(fork):
+    model = tiny_model("llama")
+    cache = caches.build("dynamic", model.config)
+    with torch.no_grad():
+        model(prompt(1, tokens=150, pads=0)["input_ids"], past_key_values=cache)
+        if fork:
+            cache.fork(3)
+            model(torch.full((3, 1), 5), past_key_values=cache)
+        grown = 0
+        for _ in range(90):
+            cache.crop(0)  # commits
+            before, more = cache.device_bytes, cache.growth(1)
+            model(torch.full((cache.batch_size, 1), 5), past_key_values=cache)
+            assert cache.device_bytes == before + more
+            grown += more > 0
+    assert grown
 
 
 @each_cell

@@ -86,6 +86,18 @@ def saved(path):
     return model, out
 
 
+def test_rows_that_were_joined(path):
+    """A fixed cache has room for the rows of all parts, in the file too."""
+    model = tiny_model("llama")
+    run = {"cache": "static", "do_sample": True, "num_return_sequences": 2, "max_new_tokens": NEW}
+    parts = [engine.generate(model, prompt(rows=1, pads=0), **run, seed=seed).cache for seed in (0, 1)]
+    joined = caches.join_rows(parts)
+    joined.save(path)
+    found = caches.load(path, model)
+    assert (found.batch_size, found.max_rows) == (4, 4)
+    assert torch.equal(found.layers[2].keys, joined.layers[2].keys)
+
+
 def test_what_a_file_says(saved, path):
     found = caches.inspect(path)
     assert (found.backend, found.rows, found.total_tokens, found.layers) == ("dynamic", 1, 7, 4)

@@ -9,6 +9,7 @@ from fallbacks import OutAt
 
 import caches
 import engine
+from caches.protocol import capabilities
 from caches.transfer.split_rows import halves
 from configs import EngineConfig
 from engine.planning.peak_memory import PeakMemory
@@ -33,6 +34,17 @@ def test_splitting_takes_about_a_layer(backend):
     assert cache.bytes == 0
     assert max(peaks) <= 1.5 * before / layers
     assert split.bytes <= before
+
+
+def test_parts_say_that_their_keys_are_codes():
+    """Then prompts are not read in smaller chunks, which would read the codes of the chunks before."""
+    model = tiny_model("llama")
+    for backend, is_quantized in (("dynamic", False), ("quantized", True)):
+        cache = caches.build(backend, model.config)
+        with torch.no_grad():
+            model(torch.randint(3, 90, (4, 100)), past_key_values=cache)
+        cache.crop(0)
+        assert capabilities(halves(cache, torch.arange(4))).is_quantized == is_quantized
 
 
 def long_prompt(rows: int) -> torch.Tensor:

@@ -66,6 +66,18 @@ def test_embeddings(dispatch):
     assert torch.equal(out.sequences, expected)
 
 
+def test_a_cache_from_a_file(dispatch, tmp_path):
+    """Keys come to where layers compute, not to where weights wait."""
+    model, inputs = dispatch("llama"), prompt()
+    first = engine.generate(model, inputs, max_new_tokens=NEW)
+    expected = engine.generate(model, first.sequences, cache=first.cache, max_new_tokens=4).sequences
+    first = engine.generate(model, inputs, max_new_tokens=NEW)
+    first.cache.save(tmp_path / "cache", model)
+    live = caches.load(tmp_path / "cache", model)
+    assert live.layers[0].keys.device == HERE
+    assert torch.equal(engine.generate(model, first.sequences, cache=live, max_new_tokens=4).sequences, expected)
+
+
 def test_the_compiled_step_is_refused(dispatch):
     config = engine.EngineConfig(cache="static", compile="aot_eager")
     with pytest.raises(engine.OptionError, match="onto one device"):
