@@ -257,7 +257,6 @@ def stream(model: PreTrainedModel | str | Path, inputs: Any = None, **arguments:
     return _generator(model, arguments).stream(inputs, **arguments)
 
 
-@takes(parameters, documented_by=generate)
 def generate_many(
     model: PreTrainedModel | str | Path,
     prompts: Iterable[Any],
@@ -267,7 +266,10 @@ def generate_many(
     progress: bool = False,
     **arguments: Any,
 ) -> Iterator[BatchRequest]:
-    """Generate for each of many prompts, together; yields them as they end: see `Generator.generate_many`."""
+    """Generate for each of many prompts, together; yields them as they end: see `Generator.generate_many`.
+
+    arguments: as of `generate`, for all prompts.
+    """
     gen = _generator(model, arguments)
     return gen.generate_many(prompts, slots=slots, max_cache_bytes=max_cache_bytes, progress=progress, **arguments)
 

@@ -162,9 +162,8 @@ class Generator:
         others wait. max_cache_bytes: of all caches together: a prompt waits until its own has room as planned;
         default: 80 % of the device memory that is free now. What a prompt's result is: see `generate_many`.
         """
-        return Batch(self._scheduler(slots, max_cache_bytes, piece_tokens=piece_tokens, reads_first=reads_first))
+        return Batch(self._scheduler(slots, max_cache_bytes, piece_tokens, reads_first))
 
-    @takes(parameters, documented_by=engine.generate)
     def generate_many(
         self,
         prompts: Any,
@@ -180,19 +179,22 @@ class Generator:
         and parameters of their own. Each text is that of `generate` with the same arguments; where it draws, it draws
         numbers of its own, from `seed` or a seed drawn for it. A prompt that fails has its error in place of a result.
         Results have no cache. slots, max_cache_bytes: as of `batch`. progress: show a progress bar on standard error.
+        parameters: as of `generate`, for all prompts.
         """
         check_common(parameters)
         return generate_many(self._scheduler(slots, max_cache_bytes, reads_first=True), prompts, parameters, progress)
 
-    def _scheduler(self, slots: int, max_cache_bytes: int | None, **reading: Any) -> Scheduler:
-        for name, value in (("slots", slots), ("piece_tokens", reading.get("piece_tokens"))):
+    def _scheduler(
+        self, slots: int, max_cache_bytes: int | None, piece_tokens: int | None = None, reads_first: bool = False
+    ) -> Scheduler:
+        for name, value in (("slots", slots), ("piece_tokens", piece_tokens), ("max_cache_bytes", max_cache_bytes)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise OptionError(f"{name}={value!r}: give a whole number of 1 or more")
         self._runner.ranks.resume()
         if max_cache_bytes is None:
             free = find_free(prompt_device(self.model)).device
             max_cache_bytes = None if free is None else -self._runner.ranks.most(-int(free * _SHARE_OF_FREE))
-        return Scheduler(self._runner, self._start_request, slots, most_bytes=max_cache_bytes, **reading)
+        return Scheduler(self._runner, self._start_request, slots, piece_tokens, reads_first, max_cache_bytes)
 
     def _start_request(self, request: BatchRequest, make_room: Callable[[], bool]) -> Driver:
         """The run of one prompt among many, with random numbers and processors of its own."""

@@ -8,12 +8,18 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from engine.decoding.driver import Driver
+from engine.decoding.loop import DecodingLoop
 from engine.result import Generation, StreamChunk
 
 
-def _leave(chunks: ChunkGenerator[StreamChunk, None, None]) -> None:
+def _close(chunks: ChunkGenerator[StreamChunk, None, None], loop: DecodingLoop) -> None:
+    chunks.close()
+    loop.close()  # a generator that never began has nothing to clean up
+
+
+def _leave(chunks: ChunkGenerator[StreamChunk, None, None], loop: DecodingLoop) -> None:
     with suppress(ValueError):  # another thread is in it
-        chunks.close()
+        _close(chunks, loop)
 
 
 class Stream:
@@ -27,7 +33,7 @@ class Stream:
         self._driver, self._model, self._new_tokens = driver, model, 0
         self._chunks = driver.chunks()
         # On collection and before the process ends: the cleanup of a run needs a working interpreter.
-        weakref.finalize(self, _leave, self._chunks)
+        weakref.finalize(self, _leave, self._chunks, driver.loop)
 
     def __iter__(self) -> Iterator[StreamChunk]:
         return self
@@ -45,7 +51,7 @@ class Stream:
 
     def close(self) -> None:
         """End the run, if it has not ended; there are no further chunks."""
-        self._chunks.close()
+        _close(self._chunks, self._driver.loop)
 
     def __repr__(self) -> str:
         return f"Stream({self._model}, cache={self._driver.loop.cache_name!r}, {self._new_tokens} new tokens shown)"

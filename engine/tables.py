@@ -27,10 +27,9 @@ def terminal_width(unknown: int) -> int:
     return shutil.get_terminal_size((unknown, 24)).columns
 
 
-def wrapped(text: str, width: int, indent: str = "") -> str:
-    """`text` as a paragraph; all lines but the first begin with `indent`."""
-    return fill(text, max(width, len(indent) + 1), subsequent_indent=indent, break_long_words=False,
-                break_on_hyphens=False)  # fmt: skip
+def wrapped(text: str, width: int) -> str:
+    """`text` as a paragraph."""
+    return fill(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
 
 
 def aligned(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int) -> str:

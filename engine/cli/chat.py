@@ -26,7 +26,9 @@ _BLOCK = '"""'
 @options.takes(options.CHAT)
 def chat(**given: Any) -> None:
     """Talk to a model. A line that ends with \\ goes on, and so does what begins with \"\"\" up to the next \"\"\"."""
-    parameters = {"max_new_tokens": _TOKENS} | values.generation_parameters(given)
+    parameters = values.generation_parameters(given)
+    if "max_length" not in parameters:
+        parameters.setdefault("max_new_tokens", _TOKENS)
     settings = values.engine_config(given["config"], given)
     if settings.tp > 1:
         raise OptionError(f"tp={settings.tp}: a terminal is that of one process: leave tp out, or use `engine serve`")
@@ -43,7 +45,7 @@ def chat(**given: Any) -> None:
         talk = generator.chat(
             given["system"], cache=given["cache"], cache_config=cache_config, resume=given["resume"], **parameters
         )
-    chooses = {"do_sample", "num_beams", "penalty_alpha", "generation_config"} & parameters.keys()
+    chooses = {"strategy", "do_sample", "num_beams", "penalty_alpha", "generation_config"} & parameters.keys()
     Terminal(talk, {} if chooses else {"do_sample": True}).run()
 
 

@@ -183,13 +183,13 @@ LINEARS = {
     "as_json": flag("Print JSON: threads and shapes (outputs, inputs, layers, fastest).", "--json"),
 }
 COMPILE = {
-    "path": PLAN["path"],
+    "path": argument(str, "MODEL", "Folder or hub id. Default: the small model of the package."),
     "rows": option(int, "N", "Sequences per step: prompts, samples or beams.", default=1, min=1),
     "cache": option(str, "NAME", "A cache of fixed size.", default="static", autocompletion=CacheConfig.names),
     "dtype": MODEL["dtype"],
 }
 SERVER = {
-    "path": argument(str, "MODEL", "Folder or hub id. Default: the small model of the package."),
+    "path": COMPILE["path"],
     "host": option(str, "ADDRESS", "Where to listen; 0.0.0.0 for all of the network.", default="127.0.0.1"),
     "port": option(int, "N", "The port.", default=8000, min=0, max=65535),
     "api_key": option(str, "KEY", "What requests bring as a bearer token; also KVENGINE_API_KEY. Default: none."),

@@ -140,7 +140,7 @@ class ForwardExecutor:
             return f"the model gets {', '.join(self.inputs.model_kwargs)} with every step"
         if not self.columns.are_plain:
             return "its prompts have padding, or positions of their own"
-        return self._runner.why_alone or why_not_joined(self.cache) or self._runner.why_not_shown(self.cache)
+        return why_not_joined(self.cache) or self._runner.why_alone or self._runner.why_not_shown(self.cache)
 
     @property
     def reads_in_pieces(self) -> bool:

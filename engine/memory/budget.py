@@ -73,7 +73,7 @@ class Budget:
             return 0
         try:
             return _device_bytes(*self._chosen)
-        except InputError:
+        except (InputError, CapacityError):
             return 0
 
     def _other(self, config: CacheConfig, device: str, bytes_per_token: float) -> CacheConfig | None:

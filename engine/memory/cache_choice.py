@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +17,7 @@ from engine.planning.cache_size import empty_cache
 from engine.planning.plan import choose_cache
 from engine.request.call import Call
 from engine.request.request import Request
+from engine.warn_once import warn_once
 
 AUTO = "auto"  # not a backend: a plan chooses one
 
@@ -111,7 +110,7 @@ def new_cache(
     if chosen is None and request.config.use_cache is False:
         chosen = "none"  # set by the call, or by the model's generation_config
     if chosen is None and config.cache is None and not takes_cache:
-        _warn_once(
+        warn_once(
             f"{type(model).__name__} takes no cache of keys and values: it runs with cache='none' and reads the whole "
             "text again for every token"
         )
@@ -168,10 +167,5 @@ def _planned(model: PreTrainedModel, request: Request, compiled: bool) -> CacheC
     try:
         return choose_cache(model, replace(request.run_shape, shares=not compiled), compiled)
     except InputError as error:
-        _warn_once(f"cache='auto' cannot plan this model, so it is 'dynamic': {error}")
+        warn_once(f"cache='auto' cannot plan this model, so it is 'dynamic': {error}")
         return caches.recipe("dynamic").options()
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logging.getLogger("engine").warning(message)

@@ -11,9 +11,7 @@ import operator
 import subprocess
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import cache as cached
 from functools import partial
-from logging import getLogger
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -35,6 +33,7 @@ from engine.model.layer_step import rows_like
 from engine.model.linear_backend import Table
 from engine.model.package_process import check_can_be_built, package_of, start_building, why_failed
 from engine.out_of_memory import first_line, in_words
+from engine.warn_once import warn_once
 
 _MOST_ROWS = 16  # of a step: with 32, the products take so long that compiled layers gain nothing (Intel Xeon)
 _PATIENCE = 16  # steps between two looks for a package
@@ -42,7 +41,6 @@ _OTHERS = 4  # runs in a row whose tensors the code cannot take, until it is com
 _ATTENTIONS = ("sdpa", "eager")  # transformers' own: others may compute anything by their names
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # relative differences that are rounding
 _LOW_TOLERANCE = 5e-2  # of data types with few bits
-_log = getLogger("engine")
 
 
 class LayerPackages:
@@ -266,7 +264,7 @@ class _Set:
 
     def _refuse(self, why: str) -> None:
         self.phase, self.state, self._layers = "refused", f"off: {why}", []
-        _say_once(f"compile='auto' computes {type(self._model).__name__} without compiled layers: {why}")
+        warn_once(f"compile='auto' computes {type(self._model).__name__} without compiled layers: {why}")
 
     def _with_forwards(self, inputs: dict[str, Any], forwards: dict[CompiledLayer, Callable[..., Any]]) -> ModelOutput:
         before = {layer: vars(layer.module).get("forward") for layer in forwards}
@@ -350,8 +348,3 @@ class _Set:
 
 def _attention_of(model: PreTrainedModel) -> str | None:
     return attn_implementation(model.config.get_text_config(decoder=True))
-
-
-@cached
-def _say_once(message: str) -> None:
-    _log.warning(message)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +27,7 @@ from engine.model.location import locate
 from engine.model.placement import check_here, read_dtype
 from engine.model.tensor_parallel import arguments_of_part
 from engine.out_of_memory import first_line
+from engine.warn_once import warn_once
 
 SHIPPED_MODEL = Path(__file__).parents[1] / "shipped"
 """The folder of the package's small model, a Llama trained on Python's standard library."""
@@ -78,7 +77,7 @@ def unwrapped(model: Any) -> PreTrainedModel:
     while not isinstance(inner, PreTrainedModel):
         if (compiled := inside_compiled(inner)) is not None:
             inner = compiled
-            _warn_once(
+            warn_once(
                 "torch.compile's wrapper of the model is ignored: use EngineConfig(compile=...) with cache='static' to "
                 "compile its decode steps"
             )
@@ -101,11 +100,6 @@ def _what_is_expected(given: Any) -> str:
         "model has to be a transformers PreTrainedModel (also in PEFT's, torch.compile's or DistributedDataParallel's "
         f"wrapper), a local path or hub id, but {what} was given{remedy}"
     )
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logging.getLogger("engine").warning(message)
 
 
 def _out_of_peft(model: Any) -> Any:

@@ -16,7 +16,7 @@ ELSEWHERE = {
     "min_tokens": "min_new_tokens",
     **dict.fromkeys(("prompt", "prompts", "text", "texts", "messages"), "inputs, the argument after the model"),
     "logprobs": "top_logprobs",
-    "prompt_logprobs": "top_logprobs with strategy='given_text'",
+    "prompt_logprobs": "not offered: top_logprobs has new tokens alone, but completions of `engine serve` take echo",
     **dict.fromkeys(("random_seed", "rng_seed", "manual_seed"), "seed"),
     "repeat_penalty": "repetition_penalty",
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), "a logits processor of yours, or repetition_penalty"),

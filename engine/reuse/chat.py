@@ -12,14 +12,19 @@ import torch
 from caches import CapacityError, EngineCache, StepError, branch, convert, inspect, load, recipe
 from caches.spec.fingerprint import active_adapters
 from engine.errors import InputError, OptionError
+from engine.request.call import read_call
+from engine.request.parameters import read_parameters
+from engine.request.read_request import read_request
 from engine.result import Generation, StreamChunk
 from engine.reuse.conversation import Conversation, Message, Segment, flat
+from engine.reuse.prefix_store import with_room
 from engine.reuse.token_index import common
 from engine.streaming import Stream
 
 _LEAST_ROOM = 512  # tokens, of a cache of fixed size
 _LATEST = 2  # branches that are kept besides the first and the newest
 _ONE_TOKEN = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1}
+_ONE_ANSWER = {"num_return_sequences": 1}  # a whole generation config may say more, for other calls
 _PLAIN_STOP = "\nUser:"  # where there is no template, a model goes on with the next question
 
 
@@ -28,6 +33,7 @@ class Generates(Protocol):
 
     model: Any
     tokenizer: Any
+    config: Any
 
     def generate(self, inputs: Any = None, **arguments: Any) -> Generation: ...
 
@@ -63,8 +69,8 @@ class Chat:
         self._backend = {"cache": cache, "cache_config": cache_config}
         start = () if system is None else ({"role": "system", "content": system},)
         self._conversation = Conversation(generator.tokenizer, start)
-        self._branches: list[EngineCache] = []  # of a cache that cannot take tokens back, as it was earlier
-        self.cache: EngineCache | None = None
+        self._branches: list[Any] = []  # of a cache that cannot take tokens back, as it was earlier
+        self.cache: Any = None
         self.last: Generation | None = None
 
     @property
@@ -119,39 +125,48 @@ class Chat:
         return self.messages[: asked[-1]]
 
     def _turn(self, messages: tuple[Message, ...], parameters: dict[str, Any]) -> Iterator[StreamChunk]:
-        parameters = self._parameters | _checked(parameters)
+        parameters = self._parameters | _checked(parameters) | _ONE_ANSWER
         if not self._conversation.has_template:
             parameters = parameters | {"stop_strings": [_PLAIN_STOP, *_as_list(parameters.get("stop_strings"))]}
         asked = self._conversation.ids(messages)
         ids = torch.tensor([flat(asked)])
         self._go_back_to(ids[0])
-        if self.cache is not None and not _takes_back(self.cache):
+        if self.cache is not None and not self.cache.is_croppable:
             self._keep_branches(self.cache, messages, ids)
         chunks = self._started(ids, parameters)
         try:
             yield from chunks
         except (GeneratorExit, KeyboardInterrupt):
-            self._finish(messages, asked, chunks.result())
+            if not chunks.given_up:
+                self._finish(messages, asked, chunks.result())
             raise
         except BaseException:
             self.cache = _engine_cache(chunks.result())  # what was read stays there
             raise
         self._finish(messages, asked, chunks.result())
 
-    def _started(self, ids: torch.Tensor, parameters: dict[str, Any]) -> Stream:
+    def _started(self, ids: torch.Tensor, parameters: dict[str, Any], is_grown: bool = False) -> Stream:
         backend = self._backend if self.cache is None else {"cache": self.cache}
         try:
             return self._generator.stream(_as_read(ids), **backend, **parameters)
         except CapacityError:
-            if self.cache is None or self.cache.max_tokens is None:
+            if is_grown or self.cache is None or self.cache.max_tokens is None:
                 raise
-            size = 2 * max(self.cache.max_tokens, ids.shape[1])
-            self.cache = _converted(self.cache, self.cache.name, max_cache_len=size)
-            return self._started(ids, parameters)
+            self.cache = self._grown(self.cache, ids, parameters)
+            return self._started(ids, parameters, is_grown=True)
         except OptionError:  # of a strategy that cannot go on from a cache, or of any: then it is raised again
             if self.cache is None or self.cache.total_tokens == 0:
                 raise
             return self._generator.stream(_as_read(ids), **self._backend, **parameters)
+
+    def _grown(self, cache: Any, ids: torch.Tensor, parameters: dict[str, Any]) -> EngineCache:
+        """The cache with room for a turn: for its rows, and for twice as many tokens if it has more."""
+        call = read_call(_as_read(ids), **{"tokenizer": self._generator.tokenizer} | parameters)
+        draft = call.assistant_model
+        request = read_request(self._generator.model, read_parameters(call), cache, assistant=draft, chunk_tokens=None)
+        tokens = cache.max_tokens
+        tokens = tokens if tokens >= request.columns - 1 else max(2 * tokens, request.columns)
+        return with_room(cache, tokens, max(request.rows, cache.max_rows or 1))
 
     def _finish(self, messages: tuple[Message, ...], asked: tuple[Segment, ...], out: Generation) -> None:
         self.last, self.cache = out, _engine_cache(out)
@@ -164,9 +179,11 @@ class Chat:
     def backend(self) -> str:
         """The name of the cache backend."""
         if self.cache is not None:
-            return self.cache.name
-        chosen = self._backend["cache"]
-        return "dynamic" if chosen is None else chosen if isinstance(chosen, str) else chosen.name
+            return str(self.cache.name)
+        used = None if self.last is None else self.last.stats.cache
+        named = (self._backend["cache"], used, self._generator.config.cache, "dynamic")
+        chosen = next(one for one in named if one is not None)
+        return chosen if isinstance(chosen, str) else str(chosen.name)
 
     def use(self, cache: str, **options: Any) -> None:
         """Keep the conversation in another backend, with `options`. Raises as `caches.convert` does.
@@ -176,7 +193,7 @@ class Chat:
         if recipe(cache).has_a_size and self.cache is not None:
             options = {"max_cache_len": max(_LEAST_ROOM, 2 * self.cache.total_tokens)} | options
         if self.cache is not None:
-            self.cache = _converted(self.cache, cache, **options)
+            self.cache = convert(self.cache, cache, **options)
         else:
             recipe(cache).options.from_dict(options)
         self._backend, self._branches = {"cache": cache, "cache_config": options or None}, []
@@ -193,7 +210,7 @@ class Chat:
         except StepError:
             earlier = [one for one in self._branches if self._common(one, ids) == one.total_tokens]
             if earlier:
-                self.cache = _branched(max(earlier, key=lambda one: one.total_tokens))
+                self.cache = branch(max(earlier, key=lambda one: one.total_tokens))
             else:
                 self.cache.reset()
 
@@ -207,7 +224,7 @@ class Chat:
         most = min(len(known), len(ids) - 1)
         return int((known[:most] == ids[:most]).long().cumprod(dim=0).sum())
 
-    def _keep_branches(self, cache: EngineCache, messages: tuple[Message, ...], ids: torch.Tensor) -> None:
+    def _keep_branches(self, cache: Any, messages: tuple[Message, ...], ids: torch.Tensor) -> None:
         """Read the prompt, and keep the cache as it is where the conversation may be taken up again."""
         self._branches = [one for one in self._branches if self._common(one, ids[0]) == one.total_tokens]
         cache = self._kept(cache)
@@ -215,7 +232,6 @@ class Chat:
         for end in (self._end_of(first, ids[0]), self._end_of(messages, ids[0])):
             if end > cache.total_tokens:
                 out = self._generator.generate(_as_read(ids[:, :end]), cache=cache, **_ONE_TOKEN)
-                assert isinstance(out.cache, EngineCache)
                 cache = self._kept(out.cache)
         self.cache = cache
 
@@ -227,13 +243,13 @@ class Chat:
             return 0
         return min(common(before, ids.tolist()), len(ids) - 1)
 
-    def _kept(self, cache: EngineCache) -> EngineCache:
+    def _kept(self, cache: Any) -> Any:
         """Keep a cache as it is, if none of its length is kept: the first, which ends with the system message, and the
         latest stay. Returns the cache to go on with."""
         if cache.total_tokens == 0 or any(one.total_tokens == cache.total_tokens for one in self._branches):
             return cache
         self._branches = [*self._branches[:1], *self._branches[1:][-_LATEST:], cache]
-        return _branched(cache)
+        return branch(cache)
 
     def fork(self) -> Chat:
         """A second conversation that begins as this one. Both caches read what there is now in one place."""
@@ -241,7 +257,7 @@ class Chat:
         other = Chat(self._generator, None, backend["cache"], backend["cache_config"], self._parameters)
         other._conversation, other.last = self._conversation, self.last
         if self.cache is not None:
-            other.cache = _branched(self.cache)
+            other.cache = branch(self.cache)
         other._branches = list(self._branches)
         return other
 
@@ -257,7 +273,7 @@ class Chat:
             )
         segments = [[one.text, list(one.ids)] for one in self._conversation.segments]
         notes = {"messages": list(self.messages), "segments": segments}
-        self.cache.save(path, self._generator.model, notes=notes)  # type: ignore[attr-defined]
+        self.cache.save(path, self._generator.model, notes=notes)
 
     def resume(self, path: str | Path) -> None:
         """Take the place of the conversation that was saved there. Raises `caches.CacheFileError`."""
@@ -271,9 +287,17 @@ class Chat:
 
 
 def _checked(parameters: dict[str, Any]) -> dict[str, Any]:
-    if "num_return_sequences" in parameters:
-        raise OptionError("num_return_sequences cannot apply to a chat, whose turn has one answer: leave it out")
+    for name, instead in _OF_THE_CHAT.items():
+        if name in parameters:
+            raise OptionError(f"{name} cannot apply to a turn of a chat: {instead}")
     return parameters
+
+
+_OF_THE_CHAT = {
+    "num_return_sequences": "it has one answer, so leave it out",
+    "inputs": "its message comes first",
+    **dict.fromkeys(("cache", "cache_config"), "the conversation has one cache, and use() puts it in another backend"),
+}
 
 
 def _as_message(message: str | Message) -> Message:
@@ -291,15 +315,3 @@ def _as_read(ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def _engine_cache(out: Generation) -> EngineCache | None:
     return out.cache if isinstance(out.cache, EngineCache) else None
-
-
-def _converted(cache: Any, name: str, **options: Any) -> EngineCache:
-    return convert(cache, name, **options)
-
-
-def _branched(cache: Any) -> EngineCache:
-    return branch(cache)
-
-
-def _takes_back(cache: Any) -> bool:
-    return bool(cache.is_croppable)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from caches import EngineCache, branch, load
-from engine.errors import InputError
+from engine.errors import InputError, OptionError
 from engine.result import Generation
 from engine.reuse.chat import Generates
 from engine.streaming import Stream
@@ -45,19 +45,21 @@ class Prefix:
 
         parameters: as of `Generator.generate`, without a cache. `Generation.sequences` begin with the prefix.
         """
-        prompt, cache = self._prompt(inputs)
+        prompt, cache = self._prompt(inputs, parameters)
         return self._generator.generate(prompt, cache=cache, **parameters)
 
     def stream(self, inputs: Any, **parameters: Any) -> Stream:
         """`generate`, chunk by chunk."""
-        prompt, cache = self._prompt(inputs)
+        prompt, cache = self._prompt(inputs, parameters)
         return self._generator.stream(prompt, cache=cache, **parameters)
 
     def save(self, path: str | Path) -> None:
         """Write it to a file: see `Cache.save`. `Generator.prefill(resume=path)` reads it."""
         self.cache.save(path, self._generator.model)  # type: ignore[attr-defined]
 
-    def _prompt(self, inputs: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    def _prompt(self, inputs: Any, parameters: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Any]:
+        if "cache" in parameters:
+            raise OptionError("a prefix is in a cache already: leave cache= out, or give it to prefill()")
         rows = [list(row) for row in self._rows(inputs)]
         if not rows or not all(rows):
             raise InputError("a continuation is empty: every row needs a token at least")

@@ -305,9 +305,16 @@ def _fitted(cache: Any, empty: EngineCache) -> EngineCache:
     room, needed = (cache.max_tokens, cache.max_rows), (empty.max_tokens, empty.max_rows)
     if all(most is None or most <= (own or most) for own, most in zip(room, needed, strict=True)):
         return cache
-    options = cache.stacks[0].layout.config.to_dict()
-    sizes = {"max_cache_len": empty.max_tokens, "max_batch_size": empty.max_rows}
-    return convert(cache, options.pop("name"), **options | {name: size for name, size in sizes.items() if size})
+    return with_room(cache, empty.max_tokens, empty.max_rows)
+
+
+def with_room(cache: Any, tokens: int | None, rows: int | None) -> EngineCache:
+    """A copy of the cache, with its options, that has room for so many tokens and rows; None: what it has."""
+    config = cache.stacks[0].layout.config
+    options = {} if config is None else config.to_dict()
+    sizes = {"max_cache_len": tokens, "max_batch_size": rows}
+    options |= {name: size for name, size in sizes.items() if size}
+    return convert(cache, options.pop("name", cache.name), **options)
 
 
 def _storages_of(cache: Any) -> dict[int, int]:

@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 from engine.decoding.cancellation import Cancellation
-from engine.errors import OptionError
+from engine.errors import OptionError, UserInterrupt
 from engine.serving.request import BatchRequest
 from engine.serving.scheduler import Scheduler
 
@@ -30,7 +30,11 @@ def generate_many(
                     ended = scheduler.turn()
                 shown.show(ended)
                 yield from ended
-                keys.check()
+                try:
+                    keys.check()
+                except UserInterrupt:  # of one run, whose partial result it has
+                    message = "generation was stopped with Ctrl-C; prompts that had ended were yielded"
+                    raise KeyboardInterrupt(message) from None
     finally:
         scheduler.close()
 

@@ -119,6 +119,7 @@ class Scheduler:
         self._next: _Run | None = None  # the first in the queue, where there is no room for it yet
         self._runs: list[_Run] = []  # in the order in which they were begun
         self._active: _Run | None = None  # whose turn it is
+        self._joined: list[_Run] = []  # that take part in a joined step and do not have its outputs yet
         self._ended: list[BatchRequest] = []
         self._ended_count = 0
         self._step_s = self._token_s = 0.0  # of a step; of a token of a prompt
@@ -224,7 +225,8 @@ class Scheduler:
         try:
             run: _Run | None = None
             driver = self._start(request, lambda: self._park(run))
-            run = _Run(request, driver, driver.turns(self._piece), driver.planned_bytes())
+            planned_bytes = 0 if self._most_bytes is None else driver.planned_bytes()
+            run = _Run(request, driver, driver.turns(self._piece), planned_bytes)
             return run
         except BaseException as error:
             self._end(request, error)
@@ -307,9 +309,11 @@ class Scheduler:
         """A joined step. Where it fails for want of memory, the newest runs are parked; else each steps by itself."""
         begun, ranks = time.perf_counter(), self.ranks
         while len(runs) > 1:
+            self._joined = list(runs)
             try:
                 computed = ranks.together(partial(self._computed, runs))
             except Exception as error:
+                self._joined = []
                 for run in runs:
                     run.driver.loop.abort_joined()
                 ranks.meet()
@@ -319,6 +323,7 @@ class Scheduler:
                 without_frames(error)
             else:
                 for run, outputs in zip(runs, computed, strict=True):
+                    self._joined.remove(run)
                     self._advance(run, outputs)
                 self._step_s = self._seconds_since(begun)
                 return
@@ -400,8 +405,9 @@ class Scheduler:
 
     def _park(self, asking: _Run | None) -> bool:
         """Free the cache of the newest run but `asking`, until others have ended; whether there was one."""
+        busy = [asking, self._active, *self._joined]
         for run in reversed(self._runs):
-            if run is asking or run is self._active or run.is_parked or not run.driver.loop.cache_bytes:
+            if run in busy or run.is_parked or not run.driver.loop.cache_bytes:
                 continue
             try:
                 with torch.no_grad():
@@ -416,7 +422,7 @@ class Scheduler:
         return False
 
     def _resume(self) -> None:
-        """Let the oldest parked run go on where nothing runs, or there is room for it again."""
+        """Let the oldest parked run go on once another has ended, or nothing else runs."""
         parked = next((run for run in self._runs if run.is_parked), None)
         if parked is None:
             return

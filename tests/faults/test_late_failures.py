@@ -6,6 +6,7 @@ import pytest
 import torch
 from references import tiny
 from resuming import NEW, check_goes_on
+from transformers import LogitsProcessor
 
 import caches
 import engine
@@ -195,3 +196,28 @@ def test_without_routes_the_error_is_told_as_it_is():
     generator = engine.Generator(model, config=engine.EngineConfig(linears="default"))
     with OneDNNFails(model), pytest.raises(engine.GenerationInterrupted, match="could not create a primitive"):
         generator.generate(inputs, max_new_tokens=NEW)
+
+
+class Exhausting(LogitsProcessor):
+    """Has no memory for the scores of a step, once."""
+
+    def __init__(self, step):
+        self.left = step
+
+    def __call__(self, input_ids, scores):
+        self.left -= 1
+        if self.left == 0:
+            raise torch.OutOfMemoryError("no memory for scores")
+        return scores
+
+
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_what_a_joined_step_has_read_is_not_parked_before_it_counts(step):
+    """The first request asks for room while the others do not have the outputs of the same step yet."""
+    gen = engine.Generator(tiny("llama")[0])
+    prompts = [torch.arange(5 + index, 14 + index)[None] for index in range(3)]
+    expected = [gen.generate(prompt, max_new_tokens=NEW).tokens for prompt in prompts]
+    with gen.batch(reads_first=True) as batch:
+        first = batch.submit(prompts[0], max_new_tokens=NEW, logits_processor=[Exhausting(step)])
+        others = [batch.submit(prompt, max_new_tokens=NEW) for prompt in prompts[1:]]
+        assert [one.result().tokens for one in (first, *others)] == expected

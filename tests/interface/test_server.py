@@ -290,7 +290,10 @@ class TestCompletions:
             found.text.startswith(token, at) for token, at in zip(tokens, found.logprobs.text_offset, strict=True)
         ]
         assert all(starts)
+        counted = server.metric("prompt_tokens_total")
         scored = complete(server, prompt, echo=True, logprobs=0, max_tokens=0)
+        server.wait_until_idle()
+        assert server.metric("prompt_tokens_total") - counted == ids.shape[1]
         assert scored.choices[0].text == prompt
         assert scored.choices[0].logprobs.token_logprobs == found.logprobs.token_logprobs[: ids.shape[1]]
         assert scored.usage.completion_tokens == 0
@@ -476,6 +479,9 @@ def test_a_dead_batch_is_no_healthy_server(gen, monkeypatch):
         assert server.http.post(CHAT, json={"model": NAME, "messages": MESSAGES}).status_code == 503
         server.wait_for(lambda: not server.service.is_alive)
         assert server.http.get("/health").status_code == 503
+        failed = server.metric('requests_total{outcome="failed"}')
+        assert server.http.post(CHAT, json={"model": NAME, "messages": MESSAGES}).status_code == 503
+        assert server.metric('requests_total{outcome="failed"}') == failed + 1
 
 
 def test_a_key(gen):
@@ -485,6 +491,7 @@ def test_a_key(gen):
             for path in ("/v1/models", "/metrics"):
                 answer = httpx.get(server.url + path, headers=headers)
                 assert answer.status_code == 401
+                assert answer.headers["WWW-Authenticate"] == "Bearer"
                 assert "secret" not in answer.text
         assert httpx.get(server.url + "/health").status_code == 200
         assert httpx.get(server.url + "/").status_code == 200
@@ -541,7 +548,7 @@ def test_a_full_queue(gen):
             assert refused.status_code == 429
             assert int(refused.headers["Retry-After"]) >= 1
             assert refused.json()["error"]["code"] == "queue_full"
-            assert server.metric('requests_in_state{state="running"}') == 1
+            server.wait_for(lambda: server.metric('requests_in_state{state="running"}') == 1)
         for thread in waiting:
             thread.join()
         server.wait_until_idle()

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import caches
 import engine
-from engine.model import loading
+from engine.warn_once import warn_once
 
 NEW = 6
 
@@ -76,7 +76,7 @@ def test_an_exported_step_too():
 
 
 def test_what_is_lost_is_said_once(caplog):
-    loading._warn_once.cache_clear()
+    warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="engine"):
         for _ in range(2):
             engine.Generator(compiled(tiny_model("llama")))

@@ -7,7 +7,7 @@ import torch
 from architectures import prompt, randomised
 
 import engine
-from engine.memory.cache_choice import _warn_once
+from engine.warn_once import warn_once
 
 NEW = 15
 _XLM = dict(
@@ -28,7 +28,7 @@ MODELS = {
 
 @pytest.fixture(params=MODELS)
 def model(request):
-    _warn_once.cache_clear()
+    warn_once.cache_clear()
     return randomised(*MODELS[request.param])
 
 

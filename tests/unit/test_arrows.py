@@ -7,7 +7,7 @@ from places import ROOMS, ROOT
 
 # Lowest first. A part may import those of lower lines, and the parts of the first line each other.
 ENGINE = [
-    {"errors", "out_of_memory", "result", "prompt", "rows", "tables", "version"},
+    {"errors", "out_of_memory", "result", "prompt", "rows", "tables", "version", "warn_once"},
     {"output", "model"},
     {"request"},
     {"decoding", "planning"},

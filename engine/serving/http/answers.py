@@ -174,6 +174,6 @@ def added(results: Iterable[Generation], prompt_tokens: int) -> dict[str, Any]:
     return usage(prompt_tokens, new, min(cached, prompt_tokens))
 
 
-def error(message: str, kind: str, code: str | None = None, **more: Any) -> dict[str, Any]:
-    """more: further fields, such as param."""
-    return {"error": {"message": message, "type": kind, "param": None, "code": code} | more}
+def error(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """param: the field of the request that is wrong."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

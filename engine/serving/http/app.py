@@ -89,9 +89,7 @@ def make_app(
         param = ".".join(str(part) for part in first["loc"] if part != "body")
         more = f" (and {len(wrong.errors()) - 1} more)" if len(wrong.errors()) > 1 else ""
         message = f"{param or 'the body'}: {first['msg'].removeprefix('Value error, ')}{more}"
-        found = error(message, "invalid_request_error")
-        found["error"]["param"] = param or None
-        return JSONResponse(found, 400)
+        return JSONResponse(error(message, "invalid_request_error", param=param or None), 400)
 
     @app.exception_handler(HTTPException)
     async def unknown(_: Request, wrong: HTTPException) -> Response:
@@ -120,9 +118,6 @@ async def _answered(service: Service, body: ChatRequest | CompletionRequest, req
     """Run a request to its end, or until its first piece is there where it streams."""
     try:
         job = await service.begin(body)
-    except Refusal as refused:
-        service.metrics.ended("full" if refused.status == 429 else "refused")
-        return JSONResponse(refused.body, refused.status, refused.headers)
     except Exception as failed:
         return _failed(service, failed)
     pieces = service.pieces(job)
@@ -179,8 +174,8 @@ def _failed(service: Service, failed: Exception) -> Response:
 
 def _counted_refusal(service: Service, failed: Exception) -> Refusal:
     """The answer to an error. The log has the place of an unknown one, but no message, which may hold a text."""
-    refused = refusal(failed)
-    service.metrics.ended("refused" if refused.status == 400 else "failed")
+    refused = failed if isinstance(failed, Refusal) else refusal(failed)
+    service.metrics.ended("full" if refused.status == 429 else "failed" if refused.status >= 500 else "refused")
     if refused.status == 500:
         origin = failed.__cause__ or failed
         frames = traceback.extract_tb(origin.__traceback__)

@@ -101,6 +101,8 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 async def _refuse(send: Send, status: int, body: dict[str, Any]) -> None:
     content = json.dumps(body).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
     if status in (408, 413):  # what is left of the body is not read
         headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})

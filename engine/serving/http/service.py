@@ -165,7 +165,8 @@ class Service:
                 text = _Text(ids, self.metrics.clock())
                 job.texts.append(text)
                 if scores and len(ids) > 1:
-                    text.scored = self._submitted(ids[:1], _scoring(ids, own), 0)
+                    counted = len(ids) if body.max_tokens == 0 else 0  # else with the run that generates
+                    text.scored = self._submitted(ids[:1], _scoring(ids, own), counted)
                 if body.max_tokens != 0:
                     text.request = self._submitted(ids, own, len(ids))
         except BaseException as failed:
@@ -204,7 +205,8 @@ class Service:
         """The prompts' ids, and the parameters of each."""
         tokenizer = self._generator.tokenizer
         prompts = [chat_ids(body, tokenizer)] if isinstance(body, ChatRequest) else completion_ids(body, tokenizer)
-        return prompts, [parameters(body, len(ids), self.limits) for ids in prompts]
+        has_encoder = self._generator.model.config.is_encoder_decoder  # then its answer has a context of its own
+        return prompts, [parameters(body, 0 if has_encoder else len(ids), self.limits) for ids in prompts]
 
     def _check_room(self, needed: int) -> None:
         most = self.limits.max_rows + self._max_queue
