@@ -299,18 +299,22 @@ class LayerStack:
     # Content, from another cache or from tensors.
 
     def load_dense(
-        self, total_tokens: int, rows: int, contents: Sequence[dict[str, Any]], hook_state: dict[str, Any] | None = None
+        self,
+        total_tokens: int,
+        rows: int,
+        kept: Sequence[int | None],
+        contents: Iterable[dict[str, Any]],
+        hook_state: dict[str, Any] | None = None,
     ) -> None:
-        """Hold exactly this content of every layer after `total_tokens` tokens: see `Layer.dense_state`."""
+        """Hold exactly this content of every layer after `total_tokens` tokens: see `Layer.dense_state`.
+
+        kept: how many tokens each layer has the keys of; None for layers without keys. contents: taken one by one.
+        """
         self.hook.load_state_dict(hook_state or {})
         self.remove_suffixes()
-        kept = {
-            layer.timeline: content["keys"].shape[-2]
-            for layer, content in zip(self.layers, contents, strict=True)
-            if isinstance(layer, Layer) and "keys" in content
-        }
+        known = {layer.timeline: tokens for layer, tokens in zip(self.layers, kept, strict=True) if tokens is not None}
         for timeline in self.timelines:
-            timeline.adopt(total_tokens, kept.get(timeline), rows)
+            timeline.adopt(total_tokens, known.get(timeline), rows)
         for layer, content in zip(self.layers, contents, strict=True):
             layer.load_dense(content)
 
@@ -336,11 +340,12 @@ class LayerStack:
         rows, _, total_tokens, _ = pairs[0][0].shape
         if self.finds_layers:
             self._make_layers([PLAIN] * len(pairs))
-        contents = []
-        for layer, (keys, values) in zip(self.layers, pairs, strict=True):
-            evicted = total_tokens - layer.timeline.retention.surviving(total_tokens)
-            contents.append({"keys": keys[:, :, evicted:], "values": values[:, :, evicted:]})
-        self.load_dense(total_tokens, rows, contents)
+        kept = [layer.timeline.retention.surviving(total_tokens) for layer in self.layers]
+        contents = [
+            {name: tensor[:, :, total_tokens - tokens :] for name, tensor in zip(("keys", "values"), pair, strict=True)}
+            for tokens, pair in zip(kept, pairs, strict=True)
+        ]
+        self.load_dense(total_tokens, rows, kept, contents)
         self.log = None
 
     @property

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from caches import files
+from caches.core.layer import Layer
 from caches.errors import UnsupportedLayerError
 from caches.hf.cache import Cache
 from caches.hf.encoder_decoder import EncoderDecoder
@@ -35,9 +36,13 @@ def convert(cache: C, name: str, **options: object) -> C:
     for new, old in zip(empty.parts, cache.parts, strict=True):
         old.crop(0)  # commits the step of another loop
         if old.batch_size != -1:
-            contents = [layer.dense_state() for layer in old.layers]
+            kept = [
+                layer.timeline.kept_tokens if isinstance(layer, Layer) and layer.stores else None
+                for layer in old.layers
+            ]
+            contents = (layer.dense_state() for layer in old.layers)  # of codes and files, copies
             hook_state = old.stack.hook.state_dict(old.batch_size)
-            new.stack.load_dense(old.total_tokens, old.batch_size, contents, hook_state)
+            new.stack.load_dense(old.total_tokens, old.batch_size, kept, contents, hook_state)
             new.log = old.log
     return empty
 

@@ -26,16 +26,17 @@ def apply_window(cache: Cache | EncoderDecoder, window_length: int) -> Cache:
     cache.crop(0)  # commits the step of another loop
     if cache.batch_size == -1:
         return empty
-    contents = []
+    contents, sizes = [], []
     for new, old in zip(empty.layers, cache.layers, strict=True):
         content = old.dense_state()
         kept = new.timeline.retention.surviving(cache.total_tokens)
+        sizes.append(kept if "keys" in content else None)
         for name in [name for name in content if isinstance(old, Layer) and name in old.stores]:
             if content[name].shape[-2] < kept:
                 found = content[name].shape[-2]
                 raise StepError(f"a window of {window_length} tokens needs {kept} tokens, and {found} are there")
             content[name] = content[name][..., content[name].shape[-2] - kept :, :]
         contents.append(content)
-    empty.stack.load_dense(cache.total_tokens, cache.batch_size, contents)
+    empty.stack.load_dense(cache.total_tokens, cache.batch_size, sizes, contents)
     empty.log = cache.log
     return empty

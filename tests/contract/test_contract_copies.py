@@ -10,6 +10,7 @@ from trial import Trial, refused, storage, with_room
 
 import caches
 from caches.core.layer import Layer
+from engine.planning.peak_memory import PeakMemory
 
 pytestmark = pytest.mark.covering("values", "pairs")
 
@@ -176,6 +177,18 @@ def test_conversion_loses_nothing_or_is_refused(backend, kind, target):
             other.step(size)
             other.check()
         trial.check()
+
+
+@pytest.mark.parametrize("backend", ["quantized", "offloaded"])
+def test_conversion_has_one_layer_at_a_time_as_tensors(backend):
+    trial = with_room(backend, "full", 2)
+    with PeakMemory(torch.nn.Module()) as live:
+        trial.step(400)
+        live.most = start = live._now
+        made = caches.convert(trial.cache, "quantized" if backend == "offloaded" else "dynamic")
+        peak, layers = live.most - start - made.bytes, len(trial.cache.layers)
+    dense = sum(tensor.nbytes for held, _ in trial.expected() for tensor in held.values())
+    assert peak <= 2.5 * dense / layers
 
 
 @each_cell
