@@ -177,10 +177,6 @@ def _transpose(view: SegmentedTensor, dim0: int = -2, dim1: int = -1) -> Segment
     return view._as(transposed=not view.form.transposed)
 
 
-def _transpose_last(view: SegmentedTensor) -> SegmentedTensor | None:
-    return _transpose(view)
-
-
 def _contiguous(view: SegmentedTensor, **kwargs: Any) -> SegmentedTensor | None:
     return None if kwargs else view
 
@@ -287,7 +283,7 @@ _IN_SEGMENTS: dict[Any, Callable[..., Any]] = {
     torch.repeat_interleave: _repeat,
     torch.Tensor.transpose: _transpose,
     torch.transpose: _transpose,
-    getattr(torch.Tensor, "mT").__get__: _transpose_last,  # noqa: B009 - type checkers do not know `mT.__get__`
+    getattr(torch.Tensor, "mT").__get__: _transpose,  # noqa: B009 - type checkers do not know `mT.__get__`
     torch.Tensor.contiguous: _contiguous,
     torch.Tensor.to: _to,
     torch.matmul: _product,

@@ -141,11 +141,7 @@ class SinkCache:
         pads: Sequence[int] | None = None,
         **options: Any,
     ) -> Any:
-        options |= {"window_length": window_length, "num_sink_tokens": num_sink_tokens}
-        chosen = recipe("sink")
-        specs = None if config is None else read_specs(config)
-        cache = chosen.build(specs, chosen.options.from_dict(_spelled(options)))
-        assert isinstance(cache, Cache)
+        cache = _build("sink", config, options | {"window_length": window_length, "num_sink_tokens": num_sink_tokens})
         cache.set_padding(pads)
         return cache
 

@@ -34,10 +34,6 @@ class Store(Protocol):
         """Which slots are in use."""
 
     @property
-    def fixed(self) -> bool:
-        """Whether its tensors keep their addresses."""
-
-    @property
     def is_quantized(self) -> bool:
         """Whether it keeps fewer bits than it is given."""
 
@@ -130,7 +126,6 @@ def _has_rows(value: Any) -> bool:
 class GrowingStore:
     """A tensor that grows geometrically, as the timeline decides, and is written in place."""
 
-    fixed: ClassVar[bool] = False
     is_quantized: ClassVar[bool] = False
     storage_format: ClassVar[None] = None
 
@@ -259,8 +254,6 @@ class FixedStore(GrowingStore):
     Unused slots are zeros: a compiled step reads masked slots too, and 0 * NaN is NaN. The tensor may have more rows
     than are in use.
     """
-
-    fixed: ClassVar[bool] = True
 
     def _allocate(self, like: torch.Tensor, slots: int) -> torch.Tensor:
         with always_writable():

@@ -22,7 +22,6 @@ class OffloadedStore:
     lasting: results stay valid when later layers read: needed if layers share the keys of an earlier one.
     """
 
-    fixed: ClassVar[bool] = False
     is_quantized: ClassVar[bool] = False
     storage_format: ClassVar[None] = None
 
@@ -148,8 +147,6 @@ class OffloadedStore:
 
 class FixedOffloadedStore(OffloadedStore):
     """An offloaded store of fixed size, allocated once for all rows that it may get."""
-
-    fixed: ClassVar[bool] = True
 
     def _open(self, like: torch.Tensor) -> None:
         self.buffer.open(like, self.timeline.room, self.timeline.max_rows)

@@ -62,7 +62,6 @@ class QuantizedStore:
     layers share the keys of an earlier one.
     """
 
-    fixed: ClassVar[bool] = False
     is_quantized: ClassVar[bool] = True
 
     def __init__(
