@@ -8,18 +8,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from engine.decoding.driver import Driver
-from engine.decoding.loop import DecodingLoop
+from engine.output.stream_buffer import StreamBuffer
 from engine.result import Generation, StreamChunk
 
 
-def _close(chunks: ChunkGenerator[StreamChunk, None, None], loop: DecodingLoop) -> None:
-    chunks.close()
-    loop.close()  # a generator that never began has nothing to clean up
-
-
-def _leave(chunks: ChunkGenerator[StreamChunk, None, None], loop: DecodingLoop) -> None:
+def _leave(chunks: ChunkGenerator[StreamChunk, None, None], buffer: StreamBuffer) -> None:
     with suppress(ValueError):  # another thread is in it
-        _close(chunks, loop)
+        chunks.close()
+        buffer.close()  # a generator of which nothing was read does not end the streamer
 
 
 class Stream:
@@ -33,7 +29,7 @@ class Stream:
         self._driver, self._model, self._new_tokens = driver, model, 0
         self._chunks = driver.chunks()
         # On collection and before the process ends: the cleanup of a run needs a working interpreter.
-        weakref.finalize(self, _leave, self._chunks, driver.loop)
+        weakref.finalize(self, _leave, self._chunks, driver.loop.stream_buffer)
 
     def __iter__(self) -> Iterator[StreamChunk]:
         return self
@@ -51,7 +47,8 @@ class Stream:
 
     def close(self) -> None:
         """End the run, if it has not ended; there are no further chunks."""
-        _close(self._chunks, self._driver.loop)
+        self._chunks.close()
+        self._driver.loop.close()  # where nothing was read, the generator has not
 
     def __repr__(self) -> str:
         return f"Stream({self._model}, cache={self._driver.loop.cache_name!r}, {self._new_tokens} new tokens shown)"

@@ -287,16 +287,16 @@ class Chat:
 
 
 def _checked(parameters: dict[str, Any]) -> dict[str, Any]:
-    for name, instead in _OF_THE_CHAT.items():
+    for name, why in _REFUSED.items():
         if name in parameters:
-            raise OptionError(f"{name} cannot apply to a turn of a chat: {instead}")
+            raise OptionError(f"{name} cannot apply to a chat, {why}")
     return parameters
 
 
-_OF_THE_CHAT = {
-    "num_return_sequences": "it has one answer, so leave it out",
-    "inputs": "its message comes first",
-    **dict.fromkeys(("cache", "cache_config"), "the conversation has one cache, and use() puts it in another backend"),
+_REFUSED = {
+    "num_return_sequences": "whose turn has one answer: leave it out",
+    "inputs": "whose turn has a message: give it first",
+    **dict.fromkeys(("cache", "cache_config"), "whose turns have one cache: Chat.use() puts it in another backend"),
 }
 
 

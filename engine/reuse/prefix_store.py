@@ -310,7 +310,7 @@ def _fitted(cache: Any, empty: EngineCache) -> EngineCache:
 
 def with_room(cache: Any, tokens: int | None, rows: int | None) -> EngineCache:
     """A copy of the cache, with its options, that has room for so many tokens and rows; None: what it has."""
-    config = cache.stacks[0].layout.config
+    config = cache.stacks[0].layout.config if can_migrate(cache) else None
     options = {} if config is None else config.to_dict()
     sizes = {"max_cache_len": tokens, "max_batch_size": rows}
     options |= {name: size for name, size in sizes.items() if size}

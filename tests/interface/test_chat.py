@@ -2,14 +2,16 @@
 
 import copy
 import random
+import signal
 
 import pytest
 import torch
 from architectures import ARCHITECTURES, MORE_ARCHITECTURES, randomised
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 import caches
 import engine
+from engine.decoding.loop import DecodingLoop
 from engine.reuse.conversation import flat
 
 TOKENS = 7
@@ -245,6 +247,73 @@ def test_another_backend_in_the_middle(tokenizer):
     assert chat.backend == "dynamic"
 
 
+def test_a_cache_of_fixed_size_grows_in_rows(tokenizer, monkeypatch):
+    generator = generator_of("llama", tokenizer)
+    chat = generator.chat(max_new_tokens=TOKENS, cache="static")
+    chat.send("import os")
+    total = chat.cache.total_tokens
+    check_turn(generator, chat, chat.send("x", num_beams=2), {"cache": "static"}, num_beams=2)
+    assert chat.last.stats.cached_tokens == total
+    assert (chat.cache.max_rows, chat.cache.max_tokens) == (2, 128)
+    check_turn(generator, chat, chat.send("y", penalty_alpha=0.5, top_k=3), {}, penalty_alpha=0.5, top_k=3)
+    monkeypatch.setattr("engine.reuse.chat.with_room", lambda cache, tokens, rows: cache)  # as of a plug-in
+    with pytest.raises(caches.CapacityError, match="are to become 5 rows"):
+        chat.send("z", num_beams=5)
+
+
+def test_a_cache_that_grows_keeps_its_options(tokenizer, tmp_path):
+    generator = generator_of("llama", tokenizer)
+    chat = generator.chat(max_new_tokens=TOKENS)
+    chat.send("import os")
+    chat.use("offloaded_static", residency="disk", folder=str(tmp_path), max_cache_len=24)
+    check_turn(generator, chat, chat.send("def main():"), {})
+    config = chat.cache.stacks[0].layout.config
+    assert (config.residency, config.folder, config.max_cache_len) == ("disk", str(tmp_path), 48)
+
+
+def test_the_backend_before_and_without_a_cache(tokenizer):
+    model = generator_of("llama", tokenizer).model
+    for given, backend in (("none", "none"), (caches.recipe("static").options(), "static"), (None, "dynamic")):
+        chat = engine.Generator(model, tokenizer, engine.EngineConfig(cache=given)).chat(max_new_tokens=2)
+        assert chat.backend == backend
+        assert chat.send("x").stats.cache == chat.backend == backend
+    chat = engine.Generator(model, tokenizer).chat(max_new_tokens=2, use_cache=False)
+    assert chat.send("x").stats.cache == chat.backend == "none"
+    chat.use("static")
+    assert chat.backend == "static"
+
+
+def test_a_turn_has_one_answer_whatever_a_generation_config_says(tokenizer):
+    generator = generator_of("llama", tokenizer)
+    two = GenerationConfig(num_return_sequences=2, do_sample=True, max_new_tokens=TOKENS)
+    chat = generator.chat(generation_config=two)
+    assert len(chat.send("x").tokens) == len(chat.send("y").tokens) == 1
+    generator.model.generation_config = two
+    chat = generator.chat()
+    assert len(chat.send("x").tokens) == len(chat.send("y").tokens) == 1
+
+
+def test_a_second_ctrl_c_leaves_the_conversation_as_it_was(tokenizer, monkeypatch):
+    generator = generator_of("llama", tokenizer)
+    chat = generator.chat(max_new_tokens=TOKENS)
+    chat.send("import os")
+    messages = chat.messages
+
+    def press(ids, scores):
+        signal.raise_signal(signal.SIGINT)
+        return scores
+
+    def interrupted(loop):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DecodingLoop, "break_off", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            chat.send("x", logits_processor=[press])
+    assert chat.messages == messages
+    check_turn(generator, chat, chat.send("y"), {})
+
+
 def test_an_answer_that_is_left_early_is_the_answer(tokenizer):
     generator = generator_of("llama", tokenizer)
     chat = generator.chat(max_new_tokens=TOKENS)
@@ -285,6 +354,9 @@ def test_what_cannot_be_a_chat_is_refused(tokenizer):
         generator.chat(num_return_sequences=2)
     with pytest.raises(engine.OptionError, match="num_return_sequences cannot apply to a chat"):
         generator.chat().send("x", num_return_sequences=2)
+    for name in ("cache", "cache_config", "inputs"):
+        with pytest.raises(engine.OptionError, match=f"{name} cannot apply to a chat"):
+            generator.chat().send("x", **{name: "static"})
     with pytest.raises(engine.OptionError, match="a chat needs a tokenizer"):
         engine.Generator(generator.model).chat()
     for change in (generator.chat().retry, generator.chat().undo):

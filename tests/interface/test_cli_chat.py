@@ -45,9 +45,15 @@ def test_another_answer_is_sampled_unless_an_option_says_how(cli):
     chat = generator.chat(max_new_tokens=8, seed=3)
     first, other = chat.send("import os").text[0], chat.retry(do_sample=True).text[0]
     assert first != other
-    for options, again in [((), other), (("--temperature", "0"), first), (("--num-beams", "1"), first)]:
+    named = [("--temperature", "0"), ("--num-beams", "1"), ("--strategy", "greedy"), ("--set", "strategy=greedy")]
+    for options, again in [((), other), *((options, first) for options in named)]:
         done = cli(["chat", "-n", "8", "--seed", "3", *options], "import os\n/retry\n")
         assert done.stdout == f"{first}\n{again}\n", options
+
+
+def test_a_max_length_is_not_raised_by_the_default(cli):
+    answer = engine.Generator(engine.SHIPPED_MODEL).chat(max_length=30).send("import os").text[0]
+    assert cli(["chat", "--set", "max_length=30"], "import os\n").stdout == f"{answer}\n"
 
 
 def test_mistakes_do_not_end_it(cli):

@@ -93,6 +93,18 @@ def test_the_fields_of_a_plan_as_json(cli):
     assert set(found["backends"][0]) == {field.name for field in dataclasses.fields(BackendPlan)}
 
 
+def test_what_is_read_of_a_model(cli):
+    for command in ("plan", "linears", "compile"):
+        shown = " ".join(cli([command, "-h"]).stdout.split())
+        assert ("only its configuration is read" in shown) == (command != "compile")
+
+
+def test_a_parameter_of_others_that_is_not_here(cli):
+    error = cli(["generate", PROMPT, "--set", "prompt_logprobs=1"]).stderr
+    assert "here it is not offered" in error
+    assert set(re.findall(r"strategy='(\w+)'", error)) <= set(strategies.names())
+
+
 def test_versions(cli):
     import transformers
 

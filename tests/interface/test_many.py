@@ -1,6 +1,7 @@
 """Many prompts at once: every text is that of its request alone, whatever runs beside it."""
 
 import asyncio
+import signal
 import threading
 import time
 
@@ -206,6 +207,22 @@ class TestRequests:
         assert isinstance(bad.error, engine.GenerationInterrupted)
         assert len(bad.error.partial.tokens[0]) == 3
         assert bad.error.partial.cache is None
+
+    def test_ctrl_c_says_where_the_texts_are(self):
+        gen, found, calls = engine.Generator(tiny_model("llama")), [], []
+
+        def press(ids, scores):
+            calls.append(len(calls))
+            if len(calls) == 4:
+                signal.raise_signal(signal.SIGINT)
+            return scores
+
+        long = {"prompt": ids(9, 1), "max_new_tokens": 20, "logits_processor": [press]}
+        with pytest.raises(KeyboardInterrupt, match="prompts that had ended were yielded") as stopped:
+            found.extend(gen.generate_many([{"prompt": ids(3), "max_new_tokens": 2}, long]))
+        assert not isinstance(stopped.value, engine.UserInterrupt)  # of one run, with its `partial`
+        assert [len(request.result().tokens[0]) for request in found] == [2]
+        assert len(calls) == 4
 
     def test_a_panic_of_a_library_is_the_error_of_its_request(self):
         """Such as Rust's, which are no `Exception`: a caller that catches those would wait for ever."""

@@ -164,6 +164,9 @@ def test_what_is_no_prefix_is_refused(tmp_path):
             prefix.generate(wrong)
     with pytest.raises(engine.InputError, match="needs a tokenizer"):
         prefix.generate("text")
+    for start in (prefix.generate, prefix.stream):
+        with pytest.raises(engine.OptionError, match="a prefix is in a cache already: leave cache= out"):
+            start([3], cache="static")
     with pytest.raises(engine.OptionError, match="resume= brings"):
         generator.prefill(ids_of(5), resume=tmp_path)
 

@@ -369,6 +369,15 @@ def test_a_streamer_ends_once_whatever_happens(shipped, kind):
     never.result()
     never.result()
     assert streamer.ends == 1
+    streamer = new()
+    with shipped.stream(PROMPTS, streamer=streamer) as never:
+        assert streamer.ends == 0
+    assert streamer.ends == 1
+    assert never.result().tokens == [[]] * len(PROMPTS)
+    assert streamer.ends == 1
+    streamer = new()
+    shipped.stream(PROMPTS, streamer=streamer)  # which nothing refers to
+    assert streamer.ends == 1
 
 
 def test_a_streamer_that_cannot_end_is_a_failure_too(shipped):
