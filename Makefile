@@ -20,7 +20,7 @@ test: .venv/installed
 	$(BIN)/python $(PYTEST)
 
 # What only the full run has: rare architectures, every pair of parameters, more compiled steps, other processes, the
-# terminal, memory that really runs out, 2,000 random failures, 5,000 random calls beside transformers.
+# terminal, memory that really runs out, 1,000 random failures, 2,000 random calls beside transformers.
 test-full: .venv/installed
 	$(BIN)/python $(PYTEST) -m "slow and not product and not cuda"
 
@@ -36,7 +36,7 @@ torture: .venv/installed
 histories: .venv/installed
 	$(BIN)/python tests/support/histories.py 10000
 
-# Random calls beside transformers' generate; 200 are among the default tests, 5,000 among the slow ones.
+# Random calls beside transformers' generate; 200 are among the default tests, 2,000 among the slow ones.
 random-calls: .venv/installed
 	$(BIN)/python tests/support/random_calls.py 20000 --workers 2
 

@@ -77,7 +77,7 @@ class BeamState:
         self._first = (torch.arange(len(ids), device=ids.device) * stride + first_row)[:, None]
         self._eos = torch.tensor(sorted(task.eos_ids), dtype=torch.long, device=ids.device)
         self._candidates = max(2, 1 + len(task.eos_ids)) * size  # ids given twice count twice, as in transformers
-        scores = torch.full((len(ids), size), _NEVER, device=ids.device)
+        scores = torch.full((len(ids), size), _NEVER, dtype=torch.float32, device=ids.device)
         ids = ids[:, None].expand(-1, size, -1)
         self.ended = Hypotheses(ids, ids[..., :0], scores)
         self._is_text = scores > 0  # of those that have ended: no placeholder

@@ -139,4 +139,6 @@ def _code_and_message(error: Any) -> tuple[int, str]:
     errors = sys.modules.get("caches.errors")  # importing it would import torch
     if isinstance(error, EngineError) or (errors is not None and isinstance(error, errors.CacheError)):
         return (1 if isinstance(error, GenerationInterrupted) else 2), str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return 2, f"{error.filename}: {error.strerror}"
     return 1, f"{type(error).__name__}: {error}"

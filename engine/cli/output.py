@@ -38,8 +38,10 @@ def tell(text: str) -> None:
     write(sys.stderr, text + "\n")
 
 
-def write(stream: TextIO, text: str) -> None:
-    """Write and flush; raises `typer.Exit(UNREAD)` if the reader closed the pipe."""
+def write(stream: TextIO | None, text: str) -> None:
+    """Write and flush; raises `typer.Exit(UNREAD)` if the reader closed the pipe. None: closed from the beginning."""
+    if stream is None:
+        raise typer.Exit(UNREAD)
     try:
         stream.write(text)
         stream.flush()

@@ -189,6 +189,8 @@ def size(amount: float, unit: int, option: str) -> int:
 
 
 def _standard_input() -> str:
+    if sys.stdin is None:
+        raise OptionError("standard input is closed: pipe a text in, or give it as PROMPT")
     return _read("standard input", sys.stdin.buffer.read)
 
 

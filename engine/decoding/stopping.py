@@ -24,11 +24,11 @@ class Stopping:
         self.reasons: list[str | None] = [None] * len(request.prompt.ids)
         self._last_column = request.max_columns
         self._eos_ids = frozenset(request.eos_ids)
-        time_criteria = StoppingCriteriaList()
+        self._time = StoppingCriteriaList()
         if request.config.max_time is not None:
-            time_criteria.append(of_all_ranks(MaxTimeCriteria(request.config.max_time), ranks))
+            self._time.append(of_all_ranks(MaxTimeCriteria(request.config.max_time), ranks))
         given = type(request.criteria)(of_all_ranks(one, ranks) for one in request.criteria)
-        self._criteria = (("criteria", given), ("time", time_criteria))
+        self._criteria = (("criteria", given), ("time", self._time))
 
     @property
     def done(self) -> bool:
@@ -69,8 +69,8 @@ class Stopping:
         said = self._own_reason(int(ids[-1]), text)
         if said is not None or len(ids) >= self._last_column:
             return said or "length"
-        ended_by = [reason for reason, criteria in self._criteria if criteria and bool(criteria(ids[None], None).all())]
-        return next(iter(ended_by), "criteria")
+        # Criteria of the caller may keep a state of all rows: they are not asked about one.
+        return "time" if self._time and bool(self._time(ids[None], None).all()) else "criteria"
 
     def select_rows(self, index: torch.Tensor) -> None:
         self.reasons = [self.reasons[row] for row in index.tolist()]

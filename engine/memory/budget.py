@@ -86,7 +86,8 @@ class Budget:
             return SlidingWindowCacheConfig(window_length=window) if window and config.name != "quantized" else None
         residency = "disk" if device == "cpu" else "host"
         if isinstance(config, QuantizedCacheConfig):
-            return OffloadedQuantizedCacheConfig.from_dict(config.to_dict(), residency=residency)
+            options = config.to_dict() | {"name": OffloadedQuantizedCacheConfig.name, "residency": residency}
+            return OffloadedQuantizedCacheConfig.from_dict(options)
         return OffloadedCacheConfig(residency=residency)
 
     def keep(self, session: ModelSession, tokens: int) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from caches.transformers_api import supports_default_dynamic_cache
+from engine.model.forward_parameters import forward_parameters
 
 # Model types whose forward refuses other classes of caches with use_cache=True, but uses them with use_cache=False.
 _REFUSES_OTHER_CLASSES = ("minimax",)
@@ -33,7 +33,7 @@ class CacheArgument:
 
 def cache_argument(model: PreTrainedModel) -> CacheArgument:
     """The cache parameter of `model`."""
-    taken = inspect.signature(model.forward).parameters
+    taken = forward_parameters(model)
     # Models that keep only states call it cache_params.
     name = "cache_params" if "cache_params" in taken else "past_key_values"
     refuses = model.config.model_type in _REFUSES_OTHER_CLASSES

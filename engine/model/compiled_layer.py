@@ -44,10 +44,12 @@ class CompiledLayer:
         self._result: tuple[list[Any], Any] | None = None  # what it returns, flattened; None for a tensor
 
     def recording(self) -> Callable[..., Any]:
-        """A forward that records its call."""
-        calls = []
+        """A forward that records its call in this thread; others may use the model meanwhile."""
+        calls, thread = [], threading.get_ident()
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return self._own_forward(*args, **kwargs)
             calls.append((args, kwargs))
             self.call = calls[0] if len(calls) == 1 else None
             self.returned = self._own_forward(*args, **kwargs)

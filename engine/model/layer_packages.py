@@ -19,6 +19,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
 from caches import Cache, CacheError, StepError
@@ -29,7 +30,7 @@ from caches.transformers_api import attn_implementation, records_outputs
 from engine.errors import OptionError
 from engine.model.compiled_layer import CompiledLayer, OtherInputs
 from engine.model.layer_chain import LayerChain, are_chained
-from engine.model.layer_step import rows_like
+from engine.model.layer_step import plain_attributes, rows_like
 from engine.model.linear_backend import Table
 from engine.model.package_process import check_can_be_built, package_of, start_building, why_failed
 from engine.out_of_memory import first_line, in_words
@@ -132,6 +133,7 @@ class _Set:
         self._list = nn.ModuleList()  # of the model's layers
         self._place: tuple[nn.Module, str] = (model, "")  # where the model has it: in which module, by which name
         self._modules: list[nn.Module] = []  # of all layers
+        self._recorded: list[Any] = []  # what of them compiled code has as constants
         self._compiled: list[nn.Module] = []  # of those that are compiled
         self._can_be_chained = self._is_chained = False
         self._others = 0  # runs in a row whose tensors the code cannot take
@@ -238,6 +240,7 @@ class _Set:
         owner, name = self._place
         modules = [module for child, one in owner.named_children() if child == name for module in one.modules()]
         same = len(modules) == len(self._modules) and all(map(operator.is_, modules, self._modules))
+        same = same and self._recorded == _constants_of(modules)
         return same and all(layer.has_its_weights for layer in self._layers)
 
     def _check_cache(self, cache: Cache, rows: int) -> None:
@@ -248,8 +251,8 @@ class _Set:
             self._checked.add(cache)
 
     def _check_hooks(self) -> None:
-        """Look for hooks and replaced forwards within the layers, which compiled code would not call."""
-        replaced = any("forward" in vars(module) for module in self._compiled)
+        """Look for hooks, replaced forwards and training within the layers, which compiled code leaves out."""
+        replaced = any(module.training or "forward" in vars(module) for module in self._compiled)
         self._has_hooks = replaced or self._calls_hooks(self._compiled)
 
     def _calls_hooks(self, modules: Iterable[nn.Module]) -> bool:
@@ -293,6 +296,7 @@ class _Set:
         self._layers, self._is_chained = [], False
         self._list, self._place = lists[path], (self._model.get_submodule(owner), name)
         self._modules = list(self._list.modules())
+        self._recorded = _constants_of(self._modules)
         self._can_be_chained = are_chained([(layer.call, layer.returned) for layer in called if layer.call is not None])
         attention = _attention_of(self._model)
         try:
@@ -340,10 +344,21 @@ class _Set:
 
     def _load(self) -> None:
         for layer in self._layers:
-            layer.load()
+            try:
+                layer.load()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    layer.package.unlink(missing_ok=True)  # it is damaged: a later call builds it again
+                raise
         self._check_hooks()
         self._checked.clear()
         self.phase = "compare"
+
+
+def _constants_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """The attention of all, and the code and the plain attributes of each."""
+    each = [(type(one).forward, plain_attributes(one) | {"training": False}) for one in modules]
+    return [ALL_ATTENTION_FUNCTIONS["sdpa"], *each]
 
 
 def _attention_of(model: PreTrainedModel) -> str | None:

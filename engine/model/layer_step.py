@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import types
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from caches import Cache
 from caches.torch_api import tree_flatten, tree_unflatten
@@ -19,6 +21,7 @@ from engine.model.linear_routes import ROW_LIMITS
 _KNOWN = ("torch.nn.", "transformers.", "engine.")  # modules of others may compute what their attributes do not say
 _MOST = 2**24  # rows, slots
 _PLAIN = (bool, int, float, str, type(None))
+_OUTSIDE = {"architectures", "transformers_version", "vocab_size"}  # of a configuration, what layers do not read
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a layer's forward: positional ones, and those by name."""
@@ -133,8 +136,25 @@ def dynamic_shapes(step: LayerStep) -> tuple[list[Any], list[Any]]:
             [{axis: dims[name] for axis, name in open.items()} for open in kept])  # fmt: skip
 
 
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that compiled code has as constants."""
+    return {key: value for key, value in vars(module).items() if isinstance(value, _PLAIN) and "idx" not in key}
+
+
+def _settings(config: PreTrainedConfig) -> str:
+    """What a layer may read from its configuration, also in its forward."""
+    said = {
+        name: value
+        for name, value in config.to_dict().items()
+        if not (name.startswith("_") or name.endswith("_token_id") or name in _OUTSIDE)
+    }
+    return json.dumps(said, sort_keys=True, default=str)
+
+
 def _structure(layer: nn.Module) -> Iterator[str]:
-    """The layer's modules with their attributes and code, and its tensors without their values."""
+    """The layer's modules with their attributes, configurations and code, and its tensors without their values."""
+    configs = {id(one): one for module in layer.modules() if (one := vars(module).get("config")) is not None}
+    yield from (_settings(one) for one in configs.values() if isinstance(one, PreTrainedConfig))
     for name, module in layer.named_modules():
         kind = type(module)
         if not f"{kind.__module__}.".startswith(_KNOWN):
@@ -143,8 +163,8 @@ def _structure(layer: nn.Module) -> Iterator[str]:
             raise OptionError(f"the forward of its layers' {name or kind.__qualname__} was replaced")
         if module.training:
             raise OptionError("it is in training mode")
-        plain = {key: value for key, value in vars(module).items() if isinstance(value, _PLAIN) and "idx" not in key}
-        yield f"{name} {kind.__qualname__} {_code(kind.forward)} {sorted(plain.items(), key=str)}"
+        plain = sorted(plain_attributes(module).items(), key=str)
+        yield f"{name} {kind.__qualname__} {_code(kind.forward)} {plain}"
     for name, tensor in [*layer.named_parameters(remove_duplicate=False), *layer.named_buffers()]:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.device.type != "cpu":
             raise OptionError(f"its weights are {type(tensor).__name__}s on {tensor.device}")

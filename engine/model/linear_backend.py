@@ -141,11 +141,10 @@ def _routed(original: _Forward, layer: nn.Linear, input: torch.Tensor) -> torch.
 
 
 def install() -> None:
-    """Replace `Linear.forward`, also if another library has replaced it since the last call."""
+    """Replace torch's `Linear.forward`. That of another library stays: it calls torch's, or computes something else."""
     current = nn.Linear.forward
-    replacement = _replacement(current)
-    if getattr(current, "__code__", None) is not replacement.__code__:
-        nn.Linear.forward = replacement  # type: ignore[method-assign, assignment]
+    if getattr(current, "__globals__", None) is vars(torch.nn.modules.linear):
+        nn.Linear.forward = _replacement(current)  # type: ignore[method-assign, assignment]
 
 
 def _is_plain(weight: torch.Tensor | None) -> TypeGuard[nn.Parameter]:

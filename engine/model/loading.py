@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
+    GenerationMixin,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -87,6 +88,11 @@ def unwrapped(model: Any) -> PreTrainedModel:
             inner = _out_of_peft(inner)
         else:
             raise InputError(_what_is_expected(model))
+    if not isinstance(inner, GenerationMixin):
+        raise InputError(
+            f"a {type(inner).__name__} has no head that predicts tokens, so it cannot generate: load it with "
+            "AutoModelForCausalLM or another class for generation"
+        )
     return inner
 
 

@@ -28,7 +28,7 @@ _GROUP = 64  # inputs with one scale, 4 bits
 _PACKED = 64  # outputs that are packed together, 4 bits: the most of all processors
 _RANGES = torch.linspace(0.75, 1, 4).tolist()  # parts of a group's range that are tried
 _FITS = 5  # of scale and offset to codes, for each
-_READ = ("dt_proj",)  # layers whose weights state space models multiply with by themselves
+_READ = ("dt_proj", "classifier")  # layers whose weights models read: state spaces, and LongCat's router
 
 
 class _LowBitLinear(nn.Module):

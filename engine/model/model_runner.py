@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -25,6 +24,7 @@ from engine.model import packed_attention
 from engine.model.cache_argument import cache_argument
 from engine.model.compiled_step import compiled, first_reason, step_of
 from engine.model.first_layer_probe import Probe, Reached
+from engine.model.forward_parameters import forward_parameters
 from engine.model.joined_step import Feed, Part, joined_step, why_never_joined
 from engine.model.layer_packages import ComputeAgain, LayerPackages
 from engine.model.linear_backend import active, table_for
@@ -98,7 +98,7 @@ class ModelRunner:
         self._table = None if self.ranks.size > 1 else table_for(model, linears)
         packed_attention.install()
         self.dynamic_ropes = dynamic_ropes(model)
-        self._takes = frozenset(inspect.signature(model.forward).parameters)
+        self._takes = forward_parameters(model)
         own = type(model).prepare_inputs_for_generation
         self._prepares_itself = own is not GenerationMixin.prepare_inputs_for_generation
         self._cache_argument = cache_argument(model)

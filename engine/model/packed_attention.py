@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from caches.attention.joined_tensor import JoinedTensor, attend
@@ -56,8 +57,8 @@ class _PackedAttention:
         """transformers' interface: query [rows, heads, tokens, width] to [rows, tokens, heads, width]."""
         if isinstance(key, JoinedTensor) and isinstance(value, JoinedTensor):
             return attend(partial(self, module, **kwargs), query, key, value, attention_mask), None
-        is_eager = not torch.compiler.is_compiling()
-        if not (is_eager and active.packs and _can_be_packed(query, key, value, attention_mask, kwargs)):
+        is_own = self._original is sdpa_attention_forward and not torch.compiler.is_compiling()
+        if not (is_own and active.packs and _can_be_packed(query, key, value, attention_mask, kwargs)):
             return self._original(module, query, key, value, attention_mask, **kwargs)
         rows, heads, _, width = query.shape
         packed = query.reshape(rows, key.shape[1], -1, width)

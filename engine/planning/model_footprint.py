@@ -19,6 +19,7 @@ from caches import LayerSpec, read_specs
 from caches.transformers_api import attn_implementation, model_from_config
 from engine.errors import InputError
 from engine.model.cache_argument import cache_argument
+from engine.model.forward_parameters import forward_parameters
 from engine.model.loading import auto_class
 from engine.out_of_memory import first_line, in_words
 from engine.planning.peak_memory import FusedAttention, PeakMemory
@@ -196,7 +197,7 @@ class _Inspection:
         positions = next((most for name in names if (most := getattr(text_config, name, None))), _LONG_STEP + _FEW + 2)
         self._long = max(2, min(_LONG_STEP, positions - _FEW - 2))
         self._short = max(1, self._long // 4)
-        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._takes_logits_to_keep = "logits_to_keep" in forward_parameters(model)
         self._cache_argument = cache_argument(model)
         self._memory = PeakMemory(model)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from caches.protocol import attention_view
 from caches.spec.accelerate_hooks import input_embeddings
 from caches.transformers_api import default_generation_params
 from engine.errors import InputError, OptionError
+from engine.model.forward_parameters import forward_parameters
 from engine.prompt import PER_TOKEN, Prompt
 from engine.request.parameters import SAMPLING
 from strategies import Strategy
@@ -175,7 +175,7 @@ def check_embeds(model: PreTrainedModel, prompt: Prompt) -> None:
     """Embeddings have to fit the model, and the ids that come with them."""
     if prompt.embeds is None:
         return
-    if "inputs_embeds" not in inspect.signature(model.forward).parameters:
+    if "inputs_embeds" not in forward_parameters(model):
         raise OptionError(f"{type(model).__name__} takes no inputs_embeds: give the prompt as token ids")
     embeddings = model.get_input_embeddings()
     width = embeddings(torch.zeros(1, dtype=torch.long, device=prompt.embeds.device)).shape[-1]
@@ -275,7 +275,7 @@ def _table_of(model: PreTrainedModel, name: str) -> int | None:
         tables = [part for path, part in model.named_modules() if path.endswith(("wpe", "position_embeddings"))]
         tables = [part for part in tables if isinstance(part, nn.Embedding)]
         return tables[0].num_embeddings if tables else None
-    if name == "token_type_ids" and "token_type_ids" in inspect.signature(model.forward).parameters:
+    if name == "token_type_ids" and "token_type_ids" in forward_parameters(model):
         return getattr(model.config, "type_vocab_size", None) or vocabulary_of(model)
     return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +22,7 @@ from caches.transformers_api import (
     special_tokens,
 )
 from engine.errors import InputError, OptionError
+from engine.model.forward_parameters import forward_parameters
 from engine.model.model_lock import turn_of
 from engine.out_of_memory import empty_allocators, in_words, without_frames
 from engine.prompt import Prompt, as_embeds, as_ids, as_mask, merged, move, read_prompt
@@ -120,7 +120,7 @@ def _check_source(model: PreTrainedModel, given: dict[str, Any]) -> None:
         check_vocabulary(encoder, given["input_ids"])
     if "inputs_embeds" not in given:
         return
-    if "inputs_embeds" not in inspect.signature(encoder.forward).parameters:
+    if "inputs_embeds" not in forward_parameters(encoder):
         raise OptionError(f"the encoder of {type(model).__name__} takes no inputs_embeds: give {name}")
     width, found = getattr(input_embeddings(encoder), "weight", torch.empty(0)).shape[-1], given["inputs_embeds"].shape
     if width not in (0, found[-1]):
@@ -214,7 +214,7 @@ def source_again(
             f"itself, not encoder_outputs or inputs_embeds, or leave assistant_model out"
         )
     model_kwargs = {key: value for key, value in prompt.model_kwargs.items() if key != "encoder_outputs"}
-    device, takes = prompt_device(model), inspect.signature(model.forward).parameters
+    device, takes = prompt_device(model), forward_parameters(model)
     given = {name: source.inputs} | {key: value for key, value in model_kwargs.items() if key in takes}
     own, again = read_source(model, None, move(given, device), None, copy.deepcopy(config), device)
     return own.model_kwargs, again

@@ -23,6 +23,7 @@ from caches.transformers_api import (
 )
 from engine.errors import OptionError
 from engine.model.device_state import seeded
+from engine.model.forward_parameters import forward_parameters
 from engine.prompt import Prompt, read_prompt
 from engine.request.call import Call, parameters
 from engine.request.checks import (
@@ -128,9 +129,7 @@ def read_request(
 
 def _read_said(model: PreTrainedModel, call: Call, assistant: PreTrainedModel | None) -> _Said:
     # Arguments of transformers that are None have no effect.
-    spare = set(inspect.signature(GenerationMixin.generate).parameters) | set(
-        inspect.signature(model.forward).parameters
-    )
+    spare = set(inspect.signature(GenerationMixin.generate).parameters) | forward_parameters(model)
     options = {name: value for name, value in call.options.items() if value is not None or name not in spare}
     if options.get("synced_gpus") is False:
         del options["synced_gpus"]
@@ -226,8 +225,7 @@ def _inferred_mask(model: PreTrainedModel, ids: torch.Tensor, config: Generation
 
 def _refuse_unknown(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
     """Refuse model inputs that the model does not take, among them every misspelt parameter."""
-    takes = set(inspect.signature(model.forward).parameters)
-    takes |= set(inspect.signature(model.prepare_inputs_for_generation).parameters)
+    takes = set(forward_parameters(model)) | set(inspect.signature(model.prepare_inputs_for_generation).parameters)
     takes -= _SET_BY_THE_ENGINE
     for name in model_kwargs:
         if name in _SET_BY_THE_ENGINE:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -65,6 +65,8 @@ class Chat:
             raise OptionError("a chat needs a tokenizer: Generator(model, tokenizer)")
         if generator.model.config.is_encoder_decoder:
             raise OptionError("a chat needs a model whose prompt and answer are one text, and this one has an encoder")
+        if not isinstance(system, str | None):
+            raise InputError(f"a system message is a text, not {system!r:.80}")
         self._generator, self._parameters = generator, _checked(parameters)
         self._backend = {"cache": cache, "cache_config": cache_config}
         start = () if system is None else ({"role": "system", "content": system},)
@@ -301,7 +303,11 @@ _REFUSED = {
 
 
 def _as_message(message: str | Message) -> Message:
-    return {"role": "user", "content": message} if isinstance(message, str) else dict(message)
+    if isinstance(message, str):
+        return {"role": "user", "content": message}
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise InputError(f"a message is a text or a mapping with 'role' and 'content', not {message!r:.80}")
+    return dict(message)
 
 
 def _as_list(given: str | Iterable[str] | None) -> list[str]:

@@ -83,7 +83,12 @@ class Prefix:
             raise InputError(f"continuations are texts or token ids, not a {type(inputs).__name__}")
         if inputs and isinstance(inputs[0], int):
             return [inputs]
-        return [self._tokenized(row) if isinstance(row, str) else row for row in inputs]
+        rows = [self._tokenized(row) if isinstance(row, str) else row for row in inputs]
+        if not all(isinstance(row, Sequence) and all(isinstance(one, int) for one in row) for row in rows):
+            raise InputError(
+                "continuations are texts or lists of token ids: what goes on from a chat is Generator.chat()"
+            )
+        return rows
 
     def _tokenized(self, text: str) -> list[int]:
         tokenizer = self._generator.tokenizer

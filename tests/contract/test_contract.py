@@ -221,7 +221,7 @@ def test_a_fork_is_rows_repeated(backend, kind):
     trial.check()
     trial.step(9)
     trial.fork(1)
-    for count in EDGES:
+    for count in (4, 1, 14):
         for fork in (
             [trial.fork, 2],
             [trial.select_rows, [1, 0, 3, 3]],

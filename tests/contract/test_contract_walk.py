@@ -4,7 +4,7 @@ import pytest
 from contract import each_cell
 from walk import walk
 
-pytestmark = pytest.mark.covering("pairs")
+pytestmark = pytest.mark.covering("values", "pairs")
 
 
 @pytest.mark.parametrize("operations", [30, pytest.param(90, marks=pytest.mark.slow)])

@@ -20,7 +20,7 @@ import strategies
 from strategies import Beam, Contrastive, DiverseBeam, Sampling
 from strategies.operations import needs_of
 
-pytestmark = pytest.mark.covering("pairs")
+pytestmark = pytest.mark.covering("values", "pairs")
 
 NEW = 8
 REMEDY = r"[Uu]se |leave|[Gg]ive|choose|[Gg]enerate with|cache='"

@@ -28,16 +28,18 @@ from strategies import registry as strategy_registry
 
 PAGES = pages()
 CLI = DOCS / "guide" / "cli.md"
+COMPILES = DOCS / "guide" / "compile-and-export.md"
 OLD_WORDS = (
     "nobody|somebody|anybody|whoever|outlets?|lanes?|rungs?|ladders?|trunks?|siblings?|slabs?|anatomy|skeletons?|"
     "rehears\\w+|settle[sd]?|exotic|piece by piece|staging"
 )
 
 
-def with_blocks(language):
+def with_blocks(language, slow=()):
     found = [page for page in PAGES if blocks(page, language)]
-    assert found
-    return pytest.mark.parametrize("page", found, ids=name_of)
+    assert {*slow} < {*found}
+    marked = [pytest.param(page, marks=pytest.mark.slow) if page in slow else page for page in found]
+    return pytest.mark.parametrize("page", marked, ids=name_of)
 
 
 @pytest.fixture
@@ -51,7 +53,7 @@ def _own_registries(monkeypatch):
         del codecs["symmetric"]
 
 
-@with_blocks("python")
+@with_blocks("python", slow=[COMPILES])
 @pytest.mark.usefixtures("_own_registries")
 def test_the_python_of_a_page(page, capsys, monkeypatch, tmp_path):
     """In order, each with the names of those before it on the page: what prints shows something."""

@@ -30,6 +30,7 @@ def installed(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_commands_find_it(installed):
     [block] = blocks(PAGE, "bash")
     commands = block.splitlines()

@@ -13,6 +13,7 @@ LOADED = re.compile(
 )
 
 
+@pytest.mark.slow
 def test_the_site(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)

@@ -139,6 +139,18 @@ def test_a_budget_is_kept_before_more_memory_is_taken():
     assert raised.value.partial.cache.device_bytes <= 100 * per_token
 
 
+def test_a_quantized_cache_is_offloaded_with_its_options():
+    model, inputs = tiny_model("llama"), torch.randint(5, 90, (2, 120))
+    cache = {"cache": "quantized", "cache_config": {"nbits": 2, "residual_length": 16}}
+    undisturbed = engine.generate(model, inputs, **cache, max_new_tokens=20)
+    config = EngineConfig(max_cache_bytes=undisturbed.stats.cache_bytes * 7 // 8)
+    out = engine.Generator(model, config=config).generate(inputs, **cache, max_new_tokens=20)
+    assert torch.equal(out.sequences, undisturbed.sequences)
+    assert [one.name for one in out.stats.fallbacks] == ["offload"]
+    options = out.cache.stack.layout.config
+    assert (options.name, options.nbits, options.residual_length) == ("offloaded_quantized", 2, 16)
+
+
 def test_a_window_that_fits_the_budget_goes_on():
     undisturbed = engine.generate(tiny_model("llama"), long_prompt(), max_new_tokens=120)
     most = int(undisturbed.stats.cache_bytes * 100 / 192)

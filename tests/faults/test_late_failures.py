@@ -6,13 +6,16 @@ import pytest
 import torch
 from references import tiny
 from resuming import NEW, check_goes_on
+from streamers import Columns
 from transformers import LogitsProcessor
 
 import caches
 import engine
+from engine.decoding.cancellation import Cancellation
 from engine.decoding.model_session import ModelSession
 from engine.memory.fallbacks import Recovery
 from engine.model.linear_backend import has_onednn
+from strategies import Greedy
 
 BEAMS = {"num_beams": 3, "do_sample": False, "max_new_tokens": NEW}
 
@@ -105,6 +108,31 @@ def test_a_run_that_was_given_up_has_no_result():
 def test_the_command_prints_nothing_of_it(cli):
     done = cli(["generate", "def", "--num-beams", "3", "--max-new-tokens", "4"])
     assert (done.exit_code, done.stdout) == (130, "")
+
+
+class FailsAtItsEnd:
+    """Greedy search whose flow cannot be closed."""
+
+    name, samples = "fails at its end", False
+
+    def flow(self, task):
+        try:
+            yield from Greedy().flow(task)
+        finally:
+            raise ZeroDivisionError
+
+
+def test_a_flow_that_cannot_be_closed_leaves_no_open_step(monkeypatch):
+    model, inputs = tiny("llama")
+    passed_on = []
+    monkeypatch.setattr(Cancellation, "pass_on", lambda cancellation: passed_on.append(cancellation))
+    cache, streamer = caches.build("dynamic", model.config), Columns()
+    stream = engine.stream(model, inputs, strategy=FailsAtItsEnd(), cache=cache, streamer=streamer, max_new_tokens=NEW)
+    next(stream)
+    with pytest.raises(ZeroDivisionError):
+        stream.close()
+    assert (streamer.ends, len(passed_on)) == (1, 1)
+    check_goes_on(model, inputs, stream.result())
 
 
 # Drawn once more.

@@ -66,7 +66,7 @@ def test_modules_are_as_they_were_after_two_ctrl_c():
 
 @pytest.mark.slow
 def test_modules_are_as_they_were_after_many_ctrl_c():
-    assert interrupted_twice(tries=300, seed=1)["tries"] == 300
+    assert interrupted_twice(tries=150, seed=1)["tries"] == 150
 
 
 @pytest.mark.parametrize("name", ["dynamic", "static", "quantized"])

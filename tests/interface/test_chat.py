@@ -439,3 +439,13 @@ def test_a_window_talks_for_ever_in_constant_memory(backend, tokenizer):
     assert chat.cache.total_tokens > 400
     assert len(set(sizes[10:])) == 1
     assert max(read[1:]) < 20  # the new message, not the conversation
+
+
+@pytest.mark.parametrize("message", [[{"role": "user", "content": "x"}], {"content": "x"}, ["x"], None, 5], ids=str)
+def test_what_is_no_message_is_refused(shipped, message):
+    chat = shipped.chat()
+    with pytest.raises(engine.InputError, match="a message is a text or a mapping"):
+        chat.send(message)
+    assert chat.messages == ()
+    with pytest.raises(engine.InputError, match="a system message is a text"):
+        shipped.chat([{"role": "system", "content": "x"}])

@@ -371,6 +371,7 @@ def test_on_a_terminal_it_says_what_it_does():
     assert quiet.stderr == b""
 
 
+@pytest.mark.slow
 def test_ctrl_c_prints_what_there_is():
     process = subprocess.Popen(
         [*ENGINE, "generate", PROMPT, "--max-new-tokens", "1500", "--stream", "--stats"],

@@ -154,3 +154,21 @@ def test_input_that_is_no_text(cli):
     assert done.exit_code == 2
     assert done.stderr.startswith("error: standard input is no text in UTF-8")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "told"),
+    [
+        ("generate - <&-", 2, "standard input is closed"),
+        ("generate x -n 2 >&-", 141, ""),
+        ("cache inspect /no/such/file", 2, "error: /no/such/file: No such file or directory"),
+    ],
+)
+def test_closed_streams_and_missing_files(command, code, told):
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m engine.cli {command}"], capture_output=True, text=True, timeout=120
+    )
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == bool(told)
+    assert done.returncode == code

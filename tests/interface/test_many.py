@@ -2,6 +2,8 @@
 
 import asyncio
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -165,6 +167,22 @@ def test_random_histories(seeds):
     assert happened["out of memory"] > len(seeds) / 3
     assert happened["failed as planned"] > len(seeds) / 6
     assert happened["joined steps"] > 2 * len(seeds)
+
+
+UNFINISHED = {
+    "generate_many": "requests = gen.generate_many(['a', {'prompt': 'b', 'max_new_tokens': 2}]); next(requests)",
+    "batch": "batch = gen.batch(); request = batch.submit('a', max_new_tokens=2000); next(request.stream())",
+    "an idle batch": "batch = gen.batch()",
+}
+
+
+@pytest.mark.parametrize("code", UNFINISHED.values(), ids=UNFINISHED)
+def test_a_process_may_end_before_its_prompts(code):
+    """The interpreter could not end what runs: that would abort the process."""
+    begin = "import engine; gen = engine.Generator(engine.SHIPPED_MODEL)\n"
+    done = subprocess.run([sys.executable, "-c", begin + code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
 
 
 class TestRequests:

@@ -449,7 +449,7 @@ def test_working_memory_is_that_of_longer_steps(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cache", "prompt", "chunk"), [("dynamic", 1024, 0), ("quantized", 4096, 512)])
+@pytest.mark.parametrize(("cache", "prompt", "chunk"), [("dynamic", 1024, 0), ("quantized", 2048, 512)])
 def test_the_whole_process_takes_what_was_planned(cache, prompt, chunk):
     script = SUPPORT / "peak.py"
     command = [sys.executable, script, "small", cache, str(prompt), str(chunk)]

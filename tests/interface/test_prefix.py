@@ -178,3 +178,8 @@ def test_codes_are_copied_with_the_branch():
     prefix = generator.prefill(ids_of(40), **options)
     outs = [prefix.generate([7, 8], max_new_tokens=NEW).tokens for _ in range(2)]
     assert outs[0] == outs[1]
+
+
+def test_messages_are_no_continuation(shipped):
+    with pytest.raises(engine.InputError, match="texts or lists of token ids"):
+        shipped.prefill("import os\n").generate([{"role": "user", "content": "x"}])

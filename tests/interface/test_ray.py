@@ -79,7 +79,7 @@ def ray():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("dies", [pytest.param(False, marks=pytest.mark.product), True])
 def test_actors_of_ray(ray, expected, tmp_path, dies):
     """Every row comes once, with the text of one process, also when an actor is killed."""
     import ray.data

@@ -51,7 +51,7 @@ def ids_of(text, prompt=PROMPT):
 @pytest.mark.covering("values", "pairs")
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_random_schemas(seed, strategy, cache):
     play(seed, strategy, cache)
 
@@ -110,7 +110,7 @@ def test_beams_are_those_of_transformers():
     assert pad(ours.sequences).equal(pad(theirs))
 
 
-@pytest.mark.parametrize("seeds", [range(100, 112), pytest.param(range(1000, 1250), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("seeds", [range(100, 112), pytest.param(range(1000, 1100), marks=pytest.mark.slow)], ids=len)
 def test_states_answer_as_if_the_text_were_read_from_its_beginning(seeds):
     """Texts of random lengths in random order: longer, shorter, others, several at once. 40 times for each schema."""
     draw = Random(0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from covering import pairwise
 from references import CLOSE, NoStutter, conversation, diverse, exact, named, readers, tiny
-from transformers import DynamicCache, GenerationMixin
+from transformers import DynamicCache, GenerationMixin, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 import caches
@@ -236,6 +236,7 @@ def test_a_cache_of_transformers_own(name):
     assert out.cache is live
 
 
+@pytest.mark.slow
 def test_compiled():
     torch._dynamo.reset()
     model, inputs = tiny("llama")
@@ -393,3 +394,35 @@ def test_the_reference_with_one_group_is_transformers_beam_search(name):
             [(score, tokens)] = diverse(*row, **options, **one)
             assert expected.sequences[number, len(row[1]) :].tolist()[: len(tokens)] == tokens
             assert score == pytest.approx(float(expected.sequences_scores[number]), rel=1e-4)
+
+
+class EndsRows(StoppingCriteria):
+    """Keeps which rows have ended."""
+
+    def __init__(self):
+        self.ended = False
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.ended = self.ended | (input_ids[:, -1] % 3 == 0)
+        return self.ended
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_criteria_that_keep_a_state_of_each_row(beams):
+    model, inputs = tiny("llama")
+    inputs = {name: tensor[1:] for name, tensor in inputs.items()}
+    options = {"num_beams": beams, "max_new_tokens": NEW, "do_sample": False, "eos_token_id": 7, "pad_token_id": PAD}
+    expected = model.generate(**inputs, **options, stopping_criteria=StoppingCriteriaList([EndsRows()]))
+    out = engine.generate(model, inputs, **options, stopping_criteria=[EndsRows()])
+    assert torch.equal(out.sequences, expected)
+
+
+def test_scores_are_float32_whatever_new_tensors_are():
+    model, inputs = tiny("llama")
+    options = {"num_beams": 3, "max_new_tokens": NEW, "do_sample": False}
+    expected = engine.generate(model, inputs, **options).sequences
+    torch.set_default_dtype(torch.float16)
+    try:
+        assert torch.equal(engine.generate(model, inputs, **options).sequences, expected)
+    finally:
+        torch.set_default_dtype(torch.float32)

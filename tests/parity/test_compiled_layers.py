@@ -22,7 +22,7 @@ import engine
 from caches.quantization.machine import cache_folder
 from engine.model import compiled_layer, layer_packages, package_process
 from engine.model.layer_chain import LayerChain, are_chained
-from engine.model.layer_step import have_shapes, rows_like
+from engine.model.layer_step import _structure, have_shapes, rows_like
 from engine.model.package_builder import failure_of
 
 AUTO = engine.EngineConfig(cache="static", compile="auto")
@@ -53,7 +53,8 @@ def llama():
 
 
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in
-    ("gemma2", "gpt2", "opt", "qwen3", "mixtral", "jamba", "falcon"))])  # fmt: skip
+    ("gemma2", "gpt2", "mixtral", "jamba")), *(pytest.param(name, marks=pytest.mark.product) for name in
+    ("opt", "qwen3", "falcon"))])  # fmt: skip
 def test_the_same_text_for_other_lengths_rows_and_weights(name):
     model = copy.deepcopy(tiny_model(name))
     generator = generator_of(model)
@@ -145,24 +146,25 @@ def test_mixed_calls_compile_nothing_more(llama, monkeypatch):
     assert not loaded
 
 
+@pytest.mark.covering("values")
 @pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_weights_in_few_bits(weights):
+def test_weights_in_few_bits(weights, rows):
     config = LlamaConfig(vocab_size=101, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
                          num_attention_heads=4, initializer_range=0.1, eos_token_id=None)  # fmt: skip
     torch.manual_seed(0)
     generator = engine.Generator(
         AutoModelForCausalLM.from_config(config).eval(), config=dataclasses.replace(AUTO, weights=weights)
     )
-    for rows in (1, 3):
-        scores = []
-        for _ in range(2):
-            out = generator.generate(prompt(rows, pads=0), **GREEDY, output_logits=True, return_dict_in_generate=True)
-            scores.append(torch.stack(out.logits))
-            state = generator.warmup(prompt(rows, pads=0), **GREEDY)
-        assert state == out.stats.compiled == "3 layers"
-        eager, compiled = scores
-        assert (eager - compiled).norm() < 0.05 * eager.norm()  # activations are rounded to bfloat16
+    scores = []
+    for _ in range(2):
+        out = generator.generate(prompt(rows, pads=0), **GREEDY, output_logits=True, return_dict_in_generate=True)
+        scores.append(torch.stack(out.logits))
+        state = generator.warmup(prompt(rows, pads=0), **GREEDY)
+    assert state == out.stats.compiled == "3 layers"
+    eager, compiled = scores
+    assert (eager - compiled).norm() < 0.05 * eager.norm()  # activations are rounded to bfloat16
 
 
 def test_hooks_of_the_user_are_called(llama):
@@ -461,3 +463,52 @@ def test_warmup_needs_the_name_of_a_cache():
 
 def test_warmup_without_compiled_layers_says_so():
     assert engine.Generator(tiny_model("llama")).warmup(prompt(2), max_new_tokens=3) == "off"
+
+
+def test_settings_of_a_configuration_are_part_of_the_key():
+    """Layers read some of them in their forward; what belongs to other parts of the model is shared."""
+    layers = [copy.deepcopy(tiny_model("llama").model.layers[0]) for _ in range(3)]
+    for layer, setting in zip(layers[1:], ({"clip_qkv": 2.0}, {"vocab_size": 7, "eos_token_id": 3}), strict=True):
+        config = copy.deepcopy(layer.self_attn.config)
+        config.update(setting)
+        for module in layer.modules():
+            if "config" in vars(module):
+                module.config = config
+    first, clipped, other_vocabulary = (list(_structure(layer)) for layer in layers)
+    assert first == other_vocabulary
+    assert first != clipped
+
+
+@pytest.mark.parametrize("what", ["an attribute", "training"])
+def test_what_changes_within_layers_is_computed_by_themselves(llama, what, monkeypatch):
+    generator = generator_of(llama)
+    monkeypatch.setattr(layer_packages, "start_building", lambda *a: None)
+    attention = llama.model.layers[1].self_attn
+    if what == "training":
+        attention.training = True
+    else:
+        attention.scaling *= 3
+    expected = reference(llama, prompt(2))
+    for _ in range(2):
+        out = generator.generate(prompt(2), **GREEDY)
+        assert torch.equal(out.sequences, expected)
+    if what == "training":
+        attention.training = False
+        assert generator.generate(prompt(2), **GREEDY).stats.compiled == "4 layers"
+
+
+def test_a_damaged_package_is_built_again(llama):
+    generator = generator_of(llama)
+    [package] = {layer.package for one in generator._runner._packages._sets.values() for layer in one._layers}
+    content = package.read_bytes()
+    try:
+        package.write_bytes(content[: len(content) // 2])
+        other = engine.Generator(copy.deepcopy(llama), config=AUTO)
+        out = other.generate(prompt(2), **GREEDY)
+        assert torch.equal(out.sequences, reference(llama, prompt(2)))
+        assert out.stats.compiled.startswith("off")
+        assert not package.exists()
+    finally:
+        package.write_bytes(content)
+    other.warmup(prompt(2), **GREEDY)
+    assert other.generate(prompt(2), **GREEDY).stats.compiled == "4 layers"

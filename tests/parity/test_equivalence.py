@@ -25,6 +25,7 @@ def test_greedy(name, cache, chunk):
     assert out.finish_reasons == ["length", "length"]
 
 
+@pytest.mark.covering("values", "pairs")
 @pytest.mark.parametrize(("name", "cache"), pairs(["llama", "mistral", "llama4_text", "mamba2", "jamba"]))
 def test_a_padded_row_equals_the_row_alone(name, cache):
     model, inputs = tiny_model(name), prompt()

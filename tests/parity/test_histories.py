@@ -5,10 +5,12 @@ from histories import MODELS, pairs, play
 
 import caches
 
-CELLS, HISTORIES = 10, 50
+FEW, CELLS, HISTORIES = 4, 10, 50
 
 
-@pytest.mark.parametrize("cell", range(CELLS))
+@pytest.mark.parametrize(
+    "cell", [*range(FEW), *(pytest.param(cell, marks=pytest.mark.slow) for cell in range(FEW, CELLS))]
+)
 def test_every_turn_is_right_or_refused(cell):
     for seed in range(cell * HISTORIES, (cell + 1) * HISTORIES):
         play(seed)

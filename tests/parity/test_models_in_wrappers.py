@@ -108,3 +108,30 @@ def test_what_is_no_model(given, told):
     for call in (engine.generate, engine.stream):
         with pytest.raises(engine.InputError, match=rf"model has to be a transformers PreTrainedModel .* but {told}"):
             call(given, prompt())
+
+
+class PassesOn(LlamaForCausalLM):
+    def forward(self, input_ids=None, **others):
+        return super().forward(input_ids=input_ids, **others)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("how", ["in a class", "on the model"])
+def test_a_forward_that_passes_its_arguments_on(how, cache):
+    """What the forward that it calls takes is given: the mask of padded rows above all."""
+    model, inputs = copy.deepcopy(tiny_model("llama")), prompt()
+    expected = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    if how == "in a class":
+        model.__class__ = PassesOn
+    else:
+        forward = model.forward
+        model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    out = engine.generate(model, inputs, cache=cache, max_new_tokens=NEW)
+    assert torch.equal(out.sequences, expected)
+    assert out.stats.cache == cache
+
+
+def test_a_model_without_a_head_is_refused():
+    for model in (tiny_model("llama").model, nn.DataParallel(tiny_model("llama").model)):
+        with pytest.raises(engine.InputError, match="LlamaModel has no head that predicts tokens"):
+            engine.Generator(model)

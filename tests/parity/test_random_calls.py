@@ -7,7 +7,7 @@ from random_outcomes import outcome, run
 
 import caches
 
-CALLS, MORE, CHUNK = 200, 5000, 250
+CALLS, MORE, CHUNK = 200, 2000, 250
 FLOOR = 0.4  # of the calls of every model are compared, at least
 
 

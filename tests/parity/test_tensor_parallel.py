@@ -19,6 +19,7 @@ CELLS = [f"llama {cache}" for cache in MOST] + ["mistral sliding_window", "gemma
 REFUSED = ("mamba", "encoder_decoder")  # of models that transformers cannot split
 
 
+@pytest.mark.slow
 def test_ranks_stop_and_fail_together():
     found = ranks.found("apart")
     first, second = found
@@ -61,17 +62,17 @@ def test_every_strategy_on_every_cache():
 
 @pytest.mark.slow
 def test_memory_that_is_out_on_one_rank_changes_no_token():
-    for found in ranks.found("memory", "0", "200"):
+    for found in ranks.found("memory", "0", "80"):
         assert found["wrong"] == []
-        assert found["taken"]["recovered"] > 100
-        assert min(found["taken"][name] for name in ("release", "chunk", "offload", "split")) > 5
+        assert found["taken"]["recovered"] > 40
+        assert min(found["taken"][name] for name in ("release", "chunk", "offload", "split")) > 2
 
 
 @pytest.mark.slow
 def test_a_batch_of_two_ranks():
-    found, other = ranks.found("batched", "0", "8")
+    found, other = ranks.found("batched", "0", "4")
     assert found["wrong"] == other["wrong"] == []
-    assert found["equal"] > 45
+    assert found["equal"] > 22
     assert found["cancelled"] > 0
 
 

@@ -78,6 +78,7 @@ def outcome(damage: str | None, file: str, expression: str, shown: Path) -> tupl
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), shown.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("damage", "file", "expression"), CASES)
 def test_the_default_tests_notice(damage, file, expression, tmp_path):
     code, shown = outcome(damage, file, expression, tmp_path / "shown")

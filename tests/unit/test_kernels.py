@@ -7,13 +7,23 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
+import torch
+from architectures import tiny_model
+from streamers import Columns
+from transformers import DynamicCache
 
+import caches
+import configs
+import engine
 from caches.quantization import kernel_build, machine
 from configs import ConfigError
+from engine.model import package_process
 
 SOURCE = "int main() {}"
+LAYER = dict.fromkeys(("module", "call", "index", "slots"))
 # Writes what it was given to compile, slowly and in two parts, where -o says.
 FAKE = """#!/bin/sh
 while [ "$1" != -o ]; do case "$1" in *.cpp) from="$1";; esac; shift; done
@@ -146,6 +156,41 @@ def test_a_damaged_library_is_compiled_once_more(folder, compiler, monkeypatch):
     assert kernel_build.load_operators(folder / "one.cpp", "fused=True") is None
     assert loaded == [str(damaged)]
     assert damaged.read_text() == f"half of {SOURCE}"
+
+
+def test_a_damaged_library_is_not_loaded(folder, compiler):
+    """Loading a part of a library may end the process."""
+    compiler(0)
+    path = library(folder)
+    whole = path.read_bytes()
+    for damaged in (whole[:-3], whole[:-1] + b"x", b""):
+        path.write_bytes(damaged)
+        assert library(folder).read_bytes() == whole
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("fails", ["write_job", "subprocess.Popen"])
+def test_a_build_of_layers_that_does_not_begin_leaves_nothing(fails, tmp_path, monkeypatch):
+    def failing(*arguments, **options):
+        raise TypeError("cannot pickle it")
+
+    monkeypatch.setattr(f"engine.model.package_process.{fails}", failing)
+    with pytest.raises(TypeError, match="cannot pickle it"):
+        package_process.start_building({tmp_path / "layer.pt2": SimpleNamespace(**LAYER)}, None, None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_warmup_touches_nothing_of_the_caller():
+    model, streamer = tiny_model("llama"), Columns()
+    gen, ids = engine.Generator(model), torch.arange(3, 9)[None]
+    live = [caches.build("dynamic", model.config), DynamicCache(config=model.config)]
+    for arguments in ({name: cache} for name in ("cache", "past_key_values") for cache in live):
+        with pytest.raises(engine.OptionError, match="warmup would write into that: give the name of a cache"):
+            gen.warmup(ids, **arguments)
+    with pytest.raises(engine.OptionError, match="leave out streamer"):
+        gen.warmup(ids, streamer=streamer)
+    assert (live[0].total_tokens, live[1].get_seq_length(), streamer.given, streamer.ends) == (0, 0, [], 0)
+    assert gen.warmup(ids, cache=configs.DynamicCacheConfig()) == gen.warmup(ids, past_key_values=None) == "off"
 
 
 def test_a_library_that_cannot_be_loaded(folder, compiler):

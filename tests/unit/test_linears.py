@@ -158,18 +158,22 @@ def test_what_another_library_has_put_there_is_called(monkeypatch):
 
     def theirs(self, input):
         called.append(self)
-        return before(self, input)
+        return before(self, input) / 2
 
     monkeypatch.setattr(nn.Linear, "forward", theirs)
-    with routed(table_of("torch")) as taken:
-        expected = layer(input)
-    assert called == [layer]
-    assert taken == [None, None]  # asked by ours over theirs, and by ours below
-    called.clear()
+    for route in ("torch", "onednn"):
+        with routed(table_of(route)) as taken, torch.no_grad():
+            torch.testing.assert_close(layer(input), nn.functional.linear(input, layer.weight, layer.bias) / 2)
+        assert len(taken) == 1  # by ours, below theirs
+    assert called == [layer, layer]
+
+
+def test_what_another_library_computes_instead_is_not_routed(monkeypatch):
+    layer, input = nn.Linear(8, 8), torch.randn(2, 8)
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, input: input * 2)
     with routed(table_of("onednn")) as taken:
-        torch.testing.assert_close(layer(input), expected)
-    assert len(taken) == 1
-    assert not called
+        assert torch.equal(layer(input), input * 2)
+    assert not taken
     ours = nn.Linear.forward
     table_of("onednn")
     assert nn.Linear.forward is ours

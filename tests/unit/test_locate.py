@@ -9,11 +9,13 @@ from pathlib import Path
 from threading import Event
 
 import pytest
+import torch
 from architectures import tiny_model
 from huggingface_hub import constants
 
 import engine
 from engine.model.location import locate
+from engine.planning.free_memory import find_free
 
 UNREACHABLE = "http://127.0.0.1:9"
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
@@ -47,7 +49,9 @@ def keep_in_cache(name: str) -> None:
             shutil.copy(engine.SHIPPED_MODEL / file, snapshot)
 
 
-@pytest.mark.parametrize("given", ["/no/such", "./no", "../no", "~/no/such", "a/b/c", "no/", Path("no")])
+@pytest.mark.parametrize(
+    "given", ["/no/such", "~no-such-user/model", "./no", "../no", "~/no/such", "a/b/c", "no/", Path("no")]
+)
 def test_a_path_that_leads_nowhere(given, hub):
     with pytest.raises(engine.InputError, match="there is no folder"):
         locate(given)
@@ -148,6 +152,13 @@ def test_an_adapter_says_which_model_is_missing(hub, tmp_path):
     assert locate(tmp_path) == str(tmp_path)
 
 
+@pytest.mark.parametrize("base", ["null", "3"])
+def test_an_adapter_without_a_model(base, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(f'{{"base_model_name_or_path": {base}}}')
+    with pytest.raises(engine.InputError, match=r"names no model .*adapter_config\.json, as base_model_name_or_path"):
+        engine.Generator(tmp_path)
+
+
 def test_weights_that_are_broken(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path)
     shutil.copy(engine.SHIPPED_MODEL / "tokenizer.json", tmp_path)
@@ -181,3 +192,13 @@ def test_where_a_model_can_be(options):
     config = engine.EngineConfig(**options)
     found = str(engine.Generator(engine.SHIPPED_MODEL, config=config).model.dtype).removeprefix("torch.")
     assert found == options.get("dtype", "float32").removeprefix("torch.")
+
+
+@pytest.mark.parametrize("device", ["meta", "xla"])
+def test_what_is_free_on_a_device_without_memory_is_unknown(device):
+    assert find_free(torch.device(device)).device is None
+
+
+def test_a_plan_for_a_device_without_memory():
+    plan = engine.plan(engine.SHIPPED_MODEL, prompt_tokens=8, max_new_tokens=8, device="meta")
+    assert plan.free_bytes["device"] is None

@@ -1,9 +1,13 @@
 """Attention with packed query heads: the same numbers up to rounding, in the engine's steps alone."""
 
+import copy
+
 import pytest
 import torch
 from architectures import prompt, tiny_model
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import engine
@@ -83,3 +87,19 @@ def test_decode_steps_are_packed_and_the_model_is_as_it_was(queries):
     queries.clear()
     model(ids[:, :1])
     assert packed not in [shape[:3] for shape in queries]
+
+
+def test_a_function_that_is_registered_by_the_name_is_called(monkeypatch):
+    def half(*arguments, **options):
+        found, weights = sdpa_attention_forward(*arguments, **options)
+        return found / 2, weights
+
+    model = copy.deepcopy(tiny_model("llama"))
+    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    try:
+        AttentionInterface.register("sdpa", half)
+        expected = model.generate(**prompt(), max_new_tokens=9, do_sample=False)
+        assert torch.equal(engine.generate(model, prompt(), max_new_tokens=9).sequences, expected)
+    finally:
+        AttentionInterface.register("sdpa", before)
+    assert not torch.equal(engine.generate(model, prompt(), max_new_tokens=9).sequences, expected)

@@ -65,12 +65,11 @@ def test_torch_is_imported_when_it_is_needed(program):
 
 
 def test_a_plain_call_imports_nothing_that_it_does_not_use():
-    plain, with_hqq = modules_after(GENERATE, HQQ_CACHE)
+    [plain] = modules_after(GENERATE)
     assert {"torch", "transformers.models.llama.modeling_llama"} <= plain
     if Version(transformers.__version__) >= Version("5.23"):  # earlier ones import hqq in other places too
         unused = USED_BY_NO_PLAIN_CALL & plain
         assert not unused
-    assert "hqq.core.quantize" in with_hqq
 
 
 @pytest.mark.slow
@@ -80,8 +79,7 @@ def test_a_plain_call_imports_nothing_that_it_does_not_use():
         "import hqq.core.quantize",
         "from transformers import AutoModelForCausalLM; AutoModelForCausalLM",
         "import transformers.cache_utils",
-        "import torch",
-        "import gc; gc.disable()",
+        "import torch, gc; gc.disable()",
         "import gc; gc.freeze()",
     ],
 )
