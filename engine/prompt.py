@@ -252,7 +252,10 @@ def _tokenize(inputs: Any, tokenizer: Any, pad_left: bool) -> tuple[torch.Tensor
 
 def _token_ids(prompt: Any, tokenizer: Any) -> list[int]:
     if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
+        try:
+            return tokenizer(prompt)["input_ids"]
+        except TypeError as error:  # of tokenizers in Rust
+            raise InputError(f"the prompt {prompt!r:.80} is no text in Unicode: {error}") from error
     if isinstance(prompt, Sequence) and len(prompt) == 0:
         return []
     if isinstance(prompt, Sequence) and all(_is_message(message) for message in prompt):

@@ -525,3 +525,8 @@ def test_penalties_of_ids_that_are_not_known(options):
         with pytest.warns(UserWarning, match="ignoring the argument"):
             out = engine.generate(model, **given, generation_config=config)
         assert torch.equal(out.sequences, plain.sequences)
+
+
+def test_half_of_a_character_is_no_text(shipped):
+    with pytest.raises(engine.InputError, match="is no text in Unicode"):
+        shipped.generate("a\ud800b", max_new_tokens=1)
