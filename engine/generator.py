@@ -16,7 +16,7 @@ import engine
 from caches import EngineCache
 from caches.spec.accelerate_hooks import prompt_device
 from caches.torch_api import set_grad_enabled
-from configs import EngineConfig, checked_fallbacks
+from configs import CacheConfig, EngineConfig, checked_fallbacks
 from engine.decoding.assistant import Draft
 from engine.decoding.cancellation import Cancellation
 from engine.decoding.driver import Driver
@@ -96,8 +96,13 @@ class Generator:
         inputs, arguments: as of a later call of `generate`; a cache by name. Generates a few tokens. What cannot be
         compiled is tried again. Returns `Stats.compiled` of later calls.
         """
-        if isinstance(arguments.get("cache"), EngineCache):
-            raise OptionError("warmup writes into the cache: give the name of a cache")
+        for name in ("cache", "past_key_values"):
+            if not isinstance(arguments.get(name), str | CacheConfig | None):
+                raise OptionError(
+                    f"{name}= brings a live cache, and warmup would write into that: give the name of a cache as cache="
+                )
+        if arguments.get("streamer") is not None:
+            raise OptionError("a warmup shows no text: leave streamer out")
         self._runner.retry_compiling()
         for _ in range(2):
             found = self.generate(inputs, **arguments | {"max_new_tokens": 4, "min_new_tokens": 4})

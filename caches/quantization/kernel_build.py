@@ -77,8 +77,8 @@ def load_operators(source: Path, option: str) -> None:
     """Register the operators of a C++ file, from a library in the user's cache folder or compiled into it.
 
     The library's name has a hash of the source, the compiler, its options, the processor and the releases of torch,
-    Python and the C library. It is renamed into place when complete, so processes never see half of it. A library that
-    cannot be loaded is compiled once more.
+    Python and the C library, and one of its own content. It is renamed into place when complete, so processes never see
+    half of it. A library that is damaged or cannot be loaded is compiled once more.
 
     option: what needs them, for messages. Raises `ConfigError` if it cannot be compiled or loaded.
     """
@@ -120,20 +120,29 @@ def _library(source: Path, name: str) -> Path:
     inputs = [source.read_text(), *options, *_compiler(), processor(), *releases]
     key = sha256("\0".join(inputs).encode()).hexdigest()[:16]
     folder = _writable_folder()
-    path = folder / f"{name}_{key}.so"
-    if path.exists():
-        return path
+    for path in folder.glob(f"{name}_{key}_*.so"):
+        with suppress(FileNotFoundError):  # another process has found it damaged
+            if path.stem.endswith(f"_{_digest(path)}"):
+                return path
+            path.unlink()  # loading it would end the process with a bus error
     if shutil.which(_compiler()[0]) is not None:
         once_per_machine.info("compiling kernels for this machine, once")
     building = Path(tempfile.mkdtemp(dir=folder, prefix=".building-"))
     try:
-        library = building / path.name
+        library = building / f"{name}.so"
         command = [*_compiler(), *options, *_paths(), str(source), "-o", str(library), *_libraries()]
         subprocess.run(command, check=True, capture_output=True, text=True)
+        with library.open("rb+") as file:
+            os.fsync(file.fileno())
+        path = folder / f"{name}_{key}_{_digest(library)}.so"
         os.replace(library, path)
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return path
+
+
+def _digest(file: Path) -> str:
+    return sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def _compiler() -> list[str]:

@@ -83,9 +83,13 @@ class Driver:
             _without_grad(run.break_off)
             raise
         finally:
-            flow.close()
-            _without_grad(run.close)
-            self._cancellation.pass_on()
+            try:
+                flow.close()
+            finally:
+                try:
+                    _without_grad(run.close)
+                finally:
+                    self._cancellation.pass_on()
         if failure is not None:
             try:
                 self._raise(failure)

@@ -29,7 +29,9 @@ def locate(model: str | Path) -> str:
     """
     if not str(model):
         raise InputError("the model's path is empty: give the path of a folder with a model, or a hub id")
-    path = Path(model).expanduser()
+    path = Path(model)
+    with suppress(RuntimeError):  # there is no such user
+        path = path.expanduser()
     if path.is_dir():
         _check_folder(path)
         return str(path)
@@ -54,6 +56,11 @@ def _check_folder(folder: Path) -> None:
         base = json.loads((folder / _ADAPTER).read_bytes())["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError):
         return  # loading it raises an error that is more precise
+    if not isinstance(base, str):
+        raise InputError(
+            f"the adapter in {str(folder)!r} names no model to which it belongs: write the path or hub id of that into "
+            f"its {_ADAPTER}, as base_model_name_or_path"
+        )
     try:
         locate(base)
     except InputError as error:

@@ -25,7 +25,7 @@ from engine.model.layer_step import LayerStep
 from engine.model.linear_backend import Table
 from engine.model.package_builder import failure_of, write_job
 
-_FORMAT = 6  # of packages: those of other versions are ignored
+_FORMAT = 7  # of packages: those of other versions are ignored
 _PRIORITY = 5  # a lower one costs more: every slice that it gets delays both threads of a product, for longer in all
 
 
@@ -68,14 +68,18 @@ def start_building(
     handle, job = tempfile.mkstemp(dir=folder, suffix=".job")
     os.close(handle)
     steps = {package: (layer.module, layer.call, layer.index, layer.slots) for package, layer in packages.items()}
-    write_job(Path(job), cache, torch.get_num_threads(), linears, steps)
     command = [sys.executable, "-m", "engine.model.package_builder", job]
     # The second one: heads that share keys and values read them where they are, also with a mask.
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRANSFORMERS_SDPA_FORCE_GQA": "1"}
-    builder = subprocess.Popen(
-        command, env=os.environ | variables, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    try:
+        write_job(Path(job), cache, torch.get_num_threads(), linears, steps)
+        builder = subprocess.Popen(
+            command, env=os.environ | variables, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+    except BaseException:  # else that process removes the file
+        Path(job).unlink(missing_ok=True)
+        raise
     _give_way(builder.pid)
     threading.Thread(target=builder.wait, daemon=True).start()  # or it stays as a zombie
     return builder

@@ -43,7 +43,10 @@ def find_free(device: torch.device, folder: str | None = None) -> Free:
 
 def _device_bytes(device: torch.device) -> int | None:
     """What the device has left, and what torch holds of it without using it."""
-    module = torch.get_device_module(device)
+    try:
+        module = torch.get_device_module(device)
+    except RuntimeError:  # torch has none for this kind, such as "meta"
+        return None
     if not module.is_available():  # a run on another machine is planned
         return None
     if hasattr(module, "mem_get_info"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import pickle
 import queue
 import threading
 import time
+import weakref
 from contextlib import suppress
 from itertools import count
 from types import TracebackType
@@ -17,6 +19,7 @@ from engine.serving.request import BatchRequest
 from engine.serving.scheduler import BatchState, Counts, Scheduler
 
 _STATE_S = 0.25  # between two looks at a batch
+_EXIT_S = 30.0  # for the last step, as the process ends
 _IDLE_S = 5.0  # between two exchanges of ranks that have nothing to do: then they notice that one has ended
 
 
@@ -38,6 +41,7 @@ class Batch:
         self.state, self._state_at = BatchState(), 0.0
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine batch", daemon=True)
+        _batches.add(self)
         self._thread.start()
 
     def submit(self, inputs: Any = None, **parameters: Any) -> BatchRequest:
@@ -65,10 +69,13 @@ class Batch:
 
     def close(self, cancel: bool = False) -> None:
         """Take no more prompts, and wait for those that were submitted. cancel: end these before their next step."""
+        self._close(cancel, None)
+
+    def _close(self, cancel: bool, timeout: float | None) -> None:
         with self._lock:
             self._is_closed, self._cancels = True, self._cancels or cancel
         self._inbox.put(None)
-        self._thread.join()
+        self._thread.join(timeout)
 
     def __enter__(self) -> Batch:
         return self
@@ -146,6 +153,17 @@ class Batch:
                 if request is not None:
                     found.append(request)
         return found
+
+
+_batches: weakref.WeakSet[Batch] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End what still runs: the interpreter ends a thread within torch by ending the process with an error."""
+    for batch in list(_batches):
+        if batch._thread.is_alive():
+            batch._close(cancel=True, timeout=_EXIT_S)
 
 
 def _sent(requests: list[BatchRequest]) -> list[tuple[int, Any, dict[str, Any]]]:

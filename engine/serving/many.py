@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
+from contextlib import suppress
 from typing import Any
 
 from engine.decoding.cancellation import Cancellation
@@ -11,10 +13,40 @@ from engine.serving.request import BatchRequest
 from engine.serving.scheduler import Scheduler
 
 
+class EndedRequests:
+    """An iterator of the requests of `generate_many`, as they end. `close()` ends those that still run."""
+
+    def __init__(self, requests: Generator[BatchRequest, None, None]):
+        self._requests = requests
+        # On collection and before the process ends: the cleanup of a run needs a working interpreter.
+        weakref.finalize(self, _leave, requests)
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        return self
+
+    def __next__(self) -> BatchRequest:
+        return next(self._requests)
+
+    def close(self) -> None:
+        """End the requests that still run; no others follow."""
+        self._requests.close()
+
+
+def _leave(requests: Generator[BatchRequest, None, None]) -> None:
+    with suppress(ValueError):  # another thread is in it
+        requests.close()
+
+
 def generate_many(
     scheduler: Scheduler, prompts: Iterable[Any], parameters: dict[str, Any], progress: bool
-) -> Generator[BatchRequest, None, None]:
+) -> EndedRequests:
     """See `Generator.generate_many`."""
+    return EndedRequests(_ended(scheduler, prompts, parameters, progress))
+
+
+def _ended(
+    scheduler: Scheduler, prompts: Iterable[Any], parameters: dict[str, Any], progress: bool
+) -> Generator[BatchRequest, None, None]:
     requests, keys = _requests(prompts, parameters), Cancellation(ranks=scheduler.ranks)
     total = len(prompts) if isinstance(prompts, Sized) else None
     is_last = False
