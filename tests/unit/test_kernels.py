@@ -187,7 +187,7 @@ def test_a_warmup_touches_nothing_of_the_caller():
     for arguments in ({name: cache} for name in ("cache", "past_key_values") for cache in live):
         with pytest.raises(engine.OptionError, match="warmup would write into that: give the name of a cache"):
             gen.warmup(ids, **arguments)
-    with pytest.raises(engine.OptionError, match="leave out streamer"):
+    with pytest.raises(engine.OptionError, match="leave streamer out"):
         gen.warmup(ids, streamer=streamer)
     assert (live[0].total_tokens, live[1].get_seq_length(), streamer.given, streamer.ends) == (0, 0, [], 0)
     assert gen.warmup(ids, cache=configs.DynamicCacheConfig()) == gen.warmup(ids, past_key_values=None) == "off"
