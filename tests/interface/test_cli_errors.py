@@ -160,7 +160,7 @@ def test_input_that_is_no_text(cli):
     ("command", "code", "told"),
     [
         ("generate - <&-", 2, "standard input is closed"),
-        ("generate x -n 2 >&-", 141, ""),
+        pytest.param("generate x -n 2 >&-", 141, "", marks=pytest.mark.slow),
         ("cache inspect /no/such/file", 2, "error: /no/such/file: No such file or directory"),
     ],
 )

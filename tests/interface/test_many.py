@@ -176,6 +176,7 @@ UNFINISHED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", UNFINISHED.values(), ids=UNFINISHED)
 def test_a_process_may_end_before_its_prompts(code):
     """The interpreter could not end what runs: that would abort the process."""

@@ -127,7 +127,8 @@ def test_theirs_after_a_failed_step(name, new_tokens, monkeypatch):
         assert torch.equal(engine.generate(model, part.sequences, attention_mask=mask, **go_on).sequences, whole)
 
 
-@pytest.fixture(params=["quanto", "hqq", "fp8"])
+# Quanto compiles an extension of its own on first use.
+@pytest.fixture(params=[pytest.param("quanto", marks=pytest.mark.slow), "hqq", "fp8"])
 def quantized(request):
     """Makes a quantized cache of transformers' for a model."""
     options = {} if request.param == "fp8" else {"q_group_size": 16, "residual_length": 8}
