@@ -115,6 +115,14 @@ def test_code_that_computes_something_else_is_not_used(llama, monkeypatch, caplo
     assert "without compiled layers" in caplog.text
 
 
+@pytest.fixture
+def own_folder(llama, tmp_path, monkeypatch):
+    """A copy of the folder of packages, which other tests use meanwhile."""
+    shutil.copytree(cache_folder(), tmp_path / "cache")
+    monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("own_folder")
 def test_a_package_that_cannot_be_loaded_is_left_out(llama, monkeypatch):
     def fail(path, constants):
         return constants(["constant of the compiler"])
@@ -497,9 +505,8 @@ def test_what_changes_within_layers_is_computed_by_themselves(llama, what, monke
         assert generator.generate(prompt(2), **GREEDY).stats.compiled == "4 layers"
 
 
-def test_a_damaged_package_is_built_again(llama, tmp_path, monkeypatch):
-    shutil.copytree(cache_folder(), tmp_path / "cache")  # other tests use that folder meanwhile
-    monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("own_folder")
+def test_a_damaged_package_is_built_again(llama):
     generator = generator_of(llama)
     [package] = {layer.package for one in generator._runner._packages._sets.values() for layer in one._layers}
     content = package.read_bytes()
