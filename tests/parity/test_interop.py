@@ -97,21 +97,26 @@ def test_theirs_in_ours(name, make):
     assert out.cache is theirs
 
 
+def fail_at(step, model, patch):
+    """Let the third layer of the model fail in its forward number `step`."""
+    layer, calls = model.model.layers[2], []
+    forward = layer.forward
+
+    def fails(*args, **kwargs):
+        calls.append(0)
+        return 1 / 0 if len(calls) == step else forward(*args, **kwargs)
+
+    patch.setattr(layer, "forward", fails)
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 @pytest.mark.parametrize("new_tokens", [2, 20])
 def test_theirs_after_a_failed_step(name, new_tokens, monkeypatch):
     """What can be taken back is; what cannot is refused from then on, and the failure itself is what is reported."""
     model, inputs = tiny_model(name), prompt(tokens=5, pads=0)
     theirs = DynamicCache(config=model.config)
-    layer, calls = model.model.layers[2], []
-    forward = layer.forward
-
-    def fails_at_last(*args, **kwargs):
-        calls.append(0)
-        return 1 / 0 if len(calls) == new_tokens else forward(*args, **kwargs)
-
     with monkeypatch.context() as patch:
-        patch.setattr(layer, "forward", fails_at_last)
+        fail_at(new_tokens, model, patch)
         with pytest.raises(engine.GenerationInterrupted, match="ZeroDivisionError") as failure:
             engine.generate(model, inputs, cache=theirs, max_new_tokens=30)
     part = failure.value.partial
@@ -168,15 +173,8 @@ def test_their_quantized_caches_after_a_failed_step(quantized, failing, monkeypa
     model, inputs = tiny_model("llama"), prompt(1, tokens=8, pads=0)
     options = {"do_sample": False, "past_key_values": quantized(model)}
     expected = model.generate(**inputs, **options | {"past_key_values": quantized(model)}, max_new_tokens=NEW)
-    layer, calls = model.model.layers[2], []
-    forward = layer.forward
-
-    def fails(*args, **kwargs):
-        calls.append(0)
-        return 1 / 0 if len(calls) == failing else forward(*args, **kwargs)
-
     with monkeypatch.context() as patch:
-        patch.setattr(layer, "forward", fails)
+        fail_at(failing, model, patch)
         with pytest.raises(engine.GenerationInterrupted, match="ZeroDivisionError") as failure:
             engine.generate(model, inputs, **options, max_new_tokens=NEW)
     part = failure.value.partial
