@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from architectures import prompt, tiny_model
+from architectures import four_layers, prompt, tiny_model
 from failing_memory import memory
 
 import caches
@@ -46,7 +46,7 @@ def test_the_last_step_can_still_be_taken_back(name):
 @pytest.mark.parametrize("backend", ["static", "offloaded_static", "sliding_window", "hybrid", "mamba", "sink"])
 @pytest.mark.parametrize("why", ["a reset", "a first step that failed"])
 def test_an_empty_cache_takes_any_number_of_rows(backend, why, monkeypatch):
-    model = tiny_model({"mamba": "mamba", "sliding_window": "mistral", "hybrid": "gemma2"}.get(backend, "llama"))
+    model = four_layers({"mamba": "mamba", "sliding_window": "mistral", "hybrid": "gemma2"}.get(backend, "llama"))
     known = caches.recipe(backend).options.option_names()
     options = {"max_cache_len": 40, "window_length": 20} if "sink" in backend else {"max_cache_len": 40}
     cache = caches.build(backend, model.config, **{name: value for name, value in options.items() if name in known})

@@ -107,7 +107,7 @@ def test_static_refuses_them(model):
 
 
 def test_a_kind_that_nobody_has_tried_is_refused():
-    config = transformers.LlamaConfig(**_TINY | dict(num_hidden_layers=2))
+    config = transformers.LlamaConfig(**_TINY)
     config.layer_types = ["full_attention", "reference_sliding_attention"]
     for cache in ("dynamic", "static"):
         options = {"max_cache_len": 9} if cache == "static" else {}

@@ -19,7 +19,7 @@ BEAMS = {"num_beams": 3, "num_return_sequences": 2}
 def minimax():
     """Lightning attention beside full attention, with prompts longer than its blocks."""
     return randomised(
-        "MiniMaxConfig", _EXPERTS | dict(block_size=4, layer_types=["full_attention", "linear_attention"] * 2)
+        "MiniMaxConfig", _EXPERTS | dict(block_size=4, layer_types=["full_attention", "linear_attention"])
     )
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from architectures import prompt, tiny_model
+from architectures import four_layers, prompt, tiny_model
 from contract import EDGES, FULL, KINDS, READS_OTHERS, Kind, LayerSpec, build
 from encoder_decoders import source, tiny_encoder_decoder
 from transformers import GenerationMixin
@@ -43,7 +43,7 @@ def on_disk(folder, **options):
 @pytest.mark.parametrize("options", [{}, {"residency": "disk"}, {"offload_only_non_sliding": True}], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_turns_equal_those_of_a_dynamic_cache_bit_by_bit(name, options):
-    model, inputs = tiny_model(name), prompt()
+    model, inputs = four_layers(name), prompt()
     generator = engine.Generator(model, config=engine.EngineConfig(prefill_chunk_tokens=5))
     again = torch.tensor([[5, 9, 11], [7, 3, 2]])
 

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from architectures import pairs, prompt, tiny_model
+from architectures import four_layers, pairs, prompt, tiny_model
 from encoder_decoders import source, tiny_encoder_decoder
 from helpers import looks_ahead
 
@@ -31,8 +31,8 @@ NAMES = [
 
 
 @functools.cache
-def text_of(name):
-    return tiny_model(name).generate(**prompt(), max_new_tokens=NEW, do_sample=False)
+def text_of(model):
+    return model.generate(**prompt(), max_new_tokens=NEW, do_sample=False)
 
 
 PAIRS = [pair for pair in pairs(NAMES) if pair[1] != "none"]
@@ -40,7 +40,7 @@ PAIRS = [pair for pair in pairs(NAMES) if pair[1] != "none"]
 
 @pytest.mark.parametrize(("name", "cache", "ahead"), [(*pair, (1, 3)[number % 2]) for number, pair in enumerate(PAIRS)])
 def test_tokens_fed_ahead_and_taken_back(name, cache, ahead):
-    model, inputs, text = tiny_model(name), prompt(), text_of(name)
+    model, inputs, text = tiny_model(name), prompt(), text_of(tiny_model(name))
     out = engine.generate(model, inputs, cache=cache, strategy=looks_ahead(text, ahead), max_new_tokens=NEW)
     assert out.sequences.shape[1] > 13 + NEW - ahead - 2
     assert torch.equal(out.sequences, text[:, : out.sequences.shape[1]])
@@ -58,7 +58,7 @@ def test_with_an_encoder(cache):
 @pytest.mark.parametrize("name", ["mamba2", "bamba", "lfm2", "falcon_h1"])
 @pytest.mark.parametrize("new_tokens", [1, 2, 9])
 def test_a_failed_step_leaves_no_trace_in_states(name, cache, new_tokens, monkeypatch):
-    model, inputs = tiny_model(name), prompt()
+    model, inputs = four_layers(name), prompt()
     layers = getattr(model, "model", None) or model.backbone
     layer, calls = layers.layers[2], []
     forward = layer.forward
@@ -73,7 +73,7 @@ def test_a_failed_step_leaves_no_trace_in_states(name, cache, new_tokens, monkey
         with pytest.raises(engine.GenerationInterrupted, match="ZeroDivisionError") as failure:
             engine.generate(model, inputs, cache=cache, max_new_tokens=NEW)
     part = failure.value.partial
-    whole = text_of(name)
+    whole = text_of(model)
     assert torch.equal(part.sequences, whole[:, : 13 + new_tokens - 1])
     rest = NEW - new_tokens + 1
     mask = torch.ones_like(part.sequences)

@@ -418,7 +418,7 @@ def test_in_other_threads_no_handler_is_touched():
     assert handlers == [signal.default_int_handler] * 2
 
 
-LAYERS = {"llama": "model.layers.2", "mistral": "model.layers.2", "jamba": "model.layers.3", "t5": "decoder.block.1"}
+LAYERS = {"llama": "model.layers.2", "mistral": "model.layers.2", "jamba": "model.layers.1", "t5": "decoder.block.1"}
 
 
 @pytest.mark.parametrize("strategy", NAMES)

@@ -123,8 +123,9 @@ def test_attributes_of_states():
     assert ours.intermediate_size == config.intermediate_size
     assert ours.conv_kernel_size == config.conv_kernel
     assert ours.ssm_state_size == config.state_size
-    assert [state.shape for state in ours.conv_states] == [(2, config.intermediate_size, config.conv_kernel)] * 4
-    assert [state.shape for state in ours.ssm_states] == [(2, config.intermediate_size, config.state_size)] * 4
+    layers, width = config.num_hidden_layers, config.intermediate_size
+    assert [state.shape for state in ours.conv_states] == [(2, width, config.conv_kernel)] * layers
+    assert [state.shape for state in ours.ssm_states] == [(2, width, config.state_size)] * layers
 
 
 def test_legacy_tuples():
@@ -215,11 +216,11 @@ def test_numbers_that_are_not_finite_are_found_on_request():
     model, inputs = tiny_model("falcon_h1"), prompt()
     ours = engine.generate(model, inputs, max_new_tokens=3).cache
     ours.check_finite()
-    ours.key_cache[2][1, 0, 5, 3] = float("inf")
-    with pytest.raises(caches.StepError, match="layer 2: 1 elements of keys in row 1 are NaN or infinite"):
+    ours.key_cache[1][1, 0, 5, 3] = float("inf")
+    with pytest.raises(caches.StepError, match="layer 1: 1 elements of keys in row 1 are NaN or infinite"):
         ours.check_finite()
-    ours.ssm_states[1][0] = float("nan")
-    with pytest.raises(caches.StepError, match=r"layer 1: \d+ elements of recurrent 0 in row 0"):
+    ours.ssm_states[0][0] = float("nan")
+    with pytest.raises(caches.StepError, match=r"layer 0: \d+ elements of recurrent 0 in row 0"):
         ours.check_finite()
 
 

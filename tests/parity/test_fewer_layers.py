@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from architectures import prompt, tiny_model
+from architectures import four_layers, prompt
 from transformers import DynamicCache
 
 import caches
@@ -17,7 +17,7 @@ NAMES = ["llama", "gemma2", "qwen3", "bamba"]
 
 def shortened(name, layers=2):
     """The model without its last layers; its configuration still has them."""
-    model = copy.deepcopy(tiny_model(name))
+    model = copy.deepcopy(four_layers(name))
     model.model.layers = model.model.layers[:layers]
     return model
 
@@ -37,7 +37,7 @@ def test_layers_cut_off_the_model(name, layers):
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_layers_left_out_by_the_configuration(name):
     """As a model does that drafts for itself: the configuration changes after the cache was built."""
-    model, inputs = copy.deepcopy(tiny_model(name)), prompt()
+    model, inputs = copy.deepcopy(four_layers(name)), prompt()
     cache = caches.build("dynamic", model.config)
     model.config.num_hidden_layers = 2
     options = {"max_new_tokens": 9, "do_sample": False}
@@ -47,7 +47,7 @@ def test_layers_left_out_by_the_configuration(name):
 
 def test_what_no_model_is_known_to_use_is_told(caplog):
     """Two layers of four are used, by code that is no model of transformers'."""
-    cache = caches.build("dynamic", tiny_model("llama").config)
+    cache = caches.build("dynamic", four_layers("llama").config)
     with caplog.at_level(logging.WARNING, "caches"):
         for _ in range(3):
             for layer in range(2):
@@ -59,7 +59,7 @@ def test_what_no_model_is_known_to_use_is_told(caplog):
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 @pytest.mark.parametrize("seen", [0, 7])
 def test_a_forward_that_failed_can_be_made_again(name, seen, monkeypatch, caplog):
-    model = tiny_model(name)
+    model = four_layers(name)
     ids = prompt(pads=0)["input_ids"]
     cache = caches.build("dynamic", model.config)
     with torch.no_grad():

@@ -14,18 +14,18 @@ VOCABULARY = 101
 WINDOW = 8
 
 _TINY = dict(
-    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, max_position_embeddings=256, bos_token_id=1, eos_token_id=None, pad_token_id=0,
     tie_word_embeddings=False,
 )  # fmt: skip
-_MIXED = ["sliding_attention", "full_attention"] * 2
+_MIXED = ["sliding_attention", "full_attention"]
 _GPT2 = dict(vocab_size=VOCABULARY, n_embd=32, n_layer=3, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=None,
              tie_word_embeddings=False)  # fmt: skip
 
 # name: (configuration class, its arguments)
 ARCHITECTURES = {
-    "llama": ("LlamaConfig", _TINY),
-    "mistral": ("MistralConfig", _TINY | dict(sliding_window=WINDOW)),
+    "llama": ("LlamaConfig", _TINY | dict(num_hidden_layers=4)),
+    "mistral": ("MistralConfig", _TINY | dict(num_hidden_layers=4, sliding_window=WINDOW)),
     "gemma2": ("Gemma2Config", _TINY | dict(sliding_window=WINDOW, layer_types=_MIXED, query_pre_attn_scalar=8)),
     "gpt2": ("GPT2Config", _GPT2),
     "opt": ("OPTConfig", _TINY | dict(ffn_dim=64, word_embed_proj_dim=32)),
@@ -34,7 +34,7 @@ ARCHITECTURES = {
     "llama4_text": (
         "Llama4TextConfig",
         _TINY | dict(intermediate_size_mlp=64, num_local_experts=2, attention_chunk_size=WINDOW, use_qk_norm=True,
-                     layer_types=["chunked_attention", "full_attention"] * 2, no_rope_layers=[1, 0, 1, 0]),
+                     layer_types=["chunked_attention", "full_attention"], no_rope_layers=[1, 0]),
     ),
 }  # fmt: skip
 
@@ -80,10 +80,10 @@ _MPT = dict(
 _NEO = dict(
     vocab_size=VOCABULARY,
     hidden_size=32,
-    num_layers=4,
+    num_layers=2,
     num_heads=4,
     window_size=WINDOW,
-    attention_types=[[["global", "local"], 2]],
+    attention_types=[[["global", "local"], 1]],
     max_position_embeddings=256,
     bos_token_id=1,
     eos_token_id=None,
@@ -135,7 +135,7 @@ MORE_ARCHITECTURES = {
     "qwen2_moe": ("Qwen2MoeConfig", _TINY | dict(num_experts=4, moe_intermediate_size=32)),
     "qwen3_moe": ("Qwen3MoeConfig", _TINY | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)),
     "seed_oss": ("SeedOssConfig", _TINY),
-    "smollm3": ("SmolLM3Config", _TINY | dict(no_rope_layers=[1, 0, 1, 0])),
+    "smollm3": ("SmolLM3Config", _TINY | dict(no_rope_layers=[1, 0])),
     "stablelm": ("StableLmConfig", _TINY),
     "starcoder2": ("Starcoder2Config", _TINY | dict(sliding_window=WINDOW)),
     "xglm": ("XGLMConfig", _XGLM),
@@ -165,7 +165,7 @@ _GEMMA4 = _GEMMA3N | dict(intermediate_size=64, vocab_size_per_layer_input=VOCAB
 _VISION = dict(
     hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
 )
-_QWEN35 = _TINY | dict(layer_types=["full_attention"] * 4)
+_QWEN35 = _TINY | dict(layer_types=["full_attention"] * 2)
 
 # And those that share their attention with one above, or are rarely met: too many for the default tests.
 RARE_ARCHITECTURES = {
@@ -230,7 +230,7 @@ RARE_ARCHITECTURES = {
     "mellum": ("MellumConfig", _MOE_WINDOWS),
     "mimo_v2_flash": ("MiMoV2FlashConfig", _MOE_WINDOWS | dict(n_routed_experts=4, v_head_dim=8)),
     "minimax_m2": ("MiniMaxM2Config", _EXPERTS),
-    "minimax_m3_vl_text": ("MiniMaxM3VLTextConfig", _EXPERTS | dict(dense_intermediate_size=64, shared_intermediate_size=32, layer_types=["full_attention"] * 4)),
+    "minimax_m3_vl_text": ("MiniMaxM3VLTextConfig", _EXPERTS | dict(dense_intermediate_size=64, shared_intermediate_size=32, layer_types=["full_attention"] * 2)),
     "ministral": ("MinistralConfig", _WINDOWS),
     "ministral3": ("Ministral3Config", _TINY | dict(sliding_window=WINDOW)),
     "mllama": ("MllamaConfig", dict(text_config=_NO_HEAD_DIM | dict(cross_attention_layers=[1]), vision_config=dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_global_layers=1, attention_heads=2, intermediate_layers_indices=[0]))),
@@ -275,7 +275,7 @@ _LINEAR = dict(
     linear_key_head_dim=8,
     linear_value_head_dim=8,
     linear_conv_kernel_dim=4,
-    layer_types=["linear_attention", "full_attention"] * 2,
+    layer_types=["linear_attention", "full_attention"],
 )
 _JAMBA = dict(
     attn_layer_period=2,
@@ -286,10 +286,13 @@ _JAMBA = dict(
     mamba_d_state=8,
     mamba_dt_rank=4,
 )
-_SPARSE = dict(mlp_layer_types=["dense", "sparse", "sparse", "sparse"])
+_SPARSE = dict(mlp_layer_types=["dense", "sparse"])
 _NEMOTRON = dict(ssm_state_size=8, mamba_num_heads=4, mamba_head_dim=16, n_groups=1, chunk_size=8)
 _ZAMBA = _NO_HEAD_DIM | dict(
-    num_key_value_heads=4, mamba_d_state=8, layers_block_type=["linear_attention", "hybrid"] * 2
+    num_hidden_layers=4,  # its blocks are shared by layers
+    num_key_value_heads=4,
+    mamba_d_state=8,
+    layers_block_type=["linear_attention", "hybrid"] * 2,
 )
 _INKLING = _TINY | dict(
     swa_num_attention_heads=4,
@@ -298,7 +301,7 @@ _INKLING = _TINY | dict(
     sliding_window_size=WINDOW,
     d_rel=4,
     rel_extent=16,
-    layer_types=["hybrid_sliding", "hybrid"] * 2,
+    layer_types=["hybrid_sliding", "hybrid"],
     n_routed_experts=4,
     num_experts_per_tok=2,
     moe_intermediate_size=32,
@@ -311,27 +314,27 @@ STATE_ARCHITECTURES = {
     "mamba2": ("Mamba2Config", _TINY | dict(num_heads=4, head_dim=16, state_size=8, n_groups=1, chunk_size=8)),
     "falcon_mamba": ("FalconMambaConfig", _TINY | dict(state_size=8, time_step_rank=4)),
     "jamba": ("JambaConfig", _TINY | _JAMBA),
-    "bamba": ("BambaConfig", _TINY | _MAMBA | dict(attn_layer_indices=[1, 3])),
+    "bamba": ("BambaConfig", _TINY | _MAMBA | dict(attn_layer_indices=[1])),
     "falcon_h1": ("FalconH1Config", _TINY | _MAMBA | dict(mamba_d_ssm=64)),
     "zamba2": ("Zamba2Config", _ZAMBA | dict(n_mamba_heads=4, chunk_size=8, adapter_rank=4)),
-    "lfm2": ("Lfm2Config", _TINY | dict(layer_types=["conv", "full_attention"] * 2, block_multiple_of=16)),
+    "lfm2": ("Lfm2Config", _TINY | dict(layer_types=["conv", "full_attention"], block_multiple_of=16)),
     "qwen3_next": ("Qwen3NextConfig", _MOE | _LINEAR),
-    "granitemoehybrid": ("GraniteMoeHybridConfig", _EXPERTS | _MAMBA | dict(shared_intermediate_size=32, layer_types=["linear_attention", "full_attention"] * 2)),
+    "granitemoehybrid": ("GraniteMoeHybridConfig", _EXPERTS | _MAMBA | dict(shared_intermediate_size=32, layer_types=["linear_attention", "full_attention"])),
     "nemotron_h": ("NemotronHConfig", {k: v for k, v in _TINY.items() if k != "num_hidden_layers"} | _NEMOTRON | dict(layers_block_type=["linear_attention", "full_attention", "linear_attention", "mlp"])),
 }  # fmt: skip
 RARE_STATE_ARCHITECTURES = {
-    "bailing_hybrid": ("BailingHybridConfig", _DEEPSEEK | _SPARSE | dict(num_experts=4, num_experts_per_token=2, num_expert_group=1, linear_head_dim=8, linear_num_heads=4, q_lora_rank=None, layer_types=["linear_attention", "full_attention"] * 2, num_nextn_predict_layers=0)),
+    "bailing_hybrid": ("BailingHybridConfig", _DEEPSEEK | _SPARSE | dict(num_experts=4, num_experts_per_token=2, num_expert_group=1, linear_head_dim=8, linear_num_heads=4, q_lora_rank=None, layer_types=["linear_attention", "full_attention"], num_nextn_predict_layers=0)),
     "inkling": ("InklingTextConfig", _INKLING | _SPARSE),
-    "inkling2": ("Inkling2TextConfig", _INKLING | dict(n_layers_per_attn_res_block=2)),
-    "kimi_linear": ("KimiLinearConfig", _LATENT | _SPARSE | dict(q_lora_rank=None, num_experts=4, num_experts_per_token=2, moe_intermediate_size=32, linear_head_dim=8, linear_num_heads=4, layer_types=["linear_attention", "full_attention"] * 2)),
-    "lfm2_moe": ("Lfm2MoeConfig", _MOE | dict(layer_types=["conv", "full_attention"] * 2, num_dense_layers=1)),
-    "lfm3": ("Lfm3Config", _TINY | dict(sliding_window=WINDOW, layer_types=["conv", "full_attention", "conv", "sliding_attention"])),
+    "inkling2": ("Inkling2TextConfig", _INKLING | dict(num_hidden_layers=4, layer_types=["hybrid_sliding", "hybrid"] * 2, n_layers_per_attn_res_block=2)),
+    "kimi_linear": ("KimiLinearConfig", _LATENT | _SPARSE | dict(q_lora_rank=None, num_experts=4, num_experts_per_token=2, moe_intermediate_size=32, linear_head_dim=8, linear_num_heads=4, layer_types=["linear_attention", "full_attention"])),
+    "lfm2_moe": ("Lfm2MoeConfig", _MOE | dict(layer_types=["conv", "full_attention"], num_dense_layers=1)),
+    "lfm3": ("Lfm3Config", _TINY | dict(num_hidden_layers=4, sliding_window=WINDOW, layer_types=["conv", "full_attention", "conv", "sliding_attention"])),
     "nemotron_h_moe": ("NemotronHConfig", {k: v for k, v in _TINY.items() if k != "num_hidden_layers"} | dict(layers_block_type=["full_attention", "moe", "full_attention", "mlp"], n_routed_experts=4, moe_intermediate_size=32, moe_shared_expert_intermediate_size=32)),
     "olmo_hybrid": ("OlmoHybridConfig", _TINY | _LINEAR | dict(linear_num_value_heads=2)),
     "qwen3_5_text": ("Qwen3_5TextConfig", _TINY | _LINEAR),
     "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", _MOE | _LINEAR),
     "zamba": ("ZambaConfig", _ZAMBA | dict(attention_hidden_size=64, attention_head_dim=16, n_mamba_heads=2, mamba_dt_rank=4)),
-    "zaya": ("ZayaConfig", _TINY | dict(num_experts=4, moe_intermediate_size=32, router_hidden_size=16, layer_types=["hybrid", "hybrid_sliding"] * 2, sliding_window=WINDOW)),
+    "zaya": ("ZayaConfig", _TINY | dict(num_experts=4, moe_intermediate_size=32, router_hidden_size=16, layer_types=["hybrid", "hybrid_sliding"], sliding_window=WINDOW)),
 }  # fmt: skip
 MORE_ARCHITECTURES |= STATE_ARCHITECTURES
 RARE_ARCHITECTURES |= RARE_STATE_ARCHITECTURES
@@ -365,6 +368,18 @@ def pairs(names) -> list[tuple[str, str]]:
 def tiny_model(name: str) -> PreTrainedModel:
     """The architecture's model."""
     return randomised(*(ARCHITECTURES | MORE_ARCHITECTURES | RARE_ARCHITECTURES)[name])
+
+
+@cache
+def four_layers(name: str) -> PreTrainedModel:
+    """The architecture's model with four layers, where one between others is to fail or to be left out."""
+    config_class, arguments = (ARCHITECTURES | MORE_ARCHITECTURES)[name]
+    if arguments["num_hidden_layers"] == 4:
+        return tiny_model(name)
+    twice = {key: arguments[key] * 2 for key in ("layer_types", "no_rope_layers") if key in arguments}
+    if "attn_layer_indices" in arguments:
+        twice["attn_layer_indices"] = [1, 3]
+    return randomised(config_class, arguments | twice | {"num_hidden_layers": 4})
 
 
 def randomised(config_class: str, arguments: dict) -> PreTrainedModel:

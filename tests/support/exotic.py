@@ -5,10 +5,12 @@ import transformers
 from architectures import _EXPERTS, _TINY, WINDOW, randomised
 from packaging.version import Version
 
+_FOUR = dict(num_hidden_layers=4)
 MODELS = {
     "deepseek_v4": (
         "DeepseekV4Config",
         _TINY
+        | _FOUR
         | dict(num_key_value_heads=1, head_dim=16, q_lora_rank=16, num_experts_per_tok=2, n_routed_experts=4,
                moe_intermediate_size=32, sliding_window=WINDOW, o_groups=2, o_lora_rank=8, index_n_heads=4,
                index_head_dim=16, index_topk=2, partial_rotary_factor=0.5, num_nextn_predict_layers=0,
@@ -20,6 +22,7 @@ MODELS = {
     "minimax_m3": (
         "MiniMaxM3VLTextConfig",
         _EXPERTS
+        | _FOUR
         | dict(dense_intermediate_size=64, shared_intermediate_size=32, rotary_dim=4, index_n_heads=2,
                index_head_dim=8, index_block_size=4, index_topk_blocks=2, mlp_layer_types=["dense", "sparse"] * 2,
                layer_types=["full_attention", "minimax_m3_sparse"] * 2),
@@ -27,6 +30,7 @@ MODELS = {
     "qwen4_exp": (
         "Qwen4ExpTextConfig",
         _TINY
+        | _FOUR
         | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32,
                linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
                hc_count=2, hc_lowrank=8, indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=4,

@@ -13,22 +13,21 @@ from tokenizers.models import BPE
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, StoppingCriteria
 
 WINDOW = 8
-_TWO = _TINY | dict(num_hidden_layers=2)
 _MIXED = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
 _CHUNKED = dict(intermediate_size_mlp=64, num_local_experts=2, attention_chunk_size=WINDOW, use_qk_norm=True,
                 layer_types=["chunked_attention", "full_attention"], no_rope_layers=[1, 0])  # fmt: skip
 _GPT2 = dict(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=None,
              tie_word_embeddings=False)  # fmt: skip
 MODELS = {
-    "llama": ("LlamaConfig", _TWO),
-    "mistral": ("MistralConfig", _TWO | dict(sliding_window=WINDOW)),
-    "gemma2": ("Gemma2Config", _TWO | _MIXED | dict(query_pre_attn_scalar=8)),
-    "qwen3": ("Qwen3Config", _TWO | _MIXED | dict(use_sliding_window=True)),
-    "llama4_text": ("Llama4TextConfig", _TWO | _CHUNKED),
+    "llama": ("LlamaConfig", _TINY),
+    "mistral": ("MistralConfig", _TINY | dict(sliding_window=WINDOW)),
+    "gemma2": ("Gemma2Config", _TINY | _MIXED | dict(query_pre_attn_scalar=8)),
+    "qwen3": ("Qwen3Config", _TINY | _MIXED | dict(use_sliding_window=True)),
+    "llama4_text": ("Llama4TextConfig", _TINY | _CHUNKED),
     "gpt2": ("GPT2Config", _GPT2),
-    "mixtral": ("MixtralConfig", _EXPERTS | dict(num_hidden_layers=2, sliding_window=None)),
-    "mamba": ("MambaConfig", _TWO | dict(state_size=8, time_step_rank=4)),
-    "lfm2": ("Lfm2Config", _TWO | dict(layer_types=["conv", "full_attention"], block_multiple_of=16)),
+    "mixtral": ("MixtralConfig", _EXPERTS | dict(sliding_window=None)),
+    "mamba": ("MambaConfig", _TINY | dict(state_size=8, time_step_rank=4)),
+    "lfm2": ("Lfm2Config", _TINY | dict(layer_types=["conv", "full_attention"], block_multiple_of=16)),
     "t5": None,
     "bart": None,
 }
