@@ -38,8 +38,9 @@ from engine.out_of_memory import Exhausted, empty_allocators
 from engine.output.hf_streamers import adapter_for
 from engine.output.stream_buffer import StreamBuffer
 from engine.planning.free_memory import find_free
+from engine.prompt import without_padding
 from engine.request.assistant import DraftRequest, read_draft_request
-from engine.request.call import Call, parameters, read_call, takes
+from engine.request.call import ONE_TOKEN, Call, parameters, read_call, takes
 from engine.request.compatibility import check_together
 from engine.request.continuation import check_content, check_continues, check_padding_ahead
 from engine.request.logits_processors import with_own_processors
@@ -148,7 +149,7 @@ class Generator:
             if (inputs, cache, cache_config) != (None, None, None) or parameters:
                 raise OptionError("resume= brings the prompt and the cache of its file: leave everything else out")
             return read_prefix(self, resume)
-        parameters |= {"max_new_tokens": 1, "do_sample": False, "num_beams": 1}
+        parameters |= ONE_TOKEN
         return Prefix(self, self.generate(inputs, cache=cache, cache_config=cache_config, **parameters).cache)
 
     def batch(
@@ -352,10 +353,8 @@ class Generator:
             return Reused(cache)
 
         def read(cache: EngineCache, ids: torch.Tensor) -> Any:
-            inputs = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids[None])}
-            one_token: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1}
             same: dict[str, Any] = {"on_oom": call.on_oom, "cancellation": call.cancellation}
-            return self.generate(inputs, cache=cache, **one_token, **same).cache
+            return self.generate(without_padding(ids[None]), cache=cache, **ONE_TOKEN, **same).cache
 
         return self._store.find(cache, request.prompt.ids[0], request.needs.rows_per_prompt > 1, read)
 
