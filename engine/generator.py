@@ -16,7 +16,7 @@ import engine
 from caches import EngineCache
 from caches.spec.accelerate_hooks import prompt_device
 from caches.torch_api import set_grad_enabled
-from configs import CacheConfig, EngineConfig, checked_fallbacks
+from configs import CacheConfig, EngineConfig, checked_fallbacks, makes_graphs
 from engine.decoding.assistant import Draft
 from engine.decoding.cancellation import Cancellation
 from engine.decoding.driver import Driver
@@ -302,15 +302,20 @@ class Generator:
             check_content(self._runner, cache, request, columns, inputs, call.tokenizer)
         keep = None if self.config.max_cache_bytes is None else budget.keep
         prefix = CachedPrefix(request.before, request.prompt.columns_without_ids)
-        shares = self.config.compile in ("off", "auto")  # a compiled step cannot read shared prefixes
+        shares = not makes_graphs(self.config.compile)  # a graph cannot read shared prefixes
         options = SessionOptions(
-            request.chunk_tokens, shares, request.needs.verifies, stop.check, recovery.apply_next, keep, ranks
+            request.chunk_tokens,
+            stop.check,
+            recovery.apply_next,
+            ranks,
+            shares_prefixes=shares,
+            rolls_back=request.needs.verifies,
+            make_room=keep,
         )
         session = ModelSession(self._runner, reused.cache, columns, inputs, prefix, options)
         draft_session = None
         if draft is not None and draft_request is not None:
-            recover = draft_recovery.apply_next
-            options = SessionOptions(request.chunk_tokens, check=stop.check, recover=recover, ranks=ranks)
+            options = SessionOptions(request.chunk_tokens, stop.check, draft_recovery.apply_next, ranks)
             draft_session = draft.session(draft_request, options)
         loop = DecodingLoop(
             request,
