@@ -16,7 +16,7 @@ import engine
 from caches import EngineCache
 from caches.spec.accelerate_hooks import prompt_device
 from caches.torch_api import set_grad_enabled
-from configs import CacheConfig, EngineConfig, checked_fallbacks
+from configs import CacheConfig, EngineConfig, checked_fallbacks, makes_graphs
 from engine.decoding.assistant import Draft
 from engine.decoding.cancellation import Cancellation
 from engine.decoding.driver import Driver
@@ -38,8 +38,9 @@ from engine.out_of_memory import Exhausted, empty_allocators
 from engine.output.hf_streamers import adapter_for
 from engine.output.stream_buffer import StreamBuffer
 from engine.planning.free_memory import find_free
+from engine.prompt import without_padding
 from engine.request.assistant import DraftRequest, read_draft_request
-from engine.request.call import Call, parameters, read_call, takes
+from engine.request.call import ONE_TOKEN, Call, parameters, read_call, takes
 from engine.request.compatibility import check_together
 from engine.request.continuation import check_content, check_continues, check_padding_ahead
 from engine.request.logits_processors import with_own_processors
@@ -148,7 +149,7 @@ class Generator:
             if (inputs, cache, cache_config) != (None, None, None) or parameters:
                 raise OptionError("resume= brings the prompt and the cache of its file: leave everything else out")
             return read_prefix(self, resume)
-        parameters |= {"max_new_tokens": 1, "do_sample": False, "num_beams": 1}
+        parameters |= ONE_TOKEN
         return Prefix(self, self.generate(inputs, cache=cache, cache_config=cache_config, **parameters).cache)
 
     def batch(
@@ -301,15 +302,20 @@ class Generator:
             check_content(self._runner, cache, request, columns, inputs, call.tokenizer)
         keep = None if self.config.max_cache_bytes is None else budget.keep
         prefix = CachedPrefix(request.before, request.prompt.columns_without_ids)
-        shares = self.config.compile in ("off", "auto")  # a compiled step cannot read shared prefixes
+        shares = not makes_graphs(self.config.compile)  # a graph cannot read shared prefixes
         options = SessionOptions(
-            request.chunk_tokens, shares, request.needs.verifies, stop.check, recovery.apply_next, keep, ranks
+            request.chunk_tokens,
+            stop.check,
+            recovery.apply_next,
+            ranks,
+            shares_prefixes=shares,
+            rolls_back=request.needs.verifies,
+            make_room=keep,
         )
         session = ModelSession(self._runner, reused.cache, columns, inputs, prefix, options)
         draft_session = None
         if draft is not None and draft_request is not None:
-            recover = draft_recovery.apply_next
-            options = SessionOptions(request.chunk_tokens, check=stop.check, recover=recover, ranks=ranks)
+            options = SessionOptions(request.chunk_tokens, stop.check, draft_recovery.apply_next, ranks)
             draft_session = draft.session(draft_request, options)
         loop = DecodingLoop(
             request,
@@ -352,10 +358,8 @@ class Generator:
             return Reused(cache)
 
         def read(cache: EngineCache, ids: torch.Tensor) -> Any:
-            inputs = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids[None])}
-            one_token: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1}
             same: dict[str, Any] = {"on_oom": call.on_oom, "cancellation": call.cancellation}
-            return self.generate(inputs, cache=cache, **one_token, **same).cache
+            return self.generate(without_padding(ids[None]), cache=cache, **ONE_TOKEN, **same).cache
 
         return self._store.find(cache, request.prompt.ids[0], request.needs.rows_per_prompt > 1, read)
 

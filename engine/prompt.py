@@ -43,6 +43,11 @@ class Prompt:
         return Prompt(self.ids.to(device), mask, move(self.model_kwargs, device), embeds)
 
 
+def without_padding(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Ids [rows, tokens] as inputs in which no token is padding."""
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
 def move(model_kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """`model_kwargs` with their tensors on `device`."""
     return {

@@ -63,6 +63,11 @@ def fits(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int) -
     return sum(_least(columns, [[column.title for column in columns], *rows])) + _GAP * (len(columns) - 1) <= width
 
 
+def fitted(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> str:
+    """As `aligned`, or as `blocks` where that would be too wide."""
+    return (aligned if fits(columns, rows, width) else blocks)(columns, rows, width)
+
+
 def _least(columns: Sequence[Column], table: Sequence[Sequence[str]]) -> list[int]:
     """The least width of every column."""
     widest = [max(len(line) for row in table for line in row[n].splitlines() or [""]) for n in range(len(columns))]

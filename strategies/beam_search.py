@@ -20,13 +20,14 @@ _NEVER = -1e9  # the score of what must not be chosen
 class Rules:
     """When a search ends and how the texts that have ended are compared. See `Beam` for the options.
 
-    is_group: one group of diverse beam search. It is done when its worst text is no worse than the best candidate of
-    the step, which may be one that ends. At the length limit it adds all running beams, unless it is done. Beam search
-    itself compares with the best running beam, and adds only the best candidates.
+    is_group: the rules of one group of diverse beam search, those of transformers 4. A group is done when its worst
+    finished text scores at least as high as the best candidate of the step, finished or not. At the length limit all
+    running beams are added, unless it is done. Without it the rules are those of transformers 5: the comparison is with
+    the best running beam, and only the best candidates are added.
     """
 
-    length_penalty: float = 1.0
-    early_stopping: bool | str = False
+    length_penalty: float
+    early_stopping: bool | str
     do_sample: bool = False
     is_group: bool = False
 

@@ -97,7 +97,7 @@ class ImplicitSteps:
             if tokens == 1:
                 self.selection.unshare_if_materialized()
 
-    def end_if_complete(self, is_over: bool = False) -> None:
+    def end_if_complete(self, is_over: bool) -> None:
         """Commit a step once it has reached every layer: then what layers hold can be read.
 
         is_over: the forward is known to have ended, so what it did not reach never takes part.

@@ -110,7 +110,7 @@ class LayerStack:
                 "build one with the model's own configuration"
             )
 
-    def empty_layout(self, max_rows: int | None = None) -> CacheLayout:
+    def empty_layout(self, max_rows: int | None) -> CacheLayout:
         """For an empty cache with the same layers; a preallocated one with room for the rows of its first step."""
         specs = None if self.finds_layers and not self.layers else self.specs
         config = self.layout.config  # a file builds the cache from it

@@ -73,7 +73,7 @@ class SplitCache:
         return sum(part.growth(tokens) for part in self.parts if can_predict(part))
 
     @property
-    def shares(self) -> Iterator[tuple[slice, EngineCache]]:
+    def rows_of_parts(self) -> Iterator[tuple[slice, EngineCache]]:
         """The parts, each with the rows that it has."""
         end = 0
         for part, size in zip(self.parts, self.sizes, strict=True):
@@ -167,9 +167,9 @@ def halves(cache: EngineCache, prompts: torch.Tensor) -> SplitCache | None:
 
     prompts: LongTensor [rows], the prompt that each row belongs to, in ascending order.
     """
-    shares = cache.shares if isinstance(cache, SplitCache) else [(slice(0, len(prompts)), cache)]
+    rows_of_parts = cache.rows_of_parts if isinstance(cache, SplitCache) else [(slice(0, len(prompts)), cache)]
     to_split: list[tuple[EngineCache, list[int]]] = []
-    for rows, part in shares:
+    for rows, part in rows_of_parts:
         of_prompts = prompts[rows].unique_consecutive(return_counts=True)[1]
         half = len(of_prompts) // 2
         if half:

@@ -9,7 +9,7 @@ from configs import CacheConfig, PlacedCacheConfig
 from engine.cli import options, output
 from engine.cli.libraries import start_libraries
 from engine.cli.progress import Work
-from engine.tables import Column, aligned, blocks, facts, fits, megabytes, terminal_width, wrapped
+from engine.tables import Column, facts, fitted, megabytes, terminal_width, wrapped
 
 
 @options.takes({None: options.CACHES})
@@ -62,11 +62,10 @@ def all_as_text(report: dict[str, Any], width: int) -> str:
         for one in report["caches"]
         if "refused" not in one
     ]
-    layout = aligned if fits(columns, rows, width) else blocks
     others = [one["name"] for one in report["caches"] if "refused" in one]
     closing = [f"For other models, or with an option that has to be given: {', '.join(others)}."] if others else []
     closing.append("`engine caches NAME` tells the options of one, and what it asks for.")
-    return "\n\n".join([layout(columns, rows, width), "\n".join(wrapped(line, width) for line in closing)])
+    return "\n\n".join([fitted(columns, rows, width), "\n".join(wrapped(line, width) for line in closing)])
 
 
 def one_as_text(report: dict[str, Any], config: type[CacheConfig], width: int) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.cli import options, output, rendering, values
 from engine.cli.generate import assistant
-from engine.cli.libraries import start_libraries
+from engine.cli.libraries import load_generator, start_libraries
 from engine.cli.progress import Work
 from engine.errors import EngineError, OptionError
 from engine.tables import terminal_width
@@ -35,11 +35,7 @@ def chat(**given: Any) -> None:
     cache_config = values.assignments(given["cache_option"], "--cache-option") or None
     with Work() as work:
         start_libraries(work, given["model"], given["assistant_model"])
-        from engine.generator import Generator
-        from engine.model.loading import SHIPPED_MODEL
-
-        work.doing("loading the model")
-        generator = Generator(SHIPPED_MODEL if given["model"] is None else given["model"], config=settings)
+        generator = load_generator(work, given["model"], settings)
         if given["assistant_model"] is not None:
             parameters |= assistant(given["assistant_model"], generator)
         talk = generator.chat(

@@ -7,7 +7,7 @@ import time
 import typer
 
 from engine.cli import options, output
-from engine.cli.libraries import start_libraries
+from engine.cli.libraries import load_generator, start_libraries
 from engine.cli.progress import Work
 
 
@@ -19,16 +19,13 @@ def compile(path: str | None, rows: int, cache: str, dtype: str | None) -> None:
         import torch
 
         from configs import EngineConfig
-        from engine.generator import Generator
-        from engine.model.loading import SHIPPED_MODEL
+        from engine.prompt import without_padding
 
-        work.doing("loading the model")
-        config = EngineConfig(compile="auto", dtype=dtype or "auto")
-        generator = Generator(SHIPPED_MODEL if path is None else path, config=config)
+        generator = load_generator(work, path, EngineConfig(compile="auto", dtype=dtype or "auto"))
         work.doing("compiling one layer of each kind")
         begun = time.perf_counter()
-        ids = torch.ones(rows, 2, dtype=torch.long)
-        found = generator.warmup({"input_ids": ids, "attention_mask": ids}, cache=cache, do_sample=False)
+        prompt = without_padding(torch.ones(rows, 2, dtype=torch.long))
+        found = generator.warmup(prompt, cache=cache, do_sample=False)
     output.say(f"Compiled: {found}, for {rows} row{'s' * (rows > 1)}, in {time.perf_counter() - begun:.1f} s.")
     if found.startswith("off"):
         raise typer.Exit(1)

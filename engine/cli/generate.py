@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from engine.cli import options, output, rendering, values
-from engine.cli.libraries import start_libraries
+from engine.cli.libraries import load_generator, start_libraries
 from engine.cli.lines import write_lines
 from engine.cli.progress import Work
 from engine.errors import OptionError
@@ -43,11 +43,7 @@ def generate(**given: Any) -> None:
         given["stats"] = False
     with Work(is_first) as work:
         start_libraries(work, given["model"], given["assistant_model"])
-        from engine.generator import Generator
-        from engine.model.loading import SHIPPED_MODEL
-
-        work.doing("loading the model")
-        generator = Generator(SHIPPED_MODEL if given["model"] is None else given["model"], config=settings)
+        generator = load_generator(work, given["model"], settings)
         if given["assistant_model"] is not None:
             parameters |= assistant(given["assistant_model"], generator)
         if is_many:

@@ -1,11 +1,16 @@
-"""Imports torch and transformers for the commands that need them, and silences their messages."""
+"""Imports torch and transformers for the commands that need them, silences their messages, and loads models."""
 
 from __future__ import annotations
 
 import gc
 import sys
+from typing import TYPE_CHECKING
 
 from engine.cli.progress import Work
+
+if TYPE_CHECKING:
+    from configs import EngineConfig
+    from engine.generator import Generator
 
 
 def start_libraries(work: Work, *models: str | None) -> None:
@@ -29,3 +34,12 @@ def start_libraries(work: Work, *models: str | None) -> None:
     transformers.utils.logging.set_verbosity_error()
     huggingface_hub.utils.logging.set_verbosity_error()
     huggingface_hub.utils.disable_progress_bars()
+
+
+def load_generator(work: Work, path: str | None, config: EngineConfig) -> Generator:
+    """path: None for the shipped model."""
+    from engine.generator import Generator
+    from engine.model.loading import SHIPPED_MODEL
+
+    work.doing("loading the model")
+    return Generator(SHIPPED_MODEL if path is None else path, config=config)

@@ -9,7 +9,7 @@ from typing import Any
 from engine.cli import options, output
 from engine.cli.libraries import start_libraries
 from engine.cli.progress import Work
-from engine.tables import Column, aligned, blocks, fits, terminal_width, wrapped
+from engine.tables import Column, fitted, terminal_width, wrapped
 
 
 @options.takes({None: options.LINEARS})
@@ -52,5 +52,4 @@ def _as_text(report: dict[str, Any], width: int) -> str:
         f"The fastest product by rows (tokens of all sequences in a step), float32, {report['threads']} threads. "
         '"torch" is its own, "kernel" this package\'s; another than torch\'s is used where it is faster by a tenth.'
     )
-    layout = aligned if fits(columns, rows, width) else blocks
-    return f"{layout(columns, rows, width)}\n\n{wrapped(closing, width)}"
+    return f"{fitted(columns, rows, width)}\n\n{wrapped(closing, width)}"

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from engine.generator import Generator
 
 
-def write_lines(
-    generator: Generator, prompts: list[Any], path: Path, parameters: dict[str, Any], writes: bool = True
-) -> None:
+def write_lines(generator: Generator, prompts: list[Any], path: Path, parameters: dict[str, Any], writes: bool) -> None:
     """Generate for the prompts that `path` has no text of yet, and add a line for each as it ends.
 
     writes: False where another rank of the model writes the lines.

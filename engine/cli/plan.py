@@ -10,16 +10,13 @@ import typer
 from engine.cli import options, output
 from engine.cli.libraries import start_libraries
 from engine.cli.progress import Work
-from engine.cli.values import assignments, size
-from engine.errors import OptionError
+from engine.cli.values import assignments, one_model, size
 
 
 @options.takes({None: options.PLAN})
 def plan(path: str | None, model: str | None, free_gib: float | None, as_json: bool, **asked: Any) -> None:
     """Plan a run: the memory that each cache takes, and which one fits. No weights are loaded."""
-    if path is not None and model is not None:
-        raise OptionError("the model was given twice: as MODEL and as --model: leave one of them out")
-    model = path if model is None else model
+    model = one_model(path, model)
     cache_config = assignments(asked.pop("cache_option"), "--cache-option") or None
     free_bytes = None if free_gib is None else size(free_gib, 2**30, "--free-gib")
     with Work() as work:

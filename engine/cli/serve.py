@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from configs import CacheConfig
+from configs import CacheConfig, EngineConfig
 from engine.cli import options, output, values
-from engine.cli.libraries import start_libraries
+from engine.cli.libraries import load_generator, start_libraries
 from engine.cli.progress import Work
 from engine.errors import EngineError, OptionError
 
@@ -27,52 +27,24 @@ def serve(**given: Any) -> None:
 
     Ends with Ctrl-C or SIGTERM: requests that run are answered before.
     """
-    path, named = given["path"], given["model"]
-    if None not in (path, named):
-        raise OptionError("the model was given twice: as MODEL and as --model: leave one out")
-    path = named if path is None else path
-    api_key = os.environ.get("KVENGINE_API_KEY") if given["api_key"] is None else given["api_key"]
-    if api_key == "":
-        raise OptionError("the API key is empty (--api-key or KVENGINE_API_KEY): give one, or leave it out")
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-        raise OptionError("--api-key has characters that an HTTP header cannot hold: give letters and digits")
-    settings = values.engine_config(given["config"], given)
-    own: dict[str, Any] = {} if given["cache"] is None else {"cache": given["cache"]}
-    if cache_config := values.assignments(given["cache_option"], "--cache-option"):
-        if given["cache"] is None:
-            raise OptionError("--cache-option sets an option of a cache: say which, with --cache")
-        own["cache"] = CacheConfig.from_dict({"name": given["cache"]} | cache_config)
-    most_bytes, gib = values.size(given["max_body_mib"], 2**20, "--max-body-mib"), given["prefix_store_gib"]
-    if gib is not None:
-        own["prefix_store_bytes"] = values.size(gib, _GIB, "--prefix-store-gib") or None
-    elif settings.prefix_store_bytes is None:
-        own["prefix_store_bytes"] = _GIB
-    settings = settings.update(**own)[0]
-    try:
-        import fastapi  # noqa: F401 - an extra
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise OptionError(
-            f"serving needs {error.name}, which is not installed: pip install 'kvengine[serve]'"
-        ) from error
+    path = values.one_model(given["path"], given["model"])
+    api_key, settings = _api_key(given["api_key"]), _settings(given)
+    most_bytes = values.size(given["max_body_mib"], 2**20, "--max-body-mib")
+    _check_installed()
     is_first = values.is_first_rank(settings)
     with Work(is_first) as work:
         start_libraries(work, path)
         import torch
 
-        from engine.generator import Generator
-        from engine.model.loading import SHIPPED_MODEL
+        from engine.prompt import without_padding
         from engine.serving.http.app import make_app
         from engine.serving.http.reading import Limits
         from engine.serving.http.server import allowed_hosts, run
         from engine.serving.http.service import Service
 
-        work.doing("loading the model")
-        generator = Generator(SHIPPED_MODEL if path is None else path, config=settings)
+        generator = load_generator(work, path, settings)
         work.doing("trying a text")  # wrong options of the cache show here, and what is measured once is measured
-        ids = torch.ones(1, 2, dtype=torch.long)
-        prompt = {"input_ids": ids, "attention_mask": ids}
+        prompt = without_padding(torch.ones(1, 2, dtype=torch.long))
         # OpenMP gives each thread that computes workers of its own, and those of the main thread would stay: with more
         # workers than processors all of them sleep between two products, and requests take a quarter longer.
         with ThreadPoolExecutor(1) as thread:
@@ -92,6 +64,42 @@ def serve(**given: Any) -> None:
     app = make_app(service, most_bytes, api_key, hosts)
     started = partial(_announce, name)
     run(app, service, host, port, given["drain_seconds"], started)
+
+
+def _api_key(given: str | None) -> str | None:
+    """given: None for what the environment says."""
+    api_key = os.environ.get("KVENGINE_API_KEY") if given is None else given
+    if api_key == "":
+        raise OptionError("the API key is empty (--api-key or KVENGINE_API_KEY): give one, or leave it out")
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise OptionError("--api-key has characters that an HTTP header cannot hold: give letters and digits")
+    return api_key
+
+
+def _settings(given: dict[str, Any]) -> EngineConfig:
+    settings = values.engine_config(given["config"], given)
+    own: dict[str, Any] = {} if given["cache"] is None else {"cache": given["cache"]}
+    if cache_config := values.assignments(given["cache_option"], "--cache-option"):
+        if given["cache"] is None:
+            raise OptionError("--cache-option sets an option of a cache: say which, with --cache")
+        own["cache"] = CacheConfig.from_dict({"name": given["cache"]} | cache_config)
+    gib = given["prefix_store_gib"]
+    if gib is not None:
+        own["prefix_store_bytes"] = values.size(gib, _GIB, "--prefix-store-gib") or None
+    elif settings.prefix_store_bytes is None:
+        own["prefix_store_bytes"] = _GIB
+    return settings.update(**own)[0]
+
+
+def _check_installed() -> None:
+    try:
+        import fastapi  # noqa: F401 - an extra
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise OptionError(
+            f"serving needs {error.name}, which is not installed: pip install 'kvengine[serve]'"
+        ) from error
 
 
 def _announce(name: str, url: str) -> None:

@@ -69,6 +69,13 @@ def generation_parameters(given: dict[str, Any]) -> dict[str, Any]:
     return named | others
 
 
+def one_model(path: str | None, named: str | None) -> str | None:
+    """path: as MODEL. named: as --model. Raises `OptionError` where both were given."""
+    if path is not None and named is not None:
+        raise OptionError("the model was given twice: as MODEL and as --model: leave one of them out")
+    return named if path is None else path
+
+
 def _option(name: str) -> str:
     """The command line's option for a parameter."""
     return _INSTEAD.get(name, f"--{name.replace('_', '-')}")

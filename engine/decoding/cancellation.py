@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from engine.errors import UserInterrupt
-from engine.model.ranks import ONE_PROCESS, OneProcess
+from engine.model.ranks import OneProcess
 
 _SET, _PRESSED = 1, 2
 
@@ -23,7 +23,7 @@ class Cancellation:
 
     _notes = False  # whether one of them notes Ctrl-C now; signals are the main thread's, so there is one at a time
 
-    def __init__(self, event: Any = None, ranks: OneProcess = ONE_PROCESS):
+    def __init__(self, event: Any, ranks: OneProcess):
         self._event, self._ranks, self._is_pressed = event, ranks, False
 
     def check(self) -> None:

@@ -25,7 +25,7 @@ class _Outputs:
 class CollectedOutputs:
     """hidden: collect the last hidden states of all columns. tokens: collect the logits after so many last tokens."""
 
-    def __init__(self, hidden: bool, tokens: int):
+    def __init__(self, hidden: bool = False, tokens: int = 1):
         self.hidden, self.tokens = hidden, tokens
         self._takes_last = tokens == 1 and not hidden  # those of the last forward, as they are
         self._outputs: list[_Outputs] = []

@@ -40,8 +40,8 @@ class Driver:
         self,
         loop: DecodingLoop,
         cancellation: Cancellation,
-        at_end: Callable[[], None] = lambda: None,
-        planned_bytes: Callable[[], int] = lambda: 0,
+        at_end: Callable[[], None],
+        planned_bytes: Callable[[], int],
     ):
         self.loop, self._cancellation, self._at_end = loop, cancellation, at_end
         self.planned_bytes = planned_bytes

@@ -37,9 +37,9 @@ class ForwardExecutor:
         cache: EngineCache,
         columns: Columns,
         inputs: ModelInputs,
-        before: int = 0,
-        chunk_tokens: int | None = None,
-        check: Callable[[], None] | None = None,
+        before: int,
+        chunk_tokens: int | None,
+        check: Callable[[], None] | None,
     ):
         self.model, self.cache, self.columns, self.routed = runner.model, cache, columns, runner.linears != TORCH
         self._runner, self._before, self._check = runner, before, check
@@ -68,15 +68,10 @@ class ForwardExecutor:
         self.reserve(self._before + ids.shape[1])
         try:
             fed = [(rows, self._feed(ids, rows, cache, prefill, collected)) for rows, cache in self.parts]
-        except BaseException:
-            if isinstance(self.cache, SplitCache):
-                self.cache.abort()  # also the steps of the parts before
-            raise
-        try:
             outputs, states = zip(*(collected.complete(rows, last) for rows, last in fed), strict=True)
             return join_rows(outputs), torch.cat(states) if collected.hidden else None
         except BaseException:
-            self.cache.abort()
+            self.cache.abort()  # of a split cache also the steps of the parts before
             raise
 
     def reserve(self, columns: int) -> None:
@@ -111,7 +106,7 @@ class ForwardExecutor:
     def parts(self) -> list[tuple[slice, EngineCache]]:
         """The groups of rows that are computed together, each with its cache."""
         if isinstance(self.cache, SplitCache):
-            return list(self.cache.shares)
+            return list(self.cache.rows_of_parts)
         return [(self._all_rows, self.cache)]
 
     @property

@@ -27,7 +27,7 @@ from engine.errors import EngineError, InputError
 from engine.model.masks import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner
-from engine.model.ranks import ONE_PROCESS, OneProcess, PeerError, PeerOutOfMemory
+from engine.model.ranks import OneProcess, PeerError, PeerOutOfMemory
 from engine.out_of_memory import without_frames
 from engine.prompt import ENCODED
 from engine.request.encoder import largest_matrix_bytes, source_of
@@ -39,21 +39,22 @@ _logger = logging.getLogger("engine")
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """chunk_tokens: see `ForwardOptions`. shares_prefixes: whether rows that come from one row share it in the cache,
-    which compiled steps cannot read. rolls_back: whether the flow rolls back tokens.
+    """chunk_tokens: see `ForwardOptions`. check: called before every forward; it raises to stop the run. recover:
+    called with the session and the error, without its frames, when memory is out; it makes room or raises, and the
+    session repeats the step. ranks: those that run the same session.
 
-    check: called before every forward; it raises to stop the run. recover: called with the session and the error,
-    without its frames, when memory is out; it makes room or raises, and the session repeats the step. make_room: called
-    with the session and the number of tokens that are about to be fed. ranks: those that run the same session.
+    shares_prefixes: whether rows that come from one row share it in the cache, which compiled steps cannot read.
+    rolls_back: whether the flow rolls back tokens. make_room: called with the session and the number of tokens that are
+    about to be fed.
     """
 
-    chunk_tokens: int | None = None
+    chunk_tokens: int | None
+    check: Callable[[], None]
+    recover: Callable[[ModelSession, BaseException], None]
+    ranks: OneProcess
     shares_prefixes: bool = False
     rolls_back: bool = False
-    check: Callable[[], None] | None = None
-    recover: Callable[[ModelSession, BaseException], None] | None = None
     make_room: Callable[[ModelSession, int], None] | None = None
-    ranks: OneProcess = ONE_PROCESS
 
 
 class ModelSession:
@@ -176,7 +177,7 @@ class ModelSession:
             return None
         pieces, last = -(-waiting // most), self._write(tokens)
         end = last - waiting + -(-waiting // pieces)  # all of about the same size
-        self._feed(end, self._ids.count == 0 or self.is_empty, CollectedOutputs(hidden=False, tokens=1))
+        self._feed(end, self._ids.count == 0 or self.is_empty, CollectedOutputs())
         self.cache.commit()
         self._ids.count, self._prefilled = end, True
         return self._ids.ids[:, end:last].clone()  # more than `tokens` where the cache was emptied in between
@@ -290,7 +291,7 @@ class ModelSession:
             self.commit()
         self._recover(failure)
         if reads_again:
-            self._feed(fed, not self._prefilled, CollectedOutputs(hidden=False, tokens=1))
+            self._feed(fed, not self._prefilled, CollectedOutputs())
             self._ids.count, self._step_open = fed, True
 
     def _can_change_route(self, error: BaseException) -> bool:
@@ -369,7 +370,7 @@ class ModelSession:
             self.cache.reset()
             prefill = True
         if before + fed > self.cache.total_tokens or self.cache.handle is None:
-            self._feed(fed, prefill, CollectedOutputs(hidden=False, tokens=1))
+            self._feed(fed, prefill, CollectedOutputs())
             self.cache.commit()
 
     def _roll_back(self, tokens: int) -> None:

@@ -30,7 +30,7 @@ class Records:
     top_logprobs: as of the call. Logits that are wanted for these alone are discarded as soon as the token is read.
     """
 
-    def __init__(self, config: GenerationConfig, device: torch.device, top_logprobs: int | None = None):
+    def __init__(self, config: GenerationConfig, device: torch.device, top_logprobs: int | None):
         self._device, self._logits_of_step, self._top_logprobs = device, 1, top_logprobs
         self._values: dict[str, list[Any]] = {
             name: [] for name, (parameter, _) in _FIELDS.items() if getattr(config, parameter, None)

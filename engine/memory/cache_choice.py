@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache as TransformersCache
 
 import caches
 from caches import EngineCache
-from configs import CacheConfig, EncoderDecoderCacheConfig, EngineConfig, nearest
+from configs import CacheConfig, EncoderDecoderCacheConfig, EngineConfig, makes_graphs, nearest
 from engine.errors import InputError, OptionError
 from engine.memory.budget import Budget
 from engine.planning.cache_size import empty_cache
@@ -120,7 +120,7 @@ def new_cache(
     if chosen is None:  # last the model's own setting, with its own options
         chosen = request.config.cache_implementation or "dynamic"
         options = request.config.cache_config if options is None else options
-    run_shape, compiled = request.run_shape, config.compile not in ("off", "auto")
+    run_shape, compiled = request.run_shape, makes_graphs(config.compile)
 
     def build(config: CacheConfig) -> EngineCache:
         return caches.build(config.name, model.config, config)

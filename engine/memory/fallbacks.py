@@ -26,8 +26,8 @@ class Recovery:
         self,
         fallbacks: Sequence[str],
         taken: list[Fallback],
-        release: Callable[[], None] = lambda: None,
-        make_room: Callable[[], bool] = lambda: False,
+        release: Callable[[], None],
+        make_room: Callable[[], bool],
     ):
         self._left, self._allowed, self.taken = list(fallbacks), tuple(fallbacks), taken
         self._free, self._make_room = release, make_room

@@ -60,7 +60,7 @@ class Probe:
     keys and values instead.
     """
 
-    def __init__(self, total_tokens: int, pair: bool = False, cross: bool = False):
+    def __init__(self, total_tokens: int, pair: bool, cross: bool):
         self._found = self_attention = FirstLayer(total_tokens, ends=not cross)
         self.handle: DynamicCache | EncoderDecoderCache = self_attention
         if pair:

@@ -89,7 +89,7 @@ class Columns:
         return self._step_masks[dtype][..., begin:end]
 
     def window_mask(
-        self, begin: int, end: int, offset: int, length: int, window: int | None, dtype: torch.dtype, copied: int = 0
+        self, begin: int, end: int, offset: int, length: int, window: int | None, dtype: torch.dtype, copied: int
     ) -> torch.Tensor:
         """The mask of the tokens in columns [begin, end) over `length` columns from `offset` on.
 

@@ -19,6 +19,7 @@ from caches.protocol import attention_view
 from caches.spec.accelerate_hooks import is_dispatched, prompt_device
 from caches.torch_api import compiled_graphs, discard_compiled, graph_errors
 from caches.transformers_api import can_compile_fullgraph
+from configs import makes_graphs
 from engine.errors import InputError, OptionError
 from engine.model import packed_attention
 from engine.model.cache_argument import cache_argument
@@ -106,7 +107,7 @@ class ModelRunner:
         self._backend, self._compiled = compile, None
         self._alone_calls = 0  # of `why_alone`, before a joined step is tried again for which memory was out
         self._packages = LayerPackages(model, self._table) if compile == "auto" else None
-        if compile not in ("off", "auto"):
+        if makes_graphs(compile):
             self.check_graph(f"compile={compile!r}")
             self._step = step_of(model)
             finalize(self, discard_compiled, self._step).atexit = False

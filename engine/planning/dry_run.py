@@ -64,7 +64,7 @@ class CacheUsage:
         return max(sample.at(places) for sample in self.samples)
 
 
-def dry_run(footprint: ModelFootprint, config: CacheConfig, run_shape: RunShape, pinned: bool = False) -> CacheUsage:
+def dry_run(footprint: ModelFootprint, config: CacheConfig, run_shape: RunShape, pinned: bool) -> CacheUsage:
     """What the cache of this configuration takes in a run. Raises what building and using the cache raises.
 
     pinned: host memory is pinned, as where an accelerator computes.

@@ -156,9 +156,9 @@ class Plan:
         return html_table(["cache", "needs", "fits", "longest context", "largest batch", "refused"], rows, below)
 
 
-def plan_as_text(plan: Plan, width: int | None = None) -> str:
-    """The plan as a table. width: in characters; default: that of the terminal."""
-    width = terminal_width(_UNKNOWN_WIDTH) if width is None else width
+def plan_as_text(plan: Plan) -> str:
+    """The plan as a table that fits the terminal."""
+    width = terminal_width(_UNKNOWN_WIDTH)
     paragraphs = [facts(_facts(plan), width)]
     possible = [backend for backend in plan.backends if backend.refused is None]
     if possible:

@@ -27,6 +27,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F")
 
+ONE_TOKEN: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1}  # of calls that read a prompt
+
 
 def parameters(
     inputs: Any = None,

@@ -215,7 +215,7 @@ def check_vocabulary(reader: Any, ids: torch.Tensor, where: str = "") -> None:
         raise InputError(_outside(where, wrong, vocabulary))
 
 
-def check_mask(prompt: Prompt, mask: torch.Tensor, cached_tokens: int, name: str = "attention_mask") -> int:
+def check_mask(prompt: Prompt, mask: torch.Tensor, cached_tokens: int, name: str) -> int:
     """The columns of `mask` before the prompt's: those in the cache, or 0. name: of the mask, in errors."""
     rows, tokens = len(prompt.ids), prompt.columns
     before = cached_tokens if cached_tokens > 0 and list(mask.shape) == [rows, cached_tokens + tokens] else 0

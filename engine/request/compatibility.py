@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from caches import CapacityError, EngineCache
+from configs import makes_graphs
 from engine.errors import OptionError
 from engine.model.masks import check_takes_masks
 from engine.model.model_runner import ModelRunner
@@ -37,7 +38,7 @@ def check_together(runner: ModelRunner, cache: EngineCache, request: Request, co
     if request.needs.verifies:
         check_rolls_back(runner, cache, request)
     _check_cache(model, cache, request)
-    if compile not in ("off", "auto"):
+    if makes_graphs(compile):
         if request.config.disable_compile:
             raise OptionError(f"disable_compile=True contradicts EngineConfig(compile={compile!r})")
         if cache.why_not_compiled is not None:

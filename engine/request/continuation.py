@@ -69,7 +69,7 @@ def check_continues(cache: EngineCache, request: Request, reader: PreTrainedMode
         (known_mask | mask[:, :cached])[:, before:] != 0
     )
     if bool(different.any()):
-        raise InputError(_differs(different, before, cached, ids, known_ids[:, before:]))
+        raise InputError(_differs(different, before, cached, ids, known_ids[:, before:], None))
     if not torch.equal(known_mask, mask[:, :cached]):
         raise InputError(
             f"attention_mask says something else about the {cached} tokens in the cache than when they were read or "
@@ -211,9 +211,7 @@ def _check_masked(
         )
 
 
-def _differs(
-    different: torch.Tensor, before: int, cached: int, given: torch.Tensor, there: Any = None, tokenizer: Any = None
-) -> str:
+def _differs(different: torch.Tensor, before: int, cached: int, given: torch.Tensor, there: Any, tokenizer: Any) -> str:
     """The error's message. different, given, there: [rows, columns] from column `before` on; `there` where known."""
     column = int(different.any(dim=0).int().argmax())
     row = int(different[:, column].int().argmax())

@@ -36,13 +36,13 @@ class Request:
     stop_strings: tuple[str, ...]
     ended: Callable[[torch.Tensor], torch.Tensor]
     chunk_tokens: int | None
-    source: Source | None = None
+    source: Source | None
+    guidance: Guidance | None
+    generator: torch.Generator | None
+    grammar: Grammar | None
+    top_logprobs: int | None
     drafts: SpeculationStats = field(default_factory=SpeculationStats)
     translation: Translation | None = None
-    guidance: Guidance | None = None
-    generator: torch.Generator | None = None
-    grammar: Grammar | None = None
-    top_logprobs: int | None = None
 
     @property
     def needs(self) -> Needs:

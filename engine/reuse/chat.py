@@ -12,7 +12,8 @@ import torch
 from caches import CapacityError, EngineCache, StepError, branch, convert, inspect, load, recipe
 from caches.spec.fingerprint import active_adapters
 from engine.errors import InputError, OptionError
-from engine.request.call import read_call
+from engine.prompt import without_padding
+from engine.request.call import ONE_TOKEN, read_call
 from engine.request.parameters import read_parameters
 from engine.request.read_request import read_request
 from engine.result import Generation, StreamChunk
@@ -23,7 +24,6 @@ from engine.streaming import Stream
 
 _LEAST_ROOM = 512  # tokens, of a cache of fixed size
 _LATEST = 2  # branches that are kept besides the first and the newest
-_ONE_TOKEN = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1}
 _ONE_ANSWER = {"num_return_sequences": 1}  # a whole generation config may say more, for other calls
 _PLAIN_STOP = "\nUser:"  # where there is no template, a model goes on with the next question
 
@@ -150,7 +150,7 @@ class Chat:
     def _started(self, ids: torch.Tensor, parameters: dict[str, Any], is_grown: bool = False) -> Stream:
         backend = self._backend if self.cache is None else {"cache": self.cache}
         try:
-            return self._generator.stream(_as_read(ids), **backend, **parameters)
+            return self._generator.stream(without_padding(ids), **backend, **parameters)
         except CapacityError:
             if is_grown or self.cache is None or self.cache.max_tokens is None:
                 raise
@@ -159,11 +159,11 @@ class Chat:
         except OptionError:  # of a strategy that cannot go on from a cache, or of any: then it is raised again
             if self.cache is None or self.cache.total_tokens == 0:
                 raise
-            return self._generator.stream(_as_read(ids), **self._backend, **parameters)
+            return self._generator.stream(without_padding(ids), **self._backend, **parameters)
 
     def _grown(self, cache: Any, ids: torch.Tensor, parameters: dict[str, Any]) -> EngineCache:
         """The cache with room for a turn: for its rows, and for twice as many tokens if it has more."""
-        call = read_call(_as_read(ids), **{"tokenizer": self._generator.tokenizer} | parameters)
+        call = read_call(without_padding(ids), **{"tokenizer": self._generator.tokenizer} | parameters)
         draft = call.assistant_model
         request = read_request(self._generator.model, read_parameters(call), cache, assistant=draft, chunk_tokens=None)
         tokens = cache.max_tokens
@@ -233,7 +233,7 @@ class Chat:
         first = messages[: int(messages[0]["role"] == "system")]
         for end in (self._end_of(first, ids[0]), self._end_of(messages, ids[0])):
             if end > cache.total_tokens:
-                out = self._generator.generate(_as_read(ids[:, :end]), cache=cache, **_ONE_TOKEN)
+                out = self._generator.generate(without_padding(ids[:, :end]), cache=cache, **ONE_TOKEN)
                 cache = self._kept(out.cache)
         self.cache = cache
 
@@ -312,11 +312,6 @@ def _as_message(message: str | Message) -> Message:
 
 def _as_list(given: str | Iterable[str] | None) -> list[str]:
     return [] if given is None else [given] if isinstance(given, str) else list(given)
-
-
-def _as_read(ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The ids as a prompt in which no token is padding."""
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def _engine_cache(out: Generation) -> EngineCache | None:

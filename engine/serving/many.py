@@ -47,7 +47,7 @@ def generate_many(
 def _ended(
     scheduler: Scheduler, prompts: Iterable[Any], parameters: dict[str, Any], progress: bool
 ) -> Generator[BatchRequest, None, None]:
-    requests, keys = _requests(prompts, parameters), Cancellation(ranks=scheduler.ranks)
+    requests, keys = _requests(prompts, parameters), Cancellation(None, scheduler.ranks)
     total = len(prompts) if isinstance(prompts, Sized) else None
     is_last = False
     try:

@@ -63,6 +63,14 @@ class _Run:
         return self.driver.loop.rows
 
     @property
+    def reads(self) -> bool:
+        return self.is_reading and not self.is_parked
+
+    @property
+    def decodes(self) -> bool:
+        return not (self.is_reading or self.is_parked)
+
+    @property
     def bytes(self) -> int:
         """Of its cache at most: as planned, or what it has."""
         return 0 if self.is_parked else max(self.planned_bytes, self.driver.loop.cache_bytes)
@@ -109,9 +117,9 @@ class Scheduler:
         runner: ModelRunner,
         start: Callable[[BatchRequest, Callable[[], bool]], Driver],
         slots: int,
-        piece_tokens: int | None = None,
-        reads_first: bool = False,
-        most_bytes: int | None = None,
+        piece_tokens: int | None,
+        reads_first: bool,
+        most_bytes: int | None,
     ):
         self._runner, self._start, self._slots = runner, start, slots
         self._piece_tokens, self._reads_first, self._most_bytes = piece_tokens, reads_first, most_bytes
@@ -196,10 +204,8 @@ class Scheduler:
 
     def _end_runs(self) -> None:
         """Let the runs that were cancelled go on to their errors."""
-        for run in list(self._runs):
-            while (
-                run in self._runs and run.request.index in self._cancelled
-            ):  # up to its next forward, which checks for it
+        for run in [run for run in self._runs if run.request.index in self._cancelled]:
+            while run in self._runs:  # up to its next forward, which checks for it
                 self._advance(run, None)
 
     # Who takes part.
@@ -286,12 +292,9 @@ class Scheduler:
 
     def _decode(self) -> None:
         """One step of every run that decodes."""
-        due = [run for run in self._runs if not (run.is_reading or run.is_parked)]
-        joined: list[_Run] = []
-        alone: list[_Run] = []
-        for run in due:
-            if run in self._runs:
-                (joined if self._why_alone(run) is None else alone).append(run)
+        due = [run for run in self._runs if run.decodes]
+        joined = [run for run in due if self._why_alone(run) is None]
+        alone = [run for run in due if run not in joined]
         self._step_together(joined)
         for run in alone:
             if run in self._runs and not run.is_parked:
@@ -332,7 +335,7 @@ class Scheduler:
                 break
             runs = [run for run in runs if run in self._runs and not run.is_parked]
         for run in runs:
-            self._count(1, run.rows, run.rows * (run.driver.loop.fed + 1))
+            self._count(run.rows, run.rows * (run.driver.loop.fed + 1))
             self._advance(run, None)
         self._step_s = self._seconds_since(begun)
 
@@ -350,11 +353,11 @@ class Scheduler:
             routed = all(run.driver.loop.is_routed for run in runs)
             found = self._runner.step_together(parts, hidden, routed)
         rows = sum(len(tokens) for _, tokens in parts)
-        self._count(1, rows, sum(len(tokens) * (cache.total_tokens + 1) for cache, tokens in parts))
+        self._count(rows, sum(len(tokens) * (cache.total_tokens + 1) for cache, tokens in parts))
         return found
 
-    def _count(self, steps: int, rows: int, slots: int) -> None:
-        self.counts.steps += steps
+    def _count(self, rows: int, slots: int) -> None:
+        self.counts.steps += 1
         self.counts.row_steps += rows
         self.counts.slots_read += slots
 
@@ -366,8 +369,8 @@ class Scheduler:
         """
         while self._reads_first and self._read():
             self._admit()
-        prompts = sum(run.is_reading and not run.is_parked for run in self._runs)
-        decoding = sum(not (run.is_reading or run.is_parked) for run in self._runs)
+        prompts = sum(run.reads for run in self._runs)
+        decoding = sum(run.decodes for run in self._runs)
         if prompts == 0 or self._piece_tokens is not None or decoding == 0:
             self._reading_s = 0.0
             self._read()
@@ -378,7 +381,7 @@ class Scheduler:
 
     def _read(self) -> bool:
         """Read a piece of the prompt that waits longest; whether there was one."""
-        run = next((run for run in self._runs if run.is_reading and not run.is_parked), None)
+        run = next((run for run in self._runs if run.reads), None)
         if run is None:
             return False
         self.counts.pieces += 1
@@ -396,7 +399,7 @@ class Scheduler:
         """Tokens of a prompt that are read at once."""
         if self._piece_tokens is not None:
             return self._piece_tokens
-        if self._reads_first or all(run.is_reading or run.is_parked for run in self._runs):
+        if self._reads_first or not any(run.decodes for run in self._runs):
             return _LARGEST_PIECE
         most = int(self._reading_s / self._token_s) if self._token_s else 0
         return min(max(_SMALLEST_PIECE, most), _LARGEST_PIECE)

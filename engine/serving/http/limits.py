@@ -26,7 +26,7 @@ class Gate:
     this machine, from using a server that is for this machine alone.
     """
 
-    def __init__(self, app: App, most_bytes: int, api_key: str | None = None, hosts: tuple[str, ...] | None = None):
+    def __init__(self, app: App, most_bytes: int, api_key: str | None, hosts: tuple[str, ...] | None):
         self._app, self._most_bytes, self._api_key, self._hosts = app, most_bytes, api_key, hosts
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:

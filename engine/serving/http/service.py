@@ -22,6 +22,7 @@ from engine.errors import (
     OptionError,
     OutOfMemoryError,
 )
+from engine.prompt import without_padding
 from engine.result import Generation, StreamChunk, TokenLogprob
 from engine.serving.batch import Batch
 from engine.serving.http.answers import Answer, added, error
@@ -219,9 +220,7 @@ class Service:
             raise Refusal(429, error(message, "rate_limit_error", "queue_full"), max(1, wait_s))
 
     def _submitted(self, ids: list[int], parameters: dict[str, Any], prompt_tokens: int) -> BatchRequest:
-        tensor = torch.tensor([ids])
-        inputs = {"input_ids": tensor, "attention_mask": torch.ones_like(tensor)}
-        request = self._batch.submit(inputs, **parameters)
+        request = self._batch.submit(without_padding(torch.tensor([ids])), **parameters)
         task = asyncio.create_task(self._count(request, prompt_tokens))
         self._open.add(task)
         task.add_done_callback(self._open.discard)
