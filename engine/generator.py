@@ -384,8 +384,12 @@ def _stream_buffer(request: Request, call: Call, streams: bool) -> StreamBuffer:
         pad_id=request.pad_id,
         stop_strings=request.stop_strings,
     )
-    tokenizer = call.tokenizer if streams or request.stop_strings else None
-    return StreamBuffer(prompts, tokenizer, request.stop_strings, adapter, streams)
+    wants_text = streams or request.stop_strings or request.grammar is not None
+    has_form = [False] * len(prompts)
+    if request.grammar is not None:
+        has_form = [constraint is not None for constraint in request.grammar.constraints]
+    tokenizer = call.tokenizer if wants_text else None
+    return StreamBuffer(prompts, tokenizer, request.stop_strings, adapter, has_form, streams)
 
 
 def _checked(config: EngineConfig | None) -> EngineConfig:

@@ -13,7 +13,7 @@ from configs import ConfigError, require_positive
 from strategies.draw import draw
 from strategies.operations import Crop, Flow, Forward, Needs, Operation, Task, highest
 from strategies.registry import register
-from strategies.speculative import Proposal, VerifiedText, score_copies, speculative_loop
+from strategies.speculative import REFUSALS, Proposal, VerifiedText, score_copies, speculative_loop
 
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 
@@ -84,7 +84,7 @@ class _Drafter:
         read, probabilities = text.ids, []
         while True:
             logits = yield Forward(tokens, model="draft")
-            q, drawn = self.task.attempt(partial(self.choose, self.task.process(read, logits)))
+            q, drawn = self.task.attempt(partial(self.choose, self.scores(read, logits, columns)))
             tokens = text.known(read.shape[1] - columns, drawn)[:, None]
             read = torch.cat([read, tokens], dim=1)
             if self.options.samples:
@@ -95,6 +95,15 @@ class _Drafter:
             self.fed += 1
         self.read, self.proposed = read[:, : self.fed], read
         return Proposal(read[:, columns:], torch.stack(probabilities, dim=1) if self.options.samples else None)
+
+    def scores(self, read: torch.Tensor, logits: torch.Tensor, columns: int) -> torch.Tensor:
+        """The processed logits, or these as they are where a processor refuses what was proposed after `columns`."""
+        try:
+            return self.task.process(read, logits)
+        except REFUSALS:
+            if read.shape[1] == columns:
+                raise
+            return logits
 
     def choose(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The probabilities of these scores, and the tokens [rows] taken by them."""

@@ -15,6 +15,9 @@ import torch
 from strategies.draw import draw
 from strategies.operations import Crop, Emit, Flow, Forward, Operation, Task, highest
 
+# Of processors that are functions of the caller, which need not know what to say of a text that cannot be.
+REFUSALS = (LookupError, ValueError, TypeError, AssertionError)
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -64,7 +67,12 @@ class VerifiedText:
         tokens: list[torch.Tensor] = []
         scores: list[torch.Tensor] = []
         for column in range(k + 1):
-            scores.append(task.process(read[:, : self.ids.shape[1] + column], logits[:, column]))
+            try:
+                scores.append(task.process(read[:, : self.ids.shape[1] + column], logits[:, column]))
+            except REFUSALS:
+                if not tokens or bool((goes_on & ~over).all()):
+                    raise
+                break  # of a text that cannot be: it goes on from a token that the model has not chosen, or from an end
             is_open = ~over & (column >= self.counts)
             proposed = drafted[:, column] if column < k else None
             q = None if proposal.probabilities is None or column == k else proposal.probabilities[:, column]

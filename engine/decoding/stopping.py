@@ -9,6 +9,7 @@ from transformers import MaxTimeCriteria, StoppingCriteriaList
 
 from engine.model.ranks import OneProcess
 from engine.output.detokenizer import RowText
+from engine.request.generation_helpers import replaces
 from engine.request.request import Request
 from engine.request.time_limit import of_all_ranks
 
@@ -25,7 +26,7 @@ class Stopping:
         self._last_column = request.max_columns
         self._eos_ids = frozenset(request.eos_ids)
         self._time = StoppingCriteriaList()
-        if request.config.max_time is not None:
+        if request.config.max_time is not None and not replaces(request.criteria, MaxTimeCriteria):
             self._time.append(of_all_ranks(MaxTimeCriteria(request.config.max_time), ranks))
         given = type(request.criteria)(of_all_ranks(one, ranks) for one in request.criteria)
         self._criteria = (("criteria", given), ("time", self._time))

@@ -19,7 +19,8 @@ class RowText:
     stop_strings: the first one to appear ends the text just before it, and `stopped` becomes True. decoding: arguments
     of the tokenizer's `decode`; by default without special tokens and without cleaning up spaces. prompt: ids before
     the first token. As in transformers, a stop string may begin in the prompt, may begin with a space that the
-    tokenizer strips at the beginning of a text, and may contain special tokens.
+    tokenizer strips at the beginning of a text, and may contain special tokens. keeps_space: the text begins with that
+    space.
     """
 
     def __init__(
@@ -28,22 +29,27 @@ class RowText:
         stop_strings: Sequence[str] = (),
         decoding: dict[str, Any] | None = None,
         prompt: Sequence[int] = (),
+        keeps_space: bool = False,
     ):
         self._tokenizer = tokenizer
         self._decoding = _PLAIN if decoding is None else decoding
         self._stops = tuple(stop_strings)
         self._special: dict[int, str] = {}  # not part of the text, but stop strings may contain them
         if self._stops and self._decoding.get("skip_special_tokens"):
-            self._special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+            added = getattr(tokenizer, "added_tokens_decoder", {})
+            self._special = {token: one.content for token, one in added.items() if one.special}
+            self._special |= zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
         # The end of the text, which may begin a stop string: characters, and whether each is part of the text.
         self._withheld: list[tuple[str, bool]] = []
         before: list[int] = []
-        if self._stops:
+        if self._stops or keeps_space:
             middle = list(tokenizer(_MIDDLE, add_special_tokens=False)["input_ids"])
             before = [*middle, *prompt]
+        if self._stops:
             self._withheld = [(character, False) for character in self._end_of(middle, before)]
         self._begin(before)
-        self._begins: int | None = len(before)  # index of the first token of the text; None after the first text
+        # Index of the first token of the text; None after the first text.
+        self._begins: int | None = None if keeps_space else len(before)
         self.text = ""  # all final text
         self.stopped = False
 
@@ -73,9 +79,9 @@ class RowText:
         # A replacement character at the end is an incomplete character, or bytes that are no text.
         complete = text.rstrip(_HALF)
         delta, self._taken = complete[self._taken :], max(self._taken, len(complete))
-        if complete == text:
-            self._context, self._decoded = self._decoded, len(self._tokens)
-            self._taken = len(self._decode(self._tokens[self._context :]))
+        # What is decoded to nothing is no context: the next token would lose its space, as at the beginning of a text.
+        if complete == text and (alone := self._decode(self._tokens[self._decoded :])):
+            self._context, self._decoded, self._taken = self._decoded, len(self._tokens), len(alone)
         return self._take(delta, self._hidden(delta)) if delta else ""
 
     def flush(self) -> str:
@@ -110,6 +116,8 @@ class RowText:
         if self._begins is None:
             return 0
         alone = self._decode(self._tokens[self._begins :]).rstrip(_HALF)
+        if not alone:
+            return 0
         self._begins = None
         return len(delta) - len(alone) if delta.endswith(alone) else 0
 

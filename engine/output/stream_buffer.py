@@ -51,7 +51,8 @@ class StreamBuffer:
     """Tokens and text of all rows of a run.
 
     prompts: [rows, columns]. tokenizer: None if no text is wanted. adapter: of the streamer, if there is one.
-    watched: whether chunks or the streamer need tokens before the end of the run.
+    keeps_space: see `RowText`, for each row. watched: whether chunks or the streamer need tokens before the end of the
+    run.
     """
 
     def __init__(
@@ -60,12 +61,14 @@ class StreamBuffer:
         tokenizer: Any,
         stop_strings: tuple[str, ...],
         adapter: StreamerAdapter | None,
+        keeps_space: list[bool],
         watched: bool,
     ):
         self.watched = watched or adapter is not None
-        ends = ends_of(prompts, stop_strings)
-        texts = [None if tokenizer is None else RowText(tokenizer, stop_strings, prompt=end) for end in ends]
-        self._rows = [_Row(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+        self._rows = [
+            _Row(prompt, None if tokenizer is None else RowText(tokenizer, stop_strings, prompt=end, keeps_space=keeps))
+            for prompt, end, keeps in zip(prompts, ends_of(prompts, stop_strings), keeps_space, strict=True)
+        ]
         self._holds = False
         self._moved: list[int] | None = None  # the row's index when tokens were last pushed
         self._chunks: list[StreamChunk] = []

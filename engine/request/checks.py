@@ -62,7 +62,7 @@ _REMEDIES = {
     "num_assistant_tokens_schedule": "it is for assistant_model",
     "assistant_confidence_threshold": "it is for assistant_model",
     "max_matching_ngram_size": "it is for prompt_lookup_num_tokens",
-    "prompt_lookup_num_tokens": "it proposes tokens to greedy search and sampling; leave the strategy out",
+    "prompt_lookup_num_tokens": "it proposes tokens to greedy search and sampling; leave it out, or give num_beams=1",
     "assistant_early_exit": "layers of the model are no draft here; give a smaller assistant_model",
     "use_mtp": "heads of the model are no draft here; give an assistant_model",
     "assistant_lookbehind": "vocabularies are translated by whole words here; leave it out",

@@ -141,7 +141,8 @@ def _closed(schema: Any) -> Any:
 
 
 def _alternatives(choices: Sequence[str]) -> str:
-    return "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in choices)
+    texts = (json.dumps(one, ensure_ascii=False).replace("\x7f", "\\u007f") for one in choices)
+    return "start: " + " | ".join(texts)
 
 
 def is_pydantic(value: Any) -> bool:

@@ -118,6 +118,11 @@ def stop_strings(config: GenerationConfig, tokenizer: Any) -> tuple[str, ...]:
     return stops
 
 
+def replaces(given: Sequence[Any] | None, kind: type) -> bool:
+    """Whether the caller's criteria take the place of the call's own one of this kind, as in transformers."""
+    return any(type(one) is kind for one in given or ())
+
+
 class Criteria(StoppingCriteriaList):
     """Criteria whose verdicts are checked: each is bool [rows], or one for all rows."""
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
-from engine.errors import EngineError, OptionError
+from engine.errors import OptionError
 from engine.request.constraint import Constraint
 
 _logger = logging.getLogger("engine")
@@ -182,7 +182,7 @@ class Grammar(LogitsProcessor):
             if state.matcher.is_error():
                 said = next(one.said for one, number in zip(self.constraints, self._kinds, strict=True)
                             if one is not None and number == text[0])  # fmt: skip
-                raise EngineError(f"{said} cannot be followed further: {_in_short(state.matcher.get_error())}")
+                raise OptionError(f"{said} cannot be followed further: {_in_short(state.matcher.get_error())}")
         return state
 
 
@@ -228,7 +228,9 @@ def _matcher(constraint: Constraint, library: Any) -> Any:
     matcher = LLMatcher(library, constraint.grammar, log_level=0)
     is_empty = not matcher.is_error() and not any(matcher.compute_logit_bias())
     if matcher.is_error() or is_empty:
-        raise OptionError(f"{constraint.said}: {_in_short(matcher.get_error()) or 'no text can follow it'}")
+        why = matcher.get_error()
+        is_empty |= why.startswith("NoExtensionBias")
+        raise OptionError(f"{constraint.said}: {'no text can follow it' if is_empty else _in_short(why)}")
     return matcher
 
 

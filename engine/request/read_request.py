@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import EosTokenCriteria, GenerationConfig, GenerationMixin, MaxLengthCriteria, PreTrainedModel
 
 from caches import EngineCache
 from caches.spec.accelerate_hooks import prompt_device
@@ -39,10 +39,19 @@ from engine.request.checks import (
     check_pieces,
     check_positions,
     check_said_ids,
+    vocabulary_of,
 )
 from engine.request.continuation import known_mask
 from engine.request.encoder import Source, read_source
-from engine.request.generation_helpers import Criteria, ended, processing, read_grammar, stop_strings, what_is_read
+from engine.request.generation_helpers import (
+    Criteria,
+    ended,
+    processing,
+    read_grammar,
+    replaces,
+    stop_strings,
+    what_is_read,
+)
 from engine.request.guidance import ARGUMENTS, check_guidance, read_guidance
 from engine.request.model_kwargs import complete_model_kwargs
 from engine.request.parameter_hints import hint
@@ -91,14 +100,16 @@ def read_request(
     guidance = read_guidance(model, prompt, mask, config, said.negative, tokenizer, cache, infer_mask)
     if guidance is None:
         prompt, mask = complete_model_kwargs(model, prompt, mask, cache, config)
-    total = before + prompt.columns_without_ids + _read_length(model, said, prompt, source)
+    total = before + prompt.columns_without_ids + _read_length(model, said, prompt, source, call.stopping_criteria)
     check_length(mask.shape[1], total)
     if source is not None:  # other models need positions for the tokens that their cache shows
         check_positions(model, None, mask.shape[1], total)
     eos, pad, _ = special_tokens(config)
     if pad is None and tokenizer is not None and tokenizer.pad_token_id is not None:
         pad = torch.tensor(tokenizer.pad_token_id)
-    eos_ids = () if eos is None else tuple(eos.tolist())
+    eos_ids = () if eos is None or replaces(call.stopping_criteria, EosTokenCriteria) else tuple(eos.tolist())
+    if pad is not None and config.pad_token_id is None and (vocabulary := vocabulary_of(model)) is not None:
+        pad = pad if 0 <= int(pad) < vocabulary else torch.tensor(0)  # of an end id by which no text ends
     grammar = read_grammar(model, call, config, prompt, eos_ids, total - mask.shape[1])
     given = [*(call.logits_processor or []), *([] if grammar is None else [grammar])]
     request = Request(
@@ -169,12 +180,16 @@ def _read_inputs(
     return prompt, (mask != 0).long(), source
 
 
-def _read_length(model: PreTrainedModel, said: _Said, prompt: Prompt, source: Source | None) -> int:
-    """The `max_length` of the call: columns with an id at the end of the longest run."""
+def _read_length(
+    model: PreTrainedModel, said: _Said, prompt: Prompt, source: Source | None, criteria: Sequence[Any] | None
+) -> int:
+    """Columns with an id at the end of the longest run: `max_length`, or the length of a criterion of the caller that
+    takes its place."""
     fed = prompt.ids if prompt.embeds is None else prompt.embeds
     prepare_generated_length(model, said.config, fed, prompt.ids.shape[1], said.lengths)
     check_ids_are_known(what_is_read(prompt, source), said.options)
-    return said.config.max_length
+    longest = [one.max_length for one in criteria or () if type(one) is MaxLengthCriteria]
+    return max(said.config.max_length, *longest, 0)
 
 
 def _complete_config(
@@ -190,7 +205,7 @@ def _complete_config(
     }
     # The strategy says whether there can be several texts; transformers does not know it.
     returned = options.get("num_return_sequences")
-    passed = {name: value for name, value in options.items() if name != "num_return_sequences"}
+    passed = dict(options) if returned is None else options | {"num_return_sequences": 1}
     # Records are returned in any case; without this transformers warns that it may ignore them.
     if generation_config is None:
         passed["return_dict_in_generate"] = True

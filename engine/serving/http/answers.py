@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from engine.output.detokenizer import RowText
 from engine.result import Generation, StreamChunk, TokenLogprob
 
 _LEAST = -9999.0  # for no probability at all: JSON has no infinity
@@ -18,7 +23,8 @@ _REASONS = {"eos": "stop", "stop_string": "stop", "criteria": "stop", "length": 
 class Answer:
     """Writes the objects of one request. is_chat: as a chat's, not as completions. tokenizer: of the model.
 
-    logprobs: as `reading.logprobs_asked`. continues: whether texts go on from their prompts.
+    logprobs: as `reading.logprobs_asked`. continues: whether texts go on from their prompts. has_form: whether a form
+    was asked for: then texts begin with the space that decoders leave out.
     """
 
     model: str
@@ -26,10 +32,12 @@ class Answer:
     tokenizer: Any
     logprobs: int | None
     continues: bool
+    has_form: bool
     id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
     _texts: dict[int, str] = field(default_factory=dict)  # of tokens
     _spaces: dict[int, str] = field(default_factory=dict)  # what is missing before the text of each choice
+    _offsets: dict[int, _Offsets] = field(default_factory=dict)  # of each choice
 
     def __post_init__(self) -> None:
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -41,15 +49,14 @@ class Answer:
         """The chunk that says that a message of a chat begins."""
         return self._chunk([self._choice(index, delta={"role": "assistant", "content": ""})])
 
-    def chunk(self, index: int, piece: StreamChunk, offset: int) -> dict[str, Any]:
-        """offset: characters of this text before it."""
-        reason = None if piece.finish_reason is None else _REASONS[piece.finish_reason]
-        content = self._content(self.with_space(index, piece.tokens, piece.text or ""), delta=True)
-        return self._chunk([self._choice(index, reason, self._logprobs(piece.logprobs, offset), **content)])
+    def chunk(self, index: int, new: StreamChunk) -> dict[str, Any]:
+        reason = None if new.finish_reason is None else _REASONS[new.finish_reason]
+        content = self._content(self.with_space(index, new.tokens, new.text or ""), delta=True)
+        return self._chunk([self._choice(index, reason, self._logprobs(index, "", [], new.logprobs), **content)])
 
     def echo(self, index: int, text: str, scored: Sequence[TokenLogprob | int], reason: str | None) -> dict[str, Any]:
         """The prompt, before the text that continues it; with a reason where none does."""
-        return self._chunk([self._choice(index, reason, self._logprobs(scored, 0), text=text)])
+        return self._chunk([self._choice(index, reason, self._logprobs(index, text, scored, []), text=text)])
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         return self._chunk([]) | {"usage": usage}
@@ -65,16 +72,26 @@ class Answer:
             "usage": usage,
         }
 
-    def choice(self, index: int, text: str, reason: str | None, scored: Sequence[TokenLogprob | int]) -> dict[str, Any]:
+    def choice(
+        self,
+        index: int,
+        echoed: str,
+        scored: Sequence[TokenLogprob | int],
+        text: str,
+        own: Sequence[TokenLogprob],
+        reason: str | None,
+    ) -> dict[str, Any]:
+        """echoed, scored: the prompt and its tokens. text, own: what continues it, and its tokens."""
         reason = None if reason is None else _REASONS[reason]
-        return self._choice(index, reason, self._logprobs(scored, 0), **self._content(text, delta=False))
+        logprobs = self._logprobs(index, echoed, scored, own)
+        return self._choice(index, reason, logprobs, **self._content(echoed + text, delta=False))
 
     # Parts.
 
     def with_space(self, index: int, tokens: Sequence[int], text: str) -> str:
         """`text`, of these tokens of a choice, with the space before its first word: decoders leave it out, as if the
         text began there."""
-        if self.continues and index not in self._spaces:
+        if self.continues and not self.has_form and index not in self._spaces:
             first = next((one for one in tokens if one not in self._special), None)
             if first is not None:
                 alone = self.tokenizer.decode([first], clean_up_tokenization_spaces=False)
@@ -99,28 +116,47 @@ class Answer:
             return {"delta": {"content": text} if text else {}}
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def _logprobs(self, scored: Sequence[TokenLogprob | int], offset: int) -> dict[str, Any] | None:
-        """scored: the tokens; those of which there is no log probability by their ids."""
+    def _logprobs(
+        self, index: int, echoed: str, scored: Sequence[TokenLogprob | int], own: Sequence[TokenLogprob]
+    ) -> dict[str, Any] | None:
+        """scored: tokens of the prompt `echoed`; those of which there is no log probability by their ids. own: tokens
+        that follow in the choice."""
         if self.logprobs is None:
             return None
-        entries = [TokenLogprob(one, 0.0) if isinstance(one, int) else one for one in scored]
-        known = [not isinstance(one, int) for one in scored]
+        found = [*scored, *own]
+        entries = [TokenLogprob(one, 0.0) if isinstance(one, int) else one for one in found]
+        known = [not isinstance(one, int) for one in found]
         if self.is_chat:
             return {"content": [self._entry(one) for one in entries], "refusal": None}
-        tokens = [self._token(one.token) for one in entries]
-        places = [offset]
-        for token in tokens[:-1]:
-            places.append(places[-1] + len(token))
+        if index not in self._offsets:
+            self._offsets[index] = _Offsets(self.tokenizer, len(echoed), self.continues or self.has_form)
+        offsets = self._offsets_of_prompt(echoed, [one.token for one in entries[: len(scored)]])
+        offsets += map(self._offsets[index].add, (one.token for one in own))
         return {
-            "tokens": tokens,
+            "tokens": [self._token(one.token) for one in entries],
             "token_logprobs": [
                 max(one.logprob, _LEAST) if is_known else None for one, is_known in zip(entries, known, strict=True)
             ],
             "top_logprobs": [self._top(one) if is_known else None for one, is_known in zip(entries, known, strict=True)]
             if self.logprobs
             else None,
-            "text_offset": places[: len(tokens)],
+            "text_offset": offsets,
         }
+
+    def _offsets_of_prompt(self, text: str, tokens: Sequence[int]) -> list[int]:
+        """Where each token begins in the text. Tokens that are added to it, as the one for its beginning, take no room
+        there, nor does a space that tokenizers put in front of it."""
+        decoded = RowText(
+            self.tokenizer, decoding={"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        )
+        offsets, end = [], 0
+        for token in tokens:
+            offsets.append(end)
+            new = decoded.push(token)
+            if not text.startswith(new, end):
+                new = "" if token in self._special else new.removeprefix(" ")
+            end = min(end + len(new), len(text))
+        return offsets
 
     def _top(self, one: TokenLogprob) -> dict[str, float]:
         """By text; of tokens with one text the likeliest. The token of the text is among them."""
@@ -135,16 +171,20 @@ class Answer:
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._token(token)
-        # Of a part of a character no text exists.
+        found = self._bytes_of_part(token) if "\ufffd" in text else text.encode()
         return {
             "token": text,
             "logprob": max(logprob, _LEAST),
-            "bytes": None if "\ufffd" in text else list(text.encode()),
+            "bytes": None if found is None else list(found),
         }
 
-    def width(self, scored: Iterable[TokenLogprob | int]) -> int:
-        """Characters of these tokens, each by itself."""
-        return sum(len(self._token(one if isinstance(one, int) else one.token)) for one in scored)
+    def _bytes_of_part(self, token: int) -> bytes | None:
+        """Of a token that is a part of a character; None where the tokenizer does not tell."""
+        piece = self.tokenizer.convert_ids_to_tokens(token)
+        if named := re.fullmatch("<0x([0-9A-F]{2})>", piece):
+            return bytes.fromhex(named[1])
+        known = _bytes_of_characters()
+        return bytes(known[one] for one in piece) if known.keys() >= set(piece) else None
 
     def _token(self, token: int) -> str:
         if token not in self._texts:
@@ -156,6 +196,25 @@ class Answer:
         piece = self.tokenizer.convert_ids_to_tokens(token)
         # SentencePiece's decoder leaves out the space that a text begins with.
         return f" {text}" if isinstance(piece, str) and piece.replace("\u2581", " ") == f" {text}" else text
+
+
+class _Offsets:
+    """Where the tokens of a choice begin in its text, in characters. begin: of the first one. keeps_space: whether the
+    text has the space that decoders leave out at its beginning."""
+
+    def __init__(self, tokenizer: Any, begin: int, keeps_space: bool):
+        self._begin, self._text = begin, RowText(tokenizer, keeps_space=keeps_space)
+
+    def add(self, token: int) -> int:
+        offset = self._begin + len(self._text.text)
+        self._text.push(token)
+        return offset
+
+
+@cache
+def _bytes_of_characters() -> dict[str, int]:
+    """The bytes that characters stand for in the vocabularies of byte-level tokenizers."""
+    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def usage(prompt_tokens: int, new_tokens: int, cached_tokens: int) -> dict[str, Any]:
@@ -176,4 +235,6 @@ def added(results: Iterable[Generation], prompt_tokens: int) -> dict[str, Any]:
 
 def error(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
     """param: the field of the request that is wrong."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    texts = {"message": message, "type": kind, "param": param, "code": code}
+    # Halves of surrogate pairs, which JSON may bring in any text, cannot be sent back.
+    return {"error": {name: text and text.encode("utf-8", "replace").decode() for name, text in texts.items()}}

@@ -18,8 +18,9 @@ from starlette.exceptions import HTTPException
 
 import strategies
 from configs import CacheConfig
+from engine.result import StreamChunk
 from engine.serving.http.answers import error
-from engine.serving.http.limits import Gate
+from engine.serving.http.gate import Gate
 from engine.serving.http.protocol import ChatRequest, CompletionRequest
 from engine.serving.http.service import Job, Refusal, Service, refusal
 
@@ -39,7 +40,7 @@ _STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def make_app(service: Service, most_bytes: int, api_key: str | None, hosts: tuple[str, ...] | None) -> FastAPI:
-    """most_bytes: of a request's body. api_key, hosts: see `limits.Gate`."""
+    """most_bytes: of a request's body. api_key, hosts: see `gate.Gate`."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -83,9 +84,9 @@ def make_app(service: Service, most_bytes: int, api_key: str | None, hosts: tupl
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, wrong: RequestValidationError) -> Response:
         service.metrics.ended("refused")
-        first = wrong.errors()[0]
+        first, *others = wrong.errors()
         param = ".".join(str(part) for part in first["loc"] if part != "body")
-        more = f" (and {len(wrong.errors()) - 1} more)" if len(wrong.errors()) > 1 else ""
+        more = f" (and {len(others)} more)" if others else ""
         message = f"{param or 'the body'}: {first['msg'].removeprefix('Value error, ')}{more}"
         return JSONResponse(error(message, "invalid_request_error", param=param or None), 400)
 
@@ -113,32 +114,32 @@ def _described(service: Service) -> dict[str, Any]:
 
 
 async def _answered(service: Service, body: ChatRequest | CompletionRequest, request: Request) -> Response:
-    """Run a request to its end, or until its first piece is there where it streams."""
+    """Run a request to its end, or until its first chunk is there where it streams."""
     try:
         job = await service.begin(body)
     except Exception as failed:
         return _failed(service, failed)
-    pieces = service.pieces(job)
+    chunks = service.chunks(job)
     try:
         if body.stream:
-            first = await _while_connected(request, anext(pieces))
+            first = await _while_connected(request, anext(chunks))
             return StreamingResponse(
-                _events(service, job, first, pieces), media_type="text/event-stream", headers=_STREAMED
+                _events(service, job, first, chunks), media_type="text/event-stream", headers=_STREAMED
             )
-        await _while_connected(request, _to_end(pieces))
+        await _while_connected(request, _to_end(chunks))
     except _Disconnected:
-        await pieces.aclose()
+        await chunks.aclose()
         service.metrics.ended("cancelled")
         return Response(status_code=499)
     except Exception as failed:
-        await pieces.aclose()
+        await chunks.aclose()
         return _failed(service, failed)
     service.metrics.ended("ok")
     return await asyncio.to_thread(lambda: JSONResponse(_complete(job)))  # log probabilities take a while
 
 
-async def _to_end(pieces: AsyncIterator[Any]) -> None:
-    async for _ in pieces:
+async def _to_end(chunks: AsyncIterator[Any]) -> None:
+    async for _ in chunks:
         pass
 
 
@@ -186,9 +187,10 @@ def _complete(job: Job) -> dict[str, Any]:
     """The object of a request that does not stream."""
     choices = []
     for number, text in enumerate(job.texts):
-        echoed, scored = _echo(job, number) if _echoes(job) else ("", [])
+        echoed, scored = _echo(job, number) if job.body.echo else ("", [])
         if text.request is None:
-            choices += [job.answer.choice(number * job.rows + row, echoed, "length", scored) for row in range(job.rows)]
+            indices = range(number * job.rows, (number + 1) * job.rows)
+            choices += [job.answer.choice(index, echoed, scored, "", [], "length") for index in indices]
             continue
         result = text.request.result()
         assert result.text is not None
@@ -196,12 +198,8 @@ def _complete(job: Job) -> dict[str, Any]:
             own = [] if result.logprobs is None else result.logprobs[row]
             index, reason = number * job.rows + row, result.finish_reasons[row]
             said = job.answer.with_space(index, result.tokens[row], said)
-            choices.append(job.answer.choice(index, echoed + said, reason, [*scored, *own]))
+            choices.append(job.answer.choice(index, echoed, scored, said, own, reason))
     return job.answer.complete(choices, job.usage)
-
-
-def _echoes(job: Job) -> bool:
-    return isinstance(job.body, CompletionRequest) and job.body.echo
 
 
 def _echo(job: Job, number: int) -> tuple[str, list[Any]]:
@@ -213,22 +211,21 @@ def _echo(job: Job, number: int) -> tuple[str, list[Any]]:
 
 
 async def _events(
-    service: Service, job: Job, first: tuple[int, Any], pieces: AsyncIterator[tuple[int, Any]]
+    service: Service, job: Job, first: tuple[int, Any], chunks: AsyncIterator[tuple[int, Any]]
 ) -> AsyncIterator[str]:
-    """The chunks as server-sent events. first: the first of the pieces."""
+    """The chunks as server-sent events. first: of the chunks."""
     options, outcome = job.body.stream_options, "cancelled"
     asks_usage = options is not None and options.include_usage
-    offsets: dict[int, int] = {}
 
-    def event(chunk: dict[str, Any]) -> str:
-        return _event({"usage": None} | chunk if asks_usage else chunk)
+    def event(written: dict[str, Any]) -> str:
+        return _event({"usage": None} | written if asks_usage else written)
 
     try:
-        for chunk in _chunks(job, *first, offsets):
-            yield event(chunk)
-        async for piece in pieces:
-            for chunk in _chunks(job, *piece, offsets):
-                yield event(chunk)
+        for written in _objects(job, *first):
+            yield event(written)
+        async for chunk in chunks:
+            for written in _objects(job, *chunk):
+                yield event(written)
         if asks_usage:
             yield _event(job.answer.usage_chunk(job.usage))
         yield "data: [DONE]\n\n"
@@ -243,22 +240,19 @@ async def _events(
             service.metrics.ended(outcome)
 
 
-def _event(chunk: dict[str, Any]) -> str:
-    return f"data: {json.dumps(chunk)}\n\n"
+def _event(written: dict[str, Any]) -> str:
+    return f"data: {json.dumps(written)}\n\n"
 
 
-def _chunks(job: Job, index: int, piece: Any, offsets: dict[int, int]) -> list[dict[str, Any]]:
-    """The chunks of a piece: see `Service.pieces`. offsets: of each choice, in characters, which it counts."""
-    if piece is not None:
-        offset = offsets.get(index, 0)
-        offsets[index] = offset + job.answer.width(piece.logprobs)
-        return [job.answer.chunk(index, piece, offset)]
+def _objects(job: Job, index: int, chunk: StreamChunk | None) -> list[dict[str, Any]]:
+    """What is written for a chunk: see `Service.chunks`."""
+    if chunk is not None:
+        return [job.answer.chunk(index, chunk)]
     indices = range(index, index + job.rows)
     if job.answer.is_chat:
         return [job.answer.first(one) for one in indices]
-    if not _echoes(job):
+    if not job.body.echo:
         return []
     said, scored = _echo(job, index // job.rows)
-    offsets |= dict.fromkeys(indices, job.answer.width(scored))
     reason = "length" if job.texts[index // job.rows].request is None else None  # nothing follows
     return [job.answer.echo(one, said, scored, reason) for one in indices]

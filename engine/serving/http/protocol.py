@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from transformers import PreTrainedTokenizerBase
 
 MOST_LOGPROBS = 20
@@ -16,7 +16,19 @@ _SCHEMA_CHARACTERS, _GRAMMAR_CHARACTERS = 16_384, 8_192
 _SIZES_OF_THE_SERVER = ("folder", "max_batch_size", "device", "dtype", "layer_device_map")
 _Text: TypeAlias = Annotated[str, Field(max_length=2000)]
 _Objects: TypeAlias = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1000)]
+_UNKNOWN_FIELDS = 16  # of which each has an error of its own
 _TEMPLATE_OWN = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+
+
+def _at_most(most: int) -> BeforeValidator:
+    """Refuses larger objects before their entries are read: each wrong one would cost time for an error of its own."""
+
+    def check(given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > most:
+            raise ValueError(f"{len(given):,} entries, and this server reads {most:,}")
+        return given
+
+    return BeforeValidator(check)
 
 
 def _of_moderate_size(schema: Any) -> Any:
@@ -38,7 +50,11 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_the_default(cls, given: Any) -> Any:
-        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+        if not isinstance(given, dict):
+            return given
+        if (unknown := len(given.keys() - cls.model_fields.keys())) > _UNKNOWN_FIELDS:
+            raise ValueError(f"{unknown:,} unknown fields: leave them out")
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class EngineOptions(_Body):
@@ -49,7 +65,7 @@ class EngineOptions(_Body):
     """
 
     cache: str | None = None
-    cache_config: Annotated[dict[str, bool | int | float | str], Field(max_length=32)] = {}
+    cache_config: Annotated[dict[str, bool | int | float | str], _at_most(32)] = {}
     strategy: str | None = None
     num_beams: int | None = Field(default=None, ge=1)
     num_beam_groups: int | None = Field(default=None, ge=1)
@@ -102,9 +118,9 @@ class _Request(_Body):
     stream_options: StreamOptions | None = None
     presence_penalty: float = Field(default=0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0, ge=-2, le=2)
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default={}, max_length=1024)
+    logit_bias: Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], _at_most(1024)] = {}
     user: str | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=64)] | None = None
+    metadata: Annotated[dict[str, str], _at_most(64)] | None = None
     response_format: _Schema | None = None
     engine: EngineOptions = EngineOptions()
 
@@ -123,10 +139,19 @@ class _Request(_Body):
             raise ValueError(f"stop strings have at least one character each, and {_STOP_CHARACTERS} together at most")
         return value
 
+    @property
+    def has_form(self) -> bool:
+        """Whether the answer has a form: a schema, a regex, a list of choices or a grammar."""
+        own = self.engine
+        forms = (own.json_schema, own.regex, own.choices, own.grammar)
+        return any(form is not None for form in forms) or (self.response_format or {}).get("type", "text") != "text"
+
     @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> Any:
+    def _options_apply(self) -> Any:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is for stream: true")
+        if self.engine.min_new_tokens and self.has_form:
+            raise ValueError("engine.min_new_tokens cannot apply: the form of the answer decides where it ends")
         return self
 
 
@@ -146,15 +171,14 @@ class Message(BaseModel):
             return value
         for part in value:
             if set(part) != {"type", "text"} or part["type"] != "text" or not isinstance(part["text"], str):
-                raise ValueError(
-                    f"a part with {', '.join(map(str, part))!s:.80}: parts have a type, which is text, and a text"
-                )
+                raise ValueError(f"a part with {list(part)!a:.80}: parts have a type, which is text, and a text")
         return "".join(part["text"] for part in value)
 
 
 class ChatRequest(_Request):
     """Of /v1/chat/completions. max_completion_tokens and max_tokens are the same."""
 
+    echo: ClassVar[bool] = False  # of completions alone
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=10_000)]
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False

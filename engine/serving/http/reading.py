@@ -131,8 +131,7 @@ def parameters(body: ChatRequest | CompletionRequest, prompt_tokens: int, limits
         found["sequence_bias"] = {(token,): bias for token, bias in body.logit_bias.items()}
     if body.presence_penalty or body.frequency_penalty:
         found["logits_processor"] = [Penalties(body.presence_penalty, body.frequency_penalty, prompt_tokens)]
-    if body.n > 1:
-        found["num_return_sequences"] = body.n
+    found["num_return_sequences"] = body.n  # also where the model's own settings have another number
     if (likeliest := logprobs_asked(body)) is not None:
         found["top_logprobs"] = likeliest
     _check_rows(found, limits)
@@ -187,9 +186,9 @@ def _check_rows(found: dict[str, Any], limits: Limits) -> None:
 def _as_drawn(found: dict[str, Any]) -> dict[str, Any]:
     """With `do_sample`: temperature 0 is greedy, where top_p and its like leave the likeliest token, and what only
     drawing makes sense of asks for it."""
-    searches = any(found.get(name) for name in ("num_beams", "num_beam_groups", "penalty_alpha", "strategy"))
+    searches = found.get("num_beams", 1) > 1 or any(map(found.get, ("num_beam_groups", "penalty_alpha", "strategy")))
     if found.get("temperature") == 0:
-        if found.get("num_return_sequences", 1) > 1 and not searches:
+        if found["num_return_sequences"] > 1 and not searches:
             raise OptionError(
                 f"n={found['num_return_sequences']} with temperature 0 would be the same text so many times: raise the "
                 "temperature, or set engine.num_beams"
@@ -197,5 +196,8 @@ def _as_drawn(found: dict[str, Any]) -> dict[str, Any]:
         shaped = ("temperature", "top_p", "min_p") if searches else ("temperature", "top_p", "min_p", "top_k")
         return {name: value for name, value in found.items() if name not in shaped} | {"do_sample": False}
     draws = any(name in found for name in ("temperature", "top_p", "min_p"))
-    draws |= not searches and ("top_k" in found or "num_return_sequences" in found)
-    return found | {"do_sample": True} if draws else found
+    draws |= not searches and ("top_k" in found or found["num_return_sequences"] > 1)
+    if draws:
+        return found | {"do_sample": True}
+    is_contrastive = "penalty_alpha" in found or found.get("strategy") == "contrastive"
+    return found | {"do_sample": False} if is_contrastive else found  # whatever the model's own settings say

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import uvicorn
 from fastapi import FastAPI
 
+from engine.serving.http.gate import host_name
 from engine.serving.http.service import Service
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -17,10 +18,10 @@ _AFTER_S = 5  # from the end of the runs to that of the last answers
 
 
 def allowed_hosts(host: str, more: Sequence[str] = ()) -> tuple[str, ...] | None:
-    """By which names a server may be called that listens at `host`: see `limits.Gate`."""
+    """By which names a server may be called that listens at `host`: see `gate.Gate`."""
     if host == "localhost" or _is_loopback(host):
-        return (*LOOPBACK, host.lower(), *(name.lower() for name in more))
-    return tuple(name.lower() for name in more) or None
+        return (*LOOPBACK, host.lower(), *map(host_name, more))
+    return tuple(map(host_name, more)) or None
 
 
 def _is_loopback(host: str) -> bool:

@@ -23,6 +23,7 @@ from engine.errors import (
     OutOfMemoryError,
 )
 from engine.prompt import without_padding
+from engine.request.checks import check_vocabulary
 from engine.result import Generation, StreamChunk, TokenLogprob
 from engine.serving.batch import Batch
 from engine.serving.http.answers import Answer, added, error
@@ -55,6 +56,10 @@ class Refusal(Exception):
         super().__init__(status)
         self.status, self.body = status, body
         self.headers = {} if retry_s is None else {"Retry-After": str(retry_s)}
+
+    @classmethod
+    def of_bad_request(cls, message: str) -> Refusal:
+        return cls(400, error(message, "invalid_request_error"))
 
 
 @dataclass
@@ -151,11 +156,10 @@ class Service:
             raise Refusal(404, error(message, "invalid_request_error", "model_not_found"))
         likeliest, is_chat = logprobs_asked(body), isinstance(body, ChatRequest)
         continues = not (is_chat or self._generator.model.config.is_encoder_decoder)
-        answer = Answer(self.name, is_chat, self._generator.tokenizer, likeliest, continues)
+        answer = Answer(self.name, is_chat, self._generator.tokenizer, likeliest, continues, body.has_form)
         job = Job(body, answer)
-        echoes = isinstance(body, CompletionRequest) and body.echo
-        scores = echoes and likeliest is not None
-        needed = (1 if isinstance(body, ChatRequest) else len(body.prompts)) * (1 + scores)
+        scores = body.echo and likeliest is not None
+        needed = (1 if isinstance(body, ChatRequest) else len(body.prompts)) * ((body.max_tokens != 0) + scores)
         self._check_encoder(body)
         self._check_room(needed)  # before the prompts are read, which takes a while, and after
         try:
@@ -180,11 +184,11 @@ class Service:
     def _check_encoder(self, body: ChatRequest | CompletionRequest) -> None:
         if not self._generator.model.config.is_encoder_decoder:
             return
-        asked = ["echo"] if isinstance(body, CompletionRequest) and body.echo else []
+        asked = ["echo"] if body.echo else []
         asked += [name for name in ("presence_penalty", "frequency_penalty") if getattr(body, name)]
         if asked:
             message = f"{', '.join(asked)}: the model has an encoder, so its answer does not continue the prompt"
-            raise Refusal(400, error(message, "invalid_request_error"))
+            raise Refusal.of_bad_request(message)
 
     def _check_size(
         self, body: ChatRequest | CompletionRequest, prompts: list[list[int]], given: list[dict[str, Any]]
@@ -193,27 +197,29 @@ class Service:
         likeliest = logprobs_asked(body)
         if likeliest is None:
             return
-        echoed = isinstance(body, CompletionRequest) and body.echo
-        lengths = [(len(ids) if echoed else 0) + own["max_new_tokens"] for ids, own in zip(prompts, given, strict=True)]
+        lengths = [
+            (len(ids) if body.echo else 0) + own["max_new_tokens"] for ids, own in zip(prompts, given, strict=True)
+        ]
         count = body.n * sum(lengths) * (1 + likeliest)
         if count > _MOST_LOGPROBS:
             message = f"the answer may have {count:,} log probabilities, and this server writes {_MOST_LOGPROBS:,}"
-            raise Refusal(
-                400, error(f"{message}: ask for fewer texts, tokens or top_logprobs", "invalid_request_error")
-            )
+            raise Refusal.of_bad_request(f"{message}: ask for fewer texts, tokens or top_logprobs")
 
     def _read(self, body: ChatRequest | CompletionRequest) -> tuple[list[list[int]], list[dict[str, Any]]]:
         """The prompts' ids, and the parameters of each."""
         tokenizer = self._generator.tokenizer
         prompts = [chat_ids(body, tokenizer)] if isinstance(body, ChatRequest) else completion_ids(body, tokenizer)
-        has_encoder = self._generator.model.config.is_encoder_decoder  # then its answer has a context of its own
+        model = self._generator.model
+        for ids in prompts:
+            check_vocabulary(model, torch.tensor(ids))
+        has_encoder = model.config.is_encoder_decoder  # then its answer has a context of its own
         return prompts, [parameters(body, 0 if has_encoder else len(ids), self.limits) for ids in prompts]
 
     def _check_room(self, needed: int) -> None:
         most = self.limits.max_rows + self._max_queue
         if needed > most:
-            message = f"{needed} prompts in one request, and this server takes {most} at once: send fewer"
-            raise Refusal(400, error(message, "invalid_request_error"))
+            message = f"{needed} prompts in one request (one that is scored and continued counts twice)"
+            raise Refusal.of_bad_request(f"{message}, and this server takes {most} at once: send fewer prompts")
         if len(self._open) + needed > most:
             wait_s = math.ceil(self._typical_s * len(self._open) / self.limits.max_rows)
             message = f"{len(self._open)} prompts run or wait, and this server takes {most} at once: try again later"
@@ -234,13 +240,13 @@ class Service:
             result = await request
         except EngineError as failed:
             result = getattr(failed, "partial", None)
-        except Exception:  # an error of the engine's own; `pieces` reports it
+        except Exception:  # an error of the engine's own; `chunks` reports it
             return
         if isinstance(result, Generation):
-            self.metrics.add(result, prompt_tokens)
+            self.metrics.add(result, prompt_tokens if result.stats.prompt_tokens else 0)
         self._typical_s += 0.1 * (time.monotonic() - begun - self._typical_s)
 
-    async def pieces(self, job: Job) -> AsyncGenerator[tuple[int, StreamChunk | None], None]:
+    async def chunks(self, job: Job) -> AsyncGenerator[tuple[int, StreamChunk | None], None]:
         """The chunks of all texts as they come, with the index of the choice; None before the first of each prompt.
         Raises the error of the first run that fails."""
         found: asyncio.Queue[Any] = asyncio.Queue()
@@ -251,7 +257,7 @@ class Service:
                     await text.scored
                     text.check_scored()
                 first, has_begun = number * job.rows, False
-                async for chunk in _chunks(text):
+                async for chunk in _chunks_of(text):
                     if not has_begun:
                         found.put_nowait((first, None))
                         has_begun = True
@@ -281,7 +287,7 @@ class Service:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _chunks(text: _Text) -> AsyncIterator[StreamChunk | None]:
+async def _chunks_of(text: _Text) -> AsyncIterator[StreamChunk | None]:
     """Those of the run that continues a prompt, or None once where there is no such run."""
     if text.request is None:
         yield None
@@ -304,10 +310,12 @@ def refusal(failed: Exception) -> Refusal:
         return Refusal(503, body | _partial(failed), retry_s=5)
     if isinstance(failed, GenerationCancelled):
         return Refusal(503, error("the server is shutting down", "server_error") | _partial(failed))
+    if isinstance(failed, GenerationInterrupted) and isinstance(failed.__cause__, OptionError):
+        return Refusal(400, error(str(failed), "invalid_request_error") | _partial(failed))
     if isinstance(failed, GenerationInterrupted):
         return Refusal(500, error(str(failed), "server_error") | _partial(failed))
     if isinstance(failed, (InputError, OptionError, ConfigError, CacheError)):
-        return Refusal(400, error(str(failed), "invalid_request_error"))
+        return Refusal.of_bad_request(str(failed))
     if isinstance(failed, EngineError):
         return Refusal(503, error(str(failed), "server_error"))
     return Refusal(500, error(f"an error of the server's own: {type(failed).__name__}", "server_error"))

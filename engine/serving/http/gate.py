@@ -16,7 +16,14 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 _BODY_S = 30.0  # for a body to arrive
-_READ_FACTOR = 8  # what is too large is read so far, and thrown away: many clients look for no answer while they send
+# A body that is too large is read up to so many times the limit and discarded: many clients read no answer before they
+# have sent everything.
+_READ_FACTOR = 8
+
+
+def host_name(host: str) -> str:
+    """Of a Host header, without the port and without the brackets of an IPv6 address."""
+    return (host.partition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]).lower()
 
 
 class Gate:
@@ -59,13 +66,13 @@ class Gate:
         await self._app(scope, _replayed(body, receive), send)
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> tuple[int, dict[str, Any]] | None:
-        host = headers.get(b"host", b"").decode("latin-1")
-        name = host.partition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
-        if self._hosts is not None and name.lower() not in self._hosts:
+        name = host_name(headers.get(b"host", b"").decode("latin-1"))
+        if self._hosts is not None and name not in self._hosts:
             return 403, error("this server does not go by that host name", "invalid_request_error")
         if self._api_key is not None and (path.startswith("/v1") or path == "/metrics"):
-            given = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(given, b"Bearer " + self._api_key.encode()):
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            is_right = hmac.compare_digest(given.strip(), self._api_key.encode())
+            if scheme.lower() != b"bearer" or not is_right:
                 message = "the API key is missing or wrong: send the header Authorization: Bearer KEY"
                 return 401, error(message, "authentication_error", "invalid_api_key")
         return None
