@@ -70,9 +70,9 @@ class VerifiedText:
             try:
                 scores.append(task.process(read[:, : self.ids.shape[1] + column], logits[:, column]))
             except REFUSALS:
-                if not tokens or bool((goes_on & ~over).all()):
+                if not tokens:
                     raise
-                break  # of a text that cannot be: it goes on from a token that the model has not chosen, or from an end
+                break  # the text may be one that cannot be; where it can, the next verification raises
             is_open = ~over & (column >= self.counts)
             proposed = drafted[:, column] if column < k else None
             q = None if proposal.probabilities is None or column == k else proposal.probabilities[:, column]

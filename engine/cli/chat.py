@@ -68,9 +68,9 @@ class Terminal:
             output.tell("/help lists the commands, Ctrl-C ends an answer, Ctrl-D ends the chat.")
             with suppress(ImportError):  # not on every system: lines can be edited and come again
                 import readline  # noqa: F401
-        for message in self._messages():
+        for message, is_block in self._messages():
             try:
-                if message.startswith("/"):
+                if message.startswith("/") and not is_block:
                     self._obey(message)
                 elif message.strip():
                     self._print(self._chat.stream(values.checked(message, "the message")))
@@ -79,7 +79,7 @@ class Terminal:
             except KeyboardInterrupt:
                 output.say("")  # the answer so far is the answer
 
-    def _messages(self) -> Iterator[str]:
+    def _messages(self) -> Iterator[tuple[str, bool]]:
         while True:
             try:
                 yield self._message()
@@ -88,17 +88,21 @@ class Terminal:
             except KeyboardInterrupt:
                 output.say("")
 
-    def _message(self) -> str:
+    def _message(self) -> tuple[str, bool]:
+        """A message, and whether it was a block, which is no command. It ends with the input, too."""
         line = _line("> ")
         if line.startswith(_BLOCK):
             lines = [line.removeprefix(_BLOCK)]
-            while not lines[-1].endswith(_BLOCK):
-                lines.append(_line("... "))
-            return "\n".join(lines).removesuffix(_BLOCK)
+            with suppress(EOFError):
+                while not lines[-1].endswith(_BLOCK):
+                    lines.append(_line("... "))
+            return "\n".join(lines).removesuffix(_BLOCK), True
         lines = [line]
-        while lines[-1].endswith("\\"):
-            lines[-1:] = [lines[-1][:-1], _line("... ")]
-        return "\n".join(lines)
+        with suppress(EOFError):
+            while lines[-1].endswith("\\"):
+                lines[-1] = lines[-1][:-1]
+                lines.append(_line("... "))
+        return "\n".join(lines), False
 
     def _print(self, chunks: Iterator[Any]) -> None:
         for chunk in chunks:

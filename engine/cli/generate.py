@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from engine.cli import options, output, rendering, values
 from engine.cli.libraries import load_generator, start_libraries
-from engine.cli.lines import write_lines
+from engine.cli.lines import Lines, digests_of, open_lines, write_lines
 from engine.cli.progress import Work
 from engine.errors import OptionError
 from engine.tables import terminal_width
 
 if TYPE_CHECKING:
+    from configs import EngineConfig
     from engine.generator import Generator
     from engine.result import Generation
     from engine.streaming import Stream
@@ -38,6 +39,7 @@ def generate(**given: Any) -> None:
     cache_config = values.assignments(given["cache_option"], "--cache-option") or None
     inputs = values.chats(texts, given["system"]) if given["chat"] else texts
     is_first = values.is_first_rank(settings)
+    lines = _lines(given, inputs, parameters, settings) if is_many else None
     if not is_first:
         output.mute()
         given["stats"] = False
@@ -46,10 +48,9 @@ def generate(**given: Any) -> None:
         generator = load_generator(work, given["model"], settings)
         if given["assistant_model"] is not None:
             parameters |= assistant(given["assistant_model"], generator)
-        if is_many:
+        if lines is not None:
             work.hide()
-            parameters |= {"cache": given["cache"], "cache_config": cache_config}
-            write_lines(generator, inputs, given["jsonl"], parameters, writes=is_first)
+            write_lines(generator, inputs, lines, parameters | {"cache": given["cache"], "cache_config": cache_config})
             return
         work.doing("reading the prompt")
         chunks = generator.stream(inputs, cache=given["cache"], cache_config=cache_config, **parameters)
@@ -58,6 +59,15 @@ def generate(**given: Any) -> None:
     if is_first and "length" in result.finish_reasons and not given["stats"] and not has_limit:
         most = max(map(len, result.tokens))
         output.remark(f"(ended at the limit of {most} tokens: --max-new-tokens or -n sets another)")
+
+
+def _lines(given: dict[str, Any], inputs: list[Any], parameters: dict[str, Any], settings: EngineConfig) -> Lines:
+    """The file of `--jsonl`. Digests leave out where and how steps are computed: after a run that was out of memory,
+    another may go on with other settings of these."""
+    asked = [given[name] for name in ("model", "assistant_model", "cache", "cache_option")]
+    configured = [settings.to_dict()[name] for name in ("cache", "dtype", "weights")]
+    digests = digests_of(inputs, [parameters, asked, configured])
+    return open_lines(given["jsonl"], given["file"] or [], digests, writes=values.is_first_rank(settings))
 
 
 def _print(chunks: Stream, work: Work, given: dict[str, Any], limit: int | None) -> Generation:

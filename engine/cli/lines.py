@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,51 +17,113 @@ from engine.errors import EngineError, OptionError
 if TYPE_CHECKING:
     from engine.generator import Generator
 
+# How lines begin, with 0 for any index; those of earlier versions have no digest.
+_BEGINNINGS = (b'{"index": 0, "digest": "', b'{"index": 0, "rows": [', b'{"index": 0, "error": "')
 
-def write_lines(generator: Generator, prompts: list[Any], path: Path, parameters: dict[str, Any], writes: bool) -> None:
-    """Generate for the prompts that `path` has no text of yet, and add a line for each as it ends.
 
-    writes: False where another rank of the model writes the lines.
+@dataclass(frozen=True)
+class Lines:
+    """The file of `--jsonl`.
+
+    digests: of each prompt and what shapes its text. done: the prompts that have their text in the file. writes: False
+    where another rank of the model writes the lines.
     """
-    done = _done(path, writes)
-    missing = [index for index in range(len(prompts)) if index not in done]
-    if done and writes:
-        output.remark(f"({len(prompts) - len(missing)} of {len(prompts)} prompts have their text in {path} already)")
+
+    path: Path
+    digests: list[str]
+    done: set[int]
+    writes: bool
+
+
+def open_lines(path: Path, files: list[Path], digests: list[str], writes: bool) -> Lines:
+    """Read the file, and remove a last line that was not finished from it. files: those of the prompts.
+
+    Raises `OptionError` if it has other lines than `--jsonl` writes, or texts of other prompts or options.
+    """
+    for file in files:
+        if path.exists() and file.exists() and path.samefile(file):
+            raise OptionError(f"--jsonl {path} has the prompts of --file {file}: name another file")
+    content = path.read_bytes() if path.exists() else b""
+    *complete, rest = content.split(b"\n")
+    kept = [found for found in (_read(path, line) for line in complete) if "rows" in found]
+    _check_digests(path, kept, digests)
+    if rest:
+        _check_unfinished(path, rest)
+        if writes:
+            os.truncate(path, len(content) - len(rest))
+    return Lines(path, digests, {found["index"] for found in kept}, writes)
+
+
+def write_lines(generator: Generator, prompts: list[Any], lines: Lines, parameters: dict[str, Any]) -> None:
+    """Generate for the prompts that have no text in the file yet, and add a line for each as it ends."""
+    path, writes = lines.path, lines.writes
+    missing = [index for index in range(len(prompts)) if index not in lines.done]
+    if lines.done and writes:
+        output.tell(f"({len(prompts) - len(missing)} of {len(prompts)} prompts have their text in {path} already)")
     failed = 0
     requests = generator.generate_many(
         [prompts[index] for index in missing], progress=writes and sys.stderr.isatty(), **parameters
     )
-    with (path if writes else Path(os.devnull)).open("a", encoding="utf-8") as lines:
+    with (path if writes else Path(os.devnull)).open("a", encoding="utf-8") as file:
         for request in requests:
             index, error = missing[request.index], request.error
             if error is None:
                 found = rendering.as_dict(request.result())
             else:
                 found, failed = {"error": " ".join(str(error).split())}, failed + 1
-            lines.write(json.dumps({"index": index} | found) + "\n")
-            lines.flush()
+            file.write(json.dumps({"index": index, "digest": lines.digests[index]} | found) + "\n")
+            file.flush()
     if failed:
         raise EngineError(
             f"{failed} of {len(prompts)} prompts failed: their errors are in {path}; run it again for these"
         )
 
 
-def _done(path: Path, writes: bool) -> set[int]:
-    """The prompts with a text in the file. writes: remove a last line that was not finished from it."""
-    if not path.exists():
-        return set()
-    done: set[int] = set()
-    content = path.read_bytes()
-    complete = content[: content.rfind(b"\n") + 1]
-    for line in complete.splitlines():
-        try:
-            found = json.loads(line)
-            if "rows" in found:
-                done.add(int(found["index"]))
-        except (ValueError, TypeError, KeyError) as error:
-            raise OptionError(
-                f"{path} has lines that --jsonl has not written ({line[:40]!r}): name another file"
-            ) from error
-    if writes and len(complete) < len(content):
-        os.truncate(path, len(complete))
-    return done
+def digests_of(prompts: list[Any], shapes: Any) -> list[str]:
+    """A digest for each prompt. shapes: what shapes the texts of all of them, as values of JSON."""
+    shared, digests = sha256(_as_bytes(shapes)), []
+    for prompt in prompts:
+        digest = shared.copy()
+        digest.update(_as_bytes(prompt))
+        digests.append(digest.hexdigest()[:16])
+    return digests
+
+
+def _as_bytes(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()
+
+
+def _read(path: Path, line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+        is_written = type(found["index"]) is int and (
+            isinstance(found.get("rows"), list) or isinstance(found.get("error"), str)
+        )
+    except (ValueError, TypeError, KeyError):
+        is_written = False
+    if not is_written:
+        raise _not_written(path, line)
+    return found
+
+
+def _check_unfinished(path: Path, rest: bytes) -> None:
+    """Raise `OptionError` if what is behind the last complete line is no beginning of one."""
+    begins = re.sub(rb"\d+", b"0", rest, count=1)
+    if not any(begins.startswith(beginning) or beginning.startswith(begins) for beginning in _BEGINNINGS):
+        raise _not_written(path, rest)
+
+
+def _not_written(path: Path, line: bytes) -> OptionError:
+    return OptionError(f"{path} has lines that --jsonl has not written ({line[:40]!r}): name another file")
+
+
+def _check_digests(path: Path, kept: list[dict[str, Any]], digests: list[str]) -> None:
+    """Raise `OptionError` for texts of other prompts or options."""
+    known = [one for one in kept if "digest" in one and one["index"] < len(digests)]
+    others = [one["index"] for one in known if one["digest"] != digests[one["index"]]]
+    if others:
+        more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+        raise OptionError(
+            f"{path} has the text of another prompt or of other options for index {others[0]}{more}: name another "
+            "file, or remove this one"
+        )

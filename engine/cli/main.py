@@ -81,6 +81,8 @@ def _engine(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit with its code; errors are one line. arguments: by default those of the process."""
+    if sys.stderr is None:  # it was closed. Its number would go to the next file, which C libraries then write to
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # characters that the terminal cannot show

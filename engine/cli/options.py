@@ -179,7 +179,7 @@ CACHES = {
 }
 LINEARS = {
     "path": PLAN["path"],
-    "threads": option(int, "N", "Threads of torch; default: what torch uses.", min=1),
+    "threads": option(int, "N", "Threads of torch, 1 to 1024; default: what torch uses.", min=1, max=1024),
     "as_json": flag("Print JSON: threads and shapes (outputs, inputs, layers, fastest).", "--json"),
 }
 COMPILE = {

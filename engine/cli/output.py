@@ -65,4 +65,4 @@ def _note(message: str, style: str) -> None:
 
 
 def _is_watched() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()
+    return sys.stderr.isatty()

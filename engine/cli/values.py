@@ -42,6 +42,8 @@ def generation_parameters(given: dict[str, Any]) -> dict[str, Any]:
         checked(text, "--stop-strings")
     for text in given["choices"] or []:
         checked(text, "--choice")
+    if given["choices"] and not any(given["choices"]):
+        raise OptionError("every --choice is empty, so every text would be empty: give one that is not")
     if given["regex"] is not None:
         checked(given["regex"], "--regex")
     others = assignments(given["set_option"], "--set")

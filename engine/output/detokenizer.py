@@ -116,8 +116,6 @@ class RowText:
         if self._begins is None:
             return 0
         alone = self._decode(self._tokens[self._begins :]).rstrip(_HALF)
-        if not alone:
-            return 0
         self._begins = None
         return len(delta) - len(alone) if delta.endswith(alone) else 0
 

@@ -26,7 +26,7 @@ def test_a_message_is_one_of_the_codes(beginning):
 
 def test_every_parameter_that_may_not_apply_is_told_by_its_name():
     """No row is for any parameter: it would excuse those that are left out of the list by mistake."""
-    of_strategies = {"num_beams", "prompt_lookup_num_tokens"}  # refused beside `strategy` alone
+    of_strategies = {"num_beams"}  # refused beside `strategy` alone
     for name in GenerationConfig().to_dict():
         reason = REASONS.get(name, "")
         reason = reason if name in checks._CHANGE_THE_TEXT else "greedy has no use for it" + reason

@@ -40,6 +40,24 @@ def test_a_conversation(cli, tmp_path):
     assert loaded.stdout == f"{answers[-1]}\n"
 
 
+@pytest.mark.parametrize(
+    ("typed", "messages"),
+    [
+        ('"""/undo"""\n"""\n/help\n"""\n', ["/undo", "\n/help\n"]),
+        ("import os\\\n", ["import os"]),
+        ("import \\\nos\\", ["import \nos"]),
+        ('"""def f(x):\n    return', ["def f(x):\n    return"]),
+    ],
+    ids=["a block is no command", "a line that goes on", "and again", "an open block"],
+)
+def test_what_was_typed_is_answered(cli, typed, messages):
+    """Also where the input ends within a message."""
+    chat = engine.Generator(engine.SHIPPED_MODEL).chat(max_new_tokens=4)
+    answers = [chat.send(message).text[0] for message in messages]
+    done = cli(["chat", "-n", "4"], typed)
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "".join(f"{answer}\n" for answer in answers), "")
+
+
 def test_another_answer_is_sampled_unless_an_option_says_how(cli):
     generator = engine.Generator(engine.SHIPPED_MODEL)
     chat = generator.chat(max_new_tokens=8, seed=3)

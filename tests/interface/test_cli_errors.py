@@ -63,6 +63,8 @@ def test_wrong_usage(cli, arguments):
         (["caf\udce9"], "error: PROMPT is no text in UTF-8: 'caf\\xe9' at character 3"),
         (["x", "--stop", "\udce9"], "error: --stop-strings is no text in UTF-8"),
         (["x", "--chat", "--system", "\udce9"], "error: --system is no text in UTF-8"),
+        (["x", "--choice", ""], "error: every --choice is empty"),
+        (["x", "--choice", "", "--choice", ""], "error: every --choice is empty"),
         (["-", "-"], "error: - is standard input, which can be read once"),
         ([], "error: there is no PROMPT: give one, as in engine generate"),
     ],
@@ -82,6 +84,7 @@ def test_errors_are_one_line_and_an_exit_code(cli, arguments, message):
         (["plan", "--free-gib", "-1"], "error: Invalid value for '--free-gib'"),
         (["plan", "--free-gib", "inf"], "error: --free-gib inf is no size"),
         (["caches", "--tokens", "9" * 20], "error: Invalid value for '--tokens'"),
+        (["linears", "--threads", "100000"], "error: Invalid value for '--threads'"),
         (["--show-completion", "fish"], "error: --show-completion fish: it takes no name, run it in the shell"),
         (["--install_completion", "fish"], "error: --install-completion fish"),
     ],
@@ -138,6 +141,20 @@ def test_head_in_a_shell(options):
     assert done.returncode in (0, 141)
     assert "Traceback" not in done.stderr
     assert "rror" not in done.stderr
+
+
+def test_a_closed_standard_error(cli, shipped, monkeypatch):
+    """Messages are printed nowhere; the text and the exit codes are as ever."""
+    text = shipped.generate(PROMPT, max_new_tokens=3).text[0]
+    for arguments, printed, code in [
+        ([PROMPT, "-n", "3", "--stats"], text + "\n", 0),
+        ([PROMPT, "-n", "3", "--stream"], text + "\n", 0),
+        ([""], "", 2),
+    ]:
+        monkeypatch.setattr(sys, "stderr", None)
+        done = cli(["generate", *arguments])
+        sys.stderr.close()
+        assert (done.exit_code, done.stdout, done.stderr) == (code, printed, "")
 
 
 def test_what_was_not_foreseen_is_one_line_too(cli, monkeypatch):

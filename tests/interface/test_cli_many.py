@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+import engine
+
 
 def lines(path):
     return sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda found: found["index"])
@@ -78,13 +80,87 @@ def test_what_does_not_go_together(cli, tmp_path, content, options, says):
     assert not out.exists()
 
 
-def test_another_file_is_not_written_to(cli, tmp_path):
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "notes.txt"
-    prompts.write_text('"import"\n')
-    out.write_text("my notes\n")
-    result = cli(["generate", "--file", str(prompts), "--jsonl", str(out)])
-    assert result.exit_code == 2
-    assert "name another file" in result.stderr
-    assert out.read_text() == "my notes\n"
+NOT_WRITTEN = {
+    "text": "my notes\n",
+    "no text": b"\xff\xfe\n",
+    "an object": '{"precious": 1}\n',
+    "an object without an end of line": '{"precious": 1, "no newline at end": 2}',
+    "an index": '{"index": 0, "precious": 1}\n',
+    "an index without an end of line": '{"index": 0, "precious": 1}',
+    "rows of another kind": '{"index": 0, "rows": 5}\n',
+    "an index of another kind": '{"index": "0", "rows": []}\n',
+    "behind a line of its own": '{"index": 0, "error": "no"}\nmy notes',
+}
+
+
+@pytest.mark.parametrize("content", NOT_WRITTEN.values(), ids=NOT_WRITTEN)
+def test_another_file_is_not_written_to(cli, tmp_path, content):
+    out, content = tmp_path / "notes", content if isinstance(content, bytes) else content.encode()
+    out.write_bytes(content)
+    done = cli(["generate", "import", "--jsonl", str(out), "-n", "2"])
+    assert (done.exit_code, out.read_bytes()) == (2, content)
+    assert "has lines that --jsonl has not written" in done.stderr
+    assert "name another file" in done.stderr
+
+
+@pytest.mark.parametrize("rest", ["{", '{"index": ', '{"index": 12', '{"index": 0, "dig', '{"index": 0, "rows": [{"te'])
+def test_the_beginning_of_a_line_is_written_again(cli, tmp_path, rest):
+    out, kept = tmp_path / "texts.jsonl", '{"index": 1, "rows": []}\n'
+    out.write_text(kept + rest)
+    done = cli(["generate", "import", "def", "--jsonl", str(out), "-n", "2"])
+    assert done.exit_code == 0
+    assert done.stderr == f"(1 of 2 prompts have their text in {out} already)\n"
+    assert out.read_text().startswith(kept)
+    assert [one["index"] for one in lines(out)] == [0, 1]
+
+
+def test_the_file_of_the_prompts_is_not_written_to(cli, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "linked.jsonl"
+    out.symlink_to(prompts)
+    prompts.write_text('"import"\n"def"')
+    for path in (prompts, out):
+        done = cli(["generate", "--file", str(prompts), "--jsonl", str(path)])
+        assert done.exit_code == 2
+        assert f"--jsonl {path} has the prompts of --file {prompts}" in done.stderr
+    assert prompts.read_text() == '"import"\n"def"'
+
+
+def test_lines_that_are_no_json(cli, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('"import"\n{no json\n')
     assert "line 2" in cli(["generate", "--file", str(prompts), "--jsonl", str(tmp_path / "o")]).stderr
+
+
+def test_texts_of_other_prompts_or_options_are_not_taken(cli, tmp_path):
+    out, config = tmp_path / "texts.jsonl", tmp_path / "config.json"
+    config.write_text('{"cache": {"name": "static", "max_cache_len": 64}}')
+    shared = ["--jsonl", str(out), "-n", "2"]
+    assert cli(["generate", "import", "def", *shared]).exit_code == 0
+    written = out.read_text()
+    for arguments, differs in [
+        (["import", "class"], "index 1:"),
+        (["def", "import"], "index 0 (and 1 more):"),
+        (["import", "def", "--top-k", "2"], "index 0 (and 1 more):"),
+        (["import", "def", "--model", str(engine.SHIPPED_MODEL)], "index 0 (and"),
+        (["import", "def", "--cache", "sink"], "index 0 (and"),
+        (["import", "def", "--cache-option", "max_batch_size=9"], "index 0 (and"),
+        (["import", "def", "--weights", "int8"], "index 0 (and"),
+        (["import", "def", "--dtype", "bfloat16"], "index 0 (and"),
+        (["import", "def", "--config", str(config)], "index 0 (and"),
+    ]:
+        done = cli(["generate", *arguments, *shared])
+        assert (done.exit_code, out.read_text()) == (2, written), arguments
+        assert f"{out} has the text of another prompt or of other options for {differs}" in done.stderr
+        assert "name another file, or remove this one" in done.stderr
+    again = cli(["generate", "import", "def", "os", *shared, "--prefill-chunk-tokens", "8", "--compile", "off"])
+    assert (again.exit_code, again.stderr) == (0, f"(2 of 3 prompts have their text in {out} already)\n")
+    assert out.read_text().startswith(written)
+    assert len({one["digest"] for one in lines(out)}) == 3
+
+
+def test_texts_without_a_digest_are_kept(cli, tmp_path):
+    """As earlier versions wrote them."""
+    out, written = tmp_path / "texts.jsonl", '{"index": 0, "rows": []}\n'
+    out.write_text(written)
+    assert cli(["generate", "import", "--jsonl", str(out)]).exit_code == 0
+    assert out.read_text() == written

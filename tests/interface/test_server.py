@@ -381,6 +381,16 @@ WRONG = [
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 20_000]}}}}, "16,384"),
     (CHAT, {"engine": {"grammar": "start: a\n" * 2000}}, "grammar"),
     (CHAT, {"engine": {"min_new_tokens": 99}}, "min_new_tokens=99 is more than max_tokens=12"),
+    (CHAT, {"engine": {"min_new_tokens": 9, "choices": ["a"]}}, "min_new_tokens cannot apply"),
+    (CHAT, {"logit_bias": {f"k{number}": 0 for number in range(50_000)}}, "logit_bias: 50,000 entries"),
+    (CHAT, {"metadata": {f"k{number}": 0 for number in range(50_000)}}, "metadata: 50,000 entries"),
+    (CHAT, {"engine": {"cache_config": {f"k{number}": [] for number in range(50_000)}}}, "config: 50,000 entries"),
+    (CHAT, {f"k{number}": 0 for number in range(50_000)}, "50,000 unknown fields"),
+    (CHAT, {"engine": {f"k{number}": 0 for number in range(50_000)}}, "50,000 unknown fields"),
+    (CHAT, {"response_format": {"type": "json_object", "\ud800": 1}}, "response_format has"),
+    (CHAT, {"engine": {"chat_template_kwargs": {"\ud800": 1}}}, "no place for"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "\ud800": 1}]}]}, "a part with"),
+    (CHAT, {"\ud800": 1}, "valid string"),
     (CHAT, {"engine": {"cache": "sliding_window", "cache_config": {"window_length": 10**6}}}, "window_length=1000000"),
     (CHAT, {"engine": {"cache": "static", "cache_config": {"max_batch_size": 10**6}}}, "cannot set max_batch_size"),
     (CHAT, {"engine": {"cache": "encoder_decoder", "cache_config": {"self_cache": {"name": "dynamic"}}}}, "self_cache"),
@@ -399,6 +409,9 @@ WRONG = [
     (COMPLETION, {"prompt": ""}, "empty"),
     (COMPLETION, {"prompt": [5000]}, "5000"),
     (COMPLETION, {"prompt": [-1]}, "prompt"),
+    (COMPLETION, {"prompt": [5, 5000, 6], "echo": True, "logprobs": 0}, "token id 5000"),
+    (COMPLETION, {"prompt": [5, 5000, 6], "echo": True, "logprobs": 0, "max_tokens": 0}, "token id 5000"),
+    (COMPLETION, {"prompt": [5000], "echo": True, "logprobs": 0, "max_tokens": 0}, "token id 5000"),
     (COMPLETION, {"prompt": "x " * 3000}, r"the prompt has \d+ tokens, and max_tokens=16, .* context has 2048"),
     (COMPLETION, {"prompt": ["x"] * 100}, "100 prompts in one request"),
     (COMPLETION, {"best_of": 1, "n": 2}, "raise best_of"),
@@ -493,6 +506,7 @@ def test_a_key(gen):
                 assert answer.status_code == 401
                 assert answer.headers["WWW-Authenticate"] == "Bearer"
                 assert "secret" not in answer.text
+        assert httpx.get(server.url + "/v1/models", headers={"Authorization": "bearer  secret"}).status_code == 200
         assert httpx.get(server.url + "/health").status_code == 200
         assert httpx.get(server.url + "/").status_code == 200
 

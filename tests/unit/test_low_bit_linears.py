@@ -9,7 +9,7 @@ import optimum.quanto
 import peft
 import pytest
 import torch
-from architectures import prompt, tiny_model
+from architectures import prompt
 from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, LlamaConfig
@@ -18,6 +18,7 @@ import engine
 from engine.model import low_bit_linears
 from engine.model.linear_kernels import kernels
 from engine.model.low_bit_linears import KINDS, Int4Linear, Int8Embedding, Int8Linear, convert_linears
+from engine.warn_once import warn_once
 
 
 def weights_of(layer, width):
@@ -142,6 +143,106 @@ def test_tied_embeddings_share_the_codes_of_the_output_layer(weights):
     assert torch.equal(embeddings(ids)[0], weights_of(model.lm_head, 64)[ids[0]])
     generated = engine.generate(model, ids, max_new_tokens=5)
     assert torch.equal(generated.sequences, model.generate(ids, max_new_tokens=5, do_sample=False))
+
+
+def bytes_of(model):
+    return sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+
+
+def model_of(name, **sizes):
+    torch.manual_seed(0)
+    shape = {"bart": dict(d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+                          decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, scale_embedding=True,
+                          max_position_embeddings=32),
+             "gpt2": dict(n_embd=64, n_layer=1, n_head=2, n_positions=64),
+             }.get(name, dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+                              num_key_value_heads=1, head_dim=32))  # fmt: skip
+    config = AutoConfig.for_model(name, vocab_size=501, initializer_range=0.3, **shape | sizes)
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = kind.from_config(config).eval()
+    model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
+    return model
+
+
+@pytest.mark.parametrize("weights", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gemma3_text", "bart"])
+@torch.no_grad()
+def test_tied_embeddings_that_scale_their_rows(name, dtype, weights):
+    model, ids = model_of(name).to(dtype), torch.tensor([[3, 500, 7]])
+    tables = ["model.shared", "model.encoder.embed_tokens", "model.decoder.embed_tokens"]
+    tables = tables if name == "bart" else ["model.embed_tokens"]
+    full = [model.get_submodule(table)(ids) for table in tables]
+    size = bytes_of(model)
+    convert_linears(model, weights)
+    for table, rows in zip(tables, full, strict=True):
+        embeddings = model.get_submodule(table)
+        assert embeddings.head is model.lm_head
+        assert type(model.lm_head) is Int8Linear
+        assert embeddings(ids).dtype == dtype
+        assert relative(embeddings(ids).float(), rows.float()) < 0.01
+    assert bytes_of(model) < (0.62 if dtype == torch.bfloat16 else 0.35) * size
+    generated = engine.generate(model, ids, max_new_tokens=5)
+    expected = model.generate(ids, max_new_tokens=5, do_sample=False)
+    assert torch.equal(generated.sequences[:, -5:], expected[:, -5:])
+
+
+class NormedEmbedding(nn.Embedding):
+    def forward(self, input):
+        return nn.functional.normalize(super().forward(input), dim=-1)
+
+
+class CenteredEmbedding(NormedEmbedding):
+    embed_scale = 2.0
+
+
+@pytest.mark.parametrize("kind", [NormedEmbedding, CenteredEmbedding])
+@pytest.mark.parametrize("weights", KINDS)
+def test_tied_embeddings_that_do_more_keep_their_weights_with_the_output_layer(weights, kind, caplog):
+    model = model_with(None, tie_word_embeddings=True)
+    table = kind(101, 64)
+    table.weight = model.lm_head.weight
+    model.set_input_embeddings(table)
+    warn_once.cache_clear()
+    for _ in range(2):  # a conversion that goes on
+        convert_linears(model, weights)
+        assert model.get_input_embeddings() is table
+        assert type(model.lm_head) is nn.Linear
+        assert model.lm_head.weight is table.weight
+        assert type(model.model.layers[0].mlp.up_proj) is KINDS[weights]
+    assert caplog.text.count("lm_head") == caplog.text.count(f"the {kind.__name__} that shares them") == 1
+
+
+@pytest.mark.parametrize("weights", KINDS)
+@torch.no_grad()
+def test_linear_layers_with_transposed_weights(weights):
+    model, ids = model_of("gpt2"), torch.tensor([[3, 100, 7]])
+    layer = model.transformer.h[0].attn.c_attn
+    input, size = torch.randn(3, 64), bytes_of(model)
+    expected, full = model(ids).logits, layer(input)
+    convert_linears(model, weights)
+    converted = model.transformer.h[0].attn.c_attn
+    assert type(converted) is KINDS[weights]
+    assert (converted.in_features, converted.out_features) == (64, 192)
+    assert relative(converted(input), full) < {"int8": 0.01, "int4": 0.1}[weights]
+    assert relative(model(ids).logits, expected) < {"int8": 0.02, "int4": 0.2}[weights]
+    assert bytes_of(model) < 0.4 * size
+    generated = engine.generate(model, ids, max_new_tokens=5)
+    assert torch.equal(generated.sequences, model.generate(ids, max_new_tokens=5, do_sample=False))
+
+
+def test_what_stays_in_full_is_said_once(caplog):
+    warn_once.cache_clear()
+    for _ in range(2):
+        convert_linears(model_of("mixtral", num_local_experts=4), "int8")
+    (said,) = caplog.messages
+    assert "weights='int8': 53 % of the bytes of MixtralForCausalLM" in said
+    assert "model.layers.*.mlp.experts.gate_up_proj" in said
+    caplog.clear()
+    for model in (model_of("gemma3_text"), model_of("gpt2"), model_of("bart"), model_with(None)):
+        for _ in range(2):
+            convert_linears(model, "int4")
+    assert not caplog.messages
 
 
 @torch.no_grad()
@@ -287,8 +388,9 @@ def test_in_bfloat16():
 
 
 def test_what_cannot_be_converted_is_refused():
+    narrow = model_with(None, hidden_size=32, intermediate_size=96)  # no multiples of 64
     with pytest.raises(engine.OptionError, match="has no linear layers that can be converted"):
-        engine.Generator(copy.deepcopy(tiny_model("gpt2")), config=engine.EngineConfig(weights="int4"))
+        engine.Generator(narrow, config=engine.EngineConfig(weights="int4"))
     with torch.device("meta"):
         elsewhere = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=11, hidden_size=64, num_hidden_layers=1))
     with pytest.raises(engine.OptionError, match="are for CPUs, and LlamaForCausalLM is elsewhere"):

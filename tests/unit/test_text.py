@@ -1,7 +1,7 @@
 """Tokens to text piece by piece: characters split over tokens, stop strings split over pieces."""
 
 import pytest
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from engine.output.detokenizer import RowText
@@ -71,6 +71,21 @@ def test_the_first_word_after_a_prompt_keeps_its_space():
     assert row.begin([0, 1]) + row.push(2) == "one two three"
 
 
+@pytest.mark.parametrize("stops", [[], ["nothing"]], ids=["plain", "stop strings"])
+@pytest.mark.parametrize("decoder", [decoders.Metaspace(), None], ids=["Metaspace", "Strip"])
+def test_a_word_keeps_its_space_after_a_token_that_does_not_show(decoder, stops):
+    words = _words(decoder)
+    for tokens in ([0, 3, 1], [0, 4, 2, 4, 4, 1, 3], [3, 0, 3, 3, 1], [4, 4]):
+        row = RowText(words, stops)
+        shown = "".join(map(row.push, tokens)) + row.flush()
+        assert shown == row.text == words.decode(tokens, skip_special_tokens=True)
+
+
+def test_the_space_at_the_beginning_is_kept_on_request():
+    row = RowText(_words(), keeps_space=True)
+    assert [row.push(token) for token in (2, 3, 1)] == [" three", "", " two"]
+
+
 def test_after_a_stop_string_nothing_comes(tokenizer):
     row = RowText(tokenizer, ["STOP"])
     shown = "".join(map(row.push, tokenizer("a STOP b")["input_ids"]))
@@ -103,11 +118,20 @@ def test_a_stop_string_may_have_a_special_token_inside(tokenizer):
         assert (text, row.stopped) == (shown, stopped)
 
 
-def _words():
-    """A tokenizer that leaves out the space a text begins with."""
-    words = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "▁three": 2, "<s>": 3}, unk_token="▁one"))
-    words.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+def _words(decoder=None):
+    """A tokenizer that leaves out the space a text begins with; <end> is special, but has no role."""
+    words = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "▁three": 2, "<s>": 3, "<end>": 4}, unk_token="▁one"))
+    strip = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    words.decoder = strip if decoder is None else decoder
+    words.add_special_tokens([AddedToken("<end>", special=True, normalized=False)])
     return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>")
+
+
+def test_a_stop_string_may_be_a_special_token_without_a_role():
+    assert "<end>" not in _words().all_special_tokens
+    row = RowText(_words(), ["<end>"])
+    assert "".join(map(row.push, [0, 1, 4, 2])) == "one two"
+    assert row.stopped
 
 
 @pytest.mark.parametrize("prompt", [[0, 1], [3], []])
