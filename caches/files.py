@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import tempfile
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, Protocol, cast
 from weakref import ref
 
@@ -146,7 +147,7 @@ def load(path: str | Path, model: nn.Module, device: torch.device | str | None =
     header = _header(path)
     reader = inner_model(model)
     _check_model(path, header["model"], fingerprint(reader))
-    device = prompt_device(reader) if device is None else torch.device(device)
+    device = prompt_device(reader) if device is None else _device(device)
     with _readable(path) as file:
         unpacked = partial(_unpacked, file=file, device=device)
         log, stacks = unpacked(header[_TOKENS]), [_unpacked_stack(packed, unpacked) for packed in header["stacks"]]
@@ -276,14 +277,24 @@ def _specs(described: list[list[Any]]) -> list[LayerSpec]:
     return [replace(PLAIN, layer_type=layer_type) for layer_type, *_ in described]
 
 
+def _device(name: torch.device | str) -> torch.device:
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # torch's, of names that it does not know and of what is not here
+        raise ConfigError(f"device={str(name)!r} is not here: {error}") from error
+
+
 # Files.
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    os.close(handle)
+    path = path.resolve()  # a link stays one
+    name = path.parent / f".{path.name}-{token_hex(8)}"
+    name.touch(exist_ok=False)
+    mode = (path if path.exists() else name).stat().st_mode  # safetensors' files are for their user alone
     try:
         save_file(tensors, name, metadata)
+        os.chmod(name, stat.S_IMODE(mode))
         with open(name, "r+b") as file, mmap.mmap(file.fileno(), 0) as content:
             at = content.find(f'"sha256":"{_UNKNOWN}"'.encode()) + len('"sha256":"')
             content[at : at + len(_UNKNOWN)] = sha256(content).hexdigest().encode()

@@ -11,14 +11,17 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from caches.errors import CapacityError
 from caches.memory.disk_file import DiskFile, Window
 from caches.torch_api import always_writable
 
 _CHUNK_BYTES = 2**24  # size of the temporary memory for rearranging in place
+_WORTH_SHRINKING = 2  # times the memory that is needed; pinned memory has up to twice as much
 
 B = TypeVar("B", bound="Buffer")
 
@@ -71,6 +74,23 @@ class Buffer(ABC):
         assert self._shape is not None
         self._have(slots, self._shape[0], keep)
         self._room = max(self._room, slots)
+
+    def shrink(self, slots: int, keep: int) -> None:
+        """Free the memory behind `slots` slots where it is most of it, and keep the first `keep` slots. Where there is
+        no memory for the smaller copy, nothing changes."""
+        assert self._shape is not None
+        assert self._memory is not None
+        count = slots * (self._rows_room or self._shape[0]) * self._shape[1] * self._shape[2]
+        if self._memory.numel() < _WORTH_SHRINKING * count:
+            return
+        self.wait()
+        with suppress(RuntimeError, MemoryError, CapacityError):
+            self._memory = self._copied(count, self._memory[: self.numel(keep)])
+            self._room = slots
+
+    def _copied(self, count: int, kept: torch.Tensor) -> torch.Tensor:
+        """New memory for at least `count` elements, which begins with a copy of `kept`."""
+        return self._allocate(count, self.dtype, self.device, kept)
 
     def _have(self, slots: int, rows: int, keep: int) -> None:
         assert self._shape is not None
@@ -270,6 +290,14 @@ class DiskBuffer(Buffer):
             self._window = self.disk_file.window(count * dtype.itemsize, self._window)
         with always_writable():  # the window begins with the previous bytes: `kept` needs no copy
             return torch.frombuffer(self._window, dtype=dtype, count=count)
+
+    def _copied(self, count: int, kept: torch.Tensor) -> torch.Tensor:
+        before, self._window = self._window, None
+        try:
+            return _with_start(kept, self._allocate(count, self.dtype, self.device, None))
+        except BaseException:
+            self._window = before
+            raise
 
     def clear(self) -> None:
         super().clear()

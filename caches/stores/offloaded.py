@@ -101,7 +101,9 @@ class OffloadedStore:
         timeline = self.timeline
         if timeline.overflow and self._has_pending:
             committed = timeline.end + timeline.pending - rejected
-            self._move_to_front(committed - timeline.surviving(rejected), committed)
+            surviving = timeline.surviving(rejected)
+            self._move_to_front(committed - surviving, committed)
+            self.buffer.shrink(timeline.room, keep=surviving)  # the step may have been a long prompt
         self._has_pending = False
 
     def abort(self) -> None:

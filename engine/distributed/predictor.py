@@ -14,6 +14,7 @@ from engine.generator import Generator
 from engine.serving.request import BatchRequest
 
 _MADE = ("text", "finish_reason", "new_tokens", "error")
+_NO_PROMPT = (None, None, 0, "InputError: there is no prompt in this row")
 
 
 class Predictor:
@@ -27,7 +28,8 @@ class Predictor:
     come before those that all rows have. slots: rows that are computed at once. parameters: of all rows.
 
     Columns that are added: "text", "finish_reason", "new_tokens" and "error". With `num_return_sequences` the first two
-    are lists. A row that fails has its error, and what was generated before; the others go on. Raises `OptionError`
+    are lists. A row that fails, or has None for a prompt, has its error, and what was generated before; the others go
+    on. Raises `OptionError`
     where a column of that name is there already, or none of prompts.
     """
 
@@ -54,19 +56,20 @@ class Predictor:
         prompts = [
             {"prompt": prompt} | {name: _plain(value) for name, value in (given or {}).items() if value is not None}
             for prompt, given in zip(rows, own, strict=True)
+            if prompt is not None
         ]
         ended = self._generator.generate_many(prompts, slots=self._slots, **self._parameters)
-        found = sorted(ended, key=lambda request: request.index)
-        values = zip(*map(_columns, found), strict=True)
-        return dict(batch) | {name: _column(list(column)) for name, column in zip(_MADE, values, strict=True)}
+        found = iter(sorted(ended, key=lambda request: request.index))
+        values = [_NO_PROMPT if prompt is None else _values(next(found)) for prompt in rows]
+        return dict(batch) | {name: _column([row[number] for row in values]) for number, name in enumerate(_MADE)}
 
 
 def _plain(value: Any) -> Any:
-    """Arrays of numpy, in which Ray keeps lists, as lists."""
-    return value.tolist() if isinstance(value, np.ndarray) else value
+    """Arrays and numbers of numpy, in which Ray keeps lists and texts, as those of Python."""
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
 
 
-def _columns(request: BatchRequest) -> tuple[Any, Any, int, str | None]:
+def _values(request: BatchRequest) -> tuple[Any, Any, int, str | None]:
     """The values of a row, in the order of `_MADE`."""
     error = request.error
     result = request.result() if error is None else getattr(error, "partial", None)

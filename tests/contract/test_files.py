@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -96,6 +97,30 @@ def test_rows_that_were_joined(path):
     found = caches.load(path, model)
     assert (found.batch_size, found.max_rows) == (4, 4)
     assert torch.equal(found.layers[2].keys, joined.layers[2].keys)
+
+
+def test_a_file_may_be_read_by_whom_the_folder_says_and_links_stay(saved, path):
+    _, out = saved
+    mask = os.umask(0o027)
+    try:
+        path.unlink()
+        out.cache.save(path)
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    path.chmod(0o604)
+    link = path.with_name("link")
+    link.symlink_to(path)
+    out.cache.save(link)
+    assert link.is_symlink()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o604
+    assert [one.name for one in path.parent.iterdir() if one.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("device", ["foo", "cuda"] if not torch.cuda.is_available() else ["foo"])
+def test_a_device_that_is_not_here(device, saved, path):
+    with pytest.raises(ConfigError, match=f"device='{device}' is not here"):
+        caches.load(path, saved[0], device=device)
 
 
 def test_what_a_file_says(saved, path):

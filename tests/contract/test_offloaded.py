@@ -95,6 +95,43 @@ def test_what_is_kept_of_an_encoder_is_where_the_codes_are(backend, residency):
     assert all(torch.equal(kept, must) for kept, must in zip(moved.parts[1].key_cache, expected.key_cache, strict=True))
 
 
+@pytest.mark.parametrize("residency", ["host", "disk"])
+def test_windows_keep_no_memory_of_a_long_prompt(residency):
+    model, long = tiny_model("mistral"), prompt(rows=1, tokens=200, pads=0)
+    for tokens in (1, 5):
+        out = engine.generate(
+            model, long, cache="offloaded", cache_config={"residency": residency}, max_new_tokens=tokens
+        )
+        least = engine.generate(model, long, cache="dynamic", max_new_tokens=tokens)
+        assert torch.equal(out.sequences, least.sequences)
+        assert out.cache.bytes_by_place[residency] <= 2 * least.cache.bytes
+
+
+@pytest.mark.parametrize("residency", ["host", "disk"])
+def test_without_room_for_a_smaller_copy_nothing_changes(residency, monkeypatch):
+    model, long = tiny_model("mistral"), prompt(rows=1, tokens=200, pads=0)
+    expected = engine.generate(model, long, max_new_tokens=NEW).sequences
+    kind = {"host": HostBuffer, "disk": DiskBuffer}[residency]
+
+    def fails(self, count, kept):
+        raise MemoryError
+
+    monkeypatch.setattr(kind, "_copied", fails)
+    out = engine.generate(model, long, cache="offloaded", cache_config={"residency": residency}, max_new_tokens=NEW)
+    assert torch.equal(out.sequences, expected)
+    monkeypatch.undo()
+    allocate = kind._allocate
+
+    def full(self, count, dtype, device, kept):
+        if kept is None and self._memory is not None:
+            raise MemoryError
+        return allocate(self, count, dtype, device, kept)
+
+    monkeypatch.setattr(kind, "_allocate", full)
+    out = engine.generate(model, long, cache="offloaded", cache_config={"residency": residency}, max_new_tokens=NEW)
+    assert torch.equal(out.sequences, expected)
+
+
 def test_disk_in_transformers_beam_search(tmp_path):
     for name in ("llama", "gemma2"):
         model, inputs = tiny_model(name), prompt()

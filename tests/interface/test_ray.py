@@ -52,6 +52,18 @@ def test_parameters_of_rows_and_errors(expected):
     assert len(found["text"][3]) == len(found["finish_reason"][3]) == 2
 
 
+def test_texts_of_numpy_rows_without_a_prompt_and_no_rows(expected):
+    predict = Predictor(engine.SHIPPED_MODEL, max_new_tokens=8)
+    found = predict({"prompt": np.array(PROMPTS[:2])})
+    assert found["text"].tolist() == [out.text[0] for out in expected[:2]]
+    found = predict({"prompt": column([None, PROMPTS[0], None])})
+    assert found["text"].tolist() == [None, expected[0].text[0], None]
+    assert [error is None for error in found["error"]] == [False, True, False]
+    assert "no prompt" in found["error"][0]
+    found = predict({"prompt": column([])})
+    assert [len(values) for values in found.values()] == [0] * 5
+
+
 def test_a_model_without_a_tokenizer():
     predict = Predictor(tiny_model("llama"), max_new_tokens=4)
     found = predict({"prompt": np.array([[5, 6, 7], [8, 9, 10]])})
