@@ -189,8 +189,8 @@ class Capabilities:
     to several caches. can_split: its rows can be computed in parts, each with a cache of its own. can_predict: it has
     `growth`. rollback: an aborted step is always undone, or sometimes the cache is lost instead. rollback_blocker: why
     committed tokens cannot be taken back; None where they can. is_lost: a step failed and could not be undone.
-    is_quantized: some of it is kept in fewer bits than it came in. imposes_windows: it shows a token less than the
-    model would.
+    is_quantized: some of it is kept in fewer bits than it came in. imposes_windows: with it, a token attends to fewer
+    tokens than the model's own attention span has.
     """
 
     can_migrate: bool = False
@@ -243,7 +243,7 @@ class AttentionView(Protocol):
 
     @property
     def imposes_windows(self) -> bool:
-        """Whether it shows a token less than the model would."""
+        """Whether a token attends to fewer tokens with it than the model's own attention span has."""
         return False
 
     @property

@@ -69,7 +69,8 @@ def compile_package(program: torch.export.ExportedProgram, path: str, change: Ca
 
 
 def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
-    """The hooks around a module's forward, that are empty dicts now or later not; those of all modules first."""
+    """The dicts of hooks around a module's forward: first those of all modules, then its own. A hook that is registered
+    later appears in them."""
     from torch.nn.modules import module as base
 
     everywhere = [base._global_forward_hooks, base._global_forward_pre_hooks]

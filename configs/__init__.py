@@ -15,7 +15,7 @@ from configs.cache import (
     SlidingWindowCacheConfig,
     StaticCacheConfig,
 )
-from configs.engine import FALLBACKS, EngineConfig, checked_fallbacks, makes_graphs, preset, presets
+from configs.engine import FALLBACKS, EngineConfig, checked_fallbacks, preset, presets
 from configs.errors import ConfigError, EngineError
 from configs.quantized import (
     CODECS,
@@ -50,7 +50,6 @@ __all__ = [
     "SlidingWindowCacheConfig",
     "StaticCacheConfig",
     "checked_fallbacks",
-    "makes_graphs",
     "nearest",
     "preset",
     "presets",

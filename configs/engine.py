@@ -19,11 +19,6 @@ FALLBACKS = ("release", "chunk", "offload", "quantize", "split")
 _PRESETS = Path(__file__).parent / "presets"
 
 
-def makes_graphs(compile: str) -> bool:
-    """Whether steps of the model become graphs of `torch.compile`; "auto" compiles layers one by one instead."""
-    return compile not in ("off", "auto")
-
-
 @dataclass(frozen=True)
 class EngineConfig(Config):
     """Options of a `Generator`.

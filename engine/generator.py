@@ -16,9 +16,9 @@ import engine
 from caches import EngineCache
 from caches.spec.accelerate_hooks import prompt_device
 from caches.torch_api import set_grad_enabled
-from configs import CacheConfig, EngineConfig, checked_fallbacks, makes_graphs
-from engine.decoding.assistant import Draft
+from configs import CacheConfig, EngineConfig, checked_fallbacks
 from engine.decoding.cancellation import Cancellation
+from engine.decoding.draft import Draft
 from engine.decoding.driver import Driver
 from engine.decoding.fed_ids import CachedPrefix
 from engine.decoding.guided_session import GuidedSession
@@ -29,6 +29,7 @@ from engine.errors import OptionError, OutOfMemoryError
 from engine.memory.budget import Budget
 from engine.memory.cache_choice import CacheChoice, check_new, new_cache, read_cache_choice
 from engine.memory.fallbacks import Recovery
+from engine.model.compiled_step import makes_graphs
 from engine.model.loading import load
 from engine.model.low_bit_linears import convert_linears
 from engine.model.masks import Columns
@@ -39,10 +40,10 @@ from engine.output.hf_streamers import adapter_for
 from engine.output.stream_buffer import StreamBuffer
 from engine.planning.free_memory import find_free
 from engine.prompt import without_padding
-from engine.request.assistant import DraftRequest, read_draft_request
 from engine.request.call import ONE_TOKEN, Call, parameters, read_call, takes
 from engine.request.compatibility import check_together
 from engine.request.continuation import check_content, check_continues, check_padding_ahead
+from engine.request.draft import DraftRequest, read_draft_request
 from engine.request.logits_processors import with_own_processors
 from engine.request.parameters import read, read_parameters
 from engine.request.read_request import read_request
@@ -333,9 +334,10 @@ class Generator:
 
     def _read(self, call: Call, live: EngineCache | None, draft: Draft | None) -> tuple[Request, DraftRequest | None]:
         """The requests to the model and to its draft. live: the cache that was given."""
-        assistant = None if draft is None else draft.model
         chunk_tokens = self.config.prefill_chunk_tokens
-        request = read_request(self.model, call, live, assistant=assistant, chunk_tokens=chunk_tokens)
+        request = read_request(
+            self.model, call, live, draft=None if draft is None else draft.model, chunk_tokens=chunk_tokens
+        )
         if draft is None:
             return request, None
         read = read_draft_request(draft.model, self.model, request, live, call)

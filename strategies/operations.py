@@ -78,19 +78,42 @@ def at_once(work: Callable[[], T]) -> T:
 class Task:
     """The input of a flow.
 
-    ids: the prompt [rows, columns]. mask: 0 where it has a pad, [rows, columns], with columns more in front where the
-    prompt begins with embeddings that have no id. process: to be applied to the scores of every step. ended: for ids
-    [any, columns], whether a text ends there, bool [any]; only flows that `Finish` by themselves have to ask.
-    max_columns: no row gets longer than so many columns. eos_ids: tokens that end a text, as given. pad_id: what a row
-    is filled up with. drafts: filled in where tokens are proposed. translation: where the draft has other ids.
-    attempt: for work on scores [rows, vocabulary] that needs memory, as `attempt(lambda: scores.softmax(dim=-1))`. The
-    work must not change anything, because it may be done more than once. `process` does this by itself. records_scores:
-    whether the scores of the steps are wanted in `Finish`. generator: what random numbers are drawn from, on the device
-    of the scores: that of the call's `seed`, or None for torch's global one. A strategy that draws passes it on, as in
-    `torch.multinomial(probabilities, 1, generator=task.generator)`. The seed covers nothing else: a `process` that
-    draws takes torch's global numbers. forced: where the call constrains its texts, for each row of ids [rows, columns]
-    the tokens that `process` lets come next as the only ones, maybe none. announce: may be called before a `Forward`
-    with the very ids that `process` gets after it.
+    Attributes
+    ----------
+    ids : LongTensor [rows, columns]
+        The prompt.
+    mask : LongTensor [rows, columns or more]
+        0 where the prompt has a pad; with further columns in front where it begins with embeddings that have no id.
+    process : (ids [rows, columns], logits [rows, vocabulary]) -> scores [rows, vocabulary]
+        Applies the call's logits processors. A flow calls it for every step.
+    ended : (ids [any, columns]) -> bool [any]
+        Whether a text ends with the last of its ids. Only flows that `Finish` by themselves have to ask.
+    max_columns : int
+        No row gets longer than so many columns.
+    eos_ids : tuple of int
+        Tokens that end a text, as given.
+    pad_id : int
+        What a row that has ended is filled up with.
+    drafts : SpeculationStats
+        Filled in by flows that propose tokens.
+    translation : Translation or None
+        Where the draft has other ids than the model.
+    attempt : (work) -> what `work()` returns
+        For work on scores [rows, vocabulary] that needs memory, as `attempt(lambda: scores.softmax(dim=-1))`. When
+        memory is out, the work is done again after a fallback, so it must not change anything. `process` does this by
+        itself.
+    records_scores : bool
+        Whether the scores of the steps are wanted in `Finish`.
+    generator : torch.Generator or None
+        Of the call's `seed`, on the device of the scores; None for torch's global one. A strategy that draws passes it
+        on, as in `torch.multinomial(probabilities, 1, generator=task.generator)`. The seed covers nothing else: a
+        `process` that draws takes torch's global numbers.
+    forced : (ids [rows, columns]) -> list of list of int, or None
+        For each row the tokens that a constraint of the call lets come next as the only ones, maybe none. None without
+        a constraint.
+    announce : (ids [rows, columns]) -> None
+        May be called before a `Forward` with the very ids that `process` gets after it: a constraint then makes its
+        mask while the device computes.
     """
 
     ids: torch.Tensor
@@ -195,13 +218,27 @@ class NoCandidateError(EngineError):
 class Needs:
     """What a strategy needs of the engine. The defaults fit a flow of one row per prompt that keeps every token.
 
-    rows_per_prompt: rows that each row of the prompt becomes. scored_rows: how many of these rows `Task.process` gets
-    at a time; None for all. rows_are_beams: whether logits processors take the rows of a prompt for the beams of one
-    search. texts_per_prompt: rows of the result per prompt. score_copies: float32 tensors [rows, vocabulary] that exist
-    at the same time, at most, from the model's logits to the chosen token, without those of logits processors.
-    hidden_states: whether the first `Forward` has `hidden=True`. verifies: whether tokens are fed that a `Crop` may
-    take back. draft: whether a `Forward` has `model="draft"`. keeps_draft_length: whether `Task.drafts.length` carries
-    over from call to call.
+    Attributes
+    ----------
+    rows_per_prompt : int
+        Rows that each row of the prompt becomes.
+    scored_rows : int or None
+        How many of these rows `Task.process` gets at a time; None for all.
+    rows_are_beams : bool
+        Whether logits processors take the rows of a prompt for the beams of one search.
+    texts_per_prompt : int
+        Rows of the result per prompt.
+    score_copies : int
+        float32 tensors [rows, vocabulary] that exist at the same time, at most, from the model's logits to the chosen
+        token, without those of logits processors.
+    hidden_states : bool
+        Whether the first `Forward` has `hidden=True`.
+    verifies : bool
+        Whether tokens are fed that a `Crop` may take back.
+    draft : bool
+        Whether a `Forward` has `model="draft"`.
+    keeps_draft_length : bool
+        Whether `Task.drafts.length` carries over from call to call.
     """
 
     rows_per_prompt: int = 1

@@ -31,10 +31,10 @@ C = TypeVar("C", bound=Branchable)
 def branch(cache: C, tokens: int | None = None) -> C:
     """A cache of the same backend that holds the first `tokens` of `cache`; None for all. Both can go on.
 
-    Layers of full attention read the tokens where they are. The first cache that goes on from all of them writes behind
-    them while there is room; others write into tensors of their own. What would be overwritten is copied first.
-    Windows, states, codes and buffers in host memory cannot be shared and are copied, as is what came after an earlier
-    branch, but for the first cache that goes on from there. Raises `StepError` while an announced step is open, where
+    Layers of full attention share their tensors: the first branch from the end writes into the free slots behind it,
+    later ones write into tensors of their own, and what would be overwritten is copied first. Windows, states, codes
+    and buffers in host memory are copied, as is what came after an earlier branch, but for the first cache that goes on
+    from there. Raises `StepError` while an announced step is open, where
     `cache` does not hold so many tokens, and where they are fewer than there are and the others cannot be taken back.
     """
     with _one_at_a_time:

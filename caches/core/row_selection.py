@@ -177,10 +177,10 @@ class RowSelection:
         return self._pending.left
 
     def _holders(self, choice: Choice) -> list[tuple[RowHolder, torch.Tensor]]:
-        """Changes nothing that is visible, and may be called again.
+        """What has to select rows, each with its index. Nothing visible changes, so it may be called again.
 
-        Of forked rows only the suffix is copied, as long as all prompts have equally many rows next to each other. An
-        index on an accelerator is not read: there every row gets a copy of its prefix.
+        Of forked rows only the suffix is listed, as long as all prompts have equally many rows next to each other. An
+        index on an accelerator is not read, which would wait for the device: there every row gets a copy of its prefix.
         """
         stack = self.stack
         if choice.times is not None:

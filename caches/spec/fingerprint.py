@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from caches.torch_api import storage_key, write_count
 
-_SUMS = 1021  # a prime: in no model are elements of rows that change places added to the same sums
+_SUMS = 1021  # a prime, so that two rows of a weight that change places always change the sums
 
 
 def inner_model(model: nn.Module) -> PreTrainedModel:

@@ -140,9 +140,10 @@ class Timeline:
         self.room = room
 
     def read_from(self, other: Timeline, takes_room: bool) -> None:
-        """The buffers of `other` are read by this group too, whose state is that of `other`.
+        """Share the buffers of `other`, whose state this timeline already has.
 
-        takes_room: their free slots are for this group from now on; else for `other`, as before.
+        takes_room: from now on this timeline may write into their free slots, and `other` may not; False: as before,
+        only `other` may.
         """
         self.room, self.frozen = other.room if takes_room else self.end, self.end
         other.frozen = sys.maxsize if takes_room else max(other.frozen, other.end)

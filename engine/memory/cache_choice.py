@@ -10,9 +10,10 @@ from transformers.cache_utils import Cache as TransformersCache
 
 import caches
 from caches import EngineCache
-from configs import CacheConfig, EncoderDecoderCacheConfig, EngineConfig, makes_graphs, nearest
+from configs import CacheConfig, EncoderDecoderCacheConfig, EngineConfig, nearest
 from engine.errors import InputError, OptionError
 from engine.memory.budget import Budget
+from engine.model.compiled_step import makes_graphs
 from engine.planning.cache_size import empty_cache
 from engine.planning.plan import choose_cache
 from engine.request.call import Call

@@ -13,6 +13,11 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 
+def makes_graphs(compile: str) -> bool:
+    """Whether steps of the model become graphs of `torch.compile`; "auto" compiles layers one by one instead."""
+    return compile not in ("off", "auto")
+
+
 def compiled(step: Callable[..., ModelOutput], backend: str) -> Callable[..., ModelOutput]:
     """`step` compiled as one graph per number of rows and size of a cache. backend: of `torch.compile`."""
     # More graphs than torch expects of one function.

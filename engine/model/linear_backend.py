@@ -52,8 +52,8 @@ class Table:
         return None if by_rows is None else by_rows[bisect_left(ROW_LIMITS, rows)]
 
     def for_compiled_code(self) -> Table:
-        """The same with the kernel, where there is one, in place of torch's own, as rounding differs anyway, and of
-        transposed products, which torch's compiler lacks."""
+        """The same routes for compiled code: oneDNN stays, other products are the kernel's, or torch's own without one.
+        torch's compiler has no transposed product, and compiled code rounds in another way anyway."""
         other = "kernel" if "kernel" in routes() else TORCH
         names = {
             shape: tuple(name if name == "onednn" else other for name in by_rows)

@@ -8,6 +8,7 @@ Steps of many rows multiply with the weights in full, a block of them at a time.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,11 +16,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from caches.spec.accelerate_hooks import is_dispatched
 from caches.torch_api import int4_product, int8_product, pack_int4
 from engine.errors import OptionError
 from engine.model.linear_kernels import kernels
+from engine.model.ranks import plan_name
+from engine.warn_once import warn_once
 
 _FEW_ROWS = 16  # up to so many the low-bit product is the faster one
 _BLOCK = 2**22  # elements of the weights in full at a time
@@ -28,6 +32,7 @@ _GROUP = 64  # inputs with one scale, 4 bits
 _PACKED = 64  # outputs that are packed together, 4 bits: the most of all processors
 _RANGES = torch.linspace(0.75, 1, 4).tolist()  # parts of a group's range that are tried
 _FITS = 5  # of scale and offset to codes, for each
+_MUCH = 0.25  # share of the bytes in full from which on there is a warning
 _READ = ("dt_proj", "classifier")  # layers whose weights models read: state spaces, and LongCat's router
 
 
@@ -115,12 +120,20 @@ class Int4Linear(_LowBitLinear):
 
 
 class Int8Embedding(nn.Module):
-    """Embeddings that read the codes of the output layer `head`: those of models with tied weights."""
+    """Embeddings that read the codes of the output layer `head`: those of models with tied weights.
+
+    embed_scale: what rows are multiplied with, as in the embeddings of several models.
+    """
 
     def __init__(self, table: nn.Embedding, head: Int8Linear):
         super().__init__()
         self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
         self.head, self._dtype = head, table.weight.dtype
+        scale = getattr(table, "embed_scale", 1.0)
+        if isinstance(scale, torch.Tensor):
+            self.register_buffer("embed_scale", scale, persistent=False)
+        else:
+            self.embed_scale = scale
 
     @property
     def weight(self) -> torch.Tensor:
@@ -128,7 +141,11 @@ class Int8Embedding(nn.Module):
         return self.head.weight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return (self.head.codes[input] * self.head.scales[input, None]).to(self._dtype)
+        return _scaled((self.head.codes[input] * self.head.scales[input, None]).to(self._dtype), self.embed_scale)
+
+
+def _scaled(rows: torch.Tensor, scale: Any) -> torch.Tensor:
+    return rows * (scale.to(rows.dtype) if isinstance(scale, torch.Tensor) else scale)
 
 
 def _decoded(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -208,9 +225,9 @@ def convert_linears(model: PreTrainedModel, weights: str) -> None:
     """Replace the linear layers of a model by those with `weights`, "int8" or "int4", one after the other.
 
     Layers that quanto or hqq has quantized are replaced too. An output layer that is tied to the embeddings shares its
-    codes with them, of 8 bits always. Layers of a width that torch's operator does not take (4 bits: no multiple of 64)
-    stay as they are, and so do adapters and layers whose weights a model reads by itself. Raises `OptionError` if there
-    is none to replace, or some have another number of bits.
+    codes with them, of 8 bits always; if they do more than look up rows and scale them, it stays as it is. So do layers
+    of a width that torch's operator does not take (4 bits: no multiple of 64), adapters, and layers whose weights a
+    model reads by itself. Raises `OptionError` if there is none to replace, or some have another number of bits.
     """
     known = [module for module in model.modules() if isinstance(module, _LowBitLinear)]
     tied_heads = [module.head for module in model.modules() if isinstance(module, Int8Embedding)]
@@ -223,7 +240,7 @@ def convert_linears(model: PreTrainedModel, weights: str) -> None:
         raise OptionError(
             f"weights={weights!r}: torch's products of that kind are for CPUs, and {type(model).__name__} is elsewhere"
         )
-    tables = {name: module for name, module in model.named_modules() if type(module) is nn.Embedding}
+    tables = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     adapters = {inner for module in model.modules() for inner in _of_adapters(module)}
     linears = {name: module for name, module in model.named_modules()
                if _is_linear(module) and module not in adapters and name.rpartition(".")[2] not in _READ}  # fmt: skip
@@ -233,18 +250,52 @@ def convert_linears(model: PreTrainedModel, weights: str) -> None:
         for name in list(linears):
             module = linears.pop(name)  # its weights are freed once it is replaced
             tied = [path for path, table in tables.items() if table.weight is getattr(module, "weight", None)]
+            if others := [type(tables[path]).__name__ for path in tied if not _only_scales(tables[path])]:
+                warn_once(
+                    f"weights={weights!r}: {name} of {type(model).__name__} keeps its weights in full, because the "
+                    f"{others[0]} that shares them does more than look them up"
+                )
+                continue
             if tied:
                 head = Int8Linear(_weight(module), module.bias)
                 _replace(model, name, head)
                 for path in tied:
                     _replace(model, path, Int8Embedding(tables.pop(path), head))
-            elif weights == "int8" or module.in_features % _GROUP == 0:
+            elif weights == "int8" or _width(module) % _GROUP == 0:
                 _replace(model, name, KINDS[weights](_weight(module), module.bias))
             else:
                 continue
             replaced += 1
     if replaced == 0:
         raise OptionError(f"weights={weights!r}, but {type(model).__name__} has no linear layers that can be converted")
+    _warn_of_rest(model, weights)
+
+
+def _only_scales(table: nn.Embedding) -> bool:
+    """Whether embeddings look up rows and multiply them with their `embed_scale`, if they have one, and do no more."""
+    if type(table) is nn.Embedding:
+        return True
+    if (scale := getattr(table, "embed_scale", None)) is None:
+        return False
+    ids = torch.arange(0, table.num_embeddings, max(1, table.num_embeddings // 8))[None]
+    return torch.equal(table(ids), _scaled(functional.embedding(ids, table.weight), scale))
+
+
+def _warn_of_rest(model: PreTrainedModel, weights: str) -> None:
+    """Warn where much stays in full, such as experts that are one tensor. Embeddings do not count: a step reads few."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    kept: Counter[str] = Counter()
+    for name, tensor in model.named_parameters():
+        if id(tensor) not in tables:
+            kept[plan_name(name)] += tensor.nbytes
+    converted = sum(module.weight.nbytes for module in model.modules() if isinstance(module, _LowBitLinear))
+    share = kept.total() / (kept.total() + converted)
+    if share > _MUCH:
+        widths = f", with weights='int4' those of widths that are multiples of {_GROUP}" if weights == "int4" else ""
+        warn_once(
+            f"weights={weights!r}: {100 * share:.0f} % of the bytes of {type(model).__name__} without its embeddings "
+            f"stay as they are, most of them in {kept.most_common(1)[0][0]}. Only linear layers are converted{widths}"
+        )
 
 
 def _of_adapters(module: nn.Module) -> Iterator[nn.Module]:
@@ -255,17 +306,23 @@ def _of_adapters(module: nn.Module) -> Iterator[nn.Module]:
                 yield from child.modules()
 
 
-def _is_linear(module: nn.Module) -> bool:
-    if type(module) is nn.Linear:
-        return module.weight.is_floating_point()
+def _is_linear(module: Any) -> bool:
+    if type(module) in (nn.Linear, Conv1D):
+        return torch.is_floating_point(module.weight)
     library, kind = type(module).__module__.partition(".")[0], type(module).__name__
     return (library, kind) in (("optimum", "QLinear"), ("hqq", "HQQLinear"))
+
+
+def _width(module: Any) -> int:
+    return module.nx if type(module) is Conv1D else module.in_features
 
 
 def _weight(module: Any) -> torch.Tensor:
     """The weights of a linear layer, [outs, width]."""
     if type(module) is nn.Linear:
         return module.weight.detach()
+    if type(module) is Conv1D:
+        return module.weight.detach().T.contiguous()
     return module.dequantize() if type(module).__name__ == "HQQLinear" else module.qweight.dequantize()
 
 

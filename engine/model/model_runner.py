@@ -19,11 +19,10 @@ from caches.protocol import attention_view
 from caches.spec.accelerate_hooks import is_dispatched, prompt_device
 from caches.torch_api import compiled_graphs, discard_compiled, graph_errors
 from caches.transformers_api import can_compile_fullgraph
-from configs import makes_graphs
 from engine.errors import InputError, OptionError
 from engine.model import packed_attention
 from engine.model.cache_argument import cache_argument
-from engine.model.compiled_step import compiled, first_reason, step_of
+from engine.model.compiled_step import compiled, first_reason, makes_graphs, step_of
 from engine.model.first_layer_probe import Probe, Reached
 from engine.model.forward_parameters import forward_parameters
 from engine.model.joined_step import Feed, Part, joined_step, why_never_joined
@@ -234,9 +233,9 @@ class ModelRunner:
         return lambda ids, columns, cache, before: self.feed(ids, columns, cache, _NO_INPUTS, before, options)
 
     def why_not_shown(self, cache: EngineCache) -> str | None:
-        """Why steps of this cache cannot be joined, which shows a token less than the model would; None where they can.
+        """Why the steps of this cache cannot be joined with those of others; None where they can.
 
-        The masks of the model are then wrong for the rows of other caches.
+        A cache that imposes a window needs a mask of its own for each row, and some models make the masks themselves.
         """
         view = attention_view(cache)
         if not view.imposes_windows or (not self._prepares_itself and takes_step_masks(self.model, view)):

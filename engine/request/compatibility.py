@@ -5,13 +5,13 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from caches import CapacityError, EngineCache
-from configs import makes_graphs
 from engine.errors import OptionError
+from engine.model.compiled_step import makes_graphs
 from engine.model.masks import check_takes_masks
 from engine.model.model_runner import ModelRunner
 from engine.model.rope_probe import check_rope
-from engine.request.assistant import check_rolls_back
 from engine.request.checks import check_places, check_positions, check_room_for_rows
+from engine.request.draft import check_rolls_back
 from engine.request.guidance import check_padding_is_neutral
 from engine.request.request import Request
 

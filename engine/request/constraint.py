@@ -51,9 +51,9 @@ _OF_ANY_FORM = (
 
 
 def leave_out_own_settings(call: Call, config: GenerationConfig, said: str) -> None:
-    """Leave out what a model's own settings force or forbid in texts of any form: no text might be left.
+    """Remove from `config` the model's own settings that force or forbid tokens: with the form, no text might be left.
 
-    What the call says stays; it is refused where it forces a token. said: the parameter that asks for a form.
+    What the call itself says stays, and is refused where it forces a token. said: the parameter that asks for a form.
     """
     for name in _OF_ANY_FORM:
         given = call.options.get(name)

@@ -80,12 +80,12 @@ def read_request(
     call: Call,
     cache: EngineCache | None,
     *,
-    assistant: PreTrainedModel | None,
+    draft: PreTrainedModel | None,
     chunk_tokens: int | None,
 ) -> Request:
     """Read and check all that needs no forward. cache: the live one. Raises `InputError` and `OptionError`."""
     check_model(model)
-    said = _read_said(model, call, assistant)
+    said = _read_said(model, call, draft)
     config, chosen = said.config, said.strategy
     needs = needs_of(chosen)
     check_logprobs(call.top_logprobs, chosen)
@@ -138,7 +138,7 @@ def read_request(
     return request
 
 
-def _read_said(model: PreTrainedModel, call: Call, assistant: PreTrainedModel | None) -> _Said:
+def _read_said(model: PreTrainedModel, call: Call, draft: PreTrainedModel | None) -> _Said:
     # Arguments of transformers that are None have no effect.
     spare = set(inspect.signature(GenerationMixin.generate).parameters) | forward_parameters(model)
     options = {name: value for name, value in call.options.items() if value is not None or name not in spare}
@@ -148,7 +148,7 @@ def _read_said(model: PreTrainedModel, call: Call, assistant: PreTrainedModel | 
     negative = {name: options.pop(name, None) for name in ARGUMENTS}
     own = pop_own_options(call.strategy, options)
     config, model_inputs, lengths = _complete_config(model, call.generation_config, options)
-    strategy = choose_strategy(config, call, options, assistant, own)
+    strategy = choose_strategy(config, call, options, draft, own)
     check_applies(model, strategy, config, options)
     check_said_ids(model, config, options)
     check_guidance(model, config.guidance_scale, negative)

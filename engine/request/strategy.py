@@ -48,7 +48,7 @@ def choose_strategy(
     config: GenerationConfig,
     call: Call,
     options: dict[str, Any],
-    assistant: PreTrainedModel | None,
+    draft: PreTrainedModel | None,
     own: dict[str, Any],
 ) -> Strategy:
     """The named strategy, or the one that the parameters mean in transformers.
@@ -56,34 +56,34 @@ def choose_strategy(
     config: all parameters; options: those of the call; own: those that only the named strategy has.
     """
     strategy = call.strategy
-    if assistant is not None and config.prompt_lookup_num_tokens is not None:
+    if draft is not None and config.prompt_lookup_num_tokens is not None:
         raise OptionError(
             f"assistant_model and prompt_lookup_num_tokens={config.prompt_lookup_num_tokens} both propose tokens: "
             "leave one of them out"
         )
-    implied = _implied(config, assistant)
+    implied = _implied(config, draft)
     if strategy is None or isinstance(strategy, str):
-        chosen = _built(call, implied, config, options, assistant, own)
+        chosen = _built(call, implied, config, options, draft, own)
     else:
         chosen = strategy
     do_sample = options.get("do_sample")  # a whole configuration gives way to a strategy that the call names
     if do_sample is not None and do_sample != chosen.samples:
         raise OptionError(f"strategy={chosen.name!r} contradicts do_sample={do_sample}: leave one of them out")
-    _check_draft(chosen, assistant, call.assistant_tokenizer)
+    _check_draft(chosen, draft, call.assistant_tokenizer)
     config.do_sample = chosen.samples
     needs = needs_of(chosen)  # logits processors take `num_beams` rows for those of one prompt
     config.num_beams = needs.rows_at_a_time if needs.rows_are_beams else 1
     return chosen
 
 
-def _implied(config: GenerationConfig, assistant: PreTrainedModel | None) -> str:
+def _implied(config: GenerationConfig, draft: PreTrainedModel | None) -> str:
     """The name of the strategy that the parameters mean in transformers. Raises `OptionError` where it is not here."""
     implied = _STRATEGY_OF_MODE.get(mode := config.get_generation_mode())
     if config.prompt_lookup_num_tokens is not None and implied in ("greedy", "sampling", "assisted"):
         implied = "prompt_lookup"
-    elif assistant is not None and implied in ("greedy", "sampling"):
+    elif draft is not None and implied in ("greedy", "sampling"):
         implied = "assisted"
-    elif assistant is None and implied == "assisted":  # by the model's own layers, which makes no other text
+    elif draft is None and implied == "assisted":  # by the model's own layers, which makes no other text
         implied = "sampling" if config.do_sample else "greedy"
     if implied is None:
         asking = [name for name in _NOT_AVAILABLE if getattr(config, name, None) is not None]
@@ -99,7 +99,7 @@ def _built(
     implied: str,
     config: GenerationConfig,
     options: dict[str, Any],
-    assistant: PreTrainedModel | None,
+    draft: PreTrainedModel | None,
     own: dict[str, Any],
 ) -> Strategy:
     """The strategy that the call names, or `implied`, with options of the call, the model, or its defaults."""
@@ -121,8 +121,8 @@ def _built(
             f"penalty_alpha={config.penalty_alpha} asks for contrastive search, which also needs top_k, how many "
             "candidates to compare: give top_k=4, or strategy='contrastive'"
         )
-    if assistant is not None:  # its own configuration completes the call's
-        drafts = {name: getattr(assistant.generation_config, name, None) for name in set(values) - set_by_call}
+    if draft is not None:  # its own configuration completes the call's
+        drafts = {name: getattr(draft.generation_config, name, None) for name in set(values) - set_by_call}
         given |= {
             name: read(f"assistant_model.generation_config.{name}", value, name)
             for name, value in drafts.items()
@@ -131,12 +131,12 @@ def _built(
     return strategies.build(chosen, **given, **own)
 
 
-def _check_draft(strategy: Strategy, assistant: PreTrainedModel | None, tokenizer: Any) -> None:
+def _check_draft(strategy: Strategy, draft: PreTrainedModel | None, tokenizer: Any) -> None:
     needs_draft = needs_of(strategy).draft
-    if assistant is None and (needs_draft or tokenizer is not None):
+    if draft is None and (needs_draft or tokenizer is not None):
         what = f"strategy={strategy.name!r}" if needs_draft else "assistant_tokenizer"
         raise OptionError(f"{what} is for a draft that proposes tokens: give one as assistant_model")
-    if assistant is not None and not needs_draft:
+    if draft is not None and not needs_draft:
         raise OptionError(
             f"assistant_model proposes tokens to greedy search and sampling, and {strategy.name} is neither: leave one "
             "of them out"

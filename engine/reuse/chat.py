@@ -165,7 +165,7 @@ class Chat:
         """The cache with room for a turn: for its rows, and for twice as many tokens if it has more."""
         call = read_call(without_padding(ids), **{"tokenizer": self._generator.tokenizer} | parameters)
         draft = call.assistant_model
-        request = read_request(self._generator.model, read_parameters(call), cache, assistant=draft, chunk_tokens=None)
+        request = read_request(self._generator.model, read_parameters(call), cache, draft=draft, chunk_tokens=None)
         tokens = cache.max_tokens
         tokens = tokens if tokens >= request.columns - 1 else max(2 * tokens, request.columns)
         return with_room(cache, tokens, max(request.rows, cache.max_rows or 1))

@@ -1,11 +1,12 @@
 """Two processes that compute one model together: texts, bytes, failures, and what is refused."""
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import ranks
-from architectures import randomised
+from architectures import randomised, tiny_model
 from random_models import tokenizer
 from transformers import AutoConfig
 
@@ -13,6 +14,7 @@ import caches
 import engine
 import strategies
 from configs import ConfigError
+from engine.model.tensor_parallel import part_of
 
 MOST = [cache for cache in caches.names() if cache not in ("sliding_window", "hybrid")]  # these need other layers
 CELLS = [f"llama {cache}" for cache in MOST] + ["mistral sliding_window", "gemma2 hybrid"]
@@ -165,3 +167,44 @@ def test_a_plan_of_one_rank_is_that_of_its_part():
     for one, other in zip(part.backends, whole.backends, strict=True):
         assert one.cache == other.cache
         assert one.cache_bytes == {place: size // 2 for place, size in other.cache_bytes.items()}, one.cache
+
+
+def plan_of(config, tp):
+    return engine.plan(config, prompt_tokens=20, max_new_tokens=4, cache="dynamic", device="cpu", tp=tp)
+
+
+@pytest.mark.parametrize(("name", "parts"), [
+    ("gemma3n_text", 2),  # a list of widths
+    ("gemma4_text", 2),  # layers with heads of different widths
+    ("gpt_neox", 2),  # queries, keys and values of one layer
+    ("olmo2", 1),  # keys that are gathered for their norm
+    ("deepseek_v2", 1),  # keys of all heads in one
+])  # fmt: skip
+def test_the_cache_of_one_rank(name, parts):
+    whole, part = (plan_of(tiny_model(name).config, tp) for tp in (1, 2))
+    size, part_size = (sum(one["dynamic"].cache_bytes.values()) for one in (whole, part))
+    assert part_size * parts == size
+    assert part.weight_bytes < 0.9 * whole.weight_bytes
+    assert part["dynamic"].working_bytes <= whole["dynamic"].working_bytes
+
+
+def test_heads_that_no_rank_can_have():
+    fused = AutoConfig.for_model("gpt_neox", hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
+    for config in (fused, tiny_model("deepseek_v2").config):
+        with pytest.raises(engine.OptionError, match=r"tp=3 cannot divide the 4 attention heads of .*: tp=2 or 4 can"):
+            plan_of(config, 3)
+    with pytest.raises(engine.OptionError, match="tp=2 cannot divide the 1 and 2 key-value heads of gemma4_text: no"):
+        plan_of(tiny_model("gemma4_text_moe").config, 2)
+    assert plan_of(tiny_model("olmo2").config, 3)["dynamic"].cache_bytes, "every rank has all heads"
+
+
+def test_a_part_of_layers_that_differ():
+    part = part_of(tiny_model("gemma3n_text").config, 2)
+    assert part.intermediate_size == [32] * 6
+    config = tiny_model("gemma4_text").config
+    part = part_of(config, 2)
+    for one, whole in zip(part.per_layer_config, config.per_layer_config, strict=True):
+        assert (one.head_dim, 2 * one.num_key_value_heads) == (whole.head_dim, whole.num_key_value_heads)
+    uneven = copy.deepcopy(tiny_model("gemma3n_text").config)
+    uneven.intermediate_size = [64, 65, 66, 64, 64, 64]
+    assert part_of(uneven, 2).intermediate_size == [32, 33, 33, 32, 32, 32], "those of the rank with the most"

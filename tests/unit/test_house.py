@@ -130,7 +130,7 @@ PUBLIC = {
         "UnknownContentError", "UnsupportedLayerError",
     },
     configs: {
-        "CacheConfig", "checked_fallbacks", "makes_graphs", "CodecFacts", "CODECS", "Config", "ConfigError", "DynamicCacheConfig",
+        "CacheConfig", "checked_fallbacks", "CodecFacts", "CODECS", "Config", "ConfigError", "DynamicCacheConfig",
         "EncoderDecoderCacheConfig", "EngineConfig", "EngineError", "FALLBACKS", "HybridCacheConfig",
         "MambaCacheConfig", "nearest", "NoCacheConfig", "OffloadedCacheConfig", "OffloadedQuantizedCacheConfig",
         "OffloadedStaticCacheConfig", "PlacedCacheConfig", "preset", "presets", "QuantizedCacheConfig",

@@ -3,6 +3,7 @@
 import argparse
 import copy
 import inspect
+import logging
 import weakref
 
 import optimum.quanto
@@ -203,6 +204,7 @@ def test_tied_embeddings_that_do_more_keep_their_weights_with_the_output_layer(w
     table = kind(101, 64)
     table.weight = model.lm_head.weight
     model.set_input_embeddings(table)
+    caplog.set_level(logging.WARNING, "engine")
     warn_once.cache_clear()
     for _ in range(2):  # a conversion that goes on
         convert_linears(model, weights)
@@ -232,6 +234,7 @@ def test_linear_layers_with_transposed_weights(weights):
 
 
 def test_what_stays_in_full_is_said_once(caplog):
+    caplog.set_level(logging.WARNING, "engine")
     warn_once.cache_clear()
     for _ in range(2):
         convert_linears(model_of("mixtral", num_local_experts=4), "int8")

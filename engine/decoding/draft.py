@@ -16,8 +16,8 @@ from engine.model.loading import unwrapped
 from engine.model.masks import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner
-from engine.request.assistant import DraftRequest
 from engine.request.checks import check_model
+from engine.request.draft import DraftRequest
 from strategies import SpeculationStats, Strategy
 from strategies.operations import needs_of
 
