@@ -16,13 +16,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import caches
 from caches import LayerSpec, read_specs
+from caches.out_of_memory import is_out_of_memory
 from caches.transformers_api import attn_implementation, model_from_config
-from engine.errors import InputError
+from engine.errors import EngineError, InputError
 from engine.model.cache_argument import cache_argument
 from engine.model.forward_parameters import forward_parameters
 from engine.model.loading import auto_class
 from engine.out_of_memory import first_line, in_words
 from engine.planning.peak_memory import FusedAttention, PeakMemory
+from engine.planning.working_memory import MaskedSteps, PerToken, WorkingMemory
 from engine.request.checks import most_positions
 
 # The methods by which models write into a cache: which dimension of their tensors counts tokens.
@@ -36,6 +38,8 @@ _TOKEN_DIMENSIONS: dict[str, dict[str, int]] = {
 # a whole chunk. A measured step is cheap, except for models that loop over tokens in Python.
 _LONG_STEP = 1024
 _FEW = 16  # tokens of a step whose memory grows with the columns before it rather than with its own tokens
+_VERY_LONG_STEP = 2**17  # where masks need more than all else; measured of models with windows
+_LONGEST_PERIOD = 8  # layers that a dry run takes in their own order
 
 MeasuredCache: TypeAlias = "caches.Cache | caches.EncoderDecoder"
 
@@ -74,33 +78,10 @@ class CacheWrite:
 
 
 @dataclass(frozen=True)
-class WorkingMemory:
-    """Bytes that a forward allocates at its peak for one row, without weights, the cache and the last logits.
-
-    token: per token of the step. pair: per token and column it attends to, where attention stores its scores. column:
-    per column that was in the cache before the step; column_of_one: the same in a step of one token.
-    """
-
-    token: float
-    pair: float
-    column: float = 0
-    column_of_one: float = 0
-
-    def of_step(self, rows: int, tokens: int, columns: int) -> int:
-        """A step of `tokens` tokens per row that attends to `columns` columns, its own included."""
-        one_row = self.token * tokens + self.pair * tokens * columns + self.column * (columns - tokens)
-        return int(rows * one_row)
-
-    def of_one_token(self, rows: int, distinct_rows: int, columns: int) -> int:
-        """A step of one token per row. distinct_rows: how often columns are read, which rows of a prompt may share."""
-        return int(rows * (self.token + self.pair * columns) + distinct_rows * self.column_of_one * columns)
-
-
-@dataclass(frozen=True)
 class ModelFootprint:
     """What is measured of a model without its weights.
 
-    model: on the meta device. takes_cache: whether the model takes a cache of keys and values. specs: two layers of
+    model: on the meta device. takes_cache: whether the model takes a cache of keys and values. specs: some layers, of
     each kind (more share the same scratch memory). counts: how many layers of the model each of them stands for.
     first, later: what these layers write in a first step and in a step of one token. shares: per part of the cache,
     whether attention reads it in segments, so that rows can share a prefix without a copy for each. own_layer_bytes: of
@@ -175,7 +156,9 @@ def inspect_model(
         model = meta_model(config, dtype, kind)
         try:
             found = _inspected[key] = _Inspection(model).footprint()
-        except (RuntimeError, NotImplementedError, TypeError, AttributeError, IndexError) as error:
+        except Exception as error:  # of the model's own code: of any class
+            if isinstance(error, EngineError) or is_out_of_memory(error):
+                raise
             raise InputError(
                 f"the memory of {type(model).__name__} cannot be planned without its weights: a forward on torch's "
                 f"meta device ends with {in_words(error)}"
@@ -194,16 +177,20 @@ class _Inspection:
         self.model, self.config = model, model.config
         text_config = self.config.get_text_config(decoder=True)
         names = ("max_position_embeddings", "max_seq_len")
-        positions = next((most for name in names if (most := getattr(text_config, name, None))), _LONG_STEP + _FEW + 2)
-        self._long = max(2, min(_LONG_STEP, positions - _FEW - 2))
-        self._short = max(1, self._long // 4)
-        self._takes_logits_to_keep = "logits_to_keep" in forward_parameters(model)
+        positions = next((most for name in names if (most := getattr(text_config, name, None))), _VERY_LONG_STEP)
         self._cache_argument = cache_argument(model)
+        self._specs = read_specs(self.config) if self._cache_argument.can_be_ours else ()
+        self._windows = [spec.attention_span.size for spec in self._specs if spec.keeps_kv]
+        window = max(filter(None, self._windows), default=positions)
+        self._window = window if window < positions else None
+        # Both measured steps have a mask of the largest window, or none has. Rotary positions have no end.
+        self._long = max(2, min(_LONG_STEP, positions - _FEW - 2), 4 * (self._window or 0))
+        self._short = max(1, self._long // 4, 2 * (self._window or 0))
+        self._takes_logits_to_keep = "logits_to_keep" in forward_parameters(model)
         self._memory = PeakMemory(model)
 
     def footprint(self) -> ModelFootprint:
-        specs = read_specs(self.config) if self._cache_argument.can_be_ours else ()
-        short, long = self._new_cache(self._short), self._new_cache(self._long)
+        specs, short, long = self._specs, self._new_cache(self._short), self._new_cache(self._long)
         if short is None or long is None:
             working = self._fitted([self._peak(None, self._short)], [self._peak(None, self._long)])
             return ModelFootprint(self.model, False, working, specs, (1.0,) * len(specs))
@@ -219,7 +206,7 @@ class _Inspection:
             short_peaks, long_peaks = [self._peak(None, self._short)], [self._peak(None, self._long)]
         elif all(write.name != "update" for write in first):  # a state has no columns
             del short_peaks[1:], long_peaks[1:]
-        chosen, counts = _of_each_kind(specs, first, later)
+        chosen, counts = _representatives(specs, first, later)
         return ModelFootprint(
             self.model,
             True,
@@ -275,11 +262,33 @@ class _Inspection:
         """From the peaks of a short first step and of a long one, each followed by a step of few tokens and by one of a
         single token, as far as these read columns of the cache."""
         few, many = self._short, self._long
-        pair = max(0.0, (long_peaks[0] / many - short_peaks[0] / few) / (many - few))
-        token = long_peaks[0] / many - pair * many
+        first = PerToken.through((few, short_peaks[0]), (many, long_peaks[0]))
         later = zip((_FEW, 1), short_peaks[1:], long_peaks[1:], strict=False)
-        columns = [max(0.0, (longer - peak) / (many - few) - pair * tokens) for tokens, peak, longer in later]
-        return WorkingMemory(token, pair, *columns)
+        rises = [max(0.0, (longer - peak) / (many - few) - first.pair * tokens) for tokens, peak, longer in later]
+        column, column_of_one = (*rises, 0.0, 0.0)[:2]
+        if self._window is None:
+            return WorkingMemory(first, column, column_of_one)
+        below = min(self._window - 1, _LONG_STEP)
+        plain = first if below < 4 * _FEW else self._first_steps(below // 4, below)  # so few need little in any case
+        return WorkingMemory(plain, column, column_of_one, self._masked(self._window, first))
+
+    def _masked(self, window: int, long: PerToken) -> MaskedSteps:
+        very_long = max(_VERY_LONG_STEP, self._long)
+        found = MaskedSteps(window, all(self._windows), long, self._first_steps(very_long, 2 * very_long))
+        cache, _ = self._first_step(2 * window)
+        if cache is None or not found.only_windows:  # other layers read more than the copies are
+            return found
+        part = max(1, window // 4)  # more than layers have room for, so that they make copies
+        copies = self._peak(cache, part) - found.of_step(part, 2 * window + part)
+        return replace(found, copies=max(0, copies))
+
+    def _first_steps(self, few: int, many: int) -> PerToken:
+        return PerToken.through((few, self._first_step(few)[1]), (many, self._first_step(many)[1]))
+
+    def _first_step(self, tokens: int) -> tuple[MeasuredCache | None, int]:
+        """A step into an empty cache: the cache and the peak. Of an encoder-decoder model the encoder's step."""
+        cache = None if self.config.is_encoder_decoder else self._new_cache(tokens)
+        return cache, self._peak(cache, tokens)
 
     def _shares(self, cache: MeasuredCache) -> tuple[bool, ...]:
         """Per part: whether rows share a prefix, also after attention has read it."""
@@ -337,17 +346,27 @@ def _of_known_layers(writes: list[CacheWrite], specs: Sequence[LayerSpec]) -> li
     return [write for write in writes if specs[write.layer].attention_span.kind != "own"]
 
 
-def _of_each_kind(
+def _representatives(
     specs: Sequence[LayerSpec], first: list[CacheWrite], later: list[CacheWrite]
 ) -> tuple[list[int], tuple[float, ...]]:
-    """Two layers of each kind, and how many layers of the model each of them stands for."""
+    """Layers that stand for all, and how many layers of the model each of them stands for.
+
+    Offloaded layers take turns with two tensors, so which of them grow follows from the order of the layers. Where the
+    order repeats, one period has it: two where a period is odd, as each layer then uses both tensors. Otherwise two
+    layers of each kind are enough, but may need more than the model.
+    """
     kinds = [
         (spec, *(tuple((w.part, w.name, w.arguments) for w in writes if w.layer == layer) for writes in (first, later)))
         for layer, spec in enumerate(specs)
     ]
-    number = Counter(kinds)
-    chosen = [layer for layer, kind in enumerate(kinds) if kinds[:layer].count(kind) < 2]
-    return chosen, tuple(number[kinds[layer]] / min(2, number[kinds[layer]]) for layer in chosen)
+    number = len(kinds)
+    period = next(n for n in range(1, number + 1) if kinds[n:] == kinds[: number - n])
+    if period <= _LONGEST_PERIOD:
+        chosen = list(range(min(number, 2 * period if period % 2 else period + number % 2)))
+    else:
+        chosen = [layer for layer, kind in enumerate(kinds) if kinds[:layer].count(kind) < 2]
+    of_kind, of_chosen = Counter(kinds), Counter(kinds[layer] for layer in chosen)
+    return chosen, tuple(of_kind[kinds[layer]] / of_chosen[kinds[layer]] for layer in chosen)
 
 
 def _renumbered(writes: list[CacheWrite], chosen: list[int]) -> tuple[CacheWrite, ...]:

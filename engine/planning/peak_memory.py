@@ -53,15 +53,19 @@ class PeakMemory(TorchDispatchMode):
 
 
 class FusedAttention(TorchFunctionMode):
-    """Attention on the meta device as by fused kernels, which store no scores. `bool` of a meta tensor is True, so that
-    a check for padding finds none."""
+    """Attention on the meta device as by fused kernels, which store no scores, but make a mask of numbers of one of
+    bools. `bool` of a meta tensor is True, so that a check for padding finds none."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention:
             query, _, value = (*args, *kwargs.values())[:3]
+            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
             if query.shape[-1] == value.shape[-1] and not isinstance(value, SegmentedTensor):
-                return query.new_empty(query.shape)
+                added = mask.to(query.dtype) if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool else None
+                out = query.new_empty(query.shape)
+                del added
+                return out
         if func is torch.Tensor.__bool__ and args[0].is_meta:
             return True
         return func(*args, **kwargs)

@@ -14,7 +14,16 @@ import torch
 from architectures import tiny_model
 from encoder_decoders import tiny_encoder_decoder
 from places import SUPPORT
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, OpenAIGPTConfig, OpenAIGPTLMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    MistralConfig,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+)
 
 import caches
 import engine
@@ -22,10 +31,10 @@ import engine.request.request
 from engine.memory.cache_choice import new_cache
 from engine.planning import plan
 from engine.planning.free_memory import Free, find_free
-from engine.planning.model_footprint import inspect_model
+from engine.planning.model_footprint import _Inspection, inspect_model
 from engine.planning.peak_memory import FusedAttention, PeakMemory
 from engine.planning.plan import cache_bytes, read_planned_model
-from engine.planning.planner import Planner, choose
+from engine.planning.planner import _FRAGMENTS, Planner, choose
 from engine.planning.report import BackendPlan
 from engine.request.run_shape import RunShape
 from engine.tables import megabytes
@@ -49,6 +58,21 @@ CONFIG = LlamaConfig(
 
 def model_of(kind):
     return tiny_encoder_decoder(kind) if kind == "t5" else tiny_model(kind)
+
+
+def windowed(kind, window, layers="sf"):
+    """A model whose layers have a window ("s") or none ("f"); of mistral all have one."""
+    sizes = dict(
+        vocab_size=100, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, max_position_embeddings=16384, eos_token_id=None, pad_token_id=0, sliding_window=window,
+    )  # fmt: skip
+    types = [{"s": "sliding_attention", "f": "full_attention"}[layer] for layer in layers.replace(" ", "")]
+    config = (
+        MistralConfig(**sizes, num_hidden_layers=len(types))
+        if kind == "mistral"
+        else Gemma3TextConfig(**sizes, num_hidden_layers=len(types), layer_types=types)
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def options_of(cache):
@@ -120,6 +144,14 @@ def test_also_when_the_prompt_is_read_in_pieces(cache, chunk):
     found = planned(model, 2, cache, options, prompt=150, chunk=chunk)
     generator = Watched(model, config=engine.EngineConfig(prefill_chunk_tokens=chunk))
     assert found.total_bytes == pytest.approx(generator.most_bytes(150, 2, cache, options), rel=0.1)
+
+
+@pytest.mark.parametrize("layers", ["sssf sssf", "sssf sssf s", "ssf ssf", "sf sf ss", "ssssssssf ff"])
+def test_offloaded_layers_take_turns_in_their_own_order(layers):
+    model = windowed("gemma3", 24, layers)
+    found, generator = planned(model, 1, "offloaded", prompt=300), Watched(model)
+    generator.most_bytes(300, 1, "offloaded")
+    assert found.cache_bytes["staging"] == generator.live.bytes_by_place["staging"]
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "quantized"])
@@ -390,6 +422,28 @@ def test_a_model_that_takes_no_cache_runs_without():
     assert torch.equal(out.sequences, model.generate(ids, max_new_tokens=5, do_sample=False))
 
 
+def test_a_model_whose_own_code_fails_on_the_meta_device_cannot_be_planned():
+    model, ids = tiny_model("prophetnet"), torch.arange(3, 9)[None]
+    with pytest.raises(engine.InputError, match="ends with AssertionError: At the moment"):
+        engine.plan(model, prompt_tokens=6, max_new_tokens=3)
+    expected = engine.generate(model, ids, max_new_tokens=3).tokens
+    assert engine.generate(model, ids, max_new_tokens=3, cache="auto").tokens == expected
+    limited = engine.Generator(model, config=engine.EngineConfig(max_cache_bytes=10**7))
+    assert limited.generate(ids, max_new_tokens=3).tokens == expected
+    [request] = engine.generate_many(model, ids.tolist(), max_new_tokens=3)
+    assert request.result().tokens == expected
+
+
+@pytest.mark.parametrize("error", [caches.UnsupportedLayerError("no layer"), MemoryError("no memory")], ids=repr)
+def test_other_errors_of_an_inspection_pass(error, monkeypatch):
+    def fails(_):
+        raise error
+
+    monkeypatch.setattr(_Inspection, "footprint", fails)
+    with pytest.raises(type(error), match=str(error)):
+        inspect_model(LlamaConfig(**CONFIG.to_dict() | {"vocab_size": 77}))
+
+
 def test_auto_gives_the_same_text_and_is_no_backend():
     model, ids = tiny_model("llama"), torch.ones(1, 9, dtype=torch.long)
     expected = engine.generate(model, ids).sequences
@@ -426,13 +480,13 @@ def test_copies_of_scores_are_those_of_the_run(num_beams, do_sample, monkeypatch
 
 def test_scores_are_counted_where_attention_makes_them():
     config = copy.deepcopy(CONFIG)
-    assert inspect_model(config).working.pair == 0
+    assert inspect_model(config).working.plain.pair == 0
     config._attn_implementation = "eager"
-    assert 4 * 4 <= inspect_model(config).working.pair < 4 * 4 * 4  # of four heads, in float32
+    assert 4 * 4 <= inspect_model(config).working.plain.pair < 4 * 4 * 4  # of four heads, in float32
     # Gate, up and their product, and four times the hidden states.
-    assert inspect_model(CONFIG).working.token == pytest.approx((3 * 128 + 4 * 64) * 4, rel=0.15)
-    # Keys and values repeated for the queries that share them.
-    assert inspect_model(CONFIG).working.column == pytest.approx(2 * 64 * 4, rel=0.15)
+    assert inspect_model(CONFIG).working.plain.token == pytest.approx((3 * 128 + 4 * 64) * 4, rel=0.15)
+    # Keys and values repeated for the queries that share them, and a mask of 16 tokens, as bools and as numbers.
+    assert inspect_model(CONFIG).working.column == pytest.approx(2 * 64 * 4 + 16 * (1 + 4), rel=0.15)
 
 
 @pytest.mark.parametrize("kind", ["sdpa", "eager", "mamba2"])
@@ -446,6 +500,20 @@ def test_working_memory_is_that_of_longer_steps(kind):
     with torch.no_grad(), PeakMemory(found.model) as memory, FusedAttention():
         found.model(ids, use_cache=False, logits_to_keep=1)
     assert found.working.of_step(3, 3000, 3000) == pytest.approx(memory.most, rel=0.2)
+
+
+@pytest.mark.parametrize("chunk", [None, 300])
+@pytest.mark.parametrize("window", [100, 512, 1500])
+@pytest.mark.parametrize("kind", ["mistral", "gemma3"])
+def test_masks_of_windows_are_planned(kind, window, chunk):
+    model, ids = windowed(kind, window), torch.full((1, 2500), 5)
+    generator = engine.Generator(model, config=engine.EngineConfig(linears="default", prefill_chunk_tokens=chunk))
+    for count in (2500, min(window - 1, 280)):
+        with PeakMemory(model) as memory:
+            generator.generate(ids[:, :count], max_new_tokens=2)
+        found = planned(model, 1, "dynamic", new=2, prompt=count, chunk=chunk)
+        said = found.total_bytes + found.working_bytes / _FRAGMENTS
+        assert said == pytest.approx(memory.most, rel=0.2 if chunk else 0.1)
 
 
 @pytest.mark.slow
