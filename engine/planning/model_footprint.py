@@ -22,10 +22,10 @@ from engine.errors import EngineError, InputError
 from engine.model.cache_argument import cache_argument
 from engine.model.forward_parameters import forward_parameters
 from engine.model.loading import auto_class
+from engine.model.model_sizes import most_positions
 from engine.out_of_memory import first_line, in_words
 from engine.planning.peak_memory import FusedAttention, PeakMemory
 from engine.planning.working_memory import MaskedSteps, PerToken, WorkingMemory
-from engine.request.checks import most_positions
 
 # The methods by which models write into a cache: which dimension of their tensors counts tokens.
 _TOKEN_DIMENSIONS: dict[str, dict[str, int]] = {

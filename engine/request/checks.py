@@ -10,12 +10,13 @@ from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
-from caches import CapacityError, EngineCache
+from caches import EngineCache
 from caches.protocol import attention_view
 from caches.spec.accelerate_hooks import input_embeddings
 from caches.transformers_api import default_generation_params
 from engine.errors import InputError, OptionError
 from engine.model.forward_parameters import forward_parameters
+from engine.model.model_sizes import most_positions, vocabulary_of
 from engine.prompt import PER_TOKEN, Prompt
 from engine.request.parameters import SAMPLING
 from strategies import Strategy
@@ -150,14 +151,6 @@ def _flat(ids: Any) -> list[int]:
 
 def _outside(where: str, token: int, vocabulary: int) -> str:
     return f"{where}token id {token} is outside the model's vocabulary of {vocabulary} tokens (0 to {vocabulary - 1})"
-
-
-def vocabulary_of(model: PreTrainedModel) -> int | None:
-    """How many tokens the model has scores for; None where that is not known."""
-    head = model.get_output_embeddings()
-    return getattr(head, "out_features", None) or getattr(
-        model.config.get_text_config(decoder=True), "vocab_size", None
-    )
 
 
 def check_pad_id(model: PreTrainedModel, pad_id: int, texts: int) -> None:
@@ -297,14 +290,6 @@ def check_length(prompt_columns: int, total: int) -> None:
         )
 
 
-def most_positions(model: PreTrainedModel) -> int | None:
-    """None: no limit, or one that rotations stretch with the text."""
-    config = model.config.get_text_config(decoder=True)
-    positions = getattr(config, "max_position_embeddings", None) or 0
-    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    return None if positions <= 0 or rope_type == "dynamic" else positions
-
-
 def check_positions(model: PreTrainedModel, cache: EngineCache | None, prompt_columns: int, total: int) -> None:
     positions = most_positions(model)
     if positions is None:
@@ -322,36 +307,6 @@ def check_positions(model: PreTrainedModel, cache: EngineCache | None, prompt_co
 def is_fixed(cache: EngineCache) -> bool:
     """Whether tensors of it never move, so that it cannot become more rows than they were made for."""
     return any(part.fixed for part in getattr(cache, "parts", ()))
-
-
-def check_room_for_rows(cache: EngineCache, prompts: int, first: int, rows: int) -> None:
-    """Whether the rows that `prompts` are to become fit in a cache made for fewer. first: rows when it begins."""
-    room = first if cache.max_rows is None and is_fixed(cache) else cache.max_rows
-    if rows > prompts and room is not None and rows > room:
-        raise CapacityError(
-            f"{prompts} prompts are to become {rows} rows, but this {cache.name} cache has room for {room}: build it "
-            f"with max_batch_size={rows}, or ask for its name instead"
-        )
-
-
-def check_places(cache: EngineCache, mask: torch.Tensor, positions: torch.Tensor | None) -> None:
-    """Refuse gaps in a text of which the first tokens are to move with a window: by how much is counted in tokens."""
-    if not attention_view(cache).rotations:
-        return
-    holes = (mask[:, 1:] < mask[:, :-1]).any(dim=1).nonzero().flatten().tolist()
-    if holes:
-        raise InputError(
-            f"attention_mask has padding after the first token of row {holes[0]}, which the {cache.name} cache would "
-            "count as tokens: pad on the left only, or use another cache"
-        )
-    if positions is None:
-        return
-    gaps = (positions.diff(dim=-1) != 1) & (mask[:, 1:] * mask[:, :-1] != 0)
-    if bool(gaps.any()):
-        raise InputError(
-            f"position_ids do not count the tokens one by one, which moving the first ones in a {cache.name} cache "
-            "relies on: leave them out, or use another cache"
-        )
 
 
 def check_pieces(prompt: Prompt, chunk_tokens: int | None) -> None:

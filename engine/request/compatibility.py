@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from transformers import PreTrainedModel
 
 from caches import CapacityError, EngineCache
-from engine.errors import OptionError
+from caches.protocol import attention_view, capabilities
+from engine.errors import InputError, OptionError
 from engine.model.compiled_step import makes_graphs
 from engine.model.masks import check_takes_masks
 from engine.model.model_runner import ModelRunner
 from engine.model.rope_probe import check_rope
-from engine.request.checks import check_places, check_positions, check_room_for_rows
-from engine.request.draft import check_rolls_back
+from engine.request.checks import check_positions, is_fixed
 from engine.request.guidance import check_padding_is_neutral
 from engine.request.request import Request
 
@@ -21,9 +22,9 @@ def check_together(runner: ModelRunner, cache: EngineCache, request: Request, co
     model = runner.model
     read, mask = request.read
     check_positions(model, cache, mask.shape[1], request.columns)
-    check_room_for_rows(cache, len(request.prompt.ids), len(read.ids), request.rows)
+    _check_room_for_rows(cache, len(request.prompt.ids), len(read.ids), request.rows)
     check_takes_masks(model, cache)
-    check_places(cache, mask, read.model_kwargs.get("position_ids"))
+    _check_places(cache, mask, read.model_kwargs.get("position_ids"))
     check_rope(runner, cache)
     if cache.handle is not None and not runner.takes_cache:
         raise OptionError(
@@ -36,7 +37,7 @@ def check_together(runner: ModelRunner, cache: EngineCache, request: Request, co
             f"{cache.total_tokens} in the cache are not known: start with an empty cache"
         )
     if request.needs.verifies:
-        check_rolls_back(runner, cache, request)
+        _check_rolls_back(runner, cache, request)
     _check_cache(model, cache, request)
     if makes_graphs(compile):
         if request.config.disable_compile:
@@ -69,4 +70,49 @@ def _check_cache(model: PreTrainedModel, cache: EngineCache, request: Request) -
     if request.chunk_tokens is not None and cache.handle is None:
         raise OptionError(
             f"reading the prompt in pieces of {request.chunk_tokens} tokens needs a cache to keep them in"
+        )
+
+
+def _check_room_for_rows(cache: EngineCache, prompts: int, first: int, rows: int) -> None:
+    """Whether the rows that `prompts` are to become fit in a cache made for fewer. first: rows when it begins."""
+    room = first if cache.max_rows is None and is_fixed(cache) else cache.max_rows
+    if rows > prompts and room is not None and rows > room:
+        raise CapacityError(
+            f"{prompts} prompts are to become {rows} rows, but this {cache.name} cache has room for {room}: build it "
+            f"with max_batch_size={rows}, or ask for its name instead"
+        )
+
+
+def _check_places(cache: EngineCache, mask: torch.Tensor, positions: torch.Tensor | None) -> None:
+    """Refuse gaps in a text of which the first tokens are to move with a window: by how much is counted in tokens."""
+    if not attention_view(cache).rotations:
+        return
+    holes = (mask[:, 1:] < mask[:, :-1]).any(dim=1).nonzero().flatten().tolist()
+    if holes:
+        raise InputError(
+            f"attention_mask has padding after the first token of row {holes[0]}, which the {cache.name} cache would "
+            "count as tokens: pad on the left only, or use another cache"
+        )
+    if positions is None:
+        return
+    gaps = (positions.diff(dim=-1) != 1) & (mask[:, 1:] * mask[:, :-1] != 0)
+    if bool(gaps.any()):
+        raise InputError(
+            f"position_ids do not count the tokens one by one, which moving the first ones in a {cache.name} cache "
+            "relies on: leave them out, or use another cache"
+        )
+
+
+def _check_rolls_back(runner: ModelRunner, cache: EngineCache, request: Request) -> None:
+    """Raise `OptionError` where `cache` cannot roll back rejected tokens."""
+    why = capabilities(cache).rollback_blocker
+    if why is not None:
+        raise OptionError(
+            f"{request.strategy.name} rolls back rejected tokens, and {why}: give a name instead, such as "
+            "cache='static', or use another strategy"
+        )
+    if request.before > 0 and not runner.reads_on:
+        raise OptionError(
+            f"{request.strategy.name} rolls back rejected tokens, and {type(runner.model).__name__} then has to "
+            f"read all again, but the {request.before} tokens in the cache were not given: give the whole conversation"
         )

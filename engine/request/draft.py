@@ -9,13 +9,11 @@ import torch
 from transformers import PreTrainedModel
 
 from caches import EngineCache
-from caches.protocol import capabilities
 from caches.spec.accelerate_hooks import prompt_device
 from engine.errors import OptionError
-from engine.model.model_runner import ModelRunner
+from engine.model.model_sizes import most_positions
 from engine.prompt import PER_TOKEN
 from engine.request.call import Call
-from engine.request.checks import most_positions
 from engine.request.encoder import Recover, Source, encode, source_again
 from engine.request.request import Request
 from engine.request.vocabulary import Translator
@@ -91,21 +89,6 @@ def _check_fits(draft: PreTrainedModel, model: PreTrainedModel, request: Request
         raise OptionError(
             f"the draft has {most} positions, but {request.mask.shape[1]} prompt tokens and {request.new_tokens} new "
             f"ones need {needed}: ask for fewer, or give another draft"
-        )
-
-
-def check_rolls_back(runner: ModelRunner, cache: EngineCache, request: Request) -> None:
-    """Raise `OptionError` where `cache` cannot roll back rejected tokens."""
-    why = capabilities(cache).rollback_blocker
-    if why is not None:
-        raise OptionError(
-            f"{request.strategy.name} rolls back rejected tokens, and {why}: give a name instead, such as "
-            "cache='static', or use another strategy"
-        )
-    if request.before > 0 and not runner.reads_on:
-        raise OptionError(
-            f"{request.strategy.name} rolls back rejected tokens, and {type(runner.model).__name__} then has to "
-            f"read all again, but the {request.before} tokens in the cache were not given: give the whole conversation"
         )
 
 

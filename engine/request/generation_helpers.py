@@ -18,10 +18,10 @@ from transformers import (
 
 from caches.transformers_api import logits_processors, stopping_criteria
 from engine.errors import OptionError
+from engine.model.model_sizes import vocabulary_of
 from engine.model.ranks import ranks_of
 from engine.prompt import Prompt
 from engine.request.call import Call
-from engine.request.checks import vocabulary_of
 from engine.request.constraint import leave_out_own_settings, read_constraints
 from engine.request.encoder import Source
 from engine.request.grammar import Grammar

@@ -24,6 +24,7 @@ from caches.transformers_api import (
 from engine.errors import OptionError
 from engine.model.device_state import seeded
 from engine.model.forward_parameters import forward_parameters
+from engine.model.model_sizes import vocabulary_of
 from engine.prompt import Prompt, read_prompt
 from engine.request.call import Call, parameters
 from engine.request.checks import (
@@ -39,7 +40,6 @@ from engine.request.checks import (
     check_pieces,
     check_positions,
     check_said_ids,
-    vocabulary_of,
 )
 from engine.request.continuation import known_mask
 from engine.request.encoder import Source, read_source
