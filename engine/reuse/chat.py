@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
-from caches import CapacityError, EngineCache, StepError, branch, convert, inspect, load, recipe
+from caches import EngineCache, StepError, branch, convert, inspect, load, recipe
 from caches.spec.fingerprint import active_adapters
-from engine.errors import InputError, OptionError
+from engine.errors import EngineError, InputError, OptionError
 from engine.prompt import without_padding
 from engine.request.call import ONE_TOKEN, read_call
 from engine.request.parameters import read_parameters
@@ -147,28 +147,33 @@ class Chat:
             raise
         self._finish(messages, asked, chunks.result())
 
-    def _started(self, ids: torch.Tensor, parameters: dict[str, Any], is_grown: bool = False) -> Stream:
+    def _started(self, ids: torch.Tensor, parameters: dict[str, Any]) -> Stream:
+        if self.cache is not None and self.cache.max_tokens is not None:
+            self._make_room(self.cache, ids, parameters)
         backend = self._backend if self.cache is None else {"cache": self.cache}
         try:
             return self._generator.stream(without_padding(ids), **backend, **parameters)
-        except CapacityError:
-            if is_grown or self.cache is None or self.cache.max_tokens is None:
-                raise
-            self.cache = self._grown(self.cache, ids, parameters)
-            return self._started(ids, parameters, is_grown=True)
         except OptionError:  # of a strategy that cannot go on from a cache, or of any: then it is raised again
             if self.cache is None or self.cache.total_tokens == 0:
                 raise
             return self._generator.stream(without_padding(ids), **self._backend, **parameters)
 
-    def _grown(self, cache: Any, ids: torch.Tensor, parameters: dict[str, Any]) -> EngineCache:
-        """The cache with room for a turn: for its rows, and for twice as many tokens if it has more."""
+    def _make_room(self, cache: Any, ids: torch.Tensor, parameters: dict[str, Any]) -> None:
+        """Let a cache of fixed size grow for a turn: to its rows, and to twice as many tokens if it has more.
+
+        This comes before the turn starts, because a turn that fails ends the caller's streamer.
+        """
         call = read_call(without_padding(ids), **{"tokenizer": self._generator.tokenizer} | parameters)
         draft = call.assistant_model
-        request = read_request(self._generator.model, read_parameters(call), cache, draft=draft, chunk_tokens=None)
-        tokens = cache.max_tokens
-        tokens = tokens if tokens >= request.columns - 1 else max(2 * tokens, request.columns)
-        return with_room(cache, tokens, max(request.rows, cache.max_rows or 1))
+        try:
+            request = read_request(self._generator.model, read_parameters(call), cache, draft=draft, chunk_tokens=None)
+        except EngineError:  # the turn raises it too
+            return
+        tokens, rows = cache.max_tokens, cache.max_rows or 1
+        has_room = tokens >= request.columns - 1
+        if not has_room or rows < request.rows:
+            tokens = tokens if has_room else max(2 * tokens, request.columns)
+            self.cache = with_room(cache, tokens, max(request.rows, rows))
 
     def _finish(self, messages: tuple[Message, ...], asked: tuple[Segment, ...], out: Generation) -> None:
         self.last, self.cache = out, _engine_cache(out)

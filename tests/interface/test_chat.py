@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 from architectures import ARCHITECTURES, MORE_ARCHITECTURES, randomised
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig, TextIteratorStreamer
 
 import caches
 import engine
@@ -259,6 +259,17 @@ def test_a_cache_of_fixed_size_grows_in_rows(tokenizer, monkeypatch):
     monkeypatch.setattr("engine.reuse.chat.with_room", lambda cache, tokens, rows: cache)  # as of a plug-in
     with pytest.raises(caches.CapacityError, match="are to become 5 rows"):
         chat.send("z", num_beams=5)
+
+
+def test_a_streamer_gets_the_answer_also_where_the_cache_has_to_grow(tokenizer):
+    chat = generator_of("llama", tokenizer).chat(
+        max_new_tokens=TOKENS, cache="static", cache_config={"max_cache_len": 24}
+    )
+    for message in ("import os", "def main():"):
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+        out = chat.send(message, streamer=streamer)
+        assert "".join(streamer) == out.text[0]
+    assert chat.cache.max_tokens > 24
 
 
 def test_a_cache_that_grows_keeps_its_options(tokenizer, tmp_path):
