@@ -5,10 +5,13 @@ All are in torch 2.11 to 2.13. `tests/unit/test_private_names.py` calls each of 
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -105,8 +108,18 @@ def load_package(path: str, constants: Callable[[Sequence[str]], dict[str, torch
     constants: the package's tensors for their names; they are read where they are, and have to be kept.
     """
     loader = torch._C._aoti.AOTIModelPackageLoader(path, "model", False, 1, -1)
+    _remove_unpacked_files()
     loader.load_constants(constants(loader.get_constant_fqns()), False, False, user_managed=True)
     return loader.run
+
+
+def _remove_unpacked_files() -> None:
+    """Remove the folders of packages whose code is in memory: loaders do so at their end, but not where the process is
+    killed."""
+    maps = Path("/proc/self/maps")  # of Linux
+    if maps.exists():
+        for folder in set(re.findall(r"(/[^\n]*/aotinductor_\w+)/[^\n]*\.so$", maps.read_text(), re.MULTILINE)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def module_call_code() -> CodeType:
