@@ -68,10 +68,15 @@ class ForwardExecutor:
         self.reserve(self._before + ids.shape[1])
         try:
             fed = [(rows, self._feed(ids, rows, cache, prefill, collected)) for rows, cache in self.parts]
+        except BaseException:  # the runner has aborted the step of the part that failed
+            if isinstance(self.cache, SplitCache):
+                self.cache.abort()
+            raise
+        try:
             outputs, states = zip(*(collected.complete(rows, last) for rows, last in fed), strict=True)
             return join_rows(outputs), torch.cat(states) if collected.hidden else None
         except BaseException:
-            self.cache.abort()  # of a split cache also the steps of the parts before
+            self.cache.abort()
             raise
 
     def reserve(self, columns: int) -> None:

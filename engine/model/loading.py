@@ -21,14 +21,17 @@ from transformers import (
     PreTrainedModel,
 )
 
+from caches.out_of_memory import is_out_of_memory
 from caches.torch_api import inside_compiled
 from configs import EngineConfig
 from engine.errors import EngineError, InputError, OptionError
 from engine.model.location import locate
 from engine.model.placement import check_here, read_dtype
 from engine.model.tensor_parallel import arguments_of_part
-from engine.out_of_memory import first_line
+from engine.out_of_memory import first_line, in_words
 from engine.warn_once import warn_once
+
+_IN_WORDS = (OSError, ValueError, ImportError, SafetensorError)  # whose texts say what happened
 
 SHIPPED_MODEL = Path(__file__).parents[1] / "shipped"
 """The folder of the package's small model, a Llama trained on Python's standard library."""
@@ -65,7 +68,12 @@ def load(model: PreTrainedModel | str | Path, tokenizer: Any, config: EngineConf
             if model_config is None:
                 raise InputError(f"tp={config.tp} splits a model's weights, and {str(model)!r} is an adapter")
             where = arguments_of_part(model_config, config.tp)
-        loaded = kind.from_pretrained(model, dtype=dtype, **where, **trust)
+        loaded, found = kind.from_pretrained(model, dtype=dtype, output_loading_info=True, **where, **trust)
+    if missing := sorted(found["missing_keys"]):
+        warn_once(
+            f"{len(missing)} weights of the model are not in {str(model)!r} (the first is {missing[0]}): they are "
+            "random, so its text is too. Does config.json belong to these weights?"
+        )
     return loaded.eval(), tokenizer
 
 
@@ -148,7 +156,12 @@ def _errors_in_one_line(model: str | Path, remedy: str) -> Iterator[None]:
         yield
     except EngineError:
         raise
-    except (OSError, ValueError, SafetensorError) as error:
+    except Exception as error:  # transformers checks little of what a configuration says
+        if is_out_of_memory(error):
+            raise
         if "trust_remote_code" in str(error):
             raise InputError(f"{str(model)!r} brings Python code of its own, {remedy}") from error
-        raise InputError(f"no model could be loaded from {str(model)!r}: {first_line(error)}") from error
+        why = first_line(error) if isinstance(error, _IN_WORDS) else in_words(error)
+        if "ignore_mismatched_sizes" in why:
+            why = "its weights have other shapes than its config.json says"
+        raise InputError(f"no model could be loaded from {str(model)!r}: {why}") from error

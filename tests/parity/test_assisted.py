@@ -392,7 +392,7 @@ def test_a_sampled_token_is_drawn_from_the_models_distribution():
 
 
 def test_the_draft_is_made_once_and_its_lane_once_per_run(monkeypatch):
-    from engine.decoding import assistant as room
+    from engine.decoding import draft as room
 
     made = {"ModelRunner": 0, "ModelSession": 0, "caches": 0}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import time
@@ -166,6 +167,38 @@ def test_weights_that_are_broken(tmp_path):
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(engine.InputError, match="no model could be loaded from"):
         engine.Generator(tmp_path)
+
+
+def changed(folder, **fields):
+    """The shipped model with another configuration."""
+    shutil.copytree(engine.SHIPPED_MODEL, folder)
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_size": 320}, "its weights have other shapes than its config.json says"),
+        ({"hidden_act": "nothing"}, "KeyError: 'nothing'"),
+        ({"dtype": "float99"}, "AttributeError: .*float99"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ".*(gptq|optimum|[Rr]equires)"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_configuration_that_does_not_fit(fields, message, tmp_path):
+    with pytest.raises(engine.InputError, match=f"no model could be loaded from '.*model': ({message})"):
+        engine.Generator(changed(tmp_path / "model", **fields))
+
+
+def test_weights_that_are_missing_are_told(tmp_path, caplog):
+    engine.Generator(engine.SHIPPED_MODEL)
+    assert caplog.text == ""
+    layers = json.loads((engine.SHIPPED_MODEL / "config.json").read_text())["num_hidden_layers"]
+    engine.Generator(changed(tmp_path / "model", num_hidden_layers=layers + 1))
+    assert "9 weights of the model are not in" in caplog.text
+    assert f"model.layers.{layers}." in caplog.text
 
 
 # Data types and devices.
