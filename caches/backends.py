@@ -121,7 +121,8 @@ def sink(specs: Layers, options: SinkCacheConfig) -> Cache:
 def quantized_sink(specs: Layers, options: QuantizedSinkCacheConfig) -> Cache:
     """`sink` whose window is `quantized`: the first tokens and the most recent ones stay in full."""
     cache = _cache(specs, options, **_sinks(specs, options), **_blocks(specs, options))
-    return _encoding(cache, options)
+    _check_quantizes(cache, options)
+    return cache
 
 
 def _sinks(specs: Layers, options: SinkCacheConfig) -> dict[str, Any]:
@@ -154,7 +155,9 @@ def mamba(specs: Layers, options: MambaCacheConfig) -> Cache:
 def quantized(specs: Layers, options: QuantizedCacheConfig) -> Cache:
     """Older keys and values in few bits, recent ones in full: for long contexts in little memory."""
     _refuse_all_but(options.name, specs, {KV, INDEX, STATE, MODEL_SPECIFIC})
-    return _encoding(_cache(specs, options, **_blocks(specs, options)), options)
+    cache = _cache(specs, options, **_blocks(specs, options))
+    _check_quantizes(cache, options)
+    return cache
 
 
 def _blocks(specs: Layers, options: QuantizedCacheConfig) -> dict[str, Any]:
@@ -167,7 +170,7 @@ def _blocks(specs: Layers, options: QuantizedCacheConfig) -> dict[str, Any]:
     }
 
 
-def _encoding(cache: Cache, options: QuantizedCacheConfig) -> Cache:
+def _check_quantizes(cache: Cache, options: QuantizedCacheConfig) -> None:
     """Raise `UnsupportedLayerError` where nothing would be encoded."""
     if not cache.stack.finds_layers and not cache.is_quantized:
         windows = [
@@ -178,7 +181,6 @@ def _encoding(cache: Cache, options: QuantizedCacheConfig) -> Cache:
             f"cache={options.name!r} would encode nothing of this model: {why}. Use cache='dynamic'"
             + (f", or a residual_length below {options.residual_length}" if windows else "")
         )
-    return cache
 
 
 @register(OffloadedQuantizedCacheConfig)

@@ -11,7 +11,8 @@ import torch
 
 from configs import ConfigError, require_positive
 from strategies.draw import draw
-from strategies.operations import Crop, Flow, Forward, Needs, Operation, Task, highest
+from strategies.largest import highest
+from strategies.operations import Crop, Flow, Forward, Needs, Operation, Task
 from strategies.registry import register
 from strategies.speculative import REFUSALS, Proposal, VerifiedText, score_copies, speculative_loop
 

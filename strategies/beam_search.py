@@ -11,7 +11,8 @@ from functools import partial, reduce
 import torch
 
 from strategies.draw import draw
-from strategies.operations import Finish, Hypothesis, NoCandidateError, Report, Task, largest
+from strategies.largest import largest
+from strategies.operations import Finish, Hypothesis, NoCandidateError, Report, Task
 
 _NEVER = -1e9  # the score of what must not be chosen
 

@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from strategies.operations import highest
+from strategies.largest import highest
 
 _AT_ONCE = 2**14  # elements; in double precision these stay in a processor's cache
 

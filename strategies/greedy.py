@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from strategies.operations import Flow, Needs, Task, highest, one_token_per_step
+from strategies.largest import highest
+from strategies.operations import Flow, Needs, Task, one_token_per_step
 from strategies.registry import register
 from strategies.speculative import nothing_proposed, speculative_loop
 

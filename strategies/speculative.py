@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from strategies.draw import draw
-from strategies.operations import Crop, Emit, Flow, Forward, Operation, Task, highest
+from strategies.largest import highest
+from strategies.operations import Crop, Emit, Flow, Forward, Operation, Task
 
 # Of processors that are functions of the caller, which need not know what to say of a text that cannot be.
 REFUSALS = (LookupError, ValueError, TypeError, AssertionError)

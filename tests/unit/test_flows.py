@@ -11,7 +11,8 @@ import strategies
 from engine.request.parameters import read
 from strategies import Crop, Emit, Forward, Needs, Rows
 from strategies.draw import draw
-from strategies.operations import highest, largest, needs_of
+from strategies.largest import highest, largest
+from strategies.operations import needs_of
 
 
 def test_names():
