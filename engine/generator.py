@@ -29,10 +29,10 @@ from engine.errors import OptionError, OutOfMemoryError
 from engine.memory.budget import Budget
 from engine.memory.cache_choice import CacheChoice, check_new, new_cache, read_cache_choice
 from engine.memory.fallbacks import Recovery
+from engine.model.columns import Columns
 from engine.model.compiled_step import makes_graphs
 from engine.model.loading import load
 from engine.model.low_bit_linears import convert_linears
-from engine.model.masks import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner
 from engine.out_of_memory import Exhausted, empty_allocators

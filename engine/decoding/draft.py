@@ -12,8 +12,8 @@ from caches import EngineCache
 from engine.decoding.fed_ids import CachedPrefix
 from engine.decoding.model_session import ModelSession, SessionOptions
 from engine.errors import InputError, OptionError
+from engine.model.columns import Columns
 from engine.model.loading import unwrapped
-from engine.model.masks import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner
 from engine.request.checks import check_model

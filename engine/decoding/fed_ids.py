@@ -9,8 +9,8 @@ import torch
 from caches import TokenLog
 from caches.torch_api import always_writable
 from engine.errors import EngineError
+from engine.model.columns import Columns
 from engine.model.growing_columns import room_for, widened
-from engine.model.masks import Columns
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from caches.protocol import capabilities
 from caches.transfer.convert import can_migrate
 from caches.transfer.split_rows import SplitCache, halves
 from engine.decoding.collected_outputs import CollectedOutputs
+from engine.model.columns import Columns
 from engine.model.linear_routes import TORCH
-from engine.model.masks import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ForwardOptions, ModelRunner
 from engine.model.rope_frequencies import Frequencies

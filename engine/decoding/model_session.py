@@ -24,7 +24,7 @@ from engine.decoding.collected_outputs import CollectedOutputs, last_hidden
 from engine.decoding.fed_ids import CachedPrefix, FedIds
 from engine.decoding.forward_executor import ForwardExecutor
 from engine.errors import EngineError, InputError
-from engine.model.masks import Columns
+from engine.model.columns import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner
 from engine.model.ranks import OneProcess, PeerError, PeerOutOfMemory

@@ -14,7 +14,7 @@ from caches import Cache, EngineCache, build
 from caches.hf.joined import JoinedCaches, why_not_joined
 from caches.out_of_memory import is_out_of_memory
 from caches.spec.accelerate_hooks import prompt_device
-from engine.model.masks import Columns
+from engine.model.columns import Columns
 from engine.model.ranks import OneProcess
 
 Part: TypeAlias = tuple[EngineCache, torch.Tensor]

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from caches import Cache, EngineCache, UnsupportedLayerError, build
 from caches.protocol import attention_view
 from caches.spec.accelerate_hooks import prompt_device
-from engine.model.masks import Columns
+from engine.model.columns import Columns
 from engine.model.model_runner import ForwardOptions, ModelRunner
 
 _TOKENS, _FAR = 4, 1000

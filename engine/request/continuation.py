@@ -13,7 +13,7 @@ from caches import EngineCache, TokenLog, UnknownContentError, first_layer
 from caches.spec.fingerprint import active_adapters
 from caches.transfer.comparison import KeptTokens
 from engine.errors import InputError
-from engine.model.masks import Columns
+from engine.model.columns import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner
 from engine.prompt import PER_TOKEN

@@ -16,7 +16,7 @@ from caches import EngineCache, NoCache
 from caches.out_of_memory import is_out_of_memory
 from caches.spec.accelerate_hooks import prompt_device
 from engine.errors import InputError, OptionError
-from engine.model.masks import Columns
+from engine.model.columns import Columns
 from engine.model.model_runner import ForwardOptions, ModelRunner
 from engine.prompt import Prompt, read_prompt
 from engine.request.checks import check_vocabulary

@@ -15,7 +15,7 @@ from caches.stores.recurrent_state import RecurrentState
 from caches.stores.sink import Sinks
 from caches.timeline.timeline import Timeline
 from engine.decoding import records
-from engine.model.masks import Columns
+from engine.model.columns import Columns
 from engine.request import checks, read_request
 from strategies import sampling
 from strategies.speculative import VerifiedText

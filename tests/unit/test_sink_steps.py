@@ -11,7 +11,7 @@ from exact_codecs import AsTheyAre
 import caches
 from caches import backends
 from caches.spec.rope import RopeRotation
-from engine.model.masks import Columns
+from engine.model.columns import Columns
 
 
 class Feeder:

@@ -1,0 +1,138 @@
+"""`Columns`: the mask and the position ids of a run, computed once; each step reads views of them."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from engine.model.growing_columns import room_for, widened
+
+
+class Columns:
+    """The mask and the position ids of all columns of a run.
+
+    A column is an index along the sequence axis of the padded batch. mask: [rows, prompt columns], 0 for padding.
+    total: columns at the end of the run, at most. positions: [..., prompt columns] of the caller; None counts tokens
+    from 0, without padding.
+
+    room: columns that are allocated.
+    """
+
+    def __init__(self, mask: torch.Tensor, total: int, positions: torch.Tensor | None = None):
+        rows, self.prompt = mask.shape
+        self.total, self.device = total, mask.device
+        # Without padding no mask is needed: attention kernels apply the causal mask themselves, and faster. With given
+        # positions it is kept: transformers takes gaps in positions without a mask for packed sequences.
+        self._mask = mask if positions is not None or not bool(mask.all()) else None
+        self.left_padding = (
+            torch.zeros(rows, dtype=torch.long) if self._mask is None else (mask == 0).int().argmin(dim=1)
+        )
+        """The number of padding columns at the beginning of each row, [rows]."""
+        self.first_full = int(self.left_padding.max())
+        """The first column in which no row has padding."""
+        self._step_masks: dict[torch.dtype, torch.Tensor] = {}  # [rows, 1, 1, columns], by data type
+        self._are_given = positions is not None
+        if positions is None:
+            self._following = mask.sum(dim=1, keepdim=True)
+            positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        else:
+            self._following = positions[..., -1:] + 1  # the position of the first new token, [..., 1]
+        self._positions, self.room = positions, self.prompt
+        self._widen(room_for(self.prompt, total))
+
+    @property
+    def rows(self) -> int:
+        return len(self.left_padding)
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether there is no padding, and the positions count the tokens."""
+        return self._mask is None and not self._are_given
+
+    def reserve(self, columns: int) -> None:
+        """Allocate at least `columns` columns. Other methods do this as needed. Raises without changing anything."""
+        if columns > self.room:
+            self._widen(room_for(columns, self.total, self.room))
+
+    def _widen(self, room: int) -> None:
+        first, like = self.room - self.prompt, self._positions
+        steps = torch.arange(first, room - self.prompt, device=like.device, dtype=like.dtype)
+        positions = torch.cat([like, self._following + steps], dim=-1)
+        self._mask = None if self._mask is None else widened(self._mask, room, 1)
+        self._positions, self._step_masks, self.room = positions, {}, room
+
+    def mask(self, columns: int) -> torch.Tensor | None:
+        """The 2D mask of the first columns, [rows, columns]; None without padding."""
+        self.reserve(columns)
+        return None if self._mask is None else self._mask[:, :columns]
+
+    def step_mask(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+        """The mask of one new token over columns [begin, end): [rows, 1, 1, end - begin], a view.
+
+        dtype: bool (True: visible), or the data type of the scores that it is added to.
+        """
+        self.reserve(end)
+        assert self._mask is not None
+        if dtype not in self._step_masks:
+            visible = (self._mask != 0)[:, None, None]
+            self._step_masks[dtype] = visible if dtype == torch.bool else additive(visible, dtype)
+        return self._step_masks[dtype][..., begin:end]
+
+    def window_mask(
+        self, begin: int, end: int, offset: int, length: int, window: int | None, dtype: torch.dtype, copied: int
+    ) -> torch.Tensor:
+        """The mask of the tokens in columns [begin, end) over `length` columns from `offset` on.
+
+        window: columns that a token attends to, itself included; None for all. copied: key slots in front, a copy of
+        the sinks for each token; a token whose window no longer has the row's first tokens sees its own copy instead
+        of the oldest columns of the window. Returns [rows or 1, 1, end - begin, copied + length].
+        """
+        self.reserve(end)
+        tokens = torch.arange(begin, end, device=self.device)[:, None]
+        columns = torch.arange(offset, offset + length, device=self.device)
+        visible = columns <= tokens
+        if window is not None:
+            visible &= columns > tokens - window
+        visible = visible[None, None]
+        if copied:
+            assert window is not None
+            sinks = copied // (end - begin)
+            behind = tokens - window >= self.left_padding.to(self.device)[:, None, None, None]  # [rows, 1, tokens, 1]
+            visible = visible & (~behind | (columns > tokens - window + sinks))
+            own = torch.arange(begin, end, device=self.device).repeat_interleave(sinks) == tokens
+        if self._mask is not None:
+            real = torch.zeros(len(self._mask), length, dtype=torch.bool, device=self.device)
+            known = self._mask[:, max(offset, 0) : offset + length] != 0
+            real[:, max(-offset, 0) : max(-offset, 0) + known.shape[1]] = known
+            # Padding attends to itself: softmax over no column would be NaN.
+            visible = (visible & real[:, None, None]) | (columns == tokens)
+        if copied:
+            visible = torch.cat([behind & own, visible], dim=-1)
+        return visible if dtype == torch.bool else additive(visible, dtype)
+
+    def positions(self, begin: int, end: int) -> torch.Tensor:
+        """Position ids [..., end - begin]."""
+        self.reserve(end)
+        return self._positions[..., begin:end]
+
+    def own_positions(self, columns: int) -> torch.Tensor | None:
+        """The caller's position ids [..., rows, columns] of the first columns; None if they count the tokens."""
+        self.reserve(columns)
+        return self._positions[..., :columns] if self._are_given else None
+
+    def of_rows(self, index: torch.Tensor) -> Columns:
+        """A copy with row `index[i]` as row i."""
+        other = copy.copy(self)
+        other.left_padding = self.left_padding[index.to(self.left_padding.device)]
+        other._mask = None if self._mask is None else self._mask[index]
+        other._step_masks = {}
+        rows_axis = self._positions.ndim - 2  # [rows, columns], or [kinds, rows, columns] for multimodal positions
+        other._positions = self._positions.index_select(rows_axis, index)
+        other._following = self._following.index_select(rows_axis, index)
+        return other
+
+
+def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The bool mask as it is added to scores of this data type."""
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
