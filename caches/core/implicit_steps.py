@@ -97,6 +97,19 @@ class ImplicitSteps:
             if tokens == 1:
                 self.selection.unshare_if_materialized()
 
+    def take_back(self, tokens: int) -> bool:
+        """Commit a complete step without its last tokens, as other loops need it that have verified a draft: what
+        windows evict is there until the step ends. tokens: see `EngineCache.crop`. Returns whether it was possible."""
+        stack = self.stack
+        if not (self.is_open and self.is_complete and stack.pending):
+            return False
+        remove = max(0, stack.total_tokens + stack.pending - tokens) if tokens > 0 else -tokens
+        if not (0 < remove < stack.pending and stack.can_reject(remove)):
+            return False
+        self.selection.check_finished()
+        stack.commit(remove)
+        return True
+
     def end_if_complete(self, is_over: bool) -> None:
         """Commit a step once it has reached every layer: then what layers hold can be read.
 

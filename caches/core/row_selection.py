@@ -6,6 +6,7 @@ with the rows of before. `finish` then goes on with the others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,8 +51,9 @@ def keeps_all_rows(index: torch.Tensor, rows: int) -> bool:
     return len(index) == rows and index.device.type == "cpu" and index.tolist() == list(range(rows))
 
 
-def _as_index(index: torch.Tensor, rows: int) -> torch.Tensor:
+def _as_index(index: torch.Tensor | Sequence[int], rows: int) -> torch.Tensor:
     """`index` as LongTensor: a bool mask of the rows stands for those where it is True. Raises `StepError`."""
+    index = torch.as_tensor(index)
     is_mask = index.dtype == torch.bool
     if index.ndim != 1 or index.is_floating_point() or index.is_complex() or (is_mask and len(index) != rows):
         raise StepError(

@@ -96,6 +96,8 @@ class Cache(SharedMethods, TransformersCache):
         self.stack.abort()
 
     def crop(self, tokens: int) -> None:
+        if self.implicit.take_back(tokens):
+            return
         self.implicit.end_step()
         if -tokens == self.stack.total_tokens:
             self.selection.discard_deferred()

@@ -197,18 +197,19 @@ class SharedMethods:
     def seen_tokens(self) -> int:
         return self.total_tokens
 
-    def get_max_length(self, layer_idx: int | None = None) -> int | None:
-        """Tokens it can hold per row, or shows to a token; None when it has no limit."""
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Tokens it can hold per row, or shows to a token; -1 without a limit, as in transformers."""
         window = self.stacks[0].hook.window
-        return self.max_tokens if window is None else window
+        limit = self.max_tokens if window is None else window
+        return -1 if limit is None else limit
 
-    def get_max_cache_shape(self, layer_idx: int | None = None) -> int | None:
+    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
         return self.get_max_length(layer_idx)
 
     def get_usable_length(self, new_seq_length: int, layer_idx: int = 0) -> int:
         """Tokens that are left of those in the cache once `new_seq_length` more have come."""
         limit = self.get_max_length(layer_idx)
-        return self.total_tokens if limit is None else min(self.total_tokens, limit - new_seq_length)
+        return self.total_tokens if limit < 0 else min(self.total_tokens, limit - new_seq_length)
 
     # Rows.
 
@@ -347,7 +348,7 @@ class SharedMethods:
                     f"tokens{' and more' if layer.spec.components - {KV} else ''}: tuples of them cannot say "
                     "everything. Keep the cache object"
                 )
-        return tuple(self)
+        return tuple(tuple(None if part is None else part.clone() for part in layer) for layer in self)
 
     def check_finite(self) -> None:
         """Raise `StepError`, with the first layer and row, where keys, values or states are not finite."""

@@ -166,6 +166,7 @@ class Buffer(ABC):
         step = min(end, max(1, _CHUNK_BYTES // (max(rows, count) * heads * width * self.dtype.itemsize)))
         chunk = _empty(step * count * heads * width, self.dtype, self._memory.device).view(step, count, heads, width)
 
+        @torch.no_grad()  # also where the tokens were written outside of it
         def select() -> None:
             self.wait()
             old = self._slots(0, end)

@@ -117,12 +117,13 @@ class Affine:
         else:
             complete = count // self.group  # the last block may be cut off
             segments = target.split([complete * self.group, count - complete * self.group], dim=2)
-            for segment, blocks in zip(segments, (slice(complete), slice(complete, None)), strict=True):
-                if segment.shape[2]:
-                    grouped = segment.unflatten(2, (-1, min(self.group, segment.shape[2])))
-                    grouped.mul_(parts["scale"][:, :, blocks, None])
-                    if "offset" in parts:
-                        grouped.add_(parts["offset"][:, :, blocks, None])
+            with torch.no_grad():  # derivatives of several views in place are refused, and codes have none
+                for segment, blocks in zip(segments, (slice(complete), slice(complete, None)), strict=True):
+                    if segment.shape[2]:
+                        grouped = segment.unflatten(2, (-1, min(self.group, segment.shape[2])))
+                        grouped.mul_(parts["scale"][:, :, blocks, None])
+                        if "offset" in parts:
+                            grouped.add_(parts["offset"][:, :, blocks, None])
         return DenseSegment(target if target is out else out.copy_(target))
 
 

@@ -242,7 +242,10 @@ def check_padding_ahead(runner: ModelRunner, cache: EngineCache, mask: torch.Ten
 
 def _keeps_padding(cache: EngineCache) -> bool:
     """Whether padding after a row's end changes windows or states, which no mask can undo."""
-    kinds = (getattr(cache.handle, name, ()) for name in ("is_sliding", "is_linear"))
-    if getattr(cache.handle, "imposes_windows", False):
-        return True
-    return any(any(kind) for kind in kinds) or any(spec.keeps_state for spec in getattr(cache.handle, "specs", ()))
+    is_linear = any(getattr(cache.handle, "is_linear", ()))
+    return has_windows(cache) or is_linear or any(spec.keeps_state for spec in getattr(cache.handle, "specs", ()))
+
+
+def has_windows(cache: EngineCache) -> bool:
+    """Whether padding between tokens takes places in windows."""
+    return bool(getattr(cache.handle, "imposes_windows", False)) or any(getattr(cache.handle, "is_sliding", ()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,14 +12,12 @@ import torch
 
 from caches import EngineCache, StepError, branch, convert, inspect, load, recipe
 from caches.spec.fingerprint import active_adapters
-from engine.errors import EngineError, InputError, OptionError
+from engine.errors import InputError, OptionError
 from engine.prompt import without_padding
-from engine.request.call import ONE_TOKEN, read_call
-from engine.request.parameters import read_parameters
-from engine.request.read_request import read_request
+from engine.request.call import ONE_TOKEN
 from engine.result import Generation, StreamChunk
 from engine.reuse.conversation import Conversation, Message, Segment, flat
-from engine.reuse.prefix_store import with_room
+from engine.reuse.room import with_room_for
 from engine.reuse.token_index import common
 from engine.streaming import Stream
 
@@ -132,9 +131,13 @@ class Chat:
             parameters = parameters | {"stop_strings": [_PLAIN_STOP, *_as_list(parameters.get("stop_strings"))]}
         asked = self._conversation.ids(messages)
         ids = torch.tensor([flat(asked)])
-        self._go_back_to(ids[0])
-        if self.cache is not None and not self.cache.is_croppable:
-            self._keep_branches(self.cache, messages, ids)
+        with _ending(parameters.get("streamer")):
+            self._go_back_to(ids[0])
+            if self.cache is not None:
+                self._make_room(ids, parameters)
+                if not self.cache.is_croppable:
+                    self._keep_branches(self.cache, messages, ids, parameters)
+                    self._make_room(ids, parameters)  # a branch has that of its own rows
         chunks = self._started(ids, parameters)
         try:
             yield from chunks
@@ -148,8 +151,6 @@ class Chat:
         self._finish(messages, asked, chunks.result())
 
     def _started(self, ids: torch.Tensor, parameters: dict[str, Any]) -> Stream:
-        if self.cache is not None and self.cache.max_tokens is not None:
-            self._make_room(self.cache, ids, parameters)
         backend = self._backend if self.cache is None else {"cache": self.cache}
         try:
             return self._generator.stream(without_padding(ids), **backend, **parameters)
@@ -158,22 +159,9 @@ class Chat:
                 raise
             return self._generator.stream(without_padding(ids), **self._backend, **parameters)
 
-    def _make_room(self, cache: Any, ids: torch.Tensor, parameters: dict[str, Any]) -> None:
-        """Let a cache of fixed size grow for a turn: to its rows, and to twice as many tokens if it has more.
-
-        This comes before the turn starts, because a turn that fails ends the caller's streamer.
-        """
-        call = read_call(without_padding(ids), **{"tokenizer": self._generator.tokenizer} | parameters)
-        draft = call.assistant_model
-        try:
-            request = read_request(self._generator.model, read_parameters(call), cache, draft=draft, chunk_tokens=None)
-        except EngineError:  # the turn raises it too
-            return
-        tokens, rows = cache.max_tokens, cache.max_rows or 1
-        has_room = tokens >= request.columns - 1
-        if not has_room or rows < request.rows:
-            tokens = tokens if has_room else max(2 * tokens, request.columns)
-            self.cache = with_room(cache, tokens, max(request.rows, rows))
+    def _make_room(self, ids: torch.Tensor, parameters: dict[str, Any]) -> None:
+        """Let a cache of fixed size grow before the turn starts: a turn that fails ends the caller's streamer."""
+        self.cache = with_room_for(self.cache, self._generator, without_padding(ids), parameters)
 
     def _finish(self, messages: tuple[Message, ...], asked: tuple[Segment, ...], out: Generation) -> None:
         self.last, self.cache = out, _engine_cache(out)
@@ -231,14 +219,17 @@ class Chat:
         most = min(len(known), len(ids) - 1)
         return int((known[:most] == ids[:most]).long().cumprod(dim=0).sum())
 
-    def _keep_branches(self, cache: Any, messages: tuple[Message, ...], ids: torch.Tensor) -> None:
+    def _keep_branches(
+        self, cache: Any, messages: tuple[Message, ...], ids: torch.Tensor, parameters: dict[str, Any]
+    ) -> None:
         """Read the prompt, and keep the cache as it is where the conversation may be taken up again."""
+        same = {name: parameters[name] for name in ("cancellation", "on_oom") if name in parameters}
         self._branches = [one for one in self._branches if self._common(one, ids[0]) == one.total_tokens]
         cache = self._kept(cache)
         first = messages[: int(messages[0]["role"] == "system")]
         for end in (self._end_of(first, ids[0]), self._end_of(messages, ids[0])):
             if end > cache.total_tokens:
-                out = self._generator.generate(without_padding(ids[:, :end]), cache=cache, **ONE_TOKEN)
+                out = self._generator.generate(without_padding(ids[:, :end]), cache=cache, **ONE_TOKEN, **same)
                 cache = self._kept(out.cache)
         self.cache = cache
 
@@ -303,8 +294,22 @@ def _checked(parameters: dict[str, Any]) -> dict[str, Any]:
 _REFUSED = {
     "num_return_sequences": "whose turn has one answer: leave it out",
     "inputs": "whose turn has a message: give it first",
-    **dict.fromkeys(("cache", "cache_config"), "whose turns have one cache: Chat.use() puts it in another backend"),
+    **dict.fromkeys(
+        ("cache", "cache_config", "max_cache_len", "cache_implementation", "past_key_values"),
+        "whose turns have one cache: Chat.use() puts it in another backend",
+    ),
 }
+
+
+@contextmanager
+def _ending(streamer: Any) -> Iterator[None]:
+    """End the streamer on any error: a thread that reads from it would wait for ever."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            streamer.end()
+        raise
 
 
 def _as_message(message: str | Message) -> Message:

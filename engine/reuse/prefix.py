@@ -10,8 +10,10 @@ import torch
 
 from caches import EngineCache, branch, load
 from engine.errors import InputError, OptionError
+from engine.request.continuation import has_windows
 from engine.result import Generation
 from engine.reuse.chat import Generates
+from engine.reuse.room import with_room_for
 from engine.streaming import Stream
 
 
@@ -68,10 +70,17 @@ class Prefix:
         own_mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
         before = self.ids.cpu().expand(len(rows), -1)
         cache: Any = branch(self.cache)  # type: ignore[type-var]
+        if len(set(map(len, rows))) > 1 and has_windows(cache):
+            raise InputError(
+                f"continuations of {min(map(len, rows))} to {longest} tokens: shorter ones get padding, which takes "
+                "places in windows: give continuations of equal length, or one after the other"
+            )
+        ids, mask = torch.cat([before, own], dim=1), torch.cat([torch.ones_like(before), own_mask], dim=1)
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        cache = with_room_for(cache, self._generator, inputs, parameters)
         if len(rows) > 1:
             cache.fork(len(rows))
-        ids, mask = torch.cat([before, own], dim=1), torch.cat([torch.ones_like(before), own_mask], dim=1)
-        return {"input_ids": ids, "attention_mask": mask}, cache
+        return inputs, cache
 
     def _rows(self, inputs: Any) -> Sequence[Sequence[int]]:
         if isinstance(inputs, torch.Tensor):

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers import PreTrainedModel
 
-from caches import CacheError, EngineCache, branch, convert, select_rows
+from caches import CacheError, EngineCache, branch, select_rows
 from caches.out_of_memory import is_out_of_memory
 from caches.spec.fingerprint import weights_version
 from caches.torch_api import storage_key
@@ -28,6 +28,7 @@ from caches.transfer.convert import can_migrate
 from engine.model.model_runner import ModelRunner
 from engine.request.request import Request
 from engine.reuse.prefix_files import PrefixFiles, StoredFile
+from engine.reuse.room import with_room
 from engine.reuse.token_index import TokenIndex
 
 LEAST_TOKENS = 32  # a shorter beginning is read about as fast as it is found
@@ -306,15 +307,6 @@ def _fitted(cache: Any, empty: EngineCache) -> EngineCache:
     if all(most is None or most <= (own or most) for own, most in zip(room, needed, strict=True)):
         return cache
     return with_room(cache, empty.max_tokens, empty.max_rows)
-
-
-def with_room(cache: Any, tokens: int | None, rows: int | None) -> EngineCache:
-    """A copy of the cache, with its options, that has room for so many tokens and rows; None: what it has."""
-    config = cache.stacks[0].layout.config if can_migrate(cache) else None
-    options = {} if config is None else config.to_dict()
-    sizes = {"max_cache_len": tokens, "max_batch_size": rows}
-    options |= {name: size for name, size in sizes.items() if size}
-    return convert(cache, options.pop("name", cache.name), **options)
 
 
 def _storages_of(cache: Any) -> dict[int, int]:

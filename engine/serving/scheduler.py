@@ -150,7 +150,7 @@ class Scheduler:
     @property
     def has_room(self) -> bool:
         """Whether a request that is added now may begin at once."""
-        return not self._waiting and self._next is None and self._rows < self._slots
+        return self._next is None and self._rows + len(self._waiting) < self._slots
 
     def state(self) -> BatchState:
         """What is done now. For the thread that runs the turns."""

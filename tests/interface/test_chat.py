@@ -3,6 +3,7 @@
 import copy
 import random
 import signal
+import threading
 
 import pytest
 import torch
@@ -256,7 +257,7 @@ def test_a_cache_of_fixed_size_grows_in_rows(tokenizer, monkeypatch):
     assert chat.last.stats.cached_tokens == total
     assert (chat.cache.max_rows, chat.cache.max_tokens) == (2, 128)
     check_turn(generator, chat, chat.send("y", penalty_alpha=0.5, top_k=3), {}, penalty_alpha=0.5, top_k=3)
-    monkeypatch.setattr("engine.reuse.chat.with_room", lambda cache, tokens, rows: cache)  # as of a plug-in
+    monkeypatch.setattr("engine.reuse.room.with_room", lambda cache, tokens, rows: cache)  # as of a plug-in
     with pytest.raises(caches.CapacityError, match="are to become 5 rows"):
         chat.send("z", num_beams=5)
 
@@ -270,6 +271,34 @@ def test_a_streamer_gets_the_answer_also_where_the_cache_has_to_grow(tokenizer):
         out = chat.send(message, streamer=streamer)
         assert "".join(streamer) == out.text[0]
     assert chat.cache.max_tokens > 24
+
+
+@pytest.mark.parametrize(
+    ("name", "cache", "asked"),
+    [("gemma2", "static", {}), ("mistral", "sliding_window", {"num_beams": 2}), ("mistral", "static", {"num_beams": 2}),
+     ("mamba", "mamba", {"num_beams": 2})],
+)  # fmt: skip
+def test_caches_with_windows_and_states_grow_too(name, cache, asked, tokenizer):
+    generator = generator_of(name, tokenizer)
+    size = {"cache_config": {"max_cache_len": 24}} if cache == "static" else {}
+    chat = generator.chat(max_new_tokens=TOKENS, cache=cache, **size)
+    for message in ("import os", "def main():", "x"):
+        out = chat.send(message, **asked)
+        check_turn(generator, chat, out, {}, **asked)
+
+
+@pytest.mark.parametrize("name", ["mamba", "mistral"])
+def test_reading_a_prompt_is_cancelled_and_ends_the_streamer(name, tokenizer):
+    chat = generator_of(name, tokenizer).chat(max_new_tokens=TOKENS)
+    chat.send("import os")
+    before, stop = chat.messages, threading.Event()
+    stop.set()
+    streamer = TextIteratorStreamer(tokenizer, timeout=60)
+    with pytest.raises(engine.GenerationCancelled):
+        chat.send("def main():", cancellation=stop, streamer=streamer)
+    assert "".join(streamer) == ""
+    assert chat.messages == before
+    check_turn(generator_of(name, tokenizer), chat, chat.send("x"), {})
 
 
 def test_a_cache_that_grows_keeps_its_options(tokenizer, tmp_path):

@@ -24,6 +24,7 @@ import engine
 from engine.decoding.model_session import ModelSession
 from engine.model import joined_step
 from engine.out_of_memory import Exhausted
+from engine.serving.many import generate_many
 from engine.serving.request import BatchRequest
 
 NEW = 6
@@ -99,6 +100,15 @@ def test_rows_of_one_length_may_keep_different_slots(kind, first):
     for index, one in enumerate(requests):
         own = dict(one)
         assert found[index] == gen.generate(own.pop("prompt"), **own).tokens
+
+
+def test_all_slots_are_taken_at_once():
+    """Also by short texts, which end before slots that are taken one by one would be full."""
+    gen = engine.Generator(tiny_model("llama"))
+    scheduler = gen._scheduler(4, None, reads_first=True)
+    ended = list(generate_many(scheduler, [ids(5, seed) for seed in range(12)], {"max_new_tokens": 4}, False))
+    assert len(ended) == 12
+    assert (scheduler.counts.row_steps, scheduler.counts.steps) == (12 * 3, 3 * 3)
 
 
 def test_steps_are_joined():

@@ -99,6 +99,33 @@ def test_a_batch_over_one_prefix():
     assert prefix.generate(rows, max_new_tokens=NEW).tokens == alone
 
 
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+def test_padding_within_windows_is_refused(name):
+    """It would take places of tokens; continuations of one length have none."""
+    generator = engine.Generator(tiny_model(name))
+    prefix = generator.prefill(ids_of(12))
+    with pytest.raises(engine.InputError, match=r"continuations of 2 to 5 tokens: .* windows"):
+        prefix.generate([[5, 6], [7, 8, 9, 10, 11]], max_new_tokens=NEW)
+    rows = [[5, 6], [7, 8]]
+    out = prefix.generate(rows, max_new_tokens=NEW)
+    assert out.tokens == [prefix.generate(row, max_new_tokens=NEW).tokens[0] for row in rows]
+
+
+@pytest.mark.parametrize("backend", ["static", "offloaded_static", "sliding_window", "sink"])
+@pytest.mark.parametrize("asked", [{}, {"num_beams": 3}, {"max_new_tokens": 200}], ids=str)
+def test_a_cache_of_fixed_size_gets_room_for_continuations(backend, asked):
+    options = {"window_length": 64} if backend == "sliding_window" else {}
+    options |= {"window_length": 64, "num_sink_tokens": 4} if backend == "sink" else {}
+    generator = engine.Generator(tiny_model("llama"))
+    prefix = generator.prefill(ids_of(20), cache=backend, cache_config=options)
+    rows = [[5, 6], [7, 8]] if asked == {} else [[5, 6]]
+    asked = {"max_new_tokens": NEW} | asked
+    out = prefix.generate(rows, **asked)
+    expected = generator.generate(everything(prefix, *rows), cache=backend, cache_config=options, **asked)
+    assert out.tokens == expected.tokens
+    assert prefix.generate([5, 6], max_new_tokens=NEW).tokens
+
+
 def test_branches_of_branches_and_of_a_beginning():
     model = tiny_model("llama")
     generator, ids = engine.Generator(model), ids_of(24)

@@ -86,8 +86,7 @@ def test_attributes_and_methods():
     assert ours[2][0].shape == ours.key_cache[2].shape == (2, 2, 13, 8)
     assert torch.equal(ours[2][1], list(ours)[2][1])
     assert ours.get_seq_length() == ours.seen_tokens == 13
-    assert ours.get_max_length() is None
-    assert ours.get_max_cache_shape() is None
+    assert ours.get_max_length() == ours.get_max_cache_shape() == -1
     assert ours.get_usable_length(5) == 13
     fixed = caches.StaticCache(model.config, max_cache_len=15)
     with torch.no_grad():

@@ -44,6 +44,69 @@ def test_ours_in_transformers_beam_search(name, cache):
     assert torch.equal(model.generate(**inputs, **options, **ours), expected)
 
 
+@pytest.mark.parametrize(
+    "drafts", [{"prompt_lookup_num_tokens": 4}, {"assistant_model": "llama"}], ids=["lookup", "draft"]
+)
+@pytest.mark.parametrize(("name", "cache"), ours(["llama", "mistral", "gemma2", "qwen3"]))
+def test_ours_where_transformers_verifies_drafts(name, cache, drafts):
+    """It takes back the end of a step that was longer than a window."""
+    drafts = {key: tiny_model(value) if isinstance(value, str) else value for key, value in drafts.items()}
+    model, ids = tiny_model(name), prompt(rows=1, tokens=22, pads=0)["input_ids"]
+    ids[:, -8:] = ids[:, 4:12]  # so that there is something to look up
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    expected = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, **options, **drafts, past_key_values=new_cache(cache, model)), expected)
+
+
+@pytest.mark.parametrize(
+    "options", [{"backend": "kivi"}, {"backend": "quanto", "axis_key": -1, "axis_value": -1}, {}], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_codes_in_plain_calls_with_derivatives(options, dtype):
+    """As without `torch.no_grad`, which notebooks leave out; rows are selected in the same way."""
+    model = copy.deepcopy(tiny_model("llama")).to(dtype)
+    ids, found = prompt(pads=0)["input_ids"], {}
+    for grad in (True, False):
+        cache = caches.build("quantized", model.config, residual_length=4, q_group_size=4, fused=False, **options)
+        with torch.set_grad_enabled(grad):
+            model(ids, past_key_values=cache)
+            model(ids[:, :1], past_key_values=cache)
+            cache.reorder_cache(torch.tensor([1, 0]))
+            found[grad] = model(ids[:, :1], past_key_values=cache).logits.detach()
+    assert torch.equal(found[True], found[False])
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "offloaded", "static", "quantized"])
+def test_rows_are_selected_after_calls_with_derivatives(cache):
+    model, ids = tiny_model("llama"), prompt(pads=0)["input_ids"]
+    ours = new_cache(cache, model)
+    model(ids, past_key_values=ours)
+    ours.batch_select_indices([1, 1])
+    with torch.no_grad():
+        logits = model(ids[:1, :1].expand(2, 1), past_key_values=ours).logits
+    assert torch.equal(logits[0], logits[1])
+
+
+def test_tuples_stay_as_they_are():
+    model, ids = tiny_model("llama"), prompt(pads=0)["input_ids"]
+    cache = caches.build("dynamic", model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        kept = cache.to_legacy_cache()
+        before = [part.clone() for layer in kept for part in layer]
+        cache.crop(-6)
+        model(ids[:, :6], past_key_values=cache)
+    assert all(
+        torch.equal(part, one) for part, one in zip([part for layer in kept for part in layer], before, strict=True)
+    )
+
+
+def test_the_length_without_a_limit_is_as_in_transformers():
+    config = tiny_model("llama").config
+    ours, theirs = caches.build("dynamic", config), DynamicCache(config=config)
+    assert ours.get_max_length() == ours.get_max_cache_shape() == theirs.layers[0].get_max_length() == -1
+
+
 @pytest.mark.parametrize(("name", "cache"), ours(NAMES))
 def test_ours_in_plain_calls(name, cache):
     """The loop every tutorial shows: no begin, no settle, just `model(...)`."""

@@ -1,0 +1,47 @@
+"""Room for a call in a cache of fixed size that an earlier call has filled."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from caches import convert
+from caches.transfer.convert import can_migrate
+from engine.errors import EngineError
+from engine.request.call import read_call
+from engine.request.parameters import read_parameters
+from engine.request.read_request import read_request
+
+
+class HasModel(Protocol):
+    """A `Generator`."""
+
+    model: Any
+    tokenizer: Any
+
+
+def with_room_for(cache: Any, generator: HasModel, inputs: Any, parameters: dict[str, Any]) -> Any:
+    """The cache, or a copy with room for the rows of a call, and for twice as many tokens if it needs more."""
+    tokens, rows = cache.max_tokens, cache.max_rows
+    if tokens is None and rows is None:
+        return cache
+    call = read_call(inputs, **{"tokenizer": generator.tokenizer} | parameters)
+    try:
+        request = read_request(
+            generator.model, read_parameters(call), cache, draft=call.assistant_model, chunk_tokens=None
+        )
+    except EngineError:  # the call raises it too
+        return cache
+    has_tokens, has_rows = tokens is None or tokens >= request.columns - 1, (rows or 1) >= request.rows
+    if has_tokens and has_rows:
+        return cache
+    tokens = tokens if has_tokens else max(2 * tokens, request.columns)
+    return with_room(cache, tokens, max(request.rows, rows or 1))
+
+
+def with_room(cache: Any, tokens: int | None, rows: int | None) -> Any:
+    """A copy of the cache, with its options, that has room for so many tokens and rows; None: what it has."""
+    config = cache.stacks[0].layout.config if can_migrate(cache) else None
+    options = {} if config is None else config.to_dict()
+    sizes = {"max_cache_len": tokens, "max_batch_size": rows}
+    options |= {name: size for name, size in sizes.items() if size}
+    return convert(cache, options.pop("name", cache.name), **options)
