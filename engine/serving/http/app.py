@@ -39,7 +39,9 @@ _SAFE = {
 _STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-def make_app(service: Service, most_bytes: int, api_key: str | None, hosts: tuple[str, ...] | None) -> FastAPI:
+def make_app(
+    service: Service, most_bytes: int, api_key: str | None = None, hosts: tuple[str, ...] | None = None
+) -> FastAPI:
     """most_bytes: of a request's body. api_key, hosts: see `gate.Gate`."""
 
     @asynccontextmanager
