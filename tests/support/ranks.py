@@ -332,6 +332,8 @@ def batch_ends(folder: Path, runs: str) -> Any:
     if int(runs):
         model.model.layers[1].register_forward_pre_hook(die)
     elif os.environ["RANK"] == "1":
+        while batch.counts.steps == 0:  # rank 0 is still reading its first prompt
+            time.sleep(0.05)
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
     if os.environ["RANK"] == "1":
