@@ -107,19 +107,20 @@ def load_package(path: str, constants: Callable[[Sequence[str]], dict[str, torch
 
     constants: the package's tensors for their names; they are read where they are, and have to be kept.
     """
+    before = _unpacked_packages()
     loader = torch._C._aoti.AOTIModelPackageLoader(path, "model", False, 1, -1)
-    _remove_unpacked_files()
+    # The code is in memory. The loader removes its folder at its end, but not where the process is killed.
+    for folder in _unpacked_packages() - before:
+        shutil.rmtree(folder, ignore_errors=True)
     loader.load_constants(constants(loader.get_constant_fqns()), False, False, user_managed=True)
     return loader.run
 
 
-def _remove_unpacked_files() -> None:
-    """Remove the folders of packages whose code is in memory: loaders do so at their end, but not where the process is
-    killed."""
-    maps = Path("/proc/self/maps")  # of Linux
-    if maps.exists():
-        for folder in set(re.findall(r"(/[^\n]*/aotinductor_\w+)/[^\n]*\.so$", maps.read_text(), re.MULTILINE)):
-            shutil.rmtree(folder, ignore_errors=True)
+def _unpacked_packages() -> set[str]:
+    """The temporary folders of packages that this process has loaded, on Linux."""
+    maps = Path("/proc/self/maps")
+    text = maps.read_text() if maps.exists() else ""
+    return set(re.findall(r"(/[^\n]*/aotinductor_\w{6})/[^\n]*\.so$", text, re.MULTILINE))
 
 
 def module_call_code() -> CodeType:

@@ -22,6 +22,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import engine
+from engine.serving.http.gate import host_name
+from engine.serving.http.server import allowed_hosts
 
 PROMPT = "def read_lines(path):\n"
 MESSAGES = [{"role": "user", "content": PROMPT}]
@@ -509,6 +511,16 @@ def test_a_key(gen):
         assert httpx.get(server.url + "/v1/models", headers={"Authorization": "bearer  secret"}).status_code == 200
         assert httpx.get(server.url + "/health").status_code == 200
         assert httpx.get(server.url + "/").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [("Proxy.example", "proxy.example"), ("proxy.example:443", "proxy.example"), ("[::1]:8000", "::1"), ("::1", "::1"),
+     ("fe80::1", "fe80::1"), ("127.0.0.1:80", "127.0.0.1")],
+)  # fmt: skip
+def test_a_host_may_be_named_with_its_port(given, name):
+    assert allowed_hosts("0.0.0.0", [given]) == (name,)
+    assert host_name(given) == name
 
 
 def test_the_page_is_complete(server):

@@ -22,8 +22,12 @@ _READ_FACTOR = 8
 
 
 def host_name(host: str) -> str:
-    """Of a Host header, without the port and without the brackets of an IPv6 address."""
-    return (host.partition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]).lower()
+    """A name or an address without its port, an IPv6 address without brackets too."""
+    if host.startswith("["):
+        host = host.partition("]")[0].lstrip("[")
+    elif host.count(":") == 1:
+        host = host.partition(":")[0]
+    return host.lower()
 
 
 class Gate:
