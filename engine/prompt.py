@@ -255,6 +255,10 @@ def _tokenize(inputs: Any, tokenizer: Any, pad_left: bool) -> tuple[torch.Tensor
     return _padded([_token_ids(row, tokenizer) for row in inputs], _pad_id(tokenizer, None), pad_left)
 
 
+def refused_by_template(error: Exception) -> InputError:
+    return InputError(f"the model's chat template refuses these messages: {type(error).__name__}: {error}")
+
+
 def _token_ids(prompt: Any, tokenizer: Any) -> list[int]:
     if isinstance(prompt, str):
         try:
@@ -266,5 +270,8 @@ def _token_ids(prompt: Any, tokenizer: Any) -> list[int]:
     if isinstance(prompt, Sequence) and all(_is_message(message) for message in prompt):
         if not getattr(tokenizer, "chat_template", None):
             raise InputError("chat messages need a tokenizer with a chat_template, and this one has none")
-        return tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]
+        try:
+            return tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]
+        except Exception as error:  # a template raises what it likes
+            raise refused_by_template(error) from error
     raise InputError(f"a row of prompts is a text or a list of chat messages, not {prompt!r:.80}")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from engine.decoding.driver import Driver
+from engine.errors import EngineError
 from engine.output.stream_buffer import StreamBuffer
 from engine.result import Generation, StreamChunk
 
@@ -35,6 +36,7 @@ class Stream:
         return self
 
     def __next__(self) -> StreamChunk:
+        self._check_idle()
         chunk = next(self._chunks)
         self._new_tokens += len(chunk.tokens)
         return chunk
@@ -46,9 +48,17 @@ class Stream:
         self.close()
 
     def close(self) -> None:
-        """End the run, if it has not ended; there are no further chunks."""
+        """End the run, if it has not ended; there are no further chunks. Raises `EngineError` during a step."""
+        self._check_idle()
         self._chunks.close()
         self._driver.loop.close()  # where nothing was read, the generator has not
+
+    def _check_idle(self) -> None:
+        if self._chunks.gi_running:
+            raise EngineError(
+                "the stream is in a step, in another thread or around this call: to end it from there, start it with "
+                "cancellation=threading.Event() and set that"
+            )
 
     def __repr__(self) -> str:
         return f"Stream({self._model}, cache={self._driver.loop.cache_name!r}, {self._new_tokens} new tokens shown)"

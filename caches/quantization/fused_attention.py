@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -60,15 +61,13 @@ class QuantizedSegment:
     def scores(self, queries: torch.Tensor) -> torch.Tensor:
         if queries.shape[2] > FEW:
             return self.unpacked().scores(queries)
-        result: torch.Tensor = KERNELS.or_error().scores(queries, *self._described())
-        return result
+        return _without_derivative(KERNELS.or_error().scores(queries, *self._described()), queries)
 
     def mixed(self, weights: torch.Tensor) -> torch.Tensor:
         if weights.shape[2] > FEW:
             return self.unpacked().mixed(weights)
         width = self.codes.shape[-1] * 8 // self.bits
-        result: torch.Tensor = KERNELS.or_error().mixed(weights, *self._described(), width)
-        return result
+        return _without_derivative(KERNELS.or_error().mixed(weights, *self._described(), width), weights)
 
     def materialize(self) -> torch.Tensor:
         return self.unpacked().materialize()
@@ -96,5 +95,26 @@ def attention(
             assert isinstance(segment, DenseSegment)
             layout += 32, 0, 1
             tensors.append(segment.tensor)
-    result: torch.Tensor = KERNELS.or_error().attention(queries, tensors, layout, mask, width)
-    return result
+    return _without_derivative(KERNELS.or_error().attention(queries, tensors, layout, mask, width), queries)
+
+
+class _WithoutDerivative(torch.autograd.Function):
+    """The kernels have none: without this, `backward` would take it for zero."""
+
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise StepError(
+            "backward() cannot go through attention over codes, which has no derivative: compute derivatives without "
+            "a cache (use_cache=False)"
+        )
+
+
+def _without_derivative(result: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    if not (of.requires_grad and torch.is_grad_enabled()):
+        return result
+    found: torch.Tensor = _WithoutDerivative.apply(result, of)  # type: ignore[no-untyped-call]
+    return found

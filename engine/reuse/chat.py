@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from caches import EngineCache, StepError, branch, convert, inspect, load, recipe
 from caches.spec.fingerprint import active_adapters
-from engine.errors import InputError, OptionError
+from engine.errors import EngineError, InputError, OptionError
 from engine.prompt import without_padding
 from engine.request.call import ONE_TOKEN
 from engine.result import Generation, StreamChunk
@@ -71,6 +72,7 @@ class Chat:
         start = () if system is None else ({"role": "system", "content": system},)
         self._conversation = Conversation(generator.tokenizer, start)
         self._branches: list[Any] = []  # of a cache that cannot take tokens back, as it was earlier
+        self._turn_lock = threading.Lock()
         self.cache: Any = None
         self.last: Generation | None = None
 
@@ -99,7 +101,8 @@ class Chat:
 
     def stream(self, message: str | Message, **parameters: Any) -> Iterator[StreamChunk]:
         """`send`, chunk by chunk. When the iterator is closed, the answer so far is the answer."""
-        return self._turn((*self.messages, _as_message(message)), parameters)
+        asked = _as_message(message)
+        return self._turn(lambda: (*self.messages, asked), parameters)
 
     def retry(self, **parameters: Any) -> Generation:
         """Another answer to the last message."""
@@ -107,17 +110,23 @@ class Chat:
 
     def stream_retry(self, **parameters: Any) -> Iterator[StreamChunk]:
         """`retry`, chunk by chunk."""
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            raise InputError("there is no answer to try again: send a message")
-        return self._turn(self.messages[:-1], parameters)
+        self._before_last_answer()
+        return self._turn(self._before_last_answer, parameters)
 
     def edit(self, message: str | Message, **parameters: Any) -> Generation:
         """The answer to another message in place of the last one."""
-        return self._to_end(self._turn((*self._before_last_question(), _as_message(message)), parameters))
+        asked = _as_message(message)
+        return self._to_end(self._turn(lambda: (*self._before_last_question(), asked), parameters))
 
     def undo(self) -> None:
         """Remove the last message and its answer."""
-        self._conversation = replace(self._conversation, messages=self._before_last_question())
+        with self._between_turns():
+            self._conversation = replace(self._conversation, messages=self._before_last_question())
+
+    def _before_last_answer(self) -> tuple[Message, ...]:
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            raise InputError("there is no answer to try again: send a message")
+        return self.messages[:-1]
 
     def _before_last_question(self) -> tuple[Message, ...]:
         asked = [number for number, one in enumerate(self.messages) if one["role"] == "user"]
@@ -125,7 +134,24 @@ class Chat:
             raise InputError("there is no message to take back: send one")
         return self.messages[: asked[-1]]
 
-    def _turn(self, messages: tuple[Message, ...], parameters: dict[str, Any]) -> Iterator[StreamChunk]:
+    @contextmanager
+    def _between_turns(self) -> Iterator[None]:
+        """Hold off other calls. Raises `EngineError` during one."""
+        if not self._turn_lock.acquire(blocking=False):
+            raise EngineError(
+                "a turn of this chat has not ended, in this thread or in another one, and the next one begins with its "
+                "answer: wait for it, or close its iterator"
+            )
+        try:
+            yield
+        finally:
+            self._turn_lock.release()
+
+    def _turn(self, messages: Callable[[], tuple[Message, ...]], parameters: dict[str, Any]) -> Iterator[StreamChunk]:
+        with self._between_turns():
+            yield from self._answered(messages(), parameters)
+
+    def _answered(self, messages: tuple[Message, ...], parameters: dict[str, Any]) -> Iterator[StreamChunk]:
         parameters = self._parameters | _checked(parameters) | _ONE_ANSWER
         if not self._conversation.has_template:
             parameters = parameters | {"stop_strings": [_PLAIN_STOP, *_as_list(parameters.get("stop_strings"))]}
@@ -185,13 +211,14 @@ class Chat:
 
         A backend of fixed size gets room for at least as much again, if no `max_cache_len` is given.
         """
-        if recipe(cache).has_a_size and self.cache is not None:
-            options = {"max_cache_len": max(_LEAST_ROOM, 2 * self.cache.total_tokens)} | options
-        if self.cache is not None:
-            self.cache = convert(self.cache, cache, **options)
-        else:
-            recipe(cache).options.from_dict(options)
-        self._backend, self._branches = {"cache": cache, "cache_config": options or None}, []
+        with self._between_turns():
+            if recipe(cache).has_a_size and self.cache is not None:
+                options = {"max_cache_len": max(_LEAST_ROOM, 2 * self.cache.total_tokens)} | options
+            if self.cache is not None:
+                self.cache = convert(self.cache, cache, **options)
+            else:
+                recipe(cache).options.from_dict(options)
+            self._backend, self._branches = {"cache": cache, "cache_config": options or None}, []
 
     def _go_back_to(self, ids: torch.Tensor) -> None:
         """Let the cache hold a beginning of `ids`, shorter than they are, as long as possible."""
@@ -251,13 +278,13 @@ class Chat:
 
     def fork(self) -> Chat:
         """A second conversation that begins as this one. Both caches read what there is now in one place."""
-        backend = self._backend
-        other = Chat(self._generator, None, backend["cache"], backend["cache_config"], self._parameters)
-        other._conversation, other.last = self._conversation, self.last
-        if self.cache is not None:
-            other.cache = branch(self.cache)
-        other._branches = list(self._branches)
-        return other
+        with self._between_turns():
+            other = Chat(self._generator, None, **self._backend, parameters=self._parameters)
+            other._conversation, other.last = self._conversation, self.last
+            if self.cache is not None:
+                other.cache = branch(self.cache)
+            other._branches = list(self._branches)
+            return other
 
     # Files.
 
@@ -269,19 +296,21 @@ class Chat:
                 if self.last is None
                 else f"the backend {self.backend!r} keeps no cache that could be saved: use() another one"
             )
-        segments = [[one.text, list(one.ids)] for one in self._conversation.segments]
-        notes = {"messages": list(self.messages), "segments": segments}
-        self.cache.save(path, self._generator.model, notes=notes)
+        with self._between_turns():
+            segments = [[one.text, list(one.ids)] for one in self._conversation.segments]
+            notes = {"messages": list(self.messages), "segments": segments}
+            self.cache.save(path, self._generator.model, notes=notes)
 
     def resume(self, path: str | Path) -> None:
         """Take the place of the conversation that was saved there. Raises `caches.CacheFileError`."""
-        notes = inspect(path).notes
-        if not {"messages", "segments"} <= notes.keys():
-            raise InputError(f"{path} holds a cache, but no conversation: caches.load reads it")
-        self.cache = load(path, self._generator.model)
-        segments = tuple(Segment(text, tuple(ids)) for text, ids in notes["segments"])
-        self._conversation = Conversation(self._generator.tokenizer, tuple(notes["messages"]), segments)
-        self._branches, self.last = [], None
+        with self._between_turns():
+            notes = inspect(path).notes
+            if not {"messages", "segments"} <= notes.keys():
+                raise InputError(f"{path} holds a cache, but no conversation: caches.load reads it")
+            self.cache = load(path, self._generator.model)
+            segments = tuple(Segment(text, tuple(ids)) for text, ids in notes["segments"])
+            self._conversation = Conversation(self._generator.tokenizer, tuple(notes["messages"]), segments)
+            self._branches, self.last = [], None
 
 
 def _checked(parameters: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import InputError
+from engine.prompt import refused_by_template
 
 Message = dict[str, Any]
 _PLAIN = {"system": "{}\n\n", "user": "User: {}\n", "assistant": "Assistant: {}\n"}
@@ -62,9 +63,7 @@ class Conversation:
                     self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=is_asked)
                 )
             except Exception as error:  # a template raises what it likes
-                raise InputError(
-                    f"the model's chat template refuses these messages: {type(error).__name__}: {error}"
-                ) from error
+                raise refused_by_template(error) from error
         for message in messages:
             if message["role"] not in _PLAIN:
                 raise InputError(

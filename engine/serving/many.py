@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from engine.decoding.cancellation import Cancellation
-from engine.errors import OptionError, UserInterrupt
+from engine.errors import InputError, OptionError, UserInterrupt
 from engine.serving.request import BatchRequest
 from engine.serving.scheduler import Scheduler
 
@@ -41,6 +41,9 @@ def generate_many(
     scheduler: Scheduler, prompts: Iterable[Any], parameters: dict[str, Any], progress: bool
 ) -> EndedRequests:
     """See `Generator.generate_many`."""
+    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
+        kind = type(prompts).__name__
+        raise InputError(f"generate_many takes an iterable of prompts, and this is one {kind}: put it into a list")
     return EndedRequests(_ended(scheduler, prompts, parameters, progress))
 
 
@@ -50,11 +53,15 @@ def _ended(
     requests, keys = _requests(prompts, parameters), Cancellation(None, scheduler.ranks)
     total = len(prompts) if isinstance(prompts, Sized) else None
     is_last = False
+    failure: Exception | None = None
     try:
         with _Shown(total, progress) as shown:
             while scheduler.is_busy or not is_last:
                 while scheduler.has_room and not is_last:
-                    request = next(requests, None)
+                    try:
+                        request = next(requests, None)
+                    except Exception as error:  # raised once the prompts before it have ended
+                        request, failure = None, error
                     is_last = request is None
                     if request is not None:
                         scheduler.add(request)
@@ -67,7 +74,10 @@ def _ended(
                 except UserInterrupt:  # of one run, whose partial result it has
                     message = "generation was stopped with Ctrl-C; prompts that had ended were yielded"
                     raise KeyboardInterrupt(message) from None
+        if failure is not None:
+            raise failure
     finally:
+        failure = None  # its traceback refers to this frame
         scheduler.close()
 
 

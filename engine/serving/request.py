@@ -13,6 +13,15 @@ from typing import Any
 from engine.result import Generation, StreamChunk
 
 
+def _as_it_is(inputs: Any) -> Any:
+    """Lists and dicts copied: the caller may add a message to its list while the prompt waits."""
+    if type(inputs) is list:
+        return [_as_it_is(part) for part in inputs]
+    if type(inputs) is dict:
+        return {name: _as_it_is(part) for name, part in inputs.items()}
+    return inputs
+
+
 class BatchRequest:
     """A prompt that was submitted. Safe to use from any thread; in asyncio `await` it, or `async for` its chunks.
 
@@ -20,7 +29,7 @@ class BatchRequest:
     """
 
     def __init__(self, index: int, inputs: Any, parameters: dict[str, Any]):
-        self.index, self.inputs, self.parameters = index, inputs, parameters
+        self.index, self.inputs, self.parameters = index, _as_it_is(inputs), parameters
         self._future: Future[Generation] = Future()
         self._future.set_running_or_notify_cancel()  # a task that is cancelled while it waits does not end it
         self._cancelled = threading.Event()

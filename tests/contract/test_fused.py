@@ -175,6 +175,17 @@ def test_other_types_are_refused_with_the_first_step():
 
 
 @needs_kernels
+def test_derivatives_are_refused_and_plain_calls_are_not():
+    model, cache = tiny_model("llama"), caches.build("quantized", tiny_model("llama").config, residual_length=4)
+    ids = prompt(rows=1, tokens=13, pads=0)["input_ids"]
+    with torch.no_grad():
+        model(ids[:, :12], past_key_values=cache)
+    logits = model(ids[:, 12:], past_key_values=cache).logits
+    with pytest.raises(caches.StepError, match="attention over codes, which has no derivative"):
+        logits.sum().backward()
+
+
+@needs_kernels
 @pytest.mark.parametrize("group", [256, 512])
 def test_the_largest_codes_and_queries_do_not_overflow(group):
     """512 channels of 255 times 32767 are more than an integer of 32 bits holds."""

@@ -112,6 +112,22 @@ def test_a_state_goes_on_from_before_the_answer(tokenizer):
     assert chat.retry().stats.prompt_tokens < 8
 
 
+def test_one_turn_at_a_time(tokenizer):
+    chat = generator_of("llama", tokenizer).chat(max_new_tokens=TOKENS)
+    first, second = chat.stream("import os"), chat.stream("x = 2")
+    next(first)
+    for call in (lambda: chat.send("def main():"), chat.undo, chat.fork, lambda: chat.use("static")):
+        with pytest.raises(engine.EngineError, match="a turn of this chat has not ended"):
+            call()
+    list(first)
+    list(second)
+    assert [one["content"] for one in chat.messages if one["role"] == "user"] == ["import os", "x = 2"]
+    left = chat.stream("y = 3")
+    next(left)
+    left.close()
+    assert chat.send("z = 4").text
+
+
 @pytest.mark.parametrize("name", ["llama", "mamba"])
 def test_a_template_that_writes_history_in_another_way(name, tokenizer):
     generator = generator_of(name, tokenizer, THINKING)

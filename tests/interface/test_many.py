@@ -227,6 +227,32 @@ class TestRequests:
         requests.close()
         assert len(read) <= 12
 
+    def test_an_iterable_that_raises_loses_no_prompt_before(self):
+        gen = engine.Generator(tiny_model("llama"))
+
+        def broken():
+            yield from (ids(4), ids(6))
+            raise OSError("the file has ended")
+
+        found = []
+        with pytest.raises(OSError, match="the file has ended"):
+            found.extend(gen.generate_many(broken(), slots=8, max_new_tokens=5))
+        assert [request.new_tokens for request in found] == [5, 5]
+
+    @pytest.mark.parametrize("one", ["import os", {"prompt": "import os"}, 7])
+    def test_one_prompt_is_refused(self, one):
+        with pytest.raises(engine.InputError, match="put it into a list"):
+            engine.Generator(tiny_model("llama")).generate_many(one)
+
+    def test_messages_are_those_that_were_submitted(self):
+        gen = engine.Generator(engine.SHIPPED_MODEL)
+        messages = [{"role": "user", "content": "import os"}]
+        with gen.batch() as batch:
+            batch.submit("def main():", max_new_tokens=40)
+            request = batch.submit(messages, max_new_tokens=3)
+            messages[0]["content"] = "another one"
+        assert request.result().tokens == gen.generate([{"role": "user", "content": "import os"}], max_new_tokens=3).tokens
+
     def test_a_failing_processor_is_the_error_of_its_request(self):
         gen = engine.Generator(tiny_model("llama"))
         with gen.batch() as batch:

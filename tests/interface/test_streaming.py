@@ -85,6 +85,16 @@ def test_a_stream_left_early_gives_what_there_is(shipped):
     assert torch.equal(rest.sequences, whole.sequences)
 
 
+def test_during_a_step_a_stream_cannot_be_ended(shipped):
+    def end(ids, scores):
+        stream.close()
+
+    stream = shipped.stream("import os\n", max_new_tokens=4, logits_processor=[end])
+    with pytest.raises(engine.GenerationInterrupted, match="the stream is in a step, in another thread") as stopped:
+        list(stream)
+    assert stopped.value.partial.tokens == [[]]
+
+
 def test_transformers_streamers(shipped, capsys):
     out = shipped.generate(PROMPTS[1], **OPTIONS, streamer=TextStreamer(shipped.tokenizer, skip_prompt=True))
     assert capsys.readouterr().out == out.text[0] + "\n"

@@ -376,6 +376,9 @@ def test_a_tokenizer_lacks_what_calls_need(tokenizer):
 
 def test_a_chat_without_a_template(tokenizer):
     plain = copy.deepcopy(tokenizer)
+    plain.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(engine.InputError, match="template refuses these messages: TemplateError: roles must alternate"):
+        engine.generate(tiny_model("llama"), [{"role": "user", "content": "x"}], tokenizer=plain)
     plain.chat_template = None
     with pytest.raises(engine.InputError, match="chat_template"):
         engine.generate(tiny_model("llama"), [{"role": "user", "content": "x"}], tokenizer=plain)

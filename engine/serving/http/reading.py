@@ -10,6 +10,7 @@ import torch
 from jinja2 import Environment, meta
 
 from engine.errors import InputError, OptionError
+from engine.prompt import refused_by_template
 from engine.serving.http.protocol import ChatRequest, CompletionRequest
 
 _COMPLETION_TOKENS = 16  # by default, as OpenAI's completions have it
@@ -63,7 +64,7 @@ def chat_ids(body: ChatRequest, tokenizer: Any) -> list[int]:
     except InputError:
         raise
     except Exception as error:  # a template raises what it likes
-        raise InputError(f"the model's chat template refuses these messages: {type(error).__name__}: {error}") from None
+        raise refused_by_template(error) from None
 
 
 def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
