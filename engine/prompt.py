@@ -271,7 +271,8 @@ def _token_ids(prompt: Any, tokenizer: Any) -> list[int]:
         if not getattr(tokenizer, "chat_template", None):
             raise InputError("chat messages need a tokenizer with a chat_template, and this one has none")
         try:
-            return tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]
+            written = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
         except Exception as error:  # a template raises what it likes
             raise refused_by_template(error) from error
+        return written["input_ids"]
     raise InputError(f"a row of prompts is a text or a list of chat messages, not {prompt!r:.80}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Generator as ChunkGenerator
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ class Stream:
         self._driver.loop.close()  # where nothing was read, the generator has not
 
     def _check_idle(self) -> None:
-        if self._chunks.gi_running:
+        if inspect.getgeneratorstate(self._chunks) == inspect.GEN_RUNNING:
             raise EngineError(
                 "the stream is in a step, in another thread or around this call: to end it from there, start it with "
                 "cancellation=threading.Event() and set that"

@@ -116,5 +116,5 @@ class _WithoutDerivative(torch.autograd.Function):
 def _without_derivative(result: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
     if not (of.requires_grad and torch.is_grad_enabled()):
         return result
-    found: torch.Tensor = _WithoutDerivative.apply(result, of)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _WithoutDerivative.apply(result, of)
     return found

@@ -12,6 +12,7 @@ from caches.transfer.convert import can_migrate
 from caches.transfer.export_buffers import Buffers, places
 from engine.errors import OptionError
 from engine.model.columns import Columns
+from engine.model.forward_arguments import ForwardArguments
 from engine.model.loading import unwrapped
 from engine.model.model_lock import turn_of
 from engine.model.model_runner import ModelRunner
@@ -61,15 +62,17 @@ def step_inputs(
     end = cache.total_tokens + 1
     if mask is None:
         mask = torch.ones(len(input_ids), end, dtype=torch.long, device=input_ids.device)
-    return ModelRunner(unwrapped(model)).graph_inputs(input_ids, Columns(mask, end), cache, end) | places(cache)
+    return ForwardArguments(unwrapped(model)).fixed(input_ids, Columns(mask, end), cache, end) | places(cache)
 
 
 class _Step(torch.nn.Module):
     def __init__(self, model: PreTrainedModel, cache: Cache):
         super().__init__()
         self.model, self.cache = model, Buffers(cache)
-        self._runner = ModelRunner(model)
+        self._arguments = ForwardArguments(model)
 
     def forward(self, write_index: torch.Tensor, seen: torch.Tensor, **inputs: Any) -> torch.Tensor:
         with self.cache.in_use(write_index, seen) as cache:
-            return self._runner.step_logits(inputs, cache)
+            inputs |= self._arguments.of_cache.inputs(cache.handle) | {"logits_to_keep": 1}
+            logits: torch.Tensor = self.model(**self._arguments.taken(inputs), return_dict=True).logits[:, -1]
+            return logits

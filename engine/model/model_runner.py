@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from weakref import finalize
 
 import torch
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.utils import ModelOutput
 
-from caches import Cache, EngineCache, UnknownContentError, UnsupportedLayerError, build, mask_kinds, read_specs
+from caches import Cache, EngineCache, UnknownContentError, UnsupportedLayerError, build, read_specs
 from caches.out_of_memory import is_out_of_memory
 from caches.protocol import attention_view
 from caches.spec.accelerate_hooks import is_dispatched, prompt_device
@@ -21,28 +21,19 @@ from caches.torch_api import compiled_graphs, discard_compiled, graph_errors
 from caches.transformers_api import can_compile_fullgraph
 from engine.errors import InputError, OptionError
 from engine.model import packed_attention
-from engine.model.cache_argument import cache_argument
+from engine.model.columns import Columns
 from engine.model.compiled_step import compiled, first_reason, makes_graphs, step_of
 from engine.model.first_layer_probe import Probe, Reached
-from engine.model.forward_parameters import forward_parameters
+from engine.model.forward_arguments import ForwardArguments, Step
 from engine.model.joined_step import Feed, Part, joined_step, why_never_joined
 from engine.model.layer_packages import ComputeAgain, LayerPackages
 from engine.model.linear_backend import active, table_for
 from engine.model.linear_routes import TORCH
-from engine.model.masks import (
-    Columns,
-    contiguous,
-    graph_mask,
-    masks_of_step,
-    of_all_rows,
-    one_token_mask,
-    takes_step_masks,
-)
+from engine.model.masks import takes_step_masks
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_lock import turn_of
 from engine.model.ranks import ranks_of
 from engine.model.rope_frequencies import Frequencies, dynamic_ropes
-from engine.prompt import ENCODED
 
 
 class ForwardOptions(NamedTuple):  # made for every forward: a frozen dataclass takes 1 µs more
@@ -71,18 +62,6 @@ _CALLS_UNTIL_NEXT_TRIAL = 100  # a number, not a time: all ranks try at once
 _NO_INPUTS, _NO_OPTIONS = ModelInputs(), ForwardOptions()
 
 
-class _Step(NamedTuple):
-    """One forward: the columns from `begin` to `end`; `ids` [rows, n] are those after column `before`."""
-
-    ids: torch.Tensor
-    columns: Columns
-    cache: EngineCache | Probe
-    before: int
-    begin: int
-    end: int
-    prefill: bool
-
-
 class ModelRunner:
     """Runs one model's forwards; threads take turns (`turn_of`). ranks: the processes that compute it together.
 
@@ -92,17 +71,13 @@ class ModelRunner:
 
     def __init__(self, model: PreTrainedModel, compile: str = "off", linears: str = "default"):
         self.model = model
-        self._is_encoder_decoder = model.config.is_encoder_decoder  # attributes of configurations take microseconds
         self.ranks, self._turn = ranks_of(model), turn_of(model)
         # What is fastest is measured, and may differ between ranks, which have to compute the same.
         self._table = None if self.ranks.size > 1 else table_for(model, linears)
         packed_attention.install()
         self.dynamic_ropes = dynamic_ropes(model)
-        self._takes = forward_parameters(model)
-        own = type(model).prepare_inputs_for_generation
-        self._prepares_itself = own is not GenerationMixin.prepare_inputs_for_generation
-        self._cache_argument = cache_argument(model)
-        self.takes_cache = self._cache_argument.can_be_ours
+        self.arguments = ForwardArguments(model)
+        self.takes_cache = self.arguments.of_cache.can_be_ours
         self._backend, self._compiled = compile, None
         self._alone_calls = 0  # of `why_alone`, before a joined step is tried again for which memory was out
         self._packages = LayerPackages(model, self._table) if compile == "auto" else None
@@ -163,14 +138,6 @@ class ModelRunner:
             )
 
     @cached_property
-    def _mask_kinds(self) -> str | dict[str, str]:
-        return mask_kinds(self.model.config)
-
-    @cached_property
-    def _keeps_columns(self) -> bool:
-        return not self.takes_cache or any(spec.keeps_kv for spec in read_specs(self.model.config))
-
-    @cached_property
     def _has_states(self) -> bool:
         return self.takes_cache and any(spec.keeps_state for spec in read_specs(self.model.config))
 
@@ -197,8 +164,8 @@ class ModelRunner:
             cache = build("dynamic", self.model.config)
             for begin, end in ((0, 2), (2, 4)):
                 cache.begin(2)
-                step = _Step(ids, columns, cache, 0, begin, end, begin == 0)
-                logits.append(self._call(self._inputs(step, _NO_INPUTS), step).logits)
+                step = Step(ids, columns, cache, 0, begin, end, begin == 0)
+                logits.append(self._call(self.arguments.of(step, _NO_INPUTS, 1), step).logits)
                 cache.commit()
                 assert isinstance(cache, Cache)
                 states = [state for layer in cache.layers for state in layer.recurrent_states.values()]
@@ -238,7 +205,7 @@ class ModelRunner:
         A cache that imposes a window needs a mask of its own for each row, and some models make the masks themselves.
         """
         view = attention_view(cache)
-        if not view.imposes_windows or (not self._prepares_itself and takes_step_masks(self.model, view)):
+        if not view.imposes_windows or (not self.arguments.prepares_itself and takes_step_masks(self.model, view)):
             return None
         return f"the window of its {cache.name} cache needs masks that the model does not take for each row"
 
@@ -279,14 +246,15 @@ class ModelRunner:
                 if options.prefill or begin == 0:
                     view.set_padding(columns.left_padding)
                 end = self._end_of_step(cache, columns, begin, total, chunk_tokens)
-                step = _Step(ids, columns, cache, before, begin, end, options.prefill)
-                arguments = self._arguments(step, inputs, max(1, end - max(begin, total - options.logits_for_last)))
-                if cache.handle is not None and arguments.get(self._cache_argument.name) is None:
+                step = Step(ids, columns, cache, before, begin, end, options.prefill)
+                logits = max(1, end - max(begin, total - options.logits_for_last))
+                arguments = self.arguments.of(step, inputs, logits)
+                if cache.handle is not None and arguments.get(self.arguments.of_cache.name) is None:
                     if max(begin, before) > 0:
                         _start_again(cache, before, total)
                         chunk_tokens = None
                         continue
-                    arguments[self._cache_argument.name] = cache.handle
+                    arguments[self.arguments.of_cache.name] = cache.handle
                 arguments |= inputs.flags
                 if options.hidden_states:
                     arguments["output_hidden_states"] = True
@@ -318,20 +286,6 @@ class ModelRunner:
             return max(end, columns.first_full + 1)
         return begin + 1 if end - begin > 1 and not self._reads_on else end
 
-    def _arguments(self, step: _Step, inputs: ModelInputs, logits: int) -> dict[str, Any]:
-        """The arguments of the model's forward in this step. logits: after how many of the last tokens."""
-        arguments = self._inputs(step, inputs)
-        if "logits_to_keep" in arguments:  # some models that prepare their inputs set a number of their own
-            arguments["logits_to_keep"] = logits
-        first = step.begin - step.before
-        if inputs.embeds is not None and first < inputs.embeds.shape[1]:
-            arguments["inputs_embeds"] = self._embedded(inputs.embeds, step.ids, max(first, 0), step.end - step.before)
-            arguments.pop("input_ids", None)
-        if step.end - step.begin > 1 and (view := attention_view(step.cache)).imposes_windows:
-            mask = masks_of_step(self.model, view, self._mask_kinds, step.columns, step.begin, step.end)
-            arguments["attention_mask"] = mask
-        return arguments
-
     def first_keys(
         self, ids: torch.Tensor, columns: Columns, begin: int, end: int, inputs: ModelInputs, cross: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -343,9 +297,9 @@ class ModelRunner:
         probe = Probe(begin, self.model.config.is_encoder_decoder, cross)
         with self._turn, torch.no_grad():
             Frequencies(self.model, self.dynamic_ropes).resume()  # of a text that starts here
-            step = _Step(ids, columns, probe, 0, begin, end, begin == 0)
-            arguments = self._arguments(step, inputs.extended(self.model, end), 1)
-            arguments[self._cache_argument.name] = probe.handle
+            step = Step(ids, columns, probe, 0, begin, end, begin == 0)
+            arguments = self.arguments.of(step, inputs.extended(self.model, end), 1)
+            arguments[self.arguments.of_cache.name] = probe.handle
             with suppress(Reached):
                 self.model(**arguments, return_dict=True)
         if probe.found is None or not (cross or probe.found[0].shape[-2] == end - begin):
@@ -355,14 +309,14 @@ class ModelRunner:
         return probe.found
 
     def _check_kept(self, outputs: ModelOutput, cache: EngineCache) -> None:
-        kept = outputs.get(self._cache_argument.name)
+        kept = outputs.get(self.arguments.of_cache.name)
         if kept is not None and cache.handle is not None and kept is not cache.handle:
             raise UnsupportedLayerError(
                 f"{type(self.model).__name__} did not use the {cache.name} cache but made a {type(kept).__name__} of "
                 "its own: use cache='none'"
             )
 
-    def _compiled_step(self, inputs: dict[str, Any], step: _Step) -> Callable[..., ModelOutput] | None:
+    def _compiled_step(self, inputs: dict[str, Any], step: Step) -> Callable[..., ModelOutput] | None:
         """What computes this step on fixed shapes, if it is a decode step that can be compiled."""
         if self._compiled is None and self._packages is None:
             return None
@@ -376,19 +330,16 @@ class ModelRunner:
     def _call(
         self,
         inputs: dict[str, Any],
-        step: _Step,
+        step: Step,
         compute: Callable[..., ModelOutput] | None = None,
         routed: bool = True,
     ) -> ModelOutput:
         """compute: what computes the step on fixed shapes; None for the model itself."""
         if compute is not None:
-            part = "decoder_" if self._is_encoder_decoder else ""
             assert not isinstance(step.cache, Probe)
             if self._packages is not None:
                 self._packages.open(step.cache)
-            fixed = self.graph_inputs(inputs[f"{part}input_ids"], step.columns, step.cache, step.end)
-            inputs |= {f"{part}{name}": fixed[name] for name in ("input_ids", "attention_mask")}
-            inputs |= {name: fixed[name] for name in ("position_ids",) if name in inputs}
+            inputs = self.arguments.of_compiled(inputs, step)
         outer = active.table, packed_attention.active.packs  # of a step that this one is inside of
         try:
             active.table, packed_attention.active.packs = self._table if routed else None, True
@@ -405,74 +356,6 @@ class ModelRunner:
                 f"compile={self._backend!r} makes one graph of a step, and a step of {type(self.model).__name__} "
                 f"cannot be one: {first_reason(error)}. Leave compile off"
             ) from error
-
-    def graph_inputs(self, ids: torch.Tensor, columns: Columns, cache: EngineCache, end: int) -> dict[str, Any]:
-        """The inputs of a compiled step of one token per row, `ids` [rows, 1]: every shape is fixed."""
-        positions = contiguous(columns.positions(end - 1, end))
-        view = attention_view(cache)
-        if not self._keeps_columns:
-            mask = None  # a new token is never padding
-        elif view.imposes_windows or takes_step_masks(self.model, view):
-            mask = masks_of_step(self.model, view, self._mask_kinds, columns, end - 1, end)
-        else:
-            mask = graph_mask(self.model, cache.handle, self._mask_kinds, columns.mask(end), positions)
-        return {"input_ids": contiguous(ids), "position_ids": positions, "attention_mask": of_all_rows(mask, len(ids))}
-
-    def step_logits(self, inputs: dict[str, Any], cache: EngineCache) -> torch.Tensor:
-        """Logits [rows, vocabulary] of the open step, from `graph_inputs`: what is exported."""
-        inputs = inputs | self._cache_argument.inputs(cache.handle) | {"logits_to_keep": 1}
-        return self.model(**self._taken(inputs), return_dict=True).logits[:, -1]
-
-    def _inputs(self, step: _Step, inputs: ModelInputs) -> dict[str, Any]:
-        """What the model's forward gets for the columns of this step, before embeddings take the place of ids."""
-        columns, cache, begin, end = step.columns, step.cache, step.begin, step.end
-        is_encoder_decoder = self._is_encoder_decoder
-        made: dict[str, Any] = {
-            "decoder_attention_mask" if is_encoder_decoder else "attention_mask": self._mask(columns, begin, end),
-            **self._cache_argument.inputs(cache.handle),
-            "logits_to_keep": 1,
-        }
-        if self._prepares_itself or inputs.model_kwargs or is_encoder_decoder:
-            # As long as the text, also where only the cache has its first tokens: some models read the length.
-            ids = torch.nn.functional.pad(step.ids[:, : end - step.before], (step.before, 0))
-            if not is_encoder_decoder:  # decoders compute their own
-                made["position_ids"] = contiguous(columns.positions(0, end))
-            model_kwargs = inputs.until(end)
-            if ENCODED in model_kwargs:  # models write into the containers, and without a cache every step needs them
-                model_kwargs[ENCODED] = {kind: type(output)(**output) for kind, output in model_kwargs[ENCODED].items()}
-            return self.model.prepare_inputs_for_generation(
-                ids,
-                next_sequence_length=end - begin,
-                is_first_iteration=step.prefill,
-                # It decides whether media are needed again, also where the model does not ask for it.
-                **(self._taken(made) | {"use_cache": made["use_cache"]} | model_kwargs),
-            )
-        if end - begin == 1:
-            mask = one_token_mask(self.model, cache.handle, self._mask_kinds, columns, end)
-            made["attention_mask"] = made["attention_mask"] if mask is None else mask
-        made["input_ids"] = step.ids[:, max(begin - step.before, 0) : end - step.before]
-        made["position_ids"] = columns.positions(begin, end)
-        if "cache_position" in self._takes:  # code from outside transformers; its own models have dropped it
-            made["cache_position"] = torch.arange(begin, end, device=step.ids.device)
-        return self._taken(made)
-
-    def _mask(self, columns: Columns, begin: int, end: int) -> torch.Tensor | None:
-        """The 2D mask of a step. Models that keep only recurrent states get the columns of the new tokens alone."""
-        mask = columns.mask(end)
-        if mask is None or self._keeps_columns:
-            return mask
-        return mask[:, begin:] if end - begin > 1 else None
-
-    def _embedded(self, embeds: torch.Tensor, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        """Embeddings [rows, end - begin, hidden_size]: those given, then those of the ids that come after them."""
-        given = embeds.shape[1]
-        parts = [embeds[:, begin:end]]
-        if end > given:
-            parts.append(self.model.get_input_embeddings()(ids[:, given:end]).to(embeds.dtype))
-        return torch.cat(parts, dim=1)
-
-    def _taken(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in inputs.items() if name in self._takes}
 
 
 def _start_again(cache: EngineCache, before: int, total: int) -> None:

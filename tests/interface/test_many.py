@@ -251,7 +251,9 @@ class TestRequests:
             batch.submit("def main():", max_new_tokens=40)
             request = batch.submit(messages, max_new_tokens=3)
             messages[0]["content"] = "another one"
-        assert request.result().tokens == gen.generate([{"role": "user", "content": "import os"}], max_new_tokens=3).tokens
+        assert (
+            request.result().tokens == gen.generate([{"role": "user", "content": "import os"}], max_new_tokens=3).tokens
+        )
 
     def test_a_failing_processor_is_the_error_of_its_request(self):
         gen = engine.Generator(tiny_model("llama"))

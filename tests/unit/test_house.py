@@ -85,6 +85,7 @@ def imports_codec(node):
             calls_the_model,
             {
                 "engine/model/compiled_step.py",
+                "engine/model/export.py",
                 "engine/model/layer_packages.py",
                 "engine/model/model_runner.py",
                 "engine/planning/model_footprint.py",

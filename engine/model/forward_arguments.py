@@ -1,0 +1,144 @@
+"""`ForwardArguments`: what a model's forward gets for the columns of a step."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from transformers import GenerationMixin, PreTrainedModel
+
+from caches import EngineCache, mask_kinds, read_specs
+from caches.protocol import attention_view
+from engine.model.cache_argument import cache_argument
+from engine.model.columns import Columns
+from engine.model.first_layer_probe import Probe
+from engine.model.forward_parameters import forward_parameters
+from engine.model.masks import contiguous, graph_mask, masks_of_step, of_all_rows, one_token_mask, takes_step_masks
+from engine.model.model_inputs import ModelInputs
+from engine.prompt import ENCODED
+
+
+class Step(NamedTuple):
+    """One forward: the columns from `begin` to `end`; `ids` [rows, n] are those after column `before`.
+
+    prefill: of the first feed of a run.
+    """
+
+    ids: torch.Tensor
+    columns: Columns
+    cache: EngineCache | Probe
+    before: int
+    begin: int
+    end: int
+    prefill: bool
+
+
+class ForwardArguments:
+    """Of one model. of_cache: the one that takes the cache.
+
+    prepares_itself: whether the model's class makes the arguments of a forward in a way of its own.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self._model = model
+        self._is_encoder_decoder = model.config.is_encoder_decoder  # attributes of configurations take microseconds
+        self._takes = forward_parameters(model)
+        own = type(model).prepare_inputs_for_generation
+        self.prepares_itself = own is not GenerationMixin.prepare_inputs_for_generation
+        self.of_cache = cache_argument(model)
+
+    @cached_property
+    def mask_kinds(self) -> str | dict[str, str]:
+        """See `caches.mask_kinds`."""
+        return mask_kinds(self._model.config)
+
+    @cached_property
+    def _keeps_columns(self) -> bool:
+        return not self.of_cache.can_be_ours or any(spec.keeps_kv for spec in read_specs(self._model.config))
+
+    def of(self, step: Step, inputs: ModelInputs, logits: int) -> dict[str, Any]:
+        """Those of a step. logits: after how many of the last tokens."""
+        arguments = self._before_embeddings(step, inputs)
+        if "logits_to_keep" in arguments:  # some models that prepare their inputs set a number of their own
+            arguments["logits_to_keep"] = logits
+        first = step.begin - step.before
+        if inputs.embeds is not None and first < inputs.embeds.shape[1]:
+            arguments["inputs_embeds"] = self._embedded(inputs.embeds, step.ids, max(first, 0), step.end - step.before)
+            arguments.pop("input_ids", None)
+        if step.end - step.begin > 1 and (view := attention_view(step.cache)).imposes_windows:
+            mask = masks_of_step(self._model, view, self.mask_kinds, step.columns, step.begin, step.end)
+            arguments["attention_mask"] = mask
+        return arguments
+
+    def of_compiled(self, arguments: dict[str, Any], step: Step) -> dict[str, Any]:
+        """`arguments` of a step of one token per row, with those of fixed shape."""
+        part = "decoder_" if self._is_encoder_decoder else ""
+        assert not isinstance(step.cache, Probe)
+        fixed = self.fixed(arguments[f"{part}input_ids"], step.columns, step.cache, step.end)
+        arguments |= {f"{part}{name}": fixed[name] for name in ("input_ids", "attention_mask")}
+        return arguments | {name: fixed[name] for name in ("position_ids",) if name in arguments}
+
+    def fixed(self, ids: torch.Tensor, columns: Columns, cache: EngineCache, end: int) -> dict[str, Any]:
+        """Ids, positions and mask of a compiled step of one token per row, `ids` [rows, 1]: every shape is fixed."""
+        positions = contiguous(columns.positions(end - 1, end))
+        view = attention_view(cache)
+        if not self._keeps_columns:
+            mask = None  # a new token is never padding
+        elif view.imposes_windows or takes_step_masks(self._model, view):
+            mask = masks_of_step(self._model, view, self.mask_kinds, columns, end - 1, end)
+        else:
+            mask = graph_mask(self._model, cache.handle, self.mask_kinds, columns.mask(end), positions)
+        return {"input_ids": contiguous(ids), "position_ids": positions, "attention_mask": of_all_rows(mask, len(ids))}
+
+    def taken(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Those of the inputs that the model's forward takes."""
+        return {name: value for name, value in inputs.items() if name in self._takes}
+
+    def _before_embeddings(self, step: Step, inputs: ModelInputs) -> dict[str, Any]:
+        """Those of a step, before embeddings take the place of ids."""
+        columns, cache, begin, end = step.columns, step.cache, step.begin, step.end
+        is_encoder_decoder = self._is_encoder_decoder
+        made: dict[str, Any] = {
+            "decoder_attention_mask" if is_encoder_decoder else "attention_mask": self._mask(columns, begin, end),
+            **self.of_cache.inputs(cache.handle),
+            "logits_to_keep": 1,
+        }
+        if self.prepares_itself or inputs.model_kwargs or is_encoder_decoder:
+            # As long as the text, also where only the cache has its first tokens: some models read the length.
+            ids = torch.nn.functional.pad(step.ids[:, : end - step.before], (step.before, 0))
+            if not is_encoder_decoder:  # decoders compute their own
+                made["position_ids"] = contiguous(columns.positions(0, end))
+            model_kwargs = inputs.until(end)
+            if ENCODED in model_kwargs:  # models write into the containers, and without a cache every step needs them
+                model_kwargs[ENCODED] = {kind: type(output)(**output) for kind, output in model_kwargs[ENCODED].items()}
+            return self._model.prepare_inputs_for_generation(
+                ids,
+                next_sequence_length=end - begin,
+                is_first_iteration=step.prefill,
+                # It decides whether media are needed again, also where the model does not ask for it.
+                **(self.taken(made) | {"use_cache": made["use_cache"]} | model_kwargs),
+            )
+        if end - begin == 1:
+            mask = one_token_mask(self._model, cache.handle, self.mask_kinds, columns, end)
+            made["attention_mask"] = made["attention_mask"] if mask is None else mask
+        made["input_ids"] = step.ids[:, max(begin - step.before, 0) : end - step.before]
+        made["position_ids"] = columns.positions(begin, end)
+        if "cache_position" in self._takes:  # code from outside transformers; its own models have dropped it
+            made["cache_position"] = torch.arange(begin, end, device=step.ids.device)
+        return self.taken(made)
+
+    def _mask(self, columns: Columns, begin: int, end: int) -> torch.Tensor | None:
+        """The 2D mask of a step. Models that keep only recurrent states get the columns of the new tokens alone."""
+        mask = columns.mask(end)
+        if mask is None or self._keeps_columns:
+            return mask
+        return mask[:, begin:] if end - begin > 1 else None
+
+    def _embedded(self, embeds: torch.Tensor, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """Embeddings [rows, end - begin, hidden_size]: those given, then those of the ids that come after them."""
+        given = embeds.shape[1]
+        parts = [embeds[:, begin:end]]
+        if end > given:
+            parts.append(self._model.get_input_embeddings()(ids[:, given:end]).to(embeds.dtype))
+        return torch.cat(parts, dim=1)
