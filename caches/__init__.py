@@ -47,7 +47,8 @@ from caches.hf.no_cache import NoCache
 from caches.protocol import EngineCache, TokenLog
 from caches.registry import Recipe, build, names, recipe, register
 from caches.spec.layer_spec import LayerSpec, mask_kinds, read_specs
-from caches.stores.dense import FixedStore, GrowingStore, Store
+from caches.stores.dense import FixedStore, GrowingStore
+from caches.stores.store import Store
 from caches.timeline.timeline import Timeline
 from caches.transfer.comparison import first_layer
 from caches.transfer.convert import convert, load

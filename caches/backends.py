@@ -17,12 +17,13 @@ from caches.memory.expected_device import ExpectedDevice
 from caches.quantization.codec import Codec, new_codec
 from caches.registry import recipe, register
 from caches.spec.layer_spec import CROSS, INDEX, KV, MODEL_SPECIFIC, STATE, LayerSpec
-from caches.stores.dense import FixedStore, GrowingStore, Store
+from caches.stores.dense import FixedStore, GrowingStore
 from caches.stores.offloaded import FixedOffloadedStore, OffloadedStore
 from caches.stores.quantized import QuantizedStore
 from caches.stores.quantized_sink import QuantizedSinkStore
 from caches.stores.sink import SinkStore
 from caches.stores.slot import Slot, StoreFactory
+from caches.stores.store import Store
 from caches.timeline.block_timeline import BlockTimeline
 from caches.timeline.retention import KeepRecent, KeepSinks, Retention
 from caches.timeline.timeline import Timeline

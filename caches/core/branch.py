@@ -11,7 +11,8 @@ from caches.core.layer_stack import LayerStack
 from caches.core.prefix_sharing import PrefixSharing
 from caches.core.row_copies import Copyable
 from caches.errors import StepError
-from caches.stores.dense import GrowingStore, Store
+from caches.stores.dense import GrowingStore
+from caches.stores.store import Store
 from caches.timeline.shared_timeline import ForkedTimeline
 from caches.timeline.timeline import Timeline
 

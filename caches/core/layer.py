@@ -13,10 +13,10 @@ from caches.errors import UnsupportedLayerError
 from caches.memory.buffers import Buffer
 from caches.memory.scratch import Scratch
 from caches.spec.layer_spec import INDEX, KV, STATE, LayerSpec
-from caches.stores.dense import Store
 from caches.stores.recurrent_state import CONV, RECURRENT, RecurrentState
 from caches.stores.shared_prefix import ForkedStore
 from caches.stores.slot import Slot, StoreFactory
+from caches.stores.store import Store
 from caches.timeline.timeline import Timeline
 
 TensorHolder: TypeAlias = Store | RecurrentState | WrappedLayer  # what is moved as one to another cache

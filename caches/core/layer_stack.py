@@ -19,8 +19,8 @@ from caches.errors import StepError, UnsupportedLayerError
 from caches.memory.scratch import Scratch
 from caches.protocol import TokenLog
 from caches.spec.layer_spec import INDEX, KV, MODEL_SPECIFIC, PLAIN, STATE, AttentionSpan, LayerSpec
-from caches.stores.dense import Store
 from caches.stores.slot import Slot
+from caches.stores.store import Store
 from caches.timeline.shared_timeline import ForkedTimeline
 from caches.timeline.timeline import Timeline
 

@@ -11,7 +11,7 @@ from caches.core.layer_stack import LayerStack
 from caches.core.prefix_sharing import PrefixSharing
 from caches.errors import StepError
 from caches.protocol import TokenLog
-from caches.stores.dense import chosen_rows, joined_rows
+from caches.stores.store import chosen_rows, joined_rows
 
 
 class Copyable(Protocol):

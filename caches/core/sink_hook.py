@@ -14,9 +14,9 @@ from caches.core.wrapped_layer import WrappedLayer
 from caches.errors import StepError
 from caches.spec.layer_spec import LayerSpec
 from caches.spec.rope import UNROTATED, RopeRotation
-from caches.stores.dense import Store
 from caches.stores.sink import LeftPadding, Sinks, SinkStore
 from caches.stores.slot import Slot
+from caches.stores.store import Store
 from caches.timeline.retention import KeepSinks
 
 _PADDING = "left_padding"

@@ -15,7 +15,7 @@ import torch
 from caches.errors import StepError
 from caches.memory.buffers import Buffer
 from caches.spec.layer_spec import LayerSpec
-from caches.stores.dense import chosen_rows
+from caches.stores.store import chosen_rows
 from caches.timeline.timeline import Timeline
 
 

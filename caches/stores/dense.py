@@ -1,126 +1,21 @@
-"""The interface of stores, and stores that keep one component of one layer as a tensor [rows, heads, slots, head_dim].
+"""Stores that keep one component of one layer as a tensor [rows, heads, slots, head_dim].
 
-A `Timeline` decides which slots are used; a store only moves the data. `GrowingStore` reallocates when it has to grow,
-`FixedStore` keeps its address. Both write in place and return views: no step copies earlier tokens.
+`GrowingStore` reallocates when it has to grow, `FixedStore` keeps its address. Both write in place and return views: no
+step copies earlier tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 
-from caches.errors import StepError, refuse_old_methods
+from caches.errors import refuse_old_methods
 from caches.memory.buffers import Buffer
+from caches.stores.store import RENAMED, check_alike
 from caches.timeline.timeline import Timeline
 from caches.torch_api import always_writable
-
-_RENAMED = {
-    "settle": "commit", "rows": "select_rows", "load": "load_dense", "written": "state_dict",
-    "load_written": "load_state_dict", "away": "offloaded_buffers", "encodes": "is_quantized",
-    "writing": "storage_format",
-}  # fmt: skip
-
-
-class Store(Protocol):
-    """One component of one layer: its keys, its values or its index."""
-
-    def __init_subclass__(cls) -> None:
-        refuse_old_methods(cls, _RENAMED)
-
-    @property
-    def timeline(self) -> Timeline:
-        """Which slots are in use."""
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether it keeps fewer bits than it is given."""
-
-    @property
-    def storage_format(self) -> object:
-        """The format of `state_dict`: stores with equal formats can load each other's. None: full precision."""
-
-    def append(self, new: torch.Tensor) -> torch.Tensor:
-        """In the forward: add `new` [rows, heads, pending, head_dim]; returns what attention reads."""
-
-    def add(self, new: torch.Tensor) -> None:
-        """`append` without the result."""
-
-    def read(self) -> torch.Tensor | None:
-        """In a forward that adds nothing: what attention reads; None if there are no tokens.
-
-        An offloaded store's result is valid until the next store of the same name reads.
-        """
-
-    def reserve(self, room: int) -> None:
-        """Before a step: grow to `room` slots."""
-
-    def compact(self) -> None:
-        """Before a step: move the kept tokens to the front. Must not fail."""
-
-    def commit(self, rejected: int) -> None:
-        """After a step, before the timeline commits: its last `rejected` tokens are rejected."""
-
-    def abort(self) -> None:
-        """After a failed step, before the timeline closes it: discard the pending tokens."""
-
-    def select_rows(self, index: torch.Tensor) -> None:
-        """Row i becomes a copy of row `index[i]`. Raises without changing anything."""
-
-    def reset(self) -> None:
-        """Become empty."""
-
-    def release(self) -> None:
-        """Become empty and free all memory, which `reset` may keep."""
-
-    def committed(self) -> torch.Tensor | None:
-        """The kept tokens, [rows, heads, kept_tokens, head_dim]; None before the first step."""
-
-    def load_dense(self, dense: torch.Tensor) -> None:
-        """Replace the content by [rows, heads, kept_tokens, head_dim]. The timeline was updated before."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The kept tokens in the store's own format (`storage_format`): tensors [rows, ...]."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace the content by a `state_dict`. The timeline was updated before."""
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """All memory of the store."""
-
-    def offloaded_buffers(self) -> Iterator[Buffer]:
-        """The buffers that are not on the compute device."""
-
-
-def check_alike(heads_and_width: tuple[int, int], dtype: torch.dtype, new: torch.Tensor) -> None:
-    """Raise `StepError` unless `new` [rows, heads, slots, width] has these heads, this width and data type."""
-    heads, width = heads_and_width
-    if (new.shape[1], new.shape[3]) != (heads, width) or new.dtype != dtype:
-        raise StepError(
-            f"the layer has {heads} heads of size {width} in {dtype}, but the step has {new.shape[1]} heads of size "
-            f"{new.shape[3]} in {new.dtype}: a cache belongs to one model"
-        )
-
-
-def chosen_rows(state: Any, index: torch.Tensor) -> Any:
-    """A `state_dict` (tensors and nested dicts of them) with row `index[i]` as row i."""
-    if isinstance(state, dict):
-        return {name: chosen_rows(part, index) for name, part in state.items()}
-    return state.index_select(0, index.to(state.device)) if _has_rows(state) else state
-
-
-def joined_rows(states: Sequence[Any]) -> Any:
-    """One `state_dict` with the rows of all `states`, which have to be of the same tokens."""
-    first = states[0]
-    if isinstance(first, dict):
-        return {name: joined_rows([state[name] for state in states]) for name in first}
-    return torch.cat(list(states)) if _has_rows(first) else first
-
-
-def _has_rows(value: Any) -> bool:
-    # `torch.tensor([])` is transformers' placeholder for an empty layer; [rows, 0, width] has rows.
-    return isinstance(value, torch.Tensor) and (value.ndim > 1 or (value.ndim == 1 and value.numel() > 0))
 
 
 class GrowingStore:
@@ -130,7 +25,7 @@ class GrowingStore:
     storage_format: ClassVar[None] = None
 
     def __init_subclass__(cls) -> None:
-        refuse_old_methods(cls, _RENAMED)
+        refuse_old_methods(cls, RENAMED)
 
     def __init__(self, timeline: Timeline):
         self.timeline = timeline

@@ -12,8 +12,8 @@ from typing import ClassVar
 import torch
 
 from caches.memory.buffers import Buffer
-from caches.stores.dense import check_alike
 from caches.stores.slot import Slot
+from caches.stores.store import check_alike
 
 
 class OffloadedStore:

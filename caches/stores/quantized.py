@@ -13,8 +13,8 @@ from caches.attention.segmented_tensor import SegmentedTensor
 from caches.attention.segments import Attend, DenseSegment, Segment
 from caches.memory.buffers import Buffer
 from caches.quantization.codec import Codec, Parts
-from caches.stores.dense import check_alike
 from caches.stores.slot import Slot
+from caches.stores.store import check_alike
 from caches.timeline.block_timeline import BlockRun, BlockTimeline
 from caches.torch_api import always_writable
 

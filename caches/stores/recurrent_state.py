@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from caches.errors import StepError
-from caches.stores.dense import chosen_rows
+from caches.stores.store import chosen_rows
 from caches.timeline.timeline import Timeline
 from caches.torch_api import always_writable
 

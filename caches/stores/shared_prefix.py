@@ -16,7 +16,7 @@ from caches.attention.segmented_tensor import SegmentedTensor, segments_of
 from caches.attention.segments import PerRowSegment, Segment
 from caches.errors import StepError
 from caches.memory.buffers import Buffer
-from caches.stores.dense import Store, check_alike
+from caches.stores.store import Store, check_alike
 from caches.timeline.shared_timeline import ForkedTimeline
 
 

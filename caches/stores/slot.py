@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from caches.memory.scratch import Scratch
 from caches.spec.layer_spec import LayerSpec
-from caches.stores.dense import Store
 from caches.stores.sink import Sinks
+from caches.stores.store import Store
 from caches.timeline.timeline import Timeline
 
 

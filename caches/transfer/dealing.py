@@ -17,8 +17,8 @@ from caches.errors import StepError
 from caches.hf.cache import Cache
 from caches.hf.encoder_decoder import EncoderDecoder
 from caches.protocol import TokenLog
-from caches.stores.dense import chosen_rows, joined_rows
 from caches.stores.recurrent_state import RecurrentState
+from caches.stores.store import chosen_rows, joined_rows
 from caches.timeline.shared_timeline import ForkedTimeline
 from caches.transfer.migrate import TensorMigration, adopt, carry_out, compact
 

@@ -21,7 +21,7 @@ from caches.errors import StepError
 from caches.hf.cache import Cache
 from caches.hf.encoder_decoder import EncoderDecoder
 from caches.registry import recipe
-from caches.stores.dense import Store, chosen_rows
+from caches.stores.store import Store, chosen_rows
 from caches.timeline.shared_timeline import ForkedTimeline
 from caches.timeline.timeline import Timeline
 from caches.transfer.convert import can_migrate, empty_for

@@ -92,8 +92,8 @@ ALLOWED = {
         ("caches/hf/shared_methods.py", word, ""): "public names of release 0.1, until 0.3"
         for word in ("settle", "drop", "pads", "seen", "encodes", "columns")
     },
-    ("caches/stores/dense.py", "settle", "settle"): "a name of release 0.1, until 0.3",
-    ("caches/stores/dense.py", "encodes", "encodes"): "a name of release 0.1, until 0.3",
+    ("caches/stores/store.py", "settle", "settle"): "a name of release 0.1, until 0.3",
+    ("caches/stores/store.py", "encodes", "encodes"): "a name of release 0.1, until 0.3",
     ("engine/__init__.py", "face", ""): "public names of release 0.1, until 0.3",
     ("engine/memory/cache_choice.py", "driven", "driven"): "a public function of `caches`",
     ("", "drop", "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL"): "a name of transformers",
