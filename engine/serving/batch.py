@@ -15,8 +15,9 @@ from typing import Any
 
 from engine.errors import EngineError, OptionError
 from engine.out_of_memory import in_words
+from engine.serving.counts import BatchState, Counts
 from engine.serving.request import BatchRequest
-from engine.serving.scheduler import BatchState, Counts, Scheduler
+from engine.serving.scheduler import Scheduler
 
 _STATE_S = 0.25  # between two looks at a batch
 _EXIT_S = 30.0  # for the last step, as the process ends

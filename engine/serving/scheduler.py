@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -24,6 +24,7 @@ from engine.model.model_runner import ModelRunner
 from engine.model.ranks import OneProcess, PeerError
 from engine.out_of_memory import empty_allocators, without_frames
 from engine.result import Generation, StreamChunk, nothing_generated
+from engine.serving.counts import BatchState, Counts
 from engine.serving.request import BatchRequest
 from strategies import Forward
 
@@ -74,34 +75,6 @@ class _Run:
     def bytes(self) -> int:
         """Of its cache at most: as planned, or what it has."""
         return 0 if self.is_parked else max(self.planned_bytes, self.driver.loop.cache_bytes)
-
-
-@dataclass
-class Counts:
-    """What was done. row_steps: rows of all steps. slots_read: slots of keys and values that these read, per layer that
-    keeps all tokens. alone_steps: steps of requests that could not be joined, and why. parked: how often.
-    """
-
-    steps: int = 0
-    row_steps: int = 0
-    slots_read: int = 0
-    alone_steps: int = 0
-    pieces: int = 0
-    parked: int = 0
-    why_alone: set[str] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
-class BatchState:
-    """What a batch does now: requests that wait, run, and were parked; rows of those that run; bytes of their caches by
-    place, as `Cache.bytes_by_place`.
-    """
-
-    waiting: int = 0
-    running: int = 0
-    parked: int = 0
-    rows: int = 0
-    cache_bytes: dict[str, int] = field(default_factory=dict)
 
 
 class Scheduler:

@@ -26,13 +26,13 @@ from engine.prompt import without_padding
 from engine.request.checks import check_vocabulary
 from engine.result import Generation, StreamChunk, TokenLogprob
 from engine.serving.batch import Batch
+from engine.serving.counts import BatchState
 from engine.serving.http.answers import Answer, added, error
 from engine.serving.http.metrics import Metrics, TokenClock
 from engine.serving.http.protocol import ChatRequest, CompletionRequest
 from engine.serving.http.reading import Limits, chat_ids, completion_ids, logprobs_asked, parameters
 from engine.serving.http.scored_text import ScoredText
 from engine.serving.request import BatchRequest
-from engine.serving.scheduler import BatchState
 
 _MOST_LOGPROBS = 1_000_000  # in an answer
 
