@@ -1,0 +1,340 @@
+"""Kinds of values that parameters have: how one is read, and what it is in words."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import WatermarkingConfig
+from transformers.cache_utils import Cache as TransformersCache
+
+from caches import EngineCache
+from configs import CacheConfig
+from engine.request.constraint import is_pydantic
+from strategies import Needs
+from strategies.registry import old_declaration
+
+
+class WrongValue(Exception):
+    """The value is none of the kind; the message, if any, says more than the kind's own words."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """words: what a value is, to go on after "but it is". read: the value as it is kept; raises `WrongValue`."""
+
+    words: str
+    read: Callable[[Any], Any]
+
+
+_LISTS = (list, tuple, set, frozenset)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and arrays of numpy and torch as Python's."""
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, type) else value
+
+
+def _number(value: Any) -> float:
+    value = _plain(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        raise WrongValue
+    try:
+        return float(value)
+    except OverflowError:
+        raise WrongValue from None
+
+
+def number(words: str, least: float = -sys.float_info.max, most: float = sys.float_info.max) -> Kind:
+    """A float, `least` and `most` included."""
+
+    def read(value: Any) -> float:
+        if not least <= (found := _number(value)) <= most:
+            raise WrongValue
+        return found
+
+    return Kind(words, read)
+
+
+def integer(least: int | None = None, most: int | None = None) -> Kind:
+    """An int; a float that is whole counts as one."""
+    words = "a whole number" if least is None else f"a whole number, {least} or more"
+    words = words if most is None else f"a whole number from {least} to {most}"
+
+    def read(value: Any) -> int:
+        value = _plain(value)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise WrongValue
+        if (least is not None and value < least) or (most is not None and value > most):
+            raise WrongValue
+        return value
+
+    return Kind(words, read)
+
+
+def _flag(value: Any) -> bool:
+    value = _plain(value)
+    if not isinstance(value, (bool, int)) or value not in (0, 1):
+        raise WrongValue
+    return bool(value)
+
+
+def early_stopping(value: Any) -> bool | str:
+    value = _plain(value)
+    if not isinstance(value, bool) and not (isinstance(value, str) and value == "never"):
+        raise WrongValue
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise WrongValue
+    return value
+
+
+def texts(value: Any) -> str | list[str]:
+    return value if isinstance(value, str) else [_text(one) for one in _sequence(value)]
+
+
+def _sequence(value: Any) -> list[Any]:
+    value = _plain(value)
+    if not isinstance(value, _LISTS):
+        raise WrongValue
+    return list(value)
+
+
+def token_id(value: Any) -> int:
+    found = INTEGER.read(value)
+    if not -(2**63) <= found < 2**63:
+        raise WrongValue(f"has the token id {found}, which is no number of 64 bits")
+    return found
+
+
+def _ids(value: Any) -> list[int]:
+    return [token_id(one) for one in _sequence(value)]
+
+
+def _some_ids(value: Any) -> int | list[int]:
+    value = _plain(value)
+    found = _ids(value) if isinstance(value, _LISTS) else token_id(value)
+    if found == []:
+        raise WrongValue
+    return found
+
+
+def end_ids(value: Any) -> int | list[int]:
+    value = _plain(value)
+    return [] if isinstance(value, _LISTS) and not value else _some_ids(value)
+
+
+def id_lists(value: Any) -> list[list[int]]:
+    found = [_ids(one) for one in _sequence(value)]
+    if not found or not all(found):
+        raise WrongValue
+    return found
+
+
+def bias(value: Any) -> dict[tuple[int, ...], float]:
+    pairs = list(value.items()) if isinstance(value, Mapping) else [_sequence(pair) for pair in _sequence(value)]
+    if not pairs or any(len(pair) != 2 for pair in pairs):
+        raise WrongValue
+    found = {tuple(_ids(words)): _number(bias) for words, bias in pairs}
+    if () in found:
+        raise WrongValue
+    return found
+
+
+def decay(value: Any) -> tuple[int, float]:
+    pair = _sequence(value)
+    if len(pair) != 2:
+        raise WrongValue
+    return token_id(pair[0]), FINITE.read(pair[1])
+
+
+def watermark(value: Any) -> Any:
+    if isinstance(value, dict):
+        try:
+            value = WatermarkingConfig.from_dict(value)
+        except (TypeError, ValueError) as error:
+            raise WrongValue(str(error)) from error
+    if not all(callable(getattr(value, name, None)) for name in ("validate", "construct_processor")):
+        raise WrongValue
+    for name, kind in _WATERMARK.items():
+        try:
+            kind.read(getattr(value, name, 1))
+        except WrongValue:
+            raise WrongValue(f"has {name}={getattr(value, name)!r:.80}, but it is {kind.words}") from None
+    return value
+
+
+def _complete(value: Any, lacking: str, words: str) -> Any:
+    """`value`, which has to be an object that lacks nothing."""
+    if isinstance(value, type):
+        raise WrongValue(f"is the class {value.__name__}: give {words}")
+    if lacking:
+        raise WrongValue(f"is a {type(value).__name__} without {lacking}: give {words}")
+    return value
+
+
+def having(*methods: str, words: str) -> Kind:
+    """An object with these methods."""
+
+    def read(value: Any) -> Any:
+        lacking = [f"{name}()" for name in methods if not callable(getattr(value, name, None))]
+        return _complete(value, " and ".join(lacking), words)
+
+    return Kind(words, read)
+
+
+_NEEDED = ("decode", "__call__", "pad_token_id", "eos_token_id", "all_special_ids", "all_special_tokens")
+
+
+def _tokenizer(value: Any) -> Any:
+    """One of transformers, or that of its processor."""
+    if isinstance(value, str):
+        raise WrongValue(f"is the text {value!r:.80}: load it first, with AutoTokenizer.from_pretrained({value!r:.80})")
+    lacking = [name for name in _NEEDED if not hasattr(value, name)]
+    if lacking and hasattr(value, "tokenizer"):
+        return _tokenizer(value.tokenizer)
+    return _complete(
+        value,
+        ", ".join(lacking),
+        "a tokenizer of transformers, which PreTrainedTokenizerFast(tokenizer_object=...) makes of one of the package "
+        "tokenizers",
+    )
+
+
+def _callables(value: Any) -> list[Any]:
+    for one in (found := list(value) if isinstance(value, (list, tuple)) else [value]):
+        if not callable(one) or isinstance(one, type):
+            what = f"the class {one.__name__}: give an object of it" if isinstance(one, type) else f"{one!r:.80}"
+            raise WrongValue(f"holds {what}, but all of it is called with ids and scores")
+        _check_takes(one, "ids and scores")
+    return found
+
+
+def constraint(value: Any) -> Any:
+    if not callable(value):
+        raise WrongValue
+    _check_takes(value, "a row and its ids")
+    return value
+
+
+def _check_takes(function: Callable[..., Any], given: str) -> None:
+    """Refuse a function of which it is known that it cannot be called with two arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise WrongValue(f"has {name}{signature}, but it is called with {given}: {error}") from None
+
+
+def schema(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise WrongValue(f"is a text that is no JSON: {error}") from error
+    if not isinstance(value, (Mapping, bool)) and not is_pydantic(value):
+        raise WrongValue
+    return value
+
+
+def response_format(value: Any) -> Any:
+    if not isinstance(value, Mapping) and not is_pydantic(value):
+        raise WrongValue
+    return value
+
+
+def form(value: Any) -> str:
+    """A text that the library for grammars can take."""
+    try:
+        _text(value).encode()
+    except UnicodeEncodeError as error:
+        raise WrongValue(f"has a character that is none, at {error.start}: {value!r:.80}") from error
+    return value
+
+
+def choices(value: Any) -> list[str]:
+    found = [form(one) for one in _sequence(value)]
+    if not found:
+        raise WrongValue("is empty: give one text or more")
+    return found
+
+
+def or_each(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The value for all prompts, or a list with one, or None, for each."""
+
+    def read_each(value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            return read(value)
+        return [None if one is None else read(one) for one in value]
+
+    return read_each
+
+
+def all_choices(value: Any) -> Any:
+    if isinstance(value, (list, tuple)) and value and not any(isinstance(one, str) for one in value):
+        return [None if one is None else choices(one) for one in value]
+    return choices(value)
+
+
+def strategy(value: Any) -> Any:
+    is_one = isinstance(getattr(value, "name", None), str) and callable(getattr(value, "flow", None))
+    if not isinstance(value, str) and (isinstance(value, type) or not is_one or not hasattr(value, "samples")):
+        raise WrongValue
+    if not isinstance(value, str) and (old := old_declaration(value)):
+        raise WrongValue(f"is a {type(value).__name__} {old}")
+    if not isinstance(needs := getattr(value, "needs", Needs()), Needs):
+        raise WrongValue(f"has needs={needs!r:.80}, but they are a strategies.Needs(...)")
+    return value
+
+
+def cache_options(value: Any) -> Any:
+    if not isinstance(value, (Mapping, CacheConfig)) or not all(isinstance(name, str) for name in dict(value)):
+        raise WrongValue
+    return value
+
+
+def past(value: Any) -> Any:
+    if isinstance(value, (TransformersCache, EngineCache)):
+        return value
+    layers = value if isinstance(value, (tuple, list)) else ()
+    if not layers or not all(isinstance(layer, (tuple, list)) and len(layer) in (2, 4) for layer in layers):
+        raise WrongValue
+    if not all(isinstance(part, torch.Tensor) for layer in layers for part in layer):
+        raise WrongValue
+    return tuple(layers)
+
+
+INTEGER, POSITIVE, COUNT = integer(), integer(1), integer(0)
+ID = Kind("a token id", token_id)
+SEED = integer(-(2**63), 2**64 - 1)
+FLAG = Kind("True or False", _flag)
+TEXT = Kind("a text", _text)
+FINITE = number("a finite number")
+OVER_0 = number("a finite number over 0", math.nextafter(0, 1))
+SHARE = number("a number from 0 to 1", 0, 1)
+IDS = Kind("a list of token ids", _ids)
+SOME_IDS = Kind("a token id, a list of one or more, or None for none", _some_ids)
+CALLABLES = Kind("something callable, or a list of such", _callables)
+TOKENIZER = Kind("a tokenizer of transformers", _tokenizer)
+
+# Fields of either kind of watermark.
+_WATERMARK: dict[str, Kind] = {
+    **dict.fromkeys(("hashing_key", "sampling_table_seed"), SEED),
+    **dict.fromkeys(("context_width", "ngram_len", "sampling_table_size", "context_history_size"), POSITIVE),
+    **dict.fromkeys(("bias", "greenlist_ratio"), FINITE),
+}
