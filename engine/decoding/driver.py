@@ -139,12 +139,20 @@ class Driver:
         yield from self._shown(self.loop.read_all())
 
     def _step(self, flow: Flow, answer: Any, alone: bool) -> tuple[Any, list[StreamChunk]] | Forward | None:
-        """One operation of the flow; None at its end. alone: whether a `Forward` is performed at once too."""
-        try:
-            operation = flow.send(answer)
-        except StopIteration:
-            return None
-        return operation if isinstance(operation, Forward) and not alone else self.loop.perform(operation)
+        """The operations of the flow up to one that shows something, or to a `Forward`; None at its end.
+
+        alone: whether the `Forward` is performed too.
+        """
+        while True:
+            try:
+                operation = flow.send(answer)
+            except StopIteration:
+                return None
+            if isinstance(operation, Forward) and not alone:
+                return operation
+            answer, chunks = self.loop.perform(operation)
+            if isinstance(operation, Forward) or chunks or self.loop.done:
+                return answer, chunks
 
     def _with_others(
         self, forward: Forward, piece_tokens: Callable[[], int]

@@ -33,7 +33,8 @@ def one_token_mask(model: Any, cache: TransformersCache | None, kinds: MaskKinds
     than the cache.
     """
     # In most steps there is none; what follows takes microseconds. Joined rows of one length may differ in slots.
-    if columns.mask(end) is None and not (isinstance(cache, JoinedCaches) and cache.slots_differ):
+    # `isinstance` takes long: the class is an `AttentionView`, which is a protocol.
+    if columns.mask(end) is None and not (type(cache) is JoinedCaches and cache.slots_differ):
         return None
     dtype, view = _mask_dtype(model), attention_view(cache)
     if not view.specs or dtype is None:
