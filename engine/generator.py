@@ -23,8 +23,10 @@ from engine.decoding.driver import Driver
 from engine.decoding.fed_ids import CachedPrefix
 from engine.decoding.guided_session import GuidedSession
 from engine.decoding.loop import DecodingLoop
-from engine.decoding.model_session import ModelSession, SessionOptions
+from engine.decoding.model_session import ModelSession
+from engine.decoding.pauses import FindPauses
 from engine.decoding.run_clock import RunClock
+from engine.decoding.session_options import SessionOptions
 from engine.errors import OptionError, OutOfMemoryError
 from engine.memory.budget import Budget
 from engine.memory.cache_choice import CacheChoice, check_new, new_cache, read_cache_choice
@@ -39,7 +41,6 @@ from engine.out_of_memory import Exhausted, empty_allocators
 from engine.output.hf_streamers import adapter_for
 from engine.output.stream_buffer import StreamBuffer
 from engine.planning.free_memory import find_free
-from engine.prompt import without_padding
 from engine.request.call import ONE_TOKEN, Call, parameters, read_call, takes
 from engine.request.compatibility import check_together
 from engine.request.continuation import check_content, check_continues, check_padding_ahead
@@ -125,7 +126,7 @@ class Generator:
         system: the system message. cache, cache_config: the backend, as of `generate`. resume: a file that `Chat.save`
         wrote, to go on from there. parameters: of every turn, as of `generate`.
         """
-        chat = Chat(self, system, cache, cache_config, parameters)
+        chat = Chat(self, self._stream_with_pauses, system, cache, cache_config, parameters)
         if resume is not None:
             if (system, cache, cache_config) != (None, None, None):
                 raise OptionError("resume= brings the system message and the cache of its file: leave these out")
@@ -248,12 +249,25 @@ class Generator:
         if self._store is not None:
             self._store.clear()
 
-    def _start(self, call: Call, streams: bool, make_room: Callable[[], bool] = lambda: False) -> Driver:
-        """The run of a call. make_room: called first when memory is out; it says whether it has freed some."""
+    def _stream_with_pauses(self, inputs: Any, pauses: FindPauses, arguments: dict[str, Any]) -> Stream:
+        """`stream`, which pauses within the prompt."""
+        return Stream(self._start(read_call(inputs, **arguments), streams=True, pauses=pauses), self._title)
+
+    def _start(
+        self,
+        call: Call,
+        streams: bool,
+        make_room: Callable[[], bool] = lambda: False,
+        pauses: FindPauses = lambda cache: (),
+    ) -> Driver:
+        """The run of a call.
+
+        make_room: called first when memory is out; it says whether it has freed some. pauses: in reading the prompt.
+        """
         grad = torch.is_grad_enabled()
         try:
             self._runner.ranks.resume()
-            return self._prepare(call, streams, make_room)
+            return self._prepare(call, streams, make_room, pauses)
         except BaseException:
             self._runner.ranks.end()
             with suppress(Exception):  # else a thread that reads from the streamer would wait for ever
@@ -262,7 +276,7 @@ class Generator:
         finally:
             set_grad_enabled(grad)  # Ctrl-C may have come where torch.no_grad() ended
 
-    def _prepare(self, call: Call, streams: bool, make_room: Callable[[], bool]) -> Driver:
+    def _prepare(self, call: Call, streams: bool, make_room: Callable[[], bool], pauses: FindPauses) -> Driver:
         """The run that `call` asks for. Checks come first, then the encoder's forward, then the run's objects."""
         started = time.perf_counter()
         call = read_parameters(call)
@@ -294,7 +308,12 @@ class Generator:
                 message = f"memory was out in the encoder, before the first token ({error})"
                 raise OutOfMemoryError(message, nothing) from error.__cause__
             cache, known = self._cache_for(choice, request, budget)
-        reused = self._reused(cache, request, call) if choice.live is None else Reused(cache)
+        reused = Reused(cache)
+        if choice.live is None and self._store is not None and can_reuse(self._runner, request):
+            found = self._store.find(cache, request.prompt.ids[0], request.needs.rows_per_prompt > 1)
+            pause = max((one.columns for one in found.pauses), default=0)
+            if ranks.agree(found.cache.total_tokens) and ranks.agree(pause):  # else memory was out on one of them
+                reused = found
         read, mask = request.read
         model_kwargs = dict(read.model_kwargs)
         columns = Columns(mask, request.columns, model_kwargs.pop("position_ids", None))
@@ -312,6 +331,7 @@ class Generator:
             shares_prefixes=shares,
             rolls_back=request.needs.verifies,
             make_room=keep,
+            pauses=sorted((*pauses(reused.cache), *reused.pauses), key=lambda one: one.columns),
         )
         session = ModelSession(self._runner, reused.cache, columns, inputs, prefix, options)
         draft_session = None
@@ -327,7 +347,6 @@ class Generator:
             legacy=bool(call.return_legacy_cache),
             draft=draft_session,
             fallbacks=taken,
-            tokens_read=reused.tokens_read,
             ranks=ranks,
         )
         return Driver(loop, stop, lambda: reused.keep(session.cache), budget.planned_bytes)
@@ -353,17 +372,6 @@ class Generator:
             check_padding_ahead(self._runner, cache, request.mask)
         check_together(self._runner, cache, request, self.config.compile)
         return cache, known
-
-    def _reused(self, cache: EngineCache, request: Request, call: Call) -> Reused:
-        """What the call goes on from: `cache`, which is empty, or one that an earlier call has filled."""
-        if self._store is None or not can_reuse(self._runner, request):
-            return Reused(cache)
-
-        def read(cache: EngineCache, ids: torch.Tensor) -> Any:
-            same: dict[str, Any] = {"on_oom": call.on_oom, "cancellation": call.cancellation}
-            return self.generate(without_padding(ids[None]), cache=cache, **ONE_TOKEN, **same).cache
-
-        return self._store.find(cache, request.prompt.ids[0], request.needs.rows_per_prompt > 1, read)
 
     def _draft_of(self, model: Any) -> Draft | None:
         """The draft with this model, kept from the last call where it is the same."""

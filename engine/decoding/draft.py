@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 import caches
 from caches import EngineCache
 from engine.decoding.fed_ids import CachedPrefix
-from engine.decoding.model_session import ModelSession, SessionOptions
+from engine.decoding.model_session import ModelSession
+from engine.decoding.session_options import SessionOptions
 from engine.errors import InputError, OptionError
 from engine.model.columns import Columns
 from engine.model.loading import unwrapped

@@ -146,6 +146,8 @@ class ForwardExecutor:
     def reads_in_pieces(self) -> bool:
         """Whether a prompt read in pieces gives the same result as one read at once."""
         is_plain = not (capabilities(self.cache).is_quantized or self._has_media or self.inputs.flags)
+        # Models leave padding out of their states only where several tokens are read at once.
+        is_plain = is_plain and not (self._runner.has_states and self.columns.first_full)
         return is_plain and self.cache.handle is not None and self._runner.reads_on
 
     @property

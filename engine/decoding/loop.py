@@ -39,7 +39,7 @@ class DecodingLoop:
     """One run. session: of the model. draft: of the model that proposes tokens, if there is one. clock: of the call.
 
     tokenizer: None when no text is wanted. legacy: return the cache as tuples. fallbacks: those applied so far.
-    tokens_read: of the prompt, for this call, which the cache holds already. ranks: those that run the same loop.
+    ranks: those that run the same loop.
     """
 
     def __init__(
@@ -53,7 +53,6 @@ class DecodingLoop:
         legacy: bool,
         draft: ModelSession | None = None,
         fallbacks: Sequence[Fallback] = (),
-        tokens_read: int = 0,
         ranks: OneProcess = ONE_PROCESS,
     ):
         self._request, self._session, self.stream_buffer, self.clock = request, session, stream_buffer, clock
@@ -61,7 +60,7 @@ class DecodingLoop:
         self.ranks = ranks
         prompt = request.prompt.ids
         self._device = prompt.device
-        self._cached_tokens = int(request.mask[:, : session.cache.total_tokens].sum()) - tokens_read
+        self._cached_tokens = int(request.mask[:, : session.cache.total_tokens].sum())
         self._prompt_tokens = int(request.mask.sum()) - self._cached_tokens + request.source_tokens
         self._stopping = Stopping(request, ranks)
         self._last_column = request.max_columns
@@ -80,6 +79,7 @@ class DecodingLoop:
         """The strategy's flow, whose operations `perform` carries out. alone: whether no steps are joined with others:
         then tokens that a constraint determines are fed at once."""
         self.clock.begin()
+        self._stopping.begin()
         records = self._records.has_scores
         # Not kept: it refers to this object.
         task = replace(self._request.task, process=self._process, attempt=self._attempt, records_scores=records)

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -23,11 +23,13 @@ from caches.transfer.split_rows import SplitCache
 from engine.decoding.collected_outputs import CollectedOutputs, last_hidden
 from engine.decoding.fed_ids import CachedPrefix, FedIds
 from engine.decoding.forward_executor import ForwardExecutor
+from engine.decoding.pauses import Pauses
+from engine.decoding.session_options import SessionOptions
 from engine.errors import EngineError, InputError
 from engine.model.columns import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner
-from engine.model.ranks import OneProcess, PeerError, PeerOutOfMemory
+from engine.model.ranks import PeerError, PeerOutOfMemory
 from engine.out_of_memory import without_frames
 from engine.prompt import ENCODED
 from engine.request.encoder import largest_matrix_bytes, source_of
@@ -35,26 +37,6 @@ from strategies import repeat_rows_index
 
 T = TypeVar("T")
 _logger = logging.getLogger("engine")
-
-
-@dataclass(frozen=True)
-class SessionOptions:
-    """chunk_tokens: see `ForwardOptions`. check: called before every forward; it raises to stop the run. recover:
-    called with the session and the error, without its frames, when memory is out; it makes room or raises, and the
-    session repeats the step. ranks: those that run the same session.
-
-    shares_prefixes: whether rows that come from one row share it in the cache, which compiled steps cannot read.
-    rolls_back: whether the flow rolls back tokens. make_room: called with the session and the number of tokens that are
-    about to be fed.
-    """
-
-    chunk_tokens: int | None
-    check: Callable[[], None]
-    recover: Callable[[ModelSession, BaseException], None]
-    ranks: OneProcess
-    shares_prefixes: bool = False
-    rolls_back: bool = False
-    make_room: Callable[[ModelSession, int], None] | None = None
 
 
 class ModelSession:
@@ -72,7 +54,7 @@ class ModelSession:
         before = prefix.columns
         self.executor = ForwardExecutor(runner, cache, columns, inputs, before, options.chunk_tokens, options.check)
         self._prefix, self._options, self._ranks = prefix, options, options.ranks
-        self._ids = FedIds(columns, prefix)
+        self._ids, self._pauses = FedIds(columns, prefix), Pauses(options.pauses, before)
         self._log_before, self._total_before = cache.log, cache.total_tokens
         self._expected = cache.log, cache.total_tokens  # of the cache, until the first token is fed
         self._adapters = active_adapters(runner.model)
@@ -107,6 +89,9 @@ class ModelSession:
         """
         ids = self._ids
         end = self._write(tokens) if computed is None else ids.count + tokens.shape[1]
+        if self._pauses and not (hidden or all_logits):
+            while (pause := self._pauses.next_after(ids.count)) < end:
+                self._read(pause)
         columns = end - ids.count
         prefilled = ids.count > 0 and not self.is_empty  # before this step
         if computed is None:
@@ -177,10 +162,22 @@ class ModelSession:
             return None
         pieces, last = -(-waiting // most), self._write(tokens)
         end = last - waiting + -(-waiting // pieces)  # all of about the same size
+        self._read(min(end, self._pauses.next_after(self._ids.count)))
+        end = self._ids.count
+        return self._ids.ids[:, end:last].clone()  # more than `tokens` where the cache was emptied in between
+
+    def _read(self, end: int) -> None:
+        """Feed the tokens before column `end`, which `_write` has noted, and commit them. A pause may be there."""
         self._feed(end, self._ids.count == 0 or self.is_empty, CollectedOutputs())
         self.cache.commit()
         self._ids.count, self._prefilled = end, True
-        return self._ids.ids[:, end:last].clone()  # more than `tokens` where the cache was emptied in between
+        if self._pauses.next_after(end) == end:
+            ids, mask, log = self._ids.ids[:, :end], self.executor.columns.mask(end), self.cache.log
+            self.cache.log = self._signed(TokenLog(ids, torch.ones_like(ids) if mask is None else mask))
+            try:
+                self._pauses.pop().then(self.cache)
+            finally:
+                self.cache.log = log
 
     def park(self) -> None:
         """Free the memory of the cache until the next forward: it is read again then, or has moved off the device."""
@@ -296,21 +293,19 @@ class ModelSession:
 
     def _can_change_route(self, error: BaseException) -> bool:
         """Whether to repeat the step with torch's linear layers: oneDNN's errors do not tell whether memory was out."""
-        return self._can_recover and self.executor.routed and is_of_onednn(error)
+        return self._can_repeat and self.executor.routed and is_of_onednn(error)
 
     def _out_of_memory(self, error: BaseException) -> BaseException | None:
         """The error without its frames, if the run can recover from it."""
-        is_one = self._can_recover and is_out_of_memory(error, largest_matrix_bytes(self.executor.model))
+        is_one = self._can_repeat and is_out_of_memory(error, largest_matrix_bytes(self.executor.model))
         return without_frames(error) if is_one else None
 
     @property
-    def _can_recover(self) -> bool:
+    def _can_repeat(self) -> bool:
         """Whether a step can be repeated: not without the cached columns, which were not given again."""
-        is_lost = capabilities(self.cache).is_lost and self._prefix.columns > 0
-        return self._options.recover is not None and not is_lost
+        return self._prefix.columns == 0 or not capabilities(self.cache).is_lost
 
     def _recover(self, failure: BaseException) -> None:
-        assert self._options.recover is not None
         self._options.recover(self, failure)
         self._expect_cache()
 
@@ -481,18 +476,22 @@ class ModelSession:
         if without_ids > 0:
             self.cache.log = None
             return
-        adapters = active_adapters(self.executor.model)
-        log = replace(
-            log.copied(),  # the ids are the result's, whose owner may write into them
-            positions=self.executor.columns.own_positions(before + known),
-            source=source_of(self.executor.inputs.model_kwargs),
-            reader=weakref.ref(self.executor.model),
-            adapters=self._adapters if adapters == self._adapters else f"{self._adapters}, then {adapters}",
-        )
+        log = self._signed(log)
         if before == 0:
             self.cache.log = log
         elif self._log_before is not None:
             self.cache.log = self._log_before.first(before).then(log)
+
+    def _signed(self, log: TokenLog) -> TokenLog:
+        """A copy of the log of this run's tokens that says who has read them, and how."""
+        adapters = active_adapters(self.executor.model)
+        return replace(
+            log.copied(),  # the ids are the result's, whose owner may write into them
+            positions=self.executor.columns.own_positions(self._prefix.columns + log.ids.shape[1]),
+            source=source_of(self.executor.inputs.model_kwargs),
+            reader=weakref.ref(self.executor.model),
+            adapters=self._adapters if adapters == self._adapters else f"{self._adapters}, then {adapters}",
+        )
 
     def discard_cache(self) -> None:
         """Empty the cache, where its content is not known or memory is out."""

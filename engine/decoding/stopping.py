@@ -18,7 +18,7 @@ class Stopping:
     """`reasons[row]` is None while the row runs, then the first of these that ended it.
 
     "eos": an end-of-sequence id; "stop_string": the row's text; "criteria": those of the caller; "time": `max_time`
-    since this object was made, on one of the ranks; "length": `max_columns` of the request.
+    since `begin`, on one of the ranks; "length": `max_columns` of the request.
     """
 
     def __init__(self, request: Request, ranks: OneProcess):
@@ -26,10 +26,15 @@ class Stopping:
         self._last_column = request.max_columns
         self._eos_ids = frozenset(request.eos_ids)
         self._time = StoppingCriteriaList()
-        if request.config.max_time is not None and not replaces(request.criteria, MaxTimeCriteria):
-            self._time.append(of_all_ranks(MaxTimeCriteria(request.config.max_time), ranks))
+        self._max_time_s = None if replaces(request.criteria, MaxTimeCriteria) else request.config.max_time
+        self._ranks = ranks
         given = type(request.criteria)(of_all_ranks(one, ranks) for one in request.criteria)
         self._criteria = (("criteria", given), ("time", self._time))
+
+    def begin(self) -> None:
+        """The first operation comes now: time is counted from here on."""
+        if self._max_time_s is not None:
+            self._time.append(of_all_ranks(MaxTimeCriteria(self._max_time_s), self._ranks))
 
     @property
     def done(self) -> bool:

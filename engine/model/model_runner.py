@@ -131,20 +131,21 @@ class ModelRunner:
                 "it: do without, or load the whole model onto one device"
             )
         # Models that keep states are marked for what transformers' own caches do; with ours all of them can be.
-        if not (can_compile_fullgraph(self.model) or self._has_states):
+        if not (can_compile_fullgraph(self.model) or self.has_states):
             raise OptionError(
                 f"{wanted} makes one graph of a step, but transformers marks {type(self.model).__name__} as a model "
                 "whose step cannot be one (_can_compile_fullgraph): do without"
             )
 
     @cached_property
-    def _has_states(self) -> bool:
+    def has_states(self) -> bool:
+        """Whether the model keeps states that change with every token."""
         return self.takes_cache and any(spec.keeps_state for spec in read_specs(self.model.config))
 
     @property
     def reads_on(self) -> bool:
         """Whether a step of several tokens can follow what is in a cache, and be rolled back as one."""
-        if not self._has_states:
+        if not self.has_states:
             return True
         # Not within `_reads_on`: on Python 3.11 it has a lock for all models, which `feed` takes in a model's turn.
         with self._turn, torch.no_grad():
@@ -279,7 +280,7 @@ class ModelRunner:
     ) -> int:
         """The column that the next forward ends before."""
         end = total if chunk_tokens is None else min(total, begin + chunk_tokens)
-        if not self._has_states or cache.handle is None:
+        if not self.has_states or cache.handle is None:
             return end
         # Models leave padding out of their states only where several tokens are read at once.
         if begin == 0:

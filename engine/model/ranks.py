@@ -67,6 +67,10 @@ class OneProcess:
         """The largest value of all ranks."""
         return value
 
+    def agree(self, value: int) -> bool:
+        """Whether the value is the same on all ranks."""
+        return self.most(value) == -self.most(-value)
+
     def share(self, value: T) -> T:
         """The value of rank 0, which can be pickled."""
         return value

@@ -54,10 +54,10 @@ def check_together(runner: ModelRunner, cache: EngineCache, request: Request, co
 def _check_cache(model: PreTrainedModel, cache: EngineCache, request: Request) -> None:
     """Whether the cache has room for the run and can do what the request asks for."""
     mask = request.read[1]
-    if cache.max_tokens is not None and cache.max_tokens < request.columns - 1:
+    if cache.max_tokens is not None and cache.max_tokens < request.cached_columns:
         raise CapacityError(
             f"the {cache.name} cache holds at most {cache.max_tokens} tokens, but {mask.shape[1]} prompt "
-            f"tokens and {request.new_tokens} new ones need {request.columns - 1}: raise max_cache_len or ask for "
+            f"tokens and {request.new_tokens} new ones need {request.cached_columns}: raise max_cache_len or ask for "
             "fewer"
         )
     text_config = model.config.get_text_config(decoder=True)

@@ -92,20 +92,23 @@ def read_grammar(
 
 def ended(
     model: PreTrainedModel, config: GenerationConfig, given: Sequence | None, tokenizer: Any
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Whether a text ends with the last of its ids, for any texts at once: see `Task`."""
+) -> Callable[[], Callable[[torch.Tensor], torch.Tensor]]:
+    """Called when a run begins, it gives `Task.ended`."""
 
-    begun = time.time()
+    def begin() -> Callable[[torch.Tensor], torch.Tensor]:
+        begun = time.time()
 
-    @functools.cache
-    def criteria() -> Criteria:  # stop strings take a while to prepare, and only searches ask
-        found = stopping_criteria(model, config, StoppingCriteriaList(given or []), tokenizer)
-        for one in found:
-            if isinstance(one, MaxTimeCriteria) and one not in (given or []):  # of the call, not of the first token
-                one.initial_timestamp = begun
-        return Criteria(of_all_ranks(one, ranks_of(model)) for one in found)
+        @functools.cache
+        def criteria() -> Criteria:  # stop strings take a while to prepare, and only searches ask
+            found = stopping_criteria(model, config, StoppingCriteriaList(given or []), tokenizer)
+            for one in found:
+                if isinstance(one, MaxTimeCriteria) and one not in (given or []):  # of the run, not of its first token
+                    one.initial_timestamp = begun
+            return Criteria(of_all_ranks(one, ranks_of(model)) for one in found)
 
-    return lambda ids: criteria()(ids, None)
+        return lambda ids: criteria()(ids, None)
+
+    return begin
 
 
 def stop_strings(config: GenerationConfig, tokenizer: Any) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from caches.spec.accelerate_hooks import prompt_device
 from engine.errors import InputError, OptionError
 from engine.model.columns import Columns
 from engine.model.model_runner import ForwardOptions, ModelRunner
+from engine.out_of_memory import empty_allocators, without_frames
 from engine.prompt import Prompt, read_prompt
 from engine.request.checks import check_vocabulary
 from engine.request.model_kwargs import complete_model_kwargs
@@ -161,13 +162,10 @@ def check_padding_is_neutral(runner: ModelRunner, guidance: Guidance) -> None:
     model = runner.model
     if model not in _changes:
         try:
-            alone, padded = (_logits_behind(runner, padding) for padding in (0, 3))
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            return  # the run will raise the same
-        change = float((padded - alone).norm() / alone.norm())
-        if math.isnan(change):  # the run will report NaN
+            change = _change(runner)
+            if math.isnan(change):  # the run will report NaN
+                return
+        except Exception:  # the run will raise the same, and recovers where it can
             return
         _changes[model] = change
     if not _changes[model] < (0.01 if model.dtype in (torch.float32, torch.float64) else 0.05):
@@ -178,6 +176,20 @@ def check_padding_is_neutral(runner: ModelRunner, guidance: Guidance) -> None:
             f"negative_prompt_ids with as many tokens as the prompt has, {columns - guidance.lead}, for all "
             f"{rows // 2} rows"
         )
+
+
+def _change(runner: ModelRunner) -> float:
+    """By how much the logits change with pad tokens. Where memory is out, it is tried once more."""
+    for is_last in (False, True):
+        try:
+            alone, padded = (_logits_behind(runner, padding) for padding in (0, 3))
+            break
+        except Exception as error:
+            if is_last or not is_out_of_memory(error):
+                raise
+            without_frames(error)
+        empty_allocators()
+    return float((padded - alone).norm() / alone.norm())
 
 
 def _logits_behind(runner: ModelRunner, padding: int) -> torch.Tensor:

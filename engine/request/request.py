@@ -34,7 +34,7 @@ class Request:
     eos_ids: tuple[int, ...]
     pad_id: int
     stop_strings: tuple[str, ...]
-    ended: Callable[[torch.Tensor], torch.Tensor]
+    ended: Callable[[], Callable[[torch.Tensor], torch.Tensor]]
     chunk_tokens: int | None
     source: Source | None
     guidance: Guidance | None
@@ -89,6 +89,12 @@ class Request:
         return self.read[1].shape[1] + self.new_tokens
 
     @property
+    def cached_columns(self) -> int:
+        """Columns that a cache holds at the end of the longest run: the last token is not fed, but where the strategy
+        looks at the states behind its candidates."""
+        return self.columns - (not self.needs.hidden_states)
+
+    @property
     def run_shape(self) -> RunShape:
         """The numbers that memory depends on."""
         outputs = self.prompt.model_kwargs.get("encoder_outputs")
@@ -126,7 +132,7 @@ class Request:
             ids=self.prompt.ids,
             mask=self.mask[:, self.before :],
             process=self.processing,
-            ended=self.ended,
+            ended=self.ended(),
             max_columns=self.max_columns,
             eos_ids=self.eos_ids,
             pad_id=self.pad_id,

@@ -13,9 +13,10 @@ import torch
 
 from caches import EngineCache, StepError, branch, convert, inspect, load, recipe
 from caches.spec.fingerprint import active_adapters
+from caches.transfer.convert import can_migrate
+from engine.decoding.pauses import FindPauses, Pause
 from engine.errors import EngineError, InputError, OptionError
 from engine.prompt import without_padding
-from engine.request.call import ONE_TOKEN
 from engine.result import Generation, StreamChunk
 from engine.reuse.conversation import Conversation, Message, Segment, flat
 from engine.reuse.room import with_room_for
@@ -28,16 +29,12 @@ _ONE_ANSWER = {"num_return_sequences": 1}  # a whole generation config may say m
 _PLAIN_STOP = "\nUser:"  # where there is no template, a model goes on with the next question
 
 
-class Generates(Protocol):
+class HasModel(Protocol):
     """A `Generator`."""
 
     model: Any
     tokenizer: Any
     config: Any
-
-    def generate(self, inputs: Any = None, **arguments: Any) -> Generation: ...
-
-    def stream(self, inputs: Any = None, **arguments: Any) -> Stream: ...
 
 
 class Chat:
@@ -59,18 +56,25 @@ class Chat:
     """
 
     def __init__(
-        self, generator: Generates, system: str | None, cache: Any, cache_config: Any, parameters: dict[str, Any]
+        self,
+        generator: HasModel,
+        start: Callable[[Any, FindPauses, dict[str, Any]], Stream],
+        system: str | None,
+        cache: Any,
+        cache_config: Any,
+        parameters: dict[str, Any],
     ):
+        """start: a stream of the generator, with inputs, pauses and arguments."""
         if generator.tokenizer is None:
             raise OptionError("a chat needs a tokenizer: Generator(model, tokenizer)")
         if generator.model.config.is_encoder_decoder:
             raise OptionError("a chat needs a model whose prompt and answer are one text, and this one has an encoder")
         if not isinstance(system, str | None):
             raise InputError(f"a system message is a text, not {system!r:.80}")
-        self._generator, self._parameters = generator, _checked(parameters)
+        self._generator, self._start, self._parameters = generator, start, _checked(parameters)
         self._backend = {"cache": cache, "cache_config": cache_config}
-        start = () if system is None else ({"role": "system", "content": system},)
-        self._conversation = Conversation(generator.tokenizer, start)
+        messages = () if system is None else ({"role": "system", "content": system},)
+        self._conversation = Conversation(generator.tokenizer, messages)
         self._branches: list[Any] = []  # of a cache that cannot take tokens back, as it was earlier
         self._turn_lock = threading.Lock()
         self.cache: Any = None
@@ -160,11 +164,9 @@ class Chat:
         with _ending(parameters.get("streamer")):
             self._go_back_to(ids[0])
             if self.cache is not None:
-                self._make_room(ids, parameters)
-                if not self.cache.is_croppable:
-                    self._keep_branches(self.cache, messages, ids, parameters)
-                    self._make_room(ids, parameters)  # a branch has that of its own rows
-        chunks = self._started(ids, parameters)
+                # Before the turn starts: one that fails ends the caller's streamer.
+                self.cache = with_room_for(self.cache, self._generator, without_padding(ids), parameters)
+        chunks = self._started(ids, lambda cache: self._pauses(cache, messages, ids[0]), parameters)
         try:
             yield from chunks
         except (GeneratorExit, KeyboardInterrupt):
@@ -176,18 +178,14 @@ class Chat:
             raise
         self._finish(messages, asked, chunks.result())
 
-    def _started(self, ids: torch.Tensor, parameters: dict[str, Any]) -> Stream:
+    def _started(self, ids: torch.Tensor, pauses: FindPauses, parameters: dict[str, Any]) -> Stream:
         backend = self._backend if self.cache is None else {"cache": self.cache}
         try:
-            return self._generator.stream(without_padding(ids), **backend, **parameters)
+            return self._start(without_padding(ids), pauses, backend | parameters)
         except OptionError:  # of a strategy that cannot go on from a cache, or of any: then it is raised again
             if self.cache is None or self.cache.total_tokens == 0:
                 raise
-            return self._generator.stream(without_padding(ids), **self._backend, **parameters)
-
-    def _make_room(self, ids: torch.Tensor, parameters: dict[str, Any]) -> None:
-        """Let a cache of fixed size grow before the turn starts: a turn that fails ends the caller's streamer."""
-        self.cache = with_room_for(self.cache, self._generator, without_padding(ids), parameters)
+            return self._start(without_padding(ids), pauses, self._backend | parameters)
 
     def _finish(self, messages: tuple[Message, ...], asked: tuple[Segment, ...], out: Generation) -> None:
         self.last, self.cache = out, _engine_cache(out)
@@ -225,16 +223,15 @@ class Chat:
         if self.cache is None:
             return
         common = self._common(self.cache, ids)
-        if common == self.cache.total_tokens:
-            return
-        try:
-            self.cache.crop(common) if common else self.cache.reset()
-        except StepError:
-            earlier = [one for one in self._branches if self._common(one, ids) == one.total_tokens]
-            if earlier:
-                self.cache = branch(max(earlier, key=lambda one: one.total_tokens))
-            else:
+        if common < self.cache.total_tokens:
+            try:
+                self.cache.crop(common) if common else self.cache.reset()
+            except StepError:
                 self.cache.reset()
+        self._branches = [one for one in self._branches if self._common(one, ids) == one.total_tokens]
+        longest = max(self._branches, key=lambda one: one.total_tokens, default=self.cache)
+        if longest.total_tokens > self.cache.total_tokens:
+            self.cache = branch(longest)
 
     def _common(self, cache: EngineCache, ids: torch.Tensor) -> int:
         """How many of the cache's tokens begin `ids`, which go on behind them; 0 if other adapters have read them."""
@@ -246,19 +243,17 @@ class Chat:
         most = min(len(known), len(ids) - 1)
         return int((known[:most] == ids[:most]).long().cumprod(dim=0).sum())
 
-    def _keep_branches(
-        self, cache: Any, messages: tuple[Message, ...], ids: torch.Tensor, parameters: dict[str, Any]
-    ) -> None:
-        """Read the prompt, and keep the cache as it is where the conversation may be taken up again."""
-        same = {name: parameters[name] for name in ("cancellation", "on_oom") if name in parameters}
-        self._branches = [one for one in self._branches if self._common(one, ids[0]) == one.total_tokens]
-        cache = self._kept(cache)
+    def _pauses(self, cache: Any, messages: tuple[Message, ...], ids: torch.Tensor) -> list[Pause]:
+        """Where the conversation may be taken up again, behind what the cache holds of the ids [tokens], which is kept.
+
+        Nowhere if tokens can be taken back from the cache.
+        """
+        if not can_migrate(cache) or cache.is_croppable:
+            return []
+        self._keep_branch(cache)
         first = messages[: int(messages[0]["role"] == "system")]
-        for end in (self._end_of(first, ids[0]), self._end_of(messages, ids[0])):
-            if end > cache.total_tokens:
-                out = self._generator.generate(without_padding(ids[:, :end]), cache=cache, **ONE_TOKEN, **same)
-                cache = self._kept(out.cache)
-        self.cache = cache
+        ends = {self._end_of(first, ids), self._end_of(messages, ids)}
+        return [Pause(end, self._keep_branch) for end in sorted(ends) if end > cache.total_tokens]
 
     def _end_of(self, messages: tuple[Message, ...], ids: torch.Tensor) -> int:
         """How many of the ids [tokens] are those of the messages, which come first; not all of them."""
@@ -268,18 +263,16 @@ class Chat:
             return 0
         return min(common(before, ids.tolist()), len(ids) - 1)
 
-    def _kept(self, cache: Any) -> Any:
-        """Keep a cache as it is, if none of its length is kept: the first, which ends with the system message, and the
-        latest stay. Returns the cache to go on with."""
-        if cache.total_tokens == 0 or any(one.total_tokens == cache.total_tokens for one in self._branches):
-            return cache
-        self._branches = [*self._branches[:1], *self._branches[1:][-_LATEST:], cache]
-        return branch(cache)
+    def _keep_branch(self, cache: Any) -> None:
+        """Keep a copy of the cache as it is, if none of its length is kept: the first, which ends with the system
+        message, and the latest stay."""
+        if cache.total_tokens and all(one.total_tokens != cache.total_tokens for one in self._branches):
+            self._branches = [*self._branches[:1], *self._branches[1:][-_LATEST:], branch(cache)]
 
     def fork(self) -> Chat:
         """A second conversation that begins as this one. Both caches read what there is now in one place."""
         with self._between_turns():
-            other = Chat(self._generator, None, **self._backend, parameters=self._parameters)
+            other = Chat(self._generator, self._start, None, **self._backend, parameters=self._parameters)
             other._conversation, other.last = self._conversation, self.last
             if self.cache is not None:
                 other.cache = branch(self.cache)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -12,9 +12,19 @@ from caches import EngineCache, branch, load
 from engine.errors import InputError, OptionError
 from engine.request.continuation import has_windows
 from engine.result import Generation
-from engine.reuse.chat import Generates
 from engine.reuse.room import with_room_for
 from engine.streaming import Stream
+
+
+class Generates(Protocol):
+    """A `Generator`."""
+
+    model: Any
+    tokenizer: Any
+
+    def generate(self, inputs: Any = None, **arguments: Any) -> Generation: ...
+
+    def stream(self, inputs: Any = None, **arguments: Any) -> Stream: ...
 
 
 class Prefix:

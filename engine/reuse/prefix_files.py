@@ -41,19 +41,25 @@ class PrefixFiles:
                 content = json.loads(path.read_text())
                 yield StoredFile(**content | {"ids": tuple(content["ids"])})
 
-    def write(self, file: StoredFile, cache: Any) -> None:
-        """Save the cache, and remove the oldest files where all together are too large. Raises `OSError`."""
+    def write(self, file: StoredFile, cache: Any) -> set[str]:
+        """Save the cache, and remove the oldest files where all together are too large. Raises `OSError`.
+
+        Returns the names of those that were removed: see `name_of`.
+        """
         path = self._path(file)
         if path.exists():
-            return
+            return set()
         cache.save(path, self._model)
         write_atomically(path.with_suffix(".json"), json.dumps(asdict(file)).encode())
         sizes = {one: one.stat().st_size for one in self._folder.glob("*.safetensors")}
+        removed = set()
         for one in sorted(sizes, key=_modified):
             if sum(sizes.values()) <= self._most:
                 break
             _remove(one)
             del sizes[one]
+            removed.add(one.stem)
+        return removed
 
     def read(self, file: StoredFile) -> EngineCache | None:
         """The cache in it; None where the file is gone, damaged or of another release."""
@@ -70,7 +76,12 @@ class PrefixFiles:
         _remove(self._path(file))
 
     def _path(self, file: StoredFile) -> Path:
-        return self._folder / f"{sha256(repr((file.kind, file.ids)).encode()).hexdigest()[:32]}.safetensors"
+        return self._folder / f"{name_of(file.kind, file.ids)}.safetensors"
+
+
+def name_of(kind: str, ids: tuple[int, ...]) -> str:
+    """The name of the file of a cache, without its ending."""
+    return sha256(repr((kind, ids)).encode()).hexdigest()[:32]
 
 
 def _modified(path: Path) -> float:

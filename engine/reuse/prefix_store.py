@@ -1,8 +1,8 @@
 """`PrefixStore`: the caches of earlier calls, found by the tokens that a prompt begins with.
 
 A hit reads what a stored cache holds where it is: see `caches.branch`. Where tokens cannot be taken back from a cache
-(it keeps states or windows), a call can only go on from all of it. The beginning that two prompts have in common is
-then read by itself in the second of them, and stored.
+(it keeps states or windows), a call can only go on from all of it. Reading the second of two prompts then pauses behind
+what they have in common, and that is stored.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
 from threading import RLock
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -25,9 +25,10 @@ from caches.out_of_memory import is_out_of_memory
 from caches.spec.fingerprint import weights_version
 from caches.torch_api import storage_key
 from caches.transfer.convert import can_migrate
+from engine.decoding.pauses import Pause
 from engine.model.model_runner import ModelRunner
 from engine.request.request import Request
-from engine.reuse.prefix_files import PrefixFiles, StoredFile
+from engine.reuse.prefix_files import PrefixFiles, StoredFile, name_of
 from engine.reuse.room import with_room
 from engine.reuse.token_index import TokenIndex
 
@@ -36,17 +37,13 @@ _FILES_FACTOR = 8  # the files together have at most so many times the bytes of 
 _LEAST_FREED = 8  # a cache is shortened where that frees at least an eighth of it
 _SIZES = ("max_cache_len", "max_batch_size")  # in which caches of one kind may differ
 
-Read: TypeAlias = Callable[[EngineCache, torch.Tensor], EngineCache]
-"""Goes on from what a cache holds of ids [tokens] to their end. Returns the cache."""
-
 
 @dataclass(frozen=True)
 class Reused:
-    """The cache that a call begins with. tokens_read: of its prompt, read for this call, which the cache holds. keep:
-    stores the cache at the end of the call."""
+    """The cache that a call begins with. pauses: at which the call stores it. keep: does so at the end of the call."""
 
     cache: EngineCache
-    tokens_read: int = 0
+    pauses: tuple[Pause, ...] = ()
     keep: Callable[[EngineCache], None] = lambda cache: None
 
 
@@ -79,6 +76,11 @@ class StoredCache:
         """Where it can be cut off: behind the prompt, and behind what is common to several prompts."""
         most = len(self.ids) - len(self.ids) // _LEAST_FREED
         return [end for end in (self.prompt_tokens, self.common_tokens) if LEAST_TOKENS <= end < most]
+
+    @cached_property
+    def name(self) -> str:
+        """Of its file."""
+        return name_of(self.kind, self.ids)
 
     @property
     def file(self) -> StoredFile:
@@ -122,11 +124,11 @@ class PrefixStore:
 
     # Finding.
 
-    def find(self, empty: EngineCache, ids: torch.Tensor, branches: bool, read: Read) -> Reused:
+    def find(self, empty: EngineCache, ids: torch.Tensor, branches: bool) -> Reused:
         """A cache like `empty` that holds a beginning of `ids` [tokens], not all of them; `empty` itself if nothing is
-        stored. Raises what `read` raises.
+        stored.
 
-        branches: the row will become several. Its prompt is then read, and stored, before.
+        branches: the row will become several. The cache is stored before that.
         """
         kind = kind_of(empty)
         if kind is None or len(ids) <= LEAST_TOKENS:
@@ -144,15 +146,22 @@ class PrefixStore:
                 live, end = empty, 0
             version = self.version
         end = len(most) if branches else end
-        to_read = end - live.total_tokens if end >= LEAST_TOKENS else 0
-        if to_read > 0:  # other threads may use the store meanwhile
-            live = read(live, ids[:end])
-            self.keep(live, end, version)
-        return Reused(live, max(0, to_read), partial(self.keep, prompt_tokens=len(ids), version=version))
+        pauses: tuple[Pause, ...] = ()
+        if end >= LEAST_TOKENS and end > live.total_tokens:
+            pauses = (Pause(end, partial(self.keep, prompt_tokens=end, version=version)),)
+        return Reused(live, pauses, partial(self.keep, prompt_tokens=len(ids), version=version))
 
     def _found(self, kind: str, ids: tuple[int, ...]) -> tuple[EngineCache | None, int]:
         """A branch of what is stored of `ids`; and where a cache that cannot be cropped should end, so that more calls
         can go on from it, or 0."""
+        while True:
+            before = len(self._index(kind))
+            found, end = self._nearest(kind, ids)
+            if found is not None or len(self._index(kind)) == before:  # else a file was gone, and there may be others
+                return found, end
+
+    def _nearest(self, kind: str, ids: tuple[int, ...]) -> tuple[EngineCache | None, int]:
+        """See `_found`. An entry whose file is gone is removed, and nothing found."""
         entry, tokens = self._index(kind).nearest(ids)
         if entry is None or tokens < LEAST_TOKENS:
             return None, 0
@@ -186,10 +195,11 @@ class PrefixStore:
         kind, log, total = kind_of(cache), cache.log, cache.total_tokens
         if kind is None or log is None or log.positions is not None or cache.batch_size != 1 or total < LEAST_TOKENS:
             return
-        if not bool(log.mask[:, :total].all()) or version != weights_version(self._model):
+        if version != weights_version(self._model):
             return
         try:
-            self._keep(kind, tuple(log.ids[0, :total].tolist()), cache, prompt_tokens)
+            if bool(log.mask[:, :total].all()):
+                self._keep(kind, tuple(log.ids[0, :total].tolist()), cache, prompt_tokens)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -226,13 +236,16 @@ class PrefixStore:
         cache = entry.cache
         if self._files is not None:
             try:
-                self._files.write(entry.file, cache)
+                removed = self._files.write(entry.file, cache)
             except (CacheError, OSError) as error:
                 logging.getLogger("engine").warning("a stored prefix cannot be written: %s", error)
                 self._discard(entry)
                 return
             self._release(cache)
             entry.cache = None
+            for index in self._kinds.values() if removed else ():
+                for gone in [one for one in index if one.cache is None and one.name in removed]:
+                    index.remove(gone)
             return
         self._discard(entry)
         if shortens and entry.is_croppable and entry.ends:

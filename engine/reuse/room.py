@@ -31,7 +31,7 @@ def with_room_for(cache: Any, generator: HasModel, inputs: Any, parameters: dict
         )
     except EngineError:  # the call raises it too
         return cache
-    has_tokens, has_rows = tokens is None or tokens >= request.columns - 1, (rows or 1) >= request.rows
+    has_tokens, has_rows = tokens is None or tokens >= request.cached_columns, (rows or 1) >= request.rows
     if has_tokens and has_rows:
         return cache
     tokens = tokens if has_tokens else max(2 * tokens, request.columns)

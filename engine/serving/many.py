@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
@@ -11,6 +12,8 @@ from engine.decoding.cancellation import Cancellation
 from engine.errors import InputError, OptionError, UserInterrupt
 from engine.serving.request import BatchRequest
 from engine.serving.scheduler import Scheduler
+
+_SLOW_S = 0.01  # an iterable that takes longer for a prompt is slow
 
 
 class EndedRequests:
@@ -52,16 +55,21 @@ def _ended(
 ) -> Generator[BatchRequest, None, None]:
     requests, keys = _requests(prompts, parameters), Cancellation(None, scheduler.ranks)
     total = len(prompts) if isinstance(prompts, Sized) else None
-    is_last = False
+    is_last, ask_again = False, 0.0
     failure: Exception | None = None
     try:
         with _Shown(total, progress) as shown:
             while scheduler.is_busy or not is_last:
                 while scheduler.has_room and not is_last:
+                    asked = time.monotonic()
+                    if scheduler.is_busy and scheduler.ranks.most(asked < ask_again):
+                        break
                     try:
                         request = next(requests, None)
                     except Exception as error:  # raised once the prompts before it have ended
                         request, failure = None, error
+                    if (taken := time.monotonic() - asked) > _SLOW_S:  # at most half of the time goes by with waiting
+                        ask_again = asked + 2 * taken
                     is_last = request is None
                     if request is not None:
                         scheduler.add(request)

@@ -113,6 +113,30 @@ def test_the_prompt_of_several_rows_is_stored():
         assert (out.stats.cached_tokens, out.stats.prompt_tokens) == (cached, 60 - cached)
 
 
+def test_a_prompt_that_is_stored_before_its_rows_part_is_read_in_pieces():
+    generator = generator_of()
+    with generator.batch(piece_tokens=16) as batch:
+        found = batch.submit(ids_of(100), num_beams=3, max_new_tokens=NEW)
+    assert batch.counts.pieces >= 6
+    assert [len(entry.ids) for entry in stored(generator)] == [99]
+    assert (
+        found.result().tokens
+        == engine.generate(tiny_model("llama"), ids_of(100), num_beams=3, max_new_tokens=NEW).tokens
+    )
+
+
+def test_a_call_that_is_cancelled_in_its_prompt_has_all_of_that():
+    generator, common = generator_of("gemma2"), ids_of(40)
+    generator.generate(joined(common, ids_of(9, 1)), max_new_tokens=NEW)
+    text, stop = joined(common, ids_of(9, 2)), threading.Event()
+    stop.set()
+    with pytest.raises(engine.GenerationCancelled) as stopped:
+        generator.generate(text, max_new_tokens=NEW, cancellation=stop)
+    partial = stopped.value.partial
+    assert torch.equal(partial.sequences, text)
+    assert (partial.stats.prompt_tokens, partial.stats.cached_tokens) == (49, 0)
+
+
 def test_answers_go_before_prompts_and_these_before_what_is_common():
     generator, common = generator_of(store_bytes=10**8), ids_of(100)
     for seed in range(1, 5):
