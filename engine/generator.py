@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from engine.model.low_bit_linears import convert_linears
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner
 from engine.out_of_memory import Exhausted, empty_allocators
-from engine.output.hf_streamers import adapter_for
+from engine.output.hf_streamers import adapter_for, ending
 from engine.output.stream_buffer import StreamBuffer
 from engine.planning.free_memory import find_free
 from engine.request.call import ONE_TOKEN, Call, parameters, read_call, takes
@@ -126,7 +125,7 @@ class Generator:
         system: the system message. cache, cache_config: the backend, as of `generate`. resume: a file that `Chat.save`
         wrote, to go on from there. parameters: of every turn, as of `generate`.
         """
-        chat = Chat(self, self._stream_with_pauses, system, cache, cache_config, parameters)
+        chat = Chat(self, self._start_turn, system, cache, cache_config, parameters)
         if resume is not None:
             if (system, cache, cache_config) != (None, None, None):
                 raise OptionError("resume= brings the system message and the cache of its file: leave these out")
@@ -211,7 +210,7 @@ class Generator:
         if own.get("seed") is None:
             own["seed"] = self._runner.ranks.most(int(torch.randint(2**31, ())))
         own["cancellation"] = request
-        return self._start(read_call(request.inputs, **with_own_processors(own)), True, make_room)
+        return self._start(read_call(request.inputs, **with_own_processors(own)), streams=True, make_room=make_room)
 
     def __repr__(self) -> str:
         changed = ", ".join(f"{name}={getattr(self.config, name)!r}" for name in self.config.to_dict(use_diff=True))
@@ -249,9 +248,13 @@ class Generator:
         if self._store is not None:
             self._store.clear()
 
-    def _stream_with_pauses(self, inputs: Any, pauses: FindPauses, arguments: dict[str, Any]) -> Stream:
-        """`stream`, which pauses within the prompt."""
-        return Stream(self._start(read_call(inputs, **arguments), streams=True, pauses=pauses), self._title)
+    def _start_turn(
+        self, inputs: Any, arguments: dict[str, Any], instead: dict[str, Any], pauses: FindPauses
+    ) -> Stream:
+        """`stream` for a chat. instead: arguments that take the place of others where an `OptionError` refuses these."""
+        other = read_call(inputs, **arguments | instead) if instead else None
+        run = self._start(read_call(inputs, **arguments), streams=True, pauses=pauses, instead=other)
+        return Stream(run, self._title)
 
     def _start(
         self,
@@ -259,19 +262,26 @@ class Generator:
         streams: bool,
         make_room: Callable[[], bool] = lambda: False,
         pauses: FindPauses = lambda cache: (),
+        instead: Call | None = None,
     ) -> Driver:
-        """The run of a call.
+        """The run of a call; that of `instead` where an `OptionError` refuses it.
 
         make_room: called first when memory is out; it says whether it has freed some. pauses: in reading the prompt.
         """
         grad = torch.is_grad_enabled()
         try:
-            self._runner.ranks.resume()
-            return self._prepare(call, streams, make_room, pauses)
+            with ending(call.streamer):
+                self._runner.ranks.resume()
+                try:
+                    return self._prepare(call, streams, make_room, pauses)
+                except OptionError:
+                    if instead is None:
+                        raise
+                    self._runner.ranks.end()
+                    self._runner.ranks.resume()
+                return self._prepare(instead, streams, make_room, pauses)
         except BaseException:
             self._runner.ranks.end()
-            with suppress(Exception):  # else a thread that reads from the streamer would wait for ever
-                call.streamer.end()  # type: ignore[union-attr]
             raise
         finally:
             set_grad_enabled(grad)  # Ctrl-C may have come where torch.no_grad() ended

@@ -46,7 +46,7 @@ def branch(cache: C, tokens: int | None = None) -> C:
             raise StepError(f"branch(cache, {tokens}): the cache holds {total} tokens, and a branch the first of them")
         if any(one.rows_per_prefix > 1 for stack in cache.stacks for one in stack.shared_timelines):
             cache.unshare()
-        new = cache.empty_like()
+        new = cache.empty_like(cache.max_rows)
         for stack, source in zip(new.stacks, cache.stacks, strict=True):
             if source.batch_size != -1:
                 _follow(stack, source, is_complete=tokens in (None, total))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +11,17 @@ from transformers import TextStreamer
 
 from engine.output.detokenizer import RowText, ends_of
 from engine.result import StreamChunk
+
+
+@contextmanager
+def ending(streamer: Any) -> Iterator[None]:
+    """End the streamer, if there is one, on any error: a thread that reads from it would wait for ever."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            streamer.end()
+        raise
 
 
 class StreamerAdapter(Protocol):

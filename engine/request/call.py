@@ -27,7 +27,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F")
 
-ONE_TOKEN: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1}  # of calls that read a prompt
+# Of calls that read a prompt, whatever the model's own settings say.
+ONE_TOKEN: dict[str, Any] = {
+    "max_new_tokens": 1, "strategy": "greedy", "do_sample": False, "num_beams": 1, "num_return_sequences": 1,
+    "guidance_scale": 1.0,
+}  # fmt: skip
 
 
 def parameters(

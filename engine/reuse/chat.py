@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,8 +15,10 @@ import torch
 from caches import EngineCache, StepError, branch, convert, inspect, load, recipe
 from caches.spec.fingerprint import active_adapters
 from caches.transfer.convert import can_migrate
+from configs import CacheConfig
 from engine.decoding.pauses import FindPauses, Pause
 from engine.errors import EngineError, InputError, OptionError
+from engine.output.hf_streamers import ending
 from engine.prompt import without_padding
 from engine.result import Generation, StreamChunk
 from engine.reuse.conversation import Conversation, Message, Segment, flat
@@ -25,6 +28,7 @@ from engine.streaming import Stream
 
 _LEAST_ROOM = 512  # tokens, of a cache of fixed size
 _LATEST = 2  # branches that are kept besides the first and the newest
+_SIZES = ("max_cache_len", "max_batch_size")
 _ONE_ANSWER = {"num_return_sequences": 1}  # a whole generation config may say more, for other calls
 _PLAIN_STOP = "\nUser:"  # where there is no template, a model goes on with the next question
 
@@ -58,13 +62,13 @@ class Chat:
     def __init__(
         self,
         generator: HasModel,
-        start: Callable[[Any, FindPauses, dict[str, Any]], Stream],
+        start: Callable[[Any, dict[str, Any], dict[str, Any], FindPauses], Stream],
         system: str | None,
         cache: Any,
         cache_config: Any,
         parameters: dict[str, Any],
     ):
-        """start: a stream of the generator, with inputs, pauses and arguments."""
+        """start: of a stream of the generator: see `Generator._start_turn`."""
         if generator.tokenizer is None:
             raise OptionError("a chat needs a tokenizer: Generator(model, tokenizer)")
         if generator.model.config.is_encoder_decoder:
@@ -105,7 +109,8 @@ class Chat:
 
     def stream(self, message: str | Message, **parameters: Any) -> Iterator[StreamChunk]:
         """`send`, chunk by chunk. When the iterator is closed, the answer so far is the answer."""
-        asked = _as_message(message)
+        with self._ending(parameters):
+            asked = _as_message(message)
         return self._turn(lambda: (*self.messages, asked), parameters)
 
     def retry(self, **parameters: Any) -> Generation:
@@ -114,12 +119,14 @@ class Chat:
 
     def stream_retry(self, **parameters: Any) -> Iterator[StreamChunk]:
         """`retry`, chunk by chunk."""
-        self._before_last_answer()
+        with self._ending(parameters):
+            self._before_last_answer()
         return self._turn(self._before_last_answer, parameters)
 
     def edit(self, message: str | Message, **parameters: Any) -> Generation:
         """The answer to another message in place of the last one."""
-        asked = _as_message(message)
+        with self._ending(parameters):
+            asked = _as_message(message)
         return self._to_end(self._turn(lambda: (*self._before_last_question(), asked), parameters))
 
     def undo(self) -> None:
@@ -153,20 +160,29 @@ class Chat:
 
     def _turn(self, messages: Callable[[], tuple[Message, ...]], parameters: dict[str, Any]) -> Iterator[StreamChunk]:
         with self._between_turns():
-            yield from self._answered(messages(), parameters)
+            yield from self._answered(messages, parameters)
 
-    def _answered(self, messages: tuple[Message, ...], parameters: dict[str, Any]) -> Iterator[StreamChunk]:
-        parameters = self._parameters | _checked(parameters) | _ONE_ANSWER
-        if not self._conversation.has_template:
-            parameters = parameters | {"stop_strings": [_PLAIN_STOP, *_as_list(parameters.get("stop_strings"))]}
-        asked = self._conversation.ids(messages)
-        ids = torch.tensor([flat(asked)])
-        with _ending(parameters.get("streamer")):
+    def _ending(self, given: dict[str, Any]) -> AbstractContextManager[None]:
+        return ending((self._parameters | given).get("streamer"))
+
+    def _answered(
+        self, find_messages: Callable[[], tuple[Message, ...]], given: dict[str, Any]
+    ) -> Iterator[StreamChunk]:
+        with self._ending(given):
+            messages, parameters = find_messages(), self._parameters | _checked(given) | _ONE_ANSWER
+            if not self._conversation.has_template:
+                parameters = parameters | {"stop_strings": [_PLAIN_STOP, *_as_list(parameters.get("stop_strings"))]}
+            asked = self._conversation.ids(messages)
+            ids = torch.tensor([flat(asked)])
             self._go_back_to(ids[0])
             if self.cache is not None:
                 # Before the turn starts: one that fails ends the caller's streamer.
                 self.cache = with_room_for(self.cache, self._generator, without_padding(ids), parameters)
-        chunks = self._started(ids, lambda cache: self._pauses(cache, messages, ids[0]), parameters)
+        own = self._backend if self.cache is None else {"cache": self.cache}
+        # A strategy may not be able to go on from a cache.
+        instead = self._without_size if self.cache is not None and self.cache.total_tokens else {}
+        pauses = partial(self._pauses, messages, ids[0])
+        chunks = self._start(without_padding(ids), own | parameters, instead, pauses)
         try:
             yield from chunks
         except (GeneratorExit, KeyboardInterrupt):
@@ -178,14 +194,15 @@ class Chat:
             raise
         self._finish(messages, asked, chunks.result())
 
-    def _started(self, ids: torch.Tensor, pauses: FindPauses, parameters: dict[str, Any]) -> Stream:
-        backend = self._backend if self.cache is None else {"cache": self.cache}
-        try:
-            return self._start(without_padding(ids), pauses, backend | parameters)
-        except OptionError:  # of a strategy that cannot go on from a cache, or of any: then it is raised again
-            if self.cache is None or self.cache.total_tokens == 0:
-                raise
-            return self._start(without_padding(ids), pauses, self._backend | parameters)
+    @property
+    def _without_size(self) -> dict[str, Any]:
+        """The backend for a cache that is as large as a call needs."""
+        cache, options = self._backend.values()
+        options = cache if isinstance(cache, CacheConfig) else options
+        options = {} if options is None else options.to_dict() if isinstance(options, CacheConfig) else dict(options)
+        name = options.pop("name", cache)
+        options = {option: value for option, value in options.items() if option not in _SIZES}
+        return {"cache": name, "cache_config": options or None}
 
     def _finish(self, messages: tuple[Message, ...], asked: tuple[Segment, ...], out: Generation) -> None:
         self.last, self.cache = out, _engine_cache(out)
@@ -243,7 +260,7 @@ class Chat:
         most = min(len(known), len(ids) - 1)
         return int((known[:most] == ids[:most]).long().cumprod(dim=0).sum())
 
-    def _pauses(self, cache: Any, messages: tuple[Message, ...], ids: torch.Tensor) -> list[Pause]:
+    def _pauses(self, messages: tuple[Message, ...], ids: torch.Tensor, cache: Any) -> list[Pause]:
         """Where the conversation may be taken up again, behind what the cache holds of the ids [tokens], which is kept.
 
         Nowhere if tokens can be taken back from the cache.
@@ -321,17 +338,6 @@ _REFUSED = {
         "whose turns have one cache: Chat.use() puts it in another backend",
     ),
 }
-
-
-@contextmanager
-def _ending(streamer: Any) -> Iterator[None]:
-    """End the streamer on any error: a thread that reads from it would wait for ever."""
-    try:
-        yield
-    except BaseException:
-        with suppress(Exception):
-            streamer.end()
-        raise
 
 
 def _as_message(message: str | Message) -> Message:

@@ -10,6 +10,7 @@ import torch
 
 from caches import EngineCache, branch, load
 from engine.errors import InputError, OptionError
+from engine.output.hf_streamers import ending
 from engine.request.continuation import has_windows
 from engine.result import Generation
 from engine.reuse.room import with_room_for
@@ -57,12 +58,14 @@ class Prefix:
 
         parameters: as of `Generator.generate`, without a cache. `Generation.sequences` begin with the prefix.
         """
-        prompt, cache = self._prompt(inputs, parameters)
+        with ending(parameters.get("streamer")):
+            prompt, cache = self._prompt(inputs, parameters)
         return self._generator.generate(prompt, cache=cache, **parameters)
 
     def stream(self, inputs: Any, **parameters: Any) -> Stream:
         """`generate`, chunk by chunk."""
-        prompt, cache = self._prompt(inputs, parameters)
+        with ending(parameters.get("streamer")):
+            prompt, cache = self._prompt(inputs, parameters)
         return self._generator.stream(prompt, cache=cache, **parameters)
 
     def save(self, path: str | Path) -> None:

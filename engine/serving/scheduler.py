@@ -308,8 +308,9 @@ class Scheduler:
                 break
             runs = [run for run in runs if run in self._runs and not run.is_parked]
         for run in runs:
-            self._count(run.rows, run.rows * (run.driver.loop.fed + 1))
-            self._advance(run, None)
+            if run in self._runs and not run.is_parked:  # one of those before may have asked for memory
+                self._count(run.rows, run.rows * (run.driver.loop.fed + 1))
+                self._advance(run, None)
         self._step_s = self._seconds_since(begun)
 
     def _seconds_since(self, begun: float) -> float:
