@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from caches.core.cache_layout import MOVES, CacheLayout, needed_by_attention
@@ -274,7 +275,10 @@ def _is_read_later(specs: Layers) -> bool:
 
 
 def _cache(specs: Layers, options: PlacedCacheConfig, make_store: StoreFactory, **fields: Any) -> Cache:
-    """fields: further ones of the `CacheLayout`."""
+    """fields: further ones of the `CacheLayout`. Raises `ConfigError` for a folder that is not there."""
+    folder = getattr(options, "folder", None)
+    if folder is not None and not Path(folder).is_dir():
+        raise ConfigError(f"folder={folder!r} is no folder on this machine: make it first, or leave it out")
     expected, is_fixed = ExpectedDevice(options), make_store is _fixed
     layout = CacheLayout(
         options.name,

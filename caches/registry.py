@@ -5,16 +5,20 @@ A recipe that gets None for the layers builds a cache that learns them as they a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial, wraps
+from inspect import unwrap
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from caches.errors import UnknownCacheError, UnsupportedLayerError
+from caches.memory.expected_device import ExpectedDevice
 from caches.protocol import EngineCache
 from caches.spec.layer_spec import LayerSpec, read_specs
-from configs import CacheConfig, ConfigError, EncoderDecoderCacheConfig, nearest
+from configs import CacheConfig, ConfigError, EncoderDecoderCacheConfig, PlacedCacheConfig, nearest
 from configs.cache import CACHE_PLUGINS
 from configs.plugins import check_name, load_plugins
 
@@ -54,12 +58,25 @@ def register(
     def decorate(build: Callable) -> Callable:
         if options.name in _recipes:
             old = _recipes[options.name]
-            check_name(f"a cache named {options.name!r}", [old.options, old.build], [options, build], replace)
+            check_name(f"a cache named {options.name!r}", [old.options, unwrap(old.build)], [options, build], replace)
         summary = (build.__doc__ or "").strip().splitlines()
-        _recipes[options.name] = Recipe(options.name, options, build, summary[0] if summary else "", any_layers)
+        made = wraps(build)(partial(_built, build))
+        _recipes[options.name] = Recipe(options.name, options, made, summary[0] if summary else "", any_layers)
         return build
 
     return decorate
+
+
+def _built(build: Callable, specs: Sequence[LayerSpec] | None, options: Any) -> Any:
+    """What a recipe builds, with its options in the layout: files, stored prefixes and checks ask for them."""
+    cache = build(specs, options)
+    layout = getattr(getattr(cache, "stack", None), "layout", None)
+    if layout is None or layout.config is not None or not isinstance(options, PlacedCacheConfig):
+        return cache
+    rows = options.max_batch_size if layout.max_rows is None else layout.max_rows
+    expected = ExpectedDevice(options)
+    changes = {"config": options, "max_rows": rows, "expected": expected if expected.is_given else None}
+    return type(cache)(dataclasses.replace(layout, **changes))
 
 
 def recipe(name: str) -> Recipe:

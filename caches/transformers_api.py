@@ -162,7 +162,10 @@ def prepare_encoder_kwargs(
         if not model.config.is_encoder_decoder or "encoder_outputs" in model_kwargs:
             return model_kwargs
         prepare = model._prepare_encoder_decoder_kwargs_for_generation
-    return prepare(inputs, model_kwargs, model_input_name=name, generation_config=config)
+    found = prepare(inputs, model_kwargs, model_input_name=name, generation_config=config)
+    if not found.get("mm_encoder_outputs", True):  # of a prompt of text alone
+        found = {name: value for name, value in found.items() if name != "mm_encoder_outputs"}
+    return found
 
 
 def has_own_position_ids(model: PreTrainedModel) -> bool:

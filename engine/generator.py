@@ -251,7 +251,7 @@ class Generator:
     def _start_turn(
         self, inputs: Any, arguments: dict[str, Any], instead: dict[str, Any], pauses: FindPauses
     ) -> Stream:
-        """`stream` for a chat. instead: arguments that take the place of others where an `OptionError` refuses these."""
+        """`stream` for a chat. instead: what takes the place of arguments that an `OptionError` refuses."""
         other = read_call(inputs, **arguments | instead) if instead else None
         run = self._start(read_call(inputs, **arguments), streams=True, pauses=pauses, instead=other)
         return Stream(run, self._title)

@@ -78,7 +78,7 @@ class BeamState:
         self._task, self._rules, self._size, self._prompt = task, rules, size, ids.shape[1]
         self._first = (torch.arange(len(ids), device=ids.device) * stride + first_row)[:, None]
         self._eos = torch.tensor(sorted(task.eos_ids), dtype=torch.long, device=ids.device)
-        self._candidates = max(2, 1 + len(task.eos_ids)) * size  # ids given twice count twice, as in transformers
+        self._candidates = task.candidates_per_beam * size
         scores = torch.full((len(ids), size), _NEVER, dtype=torch.float32, device=ids.device)
         ids = ids[:, None].expand(-1, size, -1)
         self.ended = Hypotheses(ids, ids[..., :0], scores)

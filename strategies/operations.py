@@ -88,6 +88,8 @@ class Task:
         No row gets longer than so many columns.
     eos_ids : tuple of int
         Tokens that end a text, as given.
+    candidates_per_beam : int
+        How many of the best tokens a search looks at for each beam: enough for one that goes on, whichever end.
     pad_id : int
         What a row that has ended is filled up with.
     drafts : SpeculationStats
@@ -118,6 +120,7 @@ class Task:
     ended: Callable[[torch.Tensor], torch.Tensor]
     max_columns: int
     eos_ids: tuple[int, ...] = ()
+    candidates_per_beam: int = 2
     pad_id: int = 0
     drafts: SpeculationStats = field(default_factory=SpeculationStats)
     translation: Translation | None = None

@@ -23,6 +23,9 @@ class Branchable(Copyable, Protocol):
     @property
     def implicit_steps(self) -> tuple[ImplicitSteps, ...]: ...
 
+    @property
+    def max_rows(self) -> int | None: ...
+
     def crop(self, tokens: int) -> None: ...
 
 

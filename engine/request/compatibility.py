@@ -7,14 +7,19 @@ from transformers import PreTrainedModel
 
 from caches import CapacityError, EngineCache
 from caches.protocol import attention_view, capabilities
+from caches.spec.accelerate_hooks import is_dispatched, prompt_device
+from caches.transfer.convert import can_migrate
 from engine.errors import InputError, OptionError
 from engine.model.compiled_step import makes_graphs
 from engine.model.masks import check_takes_masks
 from engine.model.model_runner import ModelRunner
 from engine.model.rope_probe import check_rope
+from engine.prompt import ENCODED
 from engine.request.checks import check_positions, is_fixed
 from engine.request.guidance import check_padding_is_neutral
 from engine.request.request import Request
+
+_OTHER_STATES = ("gemma3n_text",)  # model types
 
 
 def check_together(runner: ModelRunner, cache: EngineCache, request: Request, compile: str) -> None:
@@ -31,6 +36,16 @@ def check_together(runner: ModelRunner, cache: EngineCache, request: Request, co
             f"{type(model).__name__} takes no cache of keys and values (it keeps none, or a state of its own "
             f"kind), so the {cache.name} cache has nothing to hold: use cache='none'"
         )
+    if cache.handle is None and request.prompt.model_kwargs.get(ENCODED) and request.rows > len(request.prompt.ids):
+        raise OptionError(
+            f"{request.strategy.name} makes several rows of each prompt, and rows of a prompt with images or sounds "
+            "cannot change places without a cache: use cache='dynamic'"
+        )
+    if request.needs.hidden_states and model.config.get_text_config(decoder=True).model_type in _OTHER_STATES:
+        raise OptionError(
+            f"{request.strategy.name} compares hidden states [rows, columns, width], and those of "
+            f"{type(model).__name__} have another form: use another strategy"
+        )
     if cache.total_tokens > 0 and request.needs.hidden_states:
         raise OptionError(
             f"{request.strategy.name} compares with the hidden states of all tokens, and those of the "
@@ -39,6 +54,7 @@ def check_together(runner: ModelRunner, cache: EngineCache, request: Request, co
     if request.needs.verifies:
         _check_rolls_back(runner, cache, request)
     _check_cache(model, cache, request)
+    _check_placement(model, cache)
     if makes_graphs(compile):
         if request.config.disable_compile:
             raise OptionError(f"disable_compile=True contradicts EngineConfig(compile={compile!r})")
@@ -49,6 +65,15 @@ def check_together(runner: ModelRunner, cache: EngineCache, request: Request, co
             )
     if request.guidance is not None:
         check_padding_is_neutral(runner, request.guidance)
+
+
+def _check_placement(model: PreTrainedModel, cache: EngineCache) -> None:
+    """Raise `caches.StepError` where the cache's options name a device or a data type that keys will not have."""
+    if not can_migrate(cache) or is_dispatched(model) or torch.is_autocast_enabled(prompt_device(model).type):
+        return
+    for stack in cache.stacks:
+        if stack.layout.expected is not None and model.dtype.is_floating_point:
+            stack.layout.expected.check(0, torch.empty(0, dtype=model.dtype, device=prompt_device(model)))
 
 
 def _check_cache(model: PreTrainedModel, cache: EngineCache, request: Request) -> None:
@@ -76,9 +101,10 @@ def _check_cache(model: PreTrainedModel, cache: EngineCache, request: Request) -
 def _check_room_for_rows(cache: EngineCache, prompts: int, first: int, rows: int) -> None:
     """Whether the rows that `prompts` are to become fit in a cache made for fewer. first: rows when it begins."""
     room = first if cache.max_rows is None and is_fixed(cache) else cache.max_rows
-    if rows > prompts and room is not None and rows > room:
+    if room is not None and rows > room:
+        become = "" if rows == prompts else f" are to become {rows} rows"
         raise CapacityError(
-            f"{prompts} prompts are to become {rows} rows, but this {cache.name} cache has room for {room}: build it "
+            f"{prompts} prompts{become}, but this {cache.name} cache has room for {room}: build it "
             f"with max_batch_size={rows}, or ask for its name instead"
         )
 

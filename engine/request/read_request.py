@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import EosTokenCriteria, GenerationConfig, GenerationMixin, MaxLengthCriteria, PreTrainedModel
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    GenerationMixin,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    StopStringCriteria,
+)
 
 from caches import EngineCache
 from caches.spec.accelerate_hooks import prompt_device
@@ -124,8 +131,9 @@ def read_request(
         guidance=guidance,
         criteria=Criteria(call.stopping_criteria or []),
         eos_ids=eos_ids,
+        candidates_per_beam=max(2, 1 + (0 if eos is None else eos.numel())),  # transformers counts ids given twice
         pad_id=0 if pad is None else int(pad),
-        stop_strings=stop_strings(config, tokenizer),
+        stop_strings=() if replaces(call.stopping_criteria, StopStringCriteria) else stop_strings(config, tokenizer),
         ended=ended(model, config, call.stopping_criteria, tokenizer),
         chunk_tokens=chunk_tokens,
         generator=seeded(call.seed, prompt_device(model)),

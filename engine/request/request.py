@@ -32,6 +32,7 @@ class Request:
     processing: Processing
     criteria: StoppingCriteriaList
     eos_ids: tuple[int, ...]
+    candidates_per_beam: int
     pad_id: int
     stop_strings: tuple[str, ...]
     ended: Callable[[], Callable[[torch.Tensor], torch.Tensor]]
@@ -135,6 +136,7 @@ class Request:
             ended=self.ended(),
             max_columns=self.max_columns,
             eos_ids=self.eos_ids,
+            candidates_per_beam=self.candidates_per_beam,
             pad_id=self.pad_id,
             drafts=self.drafts,
             translation=self.translation,

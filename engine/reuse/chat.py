@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from transformers.cache_utils import Cache as TransformersCache
 
 from caches import EngineCache, StepError, branch, convert, inspect, load, recipe
 from caches.spec.fingerprint import active_adapters
@@ -82,6 +83,11 @@ class Chat:
         self._branches: list[Any] = []  # of a cache that cannot take tokens back, as it was earlier
         self._turn_lock = threading.Lock()
         self.cache: Any = None
+        if isinstance(cache, (EngineCache, TransformersCache)):
+            if not can_migrate(cache):
+                raise OptionError("a chat keeps a cache of this package: give the name of one, such as cache='dynamic'")
+            self.cache = cache
+            self._backend = {"cache": cache.stacks[0].layout.config or cache.name, "cache_config": None}
         self.last: Generation | None = None
 
     @property

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 from architectures import tiny_model
@@ -9,9 +12,11 @@ from transformers import LlamaConfig
 
 import caches
 import engine
+from caches import registry
 from caches.protocol import Capabilities
 from caches.spec.layer_spec import PLAIN
 from caches.transfer.split_rows import halves
+from configs import PlacedCacheConfig
 
 CONFIG = LlamaConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
 
@@ -147,3 +152,32 @@ def test_a_cache_that_may_be_lost_need_not_keep_the_past():
     cache.name, cache.log = "proxy", None
     result = engine.generate(model, [[3, 4, 5]], cache=cache, max_new_tokens=4, prompt_lookup_num_tokens=2)
     assert result.tokens == engine.generate(model, [[3, 4, 5]], max_new_tokens=4).tokens
+
+
+@dataclass(frozen=True)
+class OwnConfig(PlacedCacheConfig):
+    name: ClassVar[str] = "own_of_a_test"
+
+
+@pytest.fixture
+def own_backend():
+    @caches.register(OwnConfig)
+    def own(specs, options):
+        """A recipe that says nothing of its options."""
+        return caches.Cache(options.name, specs, growing)
+
+    yield OwnConfig.name
+    registry._recipes.pop(OwnConfig.name)
+
+
+def test_a_recipe_need_not_pass_its_options_on(own_backend, tmp_path):
+    model, ids = tiny_model("llama"), torch.arange(3, 43)[None]
+    out = engine.generate(model, ids, cache=own_backend, max_new_tokens=4)
+    out.cache.save(tmp_path / "own.safetensors", model)
+    assert caches.load(tmp_path / "own.safetensors", model).total_tokens == out.cache.total_tokens
+    for options, why in (({"max_batch_size": 1}, "has room for 1"), ({"dtype": "float16"}, "was built for float16")):
+        with pytest.raises(caches.CacheError, match=why):
+            engine.generate(model, ids.expand(2, -1), cache=own_backend, cache_config=options, max_new_tokens=4)
+    generator = engine.Generator(model, config=engine.EngineConfig(prefix_store_bytes=10**7))
+    read = [generator.generate(ids, cache=own_backend, max_new_tokens=4).stats.cached_tokens for _ in range(2)]
+    assert read == [0, 39]

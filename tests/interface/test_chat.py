@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from architectures import ARCHITECTURES, MORE_ARCHITECTURES, randomised
-from transformers import AutoTokenizer, GenerationConfig, TextIteratorStreamer
+from transformers import AutoTokenizer, DynamicCache, GenerationConfig, TextIteratorStreamer
 
 import caches
 import engine
@@ -110,6 +110,53 @@ def test_a_state_goes_on_from_before_the_answer(tokenizer):
     chat.send("def main():")
     assert chat.retry().stats.prompt_tokens < 8
     assert chat.retry().stats.prompt_tokens < 8
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "mamba"])
+def test_stats_count_all_that_a_turn_reads(name, tokenizer):
+    chat = generator_of(name, tokenizer).chat(max_new_tokens=TOKENS)
+    chat.send("import os")
+    before = chat.cache.total_tokens
+    out = chat.send("def main(): " * 20)
+    read = history_of(chat)["input_ids"].shape[1]
+    assert (out.stats.prompt_tokens, out.stats.cached_tokens) == (read - before, before)
+
+
+def test_a_strategy_that_cannot_go_on_from_the_cache_starts_anew_once(tokenizer):
+    generator = generator_of("llama", tokenizer)
+    chat = generator.chat(max_new_tokens=TOKENS, cache="static", cache_config={"max_cache_len": 24})
+    for message in ("import os", "def main():"):
+        chat.send(message)
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    out = chat.send("x", streamer=streamer, penalty_alpha=0.5, top_k=3)
+    check_turn(generator, chat, out, {}, penalty_alpha=0.5, top_k=3)
+    assert "".join(streamer) == out.text[0]
+
+
+def test_what_is_refused_before_a_turn_ends_its_streamer(tokenizer):
+    generator = generator_of("llama", tokenizer)
+    chat, prefix = generator.chat(), generator.prefill("import os")
+    calls = (
+        lambda streamer: chat.send({"no role": 1}, streamer=streamer),
+        lambda streamer: chat.retry(streamer=streamer),
+        lambda streamer: chat.send("x", cache="static", streamer=streamer),
+        lambda streamer: prefix.generate("", streamer=streamer),
+    )
+    for call in calls:
+        streamer = TextIteratorStreamer(tokenizer, timeout=60)
+        with pytest.raises(engine.EngineError):
+            call(streamer)
+        assert "".join(streamer) == ""
+
+
+def test_live_caches(tokenizer):
+    generator = generator_of("llama", tokenizer)
+    with pytest.raises(engine.OptionError, match="a chat keeps a cache of this package"):
+        generator.chat(cache=DynamicCache())
+    chat = generator.chat(cache=caches.build("dynamic", generator.model.config), max_new_tokens=TOKENS)
+    other = chat.fork()
+    check_turn(generator, chat, chat.send("import os"), {})
+    check_turn(generator, other, other.send("x"), {})
 
 
 def test_one_turn_at_a_time(tokenizer):

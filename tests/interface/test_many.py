@@ -227,6 +227,35 @@ class TestRequests:
         requests.close()
         assert len(read) <= 12
 
+    @pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
+    def test_padded_prompts_of_states_are_read_at_once(self, name):
+        gen = engine.Generator(tiny_model(name))
+        ragged = [ids(40)[0].tolist(), ids(9)[0].tolist()]
+        with gen.batch(piece_tokens=3) as batch:
+            found = batch.submit(ragged, max_new_tokens=5)
+        assert found.result().tokens == gen.generate(ragged, max_new_tokens=5).tokens
+
+    def test_texts_that_are_ready_do_not_wait_for_a_slow_iterable(self):
+        gen, at = engine.Generator(tiny_model("llama")), []
+
+        def slow():
+            for seed in range(4):
+                time.sleep(0.3)
+                at.append(seed)
+                yield ids(4, seed)
+
+        assert next(iter(gen.generate_many(slow(), max_new_tokens=2))).index == 0
+        assert len(at) < 4
+
+    def test_time_begins_with_the_text(self):
+        gen = engine.Generator(tiny_model("llama"))
+        with gen.batch(slots=2) as batch:
+            batch.submit(ids(4), max_new_tokens=80)
+            for asked in ({"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True, "seed": 1}):
+                waiting = batch.submit(ids(5), max_new_tokens=4, max_time=0.15, eos_token_id=[], **asked)
+                assert waiting.result().finish_reasons == ["length"] * waiting.result().sequences.shape[0]
+                batch.submit(ids(4), max_new_tokens=80)
+
     def test_an_iterable_that_raises_loses_no_prompt_before(self):
         gen = engine.Generator(tiny_model("llama"))
 

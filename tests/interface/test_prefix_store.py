@@ -188,6 +188,16 @@ def test_what_has_no_room_is_in_a_folder_also_for_the_next_process(tmp_path):
         assert (out.tokens, out.stats.cached_tokens) == (tokens, 0)
 
 
+def test_files_that_are_gone_hide_no_others(tmp_path):
+    generator, common, hits = generator_of(store_bytes=40_000, prefix_store_folder=str(tmp_path)), ids_of(60), 0
+    for seed in range(60):
+        out = generator.generate(joined(common, ids_of(9, seed)), max_new_tokens=2)
+        hits += out.stats.cached_tokens >= 60
+    files = len(list(tmp_path.rglob("*.safetensors")))
+    assert hits >= 58
+    assert len(generator._store) <= files + 3
+
+
 def test_files_have_a_limit_too(tmp_path):
     generator = generator_of(store_bytes=70_000, prefix_store_folder=str(tmp_path))
     for seed in range(20):

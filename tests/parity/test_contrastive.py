@@ -150,3 +150,12 @@ def test_a_cache_that_holds_tokens_is_refused_before_any_work(monkeypatch):
     with pytest.raises(engine.OptionError, match="those of the 17 in the cache are not known: start with an empty"):
         engine.generate(model, conversation(first, inputs), cache=first.cache, **USUAL)
     assert first.cache.total_tokens == 17
+
+
+def test_a_cache_without_room_for_the_last_candidates_is_refused_before_any_work(monkeypatch):
+    model, ids = tiny("llama")[0], torch.arange(3, 39)[None]
+    options = {"max_new_tokens": 5, "penalty_alpha": 0.6, "top_k": 3, "cache": "static"}
+    assert len(engine.generate(model, ids, cache_config={"max_cache_len": 41}, **options).tokens[0]) == 5
+    never_run(model, monkeypatch)
+    with pytest.raises(caches.CapacityError, match="36 prompt tokens and 5 new ones need 41"):
+        engine.generate(model, ids, cache_config={"max_cache_len": 40}, **options)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from architectures import prompt, tiny_model
 from references import draft_of
-from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
+from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
 import engine
 
@@ -33,6 +33,30 @@ def test_a_criterion_takes_the_place_of_the_calls_own_of_its_kind(criterion, own
     expected = model.generate(ids[:1], stopping_criteria=StoppingCriteriaList([criterion()]), **asked)
     out = engine.generate(model, ids[:1], stopping_criteria=[criterion()], **asked)
     assert torch.equal(out.sequences, expected)
+
+
+def test_a_search_takes_as_many_candidates_beside_an_own_criterion_of_the_end():
+    model, ids = llama()
+    for seed in range(6):
+        torch.manual_seed(seed)
+        asked = {
+            "eos_token_id": [11, 12, 13, 14],
+            "pad_token_id": 0,
+            "num_beams": 3,
+            "do_sample": True,
+            "max_new_tokens": 8,
+        }
+        expected = model.generate(ids[:1], stopping_criteria=StoppingCriteriaList([EosTokenCriteria([11])]), **asked)
+        torch.manual_seed(seed)
+        out = engine.generate(model, ids[:1], stopping_criteria=[EosTokenCriteria([11])], **asked)
+        assert torch.equal(out.sequences, expected)
+
+
+def test_an_own_criterion_of_strings_takes_the_place_of_the_calls_too(shipped):
+    asked = {"stop_strings": ["e"], "max_new_tokens": 12, "do_sample": False}
+    own = [StopStringCriteria(shipped.tokenizer, ["no such text"])]
+    out = engine.generate(shipped.model, "import os\n", tokenizer=shipped.tokenizer, stopping_criteria=own, **asked)
+    assert len(out.tokens[0]) == 12
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)

@@ -275,3 +275,17 @@ def test_the_compiled_step(name):
     for _ in range(2):
         assert torch.equal(compiled.generate(inputs, max_new_tokens=NEW).sequences, theirs(model, inputs))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("made", ["ours", "theirs"])
+def test_a_cache_cropped_to_nothing_answers_from_the_new_source(made):
+    model = tiny_encoder_decoder("bart")
+    first, second = source("bart"), source("bart", seed=1)
+    cache = (
+        caches.build("dynamic", model.config) if made == "ours" else EncoderDecoderCache(DynamicCache(), DynamicCache())
+    )
+    engine.generate(model, **first, cache=cache, max_new_tokens=5)
+    cache.crop(-cache.get_seq_length())
+    expected = engine.generate(model, **second, max_new_tokens=5)
+    assert expected.tokens != engine.generate(model, **first, max_new_tokens=5).tokens
+    assert engine.generate(model, **second, cache=cache, max_new_tokens=5).tokens == expected.tokens

@@ -94,3 +94,21 @@ def test_positions_of_images_that_are_missing():
     fewer = inputs | {"image_grid_thw": inputs["image_grid_thw"][:2], "pixel_values": inputs["pixel_values"][:32]}
     with pytest.raises(engine.InputError, match="cannot tell the positions of this prompt"):
         engine.generate(model, fewer, **OPTIONS)
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3"])
+def test_a_prompt_of_text_alone_is_one_of_a_text_model(name):
+    model, ids = seeing_model(name), torch.arange(20, 32)[None]
+    beams = {"num_beams": 3, "max_new_tokens": 5}
+    expected = model.generate(ids, do_sample=False, **beams)
+    assert torch.equal(engine.generate(model, ids, cache="none", **beams).sequences, expected)
+    with engine.Generator(model).batch() as batch:
+        for seed in range(2):
+            batch.submit(ids + seed, max_new_tokens=5)
+    assert batch.counts.why_alone == set()
+
+
+def test_rows_of_images_without_a_cache_are_refused_before_any_work():
+    model = seeing_model("llava")
+    with pytest.raises(engine.OptionError, match="cannot change places without a cache"):
+        engine.generate(model, seen_prompt("llava"), cache="none", num_beams=2, max_new_tokens=3)
