@@ -50,9 +50,9 @@ class _Row:
 class StreamBuffer:
     """Tokens and text of all rows of a run.
 
-    prompts: [rows, columns]. tokenizer: None if no text is wanted. adapter: of the streamer, if there is one.
-    keeps_space: see `RowText`, for each row. watched: whether chunks or the streamer need tokens before the end of the
-    run.
+    prompts: [rows, columns]. tokenizer: None if no text is wanted. adapter: of the streamer, if there is one. has_form:
+    for each row whether a constraint gives it a form, to which its first space belongs and none of `eos_ids`. watched:
+    whether chunks or the streamer need tokens before the end of the run.
     """
 
     def __init__(
@@ -61,14 +61,18 @@ class StreamBuffer:
         tokenizer: Any,
         stop_strings: tuple[str, ...],
         adapter: StreamerAdapter | None,
-        keeps_space: list[bool],
+        has_form: list[bool],
+        eos_ids: tuple[int, ...],
         watched: bool,
     ):
         self.watched = watched or adapter is not None
-        self._rows = [
-            _Row(prompt, None if tokenizer is None else RowText(tokenizer, stop_strings, prompt=end, keeps_space=keeps))
-            for prompt, end, keeps in zip(prompts, ends_of(prompts, stop_strings), keeps_space, strict=True)
-        ]
+        self._rows = []
+        for prompt, before, form in zip(prompts, ends_of(prompts, stop_strings), has_form, strict=True):
+            text = None
+            if tokenizer is not None:
+                ends = eos_ids if form else ()
+                text = RowText(tokenizer, stop_strings, prompt=before, keeps_space=form, ends=ends)
+            self._rows.append(_Row(prompt, text))
         self._holds = False
         self._moved: list[int] | None = None  # the row's index when tokens were last pushed
         self._chunks: list[StreamChunk] = []

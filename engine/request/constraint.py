@@ -136,7 +136,7 @@ def _closed(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     closed = {name: _closed(one) for name, one in schema.items()}
-    is_object = schema.get("type") == "object" and "properties" in schema
+    is_object = schema.get("type") == "object" and not schema.keys().isdisjoint(("properties", "patternProperties"))
     return {"additionalProperties": False} | closed if is_object else closed
 
 

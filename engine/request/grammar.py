@@ -60,8 +60,8 @@ class Grammar(LogitsProcessor):
             raise OptionError(
                 f"{unique[0].said} ends a text with an end token, and this call has none: give eos_token_id"
             )
-        library = _library_tokenizer(tokenizer, vocabulary, sorted(self._ends), unique[0].said)
-        self._begin = [_State(_matcher(one, library)) for one in unique]
+        self._library = _library_tokenizer(tokenizer, vocabulary, sorted(self._ends), unique[0].said)
+        self._begin = [_State(_matcher(one, self._library)) for one in unique]
         self._states: dict[_Text, _State] = {(number, ()): state for number, state in enumerate(self._begin)}
         self._announced: tuple[torch.Tensor, list[_Text | None]] | None = None
 
@@ -73,7 +73,7 @@ class Grammar(LogitsProcessor):
     def check_length(self, new_tokens: int) -> None:
         """Raise `OptionError` if no text of so many tokens is complete, as far as that is known before."""
         for number, state in enumerate(self._begin):
-            least = len(state.matcher.compute_ff_tokens()) + 1
+            least = len(self._certain(state.matcher)) + 1
             if least > new_tokens:
                 said = self.constraints[self._kinds.index(number)].said  # type: ignore[union-attr]
                 raise OptionError(
@@ -171,12 +171,24 @@ class Grammar(LogitsProcessor):
         for text in others[: max(0, len(others) + len(wanted) - self._most)]:
             del self._states[text]
 
+    def _certain(self, matcher: Any) -> list[int]:
+        """The tokens that have to come next.
+
+        llguidance encodes the text that has to come as the tokenizer does: with added tokens, and as a normalizer
+        changes it. Where its matcher does not take these tokens for that text, plain ones spell it out.
+        """
+        tokens: list[int] = matcher.compute_ff_tokens()
+        if matcher.validate_tokens(tokens) < len(tokens):
+            tokens = self._library.greedy_tokenize(matcher.compute_ff_bytes().decode(errors="ignore"))
+            tokens = tokens[: matcher.validate_tokens(tokens)]
+        return tokens
+
     def _known(self, text: _Text) -> _State:
         """The state of a text, with what may come next. Nothing may where the text has left the grammar, as a beam does
         that has nothing left to go on with."""
         state = self._states[text]
         if state.forced is None and not state.has_left:
-            state.forced = state.matcher.compute_ff_tokens()
+            state.forced = self._certain(state.matcher)
             if not state.forced:
                 state.allowed = state.matcher.compute_logit_bias()
             if state.matcher.is_error():

@@ -213,7 +213,8 @@ class Chat:
     def _finish(self, messages: tuple[Message, ...], asked: tuple[Segment, ...], out: Generation) -> None:
         self.last, self.cache = out, _engine_cache(out)
         assert out.text is not None
-        self._conversation = self._conversation.answered(messages, asked, out.text[0], out.tokens[0])
+        has_end = out.finish_reasons[0] == "eos"
+        self._conversation = self._conversation.answered(messages, asked, out.text[0], out.tokens[0], has_end)
 
     # The cache.
 

@@ -76,13 +76,20 @@ class Conversation:
         return tuple(self.tokenizer(text, add_special_tokens=adds_bos)["input_ids"])
 
     def answered(
-        self, messages: Sequence[Message], asked: tuple[Segment, ...], answer: str, tokens: Sequence[int]
+        self, messages: Sequence[Message], asked: tuple[Segment, ...], answer: str, tokens: Sequence[int], has_end: bool
     ) -> Conversation:
-        """The same after an answer of these tokens to `messages`, which were read as the segments `asked`."""
-        said, text, ending = list(tokens), answer, []
-        if said and said[-1] in self._special_ids:
-            last = said.pop()
-            ending = [Segment(self.tokenizer.convert_ids_to_tokens(last), (last,))]
+        """The same after an answer of these tokens to `messages`, which were read as the segments `asked`.
+
+        has_end: whether the last token is one that ends a text.
+        """
+        said, ending = list(tokens), []
+        end = self.tokenizer.convert_ids_to_tokens(said[-1]) if said else ""
+        is_special = bool(said) and said[-1] in self._special_ids
+        if not is_special and has_end:  # then its text is part of the answer
+            answer, is_special = answer.removesuffix(end), answer.endswith(end)
+        text = answer
+        if is_special:
+            ending = [Segment(end, (said.pop(),))]
         elif (complete := self._text_of(said)) != answer and complete.startswith(answer):  # a stop string comes last
             while not answer.startswith(text := self._text_of(said)):
                 said.pop()

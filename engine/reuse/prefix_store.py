@@ -244,8 +244,8 @@ class PrefixStore:
             self._release(cache)
             entry.cache = None
             for index in self._kinds.values() if removed else ():
-                for gone in [one for one in index if one.cache is None and one.name in removed]:
-                    index.remove(gone)
+                for old in [one for one in index if one.cache is None and one.name in removed]:
+                    index.remove(old)
             return
         self._discard(entry)
         if shortens and entry.is_croppable and entry.ends:

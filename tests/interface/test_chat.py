@@ -554,3 +554,13 @@ def test_what_is_no_message_is_refused(shipped, message):
     assert chat.messages == ()
     with pytest.raises(engine.InputError, match="a system message is a text"):
         shipped.chat([{"role": "system", "content": "x"}])
+
+
+def test_an_end_token_that_is_not_special_is_no_part_of_the_answer(tokenizer):
+    tokenizer.add_tokens(["<|im_end|>"])
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    generator = generator_of("llama", tokenizer)
+    chat = generator.chat(max_new_tokens=20, eos_token_id=[end], sequence_bias={(end,): 100.0}, min_new_tokens=3)
+    out = chat.send("import os")
+    assert out.finish_reasons == ["eos"]
+    assert "<|im_end|>" not in chat.messages[-1]["content"]

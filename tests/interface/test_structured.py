@@ -5,6 +5,7 @@ import copy
 import json
 import re
 from random import Random
+from typing import Annotated
 
 import pytest
 import torch
@@ -421,3 +422,33 @@ def test_on_the_command_line(cli, tmp_path):
     assert cli(["generate", PROMPT, "--choice", "os", "--choice", "re"]).stdout.strip() in ("os", "re")
     assert cli(["generate", PROMPT, "--regex", "[0-9]{4}"]).stdout.strip().isdigit()
     assert cli(["generate", PROMPT, "--json-schema", str(tmp_path / "none.json")]).exit_code == 2
+
+
+FORMS_WITH_ADDED_TOKENS = [
+    ({"choices": ["x = '<|endoftext|>'"]}, "x = '<|endoftext|>'"),
+    ({"regex": r"say <\|endoftext\|> now"}, "say <|endoftext|> now"),
+    ({"json_schema": {"type": "object", "properties": {"<|pad|>": {"const": 1}}, "required": ["<|pad|>"],
+                      "additionalProperties": False}}, '{"<|pad|>": 1}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "text"), FORMS_WITH_ADDED_TOKENS, ids=str)
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=str)
+def test_a_text_that_has_to_come_may_hold_that_of_an_added_token(shipped, form, text, options):
+    out = shipped.generate("import os", **form, **options, max_new_tokens=40)
+    assert (out.text, out.finish_reasons) == ([text], ["eos"])
+
+
+def test_an_end_token_that_is_not_special_is_no_part_of_the_form(shipped):
+    dot = shipped.tokenizer.convert_tokens_to_ids(".")
+    out = shipped.generate("x", choices=["yes", "no"], eos_token_id=[dot], max_new_tokens=20)
+    assert (out.text[0] in ("yes", "no"), out.tokens[0][-1], out.finish_reasons) == (True, dot, ["eos"])
+    assert "".join(one.text for one in shipped.stream("x", choices=["no"], eos_token_id=[dot])) == "no"
+
+
+def test_a_dict_with_keys_of_a_pattern_is_closed(shipped):
+    pydantic = pytest.importorskip("pydantic")
+    key = Annotated[str, pydantic.Field(pattern="^[a-c]$")]
+    kind = pydantic.create_model("Marks", marks=(dict[key, bool], pydantic.Field(max_length=2)))
+    found = [shipped.generate("x", json_schema=kind, do_sample=True, seed=seed, max_new_tokens=60) for seed in range(4)]
+    assert all(one.parsed[0] is not None for one in found)

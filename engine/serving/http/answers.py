@@ -154,7 +154,9 @@ class Answer:
             offsets.append(end)
             new = decoded.push(token)
             if not text.startswith(new, end):
-                new = "" if token in self._special else new.removeprefix(" ")
+                spaced = f" {new}"  # the decoder has removed the space at the beginning
+                new = spaced if text.startswith(spaced, end) else new.removeprefix(" ")
+                new = "" if token in self._special else new
             end = min(end + len(new), len(text))
         return offsets
 
