@@ -45,6 +45,7 @@ from caches.hf.classic import (
 from caches.hf.encoder_decoder import EncoderDecoder
 from caches.hf.no_cache import NoCache
 from caches.protocol import EngineCache, TokenLog
+from caches.quantization.codec import register_codec
 from caches.registry import Recipe, build, names, recipe, register
 from caches.spec.layer_spec import LayerSpec, mask_kinds, read_specs
 from caches.stores.dense import FixedStore, GrowingStore
@@ -71,7 +72,7 @@ __all__ = [
     "SlidingWindowCache", "StaticCache", "StepError", "Store", "Timeline", "TokenLog", "UnknownCacheError",
     "UnknownContentError", "UnsupportedLayerError", "apply_window", "branch", "build", "convert", "driven",
     "first_layer", "from_legacy_cache", "inspect", "join_rows", "load", "mask_kinds", "migrate", "names", "read_specs",
-    "recipe", "register", "select_rows",
+    "recipe", "register", "register_codec", "select_rows",
 ]  # fmt: skip
 
 __getattr__ = old_names(

@@ -16,7 +16,8 @@ import torch
 
 from caches.attention.segments import AffineSegment, Attend, DenseSegment, Segment
 from caches.quantization.fused_attention import KERNELS, QuantizedSegment, attention, check_fused, is_supported
-from configs import CODECS, ConfigError, QuantizedCacheConfig
+from configs import CODECS, CodecFacts, ConfigError, QuantizedCacheConfig, require_positive
+from configs.plugins import check_name
 
 Parts = dict[str, torch.Tensor]  # "codes", "scale" and, but for fp8, "offset": [rows, heads, slots or blocks, ...]
 NewScratch = Callable[[], tuple[torch.Tensor, torch.Tensor]]
@@ -222,11 +223,41 @@ CHOICES: dict[str, Callable[[torch.Tensor, int], Choice]] = {
     "kivi": _kivi,
 }
 """By backend, the names of `configs.CODECS`."""
+_PACKED_BITS = (1, 2, 3, 4, 8)
+
+
+def register_codec(
+    name: str, facts: CodecFacts, choose: Callable[[torch.Tensor, int], Choice], *, replace: bool = False
+) -> None:
+    """Make a codec known as a `backend` of the quantized caches.
+
+    facts: what it supports. choose: (elements [groups, size], bits) -> codes [groups, size], whole numbers from 0 to
+    2 ** bits - 1, and scale and offset, [groups, 1] each; None for an offset of 0. The same function may be registered
+    again. Raises `ConfigError` for facts that cannot be, and where another function has the name, unless `replace`.
+    """
+    if not isinstance(name, str) or name != name.lower():
+        raise ConfigError(f"a codec named {name!r} would never be found: write its name in small letters")
+    if not isinstance(facts, CodecFacts) or not callable(choose):
+        raise ConfigError(
+            f"codec {name!r}: facts={facts!r:.80} and choose={choose!r:.80}, but they have to be a configs.CodecFacts "
+            "and a function"
+        )
+    if not facts.bits or not set(facts.bits) <= set(_PACKED_BITS):
+        raise ConfigError(f"codec {name!r}: bits={facts.bits}, but codes of {_PACKED_BITS} bits alone can be packed")
+    require_positive(f"codec {name!r}", group=facts.group)
+    if name in CHOICES:
+        check_name(f"a codec named {name!r}", [CHOICES[name]], [choose], replace)
+    CODECS[name], CHOICES[name] = facts, choose
 
 
 def new_codec(options: QuantizedCacheConfig, name: str) -> Affine:
     """The codec for `name`, "keys" or "values". Raises `ConfigError` if the backend's library is not installed."""
     facts = CODECS[options.backend]
+    if options.backend not in CHOICES:
+        raise ConfigError(
+            f"backend={options.backend!r} is in configs.CODECS, but no function chooses its codes: register both with "
+            "caches.register_codec"
+        )
     if facts.package is not None and importlib.util.find_spec(facts.package) is None:
         raise ConfigError(
             f"backend={options.backend!r} needs the package {facts.distribution}, which is not installed: "

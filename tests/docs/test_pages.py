@@ -14,17 +14,14 @@ import termios
 import time
 
 import pytest
+import torch
 import yaml
 from helpers import in_terminal
 from pages import DOCS, blocks, name_of, pages
 from places import README, ROOT
 
 import caches
-import configs
 import engine
-from caches import registry
-from caches.quantization import codec
-from strategies import registry as strategy_registry
 
 PAGES = pages()
 CLI = DOCS / "guide" / "cli.md"
@@ -42,19 +39,8 @@ def with_blocks(language, slow=()):
     return pytest.mark.parametrize("page", marked, ids=name_of)
 
 
-@pytest.fixture
-def _own_registries(monkeypatch):
-    """What a page registers is undone."""
-    monkeypatch.setattr(registry, "_recipes", dict(registry._recipes))
-    monkeypatch.setattr(configs.CacheConfig, "_by_name", dict(configs.CacheConfig._by_name))
-    monkeypatch.setattr(strategy_registry, "_strategies", dict(strategy_registry._strategies))
-    for codecs in (configs.CODECS, codec.CHOICES):  # entries are removed again
-        monkeypatch.setitem(codecs, "symmetric", None)
-        del codecs["symmetric"]
-
-
 @with_blocks("python", slow=[COMPILES])
-@pytest.mark.usefixtures("_own_registries")
+@pytest.mark.usefixtures("own_registries")
 def test_the_python_of_a_page(page, capsys, monkeypatch, tmp_path):
     """In order, each with the names of those before it on the page: what prints shows something."""
     monkeypatch.chdir(tmp_path)
@@ -62,6 +48,21 @@ def test_the_python_of_a_page(page, capsys, monkeypatch, tmp_path):
     for block in blocks(page, "python"):
         exec(compile(block, name_of(page), "exec"), names)
         assert bool(capsys.readouterr().out.strip()) == ("print(" in block), block
+
+
+@pytest.mark.usefixtures("own_registries")
+@pytest.mark.parametrize("name", ["Mirostat", "BestOf"])
+def test_the_strategies_of_a_page_recover_from_out_of_memory(name, shipped, out_of_memory_at):
+    names: dict = {}
+    for block in blocks(DOCS / "extend" / "strategy.md", "python"):
+        exec(compile(block, "strategy.md", "exec"), names)
+    options = {"strategy": names[name](), "seed": 1, "output_scores": True, "max_new_tokens": 6}
+    expected = shipped.generate("import os\n", **options)
+    out_of_memory_at(3, torch, "multinomial")
+    found = shipped.generate("import os\n", **options)
+    assert found.text == expected.text
+    assert len(found.scores) == len(expected.scores) == 6
+    assert [fallback.name for fallback in found.stats.fallbacks] == ["release"]
 
 
 @with_blocks("sh")

@@ -287,7 +287,7 @@ def storage(cache) -> dict[int, int]:
             list(map(look, thing.values()))
         elif isinstance(thing, (list, tuple)):
             list(map(look, thing))
-        elif type(thing).__module__.startswith("caches."):
+        elif any(base.__module__.startswith("caches.") for base in type(thing).__mro__):  # a plug-in's store has such
             look(vars(thing))
 
     look([part.layers for part in cache.parts])

@@ -1,4 +1,4 @@
-"""Caches and strategies of others: defined again, under a name that is taken, brought along by a package."""
+"""Caches, strategies and codecs of others: defined again, under a name that is taken, brought along by a package."""
 
 import functools
 import json
@@ -6,6 +6,7 @@ import logging
 import sys
 
 import pytest
+import torch
 from architectures import prompt, tiny_model
 
 import caches
@@ -13,6 +14,7 @@ import configs
 import engine
 import strategies
 from caches import registry
+from caches.quantization.codec import CHOICES
 from configs import plugins
 from strategies import registry as strategy_registry
 
@@ -48,6 +50,10 @@ def _own_registries(monkeypatch):
     monkeypatch.setattr(configs.CacheConfig, "_by_name", dict(configs.CacheConfig._by_name))
     monkeypatch.setattr(strategy_registry, "_strategies", dict(strategy_registry._strategies))
     monkeypatch.setattr(plugins, "_loaded", set())
+    for table in (configs.CODECS, CHOICES):
+        for name in ("own", "half"):
+            monkeypatch.setitem(table, name, None)
+            del table[name]
 
 
 def cell(code, module="__main__", name="mine", number=1, replace=False, **more):
@@ -109,6 +115,46 @@ def test_what_failed_is_not_registered():
         cell(CACHE, module="another", name="static")
     assert configs.CacheConfig.from_dict({"name": "static"}) == configs.StaticCacheConfig()
     assert caches.recipe("static").options is configs.StaticCacheConfig
+
+
+def halves(groups, bits):
+    return torch.zeros_like(groups), torch.ones(len(groups), 1), None
+
+
+FACTS = configs.CodecFacts(bits=(4,), axes={})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    {
+        "a name that is never found": (("Own", FACTS, halves), "small letters"),
+        "no facts": (("own", {"bits": (4,)}, halves), "configs.CodecFacts and a function"),
+        "no function": (("own", FACTS, None), "configs.CodecFacts and a function"),
+        "no bits": (("own", configs.CodecFacts((), {}), halves), r"bits=\(\), but codes of"),
+        "bits that cannot be packed": (("own", configs.CodecFacts((4, 5), {}), halves), r"bits=\(4, 5\), but codes of"),
+        "no elements": (("own", configs.CodecFacts((4,), {}, group=0), halves), "group=0"),
+        "another's name": (("kivi", FACTS, halves), "'kivi' is registered already"),
+    }.values(),
+)
+def test_a_codec_that_cannot_be_is_not_registered(arguments, match):
+    before = dict(configs.CODECS), dict(CHOICES)
+    with pytest.raises(configs.ConfigError, match=match):
+        caches.register_codec(*arguments)
+    assert before == (configs.CODECS, CHOICES)
+
+
+def test_a_codec_needs_facts_and_a_function():
+    configs.CODECS["half"] = FACTS
+    with pytest.raises(
+        configs.ConfigError, match=r"no function chooses its codes: register both with caches\.register_codec"
+    ):
+        caches.build("quantized", tiny_model("llama").config, backend="half")
+    CHOICES["own"] = halves
+    with pytest.raises(configs.ConfigError, match="no codec named 'own'"):
+        caches.build("quantized", tiny_model("llama").config, backend="own")
+    for _ in range(2):  # as in a cell of a notebook
+        caches.register_codec("own", FACTS, halves)
+    assert caches.build("quantized", tiny_model("llama").config, backend="own").layers
 
 
 @pytest.fixture
