@@ -212,7 +212,7 @@ def none(specs: Layers, options: NoCacheConfig) -> NoCache:
 def _part(specs: Layers, choice: str | CacheConfig) -> Cache:
     name, options = (choice, {}) if isinstance(choice, str) else (choice.name, choice.to_dict())
     chosen = recipe(name)
-    cache = chosen.build(specs, chosen.options.from_dict(options))
+    cache = chosen.make(specs, chosen.options.from_dict(options))
     if not isinstance(cache, Cache):
         raise UnsupportedLayerError(
             f"a part of an encoder-decoder cache keeps keys and values, and {name!r} does not: choose another for it"

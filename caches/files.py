@@ -155,7 +155,7 @@ def load(path: str | Path, model: nn.Module, device: torch.device | str | None =
         try:
             configs = [recipe(name).options.from_dict(options) for name, options in header["backends"]]
             config = configs[0] if len(configs) == 1 else EncoderDecoderCacheConfig(*configs)
-            cache = cast(Savable, recipe(config.name).build(specs, config))
+            cache = cast(Savable, recipe(config.name).make(specs, config))
             for stack, steps, state in zip(cache.stacks, cache.implicit_steps, stacks, strict=True):
                 if stack.finds_layers and state["specs"]:
                     stack.bind_layers(_specs(state["specs"]))

@@ -8,9 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
-from inspect import unwrap
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedConfig
 
@@ -42,6 +40,17 @@ class Recipe:
         """Whether the number of tokens, max_cache_len, is needed to build it."""
         return self.options.needs_size
 
+    def make(self, specs: Sequence[LayerSpec] | None, options: Any) -> EngineCache:
+        """`build`, with the options in the cache's layout, where files, stored prefixes and checks look for them."""
+        cache: Any = self.build(specs, options)
+        layout = getattr(getattr(cache, "stack", None), "layout", None)
+        if layout is None or layout.config is not None or not isinstance(options, PlacedCacheConfig):
+            return cast(EngineCache, cache)
+        rows = options.max_batch_size if layout.max_rows is None else layout.max_rows
+        expected = ExpectedDevice(options)
+        changes = {"config": options, "max_rows": rows, "expected": expected if expected.is_given else None}
+        return cast(EngineCache, type(cache)(dataclasses.replace(layout, **changes)))
+
 
 _recipes: dict[str, Recipe] = {}
 
@@ -58,25 +67,12 @@ def register(
     def decorate(build: Callable) -> Callable:
         if options.name in _recipes:
             old = _recipes[options.name]
-            check_name(f"a cache named {options.name!r}", [old.options, unwrap(old.build)], [options, build], replace)
+            check_name(f"a cache named {options.name!r}", [old.options, old.build], [options, build], replace)
         summary = (build.__doc__ or "").strip().splitlines()
-        made = wraps(build)(partial(_built, build))
-        _recipes[options.name] = Recipe(options.name, options, made, summary[0] if summary else "", any_layers)
+        _recipes[options.name] = Recipe(options.name, options, build, summary[0] if summary else "", any_layers)
         return build
 
     return decorate
-
-
-def _built(build: Callable, specs: Sequence[LayerSpec] | None, options: Any) -> Any:
-    """What a recipe builds, with its options in the layout: files, stored prefixes and checks ask for them."""
-    cache = build(specs, options)
-    layout = getattr(getattr(cache, "stack", None), "layout", None)
-    if layout is None or layout.config is not None or not isinstance(options, PlacedCacheConfig):
-        return cache
-    rows = options.max_batch_size if layout.max_rows is None else layout.max_rows
-    expected = ExpectedDevice(options)
-    changes = {"config": options, "max_rows": rows, "expected": expected if expected.is_given else None}
-    return type(cache)(dataclasses.replace(layout, **changes))
 
 
 def recipe(name: str) -> Recipe:
@@ -107,7 +103,7 @@ def build(name: str, model_config: Any, options: CacheConfig | None = None, **ch
         kind = "None" if model_config is None else f"a {type(model_config).__name__}"
         raise ConfigError(f"model_config has to be a PreTrainedConfig, not {kind}: pass model.config")
     if chosen.any_layers:
-        return chosen.build((), _complete(chosen, options, changes))
+        return chosen.make((), _complete(chosen, options, changes))
     return build_layers(name, read_specs(model_config), model_config.is_encoder_decoder, options, **changes)
 
 
@@ -122,10 +118,10 @@ def build_layers(
             f"cache={name!r} is for encoder-decoder models, and this one has no encoder: leave it out"
         )
     if builds_both_caches or chosen.any_layers or not is_encoder_decoder:
-        return chosen.build(specs, _complete(chosen, options, changes))
+        return chosen.make(specs, _complete(chosen, options, changes))
     cross_cache = changes.pop("cross_cache", None)
     both = EncoderDecoderCacheConfig(self_cache=_complete(chosen, options, changes), cross_cache=cross_cache)
-    return recipe(both.name).build(specs, both)
+    return recipe(both.name).make(specs, both)
 
 
 def _complete(chosen: Recipe, options: CacheConfig | None, changes: dict[str, Any]) -> CacheConfig:

@@ -184,7 +184,7 @@ class EncoderDecoderCache:
 
 def _build(name: str, config: Any, options: dict[str, Any]) -> Any:
     if config is None:
-        return recipe(name).build(None, recipe(name).options.from_dict(_spelled(options)))
+        return recipe(name).make(None, recipe(name).options.from_dict(_spelled(options)))
     return build(name, config, **_spelled(options))
 
 

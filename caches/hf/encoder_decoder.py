@@ -73,9 +73,9 @@ class EncoderDecoder(SharedMethods, TransformersEncoderDecoderCache):
     def crop(self, tokens: int) -> None:
         """Of the decoder's tokens. Positive: the new size. Negative: how many of the last ones to remove."""
         self.check_finished()
-        held = self.total_tokens
+        before = self.total_tokens
         self.self_attention_cache.crop(tokens)
-        if held and self.total_tokens == 0:  # the next source may be another one
+        if before and self.total_tokens == 0:  # the next source may be another one
             self.cross_attention_cache.reset()
 
     def set_padding(self, padding: torch.Tensor | Sequence[int] | None) -> None:

@@ -80,7 +80,7 @@ def empty_for(cache: C, config: CacheConfig) -> C:
     if len(cache.parts) == 2 and not isinstance(config, EncoderDecoderCacheConfig):
         config = EncoderDecoderCacheConfig(self_cache=config)
     finds_layers = cache.stacks[0].finds_layers and not cache.layers
-    empty = recipe(config.name).build(None if finds_layers else cache.specs, config)
+    empty = recipe(config.name).make(None if finds_layers else cache.specs, config)
     if not can_migrate(empty) or len(empty.parts) != len(cache.parts):
         raise UnsupportedLayerError(
             f"cache={name!r} cannot hold what is in a {type(cache).__name__} named {cache.name!r}: some of it would be "

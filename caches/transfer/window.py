@@ -19,7 +19,7 @@ def apply_window(cache: Cache | EncoderDecoder, window_length: int) -> Cache:
     if not isinstance(cache, Cache):
         raise StepError(f"a window cannot be imposed on a {cache.name} cache of an encoder-decoder model")
     options = SlidingWindowCacheConfig(window_length=window_length, max_batch_size=cache.max_rows)
-    empty = recipe(options.name).build(cache.specs, options)
+    empty = recipe(options.name).make(cache.specs, options)
     assert isinstance(empty, Cache)
     if cache.imposes_windows or cache.is_quantized:
         raise UnsupportedLayerError(f"the tokens of a {cache.name} cache cannot go on in another window")

@@ -174,7 +174,7 @@ class Grammar(LogitsProcessor):
     def _certain(self, matcher: Any) -> list[int]:
         """The tokens that have to come next.
 
-        llguidance encodes the text that has to come as the tokenizer does: with added tokens, and as a normalizer
+        llguidance tokenizes the text that has to come as the tokenizer does: with added tokens, and as a normalizer
         changes it. Where its matcher does not take these tokens for that text, plain ones spell it out.
         """
         tokens: list[int] = matcher.compute_ff_tokens()
