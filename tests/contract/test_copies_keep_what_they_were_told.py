@@ -34,7 +34,7 @@ def test_where_layers_compute():
 
 
 def test_which_layers_a_window_with_sinks_can_be_for():
-    cache = caches.recipe("sink").build(None, SinkCacheConfig(window_length=64))
+    cache = caches.recipe("sink").make(None, SinkCacheConfig(window_length=64))
     with pytest.raises(caches.UnsupportedLayerError, match="would never show its first tokens"):
         cache.empty_like().check_fits(tiny_model("mistral").config)
 

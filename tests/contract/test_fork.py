@@ -137,7 +137,7 @@ def test_only_a_step_of_one_token_that_needs_the_whole_ends_the_sharing(backend,
 
 
 def test_bytes_are_those_of_the_prompts_and_the_tails():
-    cache = caches.recipe("dynamic").build(KINDS["full"].specs, caches.recipe("dynamic").options())
+    cache = caches.recipe("dynamic").make(KINDS["full"].specs, caches.recipe("dynamic").options())
     feed_columns(cache, 1024)
     prompts = cache.bytes
     cache.fork(16)
@@ -180,7 +180,7 @@ def test_the_order_that_there_is_costs_nothing(trial):
 @pytest.mark.parametrize("backend", ["offloaded", "quantized", "offloaded_quantized"])
 def test_what_a_layer_was_handed_lasts_where_later_layers_read_it(backend):
     """Although the others take turns in the same memory."""
-    cache = caches.recipe(backend).build([*[FULL] * 5, READS_OTHERS], caches.recipe(backend).options())
+    cache = caches.recipe(backend).make([*[FULL] * 5, READS_OTHERS], caches.recipe(backend).options())
     feed_columns(cache, 200, layers=5)
     cache.fork(SIBLINGS)
     for _ in range(4):

@@ -263,7 +263,7 @@ def test_another_way_to_write_is_written_anew(encoded):
 
 
 def test_a_prompt_is_moved_once_for_all_its_rows():
-    cache = caches.recipe("dynamic").build(KINDS["full"].specs, caches.recipe("dynamic").options())
+    cache = caches.recipe("dynamic").make(KINDS["full"].specs, caches.recipe("dynamic").options())
     feed_columns(cache, 1024)
     cache.fork(SIBLINGS)
     feed_columns(cache, 1, ROWS)

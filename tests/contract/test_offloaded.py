@@ -506,4 +506,4 @@ def test_options_that_contradict_each_other():
         caches.build("offloaded", tiny_model("llama").config, folder="/x")
     specs = [LayerSpec("unknown", frozenset({"something unknown"}))]
     with pytest.raises(caches.UnsupportedLayerError, match="offloaded"):
-        caches.recipe("offloaded").build(specs, caches.recipe("offloaded").options())
+        caches.recipe("offloaded").make(specs, caches.recipe("offloaded").options())

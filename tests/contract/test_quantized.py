@@ -305,7 +305,7 @@ def test_four_bits_are_a_fifth_of_float32(backend):
     beside = sum(tensor.nbytes for tensor in cache.scratch.tensors())
     assert cache.bytes - beside <= 0.2 * 2 * columns.nbytes
     assert beside <= 1.2 * 2 * columns.nbytes  # of one layer, whatever their number
-    many = caches.recipe("quantized").build([KINDS["full"].specs[0]] * 5, QuantizedCacheConfig(backend=backend))
+    many = caches.recipe("quantized").make([KINDS["full"].specs[0]] * 5, QuantizedCacheConfig(backend=backend))
     for count in (3000, 1096):
         many.begin(count)
         for layer in range(5):

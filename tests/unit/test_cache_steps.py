@@ -101,7 +101,7 @@ def test_a_cache_made_in_inference_mode_goes_on_outside(backend, kind):
 
 def test_a_window_that_no_row_of_the_table_has():
     specs = [LayerSpec("sliding_attention", frozenset({"kv"}), AttentionSpan("window", 1))]
-    cache = caches.recipe("dynamic").build(specs, DynamicCacheConfig())
+    cache = caches.recipe("dynamic").make(specs, DynamicCacheConfig())
     for position in range(3):
         cache.begin(1)
         keys, _ = cache.update(*[keys_of([[position]], 0)] * 2, 0)
