@@ -109,7 +109,7 @@ def build(backend: str, kind: Kind, **options) -> caches.EngineCache:
         return caches.build(backend, LlamaConfig())  # layers do not tell: the model's configuration does
     if kind.cross and not is_encoder_decoder:
         recipe, chosen = caches.recipe("encoder_decoder"), EncoderDecoderCacheConfig(self_cache=chosen)
-    return recipe.build(kind.specs, chosen)
+    return recipe.make(kind.specs, chosen)
 
 
 def is_taken(backend: str, kind: Kind) -> bool:
