@@ -1,6 +1,7 @@
 """Many prompts at once: every text is that of its request alone, whatever runs beside it."""
 
 import asyncio
+import copy
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from engine.model import joined_step
 from engine.out_of_memory import Exhausted
 from engine.serving.many import generate_many
 from engine.serving.request import BatchRequest
+from engine.serving.scheduler import Scheduler
 
 NEW = 6
 KINDS = (
@@ -246,6 +248,36 @@ class TestRequests:
 
         assert next(iter(gen.generate_many(slow(), max_new_tokens=2))).index == 0
         assert len(at) < 4
+
+    def test_a_run_that_is_parked_takes_no_step(self, monkeypatch):
+        """A joined step fails for another reason, then the first run is out of memory as it steps by itself."""
+        gen, faults, held = engine.Generator(copy.deepcopy(tiny_model("llama"))), [], []
+        steps, advance = gen._runner.step_together, Scheduler._advance
+
+        def fails_once(*arguments):
+            faults.append("joined")
+            if len(faults) == 3:
+                raise ValueError("an error of the joined step")
+            return steps(*arguments)
+
+        def out_of_memory_once(module, arguments):
+            if len(faults) == 3:
+                faults.append("memory")
+                raise torch.OutOfMemoryError("out of memory")
+
+        def watched(self, run, computed):
+            advance(self, run, computed)
+            held.extend(one.driver.loop.cache_bytes for one in self._runs if one.is_parked)
+
+        monkeypatch.setattr(gen._runner, "step_together", fails_once)
+        monkeypatch.setattr(Scheduler, "_advance", watched)
+        gen.model.register_forward_pre_hook(out_of_memory_once)
+        asked = [ids(9, seed) for seed in range(3)]
+        found = {one.index: one.result().tokens for one in gen.generate_many(asked, max_new_tokens=8)}
+        assert held
+        assert not any(held)
+        plain = engine.Generator(tiny_model("llama"))
+        assert found == {index: plain.generate(one, max_new_tokens=8).tokens for index, one in enumerate(asked)}
 
     def test_time_begins_with_the_text(self):
         gen = engine.Generator(tiny_model("llama"))

@@ -1,5 +1,6 @@
 """Guided texts equal those of a slow reference, which reads both texts of every row alone and keeps nothing."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -594,3 +595,18 @@ def test_records_are_of_the_prompts_columns_alone(cache):
         for layer, expected in zip(mine, other, strict=True):
             torch.testing.assert_close(layer[:, -expected.shape[1] :], expected, atol=1e-4, rtol=1e-4)
     assert out.hidden_states[0][0].shape[1] == 3
+
+
+def test_memory_that_is_out_in_the_trial_of_padding():
+    model, faults = copy.deepcopy(tiny_model("llama")), []
+
+    def out_once(*_):
+        faults.append(len(faults))
+        if len(faults) == 1:
+            raise torch.OutOfMemoryError("out of memory")
+
+    model.register_forward_pre_hook(out_once)
+    asked = {"guidance_scale": 1.5, "negative_prompt_ids": torch.tensor([[5, 6]]), "max_new_tokens": 4}
+    ids = torch.arange(3, 12)[None]
+    expected = engine.generate(tiny_model("llama"), ids, **asked)
+    assert engine.generate(model, ids, **asked).tokens == expected.tokens
