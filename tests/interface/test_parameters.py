@@ -456,6 +456,11 @@ def test_healing_that_the_model_asks_for():
         ({"stopping_criteria": lambda ids: True}, "called with ids and scores: too many positional"),
         ({"prefix_allowed_tokens_fn": lambda ids: [5]}, "called with a row and its ids: too many positional"),
         ({"generation_config": {"num_beams": 3, "num_return_sequences": 5}}, "has fields that contradict each other"),
+        (
+            {"num_return_sequences": 2, "do_sample": True, "prompt_lookup_num_tokens": 3},
+            "no use for it: texts per prompt are 1; give the prompt several times",
+        ),
+        ({"num_return_sequences": 2}, "no use for it: it gives the same text every time"),
         ({"max_cache_len": 64}, "max_cache_len=64 cannot apply: cache='dynamic' needs no size.* give cache='static'"),
         ({"max_cache_len": 64, "cache": "offloaded"}, "max_cache_len=64 cannot apply: cache='offloaded'"),
         (

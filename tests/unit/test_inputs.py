@@ -446,6 +446,14 @@ def test_training_mode():
         model.eval()
 
 
+def test_a_model_without_values():
+    with torch.device("meta"):
+        model = type(tiny_model("llama"))(tiny_model("llama").config).eval()
+    with pytest.raises(engine.InputError, match=r"the model is on the device 'meta'.*from_pretrained"):
+        engine.generate(model, IDS, **OPTIONS)
+    assert engine.plan(model, prompt_tokens=4, max_new_tokens=4).choice == "dynamic"
+
+
 def test_a_layer_kind_no_backend_keeps():
     unheard = copy.deepcopy(tiny_model("llama").config)
     unheard.layer_types = ["full_attention"] * 3 + ["telepathy"]
