@@ -482,9 +482,12 @@ def test_what_nothing_can_be_made_of(said, message):
     assert not ran
 
 
-def test_a_size_for_the_cache_applies_where_caches_have_one():
+def test_a_size_for_the_cache_applies_where_caches_have_one(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     model, ids = llama()
-    assert engine.generate(model, ids, cache="static", max_cache_len=200, max_new_tokens=3).cache.max_tokens >= 200
+    for named in ({"cache": "static"}, {"cache_implementation": "static"}):
+        assert engine.generate(model, ids, max_cache_len=200, max_new_tokens=3, **named).cache.max_tokens >= 200
+    assert "max_cache_len" not in caplog.text
     config = GenerationConfig(max_cache_len=200, max_new_tokens=NEW)  # which may serve other calls
     assert torch.equal(texts(model, ids, generation_config=config), texts(model, ids))
     live = engine.generate(model, ids, max_new_tokens=3)
