@@ -82,17 +82,17 @@ class Generator:
             self._store = PrefixStore(self.model, self.config.prefix_store_bytes, self.config.prefix_store_folder)
 
     @takes(parameters, documented_by=engine.generate)
-    def generate(self, inputs: Any = None, **arguments: Any) -> Generation:
+    def generate(self, inputs: Any = None, generation_config: Any = None, **arguments: Any) -> Generation:
         """Generate to the end. Parameters: those of `engine.generate`, without its model."""
-        return self._start(read_call(inputs, **arguments), streams=False).to_end()
+        return self._start(read_call(inputs, generation_config, **arguments), streams=False).to_end()
 
     @takes(parameters, documented_by=engine.generate)
-    def stream(self, inputs: Any = None, **arguments: Any) -> Stream:
+    def stream(self, inputs: Any = None, generation_config: Any = None, **arguments: Any) -> Stream:
         """Generate piece by piece: one `StreamChunk` per row and step. Arguments are checked here.
 
         Parameters: those of `engine.generate`, without its model.
         """
-        return Stream(self._start(read_call(inputs, **arguments), streams=True), self._title)
+        return Stream(self._start(read_call(inputs, generation_config, **arguments), streams=True), self._title)
 
     def warmup(self, inputs: Any, **arguments: Any) -> str:
         """Prepare what calls of this kind need, and wait for it: with `EngineConfig(compile="auto")` compiled layers.

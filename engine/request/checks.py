@@ -232,6 +232,11 @@ def check_mask(prompt: Prompt, mask: torch.Tensor, cached_tokens: int, name: str
             f"row {padded_rows[0]} has ended and is filled up with pad tokens: give all rows new tokens, or go on "
             "without it"
         )
+    if padded_rows and not mask[padded_rows[0]].any():
+        raise InputError(
+            f"row {padded_rows[0]} has no token to begin with: its {name} is 0 everywhere. Give 1 where there is a "
+            "token, also where the pad id stands for one"
+        )
     if padded_rows:
         raise InputError(
             f"row {padded_rows[0]} is padded on the right, so the model would continue after padding: pad on the left "

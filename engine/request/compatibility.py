@@ -42,13 +42,18 @@ def check_together(runner: ModelRunner, cache: EngineCache, request: Request, co
     if makes_graphs(compile):
         if request.config.disable_compile:
             raise OptionError(f"disable_compile=True contradicts EngineConfig(compile={compile!r})")
-        if cache.why_not_compiled is not None:
-            raise OptionError(
-                f"compile={compile!r} cannot be with the {cache.name} cache: {cache.why_not_compiled}. Use "
-                "cache='static', or leave compile off"
-            )
+        check_compiles(cache, compile)
     if request.guidance is not None:
         check_padding_is_neutral(runner, request.guidance)
+
+
+def check_compiles(cache: EngineCache, compile: str) -> None:
+    """Whether steps on this cache can be compiled."""
+    if cache.why_not_compiled is not None:
+        raise OptionError(
+            f"compile={compile!r} cannot be with the {cache.name} cache: {cache.why_not_compiled}. Use cache='static', "
+            "or leave compile off"
+        )
 
 
 def _check_cache(model: PreTrainedModel, cache: EngineCache, request: Request) -> None:

@@ -495,6 +495,20 @@ def test_a_size_for_the_cache_applies_where_caches_have_one(caplog, monkeypatch)
         texts(model, live.sequences, cache=live.cache, max_cache_len=200)
 
 
+def test_a_configuration_may_be_the_second_argument():
+    """As in transformers."""
+    model, ids = llama()
+    config, gen = GenerationConfig(max_new_tokens=3, num_beams=2), engine.Generator(model)
+    expected = model.generate(ids, config)
+    assert torch.equal(engine.generate(model, ids, config).sequences, expected)
+    assert torch.equal(gen.generate(ids, config).sequences, expected)
+    for stream in (gen.stream(ids, config), engine.stream(model, ids, {"max_new_tokens": 3}, num_beams=2)):
+        assert list(stream)
+        assert torch.equal(stream.result().sequences, expected)
+    with pytest.raises(engine.OptionError, match="generation_config=20, but it is a GenerationConfig"):
+        engine.generate(model, ids, 20)
+
+
 def test_processors_with_a_default_of_their_own():
     class Shifted(LogitsProcessor):
         def __call__(self, ids, scores, by=0.0):

@@ -245,6 +245,12 @@ WRONG_INPUTS = {
     ),
     "a sparse mask": ({"inputs": IDS, "attention_mask": torch.ones(2, 13).to_sparse()}, "layout torch.sparse_coo"),
     "ids without numbers": ({"inputs": IDS.to("meta")}, "token ids are .* on the device 'meta', without numbers"),
+    "an empty tensor of another type": ({"inputs": torch.empty(1, 0)}, r"the prompt is empty \(1 rows of 0 tokens\)"),
+    "a mask of zeros": (
+        {"inputs": IDS, "attention_mask": torch.zeros_like(IDS)},
+        "row 0 has no token to begin with: its attention_mask is 0 everywhere",
+    ),
+    "one message": ({"inputs": {"role": "user", "content": "x"}}, r"this is one message: give \[message\]"),
     "a name that is none": ({"inputs": {"input_ids": IDS, 5: 1}}, "a mapping with 5 among its names"),
     "pads outside the vocabulary": (
         {"inputs": [[1, 2], [3]], "pad_token_id": 4000},
