@@ -13,6 +13,7 @@ from encoder_decoders import START, source, tiny_encoder_decoder
 from references import draft_of
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import MinNewTokensLengthLogitsProcessor
+from transformers.utils import logging as transformers_logging
 
 import configs
 import engine
@@ -484,6 +485,7 @@ def test_what_nothing_can_be_made_of(said, message):
 
 def test_a_size_for_the_cache_applies_where_caches_have_one(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    transformers_logging.warning_once.cache_clear()  # an earlier test may have seen it
     model, ids = llama()
     for named in ({"cache": "static"}, {"cache_implementation": "static"}):
         assert engine.generate(model, ids, max_cache_len=200, max_new_tokens=3, **named).cache.max_tokens >= 200
