@@ -89,7 +89,9 @@ def __getattr__(name: str) -> Any:
 
 
 @takes(parameters)
-def generate(model: PreTrainedModel | str | Path, inputs: Any = None, **arguments: Any) -> Generation:
+def generate(
+    model: PreTrainedModel | str | Path, inputs: Any = None, generation_config: Any = None, **arguments: Any
+) -> Generation:
     """Generate text with a cache chosen by name.
 
     A parameter that transformers' `generate` has means the same here. One that would do nothing is refused, if it was
@@ -244,17 +246,19 @@ forced_bos_token_id, forced_eos_token_id, exponential_decay_length_penalty, reno
     UserInterrupt
         A `KeyboardInterrupt`: Ctrl-C was pressed.
     """
-    return _generator(model, arguments).generate(inputs, **arguments)
+    return _generator(model, arguments).generate(inputs, generation_config, **arguments)
 
 
 @takes(parameters, documented_by=generate)
-def stream(model: PreTrainedModel | str | Path, inputs: Any = None, **arguments: Any) -> Stream:
+def stream(
+    model: PreTrainedModel | str | Path, inputs: Any = None, generation_config: Any = None, **arguments: Any
+) -> Stream:
     """As `generate`, but yields a `StreamChunk` (row, token ids, text) per row and step while they come.
 
     Of a search it is what can no longer change: what all beams of a prompt have in common. The iterator's `result()`
     returns the `Generation`, also when it is left early.
     """
-    return _generator(model, arguments).stream(inputs, **arguments)
+    return _generator(model, arguments).stream(inputs, generation_config, **arguments)
 
 
 def generate_many(

@@ -40,6 +40,7 @@ from engine.out_of_memory import Exhausted, empty_allocators
 from engine.output.hf_streamers import adapter_for, ending
 from engine.output.stream_buffer import StreamBuffer
 from engine.planning.free_memory import find_free
+from engine.prompt import without_padding
 from engine.request.call import ONE_TOKEN, Call, parameters, read_call, takes
 from engine.request.compatibility import check_together
 from engine.request.continuation import check_content, check_continues, check_padding_ahead
@@ -80,17 +81,17 @@ class Generator:
             self._store = PrefixStore(self.model, self.config.prefix_store_bytes, self.config.prefix_store_folder)
 
     @takes(parameters, documented_by=engine.generate)
-    def generate(self, inputs: Any = None, **arguments: Any) -> Generation:
+    def generate(self, inputs: Any = None, generation_config: Any = None, **arguments: Any) -> Generation:
         """Generate to the end. Parameters: those of `engine.generate`, without its model."""
-        return self._start(read_call(inputs, **arguments), streams=False).to_end()
+        return self._start(read_call(inputs, generation_config, **arguments), streams=False).to_end()
 
     @takes(parameters, documented_by=engine.generate)
-    def stream(self, inputs: Any = None, **arguments: Any) -> Stream:
+    def stream(self, inputs: Any = None, generation_config: Any = None, **arguments: Any) -> Stream:
         """Generate piece by piece: one `StreamChunk` per row and step. Arguments are checked here.
 
         Parameters: those of `engine.generate`, without its model.
         """
-        return Stream(self._start(read_call(inputs, **arguments), streams=True), self._title)
+        return Stream(self._start(read_call(inputs, generation_config, **arguments), streams=True), self._title)
 
     def warmup(self, inputs: Any, **arguments: Any) -> str:
         """Prepare what calls of this kind need, and wait for it: with `EngineConfig(compile="auto")` compiled layers.
@@ -125,10 +126,11 @@ class Generator:
         system: the system message. cache, cache_config: the backend, as of `generate`. resume: a file that `Chat.save`
         wrote, to go on from there. parameters: of every turn, as of `generate`.
         """
+        if resume is not None and (system, cache, cache_config) != (None, None, None):
+            raise OptionError("resume= brings the system message and the cache of its file: leave these out")
         chat = Chat(self, self._start_turn, system, cache, cache_config, parameters)
+        self._check({"cache": cache, "cache_config": cache_config} | parameters | {"num_return_sequences": 1})
         if resume is not None:
-            if (system, cache, cache_config) != (None, None, None):
-                raise OptionError("resume= brings the system message and the cache of its file: leave these out")
             chat.resume(resume)
         return chat
 
@@ -360,6 +362,13 @@ class Generator:
             ranks=ranks,
         )
         return Driver(loop, stop, lambda: reused.keep(session.cache), budget.planned_bytes)
+
+    def _check(self, arguments: dict[str, Any]) -> None:
+        """Refuse arguments of later calls that no call takes, whatever its prompt."""
+        one_token = without_padding(torch.zeros(1, 1, dtype=torch.long))
+        call = read_parameters(read_call(one_token, **{"tokenizer": self.tokenizer} | arguments))
+        read_cache_choice(self.model, call, self.config)
+        self._read(call, None, self._draft_of(call.assistant_model))
 
     def _read(self, call: Call, live: EngineCache | None, draft: Draft | None) -> tuple[Request, DraftRequest | None]:
         """The requests to the model and to its draft. live: the cache that was given."""

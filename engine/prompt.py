@@ -137,6 +137,8 @@ def as_ids(ids: Any, what: str = "token ids") -> torch.Tensor:
         raise InputError(f"{what} are integers [rows, tokens], but this is {ids.item()}: one number has no rows")
     if ids.ndim == 1:
         ids = ids[None]
+    if ids.numel() == 0 and ids.ndim == 2:  # of no data type in particular
+        return ids.long()
     if ids.ndim != 2 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise InputError(f"{what} are integers [rows, tokens], but these are {ids.dtype} {list(ids.shape)}")
     return ids.long()
@@ -236,6 +238,8 @@ def _padded(
 
 
 def _tokenize(inputs: Any, tokenizer: Any, pad_left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    if _is_message(inputs):
+        raise InputError("a prompt is a list of chat messages, and this is one message: give [message]")
     if not isinstance(inputs, (str, Sequence)) or isinstance(inputs, bytes):
         raise InputError(
             f"a prompt is a text, texts, chat messages, a tensor or a mapping, not a {type(inputs).__name__}"

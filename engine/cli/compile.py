@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import typer
 
@@ -18,10 +19,14 @@ def compile(path: str | None, rows: int, cache: str, dtype: str | None) -> None:
         start_libraries(work, path)
         import torch
 
+        import caches
         from configs import EngineConfig
         from engine.prompt import without_padding
+        from engine.request.compatibility import check_compiles
 
         generator = load_generator(work, path, EngineConfig(compile="auto", dtype=dtype or "auto"))
+        size: dict[str, Any] = {"max_cache_len": 2} if caches.recipe(cache).has_a_size else {}  # any: it stays empty
+        check_compiles(caches.build(cache, generator.model.config, **size), "auto")
         work.doing("compiling one layer of each kind")
         begun = time.perf_counter()
         prompt = without_padding(torch.ones(rows, 2, dtype=torch.long))

@@ -43,7 +43,7 @@ def open_lines(path: Path, files: list[Path], digests: list[str], writes: bool) 
     for file in files:
         if path.exists() and file.exists() and path.samefile(file):
             raise OptionError(f"--jsonl {path} has the prompts of --file {file}: name another file")
-    content = path.read_bytes() if path.exists() else b""
+    content = path.read_bytes() if path.is_file() else b""  # a pipe has nothing to resume, and reading it would wait
     *complete, rest = content.split(b"\n")
     kept = [found for found in (_read(path, line) for line in complete) if "rows" in found]
     _check_digests(path, kept, digests)

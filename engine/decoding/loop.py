@@ -29,6 +29,7 @@ from engine.output.stream_buffer import StreamBuffer
 from engine.request.encoder import encoder_records
 from engine.request.request import Request
 from engine.result import Fallback, Generation, Stats, StreamChunk
+from engine.warn_once import warn_once
 from strategies import Crop, Emit, Finish, Flow, Forward, Hypothesis, Operation, Report, Rows
 
 T = TypeVar("T")
@@ -294,6 +295,10 @@ class DecodingLoop:
         texts = [Hypothesis(tokens[:length], length > 0, row) for row, (tokens, length) in enumerate(rows)]
         self._best = lambda: texts
         self._take(texts)
+        if self._records.has_scores and any(end.lengths) and not end.scores:
+            warn_once(
+                f"{self._request.strategy.name} hands no scores to Finish: with output_scores=True there are none"
+            )
         self._records.add_scores(end.scores)
         self._finish_fields = {"sequences_scores": end.sequences_scores, "beam_indices": end.beam_indices}
         return self.stream_buffer.release()

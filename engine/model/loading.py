@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +56,15 @@ def load(model: PreTrainedModel | str | Path, tokenizer: Any, config: EngineConf
         "config=EngineConfig(trust_remote_code=True)), on the command line with --trust-remote-code"
     )
     with _errors_in_one_line(model, remedy):
-        if tokenizer is None:
-            tokenizer = AutoTokenizer.from_pretrained(model, **trust)
         where: dict[str, Any] = {"device_map": config.device_map}
         try:
             model_config = AutoConfig.from_pretrained(model, **trust)
             kind = auto_class(model_config)
         except ValueError:  # an adapter's folder has the model's name in another file
             model_config, kind = None, AutoModelForCausalLM
+        if tokenizer is None:
+            with nullcontext() if model_config is None else _errors_of_tokenizer(model):
+                tokenizer = AutoTokenizer.from_pretrained(model, **trust)
         if config.tp > 1:
             if model_config is None:
                 raise InputError(f"tp={config.tp} splits a model's weights, and {str(model)!r} is an adapter")
@@ -165,3 +166,19 @@ def _errors_in_one_line(model: str | Path, remedy: str) -> Iterator[None]:
         if "ignore_mismatched_sizes" in why:
             why = "its weights have other shapes than its config.json says"
         raise InputError(f"no model could be loaded from {str(model)!r}: {why}") from error
+
+
+@contextmanager
+def _errors_of_tokenizer(model: str | Path) -> Iterator[None]:
+    """Turn errors of loading the tokenizer into an `InputError`, but those that `_errors_in_one_line` knows."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error) or "trust_remote_code" in str(error):
+            raise
+        missing = "backend tokenizer" in str(error)  # transformers then lists all ways that it has tried
+        why = "its files are missing, or need sentencepiece or tiktoken" if missing else in_words(error)
+        raise InputError(
+            f"{str(model)!r} has no tokenizer that can be loaded ({why}): give one, Generator(path, tokenizer) or "
+            "generate(..., tokenizer=...), or save one there with tokenizer.save_pretrained(...)"
+        ) from error

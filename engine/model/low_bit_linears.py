@@ -269,6 +269,9 @@ def convert_linears(model: PreTrainedModel, weights: str) -> None:
     if replaced == 0:
         raise OptionError(f"weights={weights!r}, but {type(model).__name__} has no linear layers that can be converted")
     _warn_of_rest(model, weights)
+    if next(model.parameters(), None) is None:  # transformers reads the model's data type and device from the first one
+        dtype = next(module.weight.dtype for module in model.modules() if isinstance(module, _LowBitLinear))
+        model.register_parameter("low_bit_dtype", nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False))
 
 
 def _only_scales(table: nn.Embedding) -> bool:

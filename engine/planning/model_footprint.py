@@ -182,7 +182,9 @@ class _Inspection:
         self._specs = read_specs(self.config) if self._cache_argument.can_be_ours else ()
         self._windows = [spec.attention_span.size for spec in self._specs if spec.keeps_kv]
         window = max(filter(None, self._windows), default=positions)
-        self._window = window if window < positions else None
+        # Recurrent states may be computed token by token, in Python: the long steps of masks would take hours.
+        recurrent = any(spec.layer_type == "linear_attention" for spec in self._specs)
+        self._window = window if window < positions and not recurrent else None
         # Both measured steps have a mask of the largest window, or none has. Rotary positions have no end.
         self._long = max(2, min(_LONG_STEP, positions - _FEW - 2), 4 * (self._window or 0))
         self._short = max(1, self._long // 4, 2 * (self._window or 0))

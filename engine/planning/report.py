@@ -224,7 +224,8 @@ def _refusals(plan: Plan) -> list[str]:
             lines.append(f"Not for this run: {', '.join(names)}: {reason.rstrip('.')}.")
         else:
             alone += names
-    return lines + ([f"Not for this model: {', '.join(alone)} (a plan of one alone says why)."] if alone else [])
+    what = "Not for this model, or with an option that has to be given"
+    return lines + ([f"{what}: {', '.join(alone)} (a plan of one alone says why)."] if alone else [])
 
 
 def _kinds(backends: Sequence[BackendPlan]) -> list[str]:

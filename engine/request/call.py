@@ -36,6 +36,7 @@ ONE_TOKEN: dict[str, Any] = {
 
 def parameters(
     inputs: Any = None,
+    generation_config: GenerationConfig | dict[str, Any] | None = None,
     *,
     tokenizer: Any = None,
     # The cache.
@@ -49,7 +50,6 @@ def parameters(
     on_oom: Sequence[str] | None = None,
     # How tokens are chosen.
     strategy: str | Strategy | None = None,
-    generation_config: GenerationConfig | dict[str, Any] | None = None,
     seed: int | None = None,
     do_sample: bool | None = None,
     temperature: float | None = None,
@@ -175,7 +175,7 @@ class Call:
 _OWN = {one.name for one in fields(Call)} - {"options"}
 
 
-def read_call(inputs: Any = None, **arguments: Any) -> Call:
+def read_call(inputs: Any = None, generation_config: Any = None, **arguments: Any) -> Call:
     """The arguments as given, in their places; `engine.request.parameters.read_parameters` checks their types."""
     own = {name: arguments.pop(name) for name in _OWN & set(arguments)}
-    return Call(inputs=inputs, **own, options=arguments)
+    return Call(inputs=inputs, generation_config=generation_config, **own, options=arguments)

@@ -12,7 +12,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 
 from caches import EngineCache
 from caches.protocol import attention_view
-from caches.spec.accelerate_hooks import input_embeddings
+from caches.spec.accelerate_hooks import input_embeddings, prompt_device
 from caches.transformers_api import default_generation_params
 from engine.errors import InputError, OptionError
 from engine.model.forward_parameters import forward_parameters
@@ -20,6 +20,7 @@ from engine.model.model_sizes import most_positions, vocabulary_of
 from engine.prompt import PER_TOKEN, Prompt
 from engine.request.parameters import SAMPLING
 from strategies import Strategy
+from strategies.operations import needs_of
 
 # Models whose own `generate` comes down to the usual one for everything but what it refuses.
 _GENERATE_ALIKE = {"granite_speech", "janus", "whisper"}
@@ -32,6 +33,11 @@ def check_model(model: PreTrainedModel) -> None:
         raise InputError(
             "the model has dropout in training mode (adapters are added that way), which makes its text random: "
             "call model.eval() first"
+        )
+    if prompt_device(model).type == "meta":
+        raise InputError(
+            "the model is on the device 'meta', where weights have no values, so nothing can be computed: load it with "
+            "from_pretrained(...), which brings its weights"
         )
     own = type(model).generate is not GenerationMixin.generate
     if own and model.config.model_type not in _GENERATE_ALIKE:
@@ -110,7 +116,10 @@ def check_applies(
         if name in _CHANGE_THE_TEXT:
             raise OptionError(f"{name}={value!r} cannot apply: {_CHANGE_THE_TEXT[name]}")
         if name not in applies:
-            remedy = f"{strategy.name} has no use for it" + (f": {_REMEDIES[name]}" if name in _REMEDIES else "")
+            remedy = _REMEDIES.get(name, "")
+            if name == "num_return_sequences" and strategy.samples:
+                remedy = f"texts per prompt are {needs_of(strategy).texts_per_prompt}; give the prompt several times"
+            remedy = f"{strategy.name} has no use for it" + (f": {remedy}" if remedy else "")
             raise OptionError(f"{name}={value!r} cannot apply: {remedy}")
 
 
@@ -222,6 +231,11 @@ def check_mask(prompt: Prompt, mask: torch.Tensor, cached_tokens: int, name: str
         raise InputError(
             f"row {padded_rows[0]} has ended and is filled up with pad tokens: give all rows new tokens, or go on "
             "without it"
+        )
+    if padded_rows and not mask[padded_rows[0]].any():
+        raise InputError(
+            f"row {padded_rows[0]} has no token to begin with: its {name} is 0 everywhere. Give 1 where there is a "
+            "token, also where the pad id stands for one"
         )
     if padded_rows:
         raise InputError(

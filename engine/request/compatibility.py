@@ -58,11 +58,7 @@ def check_together(runner: ModelRunner, cache: EngineCache, request: Request, co
     if makes_graphs(compile):
         if request.config.disable_compile:
             raise OptionError(f"disable_compile=True contradicts EngineConfig(compile={compile!r})")
-        if cache.why_not_compiled is not None:
-            raise OptionError(
-                f"compile={compile!r} cannot be with the {cache.name} cache: {cache.why_not_compiled}. Use "
-                "cache='static', or leave compile off"
-            )
+        check_compiles(cache, compile)
     if request.guidance is not None:
         check_padding_is_neutral(runner, request.guidance)
 
@@ -74,6 +70,15 @@ def _check_placement(model: PreTrainedModel, cache: EngineCache) -> None:
     for stack in cache.stacks:
         if stack.layout.expected is not None and model.dtype.is_floating_point:
             stack.layout.expected.check(0, torch.empty(0, dtype=model.dtype, device=prompt_device(model)))
+
+
+def check_compiles(cache: EngineCache, compile: str) -> None:
+    """Whether steps on this cache can be compiled."""
+    if cache.why_not_compiled is not None:
+        raise OptionError(
+            f"compile={compile!r} cannot be with the {cache.name} cache: {cache.why_not_compiled}. Use cache='static', "
+            "or leave compile off"
+        )
 
 
 def _check_cache(model: PreTrainedModel, cache: EngineCache, request: Request) -> None:

@@ -220,8 +220,8 @@ def _complete_config(
     else:
         generation_config = copy.copy(generation_config)
         generation_config.return_dict_in_generate = True
-    # Set afterwards: transformers warns of them without do_sample, and `check_applies` refuses those without effect.
-    sampling = {name: passed.pop(name) for name in SAMPLING & set(passed) if passed[name] is not None}
+    # transformers warns of these without do_sample or cache_implementation; here those without effect are refused.
+    later = {name: passed.pop(name) for name in _SET_LATER & set(passed) if passed[name] is not None}
     try:
         config, model_inputs = prepare_generation_config(model, generation_config, **passed)
     except (ValueError, TypeError, AttributeError) as error:  # transformers' own checks, of the model's settings too
@@ -229,7 +229,7 @@ def _complete_config(
     for name, value in own.items():
         if getattr(config, name) is not None:  # transformers drops some
             setattr(config, name, value)
-    for name, value in sampling.items():
+    for name, value in later.items():
         setattr(config, name, value)
     if config.eos_token_id == []:  # given, so that the model's own has no effect; below, None means no end
         config.eos_token_id = None
@@ -237,6 +237,9 @@ def _complete_config(
     for flag in ("output_attentions", "output_hidden_states"):  # kept in the config too
         model_inputs.pop(flag, None)
     return config, model_inputs, given
+
+
+_SET_LATER = SAMPLING | {"max_cache_len"}
 
 
 def _inferred_mask(model: PreTrainedModel, ids: torch.Tensor, config: GenerationConfig) -> torch.Tensor:

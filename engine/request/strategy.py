@@ -146,10 +146,11 @@ def _check_draft(strategy: Strategy, draft: PreTrainedModel | None, tokenizer: A
 def check_logprobs(top_logprobs: int | None, strategy: Strategy) -> None:
     """Refuse log probabilities of tokens where rows are no texts but candidates for them."""
     needs = needs_of(strategy)
-    if top_logprobs is not None and (needs.rows_are_beams or needs.scored_rows is not None):
+    fewer = needs.rows_per_prompt != needs.texts_per_prompt
+    if top_logprobs is not None and (fewer or needs.rows_are_beams or needs.scored_rows is not None):
         raise OptionError(
             f"top_logprobs={top_logprobs} cannot apply to {strategy.name}, whose rows are candidates that give way to "
-            "others: leave it out; output_scores=True has the scores of all steps"
+            "others: leave it out; output_scores=True has the scores of all steps that the strategy hands over"
         )
 
 

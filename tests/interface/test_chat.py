@@ -462,6 +462,10 @@ def test_what_cannot_be_a_chat_is_refused(tokenizer):
     for name in ("cache", "cache_config", "inputs"):
         with pytest.raises(engine.OptionError, match=f"{name} cannot apply to a chat"):
             generator.chat().send("x", **{name: "static"})
+    with pytest.raises(caches.UnknownCacheError, match=r"no cache named 'statik'; did you mean 'static'\?"):
+        generator.chat(cache="statik")
+    with pytest.raises(engine.OptionError, match=r"know no input 'max_token'; did you mean 'max_new_tokens'"):
+        generator.chat(max_token=4)
     with pytest.raises(engine.OptionError, match="a chat needs a tokenizer"):
         engine.Generator(generator.model).chat()
     for change in (generator.chat().retry, generator.chat().undo):

@@ -40,6 +40,13 @@ def test_a_conversation(cli, tmp_path):
     assert loaded.stdout == f"{answers[-1]}\n"
 
 
+def test_wrong_arguments_end_it_before_the_first_message(cli):
+    for arguments, message in ((["--cache", "statik"], "no cache named 'statik'"), (["--set", "a=1"], "no input 'a'")):
+        done = cli(["chat", *arguments], "import os\n")
+        assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert message in done.stderr
+
+
 @pytest.mark.parametrize(
     ("typed", "messages"),
     [

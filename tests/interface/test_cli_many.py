@@ -1,6 +1,9 @@
 """`engine generate --jsonl`: many prompts into a file that can be resumed."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -41,6 +44,18 @@ def test_it_goes_on_where_it_was_stopped(cli, tmp_path):
     assert [one["index"] for one in again] == [0, 1, 2]
     assert again[0]["rows"] == whole[0]["rows"]
     assert len(again[2]["rows"][0]["tokens"]) == 4
+
+
+def test_lines_into_a_pipe(tmp_path):
+    """It waited for ever: a pipe was read first for what it could go on from."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    command = [sys.executable, "-m", "engine", "generate", "import", "def", "-n", "3", "--jsonl", str(pipe)]
+    with subprocess.Popen(command) as process:
+        reader = subprocess.run(["timeout", "60", "cat", str(pipe)], capture_output=True, text=True)
+        process.kill()
+    found = [json.loads(line)["index"] for line in reader.stdout.splitlines()]
+    assert sorted(found) == [0, 1]
 
 
 def test_lines_end_at_line_feeds_only(cli, shipped, tmp_path):

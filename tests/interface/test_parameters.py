@@ -13,6 +13,7 @@ from encoder_decoders import START, source, tiny_encoder_decoder
 from references import draft_of
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import MinNewTokensLengthLogitsProcessor
+from transformers.utils import logging as transformers_logging
 
 import configs
 import engine
@@ -456,6 +457,11 @@ def test_healing_that_the_model_asks_for():
         ({"stopping_criteria": lambda ids: True}, "called with ids and scores: too many positional"),
         ({"prefix_allowed_tokens_fn": lambda ids: [5]}, "called with a row and its ids: too many positional"),
         ({"generation_config": {"num_beams": 3, "num_return_sequences": 5}}, "has fields that contradict each other"),
+        (
+            {"num_return_sequences": 2, "do_sample": True, "prompt_lookup_num_tokens": 3},
+            "no use for it: texts per prompt are 1; give the prompt several times",
+        ),
+        ({"num_return_sequences": 2}, "no use for it: it gives the same text every time"),
         ({"max_cache_len": 64}, "max_cache_len=64 cannot apply: cache='dynamic' needs no size.* give cache='static'"),
         ({"max_cache_len": 64, "cache": "offloaded"}, "max_cache_len=64 cannot apply: cache='offloaded'"),
         (
@@ -477,14 +483,32 @@ def test_what_nothing_can_be_made_of(said, message):
     assert not ran
 
 
-def test_a_size_for_the_cache_applies_where_caches_have_one():
+def test_a_size_for_the_cache_applies_where_caches_have_one(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    transformers_logging.warning_once.cache_clear()  # an earlier test may have seen it
     model, ids = llama()
-    assert engine.generate(model, ids, cache="static", max_cache_len=200, max_new_tokens=3).cache.max_tokens >= 200
+    for named in ({"cache": "static"}, {"cache_implementation": "static"}):
+        assert engine.generate(model, ids, max_cache_len=200, max_new_tokens=3, **named).cache.max_tokens >= 200
+    assert "max_cache_len" not in caplog.text
     config = GenerationConfig(max_cache_len=200, max_new_tokens=NEW)  # which may serve other calls
     assert torch.equal(texts(model, ids, generation_config=config), texts(model, ids))
     live = engine.generate(model, ids, max_new_tokens=3)
     with pytest.raises(engine.OptionError, match="max_cache_len is of a new cache, but a live one was given"):
         texts(model, live.sequences, cache=live.cache, max_cache_len=200)
+
+
+def test_a_configuration_may_be_the_second_argument():
+    """As in transformers."""
+    model, ids = llama()
+    config, gen = GenerationConfig(max_new_tokens=3, num_beams=2), engine.Generator(model)
+    expected = model.generate(ids, config)
+    assert torch.equal(engine.generate(model, ids, config).sequences, expected)
+    assert torch.equal(gen.generate(ids, config).sequences, expected)
+    for stream in (gen.stream(ids, config), engine.stream(model, ids, {"max_new_tokens": 3}, num_beams=2)):
+        assert list(stream)
+        assert torch.equal(stream.result().sequences, expected)
+    with pytest.raises(engine.OptionError, match="generation_config=20, but it is a GenerationConfig"):
+        engine.generate(model, ids, 20)
 
 
 def test_processors_with_a_default_of_their_own():

@@ -23,6 +23,7 @@ from transformers import (
     MistralConfig,
     OpenAIGPTConfig,
     OpenAIGPTLMHeadModel,
+    RecurrentGemmaConfig,
 )
 
 import caches
@@ -292,6 +293,7 @@ def test_a_plan_is_a_table_and_json():
     assert data["backends"][0]["need_bytes"] == found["dynamic"].need_bytes
     shown = str(found)
     assert all(name in shown for name in (*caches.names(), "full attention", "in 6 rows", "Choice: dynamic"))
+    assert "Not for this model, or with an option that has to be given: " in shown
 
 
 @pytest.mark.parametrize(
@@ -514,6 +516,16 @@ def test_masks_of_windows_are_planned(kind, window, chunk):
         found = planned(model, 1, "dynamic", new=2, prompt=count, chunk=chunk)
         said = found.total_bytes + found.working_bytes / _FRAGMENTS
         assert said == pytest.approx(memory.most, rel=0.2 if chunk else 0.1)
+
+
+def test_steps_that_are_computed_token_by_token_are_short(monkeypatch):
+    """RecurrentGemma has windows too: steps of 131072 tokens were measured for their masks, which took hours."""
+    config = RecurrentGemmaConfig(
+        num_hidden_layers=3, vocab_size=100, hidden_size=32, intermediate_size=64, num_attention_heads=4,
+        num_key_value_heads=1, attention_window_size=16,
+    )  # fmt: skip
+    monkeypatch.setattr("engine.planning.model_footprint._VERY_LONG_STEP", 64)
+    assert inspect_model(config).working.masked is None
 
 
 @pytest.mark.slow

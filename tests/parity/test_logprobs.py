@@ -1,11 +1,14 @@
 """Log probabilities of tokens: those of the model's own logits, for every strategy whose rows are texts."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from architectures import prompt, tiny_model
 from transformers.utils import ModelOutput
 
 import engine
+from strategies import Finish, Needs, Rows, read_prompt
 
 CALLS = {
     "greedy": {},
@@ -74,6 +77,28 @@ def test_many_prompts():
 def test_where_rows_are_candidates(options):
     with pytest.raises(engine.OptionError, match="rows are candidates"):
         engine.generate(tiny_model("llama"), prompt(), max_new_tokens=3, top_logprobs=1, **options)
+
+
+@dataclass(frozen=True)
+class Better:
+    """Reads two rows for every prompt and returns one of them, without scores."""
+
+    name, samples, needs = "better", True, Needs(rows_per_prompt=2)
+
+    def flow(self, task):
+        ids, logits = yield from read_prompt(task, 2)
+        tokens = task.process(ids, logits).argmax(dim=-1, keepdim=True)
+        yield Rows(torch.arange(0, len(tokens), 2))
+        yield Finish(tokens[::2], [1] * (len(tokens) // 2))
+
+
+def test_where_a_strategy_returns_fewer_texts_than_rows(caplog):
+    """Log probabilities and scores came back empty."""
+    model, options = tiny_model("llama"), {"strategy": Better(), "max_new_tokens": 1}
+    with pytest.raises(engine.OptionError, match="cannot apply to better, whose rows are candidates"):
+        engine.generate(model, prompt(), top_logprobs=1, **options)
+    assert engine.generate(model, prompt(), output_scores=True, **options).scores == ()
+    assert "better hands no scores to Finish" in caplog.text
 
 
 def test_no_logits_are_kept():

@@ -245,6 +245,12 @@ WRONG_INPUTS = {
     ),
     "a sparse mask": ({"inputs": IDS, "attention_mask": torch.ones(2, 13).to_sparse()}, "layout torch.sparse_coo"),
     "ids without numbers": ({"inputs": IDS.to("meta")}, "token ids are .* on the device 'meta', without numbers"),
+    "an empty tensor of another type": ({"inputs": torch.empty(1, 0)}, r"the prompt is empty \(1 rows of 0 tokens\)"),
+    "a mask of zeros": (
+        {"inputs": IDS, "attention_mask": torch.zeros_like(IDS)},
+        "row 0 has no token to begin with: its attention_mask is 0 everywhere",
+    ),
+    "one message": ({"inputs": {"role": "user", "content": "x"}}, r"this is one message: give \[message\]"),
     "a name that is none": ({"inputs": {"input_ids": IDS, 5: 1}}, "a mapping with 5 among its names"),
     "pads outside the vocabulary": (
         {"inputs": [[1, 2], [3]], "pad_token_id": 4000},
@@ -444,6 +450,14 @@ def test_training_mode():
             engine.generate(model, IDS, **OPTIONS)
     finally:
         model.eval()
+
+
+def test_a_model_without_values():
+    with torch.device("meta"):
+        model = type(tiny_model("llama"))(tiny_model("llama").config).eval()
+    with pytest.raises(engine.InputError, match=r"the model is on the device 'meta'.*from_pretrained"):
+        engine.generate(model, IDS, **OPTIONS)
+    assert engine.plan(model, prompt_tokens=4, max_new_tokens=4).choice == "dynamic"
 
 
 def test_a_layer_kind_no_backend_keeps():

@@ -169,6 +169,19 @@ def test_weights_that_are_broken(tmp_path):
         engine.Generator(tmp_path)
 
 
+def test_a_model_without_a_tokenizer(tmp_path, tokenizer):
+    shutil.copytree(engine.SHIPPED_MODEL, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    broken = r"has no tokenizer that can be loaded \(JSONDecodeError: .*\): give one, Generator\(path, tokenizer\)"
+    with pytest.raises(engine.InputError, match=broken) as error:
+        engine.Generator(tmp_path / "model")
+    assert isinstance(error.value.__cause__, json.JSONDecodeError)
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    with pytest.raises(engine.InputError, match=r"has no tokenizer .*its files are missing.*save_pretrained"):
+        engine.Generator(tmp_path / "model")
+    assert engine.Generator(tmp_path / "model", tokenizer).generate("x", max_new_tokens=1).text
+
+
 def changed(folder, **fields):
     """The shipped model with another configuration."""
     shutil.copytree(engine.SHIPPED_MODEL, folder)

@@ -13,8 +13,9 @@ import torch
 from architectures import prompt
 from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, LlamaConfig, OlmoConfig
 
+import caches
 import engine
 from engine.model import low_bit_linears
 from engine.model.linear_kernels import kernels
@@ -249,6 +250,22 @@ def test_what_stays_in_full_is_said_once(caplog):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("weights", KINDS)
+def test_a_model_that_has_no_parameters_left(weights, tmp_path):
+    """OLMo 1: its norms have no weights and its embeddings are tied, so transformers found no data type."""
+    shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=101)
+    config = OlmoConfig(**shape, tie_word_embeddings=True, eos_token_id=None, pad_token_id=0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    gen = engine.Generator(model, config=engine.EngineConfig(weights=weights))
+    assert (model.dtype, model.device.type) == (torch.bfloat16, "cpu")
+    assert bytes_of(model) == sum(tensor.nbytes for tensor in model.buffers())
+    out = gen.generate(**prompt(rows=2), max_new_tokens=5, pad_token_id=0)
+    out.cache.save(tmp_path / "cache", model)
+    assert caches.load(tmp_path / "cache", model).total_tokens == out.cache.total_tokens
+    again = engine.Generator(model, config=engine.EngineConfig(weights=weights))
+    assert again.generate(**prompt(rows=2), max_new_tokens=5, pad_token_id=0).tokens == out.tokens
+
+
 def test_layers_that_quanto_has_quantized():
     model = nn.Sequential(nn.Linear(64, 48))
     optimum.quanto.quantize(model, weights=optimum.quanto.qint8)
