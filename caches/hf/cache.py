@@ -48,8 +48,8 @@ class Cache(SharedMethods, TransformersCache):
     ):
         if layout is None:
             raise TypeError(
-                "a Cache needs a CacheLayout: caches.build gives it one. T5Gemma's own generate does not, where it makes"
-                " the encoder's part: use engine.generate"
+                "a Cache needs a CacheLayout: caches.build gives it one. T5Gemma's own generate does not, where it "
+                "makes the encoder's part: use engine.generate"
             )
         if isinstance(layout, str):
             if make_store is None:
