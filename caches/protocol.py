@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
-from caches.errors import StepError
+from caches.errors import StepError, UnsupportedLayerError
 from caches.spec.layer_spec import LayerSpec
 from caches.spec.rope import RopeRotation
 
@@ -206,6 +206,15 @@ class Capabilities:
 def capabilities(cache: EngineCache) -> Capabilities:
     """What can be done with `cache`, as it says itself where it does."""
     return getattr(cache, "capabilities", Capabilities())
+
+
+def check_has_layers_of_ours(cache: Any) -> None:
+    """Raise `UnsupportedLayerError` unless the content of `cache` is in layers of ours."""
+    if not capabilities(cache).can_migrate:
+        raise UnsupportedLayerError(
+            f"the content of a {type(cache).__name__} is in no layers of ours, so it cannot be read: only caches of "
+            "caches.build that keep something can be converted, branched, joined, or give some of their rows"
+        )
 
 
 class Growing(EngineCache, Protocol):

@@ -11,6 +11,7 @@ from caches.core.layer_stack import LayerStack
 from caches.core.prefix_sharing import PrefixSharing
 from caches.core.row_copies import Copyable
 from caches.errors import StepError
+from caches.protocol import check_has_layers_of_ours
 from caches.stores.dense import GrowingStore
 from caches.stores.store import Store
 from caches.timeline.shared_timeline import ForkedTimeline
@@ -41,6 +42,7 @@ def branch(cache: C, tokens: int | None = None) -> C:
     from there. Raises `StepError` while an announced step is open, where
     `cache` does not hold so many tokens, and where they are fewer than there are and the others cannot be taken back.
     """
+    check_has_layers_of_ours(cache)
     with _one_at_a_time:
         for steps in cache.implicit_steps:
             steps.end()

@@ -7,11 +7,14 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from caches.core.layer import Layer
 from caches.core.layer_stack import LayerStack
 from caches.core.prefix_sharing import PrefixSharing
+from caches.core.row_selection import checked_index
 from caches.errors import StepError
-from caches.protocol import TokenLog
+from caches.protocol import TokenLog, check_has_layers_of_ours
 from caches.stores.store import chosen_rows, joined_rows
+from configs import PlacedCacheConfig
 
 
 class Copyable(Protocol):
@@ -28,20 +31,23 @@ class Copyable(Protocol):
 C = TypeVar("C", bound=Copyable)
 
 
-def select_rows(cache: C, index: torch.Tensor) -> C:
-    """A cache of the same backend with copies of the rows `index` (LongTensor), which shares nothing with `cache`.
+def select_rows(cache: C, index: torch.Tensor | Sequence[int]) -> C:
+    """A cache of the same backend with copies of the rows `index`, which shares nothing with `cache`.
 
-    A preallocated one has room for these rows.
+    A preallocated one has room for these rows. Raises `StepError` where `index` names none, or rows that are not there.
     """
+    check_has_layers_of_ours(cache)
+    rows = cache.stacks[0].batch_size
+    chosen = checked_index(index, rows) if rows != -1 else torch.arange(0)
     cache.unshare()
     new = cache.empty_like()
     for stack, source in zip(new.stacks, cache.stacks, strict=True):
         _fill(
             stack,
             [source],
-            len(index),
-            lambda states: chosen_rows(states[0], index),
-            lambda logs: logs[0].select_rows(index),
+            len(chosen),
+            lambda states: chosen_rows(states[0], chosen),
+            lambda logs: logs[0].select_rows(chosen),
         )
     return new
 
@@ -49,10 +55,12 @@ def select_rows(cache: C, index: torch.Tensor) -> C:
 def join_rows(parts: Sequence[C]) -> C:
     """A cache with the rows of all `parts`.
 
-    Raises `StepError` unless they have the same backend and layers, and as many tokens.
+    Raises `StepError` unless they have the same backend and layers, as many tokens, and codes of one format.
     """
     if not parts:
         raise StepError("there is nothing to join")
+    for part in parts:
+        check_has_layers_of_ours(part)
     for part in parts:
         part.unshare()
         for stack, first in zip(part.stacks, parts[0].stacks, strict=True):
@@ -67,11 +75,30 @@ def join_rows(parts: Sequence[C]) -> C:
 def _check_alike(stack: LayerStack, first: LayerStack, problem: str) -> None:
     if (stack.total_tokens, stack.specs, stack.layout.name) != (first.total_tokens, first.specs, first.layout.name):
         raise StepError(f"{problem}: they need the same layers and tokens")
+    other = _other_options(stack, first)
+    if _formats(stack) != _formats(first):
+        raise StepError(
+            f"{problem}: {other or 'their codecs differ'}, so one cannot hold the codes of the other. Build them with "
+            "the same options, or convert them to cache='dynamic'"
+        )
     if stack.placements != first.placements:
         raise StepError(
-            f"{problem}: tokens were taken back in one of them and its blocks are others. Join them before, or convert "
-            "them to cache='dynamic'"
+            f"{problem}: {other or 'tokens were taken back in one of them'} and its blocks are others. Join them "
+            "before, or convert them to cache='dynamic'"
         )
+
+
+def _formats(stack: LayerStack) -> list[object]:
+    layers = [layer for layer in stack.layers if isinstance(layer, Layer)]
+    return [store.storage_format for layer in layers for store in layer.stores.values()]
+
+
+def _other_options(stack: LayerStack, first: LayerStack) -> str:
+    """The options in which they differ, with both values; "" where none are known."""
+    own, other = ({} if one.layout.config is None else one.layout.config.to_dict() for one in (stack, first))
+    names = own.keys() & other.keys() - set(PlacedCacheConfig.option_names())
+    found = [f"{name}={own[name]} and {other[name]}" for name in own if name in names and own[name] != other[name]]
+    return ", ".join(found)
 
 
 def _fill(

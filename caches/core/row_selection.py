@@ -51,8 +51,11 @@ def keeps_all_rows(index: torch.Tensor, rows: int) -> bool:
     return len(index) == rows and index.device.type == "cpu" and index.tolist() == list(range(rows))
 
 
-def _as_index(index: torch.Tensor | Sequence[int], rows: int) -> torch.Tensor:
-    """`index` as LongTensor: a bool mask of the rows stands for those where it is True. Raises `StepError`."""
+def checked_index(index: torch.Tensor | Sequence[int], rows: int) -> torch.Tensor:
+    """`index` as LongTensor: a bool mask of the rows stands for those where it is True.
+
+    Raises `StepError` unless it names some of `rows` rows. An index on an accelerator is not read.
+    """
     index = torch.as_tensor(index)
     is_mask = index.dtype == torch.bool
     if index.ndim != 1 or index.is_floating_point() or index.is_complex() or (is_mask and len(index) != rows):
@@ -60,7 +63,12 @@ def _as_index(index: torch.Tensor | Sequence[int], rows: int) -> torch.Tensor:
             f"rows are selected by a tensor of integers [new rows], or a bool mask of all {rows} rows, not by "
             f"{index.dtype} {list(index.shape)}"
         )
-    return index.nonzero()[:, 0] if is_mask else index.long()
+    index = index.nonzero()[:, 0] if is_mask else index.long()
+    # Reading an index on an accelerator would wait for the device.
+    known = index.tolist() if index.device.type == "cpu" else [0] * len(index)
+    if not known or min(known) < 0 or max(known) >= rows:
+        raise StepError(f"select_rows({index.tolist()}), but the cache holds rows 0 to {rows - 1}")
+    return index
 
 
 class RowSelection:
@@ -75,11 +83,7 @@ class RowSelection:
         rows = self.stack.batch_size
         if rows == -1:
             return None
-        index = _as_index(index, rows)
-        # Reading an index on an accelerator would wait for the device.
-        known = index.tolist() if index.device.type == "cpu" else [0] * len(index)
-        if not known or min(known) < 0 or max(known) >= rows:
-            raise StepError(f"select_rows({index.tolist()}), but the cache holds rows 0 to {rows - 1}")
+        index = checked_index(index, rows)
         self._check_room(len(index))
         return Choice(None if keeps_all_rows(index, rows) else index)
 

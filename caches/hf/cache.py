@@ -41,11 +41,16 @@ class Cache(SharedMethods, TransformersCache):
 
     def __init__(
         self,
-        layout: CacheLayout | str,
+        layout: CacheLayout | str | None = None,
         specs: Sequence[LayerSpec] | None = None,
         make_store: StoreFactory | None = None,
         **fields: Any,
     ):
+        if layout is None:
+            raise TypeError(
+                "a Cache needs a CacheLayout: caches.build gives it one. T5Gemma's own generate does not, where it "
+                "makes the encoder's part: use engine.generate"
+            )
         if isinstance(layout, str):
             if make_store is None:
                 raise TypeError(

@@ -38,6 +38,14 @@ def from_legacy_cache(past_key_values: Sequence[Sequence[torch.Tensor]], config:
     assert isinstance(cache, Cache)
     if not cache.stack.finds_layers and len(cache.layers) != len(past_key_values):
         raise StepError(f"the model has {len(cache.layers)} layers, but the legacy cache {len(past_key_values)}")
+    missing = [index for index, layer in enumerate(past_key_values) if any(part is None for part in layer)]
+    if len(missing) == len(past_key_values):
+        return cache  # of a cache before its first step
+    if missing:
+        raise StepError(
+            f"{len(missing)} of {len(past_key_values)} layers have None in place of keys or values, layer {missing[0]} "
+            "first: give the tensors of every layer, or None in all for an empty cache"
+        )
     cache.load_keys_and_values(past_key_values)
     return cache
 

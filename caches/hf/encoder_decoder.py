@@ -112,6 +112,9 @@ class Updated(dict):
         super().__init__()
         self._cross = cross
 
+    def __len__(self) -> int:
+        return len(self._cross.stack.layers)
+
     def get(self, layer_idx: int, default: Any = None) -> bool:
         if self._cross.implicit.has_reached(layer_idx):  # in a forward before this one
             self._cross.finish_step()

@@ -13,7 +13,7 @@ from caches.core.layer import Layer
 from caches.errors import UnsupportedLayerError
 from caches.hf.cache import Cache
 from caches.hf.encoder_decoder import EncoderDecoder
-from caches.protocol import EngineCache, capabilities
+from caches.protocol import EngineCache, capabilities, check_has_layers_of_ours
 from caches.registry import recipe
 from configs import CacheConfig, ConfigError, EncoderDecoderCacheConfig
 
@@ -71,11 +71,7 @@ def load(
 
 def empty_for(cache: C, config: CacheConfig) -> C:
     """An empty cache of the backend that `config` is for, with the layers of `cache`."""
-    if not can_migrate(cache):
-        raise UnsupportedLayerError(
-            f"a {type(cache).__name__} was not made by caches.build, so its content cannot be read: only such caches "
-            "can become others"
-        )
+    check_has_layers_of_ours(cache)
     name = config.name
     if len(cache.parts) == 2 and not isinstance(config, EncoderDecoderCacheConfig):
         config = EncoderDecoderCacheConfig(self_cache=config)

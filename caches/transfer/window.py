@@ -6,6 +6,7 @@ from caches.core.layer import Layer
 from caches.errors import StepError, UnsupportedLayerError
 from caches.hf.cache import Cache
 from caches.hf.encoder_decoder import EncoderDecoder
+from caches.protocol import check_has_layers_of_ours
 from caches.registry import recipe
 from configs import SlidingWindowCacheConfig
 
@@ -16,6 +17,7 @@ def apply_window(cache: Cache | EncoderDecoder, window_length: int) -> Cache:
     Raises `UnsupportedLayerError` where no window can be imposed on the layers, `StepError` where tokens in the window
     were evicted.
     """
+    check_has_layers_of_ours(cache)
     if not isinstance(cache, Cache):
         raise StepError(f"a window cannot be imposed on a {cache.name} cache of an encoder-decoder model")
     options = SlidingWindowCacheConfig(window_length=window_length, max_batch_size=cache.max_rows)

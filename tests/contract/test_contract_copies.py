@@ -6,6 +6,7 @@ import pytest
 import torch
 from architectures import prompt, tiny_model
 from contract import CELLS, EDGES, KINDS, STEPS, each_cell, options_of
+from transformers import DynamicCache
 from trial import Trial, refused, storage, with_room
 
 import caches
@@ -112,6 +113,41 @@ def test_rows_can_be_split_and_joined(trial, rows):
         caches.join_rows([trial.cache, joined.cache])
     with pytest.raises(caches.StepError, match="nothing to join"):
         caches.join_rows([])
+
+
+@pytest.mark.parametrize(
+    ("index", "match"),
+    [
+        ([5], r"select_rows\(\[5\]\), but the cache holds rows 0 to 1"),
+        ([-1], "holds rows 0 to 1"),
+        ([], "not by torch.float32"),
+        (torch.tensor([], dtype=torch.long), "holds rows 0 to 1"),
+        (torch.tensor([True]), "or a bool mask of all 2 rows"),
+        (torch.tensor(1), "by a tensor of integers"),
+    ],
+    ids=str,
+)
+def test_rows_to_copy_are_checked_as_those_to_select(index, match):
+    trial = Trial("dynamic", "full", 2)
+    trial.step(4)
+    for select in (lambda: caches.select_rows(trial.cache, index), lambda: trial.cache.select_rows(index)):
+        refused(trial, select, match=match)
+    for rows in ([1], torch.tensor([False, True])):
+        trial.holding(caches.select_rows(trial.cache, rows), [1]).check()
+
+
+def test_a_cache_of_others_is_refused_by_its_kind():
+    for other in (DynamicCache(), caches.NoCache()):
+        for operation in (
+            lambda cache: caches.branch(cache),
+            lambda cache: caches.select_rows(cache, [0]),
+            lambda cache: caches.join_rows([cache]),
+            lambda cache: caches.apply_window(cache, 8),
+            lambda cache: caches.convert(cache, "dynamic"),
+            lambda cache: caches.migrate(cache, "dynamic"),
+        ):
+            with pytest.raises(caches.UnsupportedLayerError, match=f"a {type(other).__name__} is in no layers of ours"):
+                operation(other)
 
 
 def test_rows_are_copied_layer_by_layer(monkeypatch):

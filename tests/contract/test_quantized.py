@@ -258,6 +258,30 @@ def test_blocks_that_were_cut_differently_cannot_be_joined(exactly):
         caches.join_rows([one.cache, other.cache])
 
 
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"nbits": 8}, "nbits=8 and 4, so one cannot hold the codes of the other"),
+        ({"backend": "fp8", "nbits": 8}, "backend=fp8 and hqq, nbits=8 and 4, so one cannot"),
+        ({"compute_dtype": "bfloat16"}, "compute_dtype=bfloat16 and None, so one cannot"),
+        ({"residual_length": 6}, "residual_length=6 and 8, so one cannot"),
+    ],
+    ids=str,
+)
+def test_codes_of_another_format_cannot_be_joined(options, match):
+    model, parts = tiny_model("llama"), []
+    for other in ({}, options):
+        parts.append(
+            caches.build("quantized", model.config, **{"backend": "hqq", "nbits": 4, "residual_length": 8} | other)
+        )
+        with torch.no_grad():
+            model(prompt(1, pads=0, tokens=30)["input_ids"], past_key_values=parts[-1])
+    for join in (caches.join_rows, caches.DynamicCache.from_batch_splits):
+        with pytest.raises(caches.StepError, match=match):
+            join(parts)
+        assert join([parts[1], parts[1]]).batch_size == 2
+
+
 @pytest.mark.parametrize("chunk", [None, 5], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("pads", [0, 4])
 @pytest.mark.parametrize(

@@ -154,6 +154,22 @@ def test_legacy_tuples_of_an_encoder_decoder_model():
     assert torch.equal(out.sequences, engine.generate(model, inputs, max_new_tokens=2 * NEW).sequences)
 
 
+def test_legacy_tuples_of_an_empty_cache():
+    for model, inputs in (
+        (tiny_model("llama"), prompt(pads=0)),
+        (tiny_encoder_decoder("bart"), source("bart")),
+    ):
+        past = caches.build("dynamic", model.config).to_legacy_cache()
+        for config in (None, model.config):
+            again = caches.from_legacy_cache(past, config)
+            assert again.total_tokens == 0
+            out = engine.generate(model, inputs, cache=again, max_new_tokens=NEW)
+            assert torch.equal(out.sequences, engine.generate(model, inputs, max_new_tokens=NEW).sequences)
+    half = ((torch.zeros(1, 1, 1, 1),) * 2, (None, None))
+    with pytest.raises(caches.StepError, match="1 of 2 layers have None in place of keys or values, layer 1 first"):
+        caches.from_legacy_cache(half)
+
+
 def test_legacy_tuples_of_windows():
     """Tuples hold all columns; a window keeps its last ones, and what it has forgotten no tuple can say."""
     model, ids = tiny_model("mistral"), prompt(pads=0)["input_ids"]

@@ -98,6 +98,22 @@ def test_ours_in_transformers_generate(name, cache):
         assert ours.total_tokens == NEW
 
 
+@pytest.mark.parametrize("name", ["t5gemma", "t5gemma2"])
+def test_a_model_whose_generate_makes_the_cross_part_anew(name):
+    """It leaves a filled one as it is; an empty one it would make by arguments that ours does not take."""
+    model, inputs = known(name)
+    first = theirs(model, inputs, max_new_tokens=4, return_dict_in_generate=True)
+    ours = caches.branch(engine.generate(model, inputs, max_new_tokens=4).cache)  # no forward has marked its layers
+    expected, out = (
+        theirs(model, inputs, decoder_input_ids=first.sequences, past_key_values=cache, max_new_tokens=4)
+        for cache in (first.past_key_values, ours)
+    )
+    assert torch.equal(out, expected)
+    assert ours.get_seq_length() == first.past_key_values.get_seq_length()
+    with pytest.raises(TypeError, match="does not, where it makes the encoder's part"):
+        model.generate(**inputs, past_key_values=caches.build("dynamic", model.config), max_new_tokens=2)
+
+
 @pytest.mark.parametrize("name", DEFAULT)
 def test_theirs_in_ours(name):
     model, inputs = known(name)

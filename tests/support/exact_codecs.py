@@ -14,6 +14,12 @@ class Exactly:
 
     block = 4  # of as many columns, and never a whole step
 
+    def __eq__(self, other):
+        return type(self) is type(other)
+
+    def __hash__(self):
+        return hash(type(self))
+
     def attend(self, dense):
         return None
 
