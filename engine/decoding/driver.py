@@ -124,35 +124,42 @@ class Driver:
         """Perform the operations of the flow until all rows have ended."""
         with self._cancellation.noting_keys():
             self.loop.stream_buffer.begin()
-        answer: Any = None
+        answers: list[Any] = [None]  # at most one: nothing else keeps scores while the next ones are computed
         while not self.loop.done:
             with self._cancellation.noting_keys():
-                step = _without_grad(partial(self._step, flow, answer, piece_tokens is None))
+                step = _without_grad(partial(self._step, flow, answers, piece_tokens is None))
             if step is None:
                 break
             if isinstance(step, Forward):
                 assert piece_tokens is not None
-                step = yield from self._with_others(step, piece_tokens)
-            answer, chunks = step
+                answer, chunks = yield from self._with_others(step, piece_tokens)
+                answers.append(answer)
+                del answer
+            else:
+                chunks = step
             if chunks:
                 yield from self._shown(chunks)
         yield from self._shown(self.loop.read_all())
 
-    def _step(self, flow: Flow, answer: Any, alone: bool) -> tuple[Any, list[StreamChunk]] | Forward | None:
+    def _step(self, flow: Flow, answers: list[Any], alone: bool) -> list[StreamChunk] | Forward | None:
         """The operations of the flow up to one that shows something, or to a `Forward`; None at its end.
 
-        alone: whether the `Forward` is performed too.
+        answers: the last one, which goes to the flow; the next one is put there. alone: whether the `Forward` is
+        performed too.
         """
         while True:
             try:
-                operation = flow.send(answer)
+                operation = flow.send(answers.pop())
             except StopIteration:
                 return None
+            is_forward = isinstance(operation, Forward)
             if isinstance(operation, Forward) and not alone:
                 return operation
             answer, chunks = self.loop.perform(operation)
-            if isinstance(operation, Forward) or chunks or self.loop.done:
-                return answer, chunks
+            answers.append(answer)
+            del answer, operation
+            if is_forward or chunks or self.loop.done:
+                return chunks
 
     def _with_others(
         self, forward: Forward, piece_tokens: Callable[[], int]

@@ -415,7 +415,11 @@ def test_a_full_disk_at_the_first_step(tmp_path):
 
 
 def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match="gone' is no folder on this machine: make it first"):
+        Trial("offloaded", "full", **on_disk(tmp_path / "gone"))
+    (tmp_path / "gone").mkdir()
     trial = Trial("offloaded", "full", **on_disk(tmp_path / "gone"))
+    (tmp_path / "gone").rmdir()
     match = r"gone, which is no folder: No such file or directory.*another `folder`"
     with pytest.raises(caches.CapacityError, match=match):
         trial.step(1)

@@ -189,6 +189,8 @@ class Trial:
         self.cache.crop(tokens)
         removed = max(0, self.total_tokens - tokens) if tokens > 0 else -tokens
         self.last_step = 0 if removed == self.total_tokens else max(0, self.last_step - removed)
+        if self.total_tokens and removed == self.total_tokens:
+            self.encoded = None  # the next source may be another one
         self.tokens = [row[: len(row) - removed] for row in self.tokens]
 
     # What must be so.
