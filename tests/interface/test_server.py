@@ -417,6 +417,7 @@ WRONG = [
     (COMPLETION, {"prompt": "x " * 3000}, r"the prompt has \d+ tokens, and max_tokens=16, .* context has 2048"),
     (COMPLETION, {"prompt": ["x"] * 100}, "100 prompts in one request"),
     (COMPLETION, {"best_of": 1, "n": 2}, "raise best_of"),
+    (COMPLETION, {"best_of": 2, "logprobs": 1}, "logprobs cannot apply to a beam search (best_of, engine.num_beams)"),
     (COMPLETION, {"best_of": 2, "engine": {"num_beams": 2}}, "leave one out"),
     (COMPLETION, {"max_tokens": 0}, "generates nothing"),
     (COMPLETION, {"max_tokens": 0, "echo": True, "logprobs": 1, "stop": "x"}, "so stop cannot apply"),

@@ -134,6 +134,10 @@ def parameters(body: ChatRequest | CompletionRequest, prompt_tokens: int, limits
         found["logits_processor"] = [Penalties(body.presence_penalty, body.frequency_penalty, prompt_tokens)]
     found["num_return_sequences"] = body.n  # also where the model's own settings have another number
     if (likeliest := logprobs_asked(body)) is not None:
+        if found.get("num_beams", 1) > 1 or found.get("strategy") in ("beam", "diverse_beam"):
+            raise OptionError(
+                "logprobs cannot apply to a beam search (best_of, engine.num_beams): leave one of them out"
+            )
         found["top_logprobs"] = likeliest
     _check_rows(found, limits)
     return _as_drawn(found)
