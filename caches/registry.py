@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -42,14 +42,15 @@ class Recipe:
 
     def make(self, specs: Sequence[LayerSpec] | None, options: Any) -> EngineCache:
         """`build`, with the options in the cache's layout, where files, stored prefixes and checks look for them."""
-        cache: Any = self.build(specs, options)
-        layout = getattr(getattr(cache, "stack", None), "layout", None)
-        if layout is None or layout.config is not None or not isinstance(options, PlacedCacheConfig):
-            return cast(EngineCache, cache)
-        rows = options.max_batch_size if layout.max_rows is None else layout.max_rows
+        cache = self.build(specs, options)
+        stack = getattr(cache, "stack", None)
+        if stack is None or stack.layout.config is not None or not isinstance(options, PlacedCacheConfig):
+            return cache
+        rows = options.max_batch_size if stack.layout.max_rows is None else stack.layout.max_rows
         expected = ExpectedDevice(options)
         changes = {"config": options, "max_rows": rows, "expected": expected if expected.is_given else None}
-        return cast(EngineCache, type(cache)(dataclasses.replace(layout, **changes)))
+        stack.restart(dataclasses.replace(stack.layout, **changes))
+        return cache
 
 
 _recipes: dict[str, Recipe] = {}

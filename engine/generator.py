@@ -334,6 +334,7 @@ class Generator:
             check_content(self._runner, cache, request, columns, inputs, call.tokenizer)
         keep = None if self.config.max_cache_bytes is None else budget.keep
         prefix = CachedPrefix(request.before, request.prompt.columns_without_ids)
+        own = () if request.guidance is not None or request.output_flags else pauses(reused.cache)
         shares = not makes_graphs(self.config.compile)  # a graph cannot read shared prefixes
         options = SessionOptions(
             request.chunk_tokens,
@@ -343,7 +344,7 @@ class Generator:
             shares_prefixes=shares,
             rolls_back=request.needs.verifies,
             make_room=keep,
-            pauses=sorted((*pauses(reused.cache), *reused.pauses), key=lambda one: one.columns),
+            pauses=sorted((*own, *reused.pauses), key=lambda one: one.columns),
         )
         session = ModelSession(self._runner, reused.cache, columns, inputs, prefix, options)
         draft_session = None

@@ -41,6 +41,10 @@ class LayerStack:
     _stateful: list[Layer | WrappedLayer]  # only these have to be prepared for a step, and may refuse to reject tokens
 
     def __init__(self, layout: CacheLayout):
+        self.restart(layout)
+
+    def restart(self, layout: CacheLayout) -> None:
+        """Become an empty stack of this layout."""
         self.layout = layout
         self.hook = layout.make_hook()
         self.log: TokenLog | None = None

@@ -150,7 +150,7 @@ class HFCacheAdapter:
                 f"this {self.name} does not say how many tokens its states have read: start with an empty one"
             )
         if self._own is not self._cache and self.total_tokens == 0:  # it may hold the encoder's keys of another source
-            self._cache.reset()
+            self.reset()
         self._before = [_attributes(layer) if _restores_attributes(layer) else None for layer in self._own.layers]
         self._tokens_before, self._tokens = self.total_tokens, tokens
 

@@ -156,28 +156,31 @@ class ModelSession:
 
         None, with nothing done, where no more than `most` would have to be fed: they are for `forward`.
         """
-        begin = self._ids.count or self._prefix.columns_without_ids
-        waiting = self._prefix.columns + begin + tokens.shape[1] - self.cache.total_tokens
+        begin = self._prefix.columns + (self._ids.count or self._prefix.columns_without_ids)
+        waiting = begin + tokens.shape[1] - self.cache.total_tokens
         if waiting <= most or not self.executor.reads_in_pieces:
             return None
         pieces, last = -(-waiting // most), self._write(tokens)
         end = last - waiting + -(-waiting // pieces)  # all of about the same size
         self._read(min(end, self._pauses.next_after(self._ids.count)))
-        end = self._ids.count
-        return self._ids.ids[:, end:last].clone()  # more than `tokens` where the cache was emptied in between
+        return self._ids.ids[
+            :, self._ids.count : last
+        ].clone()  # more than `tokens` where the cache was emptied in between
 
     def _read(self, end: int) -> None:
-        """Feed the tokens before column `end`, which `_write` has noted, and commit them. A pause may be there."""
+        """Feed the tokens before column `end`, which `_write` has noted, and commit them."""
         self._feed(end, self._ids.count == 0 or self.is_empty, CollectedOutputs())
         self.cache.commit()
         self._ids.count, self._prefilled = end, True
-        if self._pauses.next_after(end) == end:
-            ids, mask, log = self._ids.ids[:, :end], self.executor.columns.mask(end), self.cache.log
-            self.cache.log = self._signed(TokenLog(ids, torch.ones_like(ids) if mask is None else mask))
-            try:
+        if self._pauses.next_after(end) > end:
+            return
+        ids, mask, log = self._ids.ids[:, :end], self.executor.columns.mask(end), self.cache.log
+        self.cache.log = self._signed(TokenLog(ids, torch.ones_like(ids) if mask is None else mask))
+        try:
+            while self._pauses.next_after(end) == end:
                 self._pauses.pop().then(self.cache)
-            finally:
-                self.cache.log = log
+        finally:
+            self.cache.log = log
 
     def park(self) -> None:
         """Free the memory of the cache until the next forward: it is read again then, or has moved off the device."""

@@ -18,8 +18,8 @@ class SessionOptions:
 
     shares_prefixes: whether rows that come from one row share it in the cache, which compiled steps cannot read.
     rolls_back: whether the flow rolls back tokens. make_room: called with the session and the number of tokens that are
-    about to be fed. pauses: in the order of their columns; a prompt whose hidden states or logits are all wanted is
-    read without them.
+    about to be fed. pauses: in the order of their columns; a prompt whose last hidden states or logits are all wanted
+    is read without them.
     """
 
     chunk_tokens: int | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from transformers.cache_utils import Cache as TransformersCache
 
 from caches import EngineCache, StepError, branch, convert, inspect, load, recipe
+from caches.out_of_memory import is_out_of_memory
 from caches.spec.fingerprint import active_adapters
 from caches.transfer.convert import can_migrate
 from configs import CacheConfig
@@ -165,7 +166,9 @@ class Chat:
             self._turn_lock.release()
 
     def _turn(self, messages: Callable[[], tuple[Message, ...]], parameters: dict[str, Any]) -> Iterator[StreamChunk]:
-        with self._between_turns():
+        with ExitStack() as stack:
+            with ending(parameters.get("streamer")):  # that of all turns may be in use
+                stack.enter_context(self._between_turns())
             yield from self._answered(messages, parameters)
 
     def _ending(self, given: dict[str, Any]) -> AbstractContextManager[None]:
@@ -290,8 +293,15 @@ class Chat:
     def _keep_branch(self, cache: Any) -> None:
         """Keep a copy of the cache as it is, if none of its length is kept: the first, which ends with the system
         message, and the latest stay."""
-        if cache.total_tokens and all(one.total_tokens != cache.total_tokens for one in self._branches):
-            self._branches = [*self._branches[:1], *self._branches[1:][-_LATEST:], branch(cache)]
+        if cache.total_tokens == 0 or any(one.total_tokens == cache.total_tokens for one in self._branches):
+            return
+        try:
+            kept = branch(cache)
+        except Exception as error:
+            if is_out_of_memory(error):  # a later turn then reads more
+                return
+            raise
+        self._branches = [*self._branches[:1], *self._branches[1:][-_LATEST:], kept]
 
     def fork(self) -> Chat:
         """A second conversation that begins as this one. Both caches read what there is now in one place."""

@@ -85,8 +85,9 @@ class Conversation:
         said, ending = list(tokens), []
         end = self.tokenizer.convert_ids_to_tokens(said[-1]) if said else ""
         is_special = bool(said) and said[-1] in self._special_ids
-        if not is_special and has_end:  # then its text is part of the answer
-            answer, is_special = answer.removesuffix(end), answer.endswith(end)
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        if not is_special and has_end and said[-1] in added and answer.endswith(end):  # a word of the template
+            answer, is_special = answer.removesuffix(end), True
         text = answer
         if is_special:
             ending = [Segment(end, (said.pop(),))]

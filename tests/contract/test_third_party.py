@@ -159,15 +159,33 @@ class OwnConfig(PlacedCacheConfig):
     name: ClassVar[str] = "own_of_a_test"
 
 
+class Noted(caches.Cache):
+    """With a constructor of its own."""
+
+    def __init__(self, specs):
+        super().__init__(OwnConfig.name, specs, growing)
+        self.note = "kept"
+
+
 @pytest.fixture
-def own_backend():
+def own_backend(request):
+    made = getattr(request, "param", caches.Cache)
+
     @caches.register(OwnConfig)
     def own(specs, options):
         """A recipe that says nothing of its options."""
-        return caches.Cache(options.name, specs, growing)
+        return made(specs) if made is Noted else made(options.name, specs, growing)
 
     yield OwnConfig.name
     registry._recipes.pop(OwnConfig.name)
+
+
+@pytest.mark.parametrize("own_backend", [Noted], indirect=True)
+def test_a_recipe_may_make_a_class_with_a_constructor_of_its_own(own_backend):
+    model, ids = tiny_model("llama"), torch.arange(3, 43)[None]
+    out = engine.generate(model, ids, cache=own_backend, max_new_tokens=4)
+    assert out.cache.note == "kept"
+    assert out.cache.stack.layout.config == OwnConfig()
 
 
 def test_a_recipe_need_not_pass_its_options_on(own_backend, tmp_path):

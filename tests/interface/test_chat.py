@@ -568,3 +568,55 @@ def test_an_end_token_that_is_not_special_is_no_part_of_the_answer(tokenizer):
     out = chat.send("import os")
     assert out.finish_reasons == ["eos"]
     assert "<|im_end|>" not in chat.messages[-1]["content"]
+
+
+def test_two_chats_with_one_prefix_store(tokenizer):
+    """Without a generation prompt both want to go on from the same place."""
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    model = generator_of("mistral", tokenizer, template).model
+    generator = engine.Generator(model, tokenizer, engine.EngineConfig(prefix_store_bytes=10**8))
+    asked = "import os\nimport sys\nfrom pathlib import Path\n" * 3
+    said = [generator.chat(max_new_tokens=TOKENS).send(asked).tokens for _ in range(3)]
+    assert said[0] == said[1] == said[2]
+
+
+@pytest.mark.parametrize("name", ["mistral", "mamba"])
+def test_guided_turns_and_turns_that_record_keep_nothing_on_the_way(name, tokenizer):
+    generator = generator_of(name, tokenizer)
+    chat = generator.chat(max_new_tokens=TOKENS)
+    check_turn(generator, chat, chat.send("import os", guidance_scale=2.0), {}, guidance_scale=2.0)
+    check_turn(generator, chat, chat.retry(), {})
+    recorded = generator.chat(max_new_tokens=TOKENS).send("import os", output_hidden_states=True)
+    assert recorded.hidden_states[0][0].shape[1] == recorded.stats.prompt_tokens
+
+
+def test_an_ordinary_token_that_ends_an_answer_stays_in_it(tokenizer):
+    dot = tokenizer.convert_tokens_to_ids(".")
+    generator = generator_of("llama", tokenizer)
+    chat = generator.chat(max_new_tokens=20, eos_token_id=[dot], sequence_bias={(dot,): 100.0})
+    assert chat.send("import os").text == ["."]
+    assert chat.messages[-1]["content"] == "."
+
+
+def test_a_turn_beside_another_ends_its_streamer(tokenizer):
+    chat = generator_of("llama", tokenizer).chat(max_new_tokens=TOKENS)
+    first, streamer = chat.stream("import os"), TextIteratorStreamer(tokenizer, timeout=60)
+    next(first)
+    with pytest.raises(engine.EngineError, match="a turn of this chat has not ended"):
+        chat.send("x", streamer=streamer)
+    assert "".join(streamer) == ""
+
+
+def test_a_branch_that_has_no_memory_is_not_kept(tokenizer, monkeypatch):
+    generator, faults = generator_of("mamba", tokenizer), []
+
+    def out_once(cache):
+        faults.append(cache)
+        if len(faults) == 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return caches.branch(cache)
+
+    monkeypatch.setattr("engine.reuse.chat.branch", out_once)
+    chat = generator.chat(max_new_tokens=TOKENS)
+    check_turn(generator, chat, chat.send("import os"), {})
+    assert faults
