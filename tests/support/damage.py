@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from caches.timeline.timeline import Timeline
 from engine.decoding import records
 from engine.model.columns import Columns
 from engine.request import checks, read_request
-from strategies import sampling
+from strategies import Task, sampling
+from strategies.beam_search import BeamState
 from strategies.speculative import VerifiedText
 
 Patch = pytest.MonkeyPatch
@@ -204,9 +206,12 @@ def read_pads_of_one_row_as_tokens(patch: Patch) -> None:
 
 
 def count_end_ids_once(patch: Patch) -> None:
-    patch.setattr(
-        "strategies.beam_search.len", lambda of: len(set(of)) if isinstance(of, tuple) else len(of), raising=False
-    )
+    original = BeamState.__init__
+
+    def counted(self: BeamState, task: Task, *rest: Any) -> None:
+        original(self, replace(task, candidates_per_beam=max(2, 1 + len(set(task.eos_ids)))), *rest)
+
+    patch.setattr(BeamState, "__init__", counted)
 
 
 def draw_once_more(patch: Patch) -> None:
