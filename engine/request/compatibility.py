@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from transformers import PreTrainedModel
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from caches import CapacityError, EngineCache
 from caches.protocol import attention_view, capabilities
@@ -14,7 +15,6 @@ from engine.model.compiled_step import makes_graphs
 from engine.model.masks import check_takes_masks
 from engine.model.model_runner import ModelRunner
 from engine.model.rope_probe import check_rope
-from engine.prompt import ENCODED
 from engine.request.checks import check_positions, is_fixed
 from engine.request.guidance import check_padding_is_neutral
 from engine.request.request import Request
@@ -36,7 +36,8 @@ def check_together(runner: ModelRunner, cache: EngineCache, request: Request, co
             f"{type(model).__name__} takes no cache of keys and values (it keeps none, or a state of its own "
             f"kind), so the {cache.name} cache has nothing to hold: use cache='none'"
         )
-    if cache.handle is None and request.prompt.model_kwargs.get(ENCODED) and request.rows > len(request.prompt.ids):
+    has_media = not request.prompt.model_kwargs.keys().isdisjoint(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
+    if cache.handle is None and has_media and request.rows > len(request.prompt.ids):
         raise OptionError(
             f"{request.strategy.name} makes several rows of each prompt, and rows of a prompt with images or sounds "
             "cannot change places without a cache: use cache='dynamic'"
