@@ -152,7 +152,7 @@ class ModelSession:
             self.cache.abort()
 
     def read_piece(self, tokens: torch.Tensor, most: int) -> torch.Tensor | None:
-        """Feed at most `most` of the `tokens` [rows, n] and commit them. Returns those that are left.
+        """Feed at most `most` of the `tokens` [rows, n] and commit them. Returns those left, all if the cache was emptied.
 
         None, with nothing done, where no more than `most` would have to be fed: they are for `forward`.
         """
@@ -163,9 +163,7 @@ class ModelSession:
         pieces, last = -(-waiting // most), self._write(tokens)
         end = last - waiting + -(-waiting // pieces)  # all of about the same size
         self._read(min(end, self._pauses.next_after(self._ids.count)))
-        return self._ids.ids[
-            :, self._ids.count : last
-        ].clone()  # more than `tokens` where the cache was emptied in between
+        return self._ids.ids[:, self._ids.count : last].clone()
 
     def _read(self, end: int) -> None:
         """Feed the tokens before column `end`, which `_write` has noted, and commit them."""

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
@@ -24,23 +24,14 @@ from engine.output.hf_streamers import ending
 from engine.prompt import without_padding
 from engine.result import Generation, StreamChunk
 from engine.reuse.conversation import Conversation, Message, Segment, flat
-from engine.reuse.room import with_room_for
+from engine.reuse.room import SIZES, HasModel, with_room_for
 from engine.reuse.token_index import common
 from engine.streaming import Stream
 
 _LEAST_ROOM = 512  # tokens, of a cache of fixed size
 _LATEST = 2  # branches that are kept besides the first and the newest
-_SIZES = ("max_cache_len", "max_batch_size")
 _ONE_ANSWER = {"num_return_sequences": 1}  # a whole generation config may say more, for other calls
 _PLAIN_STOP = "\nUser:"  # where there is no template, a model goes on with the next question
-
-
-class HasModel(Protocol):
-    """A `Generator`."""
-
-    model: Any
-    tokenizer: Any
-    config: Any
 
 
 class Chat:
@@ -210,7 +201,7 @@ class Chat:
         options = cache if isinstance(cache, CacheConfig) else options
         options = {} if options is None else options.to_dict() if isinstance(options, CacheConfig) else dict(options)
         name = options.pop("name", cache)
-        options = {option: value for option, value in options.items() if option not in _SIZES}
+        options = {option: value for option, value in options.items() if option not in SIZES}
         return {"cache": name, "cache_config": options or None}
 
     def _finish(self, messages: tuple[Message, ...], asked: tuple[Segment, ...], out: Generation) -> None:

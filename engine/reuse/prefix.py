@@ -13,15 +13,12 @@ from engine.errors import InputError, OptionError
 from engine.output.hf_streamers import ending
 from engine.request.continuation import has_windows
 from engine.result import Generation
-from engine.reuse.room import with_room_for
+from engine.reuse.room import HasModel, with_room_for
 from engine.streaming import Stream
 
 
-class Generates(Protocol):
+class Generates(HasModel, Protocol):
     """A `Generator`."""
-
-    model: Any
-    tokenizer: Any
 
     def generate(self, inputs: Any = None, **arguments: Any) -> Generation: ...
 

@@ -29,13 +29,12 @@ from engine.decoding.pauses import Pause
 from engine.model.model_runner import ModelRunner
 from engine.request.request import Request
 from engine.reuse.prefix_files import PrefixFiles, StoredFile, name_of
-from engine.reuse.room import with_room
+from engine.reuse.room import SIZES, with_room
 from engine.reuse.token_index import TokenIndex
 
 LEAST_TOKENS = 32  # a shorter beginning is read about as fast as it is found
 _FILES_FACTOR = 8  # the files together have at most so many times the bytes of those in memory
 _LEAST_FREED = 8  # a cache is shortened where that frees at least an eighth of it
-_SIZES = ("max_cache_len", "max_batch_size")  # in which caches of one kind may differ
 
 
 @dataclass(frozen=True)
@@ -310,7 +309,7 @@ def kind_of(cache: EngineCache) -> str | None:
     if not can_migrate(cache) or len(cache.stacks) != 1 or cache.stacks[0].layout.config is None:
         return None
     options = cache.stacks[0].layout.config.to_dict()
-    options = {name: value for name, value in options.items() if name not in _SIZES}
+    options = {name: value for name, value in options.items() if name not in SIZES}
     return json.dumps(options, sort_keys=True, default=str)
 
 

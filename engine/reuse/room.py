@@ -11,12 +11,15 @@ from engine.request.call import read_call
 from engine.request.parameters import read_parameters
 from engine.request.read_request import read_request
 
+SIZES = ("max_cache_len", "max_batch_size")  # options of a cache
+
 
 class HasModel(Protocol):
     """A `Generator`."""
 
     model: Any
     tokenizer: Any
+    config: Any
 
 
 def with_room_for(cache: Any, generator: HasModel, inputs: Any, parameters: dict[str, Any]) -> Any:
@@ -42,6 +45,6 @@ def with_room(cache: Any, tokens: int | None, rows: int | None) -> Any:
     """A copy of the cache, with its options, that has room for so many tokens and rows; None: what it has."""
     config = cache.stacks[0].layout.config if can_migrate(cache) else None
     options = {} if config is None else config.to_dict()
-    sizes = {"max_cache_len": tokens, "max_batch_size": rows}
+    sizes = dict(zip(SIZES, (tokens, rows), strict=True))
     options |= {name: size for name, size in sizes.items() if size}
     return convert(cache, options.pop("name", cache.name), **options)
