@@ -152,7 +152,7 @@ class ModelSession:
             self.cache.abort()
 
     def read_piece(self, tokens: torch.Tensor, most: int) -> torch.Tensor | None:
-        """Feed at most `most` of the `tokens` [rows, n] and commit them. Returns those left, all if the cache was emptied.
+        """Feed at most `most` of `tokens` [rows, n] and commit. Returns those left; more if the cache was emptied.
 
         None, with nothing done, where no more than `most` would have to be fed: they are for `forward`.
         """
