@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 from trial import Trial
 
 import engine
-from caches.quantization.machine import write_atomically
+from caches.machine import write_atomically
 from engine.model import linear_routes
 
 # Kernels are compiled once and kept; which matrix product is the fastest is not measured here, in no command either.

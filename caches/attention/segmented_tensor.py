@@ -55,7 +55,7 @@ class SegmentedTensor(torch.Tensor):
 
     base: the shape without the view. like: a tensor with the data type and the device. on_materialize: called when the
     model needs an ordinary tensor. rows_per_prefix: consecutive rows that share a prefix, see `group_rows`. attend: a
-    kernel for all segments at once, see `Attend`; for rows_per_prefix = 1.
+    kernel for all segments at once, see `Attend`.
     """
 
     segments: Segments

@@ -14,6 +14,7 @@ import torch
 
 from caches.attention.segmented_tensor import SegmentedTensor, segments_of
 from caches.attention.segments import PerRowSegment, Segment
+from caches.attention.shared_attention import attend_to
 from caches.errors import StepError
 from caches.memory.buffers import Buffer
 from caches.stores.store import Store, check_alike
@@ -59,7 +60,12 @@ class ForkedStore:
         tokens += 0 if suffix is None else suffix.shape[2]
         shape = (prompts * rows_per_prefix, heads, tokens, width)
         return SegmentedTensor(
-            segments, shape, prefix, self.timeline.note_materialized, rows_per_prefix=rows_per_prefix
+            segments,
+            shape,
+            prefix,
+            self.timeline.note_materialized,
+            rows_per_prefix=rows_per_prefix,
+            attend=attend_to(prefix, suffix),
         )
 
     def merge(self) -> None:

@@ -20,14 +20,14 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch.nn import functional
 
-from caches.out_of_memory import is_out_of_memory
-from caches.quantization.machine import (
+from caches.machine import (
     cache_folder,
     last_level_cache_bytes,
     once_per_machine,
     processor,
     write_atomically,
 )
+from caches.out_of_memory import is_out_of_memory
 from caches.torch_api import has_onednn, onednn_linear
 from engine.model.linear_kernels import kernels
 

@@ -20,7 +20,7 @@ from filelock import FileLock
 from torch import nn
 
 from caches import Cache
-from caches.quantization.machine import write_atomically
+from caches.machine import write_atomically
 from caches.torch_api import compile_package, state_without_hooks
 from engine.model.layer_step import LayerStep, dynamic_shapes
 from engine.model.linear_backend import Table, active, install

@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from caches import Cache
-from caches.quantization.machine import cache_folder, processor
+from caches.machine import cache_folder, processor
 from engine.errors import OptionError
 from engine.model.compiled_layer import CompiledLayer
 from engine.model.layer_step import LayerStep

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from caches import CacheError, EngineCache, load
-from caches.quantization.machine import write_atomically
+from caches.machine import write_atomically
 from caches.spec.fingerprint import fingerprint
 
 

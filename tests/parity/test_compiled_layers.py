@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import caches
 import engine
-from caches.quantization.machine import cache_folder
+from caches.machine import cache_folder
 from engine.model import compiled_layer, layer_packages, package_process
 from engine.model.layer_chain import LayerChain, are_chained
 from engine.model.layer_step import _structure, have_shapes, rows_like

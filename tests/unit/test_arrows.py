@@ -20,7 +20,7 @@ ENGINE = [
     {"__main__"},
 ]
 CACHES = [
-    {"errors", "out_of_memory", "heavy_imports", "torch_api", "transformers_api"},
+    {"errors", "out_of_memory", "heavy_imports", "torch_api", "transformers_api", "machine", "kernel_build"},
     {"spec", "timeline", "attention", "memory"},
     {"protocol", "quantization"},
     {"registry", "stores"},

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 import caches
 import configs
 import engine
-from caches.quantization import kernel_build, machine
+from caches import kernel_build, machine
 from configs import ConfigError
 from engine.model import package_process
 
@@ -104,7 +104,7 @@ def test_a_killed_compilation_keeps_no_one_waiting(folder, compiler):
     """In a process of its own that is killed in the middle of it."""
     compiler(60)
     code = (
-        "import sys, caches.quantization.kernel_build as k, pathlib; k._paths = list; "
+        "import sys, caches.kernel_build as k, pathlib; k._paths = list; "
         "k._library(pathlib.Path(sys.argv[1]), 'one')"
     )  # fmt: skip
     process = subprocess.Popen([sys.executable, "-c", code, str(folder / "one.cpp")], start_new_session=True)

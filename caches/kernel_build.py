@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from caches.quantization.machine import cache_folder, once_per_machine, processor
+from caches.machine import cache_folder, once_per_machine, processor
 from configs import ConfigError
 
 # As fast as -ffast-math, but NaN and infinity keep their meaning and no other code changes its rounding.

@@ -1,0 +1,156 @@
+"""The kernel for rows that share a prefix gives what torch gives for each row's keys and values alone."""
+
+import pytest
+import torch
+from architectures import prompt, tiny_model
+from forks import PROMPTS, ROWS, SIBLINGS, Loop
+from helpers import needs_kernels
+from torch.nn.functional import scaled_dot_product_attention
+
+import caches
+import engine
+from caches.attention import shared_attention
+from caches.attention.segmented_tensor import SegmentedTensor
+from caches.attention.segments import DenseSegment, PerRowSegment
+from caches.stores import shared_prefix
+
+
+def view(prefixes, own, rows_per_prefix):
+    """Keys or values of rows that share `prefixes`, with what is their `own` behind."""
+    segments = [DenseSegment(one) for one in prefixes] + [
+        PerRowSegment(DenseSegment(one), rows_per_prefix) for one in own
+    ]
+    prompts, heads, _, width = prefixes[0].shape
+    base = (prompts * rows_per_prefix, heads, sum(one.slots for one in segments), width)
+    attend = shared_attention.attention
+    return SegmentedTensor(lambda: segments, base, prefixes[0], rows_per_prefix=rows_per_prefix, attend=attend)
+
+
+def wide(*shape):
+    """A part of a larger tensor, as buffers with free slots are."""
+    rows, heads, slots, width = shape
+    return torch.randn(rows, heads, slots + 5, width)[:, :, :slots]
+
+
+@needs_kernels
+@pytest.mark.parametrize("mask", [None, "seen", "added", "unseen prefix"])
+@pytest.mark.parametrize("threads", [1, 3, 64])  # with many threads a prefix is read in several parts
+@pytest.mark.parametrize(("prompts", "siblings", "heads", "repeats", "widths", "common", "own", "tokens"), [
+    (1, 40, 4, 3, (64, 64), (1000,), (12,), 1), (1, 16, 4, 3, (64, 64), (100,), (1,), 1),
+    (3, 5, 2, 7, (80, 16), (61,), (5,), 1), (1, 3, 1, 71, (64, 64), (130,), (50,), 1),
+    (2, 2, 3, 1, (8, 24), (1,), (300,), 1), (1, 33, 1, 1, (16, 8), (1500, 7), (3, 100), 1),
+    (2, 4, 2, 2, (32, 32), (200,), (), 1), (2, 3, 2, 2, (16, 16), (100,), (4,), 5),
+])  # fmt: skip
+def test_it_is_attention(prompts, siblings, heads, repeats, widths, common, own, tokens, threads, mask):
+    torch.manual_seed(0)
+    rows, slots = prompts * siblings, sum(common) + sum(own)
+    keys, values = (
+        view([wide(prompts, heads, some, width) for some in common], [wide(rows, heads, some, width) for some in own],
+             siblings)
+        for width in widths
+    )  # fmt: skip
+    queries = 3 * torch.randn(rows, heads * repeats, tokens, widths[0])
+    added = None
+    if mask is not None:
+        added = torch.where(torch.rand(rows, 1, tokens, slots) < 0.3, -torch.inf, 0.0)
+        added[..., -1] = 0.0
+    if mask == "added":
+        added = added + torch.randn(rows, heads * repeats, tokens, slots)
+    if mask == "unseen prefix":
+        added[..., : sum(common)] = -torch.inf
+        added[..., -1] = 0.0
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        given = added == 0 if mask == "seen" else added
+        found = scaled_dot_product_attention(queries, keys, values, attn_mask=given, enable_gqa=True)
+    finally:
+        torch.set_num_threads(before)
+    whole = (one.materialize().double() for one in (keys, values))
+    double = None if added is None else added.double()
+    expected = scaled_dot_product_attention(queries.double(), *whole, attn_mask=double, enable_gqa=True)
+    torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """What the kernel was called with."""
+    operators, calls = shared_attention.KERNELS.or_none(), []
+
+    class Counting:
+        def shared_attention(self, *args):
+            calls.append(args)
+            return operators.shared_attention(*args)
+
+    monkeypatch.setattr(shared_attention.KERNELS, "or_error", Counting)
+    return calls
+
+
+OPTIONS = {
+    "beams": {"num_beams": 4},
+    "samples": {"do_sample": True, "num_return_sequences": 3, "seed": 1},
+    "contrastive": {"penalty_alpha": 0.6, "top_k": 3},
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("strategy", OPTIONS)
+def test_the_text_is_that_of_torchs_attention(strategy, name, cache, taken, monkeypatch):
+    model = tiny_model(name)
+    made = lambda: engine.generate(model, prompt(), cache=cache, max_new_tokens=12, **OPTIONS[strategy])  # noqa: E731
+    found = made()
+    used = len(taken)
+    monkeypatch.setattr(shared_prefix, "attend_to", lambda prefix, suffix: None)
+    assert made().sequences.equal(found.sequences)
+    assert 0 < used == len(taken)
+
+
+@needs_kernels
+def test_rows_of_a_branch_share_what_it_shares(taken, monkeypatch):
+    """The cache that it was branched from. What it has read since is a part of each row."""
+
+    def logits():
+        loop = Loop(tiny_model("llama"))
+        first = caches.branch(loop.cache)  # which takes the free slots
+        loop.cache = caches.branch(loop.cache)
+        loop.step(2)
+        loop.fork(SIBLINGS)
+        assert first.total_tokens < loop.cache.total_tokens
+        return loop.beams()
+
+    found = logits()
+    assert taken
+    for _, (prefix, own, *_), _ in taken:
+        assert (len(prefix), len(own)) == (PROMPTS, ROWS)
+    monkeypatch.setattr(shared_prefix, "attend_to", lambda prefix, suffix: None)
+    torch.testing.assert_close(found, logits(), atol=1e-4, rtol=1e-4)
+
+
+@needs_kernels
+def test_derivatives_are_those_of_torch(taken):
+    keys, values = (view([torch.randn(1, 2, 9, 8)], [torch.randn(3, 2, 4, 8)], 3) for _ in range(2))
+    queries = torch.randn(3, 4, 1, 8, requires_grad=True)
+    scaled_dot_product_attention(queries, keys, values, enable_gqa=True).square().sum().backward()
+    found, queries.grad = queries.grad, None
+    whole = (one.materialize() for one in (keys, values))
+    scaled_dot_product_attention(queries, *whole, enable_gqa=True).square().sum().backward()
+    torch.testing.assert_close(found, queries.grad)
+    assert not taken
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float64, 8), (torch.bfloat16, 8), (torch.float32, 12)])
+def test_what_it_cannot_read(dtype, width):
+    assert shared_attention.attend_to(torch.zeros(1, 2, 3, width, dtype=dtype), None) is None
+
+
+def test_without_a_compiler_torch_computes(monkeypatch, tmp_path):
+    model = tiny_model("llama")
+    expected = engine.generate(model, prompt(), num_beams=3, max_new_tokens=8)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path))
+    monkeypatch.setattr(shared_attention.KERNELS, "_outcome", [])
+    found = engine.generate(model, prompt(), num_beams=3, max_new_tokens=8)
+    assert shared_attention.KERNELS.or_none() is None
+    assert found.sequences.equal(expected.sequences)
