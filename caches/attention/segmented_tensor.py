@@ -237,7 +237,7 @@ def _attention(
         return None
     (rows, heads, tokens, width), rows_per_prefix = query.shape, key.rows_per_prefix
     queries = (query * (width**-0.5 if scale is None else scale)).reshape(rows, key.base[1], -1, width)
-    added = None if attn_mask is None else _to_add(attn_mask, query.dtype)
+    added = None if attn_mask is None else to_add(attn_mask, query.dtype)
     mask = None if added is None else added.expand(rows, heads, tokens, key.base[2])
     if key.attend is not None and key.attend == value.attend:
         by_head = None if mask is None else mask.unflatten(1, (key.base[1], -1))
@@ -256,7 +256,7 @@ def _attention(
     return found.masked_fill(added.isneginf().all(dim=-1, keepdim=True), 0)
 
 
-def _to_add(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def to_add(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The mask as it is added to scores of `dtype`; a bool mask is True for visible slots."""
     if mask.dtype != torch.bool:
         return mask

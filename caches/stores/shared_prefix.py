@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from caches.attention.dense_attention import attend_to
 from caches.attention.segmented_tensor import SegmentedTensor, segments_of
 from caches.attention.segments import PerRowSegment, Segment
-from caches.attention.shared_attention import attend_to
 from caches.errors import StepError
 from caches.memory.buffers import Buffer
 from caches.stores.store import Store, check_alike

@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from caches.attention.joined_tensor import JoinedTensor, attend
+from caches.attention.joined_tensor import JoinedTensor, attend, attend_at_once
 
 _NOT_PACKED = ("position_bias", "cache", "softcap")
 
@@ -55,10 +55,14 @@ class _PackedAttention:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """transformers' interface: query [rows, heads, tokens, width] to [rows, tokens, heads, width]."""
-        if isinstance(key, JoinedTensor) and isinstance(value, JoinedTensor):
-            return attend(partial(self, module, **kwargs), query, key, value, attention_mask), None
         is_own = self._original is sdpa_attention_forward and not torch.compiler.is_compiling()
-        if not (is_own and active.packs and _can_be_packed(query, key, value, attention_mask, kwargs)):
+        is_plain = is_own and all(kwargs.get(name) is None for name in _NOT_PACKED)
+        if isinstance(key, JoinedTensor) and isinstance(value, JoinedTensor):
+            found = attend_at_once(query, key, value, attention_mask, kwargs.get("scaling")) if is_plain else None
+            if found is None:
+                found = attend(partial(self, module, **kwargs), query, key, value, attention_mask)
+            return found, None
+        if not (is_plain and active.packs and _can_be_packed(query, key, value, attention_mask)):
             return self._original(module, query, key, value, attention_mask, **kwargs)
         rows, heads, _, width = query.shape
         packed = query.reshape(rows, key.shape[1], -1, width)
@@ -66,11 +70,9 @@ class _PackedAttention:
         return found.reshape(rows, 1, heads, value.shape[-1]), None
 
 
-def _can_be_packed(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
-) -> bool:
+def _can_be_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
     if query.shape[2] != 1 or not query.is_cpu or type(key) is not torch.Tensor:
         return False
     is_grouped = query.shape[1] > key.shape[1] == value.shape[1] and query.shape[0] == key.shape[0]
     is_of_all_heads = mask is None or mask.shape[1] == 1
-    return is_grouped and is_of_all_heads and all(kwargs.get(name) is None for name in _NOT_PACKED)
+    return is_grouped and is_of_all_heads

@@ -106,7 +106,7 @@ ALLOWED = {
     ("engine/model/linear_kernels.cpp", "lane", "lane"): "a lane of a SIMD register",
     ("engine/model/linear_kernels.cpp", "lanes", ""): "lanes of a SIMD register",
     ("caches/quantization/fused_attention.cpp", "lanes", ""): "lanes of a SIMD register",
-    ("caches/attention/shared_attention.cpp", "lanes", ""): "lanes of a SIMD register",
+    ("caches/attention/dense_attention.cpp", "lanes", ""): "lanes of a SIMD register",
 }
 # Texts that are taken out of prose before it is searched.
 PROPER_NAMES = re.compile(r"Hugging ?Face|huggingface", re.IGNORECASE)

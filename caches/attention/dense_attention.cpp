@@ -1,5 +1,5 @@
-// Attention of rows that share the keys and values of their prompt. The queries of such rows are the lanes of vectors,
-// so that a key is read once for all of them. float32.
+// Attention over the float32 keys and values of many rows, each of its own length. Where rows share those of a prompt,
+// their queries are the lanes of vectors, so that a key is read once for all of them.
 
 #include <torch/csrc/stable/library.h>  // the stable interface compiles in seconds
 #include <torch/csrc/stable/ops.h>
@@ -94,7 +94,7 @@ struct Slots {
 
 struct Segment {
   Slots keys, values;
-  int64_t begin;  // its first slot, counted over all segments
+  int64_t begin;  // its first slot in the mask
 };
 
 // Softmax so far of one query: the largest score, and the sum of exp(score - largest).
@@ -102,20 +102,29 @@ struct Softmax {
   float most = lowest, total = 0;
 };
 
+// Consecutive rows: of one cache.
+struct Part {
+  int64_t first, rows, prompts;
+  std::vector<Segment> common, own;  // of prompts, and of rows
+  int64_t common_slots = 0;
+  int64_t shares = 0;  // of the common slots, each with a softmax of its own
+  int64_t at = 0;  // where those of its queries begin: [shares, rows, heads, queries]
+};
+
 struct Work {
   const float* queries;  // [rows, heads, queries, width]
   const float* mask;  // or null
-  int64_t rows, heads, each, width, out_width, prompts;  // each: queries per row and head
+  int64_t rows, heads, each, width, out_width;  // each: queries per row and head
   int64_t mask_strides[4];
-  std::vector<Segment> common, own;  // of prompts, and of rows
-  int64_t shares;  // of the common slots, each with a softmax of its own
-  std::vector<float> sums;  // [shares, rows, heads, queries, out_width]
-  std::vector<Softmax> softmax;  // [shares, rows, heads, queries]
+  std::vector<Part> parts;
+  std::vector<float> sums;  // of each softmax of the common slots [out_width]
+  std::vector<Softmax> softmax;
 
-  int64_t of_prompt() const { return rows / prompts * each; }  // queries per head
-  int64_t common_slots() const { return common.empty() ? 0 : common.back().begin + common.back().keys.count; }
   int64_t at(int64_t row, int64_t head, int64_t query) const { return (row * heads + head) * each + query; }
-  int64_t of_share(int64_t share) const { return share * rows * heads * each; }
+
+  int64_t common_at(const Part& part, int64_t share, int64_t row, int64_t head, int64_t query) const {
+    return part.at + at(share * part.rows + row - part.first, head, query);
+  }
 
   float added(int64_t row, int64_t head, int64_t query, int64_t slot) const {
     return mask[row * mask_strides[0] + head * mask_strides[1] + query * mask_strides[2] + slot * mask_strides[3]];
@@ -157,12 +166,13 @@ template <int vectors>
 struct Group {
   static constexpr int64_t size = vectors * lanes;
   const Work& work;
+  const Part& part;
   int64_t prompt, head, first, count;  // first: counted over the queries of the prompt
   std::vector<float> transposed, sums;  // [width, size] and [out_width, size]
   alignas(64) float scores[block * size], most[size], total[size];
 
-  Group(const Work& work, int64_t prompt, int64_t head, int64_t first, int64_t count)
-      : work(work), prompt(prompt), head(head), first(first), count(count), transposed(work.width * size),
+  Group(const Work& work, const Part& part, int64_t prompt, int64_t head, int64_t first, int64_t count)
+      : work(work), part(part), prompt(prompt), head(head), first(first), count(count), transposed(work.width * size),
         sums(work.out_width * size) {
     std::fill(most, most + size, lowest);
     std::fill(total, total + size, 0.0f);
@@ -172,7 +182,7 @@ struct Group {
     }
   }
 
-  int64_t row_of(int64_t one) const { return prompt * (work.rows / work.prompts) + (first + one) / work.each; }
+  int64_t row_of(int64_t one) const { return part.first + prompt * (part.rows / part.prompts) + (first + one) / work.each; }
   int64_t query_of(int64_t one) const { return (first + one) % work.each; }
 
   void read(const Segment& segment, int64_t begin, int64_t slots) {
@@ -206,47 +216,54 @@ struct Group {
 
   void write(Work& to, int64_t share) const {
     for (int64_t one = 0; one < count; one++) {
-      const int64_t at = to.of_share(share) + to.at(row_of(one), head, query_of(one));
+      const int64_t at = to.common_at(part, share, row_of(one), head, query_of(one));
       to.softmax[at] = {most[one], total[one]};
       for (int64_t i = 0; i < to.out_width; i++) to.sums[at * to.out_width + i] = sums[i * size + one];
     }
   }
 };
 
-// The queries from `first` to `end` of a prompt, with a share of its slots: a block of them at a time for all groups.
+// The queries from `first` to `end` of one head of a prompt, and a share of its slots.
+struct Task {
+  int64_t part, prompt, head, first, end, share;
+};
+
+// A block of slots at a time for all groups of queries.
 template <int vectors>
-void read_common(Work& work, int64_t prompt, int64_t head, int64_t first, int64_t end, int64_t share) {
+void read_common(Work& work, const Task& task, int64_t first, int64_t end) {
+  const Part& part = work.parts[task.part];
   constexpr int64_t size = vectors * lanes;
   std::vector<Group<vectors>> groups;
   groups.reserve((end - first + size - 1) / size);
-  for (; first < end; first += size) groups.emplace_back(work, prompt, head, first, std::min(size, end - first));
-  const int64_t slots = work.common_slots(), from = slots * share / work.shares, to = slots * (share + 1) / work.shares;
-  for (const Segment& segment : work.common) {
-    const int64_t last = std::min(segment.keys.count, to - segment.begin);
-    for (int64_t begin = std::max<int64_t>(0, from - segment.begin); begin < last; begin += block)
+  for (; first < end; first += size) groups.emplace_back(work, part, task.prompt, task.head, first, std::min(size, end - first));
+  int64_t from = part.common_slots * task.share / part.shares, to = part.common_slots * (task.share + 1) / part.shares;
+  for (const Segment& segment : part.common) {
+    const int64_t last = std::min(segment.keys.count, to);
+    for (int64_t begin = std::max<int64_t>(0, from); begin < last; begin += block)
       for (auto& group : groups) group.read(segment, begin, std::min(block, last - begin));
+    from -= segment.keys.count, to -= segment.keys.count;
   }
-  for (const auto& group : groups) group.write(work, share);
+  for (const auto& group : groups) group.write(work, task.share);
 }
 
 // The queries of one row and head, with the slots of its own.
 struct OfRow {
   const Work& work;
+  const Part& part;
   int64_t row, head;
   float* out;  // [queries, out_width]
   std::vector<Softmax> softmax;  // of each query
 
-  OfRow(const Work& work, int64_t row, int64_t head, float* out)
-      : work(work), row(row), head(head), out(out), softmax(work.each) {
-    const int64_t first = work.at(row, head, 0);
+  OfRow(const Work& work, const Part& part, int64_t row, int64_t head, float* out)
+      : work(work), part(part), row(row), head(head), out(out), softmax(work.each) {
     for (int64_t query = 0; query < work.each; query++) {
       Softmax& all = softmax[query];
       float* to = out + query * work.out_width;
       std::fill(to, to + work.out_width, 0.0f);
-      for (int64_t share = 0; share < work.shares; share++)
-        all.most = std::max(all.most, work.softmax[work.of_share(share) + first + query].most);
-      for (int64_t share = 0; share < work.shares; share++) {
-        const int64_t at = work.of_share(share) + first + query;
+      for (int64_t share = 0; share < part.shares; share++)
+        all.most = std::max(all.most, work.softmax[work.common_at(part, share, row, head, query)].most);
+      for (int64_t share = 0; share < part.shares; share++) {
+        const int64_t at = work.common_at(part, share, row, head, query);
         const float factor = std::exp(work.softmax[at].most - all.most);
         all.total += work.softmax[at].total * factor;
         for (int64_t i = 0; i < work.out_width; i++) to[i] += work.sums[at * work.out_width + i] * factor;
@@ -285,7 +302,8 @@ struct OfRow {
   void read(int64_t query, const Segment& segment, int64_t begin, int64_t slots) {
     alignas(64) float scores[some * block];
     const int64_t end = (slots + 7) / 8 * 8;
-    const float *keys = segment.keys.at(row, head, begin), *values = segment.values.at(row, head, begin);
+    const float* keys = segment.keys.at(row - part.first, head, begin);
+    const float* values = segment.values.at(row - part.first, head, begin);
     score<some>(query, keys, segment.keys.stride, slots, scores);
     for (int one = 0; one < some; one++) {
       float* of = scores + one * block;
@@ -321,7 +339,7 @@ struct OfRow {
   }
 
   void read_own() {
-    for (const Segment& segment : work.own)
+    for (const Segment& segment : part.own)
       for (int64_t begin = 0; begin < segment.keys.count; begin += block) {
         const int64_t slots = std::min(block, segment.keys.count - begin);
         int64_t query = 0;
@@ -345,48 +363,81 @@ void in_parallel(int64_t tasks, const Function& function) {
     });
 }
 
-// queries: scaled, [rows, KV heads, queries per KV head, width]. tensors: the keys of each segment, then the values of
-// each, [rows or prompts, KV heads, slots, width]; consecutive rows share those of a prompt, which come first. mask:
-// added to the scores, [rows, KV heads, queries per KV head, slots]. All widths are multiples of 8. Returns
-// [rows, KV heads, queries per KV head, width of a value].
-Tensor shared_attention(Tensor given, std::vector<Tensor> tensors, std::optional<Tensor> mask) {
-  const Tensor queries = torch::stable::contiguous(given);
-  const size_t segments = tensors.size() / 2;
-  Work work{static_cast<const float*>(queries.const_data_ptr()), nullptr, queries.size(0), queries.size(1),
-            queries.size(2), queries.size(3), tensors.back().size(3), tensors[0].size(0)};
+// The rows of a cache. layout: their number, and how many segments they have. Those are read in this order.
+Part part_of(int64_t first, const int64_t* layout, const Tensor* keys, const Tensor* values, int64_t mask_slots) {
+  Part part{first, layout[0], keys[0].size(0)};
   int64_t slots = 0;
-  for (size_t i = 0; i < segments; i++) {
-    const Segment segment{Slots(tensors[i]), Slots(tensors[segments + i]), slots};
-    (segment.keys.rows == work.rows ? work.own : work.common).push_back(segment);
-    slots += segment.keys.count;
+  for (int64_t i = 0; i < layout[1]; i++) slots += keys[i].size(2);
+  for (int64_t i = 0, begin = mask_slots - slots; i < layout[1]; i++) {
+    const Segment segment{Slots(keys[i]), Slots(values[i]), begin};
+    const bool is_own = segment.keys.rows == part.rows;
+    (is_own ? part.own : part.common).push_back(segment);
+    part.common_slots += is_own ? 0 : segment.keys.count;
+    begin += segment.keys.count;
   }
+  return part;
+}
+
+// What reads the common slots: some tasks for each thread, for then all threads have work until the end.
+std::vector<Task> tasks_of(Work& work) {
+  constexpr int64_t size = 2 * lanes;
+  const int64_t wanted = 2 * torch::stable::get_num_threads();
+  std::vector<Task> tasks;
+  int64_t at = 0;
+  for (int64_t number = 0; number < static_cast<int64_t>(work.parts.size()); number++) {
+    Part& part = work.parts[number];
+    if (part.common.empty()) continue;
+    const int64_t asked = part.rows / part.prompts * work.each, heads = part.prompts * work.heads;
+    const int64_t groups = (asked + size - 1) / size;
+    int64_t together = std::min(groups, most_groups);
+    while (together > 1 && heads * ((groups + together - 1) / together) < wanted) together--;
+    const int64_t runs = heads * ((groups + together - 1) / together);
+    part.shares = std::min(std::max<int64_t>(1, part.common_slots / (4 * block)), (wanted + runs - 1) / runs);
+    part.at = at, at += part.shares * part.rows * work.heads * work.each;
+    for (int64_t prompt = 0; prompt < part.prompts; prompt++)
+      for (int64_t head = 0; head < work.heads; head++)
+        for (int64_t first = 0; first < asked; first += together * size)
+          for (int64_t share = 0; share < part.shares; share++)
+            tasks.push_back({number, prompt, head, first, std::min(asked, first + together * size), share});
+  }
+  work.softmax.resize(at), work.sums.resize(at * work.out_width);
+  return tasks;
+}
+
+// queries: scaled, [rows, KV heads, queries per KV head, width]. parts: for each cache, whose rows follow one another,
+// the number of its rows and of its segments. keys, values: of each segment, [rows or prompts of its cache, KV heads,
+// slots, width]; as many consecutive rows share those of each prompt, which come first. mask: added to the scores,
+// [rows, KV heads, queries per KV head, slots], the last slots of each row. All widths are multiples of 8. Returns
+// [rows, KV heads, queries per KV head, width of a value].
+Tensor dense_attention(Tensor given, std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> parts,
+                       std::optional<Tensor> mask) {
+  const Tensor queries = torch::stable::contiguous(given);
+  Work work{static_cast<const float*>(queries.const_data_ptr()), nullptr, queries.size(0), queries.size(1),
+            queries.size(2), queries.size(3), values[0].size(3)};
   if (mask) {
     work.mask = static_cast<const float*>(mask->const_data_ptr());
     for (int64_t axis = 0; axis < 4; axis++) work.mask_strides[axis] = mask->stride(axis);
   }
-  // Two tasks for each thread at least, for then all threads have work until the end.
-  constexpr int64_t size = 2 * lanes;
-  const int64_t asked = work.of_prompt(), heads = work.prompts * work.heads, groups = (asked + size - 1) / size;
-  const int64_t wanted = 2 * torch::stable::get_num_threads();
-  int64_t at_once_groups = std::min(groups, most_groups);
-  while (at_once_groups > 1 && heads * ((groups + at_once_groups - 1) / at_once_groups) < wanted) at_once_groups--;
-  const int64_t parts = (groups + at_once_groups - 1) / at_once_groups;
-  const int64_t most_shares = std::max<int64_t>(1, work.common_slots() / (4 * block));
-  work.shares = std::min(most_shares, (wanted + heads * parts - 1) / (heads * parts));
-  work.softmax.resize(work.of_share(work.shares));
-  work.sums.resize(work.of_share(work.shares) * work.out_width);
-  in_parallel(heads * parts * work.shares, [&](int64_t task) {
-    const int64_t share = task % work.shares, part = task / work.shares % parts;
-    const int64_t head = task / work.shares / parts % work.heads, prompt = task / work.shares / parts / work.heads;
-    const int64_t first = part * at_once_groups * size, end = std::min(asked, first + at_once_groups * size);
-    const int64_t of_two = (end - first + lanes - 1) / size * size;  // a last group of one vector may be left
-    if (of_two > 0) read_common<2>(work, prompt, head, first, std::min(end, first + of_two), share);
-    if (first + of_two < end) read_common<1>(work, prompt, head, first + of_two, end, share);
+  std::vector<int64_t> part_of_row;
+  for (size_t i = 0, segment = 0; i < parts.size(); segment += parts[i + 1], i += 2) {
+    const int64_t first = part_of_row.size();
+    work.parts.push_back(part_of(first, &parts[i], &keys[segment], &values[segment], mask ? mask->size(3) : 0));
+    part_of_row.resize(first + parts[i], i / 2);
+  }
+  const std::vector<Task> tasks = tasks_of(work);
+  in_parallel(tasks.size(), [&](int64_t number) {
+    constexpr int64_t size = 2 * lanes;
+    const Task& task = tasks[number];
+    const int64_t middle = task.first + (task.end - task.first + lanes - 1) / size * size;
+    if (middle > task.first) read_common<2>(work, task, task.first, std::min(task.end, middle));
+    if (middle < task.end) read_common<1>(work, task, middle, task.end);  // a last group of one vector
   });
   Tensor out = torch::stable::new_empty(queries, {work.rows, work.heads, work.each, work.out_width});
   float* to = static_cast<float*>(out.mutable_data_ptr());
-  in_parallel(work.rows * work.heads, [&](int64_t task) {
-    OfRow(work, task / work.heads, task % work.heads, to + task * work.each * work.out_width).read_own();
+  // Rows may have other lengths, but each thread gets as many heads of all.
+  in_parallel(work.heads * work.rows, [&](int64_t number) {
+    const int64_t row = number % work.rows, head = number / work.rows;
+    OfRow(work, work.parts[part_of_row[row]], row, head, to + work.at(row, head, 0) * work.out_width).read_own();
   });
   return out;
 }
@@ -394,7 +445,8 @@ Tensor shared_attention(Tensor given, std::vector<Tensor> tensors, std::optional
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(kvengine, library) {
-  library.def("shared_attention(Tensor queries, Tensor[] tensors, Tensor? mask) -> Tensor");
+  library.def(
+    "dense_attention(Tensor queries, Tensor[] keys, Tensor[] values, int[] parts, Tensor? mask) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(kvengine, CPU, library) { library.impl("shared_attention", TORCH_BOX(&shared_attention)); }
+STABLE_TORCH_LIBRARY_IMPL(kvengine, CPU, library) { library.impl("dense_attention", TORCH_BOX(&dense_attention)); }

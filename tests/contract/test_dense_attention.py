@@ -1,4 +1,6 @@
-"""The kernel for rows that share a prefix gives what torch gives for each row's keys and values alone."""
+"""The kernel for many rows gives what torch gives for each row's keys and values alone."""
+
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -9,8 +11,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import caches
 import engine
-from caches.attention import shared_attention
-from caches.attention.segmented_tensor import SegmentedTensor
+from caches.attention import dense_attention
+from caches.attention.joined_tensor import JoinedTensor, attend_at_once
+from caches.attention.segmented_tensor import SegmentedTensor, plain
 from caches.attention.segments import DenseSegment, PerRowSegment
 from caches.stores import shared_prefix
 
@@ -22,8 +25,18 @@ def view(prefixes, own, rows_per_prefix):
     ]
     prompts, heads, _, width = prefixes[0].shape
     base = (prompts * rows_per_prefix, heads, sum(one.slots for one in segments), width)
-    attend = shared_attention.attention
+    attend = dense_attention.attention
     return SegmentedTensor(lambda: segments, base, prefixes[0], rows_per_prefix=rows_per_prefix, attend=attend)
+
+
+@contextmanager
+def threads_of_torch(number):
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def wide(*shape):
@@ -59,30 +72,79 @@ def test_it_is_attention(prompts, siblings, heads, repeats, widths, common, own,
     if mask == "unseen prefix":
         added[..., : sum(common)] = -torch.inf
         added[..., -1] = 0.0
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        given = added == 0 if mask == "seen" else added
+    given = added == 0 if mask == "seen" else added
+    with threads_of_torch(threads):
         found = scaled_dot_product_attention(queries, keys, values, attn_mask=given, enable_gqa=True)
-    finally:
-        torch.set_num_threads(before)
     whole = (one.materialize().double() for one in (keys, values))
     double = None if added is None else added.double()
     expected = scaled_dot_product_attention(queries.double(), *whole, attn_mask=double, enable_gqa=True)
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-4)
 
 
+@needs_kernels
+@pytest.mark.parametrize("mask", [None, "seen", "added"])
+@pytest.mark.parametrize("threads", [1, 3, 64])
+def test_rows_of_several_caches(threads, mask):
+    """Alone, two to a cache, and rows that share a prefix; with one slot, and with many."""
+    torch.manual_seed(0)
+    heads, repeats, width = 2, 3, 16
+    shapes = [(1, 1), (1, 300), (2, 40)]
+
+    def parts():
+        others = [wide(rows, heads, slots, width) for rows, slots in shapes]
+        four = view([wide(1, heads, 500, width)], [wide(4, heads, 7, width)], 4)
+        return [four, *others, view([wide(2, heads, 130, width)], [wide(6, heads, 3, width)], 3)]
+
+    keys, values = (JoinedTensor(parts(), is_visible=mask is None) for _ in range(2))
+    rows, slots = keys.shape[0], keys.shape[2]
+    queries, is_seen = 3 * torch.randn(rows, heads * repeats, 1, width), torch.ones(rows, 1, 1, slots).bool()
+    if mask is not None:
+        is_seen = torch.rand(rows, 1, 1, slots) < 0.7
+        is_seen[..., -1] = True
+    given = torch.zeros(is_seen.shape).masked_fill(~is_seen, -torch.inf) if mask == "added" else is_seen
+    with threads_of_torch(threads):
+        found = attend_at_once(queries, keys, values, given, scale=0.2)
+    first = 0
+    for of_keys, of_values in zip(keys.parts, values.parts, strict=True):
+        own = slice(first, first + of_keys.shape[0])
+        expected = scaled_dot_product_attention(
+            queries[own].double(), plain(of_keys).double(), plain(of_values).double(), scale=0.2, enable_gqa=True,
+            attn_mask=is_seen[own, ..., slots - of_keys.shape[2] :],
+        )  # fmt: skip
+        torch.testing.assert_close(found[own].transpose(1, 2).double(), expected, atol=2e-5, rtol=1e-4)
+        first = own.stop
+    assert first == rows
+
+
+@needs_kernels
+def test_prompts_of_a_batch_are_computed_at_once(taken):
+    generator = engine.Generator(tiny_model("llama"))
+    ids = [torch.randint(3, 95, (1, length), generator=torch.Generator().manual_seed(0)) for length in (3, 9, 30)]
+    requests = [request.result() for request in generator.generate_many(ids, max_new_tokens=6)]
+    assert {len(parts) for _, parts in taken} >= {6}  # the rows and segments of three caches
+    alone = [generator.generate(one, max_new_tokens=6).sequences.tolist() for one in ids]
+    assert sorted(alone) == sorted(request.sequences.tolist() for request in requests)
+
+
+@needs_kernels
+@pytest.mark.parametrize("part", [torch.zeros(1, 2, 3, 16).double(), torch.zeros(1, 2, 3, 12)])
+def test_caches_that_it_cannot_read(part):
+    other = torch.zeros(1, 2, 3, part.shape[-1])
+    keys = JoinedTensor([other, part], is_visible=True)
+    assert attend_at_once(torch.zeros(2, 2, 1, part.shape[-1]), keys, keys, None, None) is None
+
+
 @pytest.fixture
 def taken(monkeypatch):
     """What the kernel was called with."""
-    operators, calls = shared_attention.KERNELS.or_none(), []
+    operators, calls = dense_attention.KERNELS.or_none(), []
 
     class Counting:
-        def shared_attention(self, *args):
-            calls.append(args)
-            return operators.shared_attention(*args)
+        def dense_attention(self, queries, keys, values, parts, mask):
+            calls.append([[len(one) for one in keys], parts])
+            return operators.dense_attention(queries, keys, values, parts, mask)
 
-    monkeypatch.setattr(shared_attention.KERNELS, "or_error", Counting)
+    monkeypatch.setattr(dense_attention.KERNELS, "or_error", Counting)
     return calls
 
 
@@ -122,8 +184,7 @@ def test_rows_of_a_branch_share_what_it_shares(taken, monkeypatch):
 
     found = logits()
     assert taken
-    for _, (prefix, own, *_), _ in taken:
-        assert (len(prefix), len(own)) == (PROMPTS, ROWS)
+    assert all(call == [[PROMPTS, ROWS], [ROWS, 2]] for call in taken)
     monkeypatch.setattr(shared_prefix, "attend_to", lambda prefix, suffix: None)
     torch.testing.assert_close(found, logits(), atol=1e-4, rtol=1e-4)
 
@@ -142,7 +203,7 @@ def test_derivatives_are_those_of_torch(taken):
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float64, 8), (torch.bfloat16, 8), (torch.float32, 12)])
 def test_what_it_cannot_read(dtype, width):
-    assert shared_attention.attend_to(torch.zeros(1, 2, 3, width, dtype=dtype), None) is None
+    assert dense_attention.attend_to(torch.zeros(1, 2, 3, width, dtype=dtype), None) is None
 
 
 def test_without_a_compiler_torch_computes(monkeypatch, tmp_path):
@@ -150,7 +211,7 @@ def test_without_a_compiler_torch_computes(monkeypatch, tmp_path):
     expected = engine.generate(model, prompt(), num_beams=3, max_new_tokens=8)
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path))
-    monkeypatch.setattr(shared_attention.KERNELS, "_outcome", [])
+    monkeypatch.setattr(dense_attention.KERNELS, "_outcome", [])
     found = engine.generate(model, prompt(), num_beams=3, max_new_tokens=8)
-    assert shared_attention.KERNELS.or_none() is None
+    assert dense_attention.KERNELS.or_none() is None
     assert found.sequences.equal(expected.sequences)

@@ -1,0 +1,86 @@
+"""Attention of many rows, in a C++ kernel (float32 on a CPU): rows that share a prefix, and rows of several caches.
+
+A shared prefix is read once for all its rows, and no tensor of scores is made. The kernel is compiled on first use, in
+about 4 s, once per machine. Without a compiler torch computes attention, segment by segment and cache by cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from caches.attention.segmented_tensor import SegmentedTensor
+from caches.attention.segments import Attend, DenseSegment, PerRowSegment, Segment
+from caches.kernel_build import Operators
+
+KERNELS = Operators(Path(__file__).with_suffix(".cpp"), "The fastest attention of many rows")
+
+
+def attend_to(prefix: torch.Tensor, suffix: torch.Tensor | None) -> Attend | None:
+    """`attention` if it can read these keys or values [rows, heads, slots, width], of prompts and of their rows."""
+    return attention if _is_supported(prefix) and (suffix is None or _is_supported(suffix)) else None
+
+
+def _is_supported(part: torch.Tensor) -> bool:
+    is_plain = type(part) is torch.Tensor and not torch.compiler.is_compiling()
+    return is_plain and part.is_cpu and part.dtype == torch.float32 and part.shape[-1] % 8 == 0
+
+
+def attention(
+    queries: torch.Tensor, keys: Iterable[Segment], values: Iterable[Segment], mask: torch.Tensor | None, width: int
+) -> torch.Tensor | None:
+    """An `Attend` for what `attend_to` allows; None where no rows share anything or a derivative is needed."""
+    tensors = [_tensor(segment) for segment in keys], [_tensor(segment) for segment in values]
+    if len(tensors[0][0]) == len(queries):
+        return None
+    return _computed(queries, *tensors, [len(queries), len(tensors[0])], mask)
+
+
+def joined_attention(
+    queries: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], mask: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Attention of rows whose keys and values are those of several caches; None where the kernel cannot compute it.
+
+    queries: [rows, KV heads, queries per KV head, width], already scaled. keys, values: of each cache [rows, KV heads,
+    slots, width], in segments or not. mask: [rows, KV heads, heads per KV head, tokens, slots], added to the scores,
+    its slots aligned right. Returns [rows, KV heads, queries per KV head, width].
+    """
+    of_keys, of_values, parts = list[torch.Tensor](), list[torch.Tensor](), list[int]()
+    for key, value in zip(keys, values, strict=True):
+        own = _tensors(key), _tensors(value)
+        if own[0] is None or own[1] is None:
+            return None
+        of_keys += own[0]
+        of_values += own[1]
+        parts += len(key), len(own[0])
+    return _computed(queries, of_keys, of_values, parts, mask)
+
+
+def _tensors(part: torch.Tensor) -> list[torch.Tensor] | None:
+    """The keys or values of a cache; None if the kernel cannot read them."""
+    if isinstance(part, SegmentedTensor):
+        return [_tensor(segment) for segment in part.segments()] if part.attend is attention else None
+    return [part] if _is_supported(part) else None
+
+
+def _tensor(segment: Segment) -> torch.Tensor:
+    dense = segment.segment if isinstance(segment, PerRowSegment) else segment
+    assert isinstance(dense, DenseSegment)
+    return dense.tensor
+
+
+def _computed(
+    queries: torch.Tensor,
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+    parts: list[int],
+    mask: torch.Tensor | None,
+) -> torch.Tensor | None:
+    needs_derivative = torch.is_grad_enabled() and any(one.requires_grad for one in (queries, *keys, *values))
+    if needs_derivative or KERNELS.or_none() is None:
+        return None
+    added = None if mask is None else mask.flatten(2, 3).float()
+    found: torch.Tensor = KERNELS.or_error().dense_attention(queries, keys, values, parts, added)
+    return found
