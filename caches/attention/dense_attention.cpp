@@ -368,9 +368,13 @@ Part part_of(int64_t first, const int64_t* layout, const Tensor* keys, const Ten
   Part part{first, layout[0], keys[0].size(0)};
   int64_t slots = 0;
   for (int64_t i = 0; i < layout[1]; i++) slots += keys[i].size(2);
+  STD_TORCH_CHECK(mask_slots < 0 || slots <= mask_slots, "a mask of ", mask_slots, " slots for ", slots);
   for (int64_t i = 0, begin = mask_slots - slots; i < layout[1]; i++) {
     const Segment segment{Slots(keys[i]), Slots(values[i]), begin};
     const bool is_own = segment.keys.rows == part.rows;
+    STD_TORCH_CHECK(segment.keys.count == segment.values.count && segment.keys.rows == segment.values.rows &&
+                      (is_own || (segment.keys.rows == part.prompts && part.rows % part.prompts == 0)),
+                    "a segment does not fit its cache of ", part.rows, " rows");
     (is_own ? part.own : part.common).push_back(segment);
     part.common_slots += is_own ? 0 : segment.keys.count;
     begin += segment.keys.count;
@@ -421,9 +425,11 @@ Tensor dense_attention(Tensor given, std::vector<Tensor> keys, std::vector<Tenso
   std::vector<int64_t> part_of_row;
   for (size_t i = 0, segment = 0; i < parts.size(); segment += parts[i + 1], i += 2) {
     const int64_t first = part_of_row.size();
-    work.parts.push_back(part_of(first, &parts[i], &keys[segment], &values[segment], mask ? mask->size(3) : 0));
+    work.parts.push_back(part_of(first, &parts[i], &keys[segment], &values[segment], mask ? mask->size(3) : -1));
     part_of_row.resize(first + parts[i], i / 2);
   }
+  STD_TORCH_CHECK(static_cast<int64_t>(part_of_row.size()) == work.rows, "queries of ", work.rows, " rows for caches of ",
+                  part_of_row.size());
   const std::vector<Task> tasks = tasks_of(work);
   in_parallel(tasks.size(), [&](int64_t number) {
     constexpr int64_t size = 2 * lanes;

@@ -79,7 +79,8 @@ def _computed(
     mask: torch.Tensor | None,
 ) -> torch.Tensor | None:
     needs_derivative = torch.is_grad_enabled() and any(one.requires_grad for one in (queries, *keys, *values))
-    if needs_derivative or KERNELS.or_none() is None:
+    is_float = queries.dtype == torch.float32 and queries.is_cpu
+    if needs_derivative or not is_float or KERNELS.or_none() is None:
         return None
     added = None if mask is None else mask.flatten(2, 3).float()
     found: torch.Tensor = KERNELS.or_error().dense_attention(queries, keys, values, parts, added)
