@@ -38,7 +38,7 @@ COMMANDS: dict[str, list[str]] = {
     "startup": ["startup.py"],
     "compiling": ["compiling.py"],
 }
-PLOTTED = ("decode", "branching", "scaling", "quality")
+PLOTTED = ("decode", "branching", "scaling", "quality", "many")
 
 
 def main(only: Annotated[str, typer.Option(help="names with ; between, or 'all'")] = "all") -> None:
