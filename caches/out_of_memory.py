@@ -14,7 +14,7 @@ _MESSAGES = re.compile(
     r"|(CUDA|HIP|XPU)( driver)? error: out of memory"
     r"|CUDA error: (CU|HIP)BLAS_STATUS_ALLOC_FAILED"
     r"|cuDNN error: CUDNN_STATUS_(ALLOC|INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION)_FAILED"
-    r"|(std::bad_alloc|bad allocation)$"
+    r"|(std::bad_alloc|bad allocation)( \(originally from .*)?$"
     r"|unable to mmap \d+ bytes .*: Cannot allocate memory \(12\)$"
 )
 # oneDNN's messages are the same for a failed allocation and for an unsupported operation.

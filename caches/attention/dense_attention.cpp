@@ -172,8 +172,8 @@ struct Group {
   alignas(64) float scores[block * size], most[size], total[size];
 
   Group(const Work& work, const Part& part, int64_t prompt, int64_t head, int64_t first, int64_t count)
-      : work(work), part(part), prompt(prompt), head(head), first(first), count(count), transposed(work.width * size),
-        sums(work.out_width * size) {
+      : work(work), part(part), prompt(prompt), head(head), first(first), count(count),
+        transposed(work.width * size), sums(work.out_width * size) {
     std::fill(most, most + size, lowest);
     std::fill(total, total + size, 0.0f);
     for (int64_t one = 0; one < count; one++) {
@@ -182,7 +182,9 @@ struct Group {
     }
   }
 
-  int64_t row_of(int64_t one) const { return part.first + prompt * (part.rows / part.prompts) + (first + one) / work.each; }
+  int64_t row_of(int64_t one) const {
+    return part.first + prompt * (part.rows / part.prompts) + (first + one) / work.each;
+  }
   int64_t query_of(int64_t one) const { return (first + one) % work.each; }
 
   void read(const Segment& segment, int64_t begin, int64_t slots) {
@@ -235,7 +237,8 @@ void read_common(Work& work, const Task& task, int64_t first, int64_t end) {
   constexpr int64_t size = vectors * lanes;
   std::vector<Group<vectors>> groups;
   groups.reserve((end - first + size - 1) / size);
-  for (; first < end; first += size) groups.emplace_back(work, part, task.prompt, task.head, first, std::min(size, end - first));
+  for (; first < end; first += size)
+    groups.emplace_back(work, part, task.prompt, task.head, first, std::min(size, end - first));
   int64_t from = part.common_slots * task.share / part.shares, to = part.common_slots * (task.share + 1) / part.shares;
   for (const Segment& segment : part.common) {
     const int64_t last = std::min(segment.keys.count, to);
@@ -408,6 +411,18 @@ std::vector<Task> tasks_of(Work& work) {
   return tasks;
 }
 
+void check_fit(const Work& work, int64_t rows, const std::vector<Tensor>& keys, const std::vector<Tensor>& values,
+               const std::optional<Tensor>& mask) {
+  STD_TORCH_CHECK(rows == work.rows, "queries of ", work.rows, " rows for caches of ", rows);
+  for (const Tensor& of : keys)
+    STD_TORCH_CHECK(of.size(1) == work.heads && of.size(3) == work.width, "keys that do not fit the queries");
+  for (const Tensor& of : values)
+    STD_TORCH_CHECK(of.size(1) == work.heads && of.size(3) == work.out_width, "values that do not fit the queries");
+  const int64_t sizes[] = {work.rows, work.heads, work.each};
+  for (int64_t axis = 0; mask && axis < 3; axis++)
+    STD_TORCH_CHECK(mask->size(axis) == sizes[axis], "a mask that does not fit the queries");
+}
+
 // queries: scaled, [rows, KV heads, queries per KV head, width]. parts: for each cache, whose rows follow one another,
 // the number of its rows and of its segments. keys, values: of each segment, [rows or prompts of its cache, KV heads,
 // slots, width]; as many consecutive rows share those of each prompt, which come first. mask: added to the scores,
@@ -415,6 +430,7 @@ std::vector<Task> tasks_of(Work& work) {
 // [rows, KV heads, queries per KV head, width of a value].
 Tensor dense_attention(Tensor given, std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> parts,
                        std::optional<Tensor> mask) {
+  STD_TORCH_CHECK(keys.size() == values.size(), keys.size(), " segments of keys and ", values.size(), " of values");
   const Tensor queries = torch::stable::contiguous(given);
   Work work{static_cast<const float*>(queries.const_data_ptr()), nullptr, queries.size(0), queries.size(1),
             queries.size(2), queries.size(3), values[0].size(3)};
@@ -428,8 +444,7 @@ Tensor dense_attention(Tensor given, std::vector<Tensor> keys, std::vector<Tenso
     work.parts.push_back(part_of(first, &parts[i], &keys[segment], &values[segment], mask ? mask->size(3) : -1));
     part_of_row.resize(first + parts[i], i / 2);
   }
-  STD_TORCH_CHECK(static_cast<int64_t>(part_of_row.size()) == work.rows, "queries of ", work.rows, " rows for caches of ",
-                  part_of_row.size());
+  check_fit(work, part_of_row.size(), keys, values, mask);
   const std::vector<Task> tasks = tasks_of(work);
   in_parallel(tasks.size(), [&](int64_t number) {
     constexpr int64_t size = 2 * lanes;

@@ -24,8 +24,8 @@ def attend_to(prefix: torch.Tensor, suffix: torch.Tensor | None) -> Attend | Non
 
 
 def _is_supported(part: torch.Tensor) -> bool:
-    is_plain = type(part) is torch.Tensor and not torch.compiler.is_compiling()
-    return is_plain and part.is_cpu and part.dtype == torch.float32 and part.shape[-1] % 8 == 0
+    is_plain = type(part) is torch.Tensor and part.is_cpu and part.dtype == torch.float32
+    return is_plain and part.shape[-1] % 8 == 0 and part.stride(-1) == 1
 
 
 def attention(
@@ -54,7 +54,7 @@ def joined_attention(
             return None
         of_keys += own[0]
         of_values += own[1]
-        parts += len(key), len(own[0])
+        parts += key.shape[0], len(own[0])  # `len(key)` would materialize segments
     return _computed(queries, of_keys, of_values, parts, mask)
 
 
@@ -78,10 +78,11 @@ def _computed(
     parts: list[int],
     mask: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    needs_derivative = torch.is_grad_enabled() and any(one.requires_grad for one in (queries, *keys, *values))
-    is_float = queries.dtype == torch.float32 and queries.is_cpu
-    if needs_derivative or not is_float or KERNELS.or_none() is None:
-        return None
     added = None if mask is None else mask.flatten(2, 3).float()
+    given = (queries, *keys, *values, *(() if added is None else (added,)))
+    needs_derivative = torch.is_grad_enabled() and any(one.requires_grad for one in given)
+    is_float = queries.dtype == torch.float32 and queries.is_cpu and not torch.is_autocast_enabled("cpu")
+    if needs_derivative or not is_float or torch.compiler.is_compiling() or KERNELS.or_none() is None:
+        return None
     found: torch.Tensor = KERNELS.or_error().dense_attention(queries, keys, values, parts, added)
     return found

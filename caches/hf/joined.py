@@ -1,7 +1,7 @@
 """Several caches that a model takes for the cache of one batch: a step of one token per row for all of them.
 
 Each cache keeps its rows, its length and its kind. To the model the rows are aligned right: what a shorter cache lacks
-is padding on the left. Attention that goes through transformers' function "sdpa" reads every cache by itself; models
+is padding on the left. Attention that goes through transformers' function "sdpa" reads the caches as they are; models
 that compute it otherwise get padded copies.
 """
 

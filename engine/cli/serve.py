@@ -34,21 +34,17 @@ def serve(**given: Any) -> None:
     is_first = values.is_first_rank(settings)
     with Work(is_first) as work:
         start_libraries(work, path)
-        import torch
-
-        from engine.prompt import without_padding
         from engine.serving.http.app import make_app
         from engine.serving.http.reading import Limits
         from engine.serving.http.server import allowed_hosts, run
         from engine.serving.http.service import Service
 
         generator = load_generator(work, path, settings)
-        work.doing("trying a text")  # wrong options of the cache show here, and what is measured once is measured
-        prompt = without_padding(torch.ones(1, 2, dtype=torch.long))
+        work.doing("trying some texts")  # wrong options of the cache show here, and what is done once is done
         # OpenMP gives each thread that computes workers of its own, and those of the main thread would stay: with more
         # workers than processors all of them sleep between two products, and requests take a quarter longer.
         with ThreadPoolExecutor(1) as thread:
-            thread.submit(partial(generator.generate, prompt, max_new_tokens=2, do_sample=False)).result()
+            thread.submit(_try_texts, generator, given["max_batch"]).result()
         if not is_first:
             follow(generator, given["max_batch"])
             return
@@ -64,6 +60,19 @@ def serve(**given: Any) -> None:
     app = make_app(service, most_bytes, api_key, hosts)
     started = partial(_announce, name)
     run(app, service, host, port, given["drain_seconds"], started)
+
+
+def _try_texts(generator: Generator, most_rows: int) -> None:
+    """One alone, and two together, whose steps are other ones."""
+    import torch
+
+    from engine.prompt import without_padding
+
+    prompt = without_padding(torch.ones(1, 2, dtype=torch.long))
+    generator.generate(prompt, max_new_tokens=2, do_sample=False)
+    prompts = [prompt] * min(2, most_rows)
+    for request in generator.generate_many(prompts, slots=most_rows, max_new_tokens=3, do_sample=False):
+        request.result()
 
 
 def _api_key(given: str | None) -> str | None:

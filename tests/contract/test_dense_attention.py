@@ -18,6 +18,10 @@ from caches.attention.segments import DenseSegment, PerRowSegment
 from caches.stores import shared_prefix
 
 
+def no_copy():
+    pytest.fail("the keys or values were copied into one tensor")
+
+
 def view(prefixes, own, rows_per_prefix):
     """Keys or values of rows that share `prefixes`, with what is their `own` behind."""
     segments = [DenseSegment(one) for one in prefixes] + [
@@ -26,7 +30,7 @@ def view(prefixes, own, rows_per_prefix):
     prompts, heads, _, width = prefixes[0].shape
     base = (prompts * rows_per_prefix, heads, sum(one.slots for one in segments), width)
     attend = dense_attention.attention
-    return SegmentedTensor(lambda: segments, base, prefixes[0], rows_per_prefix=rows_per_prefix, attend=attend)
+    return SegmentedTensor(lambda: segments, base, prefixes[0], no_copy, rows_per_prefix=rows_per_prefix, attend=attend)
 
 
 @contextmanager
@@ -190,6 +194,18 @@ def test_rows_of_a_branch_share_what_it_shares(taken, monkeypatch):
 
 
 @needs_kernels
+@pytest.mark.parametrize("strategy", ["beams", "samples"])
+def test_rows_in_a_batch_share_their_prompt_until_the_end(strategy, taken):
+    generator = engine.Generator(tiny_model("llama"))
+    ids = [torch.randint(3, 95, (1, length), generator=torch.Generator().manual_seed(0)) for length in (9, 30)]
+    for request in generator.generate_many(ids, max_new_tokens=8, **OPTIONS[strategy]):
+        request.result()
+    together = [sizes for sizes, parts in taken if len(parts) == 4 and 2 in parts[1::2]]
+    assert len(together) == 7 * generator.model.config.num_hidden_layers
+    assert all(sizes[0] == 1 < sizes[-1] for sizes in together)
+
+
+@needs_kernels
 def test_derivatives_are_those_of_torch(taken):
     keys, values = (view([torch.randn(1, 2, 9, 8)], [torch.randn(3, 2, 4, 8)], 3) for _ in range(2))
     queries = torch.randn(3, 4, 1, 8, requires_grad=True)
@@ -198,12 +214,42 @@ def test_derivatives_are_those_of_torch(taken):
     whole = (one.materialize() for one in (keys, values))
     scaled_dot_product_attention(queries, *whole, enable_gqa=True).square().sum().backward()
     torch.testing.assert_close(found, queries.grad)
+    mask = torch.zeros(3, 1, 1, 13, requires_grad=True)
+    scaled_dot_product_attention(queries.detach(), keys, values, attn_mask=mask, enable_gqa=True).sum().backward()
+    assert mask.grad.any()
     assert not taken
 
 
-@pytest.mark.parametrize(("dtype", "width"), [(torch.float64, 8), (torch.bfloat16, 8), (torch.float32, 12)])
-def test_what_it_cannot_read(dtype, width):
-    assert dense_attention.attend_to(torch.zeros(1, 2, 3, width, dtype=dtype), None) is None
+@needs_kernels
+def test_autocast_computes_in_its_own_type(taken):
+    keys, values = (view([torch.randn(1, 2, 9, 8)], [torch.randn(3, 2, 4, 8)], 3) for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        scaled_dot_product_attention(torch.randn(3, 4, 1, 8), keys, values, enable_gqa=True)
+    assert not taken
+
+
+@pytest.mark.parametrize("keys", [
+    torch.zeros(1, 2, 3, 8).double(), torch.zeros(1, 2, 3, 8).bfloat16(), torch.zeros(1, 2, 3, 12),
+    torch.zeros(1, 2, 8, 3).mT,
+])  # fmt: skip
+def test_what_it_cannot_read(keys):
+    assert dense_attention.attend_to(keys, None) is None
+    assert dense_attention.attend_to(torch.zeros(1, 2, 3, 8), keys) is None
+
+
+@needs_kernels
+@pytest.mark.parametrize(("keys", "parts", "mask", "why"), [
+    ([(2, 2, 5, 8), (4, 2, 1, 8)], [3, 2], None, "fit its cache of 3 rows"),
+    ([(4, 2, 5, 8)], [4, 1], (4, 2, 3, 4), "a mask of 4"), ([(4, 2, 5, 8)], [4, 1], (1, 2, 3, 5), "a mask that"),
+    ([(4, 2, 5, 16)], [4, 1], None, "keys"), ([(4, 1, 5, 8)], [4, 1], None, "keys"),
+    ([(3, 2, 5, 8)], [3, 1], None, "queries of 4"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(keys, parts, mask, why):
+    given = [torch.zeros(shape) for shape in keys]
+    with pytest.raises(RuntimeError, match=why):
+        dense_attention._computed(
+            torch.zeros(4, 2, 3, 8), given, given, parts, None if mask is None else torch.zeros(mask)[:, :, None]
+        )
 
 
 def test_without_a_compiler_torch_computes(monkeypatch, tmp_path):

@@ -30,6 +30,7 @@ YES = [
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
     RuntimeError("std::bad_alloc"),
+    RuntimeError("std::bad_alloc (originally from torch_parallel_for(long, long))"),
     RuntimeError("bad allocation"),
     RuntimeError("unable to mmap 4096 bytes from file </tmp/a>: Cannot allocate memory (12)"),
 ]
