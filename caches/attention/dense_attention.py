@@ -31,7 +31,7 @@ def _is_supported(part: torch.Tensor) -> bool:
 def attention(
     queries: torch.Tensor, keys: Iterable[Segment], values: Iterable[Segment], mask: torch.Tensor | None, width: int
 ) -> torch.Tensor | None:
-    """An `Attend` for what `attend_to` allows; None where no rows share anything or a derivative is needed."""
+    """An `Attend` for what `attend_to` allows; None where no rows share anything or the kernel cannot compute it."""
     tensors = [_tensor(segment) for segment in keys], [_tensor(segment) for segment in values]
     if len(tensors[0][0]) == len(queries):
         return None
@@ -81,6 +81,7 @@ def _computed(
     added = None if mask is None else mask.flatten(2, 3).float()
     given = (queries, *keys, *values, *(() if added is None else (added,)))
     needs_derivative = torch.is_grad_enabled() and any(one.requires_grad for one in given)
+    # The kernel has no derivatives, and does not follow autocast.
     is_float = queries.dtype == torch.float32 and queries.is_cpu and not torch.is_autocast_enabled("cpu")
     if needs_derivative or not is_float or torch.compiler.is_compiling() or KERNELS.or_none() is None:
         return None
