@@ -165,10 +165,7 @@ class FixedStore(GrowingStore):
         buffer.index_copy_(2, self.timeline.write_index(buffer.device), new)
 
     def _visible(self, buffer: torch.Tensor) -> torch.Tensor:
-        timeline = self.timeline
-        if not timeline.graph:
-            return super()._visible(buffer)
-        return buffer if timeline.graph_slots is timeline.room else buffer[:, :, : timeline.graph_slots]
+        return buffer if self.timeline.graph else super()._visible(buffer)
 
     def committed(self) -> torch.Tensor | None:
         # Models that read `layer.keys` themselves get the whole buffer in compiled steps, always at one address.

@@ -59,7 +59,6 @@ class Timeline:
         self.frozen = 0  # the first slots that another cache reads too: writing there copies the buffers first
         self.rewritten = 0  # evicted tokens when the first kept slots were last overwritten: a limit of `roll_back`
         self.graph = False
-        self.graph_slots = 0  # that attention reads in a compiled step
         self.clock: torch.Tensor | None = None  # `total_tokens` for compiled steps, where an int would be a constant
         self._step_index: dict[torch.device, torch.Tensor] = {}
         self._decode_index: dict[torch.device, torch.Tensor] = {}
@@ -169,7 +168,6 @@ class Timeline:
         if placement.compact:
             self.compact()
         self.room, self.overflow, self.pending, self.graph = placement.room, placement.overflow, tokens, graph
-        self.graph_slots = placement.room
         # Decode steps share one index tensor per device: compiled steps need a constant address.
         self._step_index = self._decode_index if tokens == 1 else {}
         if tokens == 1:
@@ -177,11 +175,6 @@ class Timeline:
                 index.fill_(self.end)
         if graph and self.clock is not None:
             self.clock.fill_(self.total_tokens)
-
-    def read_used_slots(self) -> None:
-        """In the open compiled step, attention reads the slots in use: for code that takes any number of slots."""
-        if self.retention.bound is None:
-            self.graph_slots = self.end + self.pending
 
     def write_index(self, device: torch.device) -> torch.Tensor:
         """The slots that the open step writes, LongTensor [pending] on `device`."""
@@ -275,7 +268,7 @@ class Timeline:
         """
         if self.graph:
             if self.clock is not None and self.retention.bound is not None and torch.compiler.is_compiling():
-                return self.graph_slots, self.clock - self._decode_index[self.clock.device]
-            return self.graph_slots, 0 if self.retention.bound is None else self.total_tokens - self.end
+                return self.room, self.clock - self._decode_index[self.clock.device]
+            return self.room, 0 if self.retention.bound is None else self.total_tokens - self.end
         kept = self.retention.surviving(self.kept_tokens + uncommitted)
         return kept + tokens, self.total_tokens + uncommitted - kept

@@ -46,50 +46,6 @@ class Buffers(torch.nn.Module):
             yield self._cache
 
 
-class LayerBuffers:
-    """The tensors of one layer of a preallocated cache, for compiled code of that layer alone.
-
-    Raises `StepError` for a layer that keeps anything but keys and values in tensors that stay.
-    """
-
-    def __init__(self, cache: Cache, index: int):
-        layer = cache.stack.layers[index]
-        stores = list(layer.stores.values()) if isinstance(layer, Layer) and layer.state is None else []
-        if not stores or not all(isinstance(store, FixedStore) and store.buffer is not None for store in stores):
-            raise StepError(f"layer {index} of this {cache.name} cache keeps more than keys and values of fixed size")
-        self._stores: list[FixedStore] = stores  # type: ignore[assignment]
-        self.timeline = stores[0].timeline
-
-    @property
-    def slots(self) -> int | None:
-        """The slots that attention reads in the open step, where the number changes from step to step."""
-        return None if self.timeline.retention.bound is not None else self.timeline.graph_slots
-
-    def tensors(self, rows: int) -> list[torch.Tensor]:
-        """What a step of `rows` rows takes: each store [rows, heads, slots, head_dim], then the slot that it writes
-        [1] and the number of tokens before []."""
-        buffers = [store.buffer for store in self._stores if store.buffer is not None]
-        write_index = self.timeline.write_index(buffers[0].device)  # makes the clock of a timeline that has none yet
-        clock = self.timeline.clock
-        assert clock is not None
-        return [*(buffer if buffer.shape[0] == rows else buffer[:rows] for buffer in buffers), write_index, clock]
-
-    @contextmanager
-    def in_use(self, tensors: Sequence[torch.Tensor], slots: int | None) -> Iterator[None]:
-        """The open step reads and writes these tensors, see `tensors`, in place of the layer's own."""
-        *buffers, write_index, clock = tensors
-        place = vars(self.timeline)
-        given: list[tuple[_Place, Any]] = [((vars(store), "buffer"), buffer)
-                                           for store, buffer in zip(self._stores, buffers, strict=True)]  # fmt: skip
-        rows = buffers[0].shape[0]
-        given += [((place, "clock"), clock), ((place, "rows"), rows), ((place, "max_rows"), rows)]
-        given += [((self.timeline._step_index, device), write_index) for device in self.timeline._step_index]
-        if slots is not None:
-            given.append(((place, "graph_slots"), slots))
-        with _exchanged(given):
-            yield
-
-
 @contextmanager
 def _exchanged(given: Sequence[tuple[_Place, Any]]) -> Iterator[None]:
     """Other values at these places."""

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from caches import Cache
 from caches.torch_api import buffers_of, load_package, parameters_of, tree_flatten, tree_leaves, tree_unflatten
-from caches.transfer.export_buffers import LayerBuffers
-from engine.model.layer_chain import Run
-from engine.model.layer_step import Call, LayerStep, Shape, have_shapes, tensors_of
+from engine.model.layer_attention import AttentionCall, Compute, LayerAttention, OpenCache, run
+from engine.model.layer_step import Call, LayerStep, Place, Shape, have_shapes, tensors_of
 from engine.model.package_builder import LAYER
+
+Code: TypeAlias = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
 class OtherInputs(Exception):
@@ -25,8 +27,9 @@ class OtherInputs(Exception):
 class CompiledLayer:
     """Layer number `index` of a model.
 
-    A `recording` forward sets `call`, which stays None unless there was exactly one, and `returned`. `bind` sets the
-    path of the `package` and the `slots` that attention reads. `load` makes the code ready.
+    A `recording` forward sets `call`, which stays None unless there was exactly one, and `returned`. `bind` takes them
+    and sets the path of the `package`, what of the call it depends on (`step_call`, see `LayerStep`), and which argument
+    is the mask: `mask_place`, a position or a name. `load` makes the code ready.
     """
 
     def __init__(self, module: nn.Module, index: int):
@@ -34,40 +37,55 @@ class CompiledLayer:
         self._own_forward = module.forward
         self.call: Call | None = None
         self.returned: Any = None
-        self.slots: int | None = None
+        self.step_call: Call | None = None
+        self.mask_place: int | str | None = None
         self.package = Path()
         self.weights: list[torch.Tensor] = []
         self._addresses: list[int] = []
-        self._run: Run | None = None
+        self._open: OpenCache | None = None
+        self._attention: LayerAttention | None = None
+        self._code: Code | None = None
         self._inputs: list[Shape] = []  # of the tensors that the code takes: those of the call
-        self._kept: list[Shape] = []  # and those of the cache
         self._result: tuple[list[Any], Any] | None = None  # what it returns, flattened; None for a tensor
 
-    def recording(self) -> Callable[..., Any]:
-        """A forward that records its call in this thread; others may use the model meanwhile."""
-        calls, thread = [], threading.get_ident()
+    def recording(self, handle: Any) -> Callable[..., Any]:
+        """A forward that records its call. handle: the argument for the cache. It may raise `OptionError`."""
+        calls: list[Call] = []
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != thread:
-                return self._own_forward(*args, **kwargs)
             calls.append((args, kwargs))
             self.call = calls[0] if len(calls) == 1 else None
-            self.returned = self._own_forward(*args, **kwargs)
+            self._open = OpenCache(handle, self.index)
+            self.returned = self._open.watch(self._own_forward, *_exchanged(args, kwargs, handle, self._open))
             return self.returned
 
-        return forward
+        return self._in_this_thread(forward)
 
-    def bind(self, cache: Cache, package_of: Callable[[LayerStep], Path]) -> None:
-        """Take the recorded step, in which `cache` is open. Raises `StepError` where it keeps anything but keys and
-        values, `OptionError` where it cannot be compiled."""
+    def bind(self, handle: Any, package_of: Callable[[LayerStep], Path]) -> bool:
+        """Take the recorded call; False where it does not attend to the cache, or to more than that.
+
+        Raises `OptionError` where it cannot be compiled.
+        """
         assert self.call is not None
-        self.slots = LayerBuffers(cache, self.index).slots
-        step = LayerStep(self.module, self.call, cache, self.index, self.slots)
-        self.package, (self._inputs, self._kept) = package_of(step), step.shapes
+        assert self._open is not None
+        (args, kwargs), open_cache = self.call, self._open
+        self.call = self.returned = self._open = None
+        if len(open_cache.calls) != 1 or open_cache.is_used_otherwise:
+            return False
+        [known] = open_cache.calls
+        mask, self.mask_place = _named_mask(self._own_forward, args, kwargs)
+        if known.mask is not mask:
+            return False
+        self._attention = known.attention
+        args, kwargs = _exchanged(args, kwargs, handle, Place.CACHE)
+        self.step_call = _with(args, kwargs, self.mask_place, Place.MASK)
+        step = LayerStep(self.module, self.step_call)
+        self.package, self._inputs = package_of(step), step.shapes
+        return True
 
     def discard_call(self) -> None:
         """Free the tensors of the recorded call."""
-        self.call = self.returned = None
+        self.step_call = None
 
     def load(self) -> None:
         """Load the package and bind it to this layer's weights, without a copy of them."""
@@ -75,15 +93,9 @@ class CompiledLayer:
         self.weights = [tensor.detach() for tensor in self._present_weights()]
         self._addresses = [tensor.data_ptr() for tensor in self.weights]
         named = dict([*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers()])
-        self._run = load_package(
+        self._code = load_package(
             str(self.package), lambda names: {name: named[name.removeprefix(LAYER)].detach() for name in names}
         )
-
-    @property
-    def run(self) -> Run:
-        """The code, once it is loaded."""
-        assert self._run is not None
-        return self._run
 
     @property
     def has_its_weights(self) -> bool:
@@ -95,52 +107,94 @@ class CompiledLayer:
             for kept in (parameters_of(module), buffers_of(module)):
                 yield from (tensor for tensor in kept.values() if tensor is not None)
 
-    def check(self, inputs: list[torch.Tensor]) -> None:
-        """Raise `OtherInputs` for tensors of a call that the code cannot take."""
+    def inputs_of(self, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], Any]:
+        """The tensors of a call, and its mask. Raises `OtherInputs` for tensors that the code cannot take."""
+        mask, place = None, self.mask_place
+        if isinstance(place, str):
+            mask = kwargs.get(place)
+            kwargs = {name: one for name, one in kwargs.items() if name != place}
+        elif place is not None and place < len(args):
+            mask, args = args[place], (*args[:place], *args[place + 1 :])
+        inputs = list(tensors_of((*args, *kwargs.values())))
         if not have_shapes(inputs, self._inputs, inputs[0].shape[0]):
             raise OtherInputs
+        return inputs, mask
 
-    def check_cache(self, cache: Cache, rows: int) -> None:
-        """Raise `OtherInputs` for a cache whose tensors the code cannot take."""
-        if not have_shapes(LayerBuffers(cache, self.index).tensors(rows), self._kept, rows):
-            raise OtherInputs
+    def attention(self, mask: Any, handle: Any) -> Compute:
+        """That of a step, which updates the cache that is the model's argument `handle`."""
+        assert self._attention is not None
+        return partial(self._attention.compute, handle, mask)
 
-    def computing(self, cache: Cache) -> Callable[..., Any]:
-        """A forward that runs the code."""
+    def compute(self, inputs: list[torch.Tensor], attention: Compute) -> list[torch.Tensor]:
+        """What the code returns for the tensors of a call."""
+        assert self._code is not None
+        return run(self._code, inputs, attention)
 
-        def forward(inputs: list[torch.Tensor], kept: list[torch.Tensor], *call: Any) -> Any:
-            out = self.run([*inputs, *kept])
+    def computing(self, attention: Callable[[CompiledLayer, Any], Compute]) -> Callable[..., Any]:
+        """A forward that runs the code. attention: of this layer, given its mask."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            inputs, mask = self.inputs_of(args, kwargs)
+            out = self.compute(inputs, attention(self, mask))
             return out[0] if self._result is None else _filled(self._result, _present(out))
 
-        return self._in_this_thread(cache, forward)
+        return self._in_this_thread(forward)
 
-    def comparing(self, cache: Cache, errors: list[float]) -> Callable[..., Any]:
-        """The layer's own forward, which appends to `errors` by how much the code's result differs."""
+    def comparing(self, handle: Any, errors: list[float]) -> Callable[..., Any]:
+        """The layer's own forward, which appends to `errors` by how much what the code computes differs."""
 
-        def forward(inputs: list[torch.Tensor], kept: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
-            copies = [tensor.clone() for tensor in kept]
-            out = _present(self.run([*inputs, *copies]))
-            result = self._own_forward(*args, **kwargs)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            inputs, _ = self.inputs_of(args, kwargs)
+            cache = OpenCache(handle, self.index)
+            result = cache.watch(self._own_forward, *_exchanged(args, kwargs, handle, cache))
+            [known] = cache.calls
             self._result = None if isinstance(result, torch.Tensor) else tree_flatten(result)
+            given: list[torch.Tensor] = []
+            out = _present(self.compute(inputs, partial(_repeated, known, given)))
             expected = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            pairs = zip([*out, *copies[:-2]], [*expected, *kept[:-2]], strict=True)
+            pairs = zip([*out, *given], [*expected, *known.inputs], strict=True)
             errors.append(max(_difference(one, other) for one, other in pairs))
             return result
 
-        return self._in_this_thread(cache, forward)
+        return self._in_this_thread(forward)
 
-    def _in_this_thread(self, cache: Cache, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward that gives `compute` the tensors of its call, those of the cache, and the call itself."""
-        buffers, thread = LayerBuffers(cache, self.index), threading.get_ident()
+    def _in_this_thread(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """`compute` in this thread, the layer's own forward for other callers of the model."""
+        thread = threading.get_ident()
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != thread:  # another caller of the model
-                return self._own_forward(*args, **kwargs)
-            inputs = list(tensors_of((*args, *kwargs.values())))
-            self.check(inputs)
-            return compute(inputs, buffers.tensors(inputs[0].shape[0]), args, kwargs)
+            own = threading.get_ident() != thread
+            return (self._own_forward if own else compute)(*args, **kwargs)
 
         return forward
+
+
+def _repeated(known: AttentionCall, given: list[torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    """What attention has found before. given: takes the tensors of this call."""
+    given += [one.clone() for one in inputs]
+    return known.found
+
+
+def _exchanged(args: Any, kwargs: Any, one: Any, other: Any) -> Call:
+    """The arguments with `other` in place of `one`."""
+    return (tuple(other if value is one else value for value in args),
+            {name: other if value is one else value for name, value in kwargs.items()})  # fmt: skip
+
+
+def _with(args: Any, kwargs: Any, place: int | str | None, value: Any) -> Call:
+    """The arguments with `value` at this place."""
+    if isinstance(place, str):
+        return args, {**kwargs, place: value}
+    return tuple(value if position == place else one for position, one in enumerate(args)), kwargs
+
+
+def _named_mask(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, int | str | None]:
+    """The argument `attention_mask` of a call, and its place; None where it has none."""
+    name = "attention_mask"
+    if name in kwargs:
+        return kwargs[name], name
+    names = list(inspect.signature(forward).parameters)[: len(args)]
+    return (args[names.index(name)], names.index(name)) if name in names else (None, None)
 
 
 def _present(results: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:

@@ -7,33 +7,32 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 
 from caches.torch_api import tree_flatten
-from caches.transfer.export_buffers import LayerBuffers
-from engine.model.layer_step import Call, tensors_of
-
-Run: TypeAlias = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+from engine.model.compiled_layer import CompiledLayer
+from engine.model.layer_attention import Compute
+from engine.model.layer_step import Call
 
 
 class LayerChain:
     """In place of `layers` it gives the thread that made it one layer, which computes all of them.
 
-    Other threads are given the layers themselves. links: the layers, their compiled code, and the buffers that it reads
-    and writes. check: called with the tensors that the first layer is given. calls: how often they were computed.
+    Other threads are given the layers themselves. links: all of them. attention: of a layer, given its mask. calls: how
+    often they were computed.
     """
 
     def __init__(
         self,
         layers: nn.ModuleList,
-        links: Sequence[tuple[nn.Module, Run, LayerBuffers]],
-        check: Callable[[list[torch.Tensor]], None],
+        links: Sequence[CompiledLayer],
+        attention: Callable[[CompiledLayer, Any], Compute],
     ):
-        self._layers, self._links, self._check, self._thread = layers, links, check, threading.get_ident()
-        self._joined, self.calls = [_Joined(links[0][0], self._compute)], 0
+        self._layers, self._links, self._attention, self._thread = layers, links, attention, threading.get_ident()
+        self._joined, self.calls = [_Joined(links[0].module, self._compute)], 0
 
     def _given(self) -> Any:
         return self._joined if threading.get_ident() == self._thread else self._layers
@@ -50,13 +49,11 @@ class LayerChain:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layers, name)
 
-    def _compute(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _compute(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.calls += 1
-        shared, rows = list(tensors_of((*args, *kwargs.values()))), hidden.shape[0]
-        hidden = hidden.contiguous()
-        self._check([hidden, *shared])
-        for _, run, buffers in self._links:
-            hidden = run([hidden, *shared, *buffers.tensors(rows)])[0]
+        (hidden, *shared), mask = self._links[0].inputs_of(args, kwargs)
+        for layer in self._links:
+            [hidden] = layer.compute([hidden, *shared], self._attention(layer, mask))
         return hidden
 
 

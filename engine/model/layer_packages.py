@@ -10,11 +10,9 @@ from __future__ import annotations
 import operator
 import subprocess
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -22,13 +20,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
-from caches import Cache, CacheError, StepError
+from caches import CacheError
 from caches.out_of_memory import is_out_of_memory
 from caches.torch_api import hooks_of
-from caches.transfer.export_buffers import LayerBuffers
 from caches.transformers_api import attn_implementation, records_outputs
 from engine.errors import OptionError
 from engine.model.compiled_layer import CompiledLayer, OtherInputs
+from engine.model.layer_attention import Compute
 from engine.model.layer_chain import LayerChain, are_chained
 from engine.model.layer_step import plain_attributes, rows_like
 from engine.model.linear_backend import Table
@@ -53,7 +51,7 @@ class LayerPackages:
     def __init__(self, model: PreTrainedModel, linears: Table | None):
         self.model, self.linears = model, linears
         self._sets: dict[Any, _Set] = {}
-        self.state = "off: no step on a cache of fixed size yet"
+        self.state = "off: no step of one token per row yet"
         self._retries = False
 
     def __len__(self) -> int:
@@ -74,11 +72,8 @@ class LayerPackages:
             one.wait()
 
     def next_step(self, cache: Any, rows: int) -> Callable[..., ModelOutput] | None:
-        """What computes the next step of one token per row, in place of the model; None if that is the model itself.
-
-        cache: one that compiled code can take (`why_not_compiled`).
-        """
-        if type(cache) is not Cache or cache.total_tokens == 0:
+        """What computes the next step of one token per row, in place of the model; None if that is the model itself."""
+        if cache.handle is None or cache.total_tokens == 0:
             return None
         if rows > _MOST_ROWS:
             self.state = f"off: for more than {_MOST_ROWS} rows it gains nothing"
@@ -90,25 +85,19 @@ class LayerPackages:
         if attention not in _ATTENTIONS:
             self.state = f"off: attn_implementation={attention!r}"
             return None
-        bounds = tuple(None if one.retention.bound is None else one.room for one in cache.stack.timelines)
-        key = rows_like(rows), bounds, torch.get_num_threads(), attention
+        key = rows_like(rows), torch.get_num_threads(), attention
         if key not in self._sets:
             self._sets[key] = _Set(self.model, self.linears, self._retries)
         found = self._sets[key]
-        computes = found.advance(cache)
+        computes = found.advance()
         self.state = found.state
-        return partial(found.compute, cache) if computes else None
+        return partial(found.compute, cache.handle) if computes else None
 
     def begin_run(self) -> None:
         """Look again for hooks and for the place of the weights, before the next step: once per run, as it takes longer
         than some steps. What changes in the middle of a run takes part from the next run on."""
         for one in self._sets.values():
             one.is_checked = False
-
-    def open(self, cache: Any) -> None:
-        """Call it in the open step, before its inputs are made."""
-        for timeline in cache.stack.timelines:
-            timeline.read_used_slots()
 
 
 class ComputeAgain(Exception):
@@ -129,7 +118,6 @@ class _Set:
         self._builder: subprocess.Popen[bytes] | None = None
         self._waited = 0
         self._has_hooks = False
-        self._errors: list[float] = []
         self._list = nn.ModuleList()  # of the model's layers
         self._place: tuple[nn.Module, str] = (model, "")  # where the model has it: in which module, by which name
         self._modules: list[nn.Module] = []  # of all layers
@@ -138,23 +126,21 @@ class _Set:
         self._can_be_chained = self._is_chained = False
         self._others = 0  # runs in a row whose tensors the code cannot take
         self._is_left_out = False  # in this run
-        self._checked: WeakSet[Cache] = WeakSet()  # those that have the tensors that the code was compiled for
         self.is_checked = True
         self.phase, self.state = "record", "not yet"
 
-    def advance(self, cache: Cache) -> bool:
+    def advance(self) -> bool:
         """Go on to the next phase, before a step; whether `compute` computes the step."""
         if self.phase == "refused":
             return False
         try:
             if self.phase == "find":
-                self._find(cache)
+                self._find()
             elif self.phase == "wait":
                 self._check_build()
             elif not self.is_checked:
                 self._check_hooks()
                 self.is_checked, self._is_left_out = True, False
-                self._checked.clear()
                 if self.phase in ("join", "use"):
                     self.state = f"{len(self._layers)} layers"
                 if self.phase in ("compare", "join", "use") and not self._has_its_layers():
@@ -162,14 +148,17 @@ class _Set:
         except Exception as error:  # a package, its job and its process have as many as they have libraries
             if is_out_of_memory(error):
                 raise
-            self._refuse(first_line(error) if isinstance(error, (OptionError, CacheError)) else in_words(error))
+            self._refuse(_why(error))
         is_ready = self.phase in ("record", "compare", "join", "use")
         return is_ready and not (self._has_hooks or self._is_left_out)
 
-    def compute(self, cache: Cache, **inputs: Any) -> ModelOutput:
-        """The model's forward in the open step. Raises `ComputeAgain` where it has to be computed without."""
+    def compute(self, handle: Any, **inputs: Any) -> ModelOutput:
+        """The model's forward in the open step of the cache that is its argument `handle`.
+
+        Raises `ComputeAgain` where it has to be computed without compiled layers.
+        """
         try:
-            outputs = self._compute(cache, inputs)
+            outputs = self._compute(handle, inputs)
             self._others = 0
             return outputs
         except OtherInputs:
@@ -181,51 +170,64 @@ class _Set:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            self._refuse(in_words(error))
+            self._refuse(_why(error))
             raise ComputeAgain from error
 
-    def _compute(self, cache: Cache, inputs: dict[str, Any]) -> ModelOutput:
+    def _compute(self, handle: Any, inputs: dict[str, Any]) -> ModelOutput:
         if self.phase == "record":
-            return self._record(inputs, cache)
-        self._check_cache(cache, inputs["input_ids"].shape[0])
+            return self._record(inputs, handle)
+        if self.phase == "compare":
+            return self._compare(inputs, handle)
+        if self.phase == "join":
+            return self._try_chain(inputs, handle)
+        attention = partial(CompiledLayer.attention, handle=handle)
         if self._is_chained:
-            return self._chained(cache, inputs)
-        compared = self.phase == "compare"
-        self._errors.clear()
-        chained = self._try_chain(cache, inputs) if self.phase == "join" else None
-        outputs = self._with_forwards(
-            inputs,
-            {one: one.comparing(cache, self._errors) if compared else one.computing(cache) for one in self._layers},
-        )
-        if compared:
-            types = {tensor.dtype for layer in self._layers for tensor in layer.weights}
-            limit = max(_TOLERANCE.get(dtype, _LOW_TOLERANCE) for dtype in types)
-            if len(self._errors) == len(self._layers) and all(error <= limit for error in self._errors):
-                self.phase, self.state = "join", f"{len(self._layers)} layers"
-            else:
-                self._refuse(f"the compiled layers differ by {max(self._errors):.1%} from the model's own")
-        elif self.phase == "join":
-            self.phase, self._is_chained = "use", chained is not None and torch.equal(chained, outputs.logits)
+            return self._chained(inputs, attention)
+        return self._with_forwards(inputs, {layer: layer.computing(attention) for layer in self._layers})
+
+    def _compare(self, inputs: dict[str, Any], handle: Any) -> ModelOutput:
+        """Compute the model's own layers, and compare them with the compiled ones."""
+        errors: list[float] = []
+        outputs = self._with_forwards(inputs, {layer: layer.comparing(handle, errors) for layer in self._layers})
+        types = {tensor.dtype for layer in self._layers for tensor in layer.weights}
+        limit = max(_TOLERANCE.get(dtype, _LOW_TOLERANCE) for dtype in types)
+        if len(errors) == len(self._layers) and all(error <= limit for error in errors):
+            self.phase, self.state = "join", f"{len(self._layers)} layers"
+        else:
+            self._refuse(f"the compiled layers differ by {max(errors):.1%} from the model's own")
         return outputs
 
-    def _try_chain(self, cache: Cache, inputs: dict[str, Any]) -> torch.Tensor | None:
-        """The logits of a chain, if it can be one. Layers write again where it has written."""
-        if not self._can_be_chained or self._calls_hooks(self._model.modules()):  # they would be called twice
-            return None
-        try:
-            return self._chained(cache, inputs).logits
-        except OtherInputs:
-            raise
-        except Exception as error:  # a model may want its layers by number
-            if is_out_of_memory(error):
-                raise
-            return None
+    def _try_chain(self, inputs: dict[str, Any], handle: Any) -> ModelOutput:
+        """Compute compiled layers one by one, then as one call with the same results of attention: are they equal?"""
+        found: dict[CompiledLayer, torch.Tensor] = {}
 
-    def _chained(self, cache: Cache, inputs: dict[str, Any]) -> ModelOutput:
+        def kept(layer: CompiledLayer, mask: Any) -> Compute:
+            attention = layer.attention(mask, handle)
+
+            def compute(*new: torch.Tensor) -> torch.Tensor:
+                result = attention(*new)
+                found[layer] = result.clone()  # the code may write other values there
+                return result
+
+            return compute
+
+        outputs = self._with_forwards(inputs, {layer: layer.computing(kept) for layer in self._layers})
+        if self._can_be_chained and not self._calls_hooks(self._model.modules()):  # they would be called twice
+            try:
+                chained = self._chained(inputs, lambda layer, mask: lambda *new: found[layer]).logits
+                self._is_chained = torch.equal(chained, outputs.logits)
+            except OtherInputs:
+                raise
+            except Exception as error:  # a model may want its layers by number
+                if is_out_of_memory(error):
+                    raise
+        self.phase = "use"
+        return outputs
+
+    def _chained(self, inputs: dict[str, Any], attention: Callable[[CompiledLayer, Any], Compute]) -> ModelOutput:
         """The model's forward with a chain in place of its list of layers."""
         owner, name = self._place
-        links = [(one.module, one.run, LayerBuffers(cache, one.index)) for one in self._layers]
-        chain, attributes = LayerChain(self._list, links, self._layers[0].check), vars(owner)
+        chain, attributes = LayerChain(self._list, self._layers, attention), vars(owner)
         try:
             attributes[name] = chain  # is found before the module of this name
             outputs = self._model(**inputs)
@@ -242,13 +244,6 @@ class _Set:
         same = len(modules) == len(self._modules) and all(map(operator.is_, modules, self._modules))
         same = same and self._recorded == _constants_of(modules)
         return same and all(layer.has_its_weights for layer in self._layers)
-
-    def _check_cache(self, cache: Cache, rows: int) -> None:
-        """Raise `OtherInputs` where the tensors of a cache are others than those that the code was compiled for."""
-        if cache not in self._checked:
-            for layer in self._layers:
-                layer.check_cache(cache, rows)
-            self._checked.add(cache)
 
     def _check_hooks(self) -> None:
         """Look for hooks, replaced forwards and training within the layers, which compiled code leaves out."""
@@ -281,51 +276,51 @@ class _Set:
                 if own is not None:
                     vars(layer.module)["forward"] = own
 
-    def _record(self, inputs: dict[str, Any], cache: Cache) -> ModelOutput:
+    def _record(self, inputs: dict[str, Any], handle: Any) -> ModelOutput:
         """Record the layers' calls. A model's layers are a `ModuleList` as long as the cache."""
         lists = {path: child for path, child in self._model.named_modules()
-                 if isinstance(child, nn.ModuleList) and len(child) == len(cache.layers)}  # fmt: skip
+                 if isinstance(child, nn.ModuleList) and len(child) == len(handle.layers)}  # fmt: skip
         layers = {path: list(map(CompiledLayer, one, range(len(one)))) for path, one in lists.items()}
-        forwards = {layer: layer.recording() for one in layers.values() for layer in one}
+        forwards = {layer: layer.recording(handle) for one in layers.values() for layer in one}
         outputs = self._with_forwards(inputs, forwards)
         path = next((path for path, one in layers.items() if all(layer.call is not None for layer in one)), None)
         if path is None:
             self._refuse("its layers are not called once per step")
             return outputs
         called, (owner, _, name) = layers[path], path.rpartition(".")
-        self._layers, self._is_chained = [], False
+        self._is_chained = False
         self._list, self._place = lists[path], (self._model.get_submodule(owner), name)
         self._modules = list(self._list.modules())
         self._recorded = _constants_of(self._modules)
-        self._can_be_chained = are_chained([(layer.call, layer.returned) for layer in called if layer.call is not None])
         attention = _attention_of(self._model)
-        try:
-            for layer in called:
-                with suppress(StepError):  # a layer of another kind keeps its own forward
-                    layer.bind(cache, lambda step: package_of(step, attention, self._linears))
-                    self._layers.append(layer)
+        can_be_chained = are_chained([(layer.call, layer.returned) for layer in called if layer.call is not None])
+        try:  # a layer of another kind keeps its own forward
+            self._layers = [
+                one for one in called if one.bind(handle, lambda step: package_of(step, attention, self._linears))
+            ]
         except (OptionError, OSError) as error:
             self._refuse(str(error))
             return outputs
-        self._can_be_chained &= len(self._layers) == len(called)
+        self._can_be_chained = can_be_chained and len(self._layers) == len(called)
+        self._can_be_chained &= len({layer.mask_place for layer in self._layers}) == 1
         if not self._layers:
-            self._refuse(f"no layer of this {cache.name} cache keeps keys and values alone")
+            self._refuse("none of its layers attends to the cache alone")
             return outputs
         self._compiled = [module for layer in self._layers for module in layer.module.modules()]
         self.phase = "find"
         return outputs
 
-    def _find(self, cache: Cache) -> None:
+    def _find(self) -> None:
         packages = {layer.package: layer for layer in self._layers}
         missing = {package: layer for package, layer in packages.items() if not package.exists()}
         if missing:
-            self._build(cache, missing)
+            self._build(missing)
         else:
             self._load()
 
-    def _build(self, cache: Cache, missing: dict[Path, CompiledLayer]) -> None:
+    def _build(self, missing: dict[Path, CompiledLayer]) -> None:
         check_can_be_built(missing, self._retries)
-        self._builder = start_building(missing, cache, self._linears)
+        self._builder = start_building(missing, self._linears)
         for layer in self._layers:
             layer.discard_call()
         self.phase, self.state, self._waited = "wait", "off: another process compiles the layers", 0
@@ -351,8 +346,11 @@ class _Set:
                     layer.package.unlink(missing_ok=True)  # it is damaged: a later call builds it again
                 raise
         self._check_hooks()
-        self._checked.clear()
         self.phase = "compare"
+
+
+def _why(error: Exception) -> str:
+    return first_line(error) if isinstance(error, (OptionError, CacheError)) else in_words(error)
 
 
 def _constants_of(modules: Iterable[nn.Module]) -> list[Any]:

@@ -6,20 +6,20 @@ import json
 import types
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from caches import Cache
 from caches.torch_api import tree_flatten, tree_unflatten
-from caches.transfer.export_buffers import LayerBuffers
 from engine.errors import OptionError
+from engine.model.layer_attention import TracedCache
 from engine.model.linear_routes import ROW_LIMITS
 
 _KNOWN = ("torch.nn.", "transformers.", "engine.")  # modules of others may compute what their attributes do not say
-_MOST = 2**24  # rows, slots
+_MOST = 2**24  # rows
 _PLAIN = (bool, int, float, str, type(None))
 _OUTSIDE = {"architectures", "transformers_version", "vocab_size"}  # of a configuration, what layers do not read
 
@@ -30,72 +30,59 @@ Shape: TypeAlias = tuple[torch.dtype, list["int | str"]]
 """Of a tensor of compiled code: the data type and the sizes; those that the code leaves open by name."""
 
 
-class LayerStep(nn.Module):
-    """A layer's forward as a function of tensors, for an open step of `cache` with one token per row.
+class Place(Enum):
+    """What stands in a call for what is not part of the code."""
 
-    call: the arguments that the model gives to the layer, `cache` among them. index: the layer's number. slots: those
-    that attention reads in the step of this call, see `LayerBuffers.slots`.
-    Raises `OptionError` where such a step cannot be compiled, `StepError` for another kind of cache.
+    CACHE = 0
+    MASK = 1
+
+
+class LayerStep(nn.Module):
+    """A layer's forward as a function of tensors, in a step of one token per row: attention is the operator of
+    `engine.model.layer_attention`.
+
+    call: the arguments that the model gives to the layer, with a `Place` for the cache and for the mask.
+    Raises `OptionError` where such a step cannot be compiled.
     """
 
-    def __init__(self, layer: nn.Module, call: Call, cache: Cache, index: int, slots: int | None):
+    def __init__(self, layer: nn.Module, call: Call):
         super().__init__()
-        self._slots = slots
-        self.layer, self._cache, self._index = layer, cache, index
+        self.layer = layer
         self._values, self._spec = tree_flatten(call)
-        self.inputs = [value for value in self._values if isinstance(value, torch.Tensor)]
+        self.inputs = [value.contiguous() for value in self._values if isinstance(value, torch.Tensor)]
         for value in self._values:
-            if not isinstance(value, (torch.Tensor, *_PLAIN)) and value is not cache:
+            if not isinstance(value, (torch.Tensor, Place, *_PLAIN)):
                 raise OptionError(f"its layers are called with a {type(value).__name__}")
-            if isinstance(value, torch.Tensor) and not value.is_contiguous():
-                raise OptionError("its layers are called with tensors that are not contiguous")
         self._rows = self.inputs[0].shape[0]
-        self.kept = LayerBuffers(cache, index).tensors(self._rows)
 
-    def forward(self, inputs: list[torch.Tensor], kept: list[torch.Tensor]) -> Any:
-        """inputs: the tensors of the call. kept: see `LayerBuffers.tensors`; written in place."""
-        given, buffers = iter(inputs), LayerBuffers(self._cache, self._index)
-        values = [next(given) if isinstance(value, torch.Tensor) else value for value in self._values]
+    def forward(self, inputs: list[torch.Tensor]) -> Any:
+        """inputs: the tensors of the call, contiguous."""
+        given, cache = iter(inputs), TracedCache()
+        places = {Place.CACHE: cache, Place.MASK: inputs[0].new_zeros(1, 1, 1, 1)}  # a mask is attention's alone
+        values = [next(given) if isinstance(value, torch.Tensor) else
+                  places[value] if isinstance(value, Place) else value for value in self._values]  # fmt: skip
         args, kwargs = tree_unflatten(values, self._spec)
-        masks = [one for old, one in zip(self.inputs, inputs, strict=True) if self._is_mask(old)]
-        with buffers.in_use(kept, masks[0].shape[-1] if masks else self._slots):
-            return self.layer(*args, **kwargs)
+        return cache.trace(self.layer, args, kwargs)
 
-    def _is_mask(self, tensor: torch.Tensor) -> bool:
-        return self._slots is not None and tensor.ndim == 4 and tensor.shape[-1] == self._slots
-
-    def open_sizes(self) -> tuple[list[dict[int, str]], list[dict[int, str]]]:
-        """The sizes that the code values open, by axis, for each tensor of `inputs` and `kept`."""
+    def open_sizes(self) -> list[dict[int, str]]:
+        """The sizes that the code leaves open, by axis, for each tensor of `inputs`."""
         least, most = rows_like(self._rows)
         rows = {0: "rows"} if least < most else {}
-        *stores, _, _ = self.kept
-        grows = any(map(self._is_mask, self.inputs))
-        return (
-            [(rows if one.shape[0] == self._rows else {}) | ({3: "seen"} if self._is_mask(one) else {})
-             for one in self.inputs],
-            [*(rows | ({2: "room"} if grows else {}) for _ in stores), {}, {}],
-        )  # fmt: skip
+        return [rows if one.shape[0] == self._rows else {} for one in self.inputs]
 
     @property
-    def shapes(self) -> tuple[list[Shape], list[Shape]]:
-        """Those of `inputs` and `kept`."""
-        inputs, kept = self.open_sizes()
-        return _shapes(self.inputs, inputs), _shapes(self.kept, kept)
+    def shapes(self) -> list[Shape]:
+        """Those of `inputs`."""
+        return [
+            (one.dtype, [open.get(axis, size) for axis, size in enumerate(one.shape)])
+            for one, open in zip(self.inputs, self.open_sizes(), strict=True)
+        ]
 
     def describe(self) -> list[str]:
         """Everything that shapes the code, apart from releases and the machine. Raises `OptionError`."""
-        inputs, kept = self.shapes
-        tensors = zip([*self.inputs, *self.kept], [*inputs, *kept], strict=True)
-        shapes = [f"{dtype} {sizes} {one.is_contiguous()}" for one, (dtype, sizes) in tensors]
+        shapes = [f"{dtype} {sizes}" for dtype, sizes in self.shapes]
         values = [str(value) for value in self._values if isinstance(value, _PLAIN)]
         return [str(self._spec), *shapes, *values, str(rows_like(self._rows)), *_structure(self.layer)]
-
-
-def _shapes(tensors: Iterable[torch.Tensor], open_sizes: Iterable[dict[int, str]]) -> list[Shape]:
-    return [
-        (one.dtype, [open.get(axis, size) for axis, size in enumerate(one.shape)])
-        for one, open in zip(tensors, open_sizes, strict=True)
-    ]
 
 
 def have_shapes(tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], rows: int) -> bool:
@@ -106,7 +93,7 @@ def have_shapes(tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], rows: 
         if tensor.dtype != dtype or tensor.ndim != len(sizes):
             return False
         for size, known in zip(tensor.shape, sizes, strict=True):
-            if size != (rows if known == "rows" else known) and known not in ("seen", "room"):
+            if size != (rows if known == "rows" else known):
                 return False
     return True
 
@@ -126,14 +113,11 @@ def rows_like(rows: int) -> tuple[int, int]:
     return limits[bucket] + 1, limits[bucket + 1]
 
 
-def dynamic_shapes(step: LayerStep) -> tuple[list[Any], list[Any]]:
+def dynamic_shapes(step: LayerStep) -> list[Any]:
     """The open sizes of `step` for `torch.export`."""
     least, most = rows_like(step.inputs[0].shape[0])
     dims = {"rows": torch.export.Dim("rows", min=least, max=most)} if least < most else {}
-    dims |= {name: torch.export.Dim(name, min=2, max=_MOST) for name in ("seen", "room")}
-    inputs, kept = step.open_sizes()
-    return ([{axis: dims[name] for axis, name in open.items()} for open in inputs],
-            [{axis: dims[name] for axis, name in open.items()} for open in kept])  # fmt: skip
+    return [{axis: dims[name] for axis, name in open.items()} for open in step.open_sizes()]
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:

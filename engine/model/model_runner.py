@@ -212,7 +212,7 @@ class ModelRunner:
 
     def step_together(self, parts: Sequence[Part], hidden_states: bool, routed: bool) -> list[ModelOutput]:
         """See `joined_step`; hidden_states, routed: see `ForwardOptions`."""
-        options = ForwardOptions(hidden_states=hidden_states, compiled=False, routed=routed)
+        options = ForwardOptions(hidden_states=hidden_states, routed=routed)
         return joined_step(self._feed_with(options), parts)
 
     def feed(
@@ -260,7 +260,7 @@ class ModelRunner:
                 if options.hidden_states:
                     arguments["output_hidden_states"] = True
                 compute = self._compiled_step(arguments, step) if options.compiled else None
-                cache.begin(end - begin, compute is not None)
+                cache.begin(end - begin, compute is not None and self._packages is None)
                 try:
                     outputs = self._call(arguments, step, compute, options.routed)
                     self._check_kept(outputs, cache)
@@ -318,15 +318,13 @@ class ModelRunner:
             )
 
     def _compiled_step(self, inputs: dict[str, Any], step: Step) -> Callable[..., ModelOutput] | None:
-        """What computes this step on fixed shapes, if it is a decode step that can be compiled."""
-        if self._compiled is None and self._packages is None:
-            return None
-        cache = step.cache
-        if step.end - step.begin > 1 or step.prefill or isinstance(cache, Probe) or cache.why_not_compiled is not None:
+        """What computes this step in place of the model, if it is a decode step that can be compiled."""
+        cache, is_one_token = step.cache, step.end - step.begin == 1 and not step.prefill
+        if not is_one_token or isinstance(cache, Probe):
             return None
         if self._packages is not None and "input_ids" in inputs and not any(map(inputs.get, _RECORDED)):
             return self._packages.next_step(cache, len(step.ids))
-        return self._in_one_graph if self._packages is None else None
+        return self._in_one_graph if self._compiled is not None and cache.why_not_compiled is None else None
 
     def _call(
         self,
@@ -335,11 +333,8 @@ class ModelRunner:
         compute: Callable[..., ModelOutput] | None = None,
         routed: bool = True,
     ) -> ModelOutput:
-        """compute: what computes the step on fixed shapes; None for the model itself."""
-        if compute is not None:
-            assert not isinstance(step.cache, Probe)
-            if self._packages is not None:
-                self._packages.open(step.cache)
+        """compute: what computes the step in place of the model."""
+        if compute is not None and self._packages is None:
             inputs = self.arguments.of_compiled(inputs, step)
         outer = active.table, packed_attention.active.packs  # of a step that this one is inside of
         try:

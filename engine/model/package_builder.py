@@ -19,7 +19,6 @@ import torch
 from filelock import FileLock
 from torch import nn
 
-from caches import Cache
 from caches.machine import write_atomically
 from caches.torch_api import compile_package, state_without_hooks
 from engine.model.layer_step import LayerStep, dynamic_shapes
@@ -30,10 +29,10 @@ LAYER = "layer."  # before the names of the weights in a package
 _KEPT = 64  # elements: larger tensors come to the other process without their values
 
 
-def write_job(path: Path, cache: Cache, threads: int, linears: Table | None, steps: dict[Path, Any]) -> None:
-    """steps: by the package's path the arguments of a `LayerStep` without its cache. cache: between two steps."""
+def write_job(path: Path, threads: int, linears: Table | None, steps: dict[Path, Any]) -> None:
+    """steps: by the package's path the arguments of a `LayerStep`."""
     file = io.BytesIO()
-    _Pickler(file).dump((cache, threads, linears, steps))
+    _Pickler(file).dump((threads, linears, steps))
     write_atomically(path, file.getvalue())
 
 
@@ -63,16 +62,15 @@ def failure_of(package: Path) -> Path:
 
 
 def build(job: Path) -> None:
-    cache, threads, linears, steps = pickle.loads(job.read_bytes())
+    threads, linears, steps = pickle.loads(job.read_bytes())
     torch.set_num_threads(threads)
     install()
     kernels()  # before layers that use them are traced
-    cache.begin(1, graph=True)
-    for package, (layer, call, index, slots) in steps.items():
+    for package, (layer, call) in steps.items():
         try:
             with FileLock(package.with_suffix(".lock")):  # another process may build it now
                 if not package.exists():
-                    _build(LayerStep(layer, call, cache, index, slots), linears, package)
+                    _build(LayerStep(layer, call), linears, package)
         except Exception as error:
             reason = (str(error).splitlines() or [""])[0]
             write_atomically(failure_of(package), f"{type(error).__name__}: {reason}".encode())
@@ -82,7 +80,7 @@ def build(job: Path) -> None:
 def _build(step: LayerStep, linears: Table | None, package: Path) -> None:
     try:
         active.table, active.traced = linears and linears.for_compiled_code(), True
-        program = torch.export.export(step, (step.inputs, step.kept), dynamic_shapes=dynamic_shapes(step), strict=False)
+        program = torch.export.export(step, (step.inputs,), dynamic_shapes=(dynamic_shapes(step),), strict=False)
     finally:
         active.table, active.traced = None, False
     unknown = [name for name in (*program.state_dict, *program.constants) if not name.startswith(LAYER)]

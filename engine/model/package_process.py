@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 import transformers
 
-from caches import Cache
 from caches.machine import cache_folder, processor
 from engine.errors import OptionError
 from engine.model.compiled_layer import CompiledLayer
@@ -25,7 +24,7 @@ from engine.model.layer_step import LayerStep
 from engine.model.linear_backend import Table
 from engine.model.package_builder import failure_of, write_job
 
-_FORMAT = 7  # of packages: those of other versions are ignored
+_FORMAT = 8  # of packages: those of other versions are ignored
 _PRIORITY = 5  # a lower one costs more: every slice that it gets delays both threads of a product, for longer in all
 
 
@@ -59,20 +58,17 @@ def why_failed(packages: Iterable[Path]) -> str:
     return next(iter(reasons), "the process that compiles its layers ended")
 
 
-def start_building(
-    packages: Mapping[Path, CompiledLayer], cache: Cache, linears: Table | None
-) -> subprocess.Popen[bytes]:
+def start_building(packages: Mapping[Path, CompiledLayer], linears: Table | None) -> subprocess.Popen[bytes]:
     """Start a process of low priority that builds the package of each of these layers, with their recorded calls."""
     folder = next(iter(packages)).parent
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle, job = tempfile.mkstemp(dir=folder, suffix=".job")
     os.close(handle)
-    steps = {package: (layer.module, layer.call, layer.index, layer.slots) for package, layer in packages.items()}
+    steps = {package: (layer.module, layer.step_call) for package, layer in packages.items()}
     command = [sys.executable, "-m", "engine.model.package_builder", job]
-    # The second one: heads that share keys and values read them where they are, also with a mask.
-    variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRANSFORMERS_SDPA_FORCE_GQA": "1"}
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
-        write_job(Path(job), cache, torch.get_num_threads(), linears, steps)
+        write_job(Path(job), torch.get_num_threads(), linears, steps)
         builder = subprocess.Popen(
             command, env=os.environ | variables, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

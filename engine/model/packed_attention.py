@@ -43,7 +43,7 @@ def install() -> None:
 
 class _PackedAttention:
     def __init__(self, original: Callable[..., Any]):
-        self._original = original
+        self._original = self.__wrapped__ = original  # whose signature it has
 
     def __call__(
         self,

@@ -23,7 +23,7 @@ from configs import ConfigError
 from engine.model import package_process
 
 SOURCE = "int main() {}"
-LAYER = dict.fromkeys(("module", "call", "index", "slots"))
+LAYER = dict.fromkeys(("module", "step_call"))
 # Writes what it was given to compile, slowly and in two parts, where -o says.
 FAKE = """#!/bin/sh
 while [ "$1" != -o ]; do case "$1" in *.cpp) from="$1";; esac; shift; done
@@ -176,7 +176,7 @@ def test_a_build_of_layers_that_does_not_begin_leaves_nothing(fails, tmp_path, m
 
     monkeypatch.setattr(f"engine.model.package_process.{fails}", failing)
     with pytest.raises(TypeError, match="cannot pickle it"):
-        package_process.start_building({tmp_path / "layer.pt2": SimpleNamespace(**LAYER)}, None, None)
+        package_process.start_building({tmp_path / "layer.pt2": SimpleNamespace(**LAYER)}, None)
     assert not list(tmp_path.iterdir())
 
 

@@ -1,0 +1,207 @@
+"""Attention of compiled layers, whose code leaves the cache and attention over it to the step: it is the same for all.
+
+The code calls an operator, which hands the new query, key and value to what `run` was given.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import library, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from engine.errors import OptionError
+
+Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""From query [rows, heads, tokens, width], key and value [rows, kv_heads, tokens, width] of the new tokens to what
+attention finds, [rows, tokens, heads, width]."""
+
+Function: TypeAlias = Callable[..., tuple[torch.Tensor, Any]]
+"""An attention function of transformers: of a module, query, keys, values, mask and options."""
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class LayerAttention(NamedTuple):
+    """How a layer, of this number, calls attention: which function, with which module and options."""
+
+    number: int
+    function: Function
+    module: nn.Module
+    options: dict[str, Any]
+
+    def compute(
+        self, handle: Any, mask: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """See `Compute`. handle: the model's argument for the cache, which is updated. mask: of all that it holds."""
+        keys, values = handle.update(key, value, self.number)
+        return self.function(self.module, query, keys, values, mask, **self.options)[0]
+
+
+class AttentionCall(NamedTuple):
+    """A layer's call of attention. inputs: query, key and value. found: the result."""
+
+    attention: LayerAttention
+    mask: Any
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    found: torch.Tensor
+
+
+class OpenCache:
+    """A cache for one call of the layer of this number. `update` returns the new keys and values as they are; the
+    attention that follows updates `handle`.
+
+    calls: those attentions. is_used_otherwise: whether the layer calls anything else of the cache, or of attention.
+    """
+
+    def __init__(self, handle: Any, number: int):
+        self._handle, self._number = handle, number
+        self._new: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.calls: list[AttentionCall] = []
+        self.is_used_otherwise = False
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, number: int, *others: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of transformers' caches."""
+        if self._new is not None or number != self._number or any(one is not None for one in others):
+            raise _unknown_attention()
+        self._new = key, value
+        return key, value
+
+    def __getattr__(self, name: str) -> Any:
+        self.is_used_otherwise = True
+        return getattr(self._handle, name)
+
+    def watch(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a layer's forward with arguments that have this object. Raises `OptionError` where it cannot follow."""
+        with _attention_by(self._attend):
+            try:
+                result = forward(*args, **kwargs)
+            except Exception:
+                if self._new is None:
+                    raise
+                raise _unknown_attention() from None
+        if self._new is not None:
+            raise _unknown_attention()
+        return result
+
+    def _attend(self, function: Function, module: nn.Module, *inputs: Any, **options: Any) -> tuple[torch.Tensor, Any]:
+        query, key, value, mask = inputs
+        if self._new is None or key is not self._new[0] or value is not self._new[1]:
+            self.is_used_otherwise = True
+            return function(module, *inputs, **options)
+        self._new = None
+        attention = LayerAttention(self._number, function, module, options)
+        found = attention.compute(self._handle, mask, query, key, value)
+        # A layer passes on arguments that the function does not read, tensors of one step among them.
+        others = {name for name, one in options.items() if not isinstance(one, _PLAIN)}
+        self.is_used_otherwise |= not others.isdisjoint(_read_by(function))
+        read = {name: one for name, one in options.items() if name not in others}
+        self.calls.append(AttentionCall(attention._replace(options=read), mask, (query, key, value), found))
+        return found, None
+
+
+def _unknown_attention() -> OptionError:
+    return OptionError("its layers do not give what a cache returns to an attention function of transformers")
+
+
+def _read_by(function: Function) -> set[str]:
+    """The options that an attention function reads."""
+    return set(inspect.signature(function).parameters)
+
+
+class TracedCache:
+    """A cache while a layer is traced: `update` returns what it is given. The operator takes the place of attention."""
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return key, value
+
+    def trace(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a layer's forward with arguments that have this object."""
+        with _attention_by(_traced):
+            return forward(*args, **kwargs)
+
+
+def _traced(function: Function, module: nn.Module, *inputs: Any, **options: Any) -> tuple[torch.Tensor, None]:
+    return torch.ops.kvengine.layer_attention(*inputs[:3]), None
+
+
+class _Watched(threading.local):
+    attend: Callable[..., tuple[torch.Tensor, Any]] | None = None
+
+
+_watched = _Watched()
+
+
+@contextmanager
+def _attention_by(attend: Callable[..., tuple[torch.Tensor, Any]]) -> Iterator[None]:
+    """In this thread `attend` takes the place of attention: it is given the function, then its arguments."""
+    _install()
+    outer, _watched.attend = _watched.attend, attend
+    try:
+        yield
+    finally:
+        _watched.attend = outer
+
+
+def _install() -> None:
+    """Replace the method by which models find their attention function, once per process."""
+    if "get_interface" in vars(ALL_ATTENTION_FUNCTIONS):
+        return
+    find = ALL_ATTENTION_FUNCTIONS.get_interface
+
+    def get_interface(attn_implementation: str, default: Function) -> Function:
+        function = find(attn_implementation, default)
+        if torch.compiler.is_dynamo_compiling() or _watched.attend is None:
+            return function
+        return partial(_watched.attend, function)
+
+    vars(ALL_ATTENTION_FUNCTIONS)["get_interface"] = get_interface
+
+
+class _Running(threading.local):
+    compute: Compute | None = None
+    error: BaseException | None = None
+
+
+_running = _Running()
+
+
+def run(code: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor], compute: Compute) -> Any:
+    """`code(inputs)`, compiled code whose attention is `compute`. Raises what that raises."""
+    _running.compute = compute
+    try:
+        result = code(inputs)
+        if _running.error is not None:
+            raise _running.error
+        return result
+    finally:
+        _running.compute = _running.error = None
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    try:
+        assert _running.compute is not None
+        # A cache may keep the tensors that it is given, and the code writes other values there after this.
+        return _running.compute(query, key.clone(), value.clone()).contiguous()
+    except BaseException as error:  # on its way through compiled code it would lose its type
+        _running.error = error
+        return _found_like(query, key, value).zero_()
+
+
+def _found_like(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    rows, heads, tokens, _ = query.shape
+    return query.new_empty(rows, tokens, heads, value.shape[-1])
+
+
+_LIBRARY = library.Library("kvengine", "FRAGMENT")  # is kept: its end is that of the operator
+_LIBRARY.define("layer_attention(Tensor query, Tensor key, Tensor value) -> Tensor")
+_LIBRARY.impl("layer_attention", _attention, "CPU")
+library.register_fake("kvengine::layer_attention", _found_like, lib=_LIBRARY)
