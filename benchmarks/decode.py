@@ -64,7 +64,7 @@ def engines_for(
     }
     fastest = {"cache": "static", "compile": "auto" if compiled else "off"}
     if compiled:
-        found["static, compiled"] = ours(**fastest)
+        found |= {"dynamic, compiled": ours(compile="auto"), "static, compiled": ours(**fastest)}
     if ids.shape[1] <= 64:  # long prompts would measure the same weights once more
         found |= {f"{weights} weights": ours(weights=weights, **fastest) for weights in ("int8", "int4")}
         found |= {

@@ -26,10 +26,10 @@ class EngineConfig(Config):
     cache: the cache of calls that do not set one: a backend's name, or its `CacheConfig` (in JSON an object such as
         {"name": "static", "max_cache_len": 4096}); None is the model's generation config's, else "dynamic".
     prefill_chunk_tokens: the prompt is computed in chunks of at most this many tokens; None computes it at once.
-    compile: "off"; "auto": decode steps on a cache of fixed size use compiled layers, on a CPU, as soon as another
-        process has compiled them (once per shape of the model and machine, 10 to 90 s; stored like `linears`), until
-        then and where they cannot be compiled they are computed without; or the `torch.compile` backend that compiles
-        the step during the call. Results differ from "off" by rounding. `Stats.compiled` reports what is used.
+    compile: "off"; "auto": decode steps use compiled layers, on a CPU, as soon as another process has compiled them
+        (once per shape of the model and machine, 10 to 90 s; stored like `linears`), until then and where they cannot
+        be compiled they are computed without; or the `torch.compile` backend that compiles the step during the call,
+        for caches of fixed size. Results differ from "off" by rounding. `Stats.compiled` reports what is used.
     weights: "full", as they are loaded; "int8" or "int4": linear layers on a CPU keep codes of 8 or 4 bits in place of
         their weights, also those of a model that was given. 4 bits have groups of 64 inputs. The text changes.
     linears: the matrix product of float32 linear layers on a CPU. "default": torch's own; "onednn"; "auto": the fastest

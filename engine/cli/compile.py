@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import typer
 
@@ -13,24 +12,20 @@ from engine.cli.progress import Work
 
 
 @options.takes({None: options.COMPILE})
-def compile(path: str | None, rows: int, cache: str, dtype: str | None) -> None:
+def compile(path: str | None, rows: int, dtype: str | None) -> None:
     """Compile the decode step of a model's layers, for calls with EngineConfig(compile="auto") or --compile auto."""
     with Work() as work:
         start_libraries(work, path)
         import torch
 
-        import caches
         from configs import EngineConfig
         from engine.prompt import without_padding
-        from engine.request.compatibility import check_compiles
 
         generator = load_generator(work, path, EngineConfig(compile="auto", dtype=dtype or "auto"))
-        size: dict[str, Any] = {"max_cache_len": 2} if caches.recipe(cache).has_a_size else {}  # any: it stays empty
-        check_compiles(caches.build(cache, generator.model.config, **size), "auto")
         work.doing("compiling one layer of each kind")
         begun = time.perf_counter()
         prompt = without_padding(torch.ones(rows, 2, dtype=torch.long))
-        found = generator.warmup(prompt, cache=cache, do_sample=False)
+        found = generator.warmup(prompt, do_sample=False)
     output.say(f"Compiled: {found}, for {rows} row{'s' * (rows > 1)}, in {time.perf_counter() - begun:.1f} s.")
     if found.startswith("off"):
         raise typer.Exit(1)

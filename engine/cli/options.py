@@ -185,7 +185,6 @@ LINEARS = {
 COMPILE = {
     "path": argument(str, "MODEL", "Folder or hub id. Default: the small model of the package."),
     "rows": option(int, "N", "Sequences per step: prompts, samples or beams.", default=1, min=1),
-    "cache": option(str, "NAME", "A cache of fixed size.", default="static", autocompletion=CacheConfig.names),
     "dtype": MODEL["dtype"],
 }
 SERVER = {

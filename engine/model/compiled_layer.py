@@ -27,9 +27,9 @@ class OtherInputs(Exception):
 class CompiledLayer:
     """Layer number `index` of a model.
 
-    A `recording` forward sets `call`, which stays None unless there was exactly one, and `returned`. `bind` takes them
-    and sets the path of the `package`, what of the call it depends on (`step_call`, see `LayerStep`), and which argument
-    is the mask: `mask_place`, a position or a name. `load` makes the code ready.
+    A `recording` forward sets `call`, which stays None unless there was exactly one, and `returned`. `bind` takes them.
+    It sets the path of the `package`, `step_call` for its `LayerStep`, and `mask_place`: the position or the name of
+    the argument that is the mask. `load` makes the code ready.
     """
 
     def __init__(self, module: nn.Module, index: int):

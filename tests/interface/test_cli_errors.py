@@ -157,14 +157,6 @@ def test_a_closed_standard_error(cli, shipped, monkeypatch):
         assert (done.exit_code, done.stdout, done.stderr) == (code, printed, "")
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "quantized"])
-def test_a_cache_that_cannot_be_compiled(cli, cache):
-    done = cli(["compile", "--cache", cache])
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert f"cannot be with the {cache} cache: a graph " in done.stderr
-    assert "Use cache='static'" in done.stderr
-
-
 def test_what_was_not_foreseen_is_one_line_too(cli, monkeypatch):
     def breaks(*arguments, **options):
         raise ArithmeticError("no\nsuch luck")
