@@ -14,7 +14,7 @@ from torch import nn
 
 from caches.torch_api import buffers_of, load_package, parameters_of, tree_flatten, tree_leaves, tree_unflatten
 from engine.model.layer_attention import AttentionCall, Compute, LayerAttention, OpenCache, run
-from engine.model.layer_step import Call, LayerStep, Place, Shape, have_shapes, tensors_of
+from engine.model.layer_step import Call, LayerStep, Place, Shape, have_shapes, open_size, tensors_of
 from engine.model.package_builder import LAYER
 
 Code: TypeAlias = Callable[[list[torch.Tensor]], list[torch.Tensor]]
@@ -116,7 +116,7 @@ class CompiledLayer:
         elif place is not None and place < len(args):
             mask, args = args[place], (*args[:place], *args[place + 1 :])
         inputs = list(tensors_of((*args, *kwargs.values())))
-        if not have_shapes(inputs, self._inputs, inputs[0].shape[0]):
+        if not have_shapes(inputs, self._inputs, open_size(inputs[0])[1]):
             raise OtherInputs
         return inputs, mask
 

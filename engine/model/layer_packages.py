@@ -34,7 +34,8 @@ from engine.model.package_process import check_can_be_built, package_of, start_b
 from engine.out_of_memory import first_line, in_words
 from engine.warn_once import warn_once
 
-_MOST_ROWS = 16  # of a step: with 32, the products take so long that compiled layers gain nothing (Intel Xeon)
+# Of a step, or tokens of its one row: with 32, the products take so long that compiled layers gain nothing (Intel Xeon).
+_MOST_ROWS = 16
 _PATIENCE = 16  # steps between two looks for a package
 _OTHERS = 4  # runs in a row whose tensors the code cannot take, until it is compiled for these
 _ATTENTIONS = ("sdpa", "eager")  # transformers' own: others may compute anything by their names
@@ -51,7 +52,7 @@ class LayerPackages:
     def __init__(self, model: PreTrainedModel, linears: Table | None):
         self.model, self.linears = model, linears
         self._sets: dict[Any, _Set] = {}
-        self.state = "off: no step of one token per row yet"
+        self.state = "off: no step after a prompt yet"
         self._retries = False
 
     def __len__(self) -> int:
@@ -71,12 +72,13 @@ class LayerPackages:
         for one in list(self._sets.values()):
             one.wait()
 
-    def next_step(self, cache: Any, rows: int) -> Callable[..., ModelOutput] | None:
-        """What computes the next step of one token per row, in place of the model; None if that is the model itself."""
-        if cache.handle is None or cache.total_tokens == 0:
+    def next_step(self, cache: Any, rows: int, tokens: int) -> Callable[..., ModelOutput] | None:
+        """What computes the next step, of `tokens` tokens per row, in place of the model; None if that is the model."""
+        if cache.handle is None or cache.total_tokens == 0 or min(rows, tokens) > 1:
             return None
         if rows > _MOST_ROWS:
             self.state = f"off: for more than {_MOST_ROWS} rows it gains nothing"
+        if max(rows, tokens) > _MOST_ROWS:
             return None
         if torch.is_autocast_enabled("cpu"):
             self.state = "off: autocast chooses data types as it goes"
@@ -85,7 +87,7 @@ class LayerPackages:
         if attention not in _ATTENTIONS:
             self.state = f"off: attn_implementation={attention!r}"
             return None
-        key = rows_like(rows), torch.get_num_threads(), attention
+        key = rows_like(rows), rows_like(tokens), torch.get_num_threads(), attention
         if key not in self._sets:
             self._sets[key] = _Set(self.model, self.linears, self._retries)
         found = self._sets[key]

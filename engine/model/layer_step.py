@@ -26,8 +26,8 @@ _OUTSIDE = {"architectures", "transformers_version", "vocab_size"}  # of a confi
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a layer's forward: positional ones, and those by name."""
 
-Shape: TypeAlias = tuple[torch.dtype, list["int | str"]]
-"""Of a tensor of compiled code: the data type and the sizes; those that the code leaves open by name."""
+Shape: TypeAlias = tuple[torch.dtype, list["int | None"]]
+"""Of a tensor of compiled code: the data type and the sizes; None for the one that the code leaves open."""
 
 
 class Place(Enum):
@@ -38,8 +38,8 @@ class Place(Enum):
 
 
 class LayerStep(nn.Module):
-    """A layer's forward as a function of tensors, in a step of one token per row: attention is the operator of
-    `engine.model.layer_attention`.
+    """A layer's forward as a function of tensors, in a step of one token per row or of several tokens of one row:
+    attention is the operator of `engine.model.layer_attention`.
 
     call: the arguments that the model gives to the layer, with a `Place` for the cache and for the mask.
     Raises `OptionError` where such a step cannot be compiled.
@@ -53,7 +53,7 @@ class LayerStep(nn.Module):
         for value in self._values:
             if not isinstance(value, (torch.Tensor, Place, *_PLAIN)):
                 raise OptionError(f"its layers are called with a {type(value).__name__}")
-        self._rows = self.inputs[0].shape[0]
+        self._open = open_size(self.inputs[0])
 
     def forward(self, inputs: list[torch.Tensor]) -> Any:
         """inputs: the tensors of the call, contiguous."""
@@ -64,36 +64,38 @@ class LayerStep(nn.Module):
         args, kwargs = tree_unflatten(values, self._spec)
         return cache.trace(self.layer, args, kwargs)
 
-    def open_sizes(self) -> list[dict[int, str]]:
-        """The sizes that the code leaves open, by axis, for each tensor of `inputs`."""
-        least, most = rows_like(self._rows)
-        rows = {0: "rows"} if least < most else {}
-        return [rows if one.shape[0] == self._rows else {} for one in self.inputs]
-
     @property
     def shapes(self) -> list[Shape]:
         """Those of `inputs`."""
+        (axis, size), (least, most) = self._open, rows_like(self._open[1])
         return [
-            (one.dtype, [open.get(axis, size) for axis, size in enumerate(one.shape)])
-            for one, open in zip(self.inputs, self.open_sizes(), strict=True)
-        ]
+            (one.dtype, [None if at == axis and known == size and least < most else known
+                         for at, known in enumerate(one.shape)])
+            for one in self.inputs
+        ]  # fmt: skip
 
     def describe(self) -> list[str]:
         """Everything that shapes the code, apart from releases and the machine. Raises `OptionError`."""
         shapes = [f"{dtype} {sizes}" for dtype, sizes in self.shapes]
         values = [str(value) for value in self._values if isinstance(value, _PLAIN)]
-        return [str(self._spec), *shapes, *values, str(rows_like(self._rows)), *_structure(self.layer)]
+        return [str(self._spec), *shapes, *values, str(rows_like(self._open[1])), *_structure(self.layer)]
 
 
-def have_shapes(tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], rows: int) -> bool:
-    """Whether code for these shapes can take the tensors in a step of `rows` rows. It does not check them itself."""
+def open_size(hidden: torch.Tensor) -> tuple[int, int]:
+    """The axis and the size that code leaves open, in a step with these hidden states [rows, tokens, width]."""
+    rows, tokens = hidden.shape[:2]
+    return (1, tokens) if hidden.ndim == 3 and rows == 1 and tokens > 1 else (0, rows)
+
+
+def have_shapes(tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], size: int) -> bool:
+    """Whether code for these shapes, with this open size, can take the tensors. It does not check them itself."""
     if len(tensors) != len(shapes):
         return False
     for tensor, (dtype, sizes) in zip(tensors, shapes, strict=True):  # loops: it is called for each layer of each step
         if tensor.dtype != dtype or tensor.ndim != len(sizes):
             return False
-        for size, known in zip(tensor.shape, sizes, strict=True):
-            if size != (rows if known == "rows" else known):
+        for axis, known in zip(tensor.shape, sizes, strict=True):
+            if axis != (size if known is None else known):
                 return False
     return True
 
@@ -115,9 +117,9 @@ def rows_like(rows: int) -> tuple[int, int]:
 
 def dynamic_shapes(step: LayerStep) -> list[Any]:
     """The open sizes of `step` for `torch.export`."""
-    least, most = rows_like(step.inputs[0].shape[0])
-    dims = {"rows": torch.export.Dim("rows", min=least, max=most)} if least < most else {}
-    return [{axis: dims[name] for axis, name in open.items()} for open in step.open_sizes()]
+    least, most = rows_like(open_size(step.inputs[0])[1])
+    dim = torch.export.Dim("rows", min=least, max=max(most, 2))
+    return [{axis: dim for axis, size in enumerate(sizes) if size is None} for _, sizes in step.shapes]
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:

@@ -319,12 +319,13 @@ class ModelRunner:
 
     def _compiled_step(self, inputs: dict[str, Any], step: Step) -> Callable[..., ModelOutput] | None:
         """What computes this step in place of the model, if it is a decode step that can be compiled."""
-        cache, is_one_token = step.cache, step.end - step.begin == 1 and not step.prefill
-        if not is_one_token or isinstance(cache, Probe):
+        cache, tokens = step.cache, step.end - step.begin
+        if step.prefill or isinstance(cache, Probe):
             return None
         if self._packages is not None and "input_ids" in inputs and not any(map(inputs.get, _RECORDED)):
-            return self._packages.next_step(cache, len(step.ids))
-        return self._in_one_graph if self._compiled is not None and cache.why_not_compiled is None else None
+            return self._packages.next_step(cache, len(step.ids), tokens)
+        can_be_one = self._compiled is not None and tokens == 1 and cache.why_not_compiled is None
+        return self._in_one_graph if can_be_one else None
 
     def _call(
         self,

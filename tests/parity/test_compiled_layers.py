@@ -38,9 +38,9 @@ def reference(model, inputs, **arguments):
     return model.generate(**inputs, **GREEDY | arguments)
 
 
-def generator_of(model):
+def generator_of(model, rows=2):
     generator = engine.Generator(model, config=AUTO)
-    assert generator.warmup(prompt(2), **GREEDY).endswith("layers")
+    assert generator.warmup(prompt(rows), **GREEDY).endswith("layers")
     return generator
 
 
@@ -81,6 +81,28 @@ def test_other_strategies(llama):
     out = generator.generate(prompt(3), **GREEDY, output_hidden_states=True, return_dict_in_generate=True)
     assert torch.equal(out.sequences, reference(llama, prompt(3)))
     assert len(out.hidden_states) == GREEDY["max_new_tokens"]
+
+
+@pytest.mark.slow
+def test_tokens_that_are_verified(llama, monkeypatch):
+    generator, arguments = generator_of(llama, rows=1), GREEDY | {"max_new_tokens": 24, "prompt_lookup_num_tokens": 3}
+    inputs = prompt(1, pads=0)["input_ids"].repeat(1, 3)
+    text = reference(llama, {"input_ids": inputs}, **arguments)
+    again = {"input_ids": torch.cat([text, inputs[:, -3:]], dim=1)}  # its own text proposes
+    for _ in range(3):
+        generator.generate(again, **arguments)
+        generator._runner.finish_compiling()
+    counted, compute = [], layer_packages._Set._chained
+
+    def counting(self, inputs, attention):
+        counted.append(inputs["input_ids"].shape[1])
+        return compute(self, inputs, attention)
+
+    monkeypatch.setattr(layer_packages._Set, "_chained", counting)
+    out = generator.generate(again, **arguments)
+    assert torch.equal(out.sequences, reference(llama, again, **arguments))
+    assert out.stats.compiled == "4 layers"
+    assert max(counted) == 4
 
 
 def test_other_models_and_processes_find_the_code(llama, monkeypatch):
@@ -456,7 +478,7 @@ def test_all_caches(llama, cache):
     for inputs, more in ((prompt(2), {}), (prompt(3, tokens=20), {}), (prompt(1, pads=0), {"num_beams": 3})):
         out, expected = (one.generate(inputs, **arguments | more) for one in (generator, off))
         assert torch.equal(out.sequences, expected.sequences)
-        assert out.stats.compiled == ("off: no step of one token per row yet" if cache == "none" else "4 layers")
+        assert out.stats.compiled == ("off: no step after a prompt yet" if cache == "none" else "4 layers")
 
 
 def test_prompts_of_a_batch(llama):
