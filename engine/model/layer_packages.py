@@ -34,7 +34,7 @@ from engine.model.package_process import check_can_be_built, package_of, start_b
 from engine.out_of_memory import first_line, in_words
 from engine.warn_once import warn_once
 
-# Of a step, or tokens of its one row: with 32, the products take so long that compiled layers gain nothing (Intel Xeon).
+# Rows of a step, or tokens of its one row: with 32, products take so long that compiled layers gain nothing (Intel).
 _MOST_ROWS = 16
 _PATIENCE = 16  # steps between two looks for a package
 _OTHERS = 4  # runs in a row whose tensors the code cannot take, until it is compiled for these

@@ -206,12 +206,12 @@ def branching(report: Report) -> str:
             theirs = [peer, *_branching_cells(case["engines"][peer])]
         ours.insert(1, "-" if compiled is None else spread(compiled["whole_s"], 2))
         rows.append([name, f"{case['prompt']} + {case['new']}", times, *ours, *theirs])
-    head = ["", "prompt + new", "x", "kvengine", "compiled layers", "cache MB", "peak MB", "peer", "seconds", "cache MB",
-            "peak MB"]  # fmt: skip
+    head = ["", "prompt + new", "x", "kvengine", "compiled layers", "cache MB", "peak MB", "peer", "seconds"]
+    head += ["cache MB", "peak MB"]
     return text(
         f"{machine(report)}, {report['bandwidth_gb_per_s']:.0f} GB/s; seconds of a whole call, median (least to most) "
-        f"of {report['runs']}, prompt included; x is how many times faster than the peer, without compiled layers; peaks "
-        "were measured where a number stands.",
+        f"of {report['runs']}, prompt included; x is how many times faster than the peer, without compiled "
+        "layers; peaks were measured where a number stands.",
         table(head, rows, "llrllrrllrr"),
     )
 
