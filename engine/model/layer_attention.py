@@ -102,7 +102,7 @@ class OpenCache:
         found = attention.compute(self._handle, mask, query, key, value)
         # A layer passes on arguments that the function does not read, tensors of one step among them.
         others = {name for name, one in options.items() if not isinstance(one, _PLAIN)}
-        self.is_used_otherwise |= not others.isdisjoint(_read_by(function))
+        self.is_used_otherwise |= any(_reads(function, name) for name in others)
         read = {name: one for name, one in options.items() if name not in others}
         self.calls.append(AttentionCall(attention._replace(options=read), mask, (query, key, value), found))
         return found, None
@@ -112,9 +112,10 @@ def _unknown_attention() -> OptionError:
     return OptionError("its layers do not give what a cache returns to an attention function of transformers")
 
 
-def _read_by(function: Function) -> set[str]:
-    """The options that an attention function reads."""
-    return set(inspect.signature(function).parameters)
+def _reads(function: Function, option: str) -> bool:
+    """Whether an attention function may read this option. Those of transformers name what they read."""
+    original = inspect.unwrap(function)
+    return not original.__module__.startswith("transformers.") or option in inspect.signature(original).parameters
 
 
 class TracedCache:

@@ -88,7 +88,7 @@ def unwrapped(model: Any) -> PreTrainedModel:
         if (compiled := inside_compiled(inner)) is not None:
             inner = compiled
             warn_once(
-                "torch.compile's wrapper of the model is ignored: EngineConfig(compile='auto') compiles its decode steps"
+                "torch.compile's wrapper of the model is ignored: use EngineConfig(compile='auto') for compiled steps"
             )
         elif isinstance(inner, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             inner = inner.module
