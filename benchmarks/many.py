@@ -41,7 +41,7 @@ def prompts_of(count: int, vocabulary: int, seed: int = 0) -> list[Prompt]:
 def with_compiled_layers(model: Any, rows: int) -> engine.Generator:
     """Once they are there for steps of up to so many rows."""
     gen = engine.Generator(model, config=engine.EngineConfig(compile="auto"))
-    for one in (1, 4, 8, 16):
+    for one in (1, 4, 8, 16, 32, 64):
         if one <= rows:
             gen.warmup(torch.ones(one, 2, dtype=torch.long))
     return gen
@@ -133,7 +133,7 @@ def main(
     model: str = "small",
     count: int = 200,
     slots: str = "4,16,32,64",
-    compiled: Annotated[int, typer.Option(help="slots of the case with compiled layers")] = 16,
+    compiled: Annotated[int, typer.Option(help="slots of the case with compiled layers")] = 32,
     only: Annotated[str, typer.Option(help="names with ; between, or 'all'")] = "all",
     threads: int = 2,
     out: Path | None = None,

@@ -34,8 +34,7 @@ from engine.model.package_process import check_can_be_built, package_of, start_b
 from engine.out_of_memory import first_line, in_words
 from engine.warn_once import warn_once
 
-# Rows of a step, or tokens of its one row: with 32, products take so long that compiled layers gain nothing (Intel).
-_MOST_ROWS = 16
+_MOST_ROWS, _MOST_TOKENS = 64, 16  # of a step, and of its one row: with more, the products take the time
 _PATIENCE = 16  # steps between two looks for a package
 _OTHERS = 4  # runs in a row whose tensors the code cannot take, until it is compiled for these
 _ATTENTIONS = ("sdpa", "eager")  # transformers' own: others may compute anything by their names
@@ -78,7 +77,7 @@ class LayerPackages:
             return None
         if rows > _MOST_ROWS:
             self.state = f"off: for more than {_MOST_ROWS} rows it gains nothing"
-        if max(rows, tokens) > _MOST_ROWS:
+        if rows > _MOST_ROWS or tokens > _MOST_TOKENS:
             return None
         if torch.is_autocast_enabled("cpu"):
             self.state = "off: autocast chooses data types as it goes"
