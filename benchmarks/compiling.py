@@ -1,10 +1,10 @@
-"""Compiled layers: when they are ready, what calls take meanwhile, how fast other processes load them.
+"""Compiled layers: how fast steps are, when they are ready, what calls take meanwhile, how fast processes load them.
 
     python benchmarks/compiling.py --out compiling-cpu.json
 
-Begins with an empty cache folder. Each case runs in a process of its own; the model is "small" with random weights,
-the cache `static`. At the end 100 calls of mixed prompts, strategies and rows count the packages that are built. Prints
-a table, and one JSON line.
+Begins with an empty cache folder. Each case runs in a process of its own; the model is "small" with random weights. 100
+calls of mixed prompts, strategies and rows are made three times: the last time counts the packages that are built.
+Prints tables, and one JSON line.
 """
 
 from __future__ import annotations
@@ -32,6 +32,18 @@ from rich.table import Table
 import engine
 
 NEW, PROMPT = 32, 64
+STEPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options of the generator, of the call
+    "greedy": ({}, {}),
+    "greedy, `static`": ({"cache": "static"}, {}),
+    "greedy, `quantized`": ({"cache": "quantized"}, {}),
+    "greedy, `sink`": ({}, {"cache": "sink", "cache_config": {"window_length": PROMPT}}),
+    "greedy, 4-bit weights": ({"weights": "int4"}, {}),
+    "4 beams": ({}, {"num_beams": 4}),
+    "16 beams": ({}, {"num_beams": 16}),
+    "40 beams": ({}, {"num_beams": 40}),
+    "16 samples": ({}, {"do_sample": True, "num_return_sequences": 16}),
+}
+BATCH = 8
 STRATEGIES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "top_k": 50},
@@ -46,7 +58,7 @@ def ids_of(rows: int, tokens: int, vocabulary: int) -> torch.Tensor:
     return torch.randint(3, vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
 
 
-def generator_of(shape: str, threads: int, compile: str, seed: int = 0) -> engine.Generator:
+def generator_of(shape: str, threads: int, compile: str, seed: int = 0, **options: Any) -> engine.Generator:
     torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
     model = llama(**SHAPES[shape])
@@ -54,7 +66,37 @@ def generator_of(shape: str, threads: int, compile: str, seed: int = 0) -> engin
         with torch.no_grad():
             for weights in model.parameters():
                 weights.normal_(std=0.02, generator=torch.Generator().manual_seed(seed))
-    return engine.Generator(model, config=engine.EngineConfig(cache="static", compile=compile))
+    return engine.Generator(model, config=engine.EngineConfig(compile=compile, **options))
+
+
+def step_ms(shape: str, threads: int, name: str, runs: int) -> dict[str, Any]:
+    """ms per step without and with compiled layers, in turns: a long call minus a short one."""
+    config, arguments = STEPS.get(name, ({}, {}))
+    generators = {
+        kind: generator_of(shape, threads, compile, **config)
+        for kind, compile in (("without", "off"), ("with", "auto"))
+    }
+    vocabulary = SHAPES[shape]["vocab_size"]
+    ids, prompts = ids_of(1, PROMPT, vocabulary), list(ids_of(BATCH, PROMPT, vocabulary))
+
+    def call(one: engine.Generator, new: int) -> str:
+        if name in STEPS:
+            return one.generate(ids, max_new_tokens=new, **arguments).stats.compiled
+        return [each.result() for each in one.generate_many(prompts, max_new_tokens=new)][-1].stats.compiled
+
+    for rows in (1, 4, BATCH) if name not in STEPS else ():  # those of a batch that begins and ends
+        generators["with"].warmup(ids_of(rows, PROMPT, vocabulary))
+    generators["with"].warmup(ids, **arguments)
+    for one in generators.values():
+        state = call(one, 4)
+    if state.startswith("off"):
+        raise RuntimeError(f"{name}: the layers are not compiled: {state}")
+    taken: dict[str, list[float]] = {kind: [] for kind in generators}
+    for _ in range(runs):
+        for kind, one in generators.items():
+            short, long = (timed(lambda: call(one, new)) for new in (2, 2 + NEW))  # noqa: B023
+            taken[kind].append(1000 * (long - short) / NEW)
+    return {kind: spread(samples) for kind, samples in taken.items()}
 
 
 def first_call(shape: str, threads: int, compile: str, seed: int) -> dict[str, Any]:
@@ -103,7 +145,7 @@ def waited_for(shape: str, threads: int, rows: int) -> float:
 def mixed_calls(shape: str, threads: int, calls: int) -> dict[str, Any]:
     """Calls of other lengths, strategies and rows: what they began to compile, and with what they were computed."""
     generator, vocabulary = generator_of(shape, threads, "auto"), SHAPES[shape]["vocab_size"]
-    chance, started, states = random.Random(0), 0, Counter()
+    chance, started, states = random.Random(), 0, Counter()
     popen = subprocess.Popen
 
     def counted(command: Any, *arguments: Any, **options: Any) -> Any:
@@ -111,14 +153,22 @@ def mixed_calls(shape: str, threads: int, calls: int) -> dict[str, Any]:
         started += 1
         return popen(command, *arguments, **options)
 
-    before = set(layers())
-    with patch.object(subprocess, "Popen", counted):
+    def one_time() -> None:
+        chance.seed(0)
+        states.clear()
         for _ in range(calls):
             name, rows = chance.choice(list(STRATEGIES)), chance.choice((1, 2, 3, 4))
             rows = 1 if name == "lookup" else rows
             ids = ids_of(rows, chance.randint(8, 512), vocabulary)
             out = generator.generate(ids, max_new_tokens=chance.randint(8, 24), **STRATEGIES[name])
             states[f"{name}: {'eager' if out.stats.compiled.startswith('off') else 'compiled'}"] += 1
+
+    for _ in range(2):  # what only one step of the first time records is asked for in the second one
+        one_time()
+        generator.warmup(ids_of(1, PROMPT, vocabulary))  # waits
+    before = set(layers())
+    with patch.object(subprocess, "Popen", counted):
+        one_time()
     return {"calls": calls, "builds_started": started, "packages_built": len(set(layers()) - before), "by": states}
 
 
@@ -159,6 +209,10 @@ def main(
         with _console.status(f"{calls} mixed calls"):
             mixed = alone(mixed_calls, calls)
         sizes = [package.stat().st_size for package in layers()]
+        steps = {}
+        for name in (*STEPS, f"a batch of {BATCH} prompts"):
+            with _console.status(f"steps: {name}"):
+                steps[name] = alone(step_ms, name, runs)
     first = {name: spread([one["call_s"] for one in found]) for name, found in taken.items()}
     table = Table("", "")
     table.add_row("first generator on a machine: kernels, products", f"{fresh['generator_s']:.1f} s")
@@ -172,7 +226,12 @@ def main(
         table.add_row(f"first call of another process, other weights: {name}", f"{seconds['median']:.3f} s")
     table.add_row("packages built in mixed calls", f"{mixed['packages_built']} in {calls}")
     _console.print(table)
-    report("compiling", out, model=SHAPES[model], fresh=fresh, built=built, waited_s=waited,
+    table = Table("ms per step", "without", "with", "x")
+    for name, found in steps.items():
+        medians = [found[kind]["median"] for kind in ("without", "with")]
+        table.add_row(name, *(f"{ms:.1f}" for ms in medians), f"{medians[0] / medians[1]:.2f}")
+    _console.print(table)
+    report("compiling", out, model=SHAPES[model], fresh=fresh, built=built, waited_s=waited, steps_ms=steps,
            first_call_s=first, other_weights_loaded=is_loaded, mixed=mixed, package_bytes=sizes)  # fmt: skip
 
 

@@ -35,6 +35,7 @@ from engine.out_of_memory import first_line, in_words
 from engine.warn_once import warn_once
 
 _MOST_ROWS, _MOST_TOKENS = 64, 16  # of a step, and of its one row: with more, the products take the time
+_RECORDED = ("output_attentions", "output_hidden_states", "output_router_logits")  # what hooks within layers record
 _PATIENCE = 16  # steps between two looks for a package
 _OTHERS = 4  # runs in a row whose tensors the code cannot take, until it is compiled for these
 _ATTENTIONS = ("sdpa", "eager")  # transformers' own: others may compute anything by their names
@@ -71,20 +72,25 @@ class LayerPackages:
         for one in list(self._sets.values()):
             one.wait()
 
-    def next_step(self, cache: Any, rows: int, tokens: int) -> Callable[..., ModelOutput] | None:
-        """What computes the next step, of `tokens` tokens per row, in place of the model; None if that is the model."""
-        if cache.handle is None or cache.total_tokens == 0 or min(rows, tokens) > 1:
+    def next_step(
+        self, cache: Any, inputs: dict[str, Any], rows: int, tokens: int
+    ) -> Callable[..., ModelOutput] | None:
+        """What computes the next step in place of the model; None for the model itself. tokens: of each row."""
+        if cache.handle is None or cache.total_tokens == 0 or tokens > (_MOST_TOKENS if rows == 1 else 1):
             return None
+        attention, why = _attention_of(self.model), None
         if rows > _MOST_ROWS:
-            self.state = f"off: for more than {_MOST_ROWS} rows it gains nothing"
-        if rows > _MOST_ROWS or tokens > _MOST_TOKENS:
-            return None
-        if torch.is_autocast_enabled("cpu"):
-            self.state = "off: autocast chooses data types as it goes"
-            return None
-        attention = _attention_of(self.model)
-        if attention not in _ATTENTIONS:
-            self.state = f"off: attn_implementation={attention!r}"
+            why = f"for more than {_MOST_ROWS} rows it gains nothing"
+        elif torch.is_autocast_enabled("cpu"):
+            why = "autocast chooses data types as it goes"
+        elif attention not in _ATTENTIONS:
+            why = f"attn_implementation={attention!r}"
+        elif any(map(inputs.get, _RECORDED)):
+            why = "a step returns what its layers record"
+        elif "input_ids" not in inputs:
+            why = "a step has no input_ids"
+        if why is not None:
+            self.state = f"off: {why}"
             return None
         key = rows_like(rows), rows_like(tokens), torch.get_num_threads(), attention
         if key not in self._sets:

@@ -57,7 +57,6 @@ class ForwardOptions(NamedTuple):  # made for every forward: a frozen dataclass 
     routed: bool = True
 
 
-_RECORDED = ("output_attentions", "output_hidden_states", "output_router_logits")  # what hooks within layers record
 _CALLS_UNTIL_NEXT_TRIAL = 100  # a number, not a time: all ranks try at once
 _NO_INPUTS, _NO_OPTIONS = ModelInputs(), ForwardOptions()
 
@@ -322,8 +321,8 @@ class ModelRunner:
         cache, tokens = step.cache, step.end - step.begin
         if step.prefill or isinstance(cache, Probe):
             return None
-        if self._packages is not None and "input_ids" in inputs and not any(map(inputs.get, _RECORDED)):
-            return self._packages.next_step(cache, len(step.ids), tokens)
+        if self._packages is not None:
+            return self._packages.next_step(cache, inputs, len(step.ids), tokens)
         can_be_one = self._compiled is not None and tokens == 1 and cache.why_not_compiled is None
         return self._in_one_graph if can_be_one else None
 

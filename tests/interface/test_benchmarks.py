@@ -144,7 +144,8 @@ def test_startup(tmp_path):
 @pytest.mark.product
 def test_compiling(tmp_path):
     found = run("compiling.py", tmp_path / "compiling.json", "--model tiny --runs 1 --calls 10")
-    assert len(found["package_bytes"]) == 2, "one for a row, one for two to four"
+    assert len(found["package_bytes"]) >= 2, "one for a row, one for two to four, ..."
+    assert min(one["with"]["median"] for one in found["steps_ms"].values()) > 0
     assert found["other_weights_loaded"] is True
     assert found["mixed"]["builds_started"] == found["mixed"]["packages_built"] == 0
     assert sum(found["mixed"]["by"].values()) == 10

@@ -81,6 +81,8 @@ def test_other_strategies(llama):
     out = generator.generate(prompt(3), **GREEDY, output_hidden_states=True, return_dict_in_generate=True)
     assert torch.equal(out.sequences, reference(llama, prompt(3)))
     assert len(out.hidden_states) == GREEDY["max_new_tokens"]
+    for one in (out, generator.generate(prompt(1, pads=0), **GREEDY, penalty_alpha=0.6, top_k=3)):
+        assert one.stats.compiled == "off: a step returns what its layers record"
 
 
 @pytest.mark.slow

@@ -329,9 +329,15 @@ def compiling(report: Report) -> str:
         [f"of {mixed['calls']} mixed calls: that compiled anything", str(mixed["builds_started"])],
         ["a package, MB", f"{max(report['package_bytes']) / 1e6:.1f}"],
     ]  # fmt: skip
+    steps = [
+        [name, spread(found["without"]), spread(found["with"]),
+         f"{found['without']['median'] / found['with']['median']:.2f}"]
+        for name, found in report.get("steps_ms", {}).items()
+    ]  # fmt: skip
+    head = ["ms per step after 64 tokens", "without", "with compiled layers", "x"]
     return text(
-        f'{machine(report)}; the model "small", cache `static`; ms per token with the prompt of 64 tokens; median '
-        "(least to most).",
+        f'{machine(report)}; the model "small"; ms per token with the prompt of 64 tokens; median (least to most).',
+        *([table(head, steps, "lrrr")] if steps else []),
         table(["", ""], rows, "lr"),
     )
 
