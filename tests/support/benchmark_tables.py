@@ -11,7 +11,6 @@ _SHORT = {  # rows of the README's table, by the name in the results
     "transformers dynamic": "transformers, `DynamicCache`",
     "dynamic, torch's linears": "kvengine `dynamic`, linear layers as torch computes them",
     "dynamic": "kvengine `dynamic`",
-    "dynamic, compiled": 'kvengine `dynamic`, `compile="auto"`',
     "static, compiled": 'kvengine `static`, `compile="auto"`',
     "llama.cpp, float32": "llama.cpp, float32",
     "int8 weights": 'kvengine `static`, `compile="auto"`, `weights="int8"`',
