@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
-from caches import CacheError
+from caches import CacheError, read_specs
 from caches.out_of_memory import is_out_of_memory
 from caches.torch_api import hooks_of
 from caches.transformers_api import attn_implementation, records_outputs
@@ -36,6 +36,7 @@ from engine.warn_once import warn_once
 
 _MOST_ROWS, _MOST_TOKENS = 64, 16  # of a step, and of its one row: with more, the products take the time
 _RECORDED = ("output_attentions", "output_hidden_states", "output_router_logits")  # what hooks within layers record
+_NO_STEP = "off: no step after a prompt yet"
 _PATIENCE = 16  # steps between two looks for a package
 _OTHERS = 4  # runs in a row whose tensors the code cannot take, until it is compiled for these
 _ATTENTIONS = ("sdpa", "eager")  # transformers' own: others may compute anything by their names
@@ -52,7 +53,7 @@ class LayerPackages:
     def __init__(self, model: PreTrainedModel, linears: Table | None):
         self.model, self.linears = model, linears
         self._sets: dict[Any, _Set] = {}
-        self.state = "off: no step after a prompt yet"
+        self.state = _NO_STEP
         self._retries = False
 
     def __len__(self) -> int:
@@ -103,6 +104,7 @@ class LayerPackages:
     def begin_run(self) -> None:
         """Look again for hooks and for the place of the weights, before the next step: once per run, as it takes longer
         than some steps. What changes in the middle of a run takes part from the next run on."""
+        self.state = _NO_STEP
         for one in self._sets.values():
             one.is_checked = False
 
@@ -308,7 +310,9 @@ class _Set:
         except (OptionError, OSError) as error:
             self._refuse(str(error))
             return outputs
-        self._can_be_chained = can_be_chained and len(self._layers) == len(called)
+        # A chain is given one mask: layers that look back differently share one, None, only while texts are short.
+        kinds = {(one.layer_type, one.attention_span) for one in read_specs(self._model.config)}
+        self._can_be_chained = can_be_chained and len(self._layers) == len(called) and len(kinds) == 1
         self._can_be_chained &= len({layer.mask_place for layer in self._layers}) == 1
         if not self._layers:
             self._refuse("none of its layers attends to the cache alone")

@@ -376,6 +376,25 @@ def test_layers_that_are_no_chain_are_called_one_by_one(llama, monkeypatch, chan
     assert (out.stats.compiled, len(calls)) == ("4 layers", 1)
 
 
+def test_layers_with_other_masks_are_no_chain():
+    """While a text is shorter than the window, all get the same mask: none."""
+    model = copy.deepcopy(tiny_model("qwen3"))
+    generator = engine.Generator(model, config=AUTO)
+    for _ in range(3):
+        state = generator.warmup(prompt(2, tokens=2, pads=0), **GREEDY)
+    for tokens in (2, 20):
+        out = generator.generate(prompt(2, tokens=tokens, pads=0), **GREEDY)
+        assert torch.equal(out.sequences, reference(model, prompt(2, tokens=tokens, pads=0)))
+        assert out.stats.compiled == state == "2 layers"
+
+
+def test_a_run_without_steps_says_so(llama):
+    generator = generator_of(llama)
+    for arguments in ({"cache": "none"}, {"max_new_tokens": 1}):
+        out = generator.generate(prompt(2), **GREEDY | arguments)
+        assert out.stats.compiled == "off: no step after a prompt yet"
+
+
 def test_which_layers_are_a_chain():
     one, two, three, mask, other = (torch.zeros(1) for _ in range(5))
     assert are_chained([(((one,), {"mask": mask}), two), (((two,), {"mask": mask}), three)])
