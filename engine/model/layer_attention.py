@@ -5,6 +5,7 @@ The code calls an operator, which hands the new query, key and value to what `ru
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -55,7 +56,7 @@ class AttentionCall(NamedTuple):
 
 class OpenCache:
     """A cache for one call of the layer of this number. `update` returns the new keys and values as they are; the
-    attention that follows updates `handle`.
+    attention that follows updates `handle`. A layer that reads these keys otherwise sees the new ones alone.
 
     calls: those attentions. is_used_otherwise: whether the layer calls anything else of the cache, or of attention.
     """
@@ -183,6 +184,13 @@ def run(code: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor], c
         if _running.error is not None:
             raise _running.error
         return result
+    except RuntimeError as error:
+        # A signal's handler may raise on entry to `_attention`: torch has only the name and the text of that left.
+        name, _, text = str(error).partition(": ")
+        kind = getattr(builtins, name, None)
+        if isinstance(kind, type) and issubclass(kind, BaseException) and error is not _running.error:
+            raise kind(text) from error
+        raise
     finally:
         _running.compute = _running.error = None
 

@@ -34,6 +34,10 @@ class LayerChain:
         self._layers, self._links, self._attention, self._thread = layers, links, attention, threading.get_ident()
         self._joined, self.calls = [_Joined(links[0].module, self._compute)], 0
 
+    def discard(self) -> None:
+        """Free the cache that it computes with, to which it refers in a circle."""
+        self._joined.clear()
+
     def _given(self) -> Any:
         return self._joined if threading.get_ident() == self._thread else self._layers
 

@@ -126,7 +126,7 @@ class _Set:
         self._layers: list[CompiledLayer] = []
         self._builder: subprocess.Popen[bytes] | None = None
         self._waited = 0
-        self._has_hooks = False
+        self._changed = ""  # why the layers' own forwards compute this run, in words
         self._list = nn.ModuleList()  # of the model's layers
         self._place: tuple[nn.Module, str] = (model, "")  # where the model has it: in which module, by which name
         self._modules: list[nn.Module] = []  # of all layers
@@ -151,7 +151,7 @@ class _Set:
                 self._check_hooks()
                 self.is_checked, self._is_left_out = True, False
                 if self.phase in ("join", "use"):
-                    self.state = f"{len(self._layers)} layers"
+                    self.state = self._changed or f"{len(self._layers)} layers"
                 if self.phase in ("compare", "join", "use") and not self._has_its_layers():
                     self.phase = "record"
         except Exception as error:  # a package, its job and its process have as many as they have libraries
@@ -159,7 +159,7 @@ class _Set:
                 raise
             self._refuse(_why(error))
         is_ready = self.phase in ("record", "compare", "join", "use")
-        return is_ready and not (self._has_hooks or self._is_left_out)
+        return is_ready and not (self._changed or self._is_left_out)
 
     def compute(self, handle: Any, **inputs: Any) -> ModelOutput:
         """The model's forward in the open step of the cache that is its argument `handle`.
@@ -170,6 +170,8 @@ class _Set:
             outputs = self._compute(handle, inputs)
             self._others = 0
             return outputs
+        except ComputeAgain:
+            raise
         except OtherInputs:
             self._others, self._is_left_out = self._others + 1, True
             self.state = "off: its layers were compiled for tensors of other data types or sizes"
@@ -184,7 +186,10 @@ class _Set:
 
     def _compute(self, handle: Any, inputs: dict[str, Any]) -> ModelOutput:
         if self.phase == "record":
-            return self._record(inputs, handle)
+            outputs = self._record(inputs, handle)
+            if len(self._layers) < len(self._list):  # others may have read keys of these layers: the new ones alone
+                raise ComputeAgain
+            return outputs
         if self.phase == "compare":
             return self._compare(inputs, handle)
         if self.phase == "join":
@@ -242,6 +247,7 @@ class _Set:
             outputs = self._model(**inputs)
         finally:
             attributes.pop(name, None)
+            chain.discard()
         if chain.calls != 1:
             raise ValueError(f"the model computes its layers {chain.calls} times in a step")
         return outputs
@@ -256,8 +262,11 @@ class _Set:
 
     def _check_hooks(self) -> None:
         """Look for hooks, replaced forwards and training within the layers, which compiled code leaves out."""
-        replaced = any(module.training or "forward" in vars(module) for module in self._compiled)
-        self._has_hooks = replaced or self._calls_hooks(self._compiled)
+        self._changed = ""
+        if any(module.training or "forward" in vars(module) for module in self._compiled):
+            self._changed = "off: a module of its layers is in training mode, or its forward was replaced"
+        elif self._calls_hooks(self._compiled):
+            self._changed = "off: its layers have hooks"
 
     def _calls_hooks(self, modules: Iterable[nn.Module]) -> bool:
         """Whether they have hooks but transformers' own, which record outputs, in steps that are not compiled."""
@@ -295,7 +304,7 @@ class _Set:
         path = next((path for path, one in layers.items() if all(layer.call is not None for layer in one)), None)
         if path is None:
             self._refuse("its layers are not called once per step")
-            return outputs
+            raise ComputeAgain
         called, (owner, _, name) = layers[path], path.rpartition(".")
         self._is_chained = False
         self._list, self._place = lists[path], (self._model.get_submodule(owner), name)
@@ -309,14 +318,14 @@ class _Set:
             ]
         except (OptionError, OSError) as error:
             self._refuse(str(error))
-            return outputs
+            raise ComputeAgain from error
         # A chain is given one mask: layers that look back differently share one, None, only while texts are short.
         kinds = {(one.layer_type, one.attention_span) for one in read_specs(self._model.config)}
         self._can_be_chained = can_be_chained and len(self._layers) == len(called) and len(kinds) == 1
         self._can_be_chained &= len({layer.mask_place for layer in self._layers}) == 1
         if not self._layers:
             self._refuse("none of its layers attends to the cache alone")
-            return outputs
+            raise ComputeAgain
         self._compiled = [module for layer in self._layers for module in layer.module.modules()]
         self.phase = "find"
         return outputs

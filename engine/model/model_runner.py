@@ -64,8 +64,7 @@ _NO_INPUTS, _NO_OPTIONS = ModelInputs(), ForwardOptions()
 class ModelRunner:
     """Runs one model's forwards; threads take turns (`turn_of`). ranks: the processes that compute it together.
 
-    takes_cache: whether the model can be given a cache of keys and values. compile: "off", or the `torch.compile`
-    backend for decode steps on fixed caches. linears: see `configs.EngineConfig`.
+    takes_cache: whether the model takes a cache of keys and values. compile, linears: see `configs.EngineConfig`.
     """
 
     def __init__(self, model: PreTrainedModel, compile: str = "off", linears: str = "default"):

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import gc
 import os
 import random
 import shutil
@@ -9,6 +10,7 @@ import stat
 import subprocess
 import threading
 import types
+import weakref
 from pathlib import Path
 
 import pytest
@@ -205,6 +207,7 @@ def test_hooks_of_the_user_are_called(llama):
     hook = llama.model.layers[1].mlp.register_forward_hook(lambda *_: calls.append(1))
     assert torch.equal(generator.generate(prompt(2), **GREEDY).sequences, reference(llama, prompt(2)))
     assert len(calls) == 2 * GREEDY["max_new_tokens"]
+    assert generator.generate(prompt(2), **GREEDY).stats.compiled == "off: its layers have hooks"
     hook.remove()
     calls.clear()
     assert generator.generate(prompt(2), **GREEDY).stats.compiled == "4 layers"
@@ -386,6 +389,34 @@ def test_layers_with_other_masks_are_no_chain():
         out = generator.generate(prompt(2, tokens=tokens, pads=0), **GREEDY)
         assert torch.equal(out.sequences, reference(model, prompt(2, tokens=tokens, pads=0)))
         assert out.stats.compiled == state == "2 layers"
+
+
+@pytest.mark.parametrize("name", ["gemma4_text", "gemma3n_text"])
+def test_layers_that_share_their_keys(name):
+    model = tiny_model(name)
+    out = engine.Generator(model, config=AUTO).generate(prompt(1, tokens=4, pads=0), **GREEDY)
+    assert torch.equal(out.sequences, reference(model, prompt(1, tokens=4, pads=0)))
+
+
+def test_a_dropped_result_frees_its_cache(llama):
+    generator = generator_of(llama)
+    gc.collect()
+    gc.disable()
+    try:
+        cache = weakref.ref(generator.generate(prompt(2), **GREEDY).cache)
+        assert cache() is None
+    finally:
+        gc.enable()
+
+
+def test_an_exception_of_a_signal_comes_through_compiled_code():
+    """Its handler ran before the operator could catch it: torch has made another error of it."""
+
+    def code(inputs):
+        raise RuntimeError("SystemExit: SIGTERM")
+
+    with pytest.raises(SystemExit, match="SIGTERM"):
+        layer_attention.run(code, [], lambda *new: new[0])
 
 
 def test_a_run_without_steps_says_so(llama):
