@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,7 +67,6 @@ SCENARIOS = {
     "contrastive, 8 candidates": contrastive(8),
 }
 CURVE, THEIRS_UP_TO = (1, 2, 4, 8, 16, 32, 64), 16
-COMPILED = "ours, compiled layers"
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,6 @@ class Weighs(LogitsProcessor):
 def engines_for(scenario: Scenario, model: Any, ids: torch.Tensor) -> dict[str, Callable[..., Any]]:
     """Functions of the number of new tokens. Each returns what its `generate` does."""
     generator = engine.Generator(model)
-    compiling = engine.Generator(model, config=engine.EngineConfig(compile="auto"))
 
     def theirs(new: int) -> Any:
         torch.manual_seed(0)
@@ -106,13 +104,11 @@ def engines_for(scenario: Scenario, model: Any, ids: torch.Tensor) -> dict[str, 
             ids, attention_mask=mask, max_new_tokens=new, return_dict_in_generate=True, **scenario.options
         )
 
-    def ours(new: int, by: engine.Generator = generator, **more: Any) -> Any:
+    def ours(new: int, **more: Any) -> Any:
         torch.manual_seed(0)
-        return by.generate(ids, max_new_tokens=new, **scenario.options, **more)
+        return generator.generate(ids, max_new_tokens=new, **scenario.options, **more)
 
     found: dict[str, Callable[..., Any]] = {"ours": ours}
-    if not compiling.warmup(ids, **scenario.options).startswith("off"):
-        found[COMPILED] = partial(ours, by=compiling)
     if scenario.peer == "transformers":
         found["transformers"] = theirs
     elif scenario.peer == "greedy":
@@ -154,13 +150,12 @@ def measure(scenario: Scenario, setting: Setting, speed: float, runs: int) -> di
         for name, parts in taken.items()
     }
     both = "transformers" in engines
-    texts = [text for _, text in weighed.values()]
     peer = found[scenario.peer]["whole_s"]["median"] if scenario.peer is not None else None
     return {
         "prompt": scenario.prompt, "new": scenario.new, "rows": scenario.rows, "options": scenario.options,
         "floor_ms": floor_ms(scenario, setting, speed), "engines": found,
         "times_peer": None if peer is None else peer / found["ours"]["whole_s"]["median"],
-        "same_text": all(torch.equal(texts[0], text) for text in texts) if both else None,
+        "same_text": torch.equal(weighed["ours"][1], weighed["transformers"][1]) if both else None,
     }  # fmt: skip
 
 

@@ -38,15 +38,6 @@ def prompts_of(count: int, vocabulary: int, seed: int = 0) -> list[Prompt]:
     return [(torch.randint(1, vocabulary, (tokens,), generator=generator), new) for tokens, new in lengths]
 
 
-def with_compiled_layers(model: Any, rows: int) -> engine.Generator:
-    """Once they are there for steps of up to so many rows."""
-    gen = engine.Generator(model, config=engine.EngineConfig(compile="auto"))
-    for one in (1, 4, 8, 16, 32, 64):
-        if one <= rows:
-            gen.warmup(torch.ones(one, 2, dtype=torch.long))
-    return gen
-
-
 def ours(gen: engine.Generator, prompts: list[Prompt], slots: int) -> tuple[list[list[int]], dict[str, float]]:
     found: list[list[int]] = [[] for _ in prompts]
     asked = [{"prompt": ids[None], "max_new_tokens": new} for ids, new in prompts]
@@ -133,7 +124,6 @@ def main(
     model: str = "small",
     count: int = 200,
     slots: str = "4,16,32,64",
-    compiled: Annotated[int, typer.Option(help="slots of the case with compiled layers")] = 32,
     only: Annotated[str, typer.Option(help="names with ; between, or 'all'")] = "all",
     threads: int = 2,
     out: Path | None = None,
@@ -145,19 +135,14 @@ def main(
     counted: dict[str, dict[str, float]] = {}
     texts: dict[str, list[list[int]]] = {}
 
-    def of_ours(name: str, gen: engine.Generator, rows: int) -> Callable[[], list[list[int]]]:
+    def of_ours(rows: int) -> Callable[[], list[list[int]]]:
         def work() -> list[list[int]]:
-            found, counted[name] = ours(gen, prompts, rows)
+            found, counted[f"{rows} slots"] = ours(gen, prompts, rows)
             return found
 
         return work
 
-    compiling = with_compiled_layers(llm, compiled)
-    works: dict[str, Callable[[], list[list[int]]]] = {
-        f"{n} slots": of_ours(f"{n} slots", gen, n) for n in map(int, slots.split(","))
-    }
-    name = f"{compiled} slots, compiled layers"
-    works[name] = of_ours(name, compiling, compiled)
+    works: dict[str, Callable[[], list[list[int]]]] = {f"{n} slots": of_ours(n) for n in map(int, slots.split(","))}
     works |= {
         "transformers, one padded batch": lambda: padded(llm, prompts),
         "transformers, generate_batch": lambda: continuous(llm, prompts),

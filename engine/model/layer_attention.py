@@ -26,7 +26,7 @@ attention finds, [rows, tokens, heads, width]."""
 Function: TypeAlias = Callable[..., tuple[torch.Tensor, Any]]
 """An attention function of transformers: of a module, query, keys, values, mask and options."""
 
-_PLAIN = (bool, int, float, str, type(None))
+PLAIN = (bool, int, float, str, type(None))  # the types of arguments that compiled code has as constants
 
 
 class LayerAttention(NamedTuple):
@@ -102,7 +102,7 @@ class OpenCache:
         attention = LayerAttention(self._number, function, module, options)
         found = attention.compute(self._handle, mask, query, key, value)
         # A layer passes on arguments that the function does not read, tensors of one step among them.
-        others = {name for name, one in options.items() if not isinstance(one, _PLAIN)}
+        others = {name for name, one in options.items() if not isinstance(one, PLAIN)}
         self.is_used_otherwise |= any(_reads(function, name) for name in others)
         read = {name: one for name, one in options.items() if name not in others}
         self.calls.append(AttentionCall(attention._replace(options=read), mask, (query, key, value), found))

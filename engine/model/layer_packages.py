@@ -151,7 +151,7 @@ class _Set:
                 self._check_hooks()
                 self.is_checked, self._is_left_out = True, False
                 if self.phase in ("join", "use"):
-                    self.state = self._changed or f"{len(self._layers)} layers"
+                    self.state = f"{len(self._layers)} layers"
                 if self.phase in ("compare", "join", "use") and not self._has_its_layers():
                     self.phase = "record"
         except Exception as error:  # a package, its job and its process have as many as they have libraries
@@ -159,6 +159,8 @@ class _Set:
                 raise
             self._refuse(_why(error))
         is_ready = self.phase in ("record", "compare", "join", "use")
+        if is_ready and self._changed:
+            self.state = self._changed
         return is_ready and not (self._changed or self._is_left_out)
 
     def compute(self, handle: Any, **inputs: Any) -> ModelOutput:

@@ -15,12 +15,11 @@ from transformers import PreTrainedConfig
 
 from caches.torch_api import tree_flatten, tree_unflatten
 from engine.errors import OptionError
-from engine.model.layer_attention import TracedCache
+from engine.model.layer_attention import PLAIN, TracedCache
 from engine.model.linear_routes import ROW_LIMITS
 
 _KNOWN = ("torch.nn.", "transformers.", "engine.")  # modules of others may compute what their attributes do not say
 _MOST = 2**24  # rows
-_PLAIN = (bool, int, float, str, type(None))
 _OUTSIDE = {"architectures", "transformers_version", "vocab_size"}  # of a configuration, what layers do not read
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -51,7 +50,7 @@ class LayerStep(nn.Module):
         self._values, self._spec = tree_flatten(call)
         self.inputs = [value.contiguous() for value in self._values if isinstance(value, torch.Tensor)]
         for value in self._values:
-            if not isinstance(value, (torch.Tensor, Place, *_PLAIN)):
+            if not isinstance(value, (torch.Tensor, Place, *PLAIN)):
                 raise OptionError(f"its layers are called with a {type(value).__name__}")
         self._open = open_size(self.inputs[0])
 
@@ -77,7 +76,7 @@ class LayerStep(nn.Module):
     def describe(self) -> list[str]:
         """Everything that shapes the code, apart from releases and the machine. Raises `OptionError`."""
         shapes = [f"{dtype} {sizes}" for dtype, sizes in self.shapes]
-        values = [str(value) for value in self._values if isinstance(value, _PLAIN)]
+        values = [str(value) for value in self._values if isinstance(value, PLAIN)]
         return [str(self._spec), *shapes, *values, str(rows_like(self._open[1])), *_structure(self.layer)]
 
 
@@ -124,7 +123,7 @@ def dynamic_shapes(step: LayerStep) -> list[Any]:
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module that compiled code has as constants."""
-    return {key: value for key, value in vars(module).items() if isinstance(value, _PLAIN) and "idx" not in key}
+    return {key: value for key, value in vars(module).items() if isinstance(value, PLAIN) and "idx" not in key}
 
 
 def _settings(config: PreTrainedConfig) -> str:

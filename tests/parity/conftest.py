@@ -1,4 +1,8 @@
+import copy
+
 import pytest
+from architectures import tiny_model
+from compiled import generator_of
 
 from caches.timeline.timeline import Timeline
 
@@ -7,3 +11,11 @@ from caches.timeline.timeline import Timeline
 def _short_buffers(monkeypatch):
     """Short texts reach the end of a window's buffer, and what it holds moves to the front."""
     monkeypatch.setattr(Timeline, "slack", 2)
+
+
+@pytest.fixture
+def llama():
+    """A model of its own, whose layers are compiled."""
+    model = copy.deepcopy(tiny_model("llama"))
+    generator_of(model)
+    return model

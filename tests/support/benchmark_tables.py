@@ -196,22 +196,19 @@ def branching(report: Report) -> str:
     assert all(case["same_text"] for name, case in report["cases"].items() if "beams" in name)
     rows = []
     for name, case in report["cases"].items():
-        [peer] = [other for other in case["engines"] if not other.startswith("ours")] or [None]
-        compiled = case["engines"].get("ours, compiled layers")
+        [peer] = [other for other in case["engines"] if other != "ours"] or [None]
         times = "-" if case["times_peer"] is None else f"{case['times_peer']:.2f}"
         ours = _branching_cells(case["engines"]["ours"])
         theirs = ["nothing to compare with", "-", "-", "-"]
         if peer is not None:
             theirs = [peer, *_branching_cells(case["engines"][peer])]
-        ours.insert(1, "-" if compiled is None else spread(compiled["whole_s"], 2))
-        rows.append([name, f"{case['prompt']} + {case['new']}", times, *ours, *theirs])
-    head = ["", "prompt + new", "x", "kvengine", "compiled layers", "cache MB", "peak MB", "peer", "seconds"]
-    head += ["cache MB", "peak MB"]
+        rows.append([name, f"{case['prompt']} + {case['new']}", ours[0], times, *ours[1:], *theirs])
+    head = ["", "prompt + new", "kvengine", "x", "cache MB", "peak MB", "peer", "seconds", "cache MB", "peak MB"]
     return text(
         f"{machine(report)}, {report['bandwidth_gb_per_s']:.0f} GB/s; seconds of a whole call, median (least to most) "
-        f"of {report['runs']}, prompt included; x is how many times faster than the peer, without compiled "
-        "layers; peaks were measured where a number stands.",
-        table(head, rows, "llrllrrllrr"),
+        f"of {report['runs']}, prompt included; x is how many times faster than the peer; peaks were measured where a "
+        "number stands.",
+        table(head, rows, "lllrrrllrr"),
     )
 
 
@@ -334,8 +331,10 @@ def compiling(report: Report) -> str:
         for name, found in report.get("steps_ms", {}).items()
     ]  # fmt: skip
     head = ["ms per step after 64 tokens", "without", "with compiled layers", "x"]
+    cache = "" if steps else ", cache `static`"
     return text(
-        f'{machine(report)}; the model "small"; ms per token with the prompt of 64 tokens; median (least to most).',
+        f'{machine(report)}; the model "small"{cache}; ms per token with the prompt of 64 tokens; median (least to '
+        "most).",
         *([table(head, steps, "lrrr")] if steps else []),
         table(["", ""], rows, "lr"),
     )
@@ -343,7 +342,7 @@ def compiling(report: Report) -> str:
 
 def many(report: Report) -> str:
     cases = report["cases"]
-    ours = max(case["tokens_per_s"] for case in cases.values() if "row_steps" in case)
+    ours = max(case["tokens_per_s"] for name, case in cases.items() if name.endswith(" slots"))
     rows, waits = [], []
     for name, case in cases.items():
         # Sums in another order: a near tie between two tokens may end in the other one.

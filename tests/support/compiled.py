@@ -1,0 +1,19 @@
+"""Tiny models whose layers are compiled: all of a name share the packages, which are built once."""
+
+from architectures import prompt
+
+import engine
+
+AUTO = engine.EngineConfig(compile="auto")
+GREEDY = {"max_new_tokens": 8, "do_sample": False}
+
+
+def reference(model, inputs, **arguments):
+    return model.generate(**inputs, **GREEDY | arguments)
+
+
+def generator_of(model, rows=2):
+    """A generator that has compiled layers for steps of so many rows."""
+    generator = engine.Generator(model, config=AUTO)
+    assert generator.warmup(prompt(rows), **GREEDY).endswith("layers")
+    return generator
