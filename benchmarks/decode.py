@@ -10,7 +10,6 @@ Weights of 8 and 4 bits are compared with llama.cpp's Q8_0 and Q4_0; their texts
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib.util
 import tempfile
@@ -69,7 +68,7 @@ def engines_for(
     if ids.shape[1] <= 64:  # long prompts would measure the same weights once more
         found |= {f"{weights} weights": ours(weights=weights, **fastest) for weights in ("int8", "int4")}
         found |= {
-            f"llama.cpp, {kind}": (lambda new, peer=peer: peer.generate(ids[0].tolist(), new)) for kind, peer in peers.items()
+            f"llama.cpp, {kind}": (lambda new, peer=peer: peer.generate(ids, new)) for kind, peer in peers.items()
         }
     return found
 
@@ -193,15 +192,14 @@ def main(
     torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
     model, speed, peers = llama(**SMALL), bandwidth(), {}
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder:
         if importlib.util.find_spec("llama_cpp") and importlib.util.find_spec("gguf"):
-            from llama_cpp_peer import Process, quantize, write_gguf
+            from llama_cpp_peer import LlamaCpp, quantize, write_gguf
 
             full = Path(folder) / "small.gguf"
             write_gguf(model, full)
             files = {"float32": full} | {kind: quantize(full, kind) for kind in ("Q8_0", "Q4_0")}
-            process = stack.enter_context(Process())
-            peers = {kind: process.LlamaCpp(file, threads) for kind, file in files.items()}
+            peers = {kind: LlamaCpp(file, threads) for kind, file in files.items()}
         cases = [measure(model, prompt, speed, peers, runs, compiled) for prompt in (64, 4096)]
         overhead = overhead_ms(runs)
     _console.print("outside model(...), 4 layers, 256 wide: " + ", ".join(

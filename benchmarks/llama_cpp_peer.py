@@ -6,12 +6,10 @@ Needs the packages `llama-cpp-python` and `gguf`; nothing else here does.
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
-from collections.abc import Callable
-from multiprocessing.managers import BaseManager
 from pathlib import Path
 
 import numpy as np
+import torch
 from transformers import LlamaForCausalLM
 
 _NAMES = {
@@ -87,9 +85,9 @@ class LlamaCpp:
         llama_cpp.llama_log_set(self._quiet, ctypes.c_void_p(0))
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
 
-    def generate(self, tokens: list[int], new: int) -> list[int]:
-        """The `new` tokens after `tokens`."""
-        library = self._library
+    def generate(self, ids: torch.Tensor, new: int) -> list[int]:
+        """The `new` tokens after `ids` [1, tokens]."""
+        library, tokens = self._library, ids[0].tolist()
         parameters = library.llama_context_default_params()
         parameters.n_ctx = len(tokens) + new
         parameters.n_batch = len(tokens)
@@ -107,15 +105,3 @@ class LlamaCpp:
             made += tokens
         library.llama_free(context)
         return made
-
-
-class Process(BaseManager):
-    """Another process for `LlamaCpp`: llama.cpp sets up the AMX tiles of a thread once, and torch resets them."""
-
-    LlamaCpp: Callable[[Path, int], LlamaCpp]
-
-    def __init__(self) -> None:
-        super().__init__(ctx=multiprocessing.get_context("spawn"))
-
-
-Process.register("LlamaCpp", LlamaCpp)
