@@ -42,6 +42,8 @@ class Table:
     def __init__(self, names: dict[Shape, Names], routes: dict[str, Route]):
         self._names = names
         self._routes = {shape: [routes.get(name) for name in by_rows] for shape, by_rows in names.items()}
+        buckets = zip(*self._routes.values(), strict=True)
+        self._first = next((i for i, found in enumerate(buckets) if any(found)), len(ROW_NAMES))  # bucket with a route
 
     def __reduce__(self) -> tuple[Callable[..., Table], tuple[dict[Shape, Names]]]:
         return _with_known_routes, (self._names,)
@@ -50,6 +52,10 @@ class Table:
         """The route for `rows` rows and a matrix of this shape; None for torch's own."""
         by_rows = self._routes.get(shape)
         return None if by_rows is None else by_rows[bisect_left(ROW_LIMITS, rows)]
+
+    def for_step(self, rows: int) -> Table | None:
+        """This table; None if products of up to `rows` rows are torch's own: looking each up costs 2 % of a step."""
+        return self if bisect_left(ROW_LIMITS, rows) >= self._first else None
 
     def for_compiled_code(self) -> Table:
         """The same routes for compiled code: oneDNN stays, other products are the kernel's, or torch's own without one.

@@ -335,9 +335,12 @@ class ModelRunner:
         """compute: what computes the step in place of the model."""
         if compute is not None and self._packages is None:
             inputs = self.arguments.of_compiled(inputs, step)
+        table = self._table if routed else None
+        if table is not None and not step.prefill:
+            table = table.for_step(len(step.ids) * (step.end - step.begin))
         outer = active.table, packed_attention.active.packs  # of a step that this one is inside of
         try:
-            active.table, packed_attention.active.packs = self._table if routed else None, True
+            active.table, packed_attention.active.packs = table, True
             return (self.model if compute is None else compute)(**inputs, return_dict=True)
         finally:
             active.table, packed_attention.active.packs = outer

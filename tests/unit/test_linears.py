@@ -91,6 +91,29 @@ def test_rows_and_shape_choose_the_route(rows, shape, expected):
     assert str(table).startswith("256x512: onednn; 512x256: 1 row torch, 2-4 mm, 5-8 onednn")
 
 
+@pytest.mark.parametrize(("rows", "looks"), [(1, False), (4, False), (5, True), (64, True), (65, True)])
+def test_a_step_of_few_rows_without_a_route_looks_up_nothing(rows, looks):
+    names = {(8, 8): ("torch",) * 7, (16, 8): ("torch", "torch", "mm", "torch", "torch", "torch", "torch")}
+    table = Table(names, linear_routes.routes())
+    assert table.for_step(rows) is (table if looks else None)
+
+
+def test_a_step_of_one_row_calls_torch_directly_where_that_is_fastest(monkeypatch):
+    monkeypatch.setattr(linear_backend, "fastest", lambda shapes: dict.fromkeys(shapes, ("torch", *("mm",) * 6)))
+    model = tiny_model("llama")
+    generator, seen = engine.Generator(model), []
+    model.model.layers[0].mlp.down_proj.register_forward_pre_hook(
+        lambda layer, given: seen.append((given[0].numel() // given[0].shape[-1], active.table is not None))
+    )
+    generator.generate(prompt(rows=1, pads=0), max_new_tokens=3)
+    generator.generate(prompt(rows=2), max_new_tokens=2)
+    (tokens, looks), *steps, (both, _), last = seen
+    assert looks
+    assert both == 2 * tokens > 2
+    assert steps == [(1, False), (1, False)]
+    assert last == (2, True)
+
+
 def test_what_compiled_code_multiplies_with(monkeypatch):
     table = Table(
         {(512, 256): ("torch", "mm", "onednn", "swapped", "torch", "onednn", "torch")}, linear_routes.routes()
