@@ -91,7 +91,16 @@ def where_time_goes(model: Any, ids: torch.Tensor) -> dict[str, float]:
     generator = engine.Generator(model)
     generator.generate(ids, max_new_tokens=2)
     attention = measured("attention", ALL_ATTENTION_FUNCTIONS["sdpa"])
-    begun: dict[nn.Module, float] = {}
+    forward, begun, since = measured("model", model.forward), dict[nn.Module, float](), 0.0
+
+    @wraps(forward)
+    def after_prompt(*arguments: Any, **options: Any) -> Any:
+        nonlocal since
+        outputs = forward(*arguments, **options)
+        if options["input_ids"].shape[1] > 1:
+            taken.clear()
+            since = time.perf_counter()
+        return outputs
 
     def enter(module: nn.Module, _: Any) -> None:
         begun[module] = time.perf_counter()
@@ -106,17 +115,15 @@ def where_time_goes(model: Any, ids: torch.Tensor) -> dict[str, float]:
     with (
         patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, {"sdpa": attention}),
         patch.object(caches.Cache, "update", measured("cache", caches.Cache.update)),
-        patch.object(model, "forward", measured("model", model.forward)),
+        patch.object(model, "forward", after_prompt),
     ):
-        whole = timed(lambda: generator.generate(ids, max_new_tokens=NEW))
-        after_all = dict(taken)
-        taken.clear()
-        first = timed(lambda: generator.generate(ids, max_new_tokens=1))
+        generator.generate(ids, max_new_tokens=NEW)
+        whole = time.perf_counter() - since
     for hook in hooks:
         hook.remove()
-    parts = {name: 1000 * (after_all[name] - taken[name]) / (NEW - 1) for name in after_all}
+    parts = {name: 1000 * seconds / (NEW - 1) for name, seconds in taken.items()}
     inside = parts.pop("model")
-    outside = 1000 * (whole - first) / (NEW - 1) - inside
+    outside = 1000 * whole / (NEW - 1) - inside
     return parts | {"rest of the model": inside - sum(parts.values()), "outside the model": outside}
 
 
