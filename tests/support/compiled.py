@@ -15,5 +15,6 @@ def reference(model, inputs, **arguments):
 def generator_of(model, rows=2):
     """A generator that has compiled layers for steps of so many rows."""
     generator = engine.Generator(model, config=AUTO)
-    assert generator.warmup(prompt(rows), **GREEDY).endswith("layers")
+    found = generator.warmup(prompt(rows), **GREEDY)
+    assert found.endswith("layers"), found
     return generator

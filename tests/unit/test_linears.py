@@ -100,7 +100,7 @@ def test_a_step_of_few_rows_without_a_route_looks_up_nothing(rows, looks):
 
 def test_a_step_of_one_row_calls_torch_directly_where_that_is_fastest(monkeypatch):
     monkeypatch.setattr(linear_backend, "fastest", lambda shapes: dict.fromkeys(shapes, ("torch", *("mm",) * 6)))
-    model = tiny_model("llama")
+    model = copy.deepcopy(tiny_model("llama"))
     generator, seen = engine.Generator(model), []
     model.model.layers[0].mlp.down_proj.register_forward_pre_hook(
         lambda layer, given: seen.append((given[0].numel() // given[0].shape[-1], active.table is not None))
