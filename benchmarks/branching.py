@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,6 +66,7 @@ SCENARIOS = {
     "contrastive, 4 candidates": contrastive(4),
     "contrastive, 8 candidates": contrastive(8),
 }
+COMPILED = "ours, compiled"
 CURVE, THEIRS_UP_TO = (1, 2, 4, 8, 16, 32, 64), 16
 
 
@@ -93,7 +94,7 @@ class Weighs(LogitsProcessor):
         return scores
 
 
-def engines_for(scenario: Scenario, model: Any, ids: torch.Tensor) -> dict[str, Callable[..., Any]]:
+def engines_for(scenario: Scenario, model: Any, ids: torch.Tensor, compiled: bool) -> dict[str, Callable[..., Any]]:
     """Functions of the number of new tokens. Each returns what its `generate` does."""
     generator = engine.Generator(model)
 
@@ -104,11 +105,18 @@ def engines_for(scenario: Scenario, model: Any, ids: torch.Tensor) -> dict[str, 
             ids, attention_mask=mask, max_new_tokens=new, return_dict_in_generate=True, **scenario.options
         )
 
-    def ours(new: int, **more: Any) -> Any:
+    def ours(generator: engine.Generator, new: int, **more: Any) -> Any:
         torch.manual_seed(0)
         return generator.generate(ids, max_new_tokens=new, **scenario.options, **more)
 
-    found: dict[str, Callable[..., Any]] = {"ours": ours}
+    found: dict[str, Callable[..., Any]] = {"ours": partial(ours, generator)}
+    if compiled and scenario.peer == "transformers":
+        with_packages = engine.Generator(model, config=engine.EngineConfig(compile="auto"))
+        with_packages.warmup(ids, **scenario.options)
+        state = ours(with_packages, 4).stats.compiled
+        if state.startswith("off"):
+            raise RuntimeError(f"the layers are not compiled: {state}")
+        found[COMPILED] = partial(ours, with_packages)
     if scenario.peer == "transformers":
         found["transformers"] = theirs
     elif scenario.peer == "greedy":
@@ -133,10 +141,10 @@ def bytes_and_text(name: str, work: Callable[..., Any], scenario: Scenario, mode
     return weighs.most, out.sequences
 
 
-def measure(scenario: Scenario, setting: Setting, speed: float, runs: int) -> dict[str, Any]:
+def measure(scenario: Scenario, setting: Setting, speed: float, runs: int, compiled: bool) -> dict[str, Any]:
     """Per engine seconds of whole calls, ms of a step (a whole call minus one for one token), and bytes."""
     model = load(setting)
-    engines = engines_for(scenario, model, prompt_of(scenario, model))
+    engines = engines_for(scenario, model, prompt_of(scenario, model), compiled)
     weighed = {name: bytes_and_text(name, work, scenario, model) for name, work in engines.items()}
     taken: dict[str, dict[str, list[float]]] = {name: {"whole_s": [], "step_ms": []} for name in engines}
     for _ in range(runs):  # they take turns, so that a slow minute hits all of them
@@ -149,14 +157,20 @@ def measure(scenario: Scenario, setting: Setting, speed: float, runs: int) -> di
         name: {what: spread(samples) for what, samples in parts.items()} | {"cache_bytes": weighed[name][0]}
         for name, parts in taken.items()
     }
-    both = "transformers" in engines
-    peer = found[scenario.peer]["whole_s"]["median"] if scenario.peer is not None else None
+    texts = [text for _, text in weighed.values()] if "transformers" in engines else None
     return {
         "prompt": scenario.prompt, "new": scenario.new, "rows": scenario.rows, "options": scenario.options,
         "floor_ms": floor_ms(scenario, setting, speed), "engines": found,
-        "times_peer": None if peer is None else peer / found["ours"]["whole_s"]["median"],
-        "same_text": torch.equal(weighed["ours"][1], weighed["transformers"][1]) if both else None,
+        "times_peer": times_peer(found, scenario.peer, "ours"),
+        "times_peer_compiled": times_peer(found, scenario.peer, COMPILED),
+        "same_text": None if texts is None else all(torch.equal(text, texts[-1]) for text in texts),
     }  # fmt: skip
+
+
+def times_peer(engines: dict[str, Any], peer: str | None, name: str) -> float | None:
+    if peer is None or name not in engines:
+        return None
+    return engines[peer]["whole_s"]["median"] / engines[name]["whole_s"]["median"]
 
 
 def floor_ms(scenario: Scenario, setting: Setting, speed: float) -> float:
@@ -170,9 +184,9 @@ def floor_ms(scenario: Scenario, setting: Setting, speed: float) -> float:
 def peak_of(scenario: Scenario, setting: Setting, name: str) -> int:
     """The most memory that one engine takes beyond the model, in bytes. For a process of its own."""
     model = load(setting)
-    ids = prompt_of(scenario, model)
-    engines_for(scenario, model, ids[:, :32])[name](2)  # loads libraries, chooses kernels
-    work = engines_for(scenario, model, ids)[name]
+    ids, compiled = prompt_of(scenario, model), name == COMPILED
+    engines_for(scenario, model, ids[:, :32], compiled)[name](2)  # loads libraries, chooses kernels
+    work = engines_for(scenario, model, ids, compiled)[name]
     gc.collect()
     forget_peak("cpu")
     before = memory_bytes("cpu", peak=False)
@@ -200,6 +214,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="file for the results")] = None,
     scenarios: Annotated[str, typer.Option(help="names with ; between, or 'all'")] = "all",
     curve: Annotated[bool, typer.Option(help="also the curve over numbers of beams")] = True,
+    compiled: Annotated[bool, typer.Option(help="also with compiled layers")] = True,
     peak: Annotated[
         bool, typer.Option(help="also peak memory, in processes of their own, where it is a matter")
     ] = True,
@@ -220,14 +235,15 @@ def main(
             f"{floor_ms(scenario, setting, speed):.1f} ms at {speed / 1e9:.1f} GB/s"
         )
         with _console.status(name):
-            case = measure(scenario, setting, speed, runs)
+            case = measure(scenario, setting, speed, runs, compiled and name in SCENARIOS)
             for engine_name in case["engines"] if peak and scenario.peak and FORGET_PEAK.exists() else ():
                 most = in_a_process_of_its_own(peak_of, scenario, setting, engine_name)
                 case["engines"][engine_name]["peak_bytes"] = most
         _console.print(table_of(case))
         if case["times_peer"] is not None:
+            times = [case[each] for each in ("times_peer", "times_peer_compiled") if case[each] is not None]
             said = "" if case["same_text"] is None else f", same text: {case['same_text']}"
-            _console.print(f"{case['times_peer']:.2f} x {scenario.peer}{said}")
+            _console.print(f"{', '.join(f'{each:.2f}' for each in times)} x {scenario.peer}{said}")
         cases[name] = case
     along = {number: cases.pop(f"{number} beams, curve") for number in CURVE if curve}
     report("branching", out, model=SHAPES[model], dtype="float32", quick=quick, runs=runs,

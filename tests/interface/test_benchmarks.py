@@ -88,7 +88,7 @@ def test_quality_and_its_plot(tmp_path):
 
 @pytest.mark.slow
 def test_branching_and_its_plot(tmp_path):
-    found = run("branching.py", tmp_path / "branching.json", "--model tiny --quick --runs 1")
+    found = run("branching.py", tmp_path / "branching.json", "--model tiny --quick --runs 1 --no-compiled")
     assert list(found["curve"]) == ["1", "2", "4", "8", "16", "32", "64"]
     cases = found["cases"] | found["curve"]
     for case in cases.values():
@@ -111,6 +111,10 @@ def test_single_scenarios_of_branching(tmp_path):
     found = run("branching.py", tmp_path / "branching.json", [*options, "16 samples; 16 beams"])
     assert list(found["cases"]) == ["16 beams", "16 samples"]
     assert found["curve"] == {}
+    for case in found["cases"].values():
+        assert case["same_text"]
+        assert list(case["engines"]) == ["ours", "ours, compiled", "transformers"]
+        assert case["times_peer_compiled"] > 0
 
 
 @pytest.mark.slow

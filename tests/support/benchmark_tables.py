@@ -196,13 +196,17 @@ def branching(report: Report) -> str:
     assert all(case["same_text"] for name, case in report["cases"].items() if "beams" in name)
     rows = []
     for name, case in report["cases"].items():
-        [peer] = [other for other in case["engines"] if other != "ours"] or [None]
-        times = "-" if case["times_peer"] is None else f"{case['times_peer']:.2f}"
-        ours = _branching_cells(case["engines"]["ours"])
+        [peer] = [other for other in case["engines"] if not other.startswith("ours")] or [None]
         theirs = ["nothing to compare with", "-", "-", "-"]
         if peer is not None:
             theirs = [peer, *_branching_cells(case["engines"][peer])]
-        rows.append([name, f"{case['prompt']} + {case['new']}", ours[0], times, *ours[1:], *theirs])
+        for engine, times, title in (
+            ("ours", case["times_peer"], name),
+            ("ours, compiled", case.get("times_peer_compiled"), f"{name}, compiled layers"),
+        ):
+            if engine in case["engines"]:
+                ours, shown = _branching_cells(case["engines"][engine]), "-" if times is None else f"{times:.2f}"
+                rows.append([title, f"{case['prompt']} + {case['new']}", ours[0], shown, *ours[1:], *theirs])
     head = ["", "prompt + new", "kvengine", "x", "cache MB", "peak MB", "peer", "seconds", "cache MB", "peak MB"]
     return text(
         f"{machine(report)}, {report['bandwidth_gb_per_s']:.0f} GB/s; seconds of a whole call, median (least to most) "
