@@ -24,10 +24,16 @@ constexpr int64_t lanes = 16;
 #else
 constexpr int64_t lanes = 8;
 #endif
+// AMD Zen 3 and 4 compute a vector of 64 bytes in two halves.
+#if defined(__AVX512F__) && !defined(__znver3__) && !defined(__znver4__)
+constexpr bool full_width = true;
+#else
+constexpr bool full_width = false;
+#endif
 // The sums of a tile stay in registers: there are 32 with AVX-512, otherwise 16.
-constexpr int outs_at_once = 4, rows_at_once = lanes == 16 ? 6 : 2;
-constexpr int outs_of_tile = lanes == 16 ? 8 : 24;
-// Rows that are computed as columns, in groups of two vectors or less: see `columns_of`.
+constexpr int outs_at_once = full_width ? 6 : 4, rows_at_once = full_width ? 4 : lanes == 16 ? 6 : 2;
+constexpr int outs_of_tile = lanes == 16 && !full_width ? 8 : 24;
+// Rows that are computed as columns, in groups of two vectors or less.
 constexpr int64_t most_of_group = 2 * lanes;
 constexpr int64_t always_columns = lanes == 16 ? 32 : 10;  // from so many rows on
 constexpr int64_t most_at_once = 512;  // rows: the columns of more would take much memory
@@ -37,6 +43,12 @@ constexpr int64_t group_at(int64_t row, int64_t rows) {
   int64_t size = most_of_group;
   while (size > 8 && row + size > lanes_for(rows)) size /= 2;
   return size;
+}
+// The first rows, which are computed as columns: at full width whole groups, otherwise all where they fill the lanes or
+// lack few of them.
+constexpr int64_t rows_as_columns(int64_t rows) {
+  if (full_width) return rows / most_of_group * most_of_group;
+  return rows < always_columns && rows * 8 < lanes_for(rows) * 7 ? 0 : rows;
 }
 typedef float Lanes __attribute__((vector_size(4 * lanes)));
 typedef float Eight __attribute__((vector_size(32)));
@@ -71,6 +83,24 @@ inline float sum(Lanes values) {
   return (parts[0][0] + parts[0][1]) + (parts[0][2] + parts[0][3]);
 }
 
+// The sums of four vectors.
+inline Quarter sums_of(Lanes one, Lanes two, Lanes three, Lanes four) {
+#ifdef __AVX512F__
+  const __m512 a = (__m512)one, b = (__m512)two, c = (__m512)three, d = (__m512)four;
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  const Lanes abcd = (Lanes)_mm512_shuffle_ps(ab, cd, 0x44) + (Lanes)_mm512_shuffle_ps(ab, cd, 0xEE);
+  Eight halves[2];
+  std::memcpy(halves, &abcd, sizeof(abcd));
+  const Eight both = halves[0] + halves[1];
+  Quarter parts[2];
+  std::memcpy(parts, &both, sizeof(both));
+  return parts[0] + parts[1];
+#else
+  return Quarter{sum(one), sum(two), sum(three), sum(four)};
+#endif
+}
+
 // A product of matrices: input [rows, width] and weight [outs, width], the width contiguous -> out [rows, outs], whose
 // rows are `out_stride` apart.
 template <class Weight>
@@ -80,7 +110,7 @@ struct Product {
   const float* scales;  // by which outputs are multiplied, or null
   float* out;
   int64_t rows, outs, width, input_stride, weight_stride, out_stride;
-  const float* columns;  // see `columns_of`; null: the input is read by rows
+  const float* columns;  // see `columns_of`
 
   // `fetched`: the weights that are read next, or null.
   template <int some_rows, int some_outs>
@@ -102,13 +132,22 @@ struct Product {
         for (int one = 0; one < some_outs; one++) sums[other][one] += values * weights[one];
       }
     }
-    for (int other = 0; other < some_rows; other++)
-      for (int one = 0; one < some_outs; one++) {
-        float total = sum(sums[other][one]);
-        for (int64_t rest = i; rest < width; rest++)
-          total += from[other * input_stride + rest] * static_cast<float>(by[one * weight_stride + rest]);
-        out[(row + other) * out_stride + first + one] = scales ? total * scales[first + one] : total;
+    for (int one = 0; one < some_outs; one++) {
+      float totals[some_rows];
+      int other = 0;
+      for (; other + 4 <= some_rows; other += 4) {
+        const auto& of = sums + other;
+        const Quarter four = sums_of(of[0][one], of[1][one], of[2][one], of[3][one]);
+        std::memcpy(totals + other, &four, sizeof(four));
       }
+      for (; other < some_rows; other++) totals[other] = sum(sums[other][one]);
+      if (i < width)
+        for (other = 0; other < some_rows; other++)
+          for (int64_t rest = i; rest < width; rest++)
+            totals[other] += from[other * input_stride + rest] * static_cast<float>(by[one * weight_stride + rest]);
+      const float scale = scales ? scales[first + one] : 1;
+      for (other = 0; other < some_rows; other++) out[(row + other) * out_stride + first + one] = totals[other] * scale;
+    }
   }
 
   template <int some_rows, int some_outs>
@@ -122,12 +161,22 @@ struct Product {
   }
 
   template <int some_outs>
-  void all_rows(int64_t first, const Weight* fetched) const {
-    int64_t row = 0;
-    const int64_t passes = (rows + rows_at_once - 1) / rows_at_once;
+  void all_rows(int64_t row, int64_t first, const Weight* fetched) const {
+    const int64_t passes = (rows - row + rows_at_once - 1) / rows_at_once;
+    int64_t pass = 0;
     for (; row + rows_at_once <= rows; row += rows_at_once)
-      tile<rows_at_once, some_outs>(row, first, fetched, row / rows_at_once, passes);
-    rest<rows_at_once - 1, some_outs>(row, first, fetched, passes - 1, passes);
+      tile<rows_at_once, some_outs>(row, first, fetched, pass++, passes);
+    rest<rows_at_once - 1, some_outs>(row, first, fetched, pass, passes);
+  }
+
+  // The rows from `row` on, and the outputs from `first` to `end`.
+  void by_rows(int64_t row, int64_t first, int64_t end) const {
+    for (; first + outs_at_once <= end; first += outs_at_once) {
+      const int64_t next = first + outs_at_once;
+      const bool fetches = row == 0 && next + outs_at_once <= end;
+      all_rows<outs_at_once>(row, first, fetches ? weight + next * weight_stride : nullptr);
+    }
+    for (; first < end; first++) all_rows<1>(row, first, nullptr);
   }
 
   // Outputs of the group of rows from `row` on: their inputs are a vector or two, multiplied with a weight at a time.
@@ -194,28 +243,25 @@ struct Product {
       }
       return;
     }
+    if (!columns) return by_rows(0, first, end);
+    const int64_t count = rows_as_columns(rows);
     if constexpr (sizeof(Weight) == sizeof(float))
-      if (columns) return all_columns(from, to);
-    for (; first + outs_at_once <= end; first += outs_at_once) {
-      const int64_t next = first + outs_at_once;
-      all_rows<outs_at_once>(first, next + outs_at_once <= end ? weight + next * weight_stride : nullptr);
-    }
-    for (; first < end; first++) all_rows<1>(first, nullptr);
+      for (; first < end; first += outs_of_tile) {  // whose weights come from memory once, for all rows
+        const int64_t last = std::min(first + outs_of_tile, end);
+        by_columns(count, first, last);
+        if (count < rows) by_rows(count, first, last);
+      }
   }
 
-  // The weights of a tile come from memory once, for all groups of rows.
-  void all_columns(int64_t from, int64_t to) const {
-    for (int64_t tile = from; tile < to; tile++) {
-      const int64_t first = tile * outs_of_tile, end = std::min(first + outs_of_tile, outs);
-      for (int64_t row = 0, size; row < rows; row += size) {
-        size = group_at(row, rows);
-        if (size == 32)
-          columns_of_tile<Lanes, 32 / lanes>(row, first, end);
-        else if (size == 16)
-          columns_of_tile<Lanes, 16 / lanes>(row, first, end);
-        else
-          columns_of_tile<Eight, 1>(row, first, end);
-      }
+  void by_columns(int64_t count, int64_t first, int64_t end) const {
+    for (int64_t row = 0, size; row < count; row += size) {
+      size = group_at(row, count);
+      if (size == 32)
+        columns_of_tile<Lanes, 32 / lanes>(row, first, end);
+      else if (size == 16)
+        columns_of_tile<Lanes, 16 / lanes>(row, first, end);
+      else
+        columns_of_tile<Eight, 1>(row, first, end);
     }
   }
 };
@@ -245,12 +291,11 @@ inline void transpose(const float* from, int64_t stride, int64_t rows, int64_t w
     for (int64_t i = 0; i < width; i++) to[i * side + row] = row < rows ? from[row * stride + i] : 0;
 }
 
-// The input [rows, width] as groups [width, rows of the group], where the rows fill the lanes or lack few of them; else
-// null.
-std::unique_ptr<float[]> columns_of(const float* input, int64_t rows, int64_t width, int64_t stride) {
-  const int64_t side = lanes_for(rows);
-  if (rows < always_columns && rows * 8 < side * 7) return nullptr;
-  std::unique_ptr<float[]> columns(new float[width * side]);
+// The first rows of the input [rows, width] as groups [width, rows of the group]; null if none are columns.
+std::unique_ptr<float[]> columns_of(const float* input, int64_t all_rows, int64_t width, int64_t stride) {
+  const int64_t rows = rows_as_columns(all_rows);
+  if (rows == 0) return nullptr;
+  std::unique_ptr<float[]> columns(new float[width * lanes_for(rows)]);
   torch::stable::parallel_for(0, (rows + most_of_group - 1) / most_of_group, 1, [&](int64_t begin, int64_t end) {
     const int64_t last = std::min(end * most_of_group, rows);
     for (int64_t row = begin * most_of_group, size; row < last; row += size) {

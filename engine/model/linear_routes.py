@@ -46,7 +46,7 @@ ROW_LIMITS = (1, 4, 8, 16, 32, 64)  # the most rows of each bucket; the last buc
 ROW_NAMES = ("1 row", "2-4", "5-8", "9-16", "17-32", "33-64", "more")
 ALL_TORCH: Names = (TORCH,) * len(ROW_NAMES)
 
-_MEASUREMENT = 11  # version of the method: results of other versions are ignored
+_MEASUREMENT = 12  # version of the method: results of other versions are ignored
 _MARGIN = 1.1  # a route has to be so many times as fast as torch's own
 _REPEATS = 7
 _ROWS = (*ROW_LIMITS[:-1], 48, 256)  # one for each bucket: 4, 8 and 16 rows are more usual than those between
