@@ -15,6 +15,7 @@ from functools import partial
 from hashlib import sha256
 from itertools import cycle, islice
 from pathlib import Path
+from statistics import median
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -46,7 +47,7 @@ ROW_LIMITS = (1, 4, 8, 16, 32, 64)  # the most rows of each bucket; the last buc
 ROW_NAMES = ("1 row", "2-4", "5-8", "9-16", "17-32", "33-64", "more")
 ALL_TORCH: Names = (TORCH,) * len(ROW_NAMES)
 
-_MEASUREMENT = 12  # version of the method: results of other versions are ignored
+_MEASUREMENT = 13  # version of the method: results of other versions are ignored
 _MARGIN = 1.1  # a route has to be so many times as fast as torch's own
 _REPEATS = 7
 _ROWS = (*ROW_LIMITS[:-1], 48, 256)  # one for each bucket: 4, 8 and 16 rows are more usual than those between
@@ -168,7 +169,7 @@ def _measure(shapes: Iterable[Shape]) -> dict[Shape, Names]:
         bytes = min(max(least, last_level_cache_bytes() * 5 // 4), most)
         pool = torch.full((bytes // 4,), 0.01, dtype=torch.float32, device="cpu")
         works = {(shape, rows): _works(_matrices(pool, shape, rows), rows) for shape in shapes for rows in _ROWS}
-        found = least_of(works)
+        found = against_torch(works)
         return {shape: tuple(_fastest(found[shape, rows]) for rows in _ROWS) for shape in shapes}
     except RuntimeError as error:
         if not is_out_of_memory(error):
@@ -200,28 +201,35 @@ def _works(matrices: Callable[[], list[torch.Tensor]], rows: int) -> dict[str, C
     return {name: partial(seconds, route) for name, route in {TORCH: functional.linear, **routes()}.items()}
 
 
-def _fastest(seconds: dict[str, float]) -> str:
-    """The fastest route, or torch's own where no other is faster by the margin."""
-    best = min(seconds, key=seconds.__getitem__)
-    return best if seconds[TORCH] > _MARGIN * seconds[best] else TORCH
+def _fastest(relative: dict[str, float]) -> str:
+    """The fastest route, or torch's own where no other is faster by the margin. relative: see `against_torch`."""
+    best = min(relative, key=relative.__getitem__)
+    return best if relative[best] * _MARGIN < 1 else TORCH
 
 
-def least_of(groups: Mapping[Group, dict[str, Callable[[], float]]]) -> dict[Group, dict[str, float]]:
-    """The least of the seconds that each work of each group returns.
+def against_torch(groups: Mapping[Group, dict[str, Callable[[], float]]]) -> dict[Group, dict[str, float]]:
+    """For each group the seconds that its works return, relative to those of "torch" in the same round: the medians.
 
-    Minima are compared, because other load on the machine only adds time. All works are called in turns, so that what
-    lasts a second does not meet all calls of one. What is 3 times slower than the fastest of its group is called no
-    more.
+    On a machine that others use too the speed of memory changes from second to second, and the least of all seconds may
+    be that of a lucky one. What is 3 times slower than the fastest of its group is called no more, and left out.
     """
     for works in groups.values():
         for work in works.values():
             work()  # warm-up
-    found = {group: dict.fromkeys(works, float("inf")) for group, works in groups.items()}
+    rounds: dict[Group, list[dict[str, float]]] = {group: [] for group in groups}
     for _ in range(_REPEATS):
         for group, works in groups.items():
-            least = found[group]
-            limit = 3 * min(least.values())
-            for name, work in works.items():
-                if least[name] <= limit:
-                    least[name] = min(least[name], work())
-    return found
+            rounds[group].append({name: works[name]() for name in _kept(works, rounds[group])})
+    return {
+        group: {name: median(one[name] / one[TORCH] for one in taken) for name in taken[-1]}
+        for group, taken in rounds.items()
+    }
+
+
+def _kept(names: Iterable[str], rounds: list[dict[str, float]]) -> list[str]:
+    """Those of the works that are called once more."""
+    if len(rounds) < 2:  # any one may have been disturbed
+        return list(names)
+    least = {name: min(one[name] for one in rounds) for name in rounds[-1]}
+    limit = 3 * min(least.values())
+    return [name for name, seconds in least.items() if seconds <= limit or name == TORCH]
