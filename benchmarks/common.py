@@ -23,9 +23,8 @@ import configs
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
           "num_key_value_heads", "max_position_embeddings")  # fmt: skip
-SMALL = dict(zip(_SIZES, (32000, 768, 2048, 12, 12, 4, 8192), strict=True))
 SHAPES = {
-    "small": SMALL,
+    "small": dict(zip(_SIZES, (32000, 768, 2048, 12, 12, 4, 8192), strict=True)),
     "llama-3.1-8b": dict(zip(_SIZES, (128256, 4096, 14336, 32, 32, 8, 131072), strict=True)),
     "tiny": dict(zip(_SIZES, (512, 128, 128, 2, 2, 1, 8192), strict=True)),  # to try a benchmark
 }

@@ -16,18 +16,19 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 from unittest.mock import patch
 
 import torch
 import transformers
 import typer
-from common import SMALL, bandwidth, decode_ms, llama, report, spread, timed
+from common import SHAPES, bandwidth, full_bytes_per_token, llama, report, spread, timed
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import caches
@@ -37,27 +38,46 @@ NEW = 64
 _console = Console()
 
 
-def prompt_of(tokens: int) -> torch.Tensor:
-    return torch.randint(3, SMALL["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(0))
+def prompt_of(tokens: int, vocabulary: int) -> torch.Tensor:
+    return torch.randint(3, vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0))
 
 
-def engines_for(
-    model: Any, ids: torch.Tensor, compiled: bool, peers: dict[str, Any]
-) -> dict[str, Callable[[int], Any]]:
-    """Functions of the number of new tokens. Each returns the tokens. peers: llama.cpp by its types of weights."""
+class FirstToken(StoppingCriteria):
+    """Notes when a call has its first token; ends nothing."""
 
-    def theirs(new: int, **options: Any) -> list[int]:
-        return model.generate(ids, max_new_tokens=new, do_sample=False, **options)[0, ids.shape[1] :].tolist()
+    def __init__(self) -> None:
+        self.at: float | None = None
 
-    def ours(**config: Any) -> Callable[[int], list[int]]:
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
+        self.note()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    def note(self) -> None:
+        if self.at is None:
+            self.at = time.perf_counter()
+
+
+Work: TypeAlias = Callable[[int, FirstToken], list[int]]
+"""(number of new tokens, what notes the first) -> the tokens"""
+
+
+def engines_for(model: Any, ids: torch.Tensor, compiled: bool, peers: dict[str, Any]) -> dict[str, Work]:
+    """peers: llama.cpp by its types of weights."""
+
+    def theirs(new: int, first: FirstToken, **options: Any) -> list[int]:
+        criteria = StoppingCriteriaList([first])
+        out = model.generate(ids, max_new_tokens=new, do_sample=False, stopping_criteria=criteria, **options)
+        return out[0, ids.shape[1] :].tolist()
+
+    def ours(**config: Any) -> Work:
         own = copy.deepcopy(model) if "weights" in config else model  # whose layers are replaced
         generator = engine.Generator(own, config=engine.EngineConfig(**config))
         generator.warmup(ids)
-        return lambda new: generator.generate(ids, max_new_tokens=new).tokens[0]
+        return lambda new, first: generator.generate(ids, max_new_tokens=new, stopping_criteria=[first]).tokens[0]
 
-    found: dict[str, Callable[[int], Any]] = {
+    found: dict[str, Work] = {
         "transformers dynamic": theirs,
-        "transformers static": lambda new: theirs(new, cache_implementation="static", disable_compile=True),
+        "transformers static": partial(theirs, cache_implementation="static", disable_compile=True),
         "dynamic, torch's linears": ours(linears="default"),
         "dynamic": ours(),
         "static": ours(cache="static"),
@@ -67,10 +87,22 @@ def engines_for(
         found |= {"dynamic, compiled": ours(compile="auto"), "static, compiled": ours(**fastest)}
     if ids.shape[1] <= 64:  # long prompts would measure the same weights once more
         found |= {f"{weights} weights": ours(weights=weights, **fastest) for weights in ("int8", "int4")}
-        found |= {
-            f"llama.cpp, {kind}": (lambda new, peer=peer: peer.generate(ids, new)) for kind, peer in peers.items()
-        }
+        found |= {f"llama.cpp, {kind}": partial(peer.generate, ids) for kind, peer in peers.items()}
     return found
+
+
+def decode_ms(engines: dict[str, Work], runs: int) -> dict[str, dict[str, float]]:
+    """Per engine the time of one decode step after the first token, after a warm-up. The engines take turns."""
+    samples: dict[str, list[float]] = {name: [] for name in engines}
+    for work in engines.values():
+        work(2, FirstToken())
+    for _ in range(runs):
+        for name, work in engines.items():
+            first = FirstToken()
+            work(NEW, first)
+            assert first.at is not None
+            samples[name].append(1000 * (time.perf_counter() - first.at) / (NEW - 1))
+    return {name: spread(taken) for name, taken in samples.items()}
 
 
 def where_time_goes(model: Any, ids: torch.Tensor) -> dict[str, float]:
@@ -162,21 +194,19 @@ def overhead_ms(runs: int, new: int = 200) -> dict[str, dict[str, float]]:
 def measure(
     model: Any, prompt_tokens: int, speed: float, peers: dict[str, Any], runs: int, compiled: bool
 ) -> dict[str, Any]:
-    ids = prompt_of(prompt_tokens)
+    ids = prompt_of(prompt_tokens, model.config.vocab_size)
     weights = sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
-    head_dim = SMALL["hidden_size"] // SMALL["num_attention_heads"]
-    per_token = 2 * SMALL["num_hidden_layers"] * SMALL["num_key_value_heads"] * head_dim * 4
-    cache_bytes = per_token * (prompt_tokens + NEW // 2)
+    cache_bytes = full_bytes_per_token(model.config, 4) * (prompt_tokens + NEW // 2)
     floor_ms = 1000 * (weights + cache_bytes) / speed
     _console.print(
         f"\nprompt {prompt_tokens}, {NEW} new: a step reads {weights / 1e6:.0f} MB of weights and "
         f"{cache_bytes / 1e6:.0f} MB of cache; at {speed / 1e9:.1f} GB/s that is {floor_ms:.1f} ms"
     )
     engines = engines_for(model, ids, compiled, peers)
-    expected = engines["transformers dynamic"](NEW)
+    expected = engines["transformers dynamic"](NEW, FirstToken())
     lossless = {name: work for name, work in engines.items() if not name.endswith(("weights", "Q8_0", "Q4_0"))}
-    same_text = {name: work(NEW) == expected for name, work in lossless.items()}
-    found = decode_ms(engines, NEW, runs)
+    same_text = {name: work(NEW, FirstToken()) == expected for name, work in lossless.items()}
+    found = decode_ms(engines, runs)
     table = Table("engine", "ms per token", "least", "most", "x transformers dynamic", "of the floor", "same text")
     base = found["transformers dynamic"]["median"]
     for name, taken in found.items():
@@ -195,23 +225,24 @@ def main(
     runs: Annotated[int, typer.Option(help="runs per engine")] = 5,
     threads: Annotated[int, typer.Option(help="threads of torch and llama.cpp")] = 2,
     compiled: Annotated[bool, typer.Option(help="also the compiled decode step")] = True,
+    model: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "small",
 ) -> None:
     torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
-    model, speed, peers = llama(**SMALL), bandwidth(), {}
+    llm, speed, peers = llama(**SHAPES[model]), bandwidth(), {}
     with tempfile.TemporaryDirectory() as folder:
         if importlib.util.find_spec("llama_cpp") and importlib.util.find_spec("gguf"):
             from llama_cpp_peer import LlamaCpp, quantize, write_gguf
 
-            full = Path(folder) / "small.gguf"
-            write_gguf(model, full)
+            full = Path(folder) / "full.gguf"
+            write_gguf(llm, full)
             files = {"float32": full} | {kind: quantize(full, kind) for kind in ("Q8_0", "Q4_0")}
             peers = {kind: LlamaCpp(file, threads) for kind, file in files.items()}
-        cases = [measure(model, prompt, speed, peers, runs, compiled) for prompt in (64, 4096)]
+        cases = [measure(llm, prompt, speed, peers, runs, compiled) for prompt in (64, 4096)]
         overhead = overhead_ms(runs)
     _console.print("outside model(...), 4 layers, 256 wide: " + ", ".join(
         f"{name} {taken['median']:.3f} ms per token" for name, taken in overhead.items()))  # fmt: skip
-    report("decode", out, model=SMALL, dtype="float32", bandwidth_gb_per_s=speed / 1e9, cases=cases,
+    report("decode", out, model=SHAPES[model], dtype="float32", bandwidth_gb_per_s=speed / 1e9, cases=cases,
            loop_overhead_ms=overhead)  # fmt: skip
 
 

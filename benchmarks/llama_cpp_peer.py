@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,8 +86,8 @@ class LlamaCpp:
         llama_cpp.llama_log_set(self._quiet, ctypes.c_void_p(0))
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
 
-    def generate(self, ids: torch.Tensor, new: int) -> list[int]:
-        """The `new` tokens after `ids` [1, tokens]."""
+    def generate(self, ids: torch.Tensor, new: int, first: Any) -> list[int]:
+        """The `new` tokens after `ids` [1, tokens]. `first.note()` is called when the first is there."""
         library, tokens = self._library, ids[0].tolist()
         parameters = library.llama_context_default_params()
         parameters.n_ctx = len(tokens) + new
@@ -103,5 +104,6 @@ class LlamaCpp:
             logits = np.ctypeslib.as_array(library.llama_get_logits_ith(context, -1), (vocabulary,))
             tokens = [int(logits.argmax())]
             made += tokens
+            first.note()
         library.llama_free(context)
         return made

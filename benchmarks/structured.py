@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
-from common import SMALL, llama, picked, report, spread, timed
+from common import SHAPES, llama, picked, report, spread, timed
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -58,7 +58,7 @@ def tokenizer_of(vocabulary: int) -> PreTrainedTokenizerFast:
 
 def measure(vocabulary: int, runs: int) -> dict[str, Any]:
     tokenizer = tokenizer_of(vocabulary)
-    model = llama(**SMALL | {"vocab_size": vocabulary})
+    model = llama(**SHAPES["small"] | {"vocab_size": vocabulary})
     gen = engine.Generator(model, tokenizer)
     ids = torch.randint(3, len(tokenizer), (1, 64), generator=torch.Generator().manual_seed(0))
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
@@ -105,7 +105,7 @@ def main(
             table.add_row(f"{case['vocabulary']:,}", name, *(f"{value:.2f}" for value in taken.values()),
                           f"{base / taken['median']:.2f}")  # fmt: skip
     _console.print(table)
-    report("structured", out, model=SMALL, dtype="float32", cases=cases)
+    report("structured", out, model=SHAPES["small"], dtype="float32", cases=cases)
 
 
 if __name__ == "__main__":

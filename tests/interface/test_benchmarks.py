@@ -87,6 +87,21 @@ def test_quality_and_its_plot(tmp_path):
 
 
 @pytest.mark.slow
+def test_decode_and_its_plot(tmp_path):
+    found = run("decode.py", tmp_path / "decode.json", "--model tiny --runs 1 --no-compiled")
+    assert [case["prompt_tokens"] for case in found["cases"]] == [64, 4096]
+    for case in found["cases"]:
+        assert all(case["same_text"].values())
+        assert {"transformers dynamic", "transformers static", "dynamic", "static"} <= set(case["engines_ms"])
+        assert all(0 < taken["least"] <= taken["most"] for taken in case["engines_ms"].values())
+        assert all(ms > 0 for ms in case["step_ms"].values())
+    assert all(taken["least"] > 0 for taken in found["loop_overhead_ms"].values())
+    pytest.importorskip("matplotlib")
+    subprocess.run([sys.executable, ROOT / "benchmarks" / "plot.py", tmp_path / "decode.json"], check=True)
+    assert "sha256" in (tmp_path / "decode.svg").read_text()
+
+
+@pytest.mark.slow
 def test_branching_and_its_plot(tmp_path):
     found = run("branching.py", tmp_path / "branching.json", "--model tiny --quick --runs 1 --no-compiled")
     assert list(found["curve"]) == ["1", "2", "4", "8", "16", "32", "64"]
