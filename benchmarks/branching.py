@@ -186,11 +186,10 @@ def peak_of(scenario: Scenario, setting: Setting, name: str) -> int:
     model = load(setting)
     ids, compiled = prompt_of(scenario, model), name == COMPILED
     engines_for(scenario, model, ids[:, :32], compiled)[name](2)  # loads libraries, chooses kernels
-    work = engines_for(scenario, model, ids, compiled)[name]
     gc.collect()
     forget_peak("cpu")
     before = memory_bytes("cpu", peak=False)
-    work(scenario.new)
+    engines_for(scenario, model, ids, compiled)[name](scenario.new)
     return memory_bytes("cpu", peak=True) - before
 
 

@@ -91,7 +91,7 @@ def engines_for(model: Any, ids: torch.Tensor, compiled: bool, peers: dict[str, 
     return found
 
 
-def decode_ms(engines: dict[str, Work], runs: int) -> dict[str, dict[str, float]]:
+def ms_after_first_token(engines: dict[str, Work], runs: int) -> dict[str, dict[str, float]]:
     """Per engine the time of one decode step after the first token, after a warm-up. The engines take turns."""
     samples: dict[str, list[float]] = {name: [] for name in engines}
     for work in engines.values():
@@ -206,7 +206,7 @@ def measure(
     expected = engines["transformers dynamic"](NEW, FirstToken())
     lossless = {name: work for name, work in engines.items() if not name.endswith(("weights", "Q8_0", "Q4_0"))}
     same_text = {name: work(NEW, FirstToken()) == expected for name, work in lossless.items()}
-    found = decode_ms(engines, runs)
+    found = ms_after_first_token(engines, runs)
     table = Table("engine", "ms per token", "least", "most", "x transformers dynamic", "of the floor", "same text")
     base = found["transformers dynamic"]["median"]
     for name, taken in found.items():

@@ -24,8 +24,8 @@ constexpr int64_t lanes = 16;
 #else
 constexpr int64_t lanes = 8;
 #endif
-// AMD Zen 3 and 4 compute a vector of 64 bytes in two halves.
-#if defined(__AVX512F__) && !defined(__znver3__) && !defined(__znver4__)
+// AMD Zen 4 computes a vector of 64 bytes in two halves; compilers that do not know it take it for Zen 2 or 3.
+#if defined(__AVX512F__) && !defined(__znver2__) && !defined(__znver3__) && !defined(__znver4__)
 constexpr bool full_width = true;
 #else
 constexpr bool full_width = false;
@@ -55,6 +55,7 @@ typedef float Lanes __attribute__((vector_size(4 * lanes)));
 typedef float Eight __attribute__((vector_size(32)));
 typedef float Quarter __attribute__((vector_size(16)));
 
+static_assert(outs_of_tile % outs_at_once == 0 && outs_of_tile % streams == 0);
 constexpr int64_t bytes_of_line = 64, bytes_ahead = 4096;
 inline void fetch_ahead(const void* from) { __builtin_prefetch(static_cast<const char*>(from) + bytes_ahead, 0, 2); }
 
@@ -109,7 +110,8 @@ inline void sum_each(const Lanes* vectors, float* totals) {
     const Quarter four = sums_of(vectors[at], vectors[at + 1], vectors[at + 2], vectors[at + 3]);
     std::memcpy(totals + at, &four, sizeof(four));
   }
-  for (; at < count; at++) totals[at] = sum(vectors[at]);
+  // In the order of the others: equal rows have equal sums.
+  for (; at < count; at++) totals[at] = sums_of(vectors[at], vectors[at], vectors[at], vectors[at])[0];
 }
 
 // A product of matrices: input [rows, width] and weight [outs, width], the width contiguous -> out [rows, outs], whose

@@ -220,16 +220,17 @@ def against_torch(groups: Mapping[Group, dict[str, Callable[[], float]]]) -> dic
     for _ in range(_REPEATS):
         for group, works in groups.items():
             rounds[group].append({name: works[name]() for name in _kept(works, rounds[group])})
-    return {
-        group: {name: median(one[name] / one[TORCH] for one in taken) for name in taken[-1]}
-        for group, taken in rounds.items()
-    }
+    return {group: _medians(taken) for group, taken in rounds.items()}
 
 
 def _kept(names: Iterable[str], rounds: list[dict[str, float]]) -> list[str]:
     """Those of the works that are called once more."""
     if len(rounds) < 2:  # any one may have been disturbed
         return list(names)
-    least = {name: min(one[name] for one in rounds) for name in rounds[-1]}
-    limit = 3 * min(least.values())
-    return [name for name, seconds in least.items() if seconds <= limit or name == TORCH]
+    relative = _medians(rounds)
+    limit = 3 * min(relative.values())
+    return [name for name, value in relative.items() if value <= limit or name == TORCH]
+
+
+def _medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {name: median(one[name] / one[TORCH] for one in rounds) for name in rounds[-1]}
