@@ -47,10 +47,11 @@ class PrefixFiles:
         Returns the names of those that were removed: see `name_of`.
         """
         path = self._path(file)
-        if path.exists():
+        index = path.with_suffix(".json")  # written last: without it a process was killed in between
+        if index.exists():
             return set()
         cache.save(path, self._model)
-        write_atomically(path.with_suffix(".json"), json.dumps(asdict(file)).encode())
+        write_atomically(index, json.dumps(asdict(file)).encode())
         sizes = {one: one.stat().st_size for one in self._folder.glob("*.safetensors")}
         removed = set()
         for one in sorted(sizes, key=_modified):

@@ -198,6 +198,22 @@ def test_files_that_are_gone_hide_no_others(tmp_path):
     assert len(generator._store) <= files + 3
 
 
+def test_a_file_without_its_index_is_made_again(tmp_path):
+    texts = [ids_of(100, seed) for seed in range(3)]
+
+    def cached_tokens():
+        generator = generator_of(store_bytes=70_000, prefix_store_folder=str(tmp_path))
+        found = [generator.generate(text, max_new_tokens=NEW).stats.cached_tokens for text in texts]
+        generator.release()
+        return found
+
+    assert cached_tokens() == [0, 0, 0]
+    for index in tmp_path.glob("*/*.json"):  # the process was killed before it wrote these
+        index.unlink()
+    assert cached_tokens() == [0, 0, 0]
+    assert cached_tokens() == [99, 99, 99]
+
+
 def test_files_have_a_limit_too(tmp_path):
     generator = generator_of(store_bytes=70_000, prefix_store_folder=str(tmp_path))
     for seed in range(20):
