@@ -10,8 +10,13 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <optional>
 #include <vector>
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -22,8 +27,10 @@ constexpr int64_t lanes = 16;
 #else
 constexpr int64_t lanes = 8;
 #endif
-constexpr int at_once = lanes == 16 ? 8 : 6;  // sums of a tile that stay in registers, each of two vectors
+constexpr int most_vectors = lanes == 16 ? 3 : 2;  // of a group of queries
+constexpr int at_once = lanes == 16 ? 8 : 6;  // sums of a tile that stay in registers, each of so many vectors
 constexpr int64_t block = 96;  // slots: their scores stay in the L1 cache
+constexpr int vectors_of_width = lanes == 16 ? 4 : 2;  // that are summed at once
 constexpr int64_t most_groups = 4;  // groups of queries that read a block of keys one after another
 constexpr float lowest = std::numeric_limits<float>::lowest();
 
@@ -31,6 +38,7 @@ typedef float Lanes __attribute__((vector_size(4 * lanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * lanes)));
 typedef float Eight __attribute__((vector_size(32)));  // widths are multiples of 8
 typedef int32_t EightInts __attribute__((vector_size(32)));
+typedef float Four __attribute__((vector_size(16)));
 
 template <class Vector = Lanes>
 inline Vector load(const float* from) {
@@ -49,6 +57,29 @@ inline float total(Eight of) {
   for (int64_t i = 0; i < 8; i++) sum += of[i];
   return sum;
 }
+
+// The totals of four vectors.
+inline Four totals(const Eight* of) {
+#ifdef __AVX2__
+  const __m256 halves = _mm256_hadd_ps(_mm256_hadd_ps((__m256)of[0], (__m256)of[1]),
+                                       _mm256_hadd_ps((__m256)of[2], (__m256)of[3]));
+  return (Four)_mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
+#else
+  return Four{total(of[0]), total(of[1]), total(of[2]), total(of[3])};
+#endif
+}
+
+#ifdef __AVX512F__
+inline Four totals(const Lanes* of) {
+  Eight halves[4];
+  for (int i = 0; i < 4; i++) {
+    Eight parts[2];
+    std::memcpy(parts, of + i, sizeof(Lanes));
+    halves[i] = parts[0] + parts[1];
+  }
+  return totals(halves);
+}
+#endif
 
 template <class Vector>
 inline Vector larger(Vector one, Vector other) {
@@ -76,6 +107,18 @@ inline Lanes power(Lanes x) { return power_of<Lanes, Ints>(x); }
 inline Eight power(Eight x) { return power_of<Eight, EightInts>(x); }
 #endif
 
+// The keys or values of one head, from some slot on.
+struct HeadSlots {
+  const float* data;
+  int64_t stride;
+
+  // Asks memory for elements of a slot, which may be behind the last: processors look ahead by themselves to the end of
+  // a page at most.
+  void fetch(int64_t slot, int64_t from, int64_t to) const {
+    for (int64_t at = from; at < to; at += 16) __builtin_prefetch(data + slot * stride + at, 0, 2);
+  }
+};
+
 // Keys or values [rows, heads, slots, width] of a segment.
 struct Slots {
   const float* data;
@@ -87,8 +130,8 @@ struct Slots {
     STD_TORCH_CHECK(of.size(3) == 1 || of.stride(3) == 1, "the elements of a slot have to be contiguous");
   }
 
-  const float* at(int64_t row, int64_t head, int64_t slot) const {
-    return data + row * of_row + head * of_head + slot * stride;
+  HeadSlots from(int64_t row, int64_t head, int64_t slot) const {
+    return {data + row * of_row + head * of_head + slot * stride, stride};
   }
 };
 
@@ -101,6 +144,14 @@ struct Segment {
 struct Softmax {
   float most = lowest, total = 0;
 };
+
+// Adds the softmax and the sums [width] of a query over other slots.
+inline void join(Softmax& all, float* sums, const Softmax& other, const float* of_other, int64_t width) {
+  const float most = std::max(all.most, other.most);
+  const float factor = std::exp(all.most - most), of_others = std::exp(other.most - most);
+  for (int64_t i = 0; i < width; i++) sums[i] = sums[i] * factor + of_other[i] * of_others;
+  all = {most, all.total * factor + other.total * of_others};
+}
 
 // Consecutive rows: of one cache.
 struct Part {
@@ -188,14 +239,15 @@ struct Group {
   int64_t query_of(int64_t one) const { return (first + one) % work.each; }
 
   void read(const Segment& segment, int64_t begin, int64_t slots) {
-    const float *keys = segment.keys.at(prompt, head, begin), *values = segment.values.at(prompt, head, begin);
-    product<vectors, false>(keys, slots, segment.keys.stride, 1, transposed.data(), work.width, scores);
+    const HeadSlots keys = segment.keys.from(prompt, head, begin);
+    const HeadSlots values = segment.values.from(prompt, head, begin);
+    product<vectors, false>(keys.data, slots, keys.stride, 1, transposed.data(), work.width, scores);
     if (work.mask)
       for (int64_t one = 0; one < count; one++)
         for (int64_t i = 0; i < slots; i++)
           scores[i * size + one] += work.added(row_of(one), head, query_of(one), segment.begin + begin + i);
     for (int64_t v = 0; v < size; v += lanes) weigh(v, slots);
-    product<vectors, true>(values, work.out_width, 1, segment.values.stride, scores, slots, sums.data());
+    product<vectors, true>(values.data, work.out_width, 1, values.stride, scores, slots, sums.data());
   }
 
   // Turns the scores of a vector of queries into weights.
@@ -255,72 +307,74 @@ struct OfRow {
   const Part& part;
   int64_t row, head;
   float* out;  // [queries, out_width]
-  std::vector<Softmax> softmax;  // of each query
+  Softmax* softmax;  // of each query
 
-  OfRow(const Work& work, const Part& part, int64_t row, int64_t head, float* out)
-      : work(work), part(part), row(row), head(head), out(out), softmax(work.each) {
-    for (int64_t query = 0; query < work.each; query++) {
-      Softmax& all = softmax[query];
-      float* to = out + query * work.out_width;
-      std::fill(to, to + work.out_width, 0.0f);
-      for (int64_t share = 0; share < part.shares; share++)
-        all.most = std::max(all.most, work.softmax[work.common_at(part, share, row, head, query)].most);
-      for (int64_t share = 0; share < part.shares; share++) {
-        const int64_t at = work.common_at(part, share, row, head, query);
-        const float factor = std::exp(work.softmax[at].most - all.most);
-        all.total += work.softmax[at].total * factor;
-        for (int64_t i = 0; i < work.out_width; i++) to[i] += work.sums[at * work.out_width + i] * factor;
+  void read_common() {
+    for (int64_t share = 0; share < part.shares; share++)
+      for (int64_t query = 0; query < work.each; query++) {
+        const int64_t at = work.common_at(part, share, row, head, query), width = work.out_width;
+        join(softmax[query], out + query * width, work.softmax[at], &work.sums[at * width], width);
       }
-    }
   }
 
-  template <int some>
-  void score(int64_t query, const float* keys, int64_t stride, int64_t slots, float* scores) const {
-    const float* asked = work.queries + work.at(row, head, query) * work.width;
-    for (int64_t i = 0; i < slots; i++, keys += stride) {
-      Eight sums[some] = {};
-      for (int64_t at = 0; at < work.width; at += 8) {
-        const Eight key = load<Eight>(keys + at);
-        for (int one = 0; one < some; one++) sums[one] += key * load<Eight>(asked + one * work.width + at);
+  // The scores of four slots from `slot` on. Behind the last they are anything.
+  template <class Vector, int some>
+  void score(const float* asked, const HeadSlots& keys, int64_t slot, int64_t slots, float* scores) const {
+    const float* from[4];
+    for (int i = 0; i < 4; i++) from[i] = keys.data + std::min(slot + i, slots - 1) * keys.stride;
+    Vector sums[some][4] = {};
+    for (int64_t at = 0; at < work.width; at += sizeof(Vector) / sizeof(float))
+      for (int one = 0; one < some; one++) {
+        const Vector of_query = load<Vector>(asked + one * work.width + at);
+        for (int i = 0; i < 4; i++) sums[one][i] += of_query * load<Vector>(from[i] + at);
       }
-      for (int one = 0; one < some; one++) scores[one * block + i] = total(sums[one]);
-    }
+    for (int one = 0; one < some; one++) store(totals(sums[one]), scores + one * block + slot);
   }
 
-  template <int some, int vectors>
-  void add(const float* values, int64_t stride, int64_t slots, const float* scores, float* to) const {
-    Eight sums[some][vectors];
+  // Adds the weighted values of all slots, in so many vectors of their width.
+  template <class Vector, int some, int vectors>
+  void add(const HeadSlots& values, int64_t at, int64_t slots, const float* scores, float* to,
+           const HeadSlots& next) const {
+    constexpr int64_t size = sizeof(Vector) / sizeof(float);
+    const float* from = values.data + at;
+    Vector sums[some][vectors];
     for (int one = 0; one < some; one++)
-      for (int v = 0; v < vectors; v++) sums[one][v] = load<Eight>(to + one * work.out_width + v * 8);
-    for (int64_t i = 0; i < slots; i++, values += stride)
+      for (int v = 0; v < vectors; v++) sums[one][v] = load<Vector>(to + one * work.out_width + at + v * size);
+    for (int64_t i = 0; i < slots; i++, from += values.stride) {
+      next.fetch(i, at, at + vectors * size);
       for (int v = 0; v < vectors; v++) {
-        const Eight value = load<Eight>(values + v * 8);
+        const Vector value = load<Vector>(from + v * size);
         for (int one = 0; one < some; one++) sums[one][v] += value * scores[one * block + i];
       }
+    }
     for (int one = 0; one < some; one++)
-      for (int v = 0; v < vectors; v++) store(sums[one][v], to + one * work.out_width + v * 8);
+      for (int v = 0; v < vectors; v++) store(sums[one][v], to + one * work.out_width + at + v * size);
   }
 
-  template <int some>
-  void read(int64_t query, const Segment& segment, int64_t begin, int64_t slots) {
+  // Some queries with a block of slots.
+  template <class Vector, int some>
+  void read(int64_t query, const HeadSlots& keys, const HeadSlots& values, int64_t slots, int64_t mask_at) {
+    constexpr int64_t size = sizeof(Vector) / sizeof(float);
     alignas(64) float scores[some * block];
+    const float* asked = work.queries + work.at(row, head, query) * work.width;
+    for (int64_t slot = 0; slot < slots; slot += 4) {
+      for (int64_t i = slot; query == 0 && i < slot + 4; i++) values.fetch(i, 0, work.out_width);
+      score<Vector, some>(asked, keys, slot, slots, scores);
+    }
     const int64_t end = (slots + 7) / 8 * 8;
-    const float* keys = segment.keys.at(row - part.first, head, begin);
-    const float* values = segment.values.at(row - part.first, head, begin);
-    score<some>(query, keys, segment.keys.stride, slots, scores);
     for (int one = 0; one < some; one++) {
       float* of = scores + one * block;
       if (work.mask)
-        for (int64_t i = 0; i < slots; i++) of[i] += work.added(row, head, query + one, segment.begin + begin + i);
+        for (int64_t i = 0; i < slots; i++) of[i] += work.added(row, head, query + one, mask_at + i);
       std::fill(of + slots, of + end, -std::numeric_limits<float>::infinity());
       weigh(of, end, softmax[query + one], out + (query + one) * work.out_width);
     }
     float* to = out + query * work.out_width;
+    const HeadSlots next{keys.data + block * keys.stride, keys.stride};
     int64_t at = 0;
-    for (; at + 16 <= work.out_width; at += 16)
-      add<some, 2>(values + at, segment.values.stride, slots, scores, to + at);
-    for (; at < work.out_width; at += 8)
-      add<some, 1>(values + at, segment.values.stride, slots, scores, to + at);
+    for (; at + vectors_of_width * size <= work.out_width; at += vectors_of_width * size)
+      add<Vector, some, vectors_of_width>(values, at, slots, scores, to, next);
+    for (; at < work.out_width; at += size) add<Vector, some, 1>(values, at, slots, scores, to, next);
   }
 
   void weigh(float* scores, int64_t slots, Softmax& softmax, float* sums) const {
@@ -341,19 +395,28 @@ struct OfRow {
     softmax.total += total(sum);
   }
 
-  void read_own() {
-    for (const Segment& segment : part.own)
-      for (int64_t begin = 0; begin < segment.keys.count; begin += block) {
-        const int64_t slots = std::min(block, segment.keys.count - begin);
-        int64_t query = 0;
-        for (; query + 4 <= work.each; query += 4) read<4>(query, segment, begin, slots);
-        if (work.each - query == 3) read<3>(query, segment, begin, slots);
-        if (work.each - query == 2) read<2>(query, segment, begin, slots);
-        if (work.each - query == 1) read<1>(query, segment, begin, slots);
-      }
-    for (int64_t query = 0; query < work.each; query++)
-      if (const float total = softmax[query].total; total != 0)  // else the query sees no slot
-        for (int64_t i = 0; i < work.out_width; i++) out[query * work.out_width + i] /= total;
+  template <class Vector>
+  void read_from(const Segment& segment, int64_t begin, int64_t end) {
+    for (; begin < end; begin += block) {
+      const int64_t slots = std::min(block, end - begin), mask_at = segment.begin + begin;
+      const HeadSlots keys = segment.keys.from(row - part.first, head, begin);
+      const HeadSlots values = segment.values.from(row - part.first, head, begin);
+      int64_t query = 0;
+      for (; query + 4 <= work.each; query += 4) read<Vector, 4>(query, keys, values, slots, mask_at);
+      if (work.each - query == 3) read<Vector, 3>(query, keys, values, slots, mask_at);
+      if (work.each - query == 2) read<Vector, 2>(query, keys, values, slots, mask_at);
+      if (work.each - query == 1) read<Vector, 1>(query, keys, values, slots, mask_at);
+    }
+  }
+
+  // A share of the slots of its own.
+  void read_own(int64_t share, int64_t shares) {
+    const bool fill_lanes = work.width % lanes == 0 && work.out_width % lanes == 0;
+    for (const Segment& segment : part.own) {
+      const int64_t begin = segment.keys.count * share / shares, end = segment.keys.count * (share + 1) / shares;
+      if (fill_lanes) read_from<Lanes>(segment, begin, end);
+      else read_from<Eight>(segment, begin, end);
+    }
   }
 };
 
@@ -387,7 +450,7 @@ Part part_of(int64_t first, const int64_t* layout, const Tensor* keys, const Ten
 
 // What reads the common slots: some tasks for each thread, for then all threads have work until the end.
 std::vector<Task> tasks_of(Work& work) {
-  constexpr int64_t size = 2 * lanes;
+  constexpr int64_t size = most_vectors * lanes;
   const int64_t wanted = 2 * torch::stable::get_num_threads();
   std::vector<Task> tasks;
   int64_t at = 0;
@@ -411,6 +474,49 @@ std::vector<Task> tasks_of(Work& work) {
   return tasks;
 }
 
+// How many parts the slots of each row and head are read in, so that all threads have as much to do.
+int64_t shares_of_own(const Work& work) {
+  const int64_t threads = torch::stable::get_num_threads(), tasks = work.rows * work.heads;
+  int64_t most = 0;
+  for (const Part& part : work.parts)
+    for (const Segment& segment : part.own) most = std::max(most, segment.keys.count);
+  if (tasks >= 4 * threads) return 1;
+  return std::min(threads / std::gcd(tasks, threads), std::max<int64_t>(1, most / (2 * block)));
+}
+
+// What each row finds: in the slots that it shares, and in its own. out: [rows, heads, each, out_width].
+void read_rows(const Work& work, const std::vector<int64_t>& part_of_row, float* out) {
+  const int64_t count = work.heads * work.rows, shares = shares_of_own(work), width = work.out_width;
+  const int64_t queries = count * work.each;
+  std::vector<Softmax> softmax(shares * queries);
+  std::vector<float> others((shares - 1) * queries * width);  // sums of all shares but the first
+  std::fill(out, out + queries * width, 0.0f);
+  const auto sums_of = [&](int64_t share, int64_t query) {
+    return share == 0 ? out + query * width : &others[((share - 1) * queries + query) * width];
+  };
+  // Rows may have other lengths, but each thread gets as many heads of all.
+  const auto first_of = [&](int64_t number) { return work.at(number % work.rows, number / work.rows, 0); };
+  const auto finish = [&](int64_t number) {
+    for (int64_t query = first_of(number), end = query + work.each; query < end; query++) {
+      Softmax& all = softmax[query];
+      float* sums = sums_of(0, query);
+      for (int64_t share = 1; share < shares; share++)
+        join(all, sums, softmax[share * queries + query], sums_of(share, query), width);
+      if (all.total != 0)  // else the query sees no slot
+        for (int64_t i = 0; i < width; i++) sums[i] /= all.total;
+    }
+  };
+  in_parallel(shares * count, [&](int64_t task) {
+    const int64_t share = task / count, number = task % count, row = number % work.rows, first = first_of(number);
+    OfRow of_row{work, work.parts[part_of_row[row]], row, number / work.rows, sums_of(share, first),
+                 &softmax[share * queries + first]};
+    if (share == 0) of_row.read_common();
+    of_row.read_own(share, shares);
+    if (shares == 1) finish(number);
+  });
+  if (shares > 1) in_parallel(count, finish);
+}
+
 void check_fit(const Work& work, int64_t rows, const std::vector<Tensor>& keys, const std::vector<Tensor>& values,
                const std::optional<Tensor>& mask) {
   STD_TORCH_CHECK(rows == work.rows, "queries of ", work.rows, " rows for caches of ", rows);
@@ -423,17 +529,34 @@ void check_fit(const Work& work, int64_t rows, const std::vector<Tensor>& keys, 
     STD_TORCH_CHECK(mask->size(axis) == sizes[axis], "a mask that does not fit the queries");
 }
 
-// queries: scaled, [rows, KV heads, queries per KV head, width]. parts: for each cache, whose rows follow one another,
-// the number of its rows and of its segments. keys, values: of each segment, [rows or prompts of its cache, KV heads,
-// slots, width]; as many consecutive rows share those of each prompt, which come first. mask: added to the scores,
-// [rows, KV heads, queries per KV head, slots], the last slots of each row. All widths are multiples of 8. Returns
-// [rows, KV heads, queries per KV head, width of a value].
-Tensor dense_attention(Tensor given, std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> parts,
-                       std::optional<Tensor> mask) {
+// The queries, times `scale`.
+std::vector<float> scaled(const Tensor& queries, float scale) {
+  int64_t sizes[4], strides[4];
+  for (int64_t axis = 0; axis < 4; axis++) sizes[axis] = queries.size(axis), strides[axis] = queries.stride(axis);
+  std::vector<float> found(sizes[0] * sizes[1] * sizes[2] * sizes[3]);
+  const float* data = static_cast<const float*>(queries.const_data_ptr());
+  float* to = found.data();
+  for (int64_t row = 0; row < sizes[0]; row++)
+    for (int64_t head = 0; head < sizes[1]; head++)
+      for (int64_t query = 0; query < sizes[2]; query++) {
+        const float* from = data + row * strides[0] + head * strides[1] + query * strides[2];
+        for (int64_t i = 0; i < sizes[3]; i++) *to++ = from[i * strides[3]] * scale;
+      }
+  return found;
+}
+
+// queries: [rows, heads, tokens, width]; as many consecutive heads read each KV head. scale: of their products with
+// keys. parts: for each cache, whose rows follow one another, the number of its rows and of its segments. keys, values:
+// of each segment, [rows or prompts of its cache, KV heads, slots, width]; as many consecutive rows share those of each
+// prompt, which come first. mask: added to the scores, [rows, KV heads, queries per KV head, slots], the last slots of
+// each row. All widths are multiples of 8. Returns [rows, heads, tokens, width of a value].
+Tensor dense_attention(Tensor queries, std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> parts,
+                       std::optional<Tensor> mask, double scale) {
   STD_TORCH_CHECK(keys.size() == values.size(), keys.size(), " segments of keys and ", values.size(), " of values");
-  const Tensor queries = torch::stable::contiguous(given);
-  Work work{static_cast<const float*>(queries.const_data_ptr()), nullptr, queries.size(0), queries.size(1),
-            queries.size(2), queries.size(3), values[0].size(3)};
+  const int64_t heads = keys[0].size(1), asked = queries.size(1) * queries.size(2);
+  STD_TORCH_CHECK(asked % heads == 0, asked, " queries of a row for ", heads, " heads");
+  const std::vector<float> of_queries = scaled(queries, scale);
+  Work work{of_queries.data(), nullptr, queries.size(0), heads, asked / heads, queries.size(3), values[0].size(3)};
   if (mask) {
     work.mask = static_cast<const float*>(mask->const_data_ptr());
     for (int64_t axis = 0; axis < 4; axis++) work.mask_strides[axis] = mask->stride(axis);
@@ -447,19 +570,15 @@ Tensor dense_attention(Tensor given, std::vector<Tensor> keys, std::vector<Tenso
   check_fit(work, part_of_row.size(), keys, values, mask);
   const std::vector<Task> tasks = tasks_of(work);
   in_parallel(tasks.size(), [&](int64_t number) {
-    constexpr int64_t size = 2 * lanes;
     const Task& task = tasks[number];
-    const int64_t middle = task.first + (task.end - task.first + lanes - 1) / size * size;
-    if (middle > task.first) read_common<2>(work, task, task.first, std::min(task.end, middle));
-    if (middle < task.end) read_common<1>(work, task, middle, task.end);  // a last group of one vector
+    const int64_t vectors = (task.end - task.first + lanes - 1) / lanes, rest = vectors % most_vectors;
+    const int64_t last = rest ? task.first + (vectors - rest) * lanes : task.end;  // a smaller group
+    if (last > task.first) read_common<most_vectors>(work, task, task.first, last);
+    if (rest == 1) read_common<1>(work, task, last, task.end);
+    if (rest == 2) read_common<2>(work, task, last, task.end);
   });
-  Tensor out = torch::stable::new_empty(queries, {work.rows, work.heads, work.each, work.out_width});
-  float* to = static_cast<float*>(out.mutable_data_ptr());
-  // Rows may have other lengths, but each thread gets as many heads of all.
-  in_parallel(work.heads * work.rows, [&](int64_t number) {
-    const int64_t row = number % work.rows, head = number / work.rows;
-    OfRow(work, work.parts[part_of_row[row]], row, head, to + work.at(row, head, 0) * work.out_width).read_own();
-  });
+  Tensor out = torch::stable::new_empty(queries, {work.rows, queries.size(1), queries.size(2), work.out_width});
+  read_rows(work, part_of_row, static_cast<float*>(out.mutable_data_ptr()));
   return out;
 }
 
@@ -467,7 +586,8 @@ Tensor dense_attention(Tensor given, std::vector<Tensor> keys, std::vector<Tenso
 
 STABLE_TORCH_LIBRARY_FRAGMENT(kvengine, library) {
   library.def(
-    "dense_attention(Tensor queries, Tensor[] keys, Tensor[] values, int[] parts, Tensor? mask) -> Tensor");
+    "dense_attention(Tensor queries, Tensor[] keys, Tensor[] values, int[] parts, Tensor? mask, float scale)"
+    " -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvengine, CPU, library) { library.impl("dense_attention", TORCH_BOX(&dense_attention)); }

@@ -1,7 +1,9 @@
-"""Attention of many rows, in a C++ kernel (float32 on a CPU): rows that share a prefix, and rows of several caches.
+"""Attention of one new token per row, in a C++ kernel (float32 on a CPU): of rows that share a prefix, of rows of
+several caches, of long texts.
 
-A shared prefix is read once for all its rows, and no tensor of scores is made. The kernel is compiled on first use, in
-about 4 s, once per machine. Without a compiler torch computes attention, segment by segment and cache by cache.
+A shared prefix is read once for all its rows, no tensor of scores is made, and memory is asked ahead for what comes
+next. The kernel is compiled on first use, in about 4 s, once per machine. Without a compiler torch computes attention,
+segment by segment and cache by cache.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from caches.attention.segmented_tensor import SegmentedTensor
+from caches.attention.segmented_tensor import SegmentedTensor, to_add
 from caches.attention.segments import Attend, DenseSegment, PerRowSegment, Segment
 from caches.kernel_build import Operators
 
@@ -35,18 +37,25 @@ def attention(
     tensors = [_tensor(segment) for segment in keys], [_tensor(segment) for segment in values]
     if len(tensors[0][0]) == len(queries):
         return None
-    return _computed(queries, *tensors, [len(queries), len(tensors[0])], mask)
+    return _computed(queries, *tensors, [len(queries), len(tensors[0])], mask, 1.0)
 
 
 def joined_attention(
-    queries: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], mask: torch.Tensor | None
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    mask: torch.Tensor | None,
+    scale: float | None,
 ) -> torch.Tensor | None:
-    """Attention of rows whose keys and values are those of several caches; None where the kernel cannot compute it.
+    """Attention of the rows of one or several caches; None where the kernel cannot compute it.
 
-    queries: [rows, KV heads, queries per KV head, width], already scaled. keys, values: of each cache [rows, KV heads,
-    slots, width], in segments or not. mask: [rows, KV heads, heads per KV head, tokens, slots], added to the scores,
-    its slots aligned right. Returns [rows, KV heads, queries per KV head, width].
+    query: of one new token per row, [rows, heads, 1, width]. keys, values: of each cache [rows, KV heads, slots,
+    width], in segments or not. mask: 4D, its slots aligned right, or None. scale: of the scores; None for width**-0.5.
+    Returns [rows, 1, heads, width].
     """
+    rows, heads, tokens, width = query.shape
+    if tokens != 1:
+        return None
     of_keys, of_values, parts = list[torch.Tensor](), list[torch.Tensor](), list[int]()
     for key, value in zip(keys, values, strict=True):
         own = _tensors(key), _tensors(value)
@@ -55,7 +64,12 @@ def joined_attention(
         of_keys += own[0]
         of_values += own[1]
         parts += key.shape[0], len(own[0])  # `len(key)` would materialize segments
-    return _computed(queries, of_keys, of_values, parts, mask)
+    by_head = None
+    if mask is not None:
+        added = to_add(mask, query.dtype)
+        by_head = added.expand(rows, heads, 1, added.shape[-1]).unflatten(1, (keys[0].shape[1], -1))
+    found = _computed(query, of_keys, of_values, parts, by_head, width**-0.5 if scale is None else scale)
+    return None if found is None else found.transpose(1, 2)
 
 
 def _tensors(part: torch.Tensor) -> list[torch.Tensor] | None:
@@ -77,6 +91,7 @@ def _computed(
     values: list[torch.Tensor],
     parts: list[int],
     mask: torch.Tensor | None,
+    scale: float,
 ) -> torch.Tensor | None:
     added = None if mask is None else mask.flatten(2, 3).float()
     given = (queries, *keys, *values, *(() if added is None else (added,)))
@@ -85,5 +100,5 @@ def _computed(
     is_float = queries.dtype == torch.float32 and queries.is_cpu and not torch.is_autocast_enabled("cpu")
     if needs_derivative or not is_float or torch.compiler.is_compiling() or KERNELS.or_none() is None:
         return None
-    found: torch.Tensor = KERNELS.or_error().dense_attention(queries, keys, values, parts, added)
+    found: torch.Tensor = KERNELS.or_error().dense_attention(queries, keys, values, parts, added, scale)
     return found

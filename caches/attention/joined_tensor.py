@@ -1,6 +1,6 @@
 """Keys or values of the rows of several caches, each of its own length, as a tensor subclass.
 
-`attend_at_once` computes attention in a kernel, `attend` cache by cache: nothing is copied, no padding is read. Any
+`joined_attention` computes attention in a kernel, `attend` cache by cache: nothing is copied, no padding is read. Any
 other operation gets an ordinary tensor [rows, heads, slots, width], in which the rows are aligned right and shorter
 ones begin with zeros.
 """
@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from caches.attention.dense_attention import joined_attention
-from caches.attention.segmented_tensor import METADATA, plain, to_add
+from caches.attention.segmented_tensor import METADATA, plain
 from caches.torch_api import DisableTorchFunctionSubclass, make_wrapper_subclass, tree_map
 
 
@@ -60,26 +59,6 @@ class JoinedTensor(torch.Tensor):
 
 def _materialized(value: Any) -> Any:
     return value.materialize() if isinstance(value, JoinedTensor) else value
-
-
-def attend_at_once(
-    query: torch.Tensor, key: JoinedTensor, value: JoinedTensor, mask: torch.Tensor | None, scale: float | None
-) -> torch.Tensor | None:
-    """Attention of one new token per row: [rows, 1, heads, width]. None where the kernel cannot compute it.
-
-    query: [rows, heads, 1, width]. mask: 4D, its slots aligned right, or None. scale: of the scores; None for
-    width**-0.5.
-    """
-    rows, heads, tokens, width = query.shape
-    if tokens != 1 or query.dtype != torch.float32 or not query.is_cpu:
-        return None
-    queries = (query * (width**-0.5 if scale is None else scale)).reshape(rows, key.shape[1], -1, width)
-    by_head = None
-    if mask is not None and not key.is_visible:
-        added = to_add(mask, query.dtype)
-        by_head = added.expand(rows, heads, 1, added.shape[-1]).unflatten(1, (key.shape[1], -1))
-    found = joined_attention(queries, key.parts, value.parts, by_head)
-    return None if found is None else found.reshape(rows, 1, heads, -1)
 
 
 def attend(

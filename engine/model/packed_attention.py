@@ -1,8 +1,8 @@
 """Attention of one new token per row on a CPU, with the query heads that share a key head packed together.
 
 torch's kernel for grouped heads reads the keys and values once per query head, and a model that repeats them copies
-them. Packed, the query heads of a group are the tokens of one head, and the kernel reads its keys once. Results differ
-by rounding.
+them. Packed, the query heads of a group are the tokens of one head, and the kernel reads its keys once. Where a cache
+holds much, the kernel of this package reads it faster (`caches.attention.dense_attention`). Results differ by rounding.
 
 The model is not changed. transformers' attention function "sdpa" is replaced once per process by one that does the same
 as the original, unless the calling thread is in a step of the engine.
@@ -21,8 +21,10 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from caches.attention.joined_tensor import JoinedTensor, attend, attend_at_once
+from caches.attention.dense_attention import joined_attention
+from caches.attention.joined_tensor import JoinedTensor, attend
 
+_MUCH = 2**17  # elements of the keys: with fewer, calling the kernel takes as long as what it saves
 _NOT_PACKED = ("position_bias", "cache", "softcap")
 
 
@@ -57,22 +59,33 @@ class _PackedAttention:
         """transformers' interface: query [rows, heads, tokens, width] to [rows, tokens, heads, width]."""
         is_own = self._original is sdpa_attention_forward and not torch.compiler.is_compiling()
         is_plain = is_own and all(kwargs.get(name) is None for name in _NOT_PACKED)
+        scale, found = kwargs.get("scaling"), None
         if isinstance(key, JoinedTensor) and isinstance(value, JoinedTensor):
-            found = attend_at_once(query, key, value, attention_mask, kwargs.get("scaling")) if is_plain else None
+            if is_plain:
+                mask = None if key.is_visible else attention_mask
+                found = joined_attention(query, key.parts, value.parts, mask, scale)
             if found is None:
                 found = attend(partial(self, module, **kwargs), query, key, value, attention_mask)
             return found, None
         if not (is_plain and active.packs and _can_be_packed(query, key, value, attention_mask)):
             return self._original(module, query, key, value, attention_mask, **kwargs)
-        rows, heads, _, width = query.shape
-        packed = query.reshape(rows, key.shape[1], -1, width)
-        found = scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling"))
-        return found.reshape(rows, 1, heads, value.shape[-1]), None
+        if key.numel() >= _MUCH:
+            found = joined_attention(query, [key], [value], attention_mask, scale)
+        return _packed(query, key, value, attention_mask, scale) if found is None else found, None
+
+
+def _packed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> torch.Tensor:
+    rows, heads, _, width = query.shape
+    packed = query.reshape(rows, key.shape[1], -1, width)
+    found = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)
+    return found.reshape(rows, 1, heads, value.shape[-1])
 
 
 def _can_be_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
     if query.shape[2] != 1 or not query.is_cpu or type(key) is not torch.Tensor:
         return False
-    is_grouped = query.shape[1] > key.shape[1] == value.shape[1] and query.shape[0] == key.shape[0]
+    is_of_groups = query.shape[1] >= key.shape[1] == value.shape[1] and query.shape[0] == key.shape[0]
     is_of_all_heads = mask is None or mask.shape[1] == 1
-    return is_grouped and is_of_all_heads
+    return is_of_groups and is_of_all_heads

@@ -12,10 +12,12 @@ from torch.nn.functional import scaled_dot_product_attention
 import caches
 import engine
 from caches.attention import dense_attention
-from caches.attention.joined_tensor import JoinedTensor, attend_at_once
+from caches.attention.dense_attention import joined_attention
+from caches.attention.joined_tensor import JoinedTensor
 from caches.attention.segmented_tensor import SegmentedTensor, plain
 from caches.attention.segments import DenseSegment, PerRowSegment
 from caches.stores import shared_prefix
+from engine.model import packed_attention
 
 
 def no_copy():
@@ -99,15 +101,16 @@ def test_rows_of_several_caches(threads, mask):
         four = view([wide(1, heads, 500, width)], [wide(4, heads, 7, width)], 4)
         return [four, *others, view([wide(2, heads, 130, width)], [wide(6, heads, 3, width)], 3)]
 
-    keys, values = (JoinedTensor(parts(), is_visible=mask is None) for _ in range(2))
+    keys, values = (JoinedTensor(parts(), is_visible=True) for _ in range(2))
     rows, slots = keys.shape[0], keys.shape[2]
     queries, is_seen = 3 * torch.randn(rows, heads * repeats, 1, width), torch.ones(rows, 1, 1, slots).bool()
     if mask is not None:
         is_seen = torch.rand(rows, 1, 1, slots) < 0.7
         is_seen[..., -1] = True
-    given = torch.zeros(is_seen.shape).masked_fill(~is_seen, -torch.inf) if mask == "added" else is_seen
+    added = torch.zeros(is_seen.shape).masked_fill(~is_seen, -torch.inf)
+    given = {None: None, "seen": is_seen, "added": added}[mask]
     with threads_of_torch(threads):
-        found = attend_at_once(queries, keys, values, given, scale=0.2)
+        found = joined_attention(queries, keys.parts, values.parts, given, scale=0.2)
     first = 0
     for of_keys, of_values in zip(keys.parts, values.parts, strict=True):
         own = slice(first, first + of_keys.shape[0])
@@ -118,6 +121,44 @@ def test_rows_of_several_caches(threads, mask):
         torch.testing.assert_close(found[own].transpose(1, 2).double(), expected, atol=2e-5, rtol=1e-4)
         first = own.stop
     assert first == rows
+
+
+@needs_kernels
+@pytest.mark.parametrize("mask", [None, "seen", "added"])
+@pytest.mark.parametrize("threads", [1, 3, 64])  # with many threads the slots of a row are read in several parts
+@pytest.mark.parametrize(("rows", "heads", "repeats", "width"), [
+    (1, 1, 8, 64), (1, 4, 3, 128), (2, 3, 1, 24), (3, 2, 5, 72), (1, 2, 2, 8),
+])  # fmt: skip
+@pytest.mark.parametrize("slots", [1, 3, 96, 102, 1501])
+def test_rows_of_their_own(rows, heads, repeats, width, slots, threads, mask):
+    torch.manual_seed(0)
+    keys, values = wide(rows, heads, slots, width), wide(rows, heads, slots, width)
+    query, is_seen = 3 * torch.randn(rows, heads * repeats, 1, width), torch.rand(rows, 1, 1, slots) < 0.7
+    is_seen[..., -1] = True
+    added = torch.zeros(is_seen.shape).masked_fill(~is_seen, torch.finfo(torch.float32).min)
+    given = {None: None, "seen": is_seen, "added": added}[mask]
+    with threads_of_torch(threads):
+        found = joined_attention(query, [keys], [values], given, None)
+    double = given.double() if mask == "added" else given
+    expected = scaled_dot_product_attention(
+        query.double(), keys.double(), values.double(), attn_mask=double, enable_gqa=True
+    )
+    torch.testing.assert_close(found.double(), expected.transpose(1, 2), atol=2e-5, rtol=1e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("cache", ["dynamic", "static", "sliding_window"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
+def test_the_text_after_much_is_that_of_torchs_attention(name, cache, taken, monkeypatch):
+    model = tiny_model(name)
+    if cache == "sliding_window" and name != "mistral":
+        pytest.skip("it has no window")
+    made = lambda: engine.generate(model, prompt(), cache=cache, max_new_tokens=12).sequences  # noqa: E731
+    expected = made()
+    assert not taken
+    monkeypatch.setattr(packed_attention, "_MUCH", 0)
+    assert made().equal(expected)
+    assert len(taken) == 11 * model.config.num_hidden_layers
 
 
 @needs_kernels
@@ -134,8 +175,7 @@ def test_prompts_of_a_batch_are_computed_at_once(taken):
 @pytest.mark.parametrize("part", [torch.zeros(1, 2, 3, 16).double(), torch.zeros(1, 2, 3, 12)])
 def test_caches_that_it_cannot_read(part):
     other = torch.zeros(1, 2, 3, part.shape[-1])
-    keys = JoinedTensor([other, part], is_visible=True)
-    assert attend_at_once(torch.zeros(2, 2, 1, part.shape[-1]), keys, keys, None, None) is None
+    assert joined_attention(torch.zeros(2, 2, 1, part.shape[-1]), [other, part], [other, part], None, None) is None
 
 
 @pytest.fixture
@@ -144,9 +184,9 @@ def taken(monkeypatch):
     operators, calls = dense_attention.KERNELS.or_none(), []
 
     class Counting:
-        def dense_attention(self, queries, keys, values, parts, mask):
+        def dense_attention(self, queries, keys, values, parts, *others):
             calls.append([[len(one) for one in keys], parts])
-            return operators.dense_attention(queries, keys, values, parts, mask)
+            return operators.dense_attention(queries, keys, values, parts, *others)
 
     monkeypatch.setattr(dense_attention.KERNELS, "or_error", Counting)
     return calls
@@ -241,14 +281,14 @@ def test_what_it_cannot_read(keys):
 @pytest.mark.parametrize(("keys", "parts", "mask", "why"), [
     ([(2, 2, 5, 8), (4, 2, 1, 8)], [3, 2], None, "fit its cache of 3 rows"),
     ([(4, 2, 5, 8)], [4, 1], (4, 2, 3, 4), "a mask of 4"), ([(4, 2, 5, 8)], [4, 1], (1, 2, 3, 5), "a mask that"),
-    ([(4, 2, 5, 16)], [4, 1], None, "keys"), ([(4, 1, 5, 8)], [4, 1], None, "keys"),
-    ([(3, 2, 5, 8)], [3, 1], None, "queries of 4"),
+    ([(4, 2, 5, 16)], [4, 1], None, "keys"), ([(4, 2, 5, 8), (4, 1, 5, 8)], [4, 2], None, "keys"),
+    ([(4, 4, 5, 8)], [4, 1], None, "6 queries of a row for 4 heads"), ([(3, 2, 5, 8)], [3, 1], None, "queries of 4"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(keys, parts, mask, why):
     given = [torch.zeros(shape) for shape in keys]
     with pytest.raises(RuntimeError, match=why):
         dense_attention._computed(
-            torch.zeros(4, 2, 3, 8), given, given, parts, None if mask is None else torch.zeros(mask)[:, :, None]
+            torch.zeros(4, 2, 3, 8), given, given, parts, None if mask is None else torch.zeros(mask)[:, :, None], 1.0
         )
 
 

@@ -61,7 +61,7 @@ def test_equal_to_rounding(in_a_step, queries, dtype, scaling):
 
 
 @pytest.mark.parametrize("options", [
-    {"tokens": 2}, {"heads": HEADS // GROUPS}, {"mask": torch.ones(2, HEADS, 1, COLUMNS, dtype=torch.bool)},
+    {"tokens": 2}, {"mask": torch.ones(2, HEADS, 1, COLUMNS, dtype=torch.bool)},
     {"position_bias": torch.randn(2, HEADS, 1, COLUMNS)},
 ])  # fmt: skip
 def test_other_attention_is_transformers_own(in_a_step, queries, options):
