@@ -109,7 +109,8 @@ def main(
     chosen = programs(beside)
     with _console.status("running") as status:
         for program in chosen.values():  # files come from the disk, and linear layers are measured once per machine
-            program.run(threads)
+            if not program.is_first:
+                program.run(threads)
             for taken in program.taken.values():
                 taken.clear()
         for number in range(runs):

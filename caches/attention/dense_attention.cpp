@@ -30,7 +30,7 @@ constexpr int64_t lanes = 8;
 constexpr int most_vectors = lanes == 16 ? 3 : 2;  // of a group of queries
 constexpr int at_once = lanes == 16 ? 8 : 6;  // sums of a tile that stay in registers, each of so many vectors
 constexpr int64_t block = 96;  // slots: their scores stay in the L1 cache
-constexpr int vectors_of_width = lanes == 16 ? 4 : 2;  // that are summed at once
+constexpr int most_summed = lanes == 16 ? 4 : 2;  // vectors of a value that `OfRow` sums up at once
 constexpr int64_t most_groups = 4;  // groups of queries that read a block of keys one after another
 constexpr float lowest = std::numeric_limits<float>::lowest();
 
@@ -107,15 +107,14 @@ inline Lanes power(Lanes x) { return power_of<Lanes, Ints>(x); }
 inline Eight power(Eight x) { return power_of<Eight, EightInts>(x); }
 #endif
 
-// The keys or values of one head, from some slot on.
+// The keys or values of some slots of one head.
 struct HeadSlots {
   const float* data;
-  int64_t stride;
+  int64_t stride, count;
 
-  // Asks memory for elements of a slot, which may be behind the last: processors look ahead by themselves to the end of
-  // a page at most.
-  void fetch(int64_t slot, int64_t from, int64_t to) const {
-    for (int64_t at = from; at < to; at += 16) __builtin_prefetch(data + slot * stride + at, 0, 2);
+  // Processors prefetch by themselves within a page of memory only.
+  void prefetch(int64_t slot, int64_t from, int64_t to) const {
+    for (int64_t at = from; slot < count && at < to; at += 16) __builtin_prefetch(data + slot * stride + at, 0, 2);
   }
 };
 
@@ -130,8 +129,8 @@ struct Slots {
     STD_TORCH_CHECK(of.size(3) == 1 || of.stride(3) == 1, "the elements of a slot have to be contiguous");
   }
 
-  HeadSlots from(int64_t row, int64_t head, int64_t slot) const {
-    return {data + row * of_row + head * of_head + slot * stride, stride};
+  HeadSlots of(int64_t row, int64_t head, int64_t first, int64_t some) const {
+    return {data + row * of_row + head * of_head + first * stride, stride, some};
   }
 };
 
@@ -239,8 +238,8 @@ struct Group {
   int64_t query_of(int64_t one) const { return (first + one) % work.each; }
 
   void read(const Segment& segment, int64_t begin, int64_t slots) {
-    const HeadSlots keys = segment.keys.from(prompt, head, begin);
-    const HeadSlots values = segment.values.from(prompt, head, begin);
+    const HeadSlots keys = segment.keys.of(prompt, head, begin, slots);
+    const HeadSlots values = segment.values.of(prompt, head, begin, slots);
     product<vectors, false>(keys.data, slots, keys.stride, 1, transposed.data(), work.width, scores);
     if (work.mask)
       for (int64_t one = 0; one < count; one++)
@@ -317,11 +316,11 @@ struct OfRow {
       }
   }
 
-  // The scores of four slots from `slot` on. Behind the last they are anything.
+  // The scores of four slots from `slot` on. Slots after the last get the score of the last.
   template <class Vector, int some>
-  void score(const float* asked, const HeadSlots& keys, int64_t slot, int64_t slots, float* scores) const {
+  void score(const float* asked, const HeadSlots& keys, int64_t slot, float* scores) const {
     const float* from[4];
-    for (int i = 0; i < 4; i++) from[i] = keys.data + std::min(slot + i, slots - 1) * keys.stride;
+    for (int i = 0; i < 4; i++) from[i] = keys.data + std::min(slot + i, keys.count - 1) * keys.stride;
     Vector sums[some][4] = {};
     for (int64_t at = 0; at < work.width; at += sizeof(Vector) / sizeof(float))
       for (int one = 0; one < some; one++) {
@@ -331,17 +330,16 @@ struct OfRow {
     for (int one = 0; one < some; one++) store(totals(sums[one]), scores + one * block + slot);
   }
 
-  // Adds the weighted values of all slots, in so many vectors of their width.
+  // Adds some vectors of the weighted values of all slots. Prefetches the keys of the next ones.
   template <class Vector, int some, int vectors>
-  void add(const HeadSlots& values, int64_t at, int64_t slots, const float* scores, float* to,
-           const HeadSlots& next) const {
+  void add(const HeadSlots& values, int64_t at, const float* scores, float* to, const HeadSlots& next) const {
     constexpr int64_t size = sizeof(Vector) / sizeof(float);
     const float* from = values.data + at;
     Vector sums[some][vectors];
     for (int one = 0; one < some; one++)
       for (int v = 0; v < vectors; v++) sums[one][v] = load<Vector>(to + one * work.out_width + at + v * size);
-    for (int64_t i = 0; i < slots; i++, from += values.stride) {
-      next.fetch(i, at, at + vectors * size);
+    for (int64_t i = 0; i < values.count; i++, from += values.stride) {
+      next.prefetch(i, at, at + vectors * size);
       for (int v = 0; v < vectors; v++) {
         const Vector value = load<Vector>(from + v * size);
         for (int one = 0; one < some; one++) sums[one][v] += value * scores[one * block + i];
@@ -351,17 +349,17 @@ struct OfRow {
       for (int v = 0; v < vectors; v++) store(sums[one][v], to + one * work.out_width + at + v * size);
   }
 
-  // Some queries with a block of slots.
+  // Some queries with a block of slots, the next of which are prefetched.
   template <class Vector, int some>
-  void read(int64_t query, const HeadSlots& keys, const HeadSlots& values, int64_t slots, int64_t mask_at) {
+  void read(int64_t query, const HeadSlots& keys, const HeadSlots& values, const HeadSlots& next, int64_t mask_at) {
     constexpr int64_t size = sizeof(Vector) / sizeof(float);
     alignas(64) float scores[some * block];
     const float* asked = work.queries + work.at(row, head, query) * work.width;
+    const int64_t slots = keys.count, end = (slots + 7) / 8 * 8;
     for (int64_t slot = 0; slot < slots; slot += 4) {
-      for (int64_t i = slot; query == 0 && i < slot + 4; i++) values.fetch(i, 0, work.out_width);
-      score<Vector, some>(asked, keys, slot, slots, scores);
+      for (int64_t i = slot; query == 0 && i < slot + 4; i++) values.prefetch(i, 0, work.out_width);
+      score<Vector, some>(asked, keys, slot, scores);
     }
-    const int64_t end = (slots + 7) / 8 * 8;
     for (int one = 0; one < some; one++) {
       float* of = scores + one * block;
       if (work.mask)
@@ -370,11 +368,10 @@ struct OfRow {
       weigh(of, end, softmax[query + one], out + (query + one) * work.out_width);
     }
     float* to = out + query * work.out_width;
-    const HeadSlots next{keys.data + block * keys.stride, keys.stride};
     int64_t at = 0;
-    for (; at + vectors_of_width * size <= work.out_width; at += vectors_of_width * size)
-      add<Vector, some, vectors_of_width>(values, at, slots, scores, to, next);
-    for (; at < work.out_width; at += size) add<Vector, some, 1>(values, at, slots, scores, to, next);
+    for (; at + most_summed * size <= work.out_width; at += most_summed * size)
+      add<Vector, some, most_summed>(values, at, scores, to, next);
+    for (; at < work.out_width; at += size) add<Vector, some, 1>(values, at, scores, to, next);
   }
 
   void weigh(float* scores, int64_t slots, Softmax& softmax, float* sums) const {
@@ -399,13 +396,14 @@ struct OfRow {
   void read_from(const Segment& segment, int64_t begin, int64_t end) {
     for (; begin < end; begin += block) {
       const int64_t slots = std::min(block, end - begin), mask_at = segment.begin + begin;
-      const HeadSlots keys = segment.keys.from(row - part.first, head, begin);
-      const HeadSlots values = segment.values.from(row - part.first, head, begin);
+      const HeadSlots keys = segment.keys.of(row - part.first, head, begin, slots);
+      const HeadSlots values = segment.values.of(row - part.first, head, begin, slots);
+      HeadSlots next = segment.keys.of(row - part.first, head, begin + slots, std::min(block, end - begin - slots));
       int64_t query = 0;
-      for (; query + 4 <= work.each; query += 4) read<Vector, 4>(query, keys, values, slots, mask_at);
-      if (work.each - query == 3) read<Vector, 3>(query, keys, values, slots, mask_at);
-      if (work.each - query == 2) read<Vector, 2>(query, keys, values, slots, mask_at);
-      if (work.each - query == 1) read<Vector, 1>(query, keys, values, slots, mask_at);
+      for (; query + 4 <= work.each; query += 4, next.count = 0) read<Vector, 4>(query, keys, values, next, mask_at);
+      if (work.each - query == 3) read<Vector, 3>(query, keys, values, next, mask_at);
+      if (work.each - query == 2) read<Vector, 2>(query, keys, values, next, mask_at);
+      if (work.each - query == 1) read<Vector, 1>(query, keys, values, next, mask_at);
     }
   }
 
@@ -474,14 +472,17 @@ std::vector<Task> tasks_of(Work& work) {
   return tasks;
 }
 
-// How many parts the slots of each row and head are read in, so that all threads have as much to do.
+// How many shares the own slots of each row are read in: more than one where the heads of all rows, as tasks, would
+// leave threads without work.
 int64_t shares_of_own(const Work& work) {
   const int64_t threads = torch::stable::get_num_threads(), tasks = work.rows * work.heads;
+  const int64_t rounds = (tasks + threads - 1) / threads;
+  if (10 * rounds * threads <= 11 * tasks) return 1;
   int64_t most = 0;
   for (const Part& part : work.parts)
     for (const Segment& segment : part.own) most = std::max(most, segment.keys.count);
-  if (tasks >= 4 * threads) return 1;
-  return std::min(threads / std::gcd(tasks, threads), std::max<int64_t>(1, most / (2 * block)));
+  const int64_t even = threads / std::gcd(tasks, threads), enough = (4 * threads + tasks - 1) / tasks;
+  return std::max<int64_t>(1, std::min({even, enough, most / (2 * block)}));
 }
 
 // What each row finds: in the slots that it shares, and in its own. out: [rows, heads, each, out_width].
@@ -494,7 +495,7 @@ void read_rows(const Work& work, const std::vector<int64_t>& part_of_row, float*
   const auto sums_of = [&](int64_t share, int64_t query) {
     return share == 0 ? out + query * width : &others[((share - 1) * queries + query) * width];
   };
-  // Rows may have other lengths, but each thread gets as many heads of all.
+  // Neighbours are rows, which may have different lengths: each thread gets some heads of all.
   const auto first_of = [&](int64_t number) { return work.at(number % work.rows, number / work.rows, 0); };
   const auto finish = [&](int64_t number) {
     for (int64_t query = first_of(number), end = query + work.each; query < end; query++) {

@@ -1,9 +1,9 @@
 """Attention of one new token per row, in a C++ kernel (float32 on a CPU): of rows that share a prefix, of rows of
 several caches, of long texts.
 
-A shared prefix is read once for all its rows, no tensor of scores is made, and memory is asked ahead for what comes
-next. The kernel is compiled on first use, in about 4 s, once per machine. Without a compiler torch computes attention,
-segment by segment and cache by cache.
+A shared prefix is read once for all its rows, no tensor of scores is made, and the keys and values of a row are
+prefetched. The kernel is compiled on first use, in about 4 s, once per machine. Without a compiler torch computes
+attention, segment by segment and cache by cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from caches.attention.segmented_tensor import SegmentedTensor, to_add
 from caches.attention.segments import Attend, DenseSegment, PerRowSegment, Segment
 from caches.kernel_build import Operators
 
-KERNELS = Operators(Path(__file__).with_suffix(".cpp"), "The fastest attention of many rows")
+KERNELS = Operators(Path(__file__).with_suffix(".cpp"), "The fastest attention of many rows and long texts")
 
 
 def attend_to(prefix: torch.Tensor, suffix: torch.Tensor | None) -> Attend | None:
@@ -40,7 +40,7 @@ def attention(
     return _computed(queries, *tensors, [len(queries), len(tensors[0])], mask, 1.0)
 
 
-def joined_attention(
+def one_token_attention(
     query: torch.Tensor,
     keys: Sequence[torch.Tensor],
     values: Sequence[torch.Tensor],
@@ -59,7 +59,7 @@ def joined_attention(
     of_keys, of_values, parts = list[torch.Tensor](), list[torch.Tensor](), list[int]()
     for key, value in zip(keys, values, strict=True):
         own = _tensors(key), _tensors(value)
-        if own[0] is None or own[1] is None:
+        if own[0] is None or own[1] is None or len(own[0]) != len(own[1]):
             return None
         of_keys += own[0]
         of_values += own[1]

@@ -1,7 +1,7 @@
 """Keys or values of the rows of several caches, each of its own length, as a tensor subclass.
 
-`joined_attention` computes attention in a kernel, `attend` cache by cache: nothing is copied, no padding is read. Any
-other operation gets an ordinary tensor [rows, heads, slots, width], in which the rows are aligned right and shorter
+`one_token_attention` computes attention in a kernel, `attend` cache by cache: nothing is copied, no padding is read.
+Any other operation gets an ordinary tensor [rows, heads, slots, width], in which the rows are aligned right and shorter
 ones begin with zeros.
 """
 

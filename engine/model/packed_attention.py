@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from caches.attention.dense_attention import joined_attention
+from caches.attention.dense_attention import one_token_attention
 from caches.attention.joined_tensor import JoinedTensor, attend
 
 _MUCH = 2**17  # elements of the keys: with fewer, calling the kernel takes as long as what it saves
@@ -63,14 +63,14 @@ class _PackedAttention:
         if isinstance(key, JoinedTensor) and isinstance(value, JoinedTensor):
             if is_plain:
                 mask = None if key.is_visible else attention_mask
-                found = joined_attention(query, key.parts, value.parts, mask, scale)
+                found = one_token_attention(query, key.parts, value.parts, mask, scale)
             if found is None:
                 found = attend(partial(self, module, **kwargs), query, key, value, attention_mask)
             return found, None
         if not (is_plain and active.packs and _can_be_packed(query, key, value, attention_mask)):
             return self._original(module, query, key, value, attention_mask, **kwargs)
         if key.numel() >= _MUCH:
-            found = joined_attention(query, [key], [value], attention_mask, scale)
+            found = one_token_attention(query, [key], [value], attention_mask, scale)
         return _packed(query, key, value, attention_mask, scale) if found is None else found, None
 
 
@@ -87,5 +87,5 @@ def _can_be_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
     if query.shape[2] != 1 or not query.is_cpu or type(key) is not torch.Tensor:
         return False
     is_of_groups = query.shape[1] >= key.shape[1] == value.shape[1] and query.shape[0] == key.shape[0]
-    is_of_all_heads = mask is None or mask.shape[1] == 1
+    is_of_all_heads = mask is None or (mask.shape[1] == 1 and mask.shape[-1] == key.shape[2])
     return is_of_groups and is_of_all_heads

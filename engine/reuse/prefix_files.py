@@ -48,7 +48,7 @@ class PrefixFiles:
         """
         path = self._path(file)
         index = path.with_suffix(".json")  # written last: without it a process was killed in between
-        if index.exists():
+        if path.exists() and index.exists():
             return set()
         cache.save(path, self._model)
         write_atomically(index, json.dumps(asdict(file)).encode())

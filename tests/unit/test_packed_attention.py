@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from architectures import prompt, tiny_model
+from helpers import needs_kernels
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -48,16 +49,33 @@ def attention(mask=None, tokens=1, heads=HEADS, **options):
     return ours(*arguments, **options)[0], ours._original(*arguments, **options)[0]
 
 
+@pytest.mark.parametrize("heads", [HEADS, HEADS // GROUPS])
 @pytest.mark.parametrize("scaling", [None, 0.5])
 @pytest.mark.parametrize("dtype", [None, torch.bool, torch.float32])
-def test_equal_to_rounding(in_a_step, queries, dtype, scaling):
+def test_equal_to_rounding(in_a_step, queries, dtype, scaling, heads):
     mask = None
     if dtype is not None:
         mask = torch.rand(2, 1, 1, COLUMNS) < 0.7
         mask = mask if dtype is torch.bool else torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(dtype).min)
-    found, expected = attention(mask, scaling=scaling)
+    found, expected = attention(mask, heads=heads, scaling=scaling)
     torch.testing.assert_close(found, expected)
-    assert queries[0] == (2, HEADS // GROUPS, GROUPS, WIDTH)
+    assert queries[0] == (2, HEADS // GROUPS, heads // (HEADS // GROUPS), WIDTH)
+
+
+@needs_kernels
+def test_the_kernel_reads_much(in_a_step, queries, monkeypatch):
+    found = []
+    for much in (2 * (HEADS // GROUPS) * COLUMNS * WIDTH + 1, 2 * (HEADS // GROUPS) * COLUMNS * WIDTH):
+        monkeypatch.setattr(packed_attention, "_MUCH", much)
+        found.append(attention())
+    torch.testing.assert_close(found[0][0], found[1][0])
+    assert len(queries) == 3, "of which two are transformers' own"
+
+
+def test_a_mask_that_does_not_fit_is_torchs_to_refuse(in_a_step, monkeypatch):
+    monkeypatch.setattr(packed_attention, "_MUCH", 0)
+    with pytest.raises(RuntimeError, match=r"must match|expanded size"):
+        attention(torch.ones(2, 1, 1, COLUMNS + 1, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("options", [
