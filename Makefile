@@ -15,7 +15,7 @@ demo: .venv/installed
 			--temperature 0.7 --top-p 0.9 --seed 2 || exit 1; \
 	done
 
-# Within 5 minutes on two cores.
+# 5 to 9 minutes on two cores, by the processor and what else it does.
 test: .venv/installed
 	$(BIN)/python $(PYTEST)
 

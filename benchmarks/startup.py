@@ -5,8 +5,9 @@
 All write 20 tokens with the small model of the package and print them. Each runs in a process of its own, and they take
 turns. Three times are taken: seconds until the text is there, and seconds of processor time, which other work on the
 machine changes less, until then and until the process has ended. "import torch" alone is the floor. What is the first
-on a machine has an empty cache folder, so it compiles kernels and measures matrix products. `--beside` runs the command
-line and the script of another checkout too. Prints a table, and at the end one JSON line. Linux only.
+on a machine has an empty cache folder, so it compiles kernels and measures matrix products; all of its runs are
+counted. `--beside` runs the command line and the script of another checkout too. Prints a table, and at the end one
+JSON line. Linux only.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def table_of(cases: dict[str, Any]) -> Table:
 
 
 def main(
-    runs: Annotated[int, typer.Option(help="Of each program, after one that is not counted.", min=1)] = 7,
+    runs: Annotated[int, typer.Option(help="Of each program; one before is not counted.", min=1)] = 7,
     threads: Annotated[int, typer.Option(help="Threads of torch.", min=1)] = os.cpu_count() or 1,
     beside: Annotated[Path | None, typer.Option(help="The folder of another checkout to compare with.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the JSON line to this file too.")] = None,
@@ -109,8 +110,9 @@ def main(
     chosen = programs(beside)
     with _console.status("running") as status:
         for program in chosen.values():  # files come from the disk, and linear layers are measured once per machine
-            if not program.is_first:
-                program.run(threads)
+            if program.is_first:
+                continue
+            program.run(threads)
             for taken in program.taken.values():
                 taken.clear()
         for number in range(runs):
