@@ -527,7 +527,7 @@ void check_fit(const Work& work, int64_t rows, const std::vector<Tensor>& keys, 
     STD_TORCH_CHECK(of.size(1) == work.heads && of.size(3) == work.out_width, "values that do not fit the queries");
   const int64_t sizes[] = {work.rows, work.heads, work.each};
   for (int64_t axis = 0; mask && axis < 3; axis++)
-    STD_TORCH_CHECK(mask->size(axis) == sizes[axis], "a mask that does not fit the queries");
+    STD_TORCH_CHECK(mask->size(axis) == 1 || mask->size(axis) == sizes[axis], "a mask that does not fit the queries");
 }
 
 // The queries, times `scale`.
@@ -549,8 +549,9 @@ std::vector<float> scaled(const Tensor& queries, float scale) {
 // queries: [rows, heads, tokens, width]; as many consecutive heads read each KV head. scale: of their products with
 // keys. parts: for each cache, whose rows follow one another, the number of its rows and of its segments. keys, values:
 // of each segment, [rows or prompts of its cache, KV heads, slots, width]; as many consecutive rows share those of each
-// prompt, which come first. mask: added to the scores, [rows, KV heads, queries per KV head, slots], the last slots of
-// each row. All widths are multiples of 8. Returns [rows, heads, tokens, width of a value].
+// prompt, which come first. mask: added to the scores, [rows, KV heads, queries per KV head, slots] or 1 where it is the
+// same for all, the last slots of each row. All widths are multiples of 8. Returns [rows, heads, tokens, width of a
+// value].
 Tensor dense_attention(Tensor queries, std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> parts,
                        std::optional<Tensor> mask, double scale) {
   STD_TORCH_CHECK(keys.size() == values.size(), keys.size(), " segments of keys and ", values.size(), " of values");
@@ -560,7 +561,7 @@ Tensor dense_attention(Tensor queries, std::vector<Tensor> keys, std::vector<Ten
   Work work{of_queries.data(), nullptr, queries.size(0), heads, asked / heads, queries.size(3), values[0].size(3)};
   if (mask) {
     work.mask = static_cast<const float*>(mask->const_data_ptr());
-    for (int64_t axis = 0; axis < 4; axis++) work.mask_strides[axis] = mask->stride(axis);
+    for (int64_t axis = 0; axis < 4; axis++) work.mask_strides[axis] = mask->size(axis) == 1 ? 0 : mask->stride(axis);
   }
   std::vector<int64_t> part_of_row;
   for (size_t i = 0, segment = 0; i < parts.size(); segment += parts[i + 1], i += 2) {
@@ -583,12 +584,43 @@ Tensor dense_attention(Tensor queries, std::vector<Tensor> keys, std::vector<Ten
   return out;
 }
 
+// Copies [rows, heads, 1, width] to the last slot of `slots`.
+void append(const Tensor& one, const Tensor& slots) {
+  const bool fits = one.size(0) == slots.size(0) && one.size(1) == slots.size(1) && one.size(3) == slots.size(3);
+  STD_TORCH_CHECK(fits && one.size(2) == 1, "a new token of ", one.size(0), " rows, ", one.size(1), " heads of size ",
+                  one.size(3), " in a cache of ", slots.size(0), " rows, ", slots.size(1), " heads of size ",
+                  slots.size(3));
+  const float* from = static_cast<const float*>(one.const_data_ptr());
+  float* to = static_cast<float*>(slots.mutable_data_ptr()) + (slots.size(2) - 1) * slots.stride(2);
+  for (int64_t row = 0; row < one.size(0); row++)
+    for (int64_t head = 0; head < one.size(1); head++)
+      for (int64_t i = 0; i < one.size(3); i++)
+        to[row * slots.stride(0) + head * slots.stride(1) + i * slots.stride(3)] =
+          from[row * one.stride(0) + head * one.stride(1) + i * one.stride(3)];
+}
+
+// `dense_attention` of one cache in one segment, [rows, KV heads, slots, width], whose last slots take the key and value
+// of a new token [rows, KV heads, 1, width] first. Returns [rows, 1, heads, width].
+Tensor append_and_attend(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, std::optional<Tensor> mask,
+                         double scale) {
+  for (const Tensor* one : {&key, &value, &keys, &values})
+    STD_TORCH_CHECK(one->scalar_type() == query.scalar_type(), "keys or values of another data type than the query");
+  append(key, keys), append(value, values);
+  return torch::stable::transpose(dense_attention(query, {keys}, {values}, {query.size(0), 1}, mask, scale), 1, 2);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(kvengine, library) {
+  library.def(
+    "append_and_attend(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values,"
+    " Tensor? mask, float scale) -> Tensor");
   library.def(
     "dense_attention(Tensor queries, Tensor[] keys, Tensor[] values, int[] parts, Tensor? mask, float scale)"
     " -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(kvengine, CPU, library) { library.impl("dense_attention", TORCH_BOX(&dense_attention)); }
+STABLE_TORCH_LIBRARY_IMPL(kvengine, CPU, library) {
+  library.impl("append_and_attend", TORCH_BOX(&append_and_attend));
+  library.impl("dense_attention", TORCH_BOX(&dense_attention));
+}

@@ -8,7 +8,7 @@ attention, segment by segment and cache by cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -72,6 +72,30 @@ def one_token_attention(
     return None if found is None else found.transpose(1, 2)
 
 
+def appending_attention(
+    keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """Attention of one new token per row that first writes its key and value to the last of these slots; None where the
+    kernel cannot compute it.
+
+    keys, values: [rows, KV heads, slots, width]. mask, scale: see `one_token_attention`. The function: from query
+    [rows, heads, 1, width], key and value [rows, KV heads, 1, width] to [rows, 1, heads, width].
+    """
+    if not (_is_supported(keys) and _is_supported(values) and _can_compute(keys, values)):
+        return None
+    if mask is not None and (mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[-1] != keys.shape[2]):
+        return None
+    added = None if mask is None else to_add(mask, keys.dtype).float()
+    scale = keys.shape[-1] ** -0.5 if scale is None else scale
+    append_and_attend = KERNELS.or_error().append_and_attend
+
+    def compute(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = append_and_attend(query, key, value, keys, values, added, scale)
+        return found
+
+    return compute
+
+
 def _tensors(part: torch.Tensor) -> list[torch.Tensor] | None:
     """The keys or values of a cache; None if the kernel cannot read them."""
     if isinstance(part, SegmentedTensor):
@@ -94,11 +118,15 @@ def _computed(
     scale: float,
 ) -> torch.Tensor | None:
     added = None if mask is None else mask.flatten(2, 3).float()
-    given = (queries, *keys, *values, *(() if added is None else (added,)))
-    needs_derivative = torch.is_grad_enabled() and any(one.requires_grad for one in given)
-    # The kernel has no derivatives, and does not follow autocast.
-    is_float = queries.dtype == torch.float32 and queries.is_cpu and not torch.is_autocast_enabled("cpu")
-    if needs_derivative or not is_float or torch.compiler.is_compiling() or KERNELS.or_none() is None:
+    is_float = queries.dtype == torch.float32 and queries.is_cpu
+    if not (is_float and _can_compute(queries, *keys, *values, *(() if added is None else (added,)))):
         return None
     found: torch.Tensor = KERNELS.or_error().dense_attention(queries, keys, values, parts, added, scale)
     return found
+
+
+def _can_compute(*given: torch.Tensor) -> bool:
+    """Whether the kernel is there and can take the place of torch: it has no derivatives and follows no autocast."""
+    needs_derivative = torch.is_grad_enabled() and any(one.requires_grad for one in given)
+    is_followed = needs_derivative or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
+    return not is_followed and KERNELS.or_none() is not None

@@ -13,6 +13,7 @@ from caches.errors import UnsupportedLayerError
 from caches.memory.buffers import Buffer
 from caches.memory.scratch import Scratch
 from caches.spec.layer_spec import INDEX, KV, STATE, LayerSpec
+from caches.stores.dense import open_slots
 from caches.stores.recurrent_state import CONV, RECURRENT, RecurrentState
 from caches.stores.shared_prefix import ForkedStore
 from caches.stores.slot import Slot, StoreFactory
@@ -62,6 +63,11 @@ class Layer:
                 "tokens: this model keeps more than the tokens it is fed. Use cache='none'"
             )
         return self.stores["keys"].append(keys), self.stores["values"].append(values)
+
+    def open_slots(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What `append` would return, with the slots of the open step not written yet; None where it would do more."""
+        keys, values = open_slots(self.stores["keys"]), open_slots(self.stores["values"])
+        return None if keys is None or values is None else (keys, values)
 
     def append_index(self, keys: torch.Tensor) -> torch.Tensor:
         """Add one step's index keys [rows, tokens, index_dim]; returns all that are kept."""

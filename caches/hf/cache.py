@@ -146,6 +146,13 @@ class Cache(SharedMethods, TransformersCache):
             self.implicit.reached.add((layer_idx, KV))
         return keys_and_values
 
+    def open_slots(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values [rows, kv_heads, slots, head_dim] that a layer's attention reads in a step of one token,
+        after `begin`, with the last slots not written yet; None where `update` does more than write them."""
+        layer = self.stack.layer(layer_idx, KV)
+        of_one_token = self.stack.is_announced and self.stack.pending == 1
+        return layer.open_slots() if of_one_token and isinstance(layer, Layer) else None
+
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Append the keys [rows, tokens, index_dim] by which a sparse layer chooses what to attend to; returns all."""
         layer = self._used(layer_idx, INDEX, "index", indexer_key_states.shape[1])

@@ -123,7 +123,7 @@ class CompiledLayer:
     def attention(self, mask: Any, handle: Any) -> Compute:
         """That of a step, which updates the cache that is the model's argument `handle`."""
         assert self._attention is not None
-        return partial(self._attention.compute, handle, mask)
+        return self._attention.appending(handle, mask) or partial(self._attention.compute, handle, mask)
 
     def compute(self, inputs: list[torch.Tensor], attention: Compute) -> list[torch.Tensor]:
         """What the code returns for the tensors of a call."""

@@ -17,7 +17,10 @@ import torch
 from torch import library, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from caches import Cache
+from caches.attention.dense_attention import appending_attention
 from engine.errors import OptionError
+from engine.model.packed_attention import is_plain
 
 Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """From query [rows, heads, tokens, width], key and value [rows, kv_heads, tokens, width] of the new tokens to what
@@ -41,8 +44,16 @@ class LayerAttention(NamedTuple):
         self, handle: Any, mask: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """See `Compute`. handle: the model's argument for the cache, which is updated. mask: of all that it holds."""
-        keys, values = handle.update(key, value, self.number)
+        # A cache may keep the tensors that it is given, and compiled code writes other values there afterwards.
+        keys, values = handle.update(key.clone(), value.clone(), self.number)
         return self.function(self.module, query, keys, values, mask, **self.options)[0]
+
+    def appending(self, handle: Any, mask: Any) -> Compute | None:
+        """`compute` as one operator, in a step of one token per row; None where the cache or attention need more."""
+        if not (isinstance(handle, Cache) and is_plain(self.function, self.options)):
+            return None
+        slots = handle.open_slots(self.number)
+        return None if slots is None else appending_attention(*slots, mask, self.options.get("scaling"))
 
 
 class AttentionCall(NamedTuple):
@@ -198,8 +209,7 @@ def run(code: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor], c
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     try:
         assert _running.compute is not None
-        # A cache may keep the tensors that it is given, and the code writes other values there after this.
-        return _running.compute(query, key.clone(), value.clone()).contiguous()
+        return _running.compute(query, key, value).contiguous()
     except BaseException as error:  # on its way through compiled code it would lose its type
         _running.error = error
         return _found_like(query, key, value).zero_()

@@ -56,8 +56,9 @@ class LayerChain:
     def _compute(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.calls += 1
         (hidden, *shared), mask = self._links[0].inputs_of(args, kwargs)
-        for layer in self._links:
-            [hidden] = layer.compute([hidden, *shared], self._attention(layer, mask))
+        attentions = [self._attention(layer, mask) for layer in self._links]
+        for layer, attention in zip(self._links, attentions, strict=True):
+            [hidden] = layer.compute([hidden, *shared], attention)
         return hidden
 
 

@@ -19,6 +19,7 @@ import torch
 from filelock import FileLock
 from torch import nn
 
+from caches.attention.dense_attention import KERNELS as ATTENTION_KERNELS
 from caches.machine import write_atomically
 from caches.torch_api import compile_package, state_without_hooks
 from engine.model.layer_step import LayerStep, dynamic_shapes
@@ -66,6 +67,7 @@ def build(job: Path) -> None:
     torch.set_num_threads(threads)
     install()
     kernels()  # before layers that use them are traced
+    ATTENTION_KERNELS.or_none()  # attention of compiled layers is theirs
     for package, (layer, call) in steps.items():
         try:
             with FileLock(package.with_suffix(".lock")):  # another process may build it now

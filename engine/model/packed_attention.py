@@ -57,21 +57,26 @@ class _PackedAttention:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """transformers' interface: query [rows, heads, tokens, width] to [rows, tokens, heads, width]."""
-        is_own = self._original is sdpa_attention_forward and not torch.compiler.is_compiling()
-        is_plain = is_own and all(kwargs.get(name) is None for name in _NOT_PACKED)
+        can_differ = is_plain(self, kwargs) and not torch.compiler.is_compiling()
         scale, found = kwargs.get("scaling"), None
         if isinstance(key, JoinedTensor) and isinstance(value, JoinedTensor):
-            if is_plain:
+            if can_differ:
                 mask = None if key.is_visible else attention_mask
                 found = one_token_attention(query, key.parts, value.parts, mask, scale)
             if found is None:
                 found = attend(partial(self, module, **kwargs), query, key, value, attention_mask)
             return found, None
-        if not (is_plain and active.packs and _can_be_packed(query, key, value, attention_mask)):
+        if not (can_differ and active.packs and _can_be_packed(query, key, value, attention_mask)):
             return self._original(module, query, key, value, attention_mask, **kwargs)
         if key.numel() >= _MUCH:
             found = one_token_attention(query, [key], [value], attention_mask, scale)
         return _packed(query, key, value, attention_mask, scale) if found is None else found, None
+
+
+def is_plain(function: Any, options: dict[str, Any]) -> bool:
+    """Whether an attention function, given these options, is transformers' "sdpa" as it can be packed."""
+    is_own = isinstance(function, _PackedAttention) and function._original is sdpa_attention_forward
+    return is_own and all(options.get(name) is None for name in _NOT_PACKED)
 
 
 def _packed(

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import caches
 import engine
 from caches.attention import dense_attention
-from caches.attention.dense_attention import one_token_attention
+from caches.attention.dense_attention import appending_attention, one_token_attention
 from caches.attention.joined_tensor import JoinedTensor
 from caches.attention.segmented_tensor import SegmentedTensor, plain
 from caches.attention.segments import DenseSegment, PerRowSegment
@@ -163,6 +163,63 @@ def test_the_text_after_much_is_that_of_torchs_attention(name, cache, taken, mon
 
 
 @needs_kernels
+@pytest.mark.parametrize("mask", [None, "seen", "added"])
+@pytest.mark.parametrize(("rows", "heads", "repeats", "width"), [(1, 4, 3, 64), (3, 2, 1, 24)])
+@pytest.mark.parametrize("slots", [1, 5, 102])
+def test_a_token_is_appended_first(rows, heads, repeats, width, slots, mask):
+    torch.manual_seed(0)
+    # A view of some rows and slots of the buffers of a cache.
+    buffers = [wide(rows + 1, heads, slots + 7, width) for _ in range(2)]
+    before = [buffer.clone() for buffer in buffers]
+    keys, values = (buffer[:rows, :, 3 : 3 + slots] for buffer in buffers)
+    query, key, value = (torch.randn(rows, 1, some, width).transpose(1, 2) for some in (heads * repeats, heads, heads))
+    is_seen = torch.rand(1 if mask == "added" else rows, 1, 1, slots) < 0.7
+    is_seen[..., -1] = True
+    added = torch.zeros(is_seen.shape).masked_fill(~is_seen, torch.finfo(torch.float32).min)
+    given = {None: None, "seen": is_seen, "added": added}[mask]
+    found = appending_attention(keys, values, given, 0.3)(query, key, value)
+    for buffer, old, new in zip(buffers, before, (key, value), strict=True):
+        old[:rows, :, 2 + slots] = new[:, :, 0]
+        assert torch.equal(buffer, old)
+    given = None if given is None else is_seen
+    expected = scaled_dot_product_attention(
+        query.double(), keys.double(), values.double(), attn_mask=given, enable_gqa=True, scale=0.3
+    )
+    torch.testing.assert_close(found.double(), expected.transpose(1, 2), atol=2e-5, rtol=1e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("key", "why"), [
+    (torch.zeros(1, 2, 1, 8), "a new token of 1 rows, 2 heads of size 8 in a cache of 2 rows, 2 heads of size 8"),
+    (torch.zeros(2, 2, 2, 8), "a new token"), (torch.zeros(2, 2, 1, 16), "a new token"),
+    (torch.zeros(2, 2, 1, 8).double(), "another data type"),
+])  # fmt: skip
+def test_a_token_that_does_not_fit_is_not_appended(key, why):
+    keys, values = torch.ones(2, 2, 5, 8), torch.ones(2, 2, 5, 8)
+    attend = appending_attention(keys, values, None, None)
+    with pytest.raises(RuntimeError, match=why):
+        attend(torch.zeros(2, 4, 1, 8), key, torch.zeros(2, 2, 1, 8))
+    assert keys.all()
+    assert values.all()
+
+
+@needs_kernels
+def test_what_no_token_is_appended_to():
+    slots = torch.zeros(2, 2, 5, 8)
+    for keys, mask in (
+        (slots.double(), None), (torch.zeros(2, 2, 5, 12), None), (slots, torch.ones(2, 1, 1, 6)),
+        (slots, torch.ones(2, 2, 1, 5)), (slots, torch.ones(2, 5)),
+    ):  # fmt: skip
+        assert appending_attention(keys, keys, mask, None) is None
+    slots.requires_grad_()
+    assert appending_attention(slots, slots, None, None) is None
+    with torch.no_grad():
+        assert appending_attention(slots, slots, None, None) is not None
+    with torch.autocast("cpu"), torch.no_grad():
+        assert appending_attention(slots, slots, None, None) is None
+
+
+@needs_kernels
 def test_prompts_of_a_batch_are_computed_at_once(taken):
     generator = engine.Generator(tiny_model("llama"))
     ids = [torch.randint(3, 95, (1, length), generator=torch.Generator().manual_seed(0)) for length in (3, 9, 30)]
@@ -298,7 +355,7 @@ def test_what_it_cannot_read(keys):
 @needs_kernels
 @pytest.mark.parametrize(("keys", "parts", "mask", "why"), [
     ([(2, 2, 5, 8), (4, 2, 1, 8)], [3, 2], None, "fit its cache of 3 rows"),
-    ([(4, 2, 5, 8)], [4, 1], (4, 2, 3, 4), "a mask of 4"), ([(4, 2, 5, 8)], [4, 1], (1, 2, 3, 5), "a mask that"),
+    ([(4, 2, 5, 8)], [4, 1], (4, 2, 3, 4), "a mask of 4"), ([(4, 2, 5, 8)], [4, 1], (2, 2, 3, 5), "a mask that"),
     ([(4, 2, 5, 16)], [4, 1], None, "keys"), ([(4, 2, 5, 8), (4, 1, 5, 8)], [4, 2], None, "keys"),
     ([(4, 4, 5, 8)], [4, 1], None, "6 queries of a row for 4 heads"), ([(3, 2, 5, 8)], [3, 1], None, "queries of 4"),
 ])  # fmt: skip

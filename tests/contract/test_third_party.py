@@ -81,6 +81,23 @@ def test_quantized_stores_are_not_compiled():
     assert "quantizes" in cache.why_not_compiled
 
 
+@pytest.mark.parametrize("base", [caches.GrowingStore, caches.FixedStore])
+def test_slots_are_open_to_others_unless_a_store_changes_what_it_is_given(base):
+    class Halved(base):
+        def append(self, new):
+            return super().append(new / 2)
+
+    for store in (base, Halved):
+        cache = caches.Cache("own", [PLAIN], lambda slot, store=store: store(slot.timeline), max_tokens=9)
+        for step, tokens in enumerate((1, 1, 2)):
+            cache.begin(tokens)
+            is_open = store is base and step > 0 and tokens == 1  # the first step allocates them
+            assert (cache.open_slots(0) is not None) == is_open
+            cache.update(torch.ones(2, 2, tokens, 8), torch.ones(2, 2, tokens, 8), 0)
+            cache.commit()
+        assert cache.open_slots(0) is None  # no step was begun
+
+
 def test_a_refused_graph_changes_nothing():
     cache = caches.build("dynamic", CONFIG)
     cache.update(torch.randn(2, 2, 4, 8), torch.randn(2, 2, 4, 8), 0)

@@ -5,11 +5,13 @@ import dataclasses
 import gc
 import shutil
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from architectures import prompt, suiting, tiny_model
 from compiled import AUTO, GREEDY, generator_of, reference
+from helpers import needs_kernels
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import caches
@@ -144,6 +146,27 @@ def test_all_caches(llama, cache):
         assert out.stats.compiled == ("off: no step after a prompt yet" if cache == "none" else "4 layers")
 
 
+@needs_kernels
+@pytest.mark.parametrize("cache", ["dynamic", "static", "offloaded"])
+def test_the_kernel_appends_where_the_cache_allows(llama, cache, monkeypatch):
+    """In caches that keep what they are given where it is; without it the text is the same."""
+    made, own = [], layer_attention.appending_attention
+
+    def noting(*arguments):
+        made.append(own(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(layer_attention, "appending_attention", noting)
+    for inputs in (prompt(1, pads=0), prompt(3), prompt(3, pads=0)):
+        generator = generator_of(llama)
+        generator.generate(inputs, **GREEDY, cache=cache)
+        made.clear()
+        out = generator.generate(inputs, **GREEDY, cache=cache)
+        assert len(made) == (0 if cache == "offloaded" else 4 * (GREEDY["max_new_tokens"] - 1))
+        assert None not in made
+        assert torch.equal(out.sequences, reference(llama, inputs))
+
+
 def test_prompts_of_a_batch(llama):
     prompts = [prompt(1, tokens=tokens, pads=0)["input_ids"] for tokens in (6, 19, 11)]
     found = {}
@@ -172,13 +195,15 @@ def test_a_cache_may_keep_what_it_is_given():
             tensor.zero_()
         return [found]
 
-    def attention(query, key, value):
-        kept.extend((key, value))
-        return query.transpose(1, 2)
+    class Keeping:
+        def update(self, key, value, number):
+            kept.extend((key, value))
+            return key, value
 
+    layer = layer_attention.LayerAttention(0, lambda module, query, *_: (query.transpose(1, 2), None), None, {})
     query, key, value = torch.rand(2, 4, 1, 8), torch.rand(2, 2, 1, 8), torch.rand(2, 2, 1, 8)
     before = key.clone(), value.clone()
-    [found] = layer_attention.run(code, [query, key, value], attention)
+    [found] = layer_attention.run(code, [query, key, value], partial(layer.compute, Keeping(), None))
     assert found.shape == (2, 1, 4, 8)
     assert all(map(torch.equal, kept, before))
 
@@ -193,6 +218,7 @@ def test_what_a_cache_raises_comes_through_compiled_code(llama, error, monkeypat
             raise error
         return update(self, *arguments)
 
+    monkeypatch.setattr(caches.Cache, "open_slots", lambda *_: None)
     monkeypatch.setattr(caches.Cache, "update", failing)
     expected = reference(llama, prompt(2))
     calls.clear()

@@ -177,6 +177,11 @@ def recurrent_of(tokens: Tokens, layer: int) -> torch.Tensor:
     return torch.tensor(states, dtype=torch.float64)
 
 
+def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two views show the same elements."""
+    return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
+
+
 def forward_layer(own: caches.Cache, spec: LayerSpec, layer: int, tokens: Tokens) -> dict[str, torch.Tensor]:
     """What a model does in one layer; returns what it was handed, by the names of `Layer.content`.
 
@@ -186,7 +191,10 @@ def forward_layer(own: caches.Cache, spec: LayerSpec, layer: int, tokens: Tokens
     if INDEX in spec.components:
         handed["index"] = own.update_indexer(index_of(tokens, layer), layer)[:, None]
     if KV in spec.components:
+        slots = own.open_slots(layer)
         handed["keys"], handed["values"] = own.update(keys_of(tokens, layer), -keys_of(tokens, layer), layer)
+        if slots is not None:
+            assert all(map(is_same_memory, slots, (handed["keys"], handed["values"])))
     convolutions, recurrent = states_of(spec)
     for number in range(convolutions):
         new, held = conv_of(tokens, layer, number), own.get_conv_state(layer, number)
