@@ -584,36 +584,40 @@ Tensor dense_attention(Tensor queries, std::vector<Tensor> keys, std::vector<Ten
   return out;
 }
 
-// Copies [rows, heads, 1, width] to the last slot of `slots`.
-void append(const Tensor& one, const Tensor& slots) {
-  const bool fits = one.size(0) == slots.size(0) && one.size(1) == slots.size(1) && one.size(3) == slots.size(3);
-  STD_TORCH_CHECK(fits && one.size(2) == 1, "a new token of ", one.size(0), " rows, ", one.size(1), " heads of size ",
-                  one.size(3), " in a cache of ", slots.size(0), " rows, ", slots.size(1), " heads of size ",
-                  slots.size(3));
-  const float* from = static_cast<const float*>(one.const_data_ptr());
+// Copies the rows from `first` on of `new` [rows, heads, 1, width] to the last slots of `slots`.
+void append(const Tensor& one, int64_t first, const Tensor& slots) {
+  const bool fits = first + slots.size(0) <= one.size(0) && one.size(1) == slots.size(1) && one.size(2) == 1 &&
+                    one.size(3) == slots.size(3) && one.scalar_type() == slots.scalar_type();
+  STD_TORCH_CHECK(fits, "new tokens of ", one.size(0), " rows, ", one.size(1), " heads of size ", one.size(3),
+                  " in a cache of ", slots.size(0), " rows, ", slots.size(1), " heads of size ", slots.size(3));
+  const float* from = static_cast<const float*>(one.const_data_ptr()) + first * one.stride(0);
   float* to = static_cast<float*>(slots.mutable_data_ptr()) + (slots.size(2) - 1) * slots.stride(2);
-  for (int64_t row = 0; row < one.size(0); row++)
+  for (int64_t row = 0; row < slots.size(0); row++)
     for (int64_t head = 0; head < one.size(1); head++)
       for (int64_t i = 0; i < one.size(3); i++)
         to[row * slots.stride(0) + head * slots.stride(1) + i * slots.stride(3)] =
           from[row * one.stride(0) + head * one.stride(1) + i * one.stride(3)];
 }
 
-// `dense_attention` of one cache in one segment, [rows, KV heads, slots, width], whose last slots take the key and value
-// of a new token [rows, KV heads, 1, width] first. Returns [rows, 1, heads, width].
-Tensor append_and_attend(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, std::optional<Tensor> mask,
-                         double scale) {
-  for (const Tensor* one : {&key, &value, &keys, &values})
-    STD_TORCH_CHECK(one->scalar_type() == query.scalar_type(), "keys or values of another data type than the query");
-  append(key, keys), append(value, values);
-  return torch::stable::transpose(dense_attention(query, {keys}, {values}, {query.size(0), 1}, mask, scale), 1, 2);
+// `dense_attention`, where the last slots of the last segment of each cache take the key and value of a new token of
+// each row [rows, KV heads, 1, width] first. Returns [rows, 1, heads, width].
+Tensor append_and_attend(Tensor query, Tensor key, Tensor value, std::vector<Tensor> keys, std::vector<Tensor> values,
+                         std::vector<int64_t> parts, std::optional<Tensor> mask, double scale) {
+  STD_TORCH_CHECK(query.scalar_type() == keys[0].scalar_type(), "a query of another data type than the keys");
+  int64_t first = 0;
+  for (size_t i = 0, segment = 0; i < parts.size(); first += parts[i], segment += parts[i + 1], i += 2) {
+    const size_t last = segment + parts[i + 1] - 1;
+    STD_TORCH_CHECK(keys[last].size(0) == parts[i], "a cache of ", parts[i], " rows that has no slot for each");
+    append(key, first, keys[last]), append(value, first, values[last]);
+  }
+  return torch::stable::transpose(dense_attention(query, keys, values, parts, mask, scale), 1, 2);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(kvengine, library) {
   library.def(
-    "append_and_attend(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values,"
+    "append_and_attend(Tensor query, Tensor key, Tensor value, Tensor(a!)[] keys, Tensor(b!)[] values, int[] parts,"
     " Tensor? mask, float scale) -> Tensor");
   library.def(
     "dense_attention(Tensor queries, Tensor[] keys, Tensor[] values, int[] parts, Tensor? mask, float scale)"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from caches.attention.open_slots import OpenSlots
 from caches.attention.segmented_tensor import SegmentedTensor, to_add
 from caches.attention.segments import Attend, DenseSegment, PerRowSegment, Segment
 from caches.kernel_build import Operators
@@ -73,24 +74,25 @@ def one_token_attention(
 
 
 def appending_attention(
-    keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+    slots: OpenSlots, mask: torch.Tensor | None, scale: float | None
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """Attention of one new token per row that first writes its key and value to the last of these slots; None where the
-    kernel cannot compute it.
+    """Attention of one new token per row that first writes its key and value to the last slot of its row; None where
+    the kernel cannot compute it.
 
-    keys, values: [rows, KV heads, slots, width]. mask, scale: see `one_token_attention`. The function: from query
-    [rows, heads, 1, width], key and value [rows, KV heads, 1, width] to [rows, 1, heads, width].
+    mask: of all heads, [rows or 1, 1, 1, slots], aligned right, or None. scale: see `one_token_attention`. The
+    function: from query [rows, heads, 1, width], key and value [rows, KV heads, 1, width] to [rows, 1, heads, width].
     """
-    if not (_is_supported(keys) and _is_supported(values) and _can_compute(keys, values)):
+    keys, values, parts = slots
+    if not (all(map(_is_supported, [*keys, *values])) and _can_compute(*keys, *values)):
         return None
-    if mask is not None and (mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[-1] != keys.shape[2]):
+    if mask is not None and not (mask.ndim == 4 and mask.shape[1] == 1 and mask.shape[-1] == slots.most):
         return None
-    added = None if mask is None else to_add(mask, keys.dtype).float()
-    scale = keys.shape[-1] ** -0.5 if scale is None else scale
+    added = None if mask is None else to_add(mask, torch.float32).float()
+    scale = keys[0].shape[-1] ** -0.5 if scale is None else scale
     append_and_attend = KERNELS.or_error().append_and_attend
 
     def compute(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = append_and_attend(query, key, value, keys, values, added, scale)
+        found: torch.Tensor = append_and_attend(query, key, value, keys, values, parts, added, scale)
         return found
 
     return compute

@@ -7,13 +7,14 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from caches.attention.open_slots import OpenSlots
 from caches.attention.segmented_tensor import plain
 from caches.core.wrapped_layer import WrappedLayer
 from caches.errors import UnsupportedLayerError
 from caches.memory.buffers import Buffer
 from caches.memory.scratch import Scratch
 from caches.spec.layer_spec import INDEX, KV, STATE, LayerSpec
-from caches.stores.dense import open_slots
+from caches.stores.in_place import open_slots
 from caches.stores.recurrent_state import CONV, RECURRENT, RecurrentState
 from caches.stores.shared_prefix import ForkedStore
 from caches.stores.slot import Slot, StoreFactory
@@ -64,10 +65,9 @@ class Layer:
             )
         return self.stores["keys"].append(keys), self.stores["values"].append(values)
 
-    def open_slots(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What `append` would return, with the slots of the open step not written yet; None where it would do more."""
-        keys, values = open_slots(self.stores["keys"]), open_slots(self.stores["values"])
-        return None if keys is None or values is None else (keys, values)
+    def open_slots(self) -> OpenSlots | None:
+        """Of its keys and values."""
+        return open_slots(self.stores["keys"], self.stores["values"])
 
     def append_index(self, keys: torch.Tensor) -> torch.Tensor:
         """Add one step's index keys [rows, tokens, index_dim]; returns all that are kept."""

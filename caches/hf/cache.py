@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
+from caches.attention.open_slots import OpenSlots
 from caches.core.cache_layout import CacheLayout
 from caches.core.implicit_steps import ImplicitSteps
 from caches.core.layer import Layer
@@ -146,9 +147,9 @@ class Cache(SharedMethods, TransformersCache):
             self.implicit.reached.add((layer_idx, KV))
         return keys_and_values
 
-    def open_slots(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values [rows, kv_heads, slots, head_dim] that a layer's attention reads in a step of one token,
-        after `begin`, with the last slots not written yet; None where `update` does more than write them."""
+    def open_slots(self, layer_idx: int) -> OpenSlots | None:
+        """What a layer's attention reads in a step of one token, after `begin`; None where `update` does more than
+        write its last slots."""
         layer = self.stack.layer(layer_idx, KV)
         of_one_token = self.stack.is_announced and self.stack.pending == 1
         return layer.open_slots() if of_one_token and isinstance(layer, Layer) else None

@@ -14,6 +14,7 @@ import torch
 from transformers.cache_utils import Cache as TransformersCache
 
 from caches.attention.joined_tensor import JoinedTensor
+from caches.attention.open_slots import OpenSlots, joined_slots
 from caches.errors import StepError
 from caches.hf.cache import Cache
 from caches.protocol import AttentionView
@@ -88,10 +89,24 @@ class JoinedCaches(TransformersCache, AttentionView):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         new = zip(self.parts, key_states.split(self.sizes), value_states.split(self.sizes), strict=True)
         pairs = [part.update(keys, values, layer_idx) for part, keys, values in new]
-        span, keys = self.specs[layer_idx].attention_span, [keys for keys, _ in pairs]
-        most = span.size if span.kind == "window" else None
-        is_visible = span.kind in ("all", "window") and all(one.shape[2] <= (most or one.shape[2]) for one in keys)
+        keys = [keys for keys, _ in pairs]
+        is_visible = self.are_visible(layer_idx, max(one.shape[2] for one in keys))
         return JoinedTensor(keys, is_visible), JoinedTensor([values for _, values in pairs], is_visible)
+
+    def open_slots(self, layer_idx: int) -> OpenSlots | None:
+        """See `Cache.open_slots`."""
+        parts = []
+        for part in self.parts:
+            slots = part.open_slots(layer_idx)
+            if slots is None:
+                return None
+            parts.append(slots)
+        return joined_slots(parts)
+
+    def are_visible(self, layer_idx: int, slots: int) -> bool:
+        """Whether a new token attends to all of at most so many slots."""
+        span = self.specs[layer_idx].attention_span
+        return span.kind == "all" or (span.kind == "window" and slots <= (span.size or slots))
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, *args: Any, **kwargs: Any

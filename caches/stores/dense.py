@@ -13,7 +13,7 @@ import torch
 
 from caches.errors import refuse_old_methods
 from caches.memory.buffers import Buffer
-from caches.stores.store import RENAMED, Store, check_alike
+from caches.stores.store import RENAMED, check_alike
 from caches.timeline.timeline import Timeline
 from caches.torch_api import always_writable
 
@@ -43,6 +43,13 @@ class GrowingStore:
             return self.overflow
         self._write(buffer, new)
         return self._visible(buffer)
+
+    def open_slots(self) -> torch.Tensor | None:
+        """What `append` will return in the open step, its last slots not written yet; None where it allocates it."""
+        timeline, buffer = self.timeline, self.buffer
+        if buffer is None or timeline.rows is None or timeline.overflow or self._is_too_small(buffer):
+            return None
+        return self._visible(self._used(buffer))
 
     def add(self, new: torch.Tensor) -> None:
         self.append(new)
@@ -186,15 +193,3 @@ class FixedStore(GrowingStore):
         self.overflow = None
         if self.buffer is not None:
             self.buffer.zero_()
-
-
-def open_slots(store: Store) -> torch.Tensor | None:
-    """What `store.append` would return, with the slots of the open step not written yet; None where it would do more
-    than write them."""
-    if type(store) not in (GrowingStore, FixedStore):  # a class of others may change what it is given
-        return None
-    assert isinstance(store, GrowingStore)
-    timeline, buffer = store.timeline, store.buffer
-    if buffer is None or timeline.rows is None or timeline.overflow or store._is_too_small(buffer):
-        return None
-    return store._visible(store._used(buffer))

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from caches import Cache
 from caches.attention.dense_attention import appending_attention
+from caches.hf.joined import JoinedCaches
 from engine.errors import OptionError
 from engine.model.packed_attention import is_plain
 
@@ -50,10 +51,14 @@ class LayerAttention(NamedTuple):
 
     def appending(self, handle: Any, mask: Any) -> Compute | None:
         """`compute` as one operator, in a step of one token per row; None where the cache or attention need more."""
-        if not (isinstance(handle, Cache) and is_plain(self.function, self.options)):
+        if not (isinstance(handle, (Cache, JoinedCaches)) and is_plain(self.function, self.options)):
             return None
         slots = handle.open_slots(self.number)
-        return None if slots is None else appending_attention(*slots, mask, self.options.get("scaling"))
+        if slots is None:
+            return None
+        if isinstance(handle, JoinedCaches) and handle.are_visible(self.number, slots.most):
+            mask = None
+        return appending_attention(slots, mask, self.options.get("scaling"))
 
 
 class AttentionCall(NamedTuple):

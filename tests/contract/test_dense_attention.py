@@ -14,6 +14,7 @@ import engine
 from caches.attention import dense_attention
 from caches.attention.dense_attention import appending_attention, one_token_attention
 from caches.attention.joined_tensor import JoinedTensor
+from caches.attention.open_slots import OpenSlots
 from caches.attention.segmented_tensor import SegmentedTensor, plain
 from caches.attention.segments import DenseSegment, PerRowSegment
 from caches.stores import shared_prefix
@@ -164,59 +165,82 @@ def test_the_text_after_much_is_that_of_torchs_attention(name, cache, taken, mon
 
 @needs_kernels
 @pytest.mark.parametrize("mask", [None, "seen", "added"])
-@pytest.mark.parametrize(("rows", "heads", "repeats", "width"), [(1, 4, 3, 64), (3, 2, 1, 24)])
-@pytest.mark.parametrize("slots", [1, 5, 102])
-def test_a_token_is_appended_first(rows, heads, repeats, width, slots, mask):
+@pytest.mark.parametrize(("heads", "repeats", "width"), [(4, 3, 64), (2, 1, 24)])
+@pytest.mark.parametrize(("parts", "prompts"), [
+    ([(1, 5)], 0), ([(3, 102)], 0), ([(2, 1)], 0), ([(6, 5)], 2), ([(2, 5), (1, 102), (3, 1)], 0),
+    ([(2, 4), (4, 9)], 1),
+])  # fmt: skip
+def test_a_token_is_appended_first(parts, prompts, heads, repeats, width, mask):
+    """parts: the rows and own slots of each cache. prompts: how many each shares, of 30 slots."""
     torch.manual_seed(0)
-    # A view of some rows and slots of the buffers of a cache.
-    buffers = [wide(rows + 1, heads, slots + 7, width) for _ in range(2)]
-    before = [buffer.clone() for buffer in buffers]
-    keys, values = (buffer[:rows, :, 3 : 3 + slots] for buffer in buffers)
-    query, key, value = (torch.randn(rows, 1, some, width).transpose(1, 2) for some in (heads * repeats, heads, heads))
-    is_seen = torch.rand(1 if mask == "added" else rows, 1, 1, slots) < 0.7
+    rows, buffers, slots, full = sum(rows for rows, _ in parts), [], OpenSlots([], [], []), []
+    query = torch.randn(rows, 1, heads * repeats, width).transpose(1, 2)
+    new = [torch.randn(rows, 1, heads, width).transpose(1, 2) for _ in range(2)]
+    first = 0
+    for own, count in parts:
+        slots.parts.extend((own, 1 + (prompts > 0)))
+        for segments, one in zip(slots[:2], new, strict=True):
+            shared = [torch.randn(prompts, heads, 30, width)] if prompts else []
+            # A view of some rows and slots of a cache's buffer.
+            buffer = wide(own + 1, heads, count + 7, width)
+            view, after = buffer[:own, :, 3 : 3 + count], buffer.clone()
+            after[:own, :, 2 + count] = one[first : first + own, :, 0]
+            segments.extend((*shared, view))
+            buffers.append((buffer, after))
+            both = [part.repeat_interleave(own // prompts, 0) for part in shared]
+            full.append(torch.cat([*both, after[:own, :, 3 : 3 + count]], 2).double())
+        first += own
+    is_seen = torch.rand(1 if mask == "added" else rows, 1, 1, slots.most) < 0.7
     is_seen[..., -1] = True
     added = torch.zeros(is_seen.shape).masked_fill(~is_seen, torch.finfo(torch.float32).min)
     given = {None: None, "seen": is_seen, "added": added}[mask]
-    found = appending_attention(keys, values, given, 0.3)(query, key, value)
-    for buffer, old, new in zip(buffers, before, (key, value), strict=True):
-        old[:rows, :, 2 + slots] = new[:, :, 0]
-        assert torch.equal(buffer, old)
-    given = None if given is None else is_seen
-    expected = scaled_dot_product_attention(
-        query.double(), keys.double(), values.double(), attn_mask=given, enable_gqa=True, scale=0.3
-    )
-    torch.testing.assert_close(found.double(), expected.transpose(1, 2), atol=2e-5, rtol=1e-4)
+    found = appending_attention(slots, given, 0.3)(query, *new)
+    assert all(torch.equal(buffer, after) for buffer, after in buffers)
+    first = 0
+    for (own, _), keys, values in zip(parts, full[::2], full[1::2], strict=True):
+        seen = None if mask is None else is_seen.expand(rows, -1, -1, -1)[first : first + own, ..., -keys.shape[2] :]
+        expected = scaled_dot_product_attention(
+            query[first : first + own].double(), keys, values, attn_mask=seen, enable_gqa=True, scale=0.3
+        )
+        torch.testing.assert_close(found[first : first + own].double(), expected.transpose(1, 2), atol=2e-5, rtol=1e-4)
+        first += own
+    assert first == len(found)
 
 
 @needs_kernels
 @pytest.mark.parametrize(("key", "why"), [
-    (torch.zeros(1, 2, 1, 8), "a new token of 1 rows, 2 heads of size 8 in a cache of 2 rows, 2 heads of size 8"),
-    (torch.zeros(2, 2, 2, 8), "a new token"), (torch.zeros(2, 2, 1, 16), "a new token"),
-    (torch.zeros(2, 2, 1, 8).double(), "another data type"),
+    (torch.zeros(1, 2, 1, 8), "new tokens of 1 rows, 2 heads of size 8 in a cache of 2 rows, 2 heads of size 8"),
+    (torch.zeros(2, 2, 2, 8), "new tokens"), (torch.zeros(2, 2, 1, 16), "new tokens"),
+    (torch.zeros(2, 2, 1, 8).double(), "new tokens"),
 ])  # fmt: skip
 def test_a_token_that_does_not_fit_is_not_appended(key, why):
     keys, values = torch.ones(2, 2, 5, 8), torch.ones(2, 2, 5, 8)
-    attend = appending_attention(keys, values, None, None)
+    attend = appending_attention(OpenSlots([keys], [values], [2, 1]), None, None)
     with pytest.raises(RuntimeError, match=why):
         attend(torch.zeros(2, 4, 1, 8), key, torch.zeros(2, 2, 1, 8))
     assert keys.all()
     assert values.all()
+    with pytest.raises(RuntimeError, match="a cache of 4 rows that has no slot for each"):
+        appending_attention(OpenSlots([keys], [values], [4, 1]), None, None)(*[torch.zeros(4, 2, 1, 8)] * 3)
+    with pytest.raises(RuntimeError, match="a query of another data type"):
+        attend(torch.zeros(2, 4, 1, 8).double(), *[torch.zeros(2, 2, 1, 8)] * 2)
 
 
 @needs_kernels
 def test_what_no_token_is_appended_to():
     slots = torch.zeros(2, 2, 5, 8)
+    made = lambda one, mask=None: appending_attention(OpenSlots([one], [one], [2, 1]), mask, None)  # noqa: E731
     for keys, mask in (
         (slots.double(), None), (torch.zeros(2, 2, 5, 12), None), (slots, torch.ones(2, 1, 1, 6)),
         (slots, torch.ones(2, 2, 1, 5)), (slots, torch.ones(2, 5)),
     ):  # fmt: skip
-        assert appending_attention(keys, keys, mask, None) is None
+        assert made(keys, mask) is None
     slots.requires_grad_()
-    assert appending_attention(slots, slots, None, None) is None
+    assert made(slots) is None
     with torch.no_grad():
-        assert appending_attention(slots, slots, None, None) is not None
+        assert made(slots) is not None
     with torch.autocast("cpu"), torch.no_grad():
-        assert appending_attention(slots, slots, None, None) is None
+        assert made(slots) is None
 
 
 @needs_kernels

@@ -146,28 +146,46 @@ def test_all_caches(llama, cache):
         assert out.stats.compiled == ("off: no step after a prompt yet" if cache == "none" else "4 layers")
 
 
-@needs_kernels
-@pytest.mark.parametrize("cache", ["dynamic", "static", "offloaded"])
-def test_the_kernel_appends_where_the_cache_allows(llama, cache, monkeypatch):
-    """In caches that keep what they are given where it is; without it the text is the same."""
-    made, own = [], layer_attention.appending_attention
+@pytest.fixture
+def appended(monkeypatch):
+    """The caches that the kernel appends to, in each layer of each step."""
+    parts, own = [], layer_attention.appending_attention
 
-    def noting(*arguments):
-        made.append(own(*arguments))
-        return made[-1]
+    def noting(slots, *arguments):
+        parts.append(slots.parts)
+        found = own(slots, *arguments)
+        assert found is not None
+        return found
 
     monkeypatch.setattr(layer_attention, "appending_attention", noting)
-    for inputs in (prompt(1, pads=0), prompt(3), prompt(3, pads=0)):
-        generator = generator_of(llama)
-        generator.generate(inputs, **GREEDY, cache=cache)
-        made.clear()
+    return parts
+
+
+@needs_kernels
+@pytest.mark.parametrize("cache", ["dynamic", "static", "offloaded"])
+@pytest.mark.parametrize("inputs", [prompt(1, pads=0), prompt(3), prompt(3, pads=0)])
+def test_the_kernel_appends_where_the_cache_keeps_what_it_is_given(llama, inputs, cache, appended):
+    generator, rows = generator_of(llama, len(inputs["input_ids"])), len(inputs["input_ids"])
+    for _ in range(2):  # the first call records the layers
+        appended.clear()
         out = generator.generate(inputs, **GREEDY, cache=cache)
-        assert len(made) == (0 if cache == "offloaded" else 4 * (GREEDY["max_new_tokens"] - 1))
-        assert None not in made
         assert torch.equal(out.sequences, reference(llama, inputs))
+    assert appended == [[rows, 1]] * (0 if cache == "offloaded" else 4 * (GREEDY["max_new_tokens"] - 1))
 
 
-def test_prompts_of_a_batch(llama):
+@needs_kernels
+def test_the_kernel_appends_to_rows_that_share_a_prefix(llama, appended):
+    generator, arguments = generator_of(llama, 3), {"num_beams": 3, "length_penalty": 0.5}
+    for _ in range(2):
+        appended.clear()
+        out = generator.generate(prompt(1, pads=0), **GREEDY | arguments)
+        assert torch.equal(out.sequences, reference(llama, prompt(1, pads=0), **arguments))
+    # The first step after the fork allocates the rows' own slots.
+    assert appended == [[3, 2]] * 4 * (GREEDY["max_new_tokens"] - 2)
+
+
+@needs_kernels
+def test_prompts_of_a_batch(llama, appended):
     prompts = [prompt(1, tokens=tokens, pads=0)["input_ids"] for tokens in (6, 19, 11)]
     found = {}
     for config in (AUTO, engine.EngineConfig()):
@@ -176,6 +194,7 @@ def test_prompts_of_a_batch(llama):
         found[config.compile] = sorted(out.sequences.tolist() for out in done), {out.stats.compiled for out in done}
     assert found["auto"][0] == found["off"][0]
     assert found["auto"][1] == {"4 layers"}
+    assert [1] * 6 in appended, "three caches of one row and one segment"
 
 
 def test_eager_attention(llama):

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig
 
 import caches
+from caches.attention.segmented_tensor import segments_of
 from caches.spec import rope
 from caches.spec.layer_spec import INDEX, KV, STATE, AttentionSpan, LayerSpec
 from configs import ConfigError, EncoderDecoderCacheConfig
@@ -177,9 +178,11 @@ def recurrent_of(tokens: Tokens, layer: int) -> torch.Tensor:
     return torch.tensor(states, dtype=torch.float64)
 
 
-def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two views show the same elements."""
-    return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
+def are_segments_of(tensors: list[torch.Tensor], read: torch.Tensor) -> bool:
+    """Whether these are the segments of what attention reads, in the same memory."""
+    segments = [getattr(one, "segment", one).tensor for one in segments_of(read)]
+    place = lambda one: (one.data_ptr(), one.shape, one.stride())  # noqa: E731
+    return list(map(place, tensors)) == list(map(place, segments))
 
 
 def forward_layer(own: caches.Cache, spec: LayerSpec, layer: int, tokens: Tokens) -> dict[str, torch.Tensor]:
@@ -194,7 +197,8 @@ def forward_layer(own: caches.Cache, spec: LayerSpec, layer: int, tokens: Tokens
         slots = own.open_slots(layer)
         handed["keys"], handed["values"] = own.update(keys_of(tokens, layer), -keys_of(tokens, layer), layer)
         if slots is not None:
-            assert all(map(is_same_memory, slots, (handed["keys"], handed["values"])))
+            assert slots.parts == [len(tokens), len(slots.keys)]
+            assert all(map(are_segments_of, (slots.keys, slots.values), (handed["keys"], handed["values"])))
     convolutions, recurrent = states_of(spec)
     for number in range(convolutions):
         new, held = conv_of(tokens, layer, number), own.get_conv_state(layer, number)

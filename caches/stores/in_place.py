@@ -1,0 +1,34 @@
+"""Stores that write new tokens as they are given, in place: a kernel can do that for them.
+
+Other stores change what they are given, or copy it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from caches.attention.open_slots import OpenSlots
+from caches.stores.dense import FixedStore, GrowingStore
+from caches.stores.shared_prefix import ForkedStore
+from caches.stores.store import Store
+
+
+def open_slots(keys: Store, values: Store) -> OpenSlots | None:
+    """Of a layer in an open step of one token; None where `append` does more than write them."""
+    of_keys, of_values = _segments(keys), _segments(values)
+    if of_keys is None or of_values is None:
+        return None
+    return OpenSlots(of_keys, of_values, [of_keys[-1].shape[0], len(of_keys)])
+
+
+def _segments(store: Store) -> list[torch.Tensor] | None:
+    """What `append` is about to return, in segments."""
+    if isinstance(store, ForkedStore):
+        prefix = store.prefix.read() if _is_plain(store.prefix) else None
+        return None if prefix is None or (own := _segments(store.suffix)) is None else [prefix, *own]
+    slots = store.open_slots() if isinstance(store, GrowingStore) and _is_plain(store) else None
+    return None if slots is None else [slots]
+
+
+def _is_plain(store: Store) -> bool:
+    return type(store) in (GrowingStore, FixedStore)  # a class of others may change what it is given
