@@ -21,6 +21,7 @@
 namespace {
 
 using torch::stable::Tensor;
+constexpr auto Float = torch::headeronly::ScalarType::Float;
 
 #ifdef __AVX512F__
 constexpr int64_t lanes = 16;
@@ -530,6 +531,48 @@ void check_fit(const Work& work, int64_t rows, const std::vector<Tensor>& keys, 
     STD_TORCH_CHECK(mask->size(axis) == 1 || mask->size(axis) == sizes[axis], "a mask that does not fit the queries");
 }
 
+void check_segments(const Tensor& queries, const std::vector<Tensor>& keys, const std::vector<Tensor>& values,
+                    const std::vector<int64_t>& parts, const std::optional<Tensor>& mask) {
+  size_t segments = 0;
+  bool are_counts = parts.size() % 2 == 0 && !parts.empty();
+  for (size_t i = 1; are_counts && i < parts.size(); i += 2) are_counts = parts[i] > 0, segments += parts[i];
+  STD_TORCH_CHECK(are_counts && segments == keys.size() && segments == values.size(), keys.size(),
+                  " segments of keys and ", values.size(), " of values, which are not those of the caches");
+  bool are_floats = queries.scalar_type() == Float && (!mask || mask->scalar_type() == Float);
+  for (const auto* of : {&keys, &values})
+    for (const Tensor& one : *of) are_floats = are_floats && one.scalar_type() == Float;
+  STD_TORCH_CHECK(are_floats, "tensors of another data type than float32");
+}
+
+// Copies the rows of `from` [rows, heads, 1, width] that begin at `first` to the last slots of `to`.
+void copy_last(const Tensor& from, int64_t first, const Tensor& to) {
+  const float* source = static_cast<const float*>(from.const_data_ptr()) + first * from.stride(0);
+  float* target = static_cast<float*>(to.mutable_data_ptr()) + (to.size(2) - 1) * to.stride(2);
+  for (int64_t row = 0; row < to.size(0); row++)
+    for (int64_t head = 0; head < to.size(1); head++)
+      for (int64_t i = 0; i < to.size(3); i++)
+        target[row * to.stride(0) + head * to.stride(1) + i] =
+          source[row * from.stride(0) + head * from.stride(1) + i * from.stride(3)];
+}
+
+void append(const Work& work, const Tensor& key, const Tensor& value, const std::vector<Tensor>& keys,
+            const std::vector<Tensor>& values) {
+  for (const auto& [one, width] : {std::pair(&key, work.width), std::pair(&value, work.out_width)})
+    STD_TORCH_CHECK(one->size(0) == work.rows && one->size(1) == work.heads && one->size(2) == 1 &&
+                      one->size(3) == width && one->scalar_type() == Float,
+                    "new keys or values of ", one->size(0), " rows, ", one->size(1), " heads of size ", one->size(3),
+                    " in caches of ", work.rows, " rows, ", work.heads, " heads of size ", width, " in float32");
+  std::vector<size_t> last;
+  for (const Part& part : work.parts) {
+    last.push_back((last.empty() ? -1 : last.back()) + part.common.size() + part.own.size());
+    STD_TORCH_CHECK(keys[last.back()].size(0) == part.rows && keys[last.back()].size(2) > 0,
+                    "a cache of ", part.rows, " rows without a slot for the new token of each");
+  }
+  for (size_t i = 0; i < last.size(); i++)
+    for (const auto& [from, to] : {std::pair(&key, &keys[last[i]]), std::pair(&value, &values[last[i]])})
+      copy_last(*from, work.parts[i].first, *to);
+}
+
 // The queries, times `scale`.
 std::vector<float> scaled(const Tensor& queries, float scale) {
   int64_t sizes[4], strides[4];
@@ -552,9 +595,11 @@ std::vector<float> scaled(const Tensor& queries, float scale) {
 // prompt, which come first. mask: added to the scores, [rows, KV heads, queries per KV head, slots] or 1 where it is the
 // same for all, the last slots of each row. All widths are multiples of 8. Returns [rows, heads, tokens, width of a
 // value].
-Tensor dense_attention(Tensor queries, std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> parts,
-                       std::optional<Tensor> mask, double scale) {
-  STD_TORCH_CHECK(keys.size() == values.size(), keys.size(), " segments of keys and ", values.size(), " of values");
+// new_key, new_value: see `append_and_attend`; null for none.
+Tensor attend(const Tensor& queries, const std::vector<Tensor>& keys, const std::vector<Tensor>& values,
+              const std::vector<int64_t>& parts, const std::optional<Tensor>& mask, double scale, const Tensor* new_key,
+              const Tensor* new_value) {
+  check_segments(queries, keys, values, parts, mask);
   const int64_t heads = keys[0].size(1), asked = queries.size(1) * queries.size(2);
   STD_TORCH_CHECK(asked % heads == 0, asked, " queries of a row for ", heads, " heads");
   const std::vector<float> of_queries = scaled(queries, scale);
@@ -570,6 +615,7 @@ Tensor dense_attention(Tensor queries, std::vector<Tensor> keys, std::vector<Ten
     part_of_row.resize(first + parts[i], i / 2);
   }
   check_fit(work, part_of_row.size(), keys, values, mask);
+  if (new_key) append(work, *new_key, *new_value, keys, values);
   const std::vector<Task> tasks = tasks_of(work);
   in_parallel(tasks.size(), [&](int64_t number) {
     const Task& task = tasks[number];
@@ -584,33 +630,16 @@ Tensor dense_attention(Tensor queries, std::vector<Tensor> keys, std::vector<Ten
   return out;
 }
 
-// Copies the rows from `first` on of `new` [rows, heads, 1, width] to the last slots of `slots`.
-void append(const Tensor& one, int64_t first, const Tensor& slots) {
-  const bool fits = first + slots.size(0) <= one.size(0) && one.size(1) == slots.size(1) && one.size(2) == 1 &&
-                    one.size(3) == slots.size(3) && one.scalar_type() == slots.scalar_type();
-  STD_TORCH_CHECK(fits, "new tokens of ", one.size(0), " rows, ", one.size(1), " heads of size ", one.size(3),
-                  " in a cache of ", slots.size(0), " rows, ", slots.size(1), " heads of size ", slots.size(3));
-  const float* from = static_cast<const float*>(one.const_data_ptr()) + first * one.stride(0);
-  float* to = static_cast<float*>(slots.mutable_data_ptr()) + (slots.size(2) - 1) * slots.stride(2);
-  for (int64_t row = 0; row < slots.size(0); row++)
-    for (int64_t head = 0; head < one.size(1); head++)
-      for (int64_t i = 0; i < one.size(3); i++)
-        to[row * slots.stride(0) + head * slots.stride(1) + i * slots.stride(3)] =
-          from[row * one.stride(0) + head * one.stride(1) + i * one.stride(3)];
+Tensor dense_attention(Tensor queries, std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> parts,
+                       std::optional<Tensor> mask, double scale) {
+  return attend(queries, keys, values, parts, mask, scale, nullptr, nullptr);
 }
 
 // `dense_attention`, where the last slots of the last segment of each cache take the key and value of a new token of
-// each row [rows, KV heads, 1, width] first. Returns [rows, 1, heads, width].
+// each row [rows, KV heads, 1, width] first. Returns [rows, 1, heads, width]. What does not fit is not written.
 Tensor append_and_attend(Tensor query, Tensor key, Tensor value, std::vector<Tensor> keys, std::vector<Tensor> values,
                          std::vector<int64_t> parts, std::optional<Tensor> mask, double scale) {
-  STD_TORCH_CHECK(query.scalar_type() == keys[0].scalar_type(), "a query of another data type than the keys");
-  int64_t first = 0;
-  for (size_t i = 0, segment = 0; i < parts.size(); first += parts[i], segment += parts[i + 1], i += 2) {
-    const size_t last = segment + parts[i + 1] - 1;
-    STD_TORCH_CHECK(keys[last].size(0) == parts[i], "a cache of ", parts[i], " rows that has no slot for each");
-    append(key, first, keys[last]), append(value, first, values[last]);
-  }
-  return torch::stable::transpose(dense_attention(query, keys, values, parts, mask, scale), 1, 2);
+  return torch::stable::transpose(attend(query, keys, values, parts, mask, scale, &key, &value), 1, 2);
 }
 
 }  // namespace

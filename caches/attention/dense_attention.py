@@ -1,5 +1,5 @@
 """Attention of one new token per row, in a C++ kernel (float32 on a CPU): of rows that share a prefix, of rows of
-several caches, of long texts.
+several caches, of long texts. In compiled layers the kernel also writes the new keys and values into the cache.
 
 A shared prefix is read once for all its rows, no tensor of scores is made, and the keys and values of a row are
 prefetched. The kernel is compiled on first use, in about 4 s, once per machine. Without a compiler torch computes
@@ -85,7 +85,7 @@ def appending_attention(
     keys, values, parts = slots
     if not (all(map(_is_supported, [*keys, *values])) and _can_compute(*keys, *values)):
         return None
-    if mask is not None and not (mask.ndim == 4 and mask.shape[1] == 1 and mask.shape[-1] == slots.most):
+    if mask is not None and not (mask.ndim == 4 and mask.shape[1:] == (1, 1, slots.most)):
         return None
     added = None if mask is None else to_add(mask, torch.float32).float()
     scale = keys[0].shape[-1] ** -0.5 if scale is None else scale

@@ -149,10 +149,11 @@ class Cache(SharedMethods, TransformersCache):
 
     def open_slots(self, layer_idx: int) -> OpenSlots | None:
         """What a layer's attention reads in a step of one token, after `begin`; None where `update` does more than
-        write its last slots."""
+        write its last slots, or was replaced."""
         layer = self.stack.layer(layer_idx, KV)
+        is_own = type(self).update is _OWN_UPDATE and "update" not in vars(self)
         of_one_token = self.stack.is_announced and self.stack.pending == 1
-        return layer.open_slots() if of_one_token and isinstance(layer, Layer) else None
+        return layer.open_slots() if is_own and of_one_token and isinstance(layer, Layer) else None
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Append the keys [rows, tokens, index_dim] by which a sparse layer chooses what to attend to; returns all."""
@@ -314,3 +315,6 @@ class Cache(SharedMethods, TransformersCache):
 
     def imposed_window(self, layer_idx: int) -> int | None:
         return self.stack.imposed_window(layer_idx)
+
+
+_OWN_UPDATE = Cache.update

@@ -45,9 +45,12 @@ class GrowingStore:
         return self._visible(buffer)
 
     def open_slots(self) -> torch.Tensor | None:
-        """What `append` will return in the open step, its last slots not written yet; None where it allocates it."""
+        """What `append` is about to return in the open step, the pending slots, its last ones, not written yet; None
+        where it returns something else."""
         timeline, buffer = self.timeline, self.buffer
-        if buffer is None or timeline.rows is None or timeline.overflow or self._is_too_small(buffer):
+        if buffer is None or timeline.rows is None or self._is_too_small(buffer):
+            return None
+        if timeline.overflow or timeline.graph:  # attention reads a copy, or all slots
             return None
         return self._visible(self._used(buffer))
 

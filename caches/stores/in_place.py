@@ -11,10 +11,11 @@ from caches.attention.open_slots import OpenSlots
 from caches.stores.dense import FixedStore, GrowingStore
 from caches.stores.shared_prefix import ForkedStore
 from caches.stores.store import Store
+from caches.timeline.timeline import Timeline
 
 
 def open_slots(keys: Store, values: Store) -> OpenSlots | None:
-    """Of a layer in an open step of one token; None where `append` does more than write them."""
+    """Those of the stores of a layer, in a step of one token; None where their `append` does more than write there."""
     of_keys, of_values = _segments(keys), _segments(values)
     if of_keys is None or of_values is None:
         return None
@@ -31,4 +32,6 @@ def _segments(store: Store) -> list[torch.Tensor] | None:
 
 
 def _is_plain(store: Store) -> bool:
-    return type(store) in (GrowingStore, FixedStore)  # a class of others may change what it is given
+    """Whether store and timeline are of our own classes: those of others may do anything with what they are given."""
+    is_own = type(store) in (GrowingStore, FixedStore) and type(store.timeline) is Timeline
+    return is_own and "append" not in vars(store)

@@ -207,23 +207,34 @@ def test_a_token_is_appended_first(parts, prompts, heads, repeats, width, mask):
     assert first == len(found)
 
 
+def slots_of(*rows, slots=5):
+    return [torch.ones(one, 2, slots, 8) for one in rows]
+
+
 @needs_kernels
-@pytest.mark.parametrize(("key", "why"), [
-    (torch.zeros(1, 2, 1, 8), "new tokens of 1 rows, 2 heads of size 8 in a cache of 2 rows, 2 heads of size 8"),
-    (torch.zeros(2, 2, 2, 8), "new tokens"), (torch.zeros(2, 2, 1, 16), "new tokens"),
-    (torch.zeros(2, 2, 1, 8).double(), "new tokens"),
+@pytest.mark.parametrize(("changes", "why"), [
+    ({"key": torch.zeros(1, 2, 1, 8)}, "of 1 rows, 2 heads of size 8 in caches of 3 rows, 2 heads of size 8"),
+    ({"key": torch.zeros(3, 2, 2, 8)}, "new keys or values"), ({"key": torch.zeros(5, 2, 1, 8)}, "of 5 rows"),
+    ({"value": torch.zeros(3, 2, 1, 16)}, "of size 16 in"), ({"value": torch.zeros(3, 1, 1, 8)}, "1 heads of size 8"),
+    ({"value": torch.zeros(3, 2, 1, 8).double()}, "in float32"), ({"query": torch.zeros(4, 4, 1, 8)}, "queries of 4"),
+    ({"query": torch.zeros(3, 4, 1, 8).double()}, "another data type"), ({"values": []}, "segments"),
+    ({"parts": [2, 1, 1]}, "segments"), ({"parts": [3, 0]}, "segments"), ({"parts": [2, 1, 2, 1]}, "for caches of 4"),
+    ({"mask": torch.zeros(3, 1, 1, 5).double()}, "data type"), ({"mask": torch.zeros(3, 1, 1, 4)}, "a mask of 4"),
+    ({"keys": slots_of(2, 1, slots=0), "values": slots_of(2, 1, slots=0)}, "of 2 rows without a slot"),
+    ({"keys": slots_of(3, 1), "values": slots_of(3, 1), "parts": [3, 2]}, "fit its cache of 3"),
+    ({"keys": slots_of(1, 3)[::-1], "values": slots_of(1, 3)[::-1], "parts": [3, 2]}, "fit its cache of 3"),
 ])  # fmt: skip
-def test_a_token_that_does_not_fit_is_not_appended(key, why):
-    keys, values = torch.ones(2, 2, 5, 8), torch.ones(2, 2, 5, 8)
-    attend = appending_attention(OpenSlots([keys], [values], [2, 1]), None, None)
+def test_what_does_not_fit_is_not_appended(changes, why):
+    given = {"query": torch.zeros(3, 4, 1, 8), "key": torch.zeros(3, 2, 1, 8), "value": torch.zeros(3, 2, 1, 8),
+             "keys": slots_of(2, 1), "values": slots_of(2, 1), "parts": [2, 1, 1, 1], "mask": None,
+             "scale": 1.0}  # fmt: skip
+    operator = dense_attention.KERNELS.or_error().append_and_attend
+    operator(**given)
+    assert not given["keys"][0][:, :, 4].any()
+    given |= {"keys": slots_of(2, 1), "values": slots_of(2, 1)} | changes
     with pytest.raises(RuntimeError, match=why):
-        attend(torch.zeros(2, 4, 1, 8), key, torch.zeros(2, 2, 1, 8))
-    assert keys.all()
-    assert values.all()
-    with pytest.raises(RuntimeError, match="a cache of 4 rows that has no slot for each"):
-        appending_attention(OpenSlots([keys], [values], [4, 1]), None, None)(*[torch.zeros(4, 2, 1, 8)] * 3)
-    with pytest.raises(RuntimeError, match="a query of another data type"):
-        attend(torch.zeros(2, 4, 1, 8).double(), *[torch.zeros(2, 2, 1, 8)] * 2)
+        operator(**given)
+    assert all(one.all() for one in (*given["keys"], *given["values"]))
 
 
 @needs_kernels
@@ -232,7 +243,7 @@ def test_what_no_token_is_appended_to():
     made = lambda one, mask=None: appending_attention(OpenSlots([one], [one], [2, 1]), mask, None)  # noqa: E731
     for keys, mask in (
         (slots.double(), None), (torch.zeros(2, 2, 5, 12), None), (slots, torch.ones(2, 1, 1, 6)),
-        (slots, torch.ones(2, 2, 1, 5)), (slots, torch.ones(2, 5)),
+        (slots, torch.ones(2, 2, 1, 5)), (slots, torch.ones(2, 5)), (slots, torch.ones(2, 1, 2, 5)),
     ):  # fmt: skip
         assert made(keys, mask) is None
     slots.requires_grad_()

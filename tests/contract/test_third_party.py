@@ -98,6 +98,37 @@ def test_slots_are_open_to_others_unless_a_store_changes_what_it_is_given(base):
         assert cache.open_slots(0) is None  # no step was begun
 
 
+@pytest.mark.parametrize("replaced", ["by its class", "of this cache", "of this store"])
+def test_slots_are_not_open_where_what_fills_them_was_replaced(replaced):
+    class Own(caches.Cache):
+        def update(self, *arguments):
+            return super().update(*arguments)
+
+    kind = Own if replaced == "by its class" else caches.Cache
+    cache = kind("own", [PLAIN], lambda slot: caches.GrowingStore(slot.timeline))
+    cache.begin(1)
+    cache.update(torch.ones(2, 2, 1, 8), torch.ones(2, 2, 1, 8), 0)
+    cache.commit()
+    cache.begin(1)
+    store = cache.layers[0].stores["values"]
+    if replaced == "of this cache":
+        assert cache.open_slots(0) is not None
+        cache.update = cache.update
+    elif replaced == "of this store":
+        assert cache.open_slots(0) is not None
+        store.append = store.append
+    assert cache.open_slots(0) is None
+
+
+def test_slots_of_a_step_in_one_graph_are_not_open():
+    cache = caches.Cache("own", [PLAIN], lambda slot: caches.FixedStore(slot.timeline), max_tokens=9, preallocated=True)
+    for graph in (False, False, True):
+        cache.begin(1, graph)
+        assert (cache.open_slots(0) is not None) == (cache.total_tokens > 0 and not graph)
+        cache.update(torch.ones(2, 2, 1, 8), torch.ones(2, 2, 1, 8), 0)
+        cache.commit()
+
+
 def test_a_refused_graph_changes_nothing():
     cache = caches.build("dynamic", CONFIG)
     cache.update(torch.randn(2, 2, 4, 8), torch.randn(2, 2, 4, 8), 0)

@@ -237,7 +237,6 @@ def test_what_a_cache_raises_comes_through_compiled_code(llama, error, monkeypat
             raise error
         return update(self, *arguments)
 
-    monkeypatch.setattr(caches.Cache, "open_slots", lambda *_: None)
     monkeypatch.setattr(caches.Cache, "update", failing)
     expected = reference(llama, prompt(2))
     calls.clear()

@@ -199,6 +199,7 @@ def forward_layer(own: caches.Cache, spec: LayerSpec, layer: int, tokens: Tokens
         if slots is not None:
             assert slots.parts == [len(tokens), len(slots.keys)]
             assert all(map(are_segments_of, (slots.keys, slots.values), (handed["keys"], handed["values"])))
+            assert torch.equal(slots.keys[-1][:, :, -1:], keys_of(tokens, layer))
     convolutions, recurrent = states_of(spec)
     for number in range(convolutions):
         new, held = conv_of(tokens, layer, number), own.get_conv_state(layer, number)
