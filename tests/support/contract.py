@@ -178,9 +178,9 @@ def recurrent_of(tokens: Tokens, layer: int) -> torch.Tensor:
     return torch.tensor(states, dtype=torch.float64)
 
 
-def are_segments_of(tensors: list[torch.Tensor], read: torch.Tensor) -> bool:
-    """Whether these are the segments of what attention reads, in the same memory."""
-    segments = [getattr(one, "segment", one).tensor for one in segments_of(read)]
+def are_segments_of(tensors: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> bool:
+    """Whether these are the segments of what attention reads of one or several caches, in the same memory."""
+    segments = [getattr(one, "segment", one).tensor for part in read for one in segments_of(part)]
     place = lambda one: (one.data_ptr(), one.shape, one.stride())  # noqa: E731
     return list(map(place, tensors)) == list(map(place, segments))
 
@@ -198,7 +198,7 @@ def forward_layer(own: caches.Cache, spec: LayerSpec, layer: int, tokens: Tokens
         handed["keys"], handed["values"] = own.update(keys_of(tokens, layer), -keys_of(tokens, layer), layer)
         if slots is not None:
             assert slots.parts == [len(tokens), len(slots.keys)]
-            assert all(map(are_segments_of, (slots.keys, slots.values), (handed["keys"], handed["values"])))
+            assert all(map(are_segments_of, slots[:2], ([handed["keys"]], [handed["values"]])))
             assert torch.equal(slots.keys[-1][:, :, -1:], keys_of(tokens, layer))
     convolutions, recurrent = states_of(spec)
     for number in range(convolutions):
