@@ -546,13 +546,15 @@ void check_segments(const Tensor& queries, const std::vector<Tensor>& keys, cons
 
 // Copies the rows of `from` [rows, heads, 1, width] that begin at `first` to the last slots of `to`.
 void copy_last(const Tensor& from, int64_t first, const Tensor& to) {
-  const float* source = static_cast<const float*>(from.const_data_ptr()) + first * from.stride(0);
-  float* target = static_cast<float*>(to.mutable_data_ptr()) + (to.size(2) - 1) * to.stride(2);
-  for (int64_t row = 0; row < to.size(0); row++)
-    for (int64_t head = 0; head < to.size(1); head++)
-      for (int64_t i = 0; i < to.size(3); i++)
-        target[row * to.stride(0) + head * to.stride(1) + i] =
-          source[row * from.stride(0) + head * from.stride(1) + i * from.stride(3)];
+  int64_t sizes[4], out_of[4], into[4];  // asking a tensor takes longer than copying a number
+  for (int64_t axis = 0; axis < 4; axis++)
+    sizes[axis] = to.size(axis), out_of[axis] = from.stride(axis), into[axis] = to.stride(axis);
+  const float* source = static_cast<const float*>(from.const_data_ptr()) + first * out_of[0];
+  float* target = static_cast<float*>(to.mutable_data_ptr()) + (sizes[2] - 1) * into[2];
+  for (int64_t row = 0; row < sizes[0]; row++)
+    for (int64_t head = 0; head < sizes[1]; head++)
+      for (int64_t i = 0; i < sizes[3]; i++)
+        target[row * into[0] + head * into[1] + i] = source[row * out_of[0] + head * out_of[1] + i * out_of[3]];
 }
 
 void append(const Work& work, const Tensor& key, const Tensor& value, const std::vector<Tensor>& keys,

@@ -317,4 +317,4 @@ class Cache(SharedMethods, TransformersCache):
         return self.stack.imposed_window(layer_idx)
 
 
-_OWN_UPDATE = Cache.update
+_OWN_UPDATE = Cache.update  # what a class or a program puts in its place may do more
