@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -223,6 +224,9 @@ struct Product {
 
   int64_t tiles() const { return (outs + outs_of_tile - 1) / outs_of_tile; }
 
+  // Of each thread. With more rows or smaller weights, taking a share costs more than it saves.
+  int64_t shares() const { return rows == 1 && sizeof(Weight) == sizeof(float) ? 8 : 1; }
+
   // One output of one row. Its weights are one stream, which AMD Zen 4 reads ahead better than four.
   float dot(const Weight* by) const {
     constexpr int at_once = 4;
@@ -315,20 +319,25 @@ std::unique_ptr<float[]> columns_of(const float* input, int64_t all_rows, int64_
   return columns;
 }
 
-// Products of the same input, in one parallel region.
+// Products of the same input, in one parallel region. Threads take shares of the outputs in turn: the one that memory or
+// other processes delay takes fewer of them.
 template <class Any>
 void compute(const std::vector<Any>& products) {
   int64_t tiles = 0;
   for (const Any& product : products) tiles += product.tiles();
-  const int64_t threads = torch::stable::get_num_threads();
-  torch::stable::parallel_for(0, tiles, std::max<int64_t>(1, (tiles + threads - 1) / threads),
-    [&products](int64_t from, int64_t to) {
+  const int64_t threads = torch::stable::get_num_threads(), shares = threads * products[0].shares();
+  const int64_t share = (tiles + shares - 1) / shares;
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, std::min(threads, tiles), 1, [&](int64_t, int64_t) {
+    for (int64_t from; (from = next.fetch_add(share, std::memory_order_relaxed)) < tiles;) {
+      int64_t to = std::min(from + share, tiles);
       for (const Any& product : products) {
         const int64_t own = product.tiles();
         if (from < own && to > 0) product.compute(std::max<int64_t>(from, 0), std::min(to, own));
         from -= own, to -= own;
       }
-    });
+    }
+  });
 }
 
 int64_t outs_of(const std::vector<Tensor>& weights) {
@@ -587,6 +596,8 @@ struct FourBits {
 #endif
 
   int64_t tiles() const { return outs / (2 * half_block * lanes); }
+
+  int64_t shares() const { return 1; }
 
   void compute(int64_t from, int64_t to) const {
     half_block == 1 ? blocks<1>(from, to) : half_block == 2 ? blocks<2>(from, to) : blocks<4>(from, to);
