@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -419,13 +420,15 @@ struct OfRow {
   }
 };
 
+// Threads take tasks in turn: the one that memory or other processes delay takes fewer of them.
 template <class Function>
 void in_parallel(int64_t tasks, const Function& function) {
-  const int64_t threads = torch::stable::get_num_threads();
-  torch::stable::parallel_for(0, tasks, std::max<int64_t>(1, (tasks + threads - 1) / threads),
-    [&function](int64_t from, int64_t to) {
-      for (int64_t task = from; task < to; task++) function(task);
-    });
+  const int64_t threads = torch::stable::get_num_threads(), share = (tasks + 8 * threads - 1) / (8 * threads);
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, std::min(threads, tasks), 1, [&](int64_t, int64_t) {
+    for (int64_t from; (from = next.fetch_add(share, std::memory_order_relaxed)) < tasks;)
+      for (int64_t task = from; task < std::min(from + share, tasks); task++) function(task);
+  });
 }
 
 // The rows of a cache. layout: their number, and how many segments they have. Those are read in this order.
