@@ -640,25 +640,76 @@ Tensor dense_attention(Tensor queries, std::vector<Tensor> keys, std::vector<Ten
   return attend(queries, keys, values, parts, mask, scale, nullptr, nullptr);
 }
 
-// `dense_attention`, where the last slots of the last segment of each cache take the key and value of a new token of
+// What the layers of a step attend to, from `open_layers` to `close_layers` in the same thread.
+struct OpenLayer {
+  std::vector<Tensor> keys, values;
+  double scale;
+};
+struct OpenStep {
+  std::vector<OpenLayer> layers;
+  std::vector<int64_t> parts;  // of each layer
+  std::optional<Tensor> mask;
+};
+thread_local OpenStep open_step;
+
+void close_layers() { open_step = {}; }
+
+bool can_be_read(const Tensor& one) {
+  return one.dim() == 4 && one.scalar_type() == Float && one.is_cpu() && one.size(3) % 8 == 0 &&
+         (one.stride(3) == 1 || one.numel() == 0);
+}
+
+// keys, values: of one layer after the other, as for `dense_attention`, and the last slots of the last segment of each
+// cache are not written yet. parts: of each layer, the same for all. mask: of all slots of the longest cache. scales: of
+// each layer. Returns whether `append_and_attend` can attend to them; otherwise nothing is open.
+bool open_layers(std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> parts,
+                 std::optional<Tensor> mask, std::vector<double> scales) {
+  close_layers();
+  for (const auto* of : {&keys, &values})
+    for (const Tensor& one : *of)
+      if (!can_be_read(one)) return false;
+  const size_t segments = keys.size() / scales.size();
+  STD_TORCH_CHECK(values.size() == keys.size() && segments * scales.size() == keys.size(), keys.size(),
+                  " segments of keys and ", values.size(), " of values, which are not those of ", scales.size(),
+                  " layers");
+  OpenStep step{{}, std::move(parts), std::move(mask)};
+  for (size_t layer = 0; layer < scales.size(); layer++) {
+    const size_t at = layer * segments;
+    step.layers.push_back({{keys.begin() + at, keys.begin() + at + segments},
+                           {values.begin() + at, values.begin() + at + segments}, scales[layer]});
+  }
+  open_step = std::move(step);
+  return true;
+}
+
+// `dense_attention` of an open layer, where the slots that are not written yet take the key and value of a new token of
 // each row [rows, KV heads, 1, width] first. Returns [rows, 1, heads, width]. What does not fit is not written.
-Tensor append_and_attend(Tensor query, Tensor key, Tensor value, std::vector<Tensor> keys, std::vector<Tensor> values,
-                         std::vector<int64_t> parts, std::optional<Tensor> mask, double scale) {
-  return torch::stable::transpose(attend(query, keys, values, parts, mask, scale, &key, &value), 1, 2);
+Tensor append_and_attend(int64_t layer, Tensor query, Tensor key, Tensor value) {
+  STD_TORCH_CHECK(layer >= 0 && layer < static_cast<int64_t>(open_step.layers.size()), "layer ", layer, " of ",
+                  open_step.layers.size(), " open ones");
+  const OpenLayer& of = open_step.layers[layer];
+  const Tensor found = attend(query, of.keys, of.values, open_step.parts, open_step.mask, of.scale, &key, &value);
+  return torch::stable::transpose(found, 1, 2);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(kvengine, library) {
-  library.def(
-    "append_and_attend(Tensor query, Tensor key, Tensor value, Tensor(a!)[] keys, Tensor(b!)[] values, int[] parts,"
-    " Tensor? mask, float scale) -> Tensor");
+  library.def("append_and_attend(int layer, Tensor query, Tensor key, Tensor value) -> Tensor");
+  library.def("close_layers() -> ()");
   library.def(
     "dense_attention(Tensor queries, Tensor[] keys, Tensor[] values, int[] parts, Tensor? mask, float scale)"
     " -> Tensor");
+  library.def(
+    "open_layers(Tensor(a!)[] keys, Tensor(b!)[] values, int[] parts, Tensor? mask, float[] scales) -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvengine, CPU, library) {
   library.impl("append_and_attend", TORCH_BOX(&append_and_attend));
   library.impl("dense_attention", TORCH_BOX(&dense_attention));
+  library.impl("open_layers", TORCH_BOX(&open_layers));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kvengine, CompositeExplicitAutograd, library) {
+  library.impl("close_layers", TORCH_BOX(&close_layers));
 }

@@ -9,6 +9,7 @@ attention, segment by segment and cache by cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -74,28 +75,37 @@ def one_token_attention(
 
 
 def appending_attention(
-    slots: OpenSlots, mask: torch.Tensor | None, scale: float | None
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """Attention of one new token per row that first writes its key and value to the last slot of its row; None where
-    the kernel cannot compute it.
+    layers: Sequence[OpenSlots], mask: torch.Tensor | None, scales: Sequence[float | None]
+) -> list[Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] | None:
+    """For each layer of a step, until `close_layers`: attention of one new token per row that first writes its key and
+    value to the last slot of its row. None where the kernel cannot compute it.
 
-    mask: of all heads, [rows or 1, 1, 1, slots], aligned right, or None. scale: see `one_token_attention`. The
-    function: from query [rows, heads, 1, width], key and value [rows, KV heads, 1, width] to [rows, 1, heads, width].
+    Of the layers that this thread has opened before, none is open afterwards.
+
+    layers: of the same caches. mask: of all heads, [rows or 1, 1, 1, slots], aligned right, or None. scales: of each
+    layer, see `one_token_attention`. The functions: from query [rows, heads, 1, width], key and value
+    [rows, KV heads, 1, width] to [rows, 1, heads, width].
     """
-    keys, values, parts = slots
-    if not (all(map(_is_supported, [*keys, *values])) and _can_compute(*keys, *values)):
+    keys, values = [one for slots in layers for one in slots.keys], [one for slots in layers for one in slots.values]
+    if not (all(type(one) is torch.Tensor for one in (*keys, *values)) and _can_compute(*keys, *values)):
         return None
-    if mask is not None and not (mask.ndim == 4 and mask.shape[1:] == (1, 1, slots.most)):
+    if any(slots.parts != layers[0].parts for slots in layers):
+        return None
+    if mask is not None and not (mask.ndim == 4 and all(mask.shape[1:] == (1, 1, slots.most) for slots in layers)):
         return None
     added = None if mask is None else to_add(mask, torch.float32).float()
-    scale = keys[0].shape[-1] ** -0.5 if scale is None else scale
-    append_and_attend = KERNELS.or_error().append_and_attend
+    by_layer = [slots.keys[0].shape[-1] ** -0.5 if scale is None else scale
+                for slots, scale in zip(layers, scales, strict=True)]  # fmt: skip
+    operators = KERNELS.or_error()
+    if not operators.open_layers(keys, values, layers[0].parts, added, by_layer):
+        return None
+    return [partial(operators.append_and_attend.default, layer) for layer in range(len(layers))]
 
-    def compute(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = append_and_attend(query, key, value, keys, values, parts, added, scale)
-        return found
 
-    return compute
+def close_layers() -> None:
+    """Let go of the tensors of the layers that this thread has opened."""
+    if (operators := KERNELS.if_loaded()) is not None:
+        operators.close_layers()
 
 
 def _tensors(part: torch.Tensor) -> list[torch.Tensor] | None:

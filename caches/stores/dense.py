@@ -78,7 +78,7 @@ class GrowingStore:
 
     def _visible(self, buffer: torch.Tensor) -> torch.Tensor:
         timeline = self.timeline
-        return buffer[:, :, timeline.start : timeline.end + timeline.pending]
+        return buffer.narrow(2, timeline.start, timeline.end + timeline.pending - timeline.start)
 
     def read_from(self, other: GrowingStore, takes_room: bool) -> None:
         """Hold the kept tokens of `other` where they are: see `Timeline.read_from`."""

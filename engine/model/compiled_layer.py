@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,11 +13,15 @@ import torch
 from torch import nn
 
 from caches.torch_api import buffers_of, load_package, parameters_of, tree_flatten, tree_leaves, tree_unflatten
-from engine.model.layer_attention import AttentionCall, Compute, LayerAttention, OpenCache, run
+from engine.model.layer_attention import AttentionCall, Compute, LayerAttention, OpenCache, attentions_of, run
 from engine.model.layer_step import Call, LayerStep, Place, Shape, have_shapes, open_size, tensors_of
 from engine.model.package_builder import LAYER
 
 Code: TypeAlias = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+
+
+Attentions: TypeAlias = Callable[[Sequence["CompiledLayer"], Any], list[Compute]]
+"""Attention of some layers, which are computed next, given the mask of all of them."""
 
 
 class OtherInputs(Exception):
@@ -98,6 +102,12 @@ class CompiledLayer:
         )
 
     @property
+    def known_attention(self) -> LayerAttention:
+        """How it calls attention, after `bind`."""
+        assert self._attention is not None
+        return self._attention
+
+    @property
     def has_its_weights(self) -> bool:
         """Whether the layer's weights are still where the code reads them."""
         return self._addresses == [tensor.data_ptr() for tensor in self._present_weights()]
@@ -120,22 +130,18 @@ class CompiledLayer:
             raise OtherInputs
         return inputs, mask
 
-    def attention(self, mask: Any, handle: Any) -> Compute:
-        """That of a step, which updates the cache that is the model's argument `handle`."""
-        assert self._attention is not None
-        return self._attention.appending(handle, mask) or partial(self._attention.compute, handle, mask)
-
     def compute(self, inputs: list[torch.Tensor], attention: Compute) -> list[torch.Tensor]:
         """What the code returns for the tensors of a call."""
         assert self._code is not None
         return run(self._code, inputs, attention)
 
-    def computing(self, attention: Callable[[CompiledLayer, Any], Compute]) -> Callable[..., Any]:
-        """A forward that runs the code. attention: of this layer, given its mask."""
+    def computing(self, attentions: Attentions) -> Callable[..., Any]:
+        """A forward that runs the code."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             inputs, mask = self.inputs_of(args, kwargs)
-            out = self.compute(inputs, attention(self, mask))
+            [attention] = attentions([self], mask)
+            out = self.compute(inputs, attention)
             return out[0] if self._result is None else _filled(self._result, _present(out))
 
         return self._in_this_thread(forward)
@@ -167,6 +173,15 @@ class CompiledLayer:
             return (self._own_forward if own else compute)(*args, **kwargs)
 
         return forward
+
+
+def attentions_with(handle: Any) -> Attentions:
+    """Those of a step, which update the cache that is the model's argument `handle`."""
+
+    def attentions(layers: Sequence[CompiledLayer], mask: Any) -> list[Compute]:
+        return attentions_of([layer.known_attention for layer in layers], handle, mask)
+
+    return attentions
 
 
 def _repeated(known: AttentionCall, given: list[torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import builtins
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -34,12 +34,14 @@ PLAIN = (bool, int, float, str, type(None))  # the types of arguments that compi
 
 
 class LayerAttention(NamedTuple):
-    """How a layer, of this number, calls attention: which function, with which module and options."""
+    """How a layer, of this number, calls attention: which function, with which module and options. is_plain: whether
+    that is transformers' "sdpa" with no options that the kernel does not know."""
 
     number: int
     function: Function
     module: nn.Module
     options: dict[str, Any]
+    is_plain: bool = False
 
     def compute(
         self, handle: Any, mask: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -49,16 +51,26 @@ class LayerAttention(NamedTuple):
         keys, values = handle.update(key.clone(), value.clone(), self.number)
         return self.function(self.module, query, keys, values, mask, **self.options)[0]
 
-    def appending(self, handle: Any, mask: Any) -> Compute | None:
-        """`compute` as one operator, in a step of one token per row; None where the cache or attention need more."""
-        if not (isinstance(handle, (Cache, JoinedCaches)) and is_plain(self.function, self.options)):
+
+def attentions_of(layers: Sequence[LayerAttention], handle: Any, mask: Any) -> list[Compute]:
+    """Those of layers that are computed next in this thread, until `close_layers`. handle, mask: see `compute`; all
+    layers take the same mask."""
+    return _appending(layers, handle, mask) or [partial(layer.compute, handle, mask) for layer in layers]
+
+
+def _appending(layers: Sequence[LayerAttention], handle: Any, mask: Any) -> list[Compute] | None:
+    """One operator for each layer, in a step of one token per row; None where the cache or attention need more."""
+    if not (isinstance(handle, (Cache, JoinedCaches)) and all(layer.is_plain for layer in layers)):
+        return None
+    slots = []
+    for layer in layers:
+        of_layer = handle.open_slots(layer.number)
+        if of_layer is None:
             return None
-        slots = handle.open_slots(self.number)
-        if slots is None:
-            return None
-        if isinstance(handle, JoinedCaches) and handle.are_visible(self.number, slots.most):
-            mask = None
-        return appending_attention(slots, mask, self.options.get("scaling"))
+        slots.append(of_layer)
+    if isinstance(handle, JoinedCaches) and handle.are_visible(layers[0].number, slots[0].most):
+        mask = None
+    return appending_attention(slots, mask, [layer.options.get("scaling") for layer in layers])
 
 
 class AttentionCall(NamedTuple):
@@ -121,7 +133,8 @@ class OpenCache:
         others = {name for name, one in options.items() if not isinstance(one, PLAIN)}
         self.is_used_otherwise |= any(_reads(function, name) for name in others)
         read = {name: one for name, one in options.items() if name not in others}
-        self.calls.append(AttentionCall(attention._replace(options=read), mask, (query, key, value), found))
+        attention = attention._replace(options=read, is_plain=is_plain(function, read))
+        self.calls.append(AttentionCall(attention, mask, (query, key, value), found))
         return found, None
 
 

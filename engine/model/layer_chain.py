@@ -13,25 +13,19 @@ import torch
 from torch import nn
 
 from caches.torch_api import tree_flatten
-from engine.model.compiled_layer import CompiledLayer
-from engine.model.layer_attention import Compute
+from engine.model.compiled_layer import Attentions, CompiledLayer
 from engine.model.layer_step import Call
 
 
 class LayerChain:
     """In place of `layers` it gives the thread that made it one layer, which computes all of them.
 
-    Other threads are given the layers themselves. links: all of them. attention: of a layer, given its mask. calls: how
+    Other threads are given the layers themselves. links: all of them. calls: how
     often they were computed.
     """
 
-    def __init__(
-        self,
-        layers: nn.ModuleList,
-        links: Sequence[CompiledLayer],
-        attention: Callable[[CompiledLayer, Any], Compute],
-    ):
-        self._layers, self._links, self._attention, self._thread = layers, links, attention, threading.get_ident()
+    def __init__(self, layers: nn.ModuleList, links: Sequence[CompiledLayer], attentions: Attentions):
+        self._layers, self._links, self._attentions, self._thread = layers, links, attentions, threading.get_ident()
         self._joined, self.calls = [_Joined(links[0].module, self._compute)], 0
 
     def discard(self) -> None:
@@ -56,8 +50,7 @@ class LayerChain:
     def _compute(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.calls += 1
         (hidden, *shared), mask = self._links[0].inputs_of(args, kwargs)
-        attentions = [self._attention(layer, mask) for layer in self._links]
-        for layer, attention in zip(self._links, attentions, strict=True):
+        for layer, attention in zip(self._links, self._attentions(self._links, mask), strict=True):
             [hidden] = layer.compute([hidden, *shared], attention)
         return hidden
 

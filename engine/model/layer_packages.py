@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
 from caches import CacheError, read_specs
+from caches.attention.dense_attention import close_layers
 from caches.out_of_memory import is_out_of_memory
 from caches.torch_api import hooks_of
 from caches.transformers_api import attn_implementation, records_outputs
 from engine.errors import OptionError
-from engine.model.compiled_layer import CompiledLayer, OtherInputs
+from engine.model.compiled_layer import Attentions, CompiledLayer, OtherInputs, attentions_with
 from engine.model.layer_attention import Compute
 from engine.model.layer_chain import LayerChain, are_chained
 from engine.model.layer_step import plain_attributes, rows_like
@@ -53,7 +54,7 @@ class LayerPackages:
     def __init__(self, model: PreTrainedModel, linears: Table | None):
         self.model, self.linears = model, linears
         self._sets: dict[Any, _Set] = {}
-        self.state = _NO_STEP
+        self.state, self._attention = _NO_STEP, _attention_of(model)
         self._retries = False
 
     def __len__(self) -> int:
@@ -79,7 +80,7 @@ class LayerPackages:
         """What computes the next step in place of the model; None for the model itself. tokens: of each row."""
         if cache.handle is None or cache.total_tokens == 0 or tokens > (_MOST_TOKENS if rows == 1 else 1):
             return None
-        attention, why = _attention_of(self.model), None
+        attention, why = self._attention, None
         if rows > _MOST_ROWS:
             why = f"for more than {_MOST_ROWS} rows it gains nothing"
         elif torch.is_autocast_enabled("cpu"):
@@ -104,7 +105,7 @@ class LayerPackages:
     def begin_run(self) -> None:
         """Look again for hooks and for the place of the weights, before the next step: once per run, as it takes longer
         than some steps. What changes in the middle of a run takes part from the next run on."""
-        self.state = _NO_STEP
+        self.state, self._attention = _NO_STEP, _attention_of(self.model)
         for one in self._sets.values():
             one.is_checked = False
 
@@ -185,6 +186,8 @@ class _Set:
                 raise
             self._refuse(_why(error))
             raise ComputeAgain from error
+        finally:
+            close_layers()
 
     def _compute(self, handle: Any, inputs: dict[str, Any]) -> ModelOutput:
         if self.phase == "record":
@@ -196,10 +199,10 @@ class _Set:
             return self._compare(inputs, handle)
         if self.phase == "join":
             return self._try_chain(inputs, handle)
-        attention = partial(CompiledLayer.attention, handle=handle)
+        attentions = attentions_with(handle)
         if self._is_chained:
-            return self._chained(inputs, attention)
-        return self._with_forwards(inputs, {layer: layer.computing(attention) for layer in self._layers})
+            return self._chained(inputs, attentions)
+        return self._with_forwards(inputs, {layer: layer.computing(attentions) for layer in self._layers})
 
     def _compare(self, inputs: dict[str, Any], handle: Any) -> ModelOutput:
         """Compute the model's own layers, and compare them with the compiled ones."""
@@ -217,20 +220,23 @@ class _Set:
         """Compute compiled layers one by one, then as one call with the same results of attention: are they equal?"""
         found: dict[CompiledLayer, torch.Tensor] = {}
 
-        def kept(layer: CompiledLayer, mask: Any) -> Compute:
-            attention = layer.attention(mask, handle)
+        def kept(layers: Sequence[CompiledLayer], mask: Any) -> list[Compute]:
+            [layer], [attention] = layers, attentions_with(handle)(layers, mask)
 
             def compute(*new: torch.Tensor) -> torch.Tensor:
                 result = attention(*new)
                 found[layer] = result.clone()  # the code may write other values there
                 return result
 
-            return compute
+            return [compute]
+
+        def repeated(layers: Sequence[CompiledLayer], mask: Any) -> list[Compute]:
+            return [lambda *new, layer=layer: found[layer] for layer in layers]
 
         outputs = self._with_forwards(inputs, {layer: layer.computing(kept) for layer in self._layers})
         if self._can_be_chained and not self._calls_hooks(self._model.modules()):  # they would be called twice
             try:
-                chained = self._chained(inputs, lambda layer, mask: lambda *new: found[layer]).logits
+                chained = self._chained(inputs, repeated).logits
                 self._is_chained = torch.equal(chained, outputs.logits)
             except OtherInputs:
                 raise
@@ -240,10 +246,10 @@ class _Set:
         self.phase = "use"
         return outputs
 
-    def _chained(self, inputs: dict[str, Any], attention: Callable[[CompiledLayer, Any], Compute]) -> ModelOutput:
+    def _chained(self, inputs: dict[str, Any], attentions: Attentions) -> ModelOutput:
         """The model's forward with a chain in place of its list of layers."""
         owner, name = self._place
-        chain, attributes = LayerChain(self._list, self._layers, attention), vars(owner)
+        chain, attributes = LayerChain(self._list, self._layers, attentions), vars(owner)
         try:
             attributes[name] = chain  # is found before the module of this name
             outputs = self._model(**inputs)

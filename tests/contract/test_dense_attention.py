@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import caches
 import engine
 from caches.attention import dense_attention
-from caches.attention.dense_attention import appending_attention, one_token_attention
+from caches.attention.dense_attention import appending_attention, close_layers, one_token_attention
 from caches.attention.joined_tensor import JoinedTensor
 from caches.attention.open_slots import OpenSlots
 from caches.attention.segmented_tensor import SegmentedTensor, plain
@@ -194,8 +194,15 @@ def test_a_token_is_appended_first(parts, prompts, heads, repeats, width, mask):
     is_seen[..., -1] = True
     added = torch.zeros(is_seen.shape).masked_fill(~is_seen, torch.finfo(torch.float32).min)
     given = {None: None, "seen": is_seen, "added": added}[mask]
-    found = appending_attention(slots, given, 0.3)(query, *new)
+    other = OpenSlots([one.clone() for one in slots.keys], [one.clone() for one in slots.values], slots.parts)
+    before = [one.clone() for one in (*other.keys, *other.values)]
+    of_layers = appending_attention([other, slots], given, [None, 0.3])
+    found = of_layers[1](query, *new)
+    assert all(map(torch.equal, before, [*other.keys, *other.values]))
     assert all(torch.equal(buffer, after) for buffer, after in buffers)
+    close_layers()
+    with pytest.raises(RuntimeError, match="layer 1 of 0 open ones"):
+        of_layers[1](query, *new)
     first = 0
     for (own, _), keys, values in zip(parts, full[::2], full[1::2], strict=True):
         seen = None if mask is None else is_seen.expand(rows, -1, -1, -1)[first : first + own, ..., -keys.shape[2] :]
@@ -228,19 +235,25 @@ def test_what_does_not_fit_is_not_appended(changes, why):
     given = {"query": torch.zeros(3, 4, 1, 8), "key": torch.zeros(3, 2, 1, 8), "value": torch.zeros(3, 2, 1, 8),
              "keys": slots_of(2, 1), "values": slots_of(2, 1), "parts": [2, 1, 1, 1], "mask": None,
              "scale": 1.0}  # fmt: skip
-    operator = dense_attention.KERNELS.or_error().append_and_attend
-    operator(**given)
+    operators = dense_attention.KERNELS.or_error()
+
+    def append(query, key, value, keys, values, parts, mask, scale):
+        operators.open_layers(keys, values, parts, mask, [scale])
+        operators.append_and_attend(0, query, key, value)
+
+    append(**given)
     assert not given["keys"][0][:, :, 4].any()
     given |= {"keys": slots_of(2, 1), "values": slots_of(2, 1)} | changes
     with pytest.raises(RuntimeError, match=why):
-        operator(**given)
+        append(**given)
+    close_layers()
     assert all(one.all() for one in (*given["keys"], *given["values"]))
 
 
 @needs_kernels
 def test_what_no_token_is_appended_to():
     slots = torch.zeros(2, 2, 5, 8)
-    made = lambda one, mask=None: appending_attention(OpenSlots([one], [one], [2, 1]), mask, None)  # noqa: E731
+    made = lambda one, mask=None: appending_attention([OpenSlots([one], [one], [2, 1])], mask, [None])  # noqa: E731
     for keys, mask in (
         (slots.double(), None), (torch.zeros(2, 2, 5, 12), None), (slots, torch.ones(2, 1, 1, 6)),
         (slots, torch.ones(2, 2, 1, 5)), (slots, torch.ones(2, 5)), (slots, torch.ones(2, 1, 2, 5)),
@@ -252,6 +265,7 @@ def test_what_no_token_is_appended_to():
         assert made(slots) is not None
     with torch.autocast("cpu"), torch.no_grad():
         assert made(slots) is None
+    close_layers()
 
 
 @needs_kernels

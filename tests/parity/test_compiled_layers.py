@@ -151,9 +151,9 @@ def appended(monkeypatch):
     """The caches that the kernel appends to, in each layer of each step."""
     parts, own = [], layer_attention.appending_attention
 
-    def noting(slots, *arguments):
-        parts.append(slots.parts)
-        found = own(slots, *arguments)
+    def noting(layers, *arguments):
+        parts.extend(slots.parts for slots in layers)
+        found = own(layers, *arguments)
         assert found is not None
         return found
 
