@@ -668,10 +668,10 @@ bool open_layers(std::vector<Tensor> keys, std::vector<Tensor> values, std::vect
   for (const auto* of : {&keys, &values})
     for (const Tensor& one : *of)
       if (!can_be_read(one)) return false;
-  const size_t segments = keys.size() / scales.size();
-  STD_TORCH_CHECK(values.size() == keys.size() && segments * scales.size() == keys.size(), keys.size(),
+  STD_TORCH_CHECK(!scales.empty() && values.size() == keys.size() && keys.size() % scales.size() == 0, keys.size(),
                   " segments of keys and ", values.size(), " of values, which are not those of ", scales.size(),
                   " layers");
+  const size_t segments = keys.size() / scales.size();
   OpenStep step{{}, std::move(parts), std::move(mask)};
   for (size_t layer = 0; layer < scales.size(); layer++) {
     const size_t at = layer * segments;

@@ -226,6 +226,7 @@ def slots_of(*rows, slots=5):
     ({"value": torch.zeros(3, 2, 1, 8).double()}, "in float32"), ({"query": torch.zeros(4, 4, 1, 8)}, "queries of 4"),
     ({"query": torch.zeros(3, 4, 1, 8).double()}, "another data type"), ({"values": []}, "segments"),
     ({"parts": [2, 1, 1]}, "segments"), ({"parts": [3, 0]}, "segments"), ({"parts": [2, 1, 2, 1]}, "for caches of 4"),
+    ({"values": slots_of(2)}, "of 1 layers"),
     ({"mask": torch.zeros(3, 1, 1, 5).double()}, "data type"), ({"mask": torch.zeros(3, 1, 1, 4)}, "a mask of 4"),
     ({"keys": slots_of(2, 1, slots=0), "values": slots_of(2, 1, slots=0)}, "of 2 rows without a slot"),
     ({"keys": slots_of(3, 1), "values": slots_of(3, 1), "parts": [3, 2]}, "fit its cache of 3"),

@@ -118,6 +118,14 @@ def test_a_dropped_result_frees_its_cache(llama):
         gc.enable()
 
 
+@needs_kernels
+def test_no_layer_is_open_after_a_step(llama, appended):
+    generator_of(llama).generate(prompt(2), **GREEDY)
+    assert appended
+    with pytest.raises(RuntimeError, match="layer 0 of 0 open ones"):
+        torch.ops.kvengine.append_and_attend(0, *torch.zeros(3, 2, 4, 1, 8))
+
+
 def test_an_exception_of_a_signal_comes_through_compiled_code():
     """Its handler ran before the operator could catch it: torch has made another error of it."""
 
