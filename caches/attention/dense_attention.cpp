@@ -423,7 +423,7 @@ struct OfRow {
 // Threads take tasks in turn: the one that memory or other processes delay takes fewer of them.
 template <class Function>
 void in_parallel(int64_t tasks, const Function& function) {
-  const int64_t threads = torch::stable::get_num_threads(), share = (tasks + 8 * threads - 1) / (8 * threads);
+  const int64_t threads = torch::stable::get_num_threads(), share = std::max<int64_t>(1, tasks / (8 * threads));
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, std::min(threads, tasks), 1, [&](int64_t, int64_t) {
     for (int64_t from; (from = next.fetch_add(share, std::memory_order_relaxed)) < tasks;)
@@ -499,7 +499,7 @@ void read_rows(const Work& work, const std::vector<int64_t>& part_of_row, float*
   const auto sums_of = [&](int64_t share, int64_t query) {
     return share == 0 ? out + query * width : &others[((share - 1) * queries + query) * width];
   };
-  // Neighbours are rows, which may have different lengths: each thread gets some heads of all.
+  // Neighbours are rows, which may have different lengths: a thread takes some of all.
   const auto first_of = [&](int64_t number) { return work.at(number % work.rows, number / work.rows, 0); };
   const auto finish = [&](int64_t number) {
     for (int64_t query = first_of(number), end = query + work.each; query < end; query++) {
@@ -647,7 +647,7 @@ struct OpenLayer {
 };
 struct OpenStep {
   std::vector<OpenLayer> layers;
-  std::vector<int64_t> parts;  // of each layer
+  std::vector<int64_t> parts;  // of every layer
   std::optional<Tensor> mask;
 };
 thread_local OpenStep open_step;
@@ -655,13 +655,12 @@ thread_local OpenStep open_step;
 void close_layers() { open_step = {}; }
 
 bool can_be_read(const Tensor& one) {
-  return one.dim() == 4 && one.scalar_type() == Float && one.is_cpu() && one.size(3) % 8 == 0 &&
-         (one.stride(3) == 1 || one.numel() == 0);
+  return one.dim() == 4 && one.scalar_type() == Float && one.is_cpu() && one.size(3) % 8 == 0 && one.stride(3) == 1;
 }
 
 // keys, values: of one layer after the other, as for `dense_attention`, and the last slots of the last segment of each
-// cache are not written yet. parts: of each layer, the same for all. mask: of all slots of the longest cache. scales: of
-// each layer. Returns whether `append_and_attend` can attend to them; otherwise nothing is open.
+// cache are not written yet: `append_and_attend` writes them. parts: of every layer. mask: of all slots of the longest
+// cache. scales: one for each layer. Returns whether `append_and_attend` can attend to them; otherwise nothing is open.
 bool open_layers(std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> parts,
                  std::optional<Tensor> mask, std::vector<double> scales) {
   close_layers();

@@ -80,14 +80,15 @@ def appending_attention(
     """For each layer of a step, until `close_layers`: attention of one new token per row that first writes its key and
     value to the last slot of its row. None where the kernel cannot compute it.
 
-    Of the layers that this thread has opened before, none is open afterwards.
+    Functions that an earlier call in this thread has returned must not be called any more.
 
     layers: of the same caches. mask: of all heads, [rows or 1, 1, 1, slots], aligned right, or None. scales: of each
     layer, see `one_token_attention`. The functions: from query [rows, heads, 1, width], key and value
     [rows, KV heads, 1, width] to [rows, 1, heads, width].
     """
     keys, values = [one for slots in layers for one in slots.keys], [one for slots in layers for one in slots.values]
-    if not (all(type(one) is torch.Tensor for one in (*keys, *values)) and _can_compute(*keys, *values)):
+    are_plain = _is_supported(keys[0]) and all(type(one) is torch.Tensor for one in (*keys, *values))
+    if not (are_plain and _can_compute(*keys, *values)):
         return None
     if any(slots.parts != layers[0].parts for slots in layers):
         return None

@@ -20,7 +20,7 @@ from engine.model.layer_step import Call
 class LayerChain:
     """In place of `layers` it gives the thread that made it one layer, which computes all of them.
 
-    Other threads are given the layers themselves. links: all of them. calls: how
+    Other threads are given the layers themselves. links: all of them. attentions: theirs, given their mask. calls: how
     often they were computed.
     """
 

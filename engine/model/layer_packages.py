@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
@@ -54,7 +54,7 @@ class LayerPackages:
     def __init__(self, model: PreTrainedModel, linears: Table | None):
         self.model, self.linears = model, linears
         self._sets: dict[Any, _Set] = {}
-        self.state, self._attention = _NO_STEP, _attention_of(model)
+        self.state, self._config = _NO_STEP, _text_config_of(model)
         self._retries = False
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class LayerPackages:
         """What computes the next step in place of the model; None for the model itself. tokens: of each row."""
         if cache.handle is None or cache.total_tokens == 0 or tokens > (_MOST_TOKENS if rows == 1 else 1):
             return None
-        attention, why = self._attention, None
+        attention, why = attn_implementation(self._config), None
         if rows > _MOST_ROWS:
             why = f"for more than {_MOST_ROWS} rows it gains nothing"
         elif torch.is_autocast_enabled("cpu"):
@@ -105,7 +105,7 @@ class LayerPackages:
     def begin_run(self) -> None:
         """Look again for hooks and for the place of the weights, before the next step: once per run, as it takes longer
         than some steps. What changes in the middle of a run takes part from the next run on."""
-        self.state, self._attention = _NO_STEP, _attention_of(self.model)
+        self.state, self._config = _NO_STEP, _text_config_of(self.model)
         for one in self._sets.values():
             one.is_checked = False
 
@@ -318,7 +318,7 @@ class _Set:
         self._list, self._place = lists[path], (self._model.get_submodule(owner), name)
         self._modules = list(self._list.modules())
         self._recorded = _constants_of(self._modules)
-        attention = _attention_of(self._model)
+        attention = attn_implementation(_text_config_of(self._model))
         can_be_chained = are_chained([(layer.call, layer.returned) for layer in called if layer.call is not None])
         try:  # a layer of another kind keeps its own forward
             self._layers = [
@@ -387,5 +387,5 @@ def _constants_of(modules: Iterable[nn.Module]) -> list[Any]:
     return [ALL_ATTENTION_FUNCTIONS["sdpa"], *each]
 
 
-def _attention_of(model: PreTrainedModel) -> str | None:
-    return attn_implementation(model.config.get_text_config(decoder=True))
+def _text_config_of(model: PreTrainedModel) -> PreTrainedConfig:
+    return model.config.get_text_config(decoder=True)

@@ -224,8 +224,8 @@ struct Product {
 
   int64_t tiles() const { return (outs + outs_of_tile - 1) / outs_of_tile; }
 
-  // Of each thread. With more rows or smaller weights, taking a share costs more than it saves.
-  int64_t shares() const { return rows == 1 && sizeof(Weight) == sizeof(float) ? 8 : 1; }
+  // With more rows or smaller weights, taking a share costs more than it saves.
+  bool has_small_shares() const { return rows == 1 && sizeof(Weight) == sizeof(float); }
 
   // One output of one row. Its weights are one stream, which AMD Zen 4 reads ahead better than four.
   float dot(const Weight* by) const {
@@ -324,9 +324,10 @@ std::unique_ptr<float[]> columns_of(const float* input, int64_t all_rows, int64_
 template <class Any>
 void compute(const std::vector<Any>& products) {
   int64_t tiles = 0;
-  for (const Any& product : products) tiles += product.tiles();
-  const int64_t threads = torch::stable::get_num_threads(), shares = threads * products[0].shares();
-  const int64_t share = (tiles + shares - 1) / shares;
+  bool has_small_shares = false;
+  for (const Any& product : products) tiles += product.tiles(), has_small_shares = product.has_small_shares();
+  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t share = has_small_shares ? std::max<int64_t>(1, tiles / (8 * threads)) : (tiles + threads - 1) / threads;
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, std::min(threads, tiles), 1, [&](int64_t, int64_t) {
     for (int64_t from; (from = next.fetch_add(share, std::memory_order_relaxed)) < tiles;) {
@@ -597,7 +598,7 @@ struct FourBits {
 
   int64_t tiles() const { return outs / (2 * half_block * lanes); }
 
-  int64_t shares() const { return 1; }
+  bool has_small_shares() const { return false; }
 
   void compute(int64_t from, int64_t to) const {
     half_block == 1 ? blocks<1>(from, to) : half_block == 2 ? blocks<2>(from, to) : blocks<4>(from, to);

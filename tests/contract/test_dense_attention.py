@@ -258,6 +258,7 @@ def test_what_no_token_is_appended_to():
     for keys, mask in (
         (slots.double(), None), (torch.zeros(2, 2, 5, 12), None), (slots, torch.ones(2, 1, 1, 6)),
         (slots, torch.ones(2, 2, 1, 5)), (slots, torch.ones(2, 5)), (slots, torch.ones(2, 1, 2, 5)),
+        (torch.zeros(2, 2, 8, 5).mT, None), (slots.to("meta"), None),
     ):  # fmt: skip
         assert made(keys, mask) is None
     slots.requires_grad_()
@@ -266,6 +267,9 @@ def test_what_no_token_is_appended_to():
         assert made(slots) is not None
     with torch.autocast("cpu"), torch.no_grad():
         assert made(slots) is None
+    other = OpenSlots([slots[:1], slots], [slots[:1], slots], [2, 2])
+    with torch.no_grad():
+        assert appending_attention([OpenSlots([slots] * 2, [slots] * 2, [2, 1, 2, 1]), other], None, [None] * 2) is None
     close_layers()
 
 

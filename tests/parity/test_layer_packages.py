@@ -12,6 +12,7 @@ import pytest
 import torch
 from architectures import prompt, tiny_model
 from compiled import AUTO, GREEDY, generator_of, reference
+from transformers import StoppingCriteriaList
 
 import caches
 import engine
@@ -115,6 +116,22 @@ def test_code_gets_no_tensors_that_it_was_not_compiled_for(llama, monkeypatch):
     llama.set_attn_implementation("sdpa")
     out = generator.generate(prompt(2), **GREEDY)
     assert (out.stats.compiled, out.sequences.tolist()) == ("4 layers", reference(llama, prompt(2)).tolist())
+
+
+def test_another_attention_in_the_middle_of_a_run(llama):
+    def changed(ids, scores):
+        llama.set_attn_implementation("sdpa" if ids.shape[1] > length + 3 else "eager")
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    inputs = prompt(3)
+    length, criteria = inputs["input_ids"].shape[1], StoppingCriteriaList([changed])
+    generator = generator_of(llama, 3)
+    llama.set_attn_implementation("eager")
+    generator.warmup(inputs, **GREEDY)
+    expected = reference(llama, inputs, stopping_criteria=criteria)
+    llama.set_attn_implementation("eager")
+    out = generator.generate(**inputs, **GREEDY, stopping_criteria=criteria)
+    assert (out.stats.compiled, out.sequences.tolist()) == ("4 layers", expected.tolist())
 
 
 @pytest.mark.slow
