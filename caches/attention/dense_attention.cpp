@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -17,6 +18,10 @@
 
 #ifdef __AVX2__
 #include <immintrin.h>
+#endif
+
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK  // of torch 2.13: the error that it throws has the text of the first one
+#define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
 #endif
 
 namespace {
@@ -600,7 +605,7 @@ std::vector<float> scaled(const Tensor& queries, float scale) {
 // prompt, which come first. mask: added to the scores, [rows, KV heads, queries per KV head, slots] or 1 where it is the
 // same for all, the last slots of each row. All widths are multiples of 8. Returns [rows, heads, tokens, width of a
 // value].
-// new_key, new_value: see `append_and_attend`; null for none.
+// new_key, new_value: see `layer_attention`; null for none.
 Tensor attend(const Tensor& queries, const std::vector<Tensor>& keys, const std::vector<Tensor>& values,
               const std::vector<int64_t>& parts, const std::optional<Tensor>& mask, double scale, const Tensor* new_key,
               const Tensor* new_value) {
@@ -649,6 +654,7 @@ struct OpenStep {
   std::vector<OpenLayer> layers;
   std::vector<int64_t> parts;  // of every layer
   std::optional<Tensor> mask;
+  size_t next = 0;  // layer
 };
 thread_local OpenStep open_step;
 
@@ -659,8 +665,8 @@ bool can_be_read(const Tensor& one) {
 }
 
 // keys, values: of one layer after the other, as for `dense_attention`, and the last slots of the last segment of each
-// cache are not written yet: `append_and_attend` writes them. parts: of every layer. mask: of all slots of the longest
-// cache. scales: one for each layer. Returns whether `append_and_attend` can attend to them; otherwise nothing is open.
+// cache are not written yet: `layer_attention` writes them. parts: of every layer. mask: of all slots of the longest
+// cache. scales: one for each layer. Returns whether `layer_attention` can attend to them; otherwise nothing is open.
 bool open_layers(std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> parts,
                  std::optional<Tensor> mask, std::vector<double> scales) {
   close_layers();
@@ -681,12 +687,22 @@ bool open_layers(std::vector<Tensor> keys, std::vector<Tensor> values, std::vect
   return true;
 }
 
-// `dense_attention` of an open layer, where the slots that are not written yet take the key and value of a new token of
-// each row [rows, KV heads, 1, width] first. Returns [rows, 1, heads, width]. What does not fit is not written.
-Tensor append_and_attend(int64_t layer, Tensor query, Tensor key, Tensor value) {
-  STD_TORCH_CHECK(layer >= 0 && layer < static_cast<int64_t>(open_step.layers.size()), "layer ", layer, " of ",
-                  open_step.layers.size(), " open ones");
-  const OpenLayer& of = open_step.layers[layer];
+// Attention of a compiled layer. query: [rows, heads, tokens, width]. key, value: of its new tokens, [rows, KV heads,
+// tokens, width]. Returns [rows, tokens, heads, width].
+//
+// Open layers are computed in their order: the slots that are not written yet take the key and value of the one token of
+// each row first. What does not fit is not written. Where no layer is open, `layer_attention_in_python` computes it.
+Tensor layer_attention(Tensor query, Tensor key, Tensor value) {
+  if (open_step.layers.empty()) {
+    std::array<StableIValue, 3> stack{torch::stable::detail::from(query), torch::stable::detail::from(key),
+                                      torch::stable::detail::from(value)};
+    STABLE_TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("kvengine::layer_attention_in_python", "", stack.data(), TORCH_ABI_VERSION));
+    return torch::stable::detail::to<Tensor>(stack[0]);
+  }
+  STD_TORCH_CHECK(open_step.next < open_step.layers.size(), "all of ", open_step.layers.size(),
+                  " open layers are computed already");
+  const OpenLayer& of = open_step.layers[open_step.next++];
   const Tensor found = attend(query, of.keys, of.values, open_step.parts, open_step.mask, of.scale, &key, &value);
   return torch::stable::transpose(found, 1, 2);
 }
@@ -694,18 +710,18 @@ Tensor append_and_attend(int64_t layer, Tensor query, Tensor key, Tensor value) 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(kvengine, library) {
-  library.def("append_and_attend(int layer, Tensor query, Tensor key, Tensor value) -> Tensor");
   library.def("close_layers() -> ()");
   library.def(
     "dense_attention(Tensor queries, Tensor[] keys, Tensor[] values, int[] parts, Tensor? mask, float scale)"
     " -> Tensor");
+  library.def("layer_attention(Tensor query, Tensor key, Tensor value) -> Tensor");
   library.def(
     "open_layers(Tensor(a!)[] keys, Tensor(b!)[] values, int[] parts, Tensor? mask, float[] scales) -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvengine, CPU, library) {
-  library.impl("append_and_attend", TORCH_BOX(&append_and_attend));
   library.impl("dense_attention", TORCH_BOX(&dense_attention));
+  library.impl("layer_attention", TORCH_BOX(&layer_attention));
   library.impl("open_layers", TORCH_BOX(&open_layers));
 }
 

@@ -8,18 +8,31 @@ attention, segment by segment and cache by cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
+from torch import library
 
 from caches.attention.open_slots import OpenSlots
 from caches.attention.segmented_tensor import SegmentedTensor, to_add
 from caches.attention.segments import Attend, DenseSegment, PerRowSegment, Segment
 from caches.kernel_build import Operators
 
-KERNELS = Operators(Path(__file__).with_suffix(".cpp"), "The fastest attention of many rows and long texts")
+
+def like_found(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """An empty tensor for what the operator `layer_attention` finds, [rows, tokens, heads, width]."""
+    rows, heads, tokens, _ = query.shape
+    return query.new_empty(rows, tokens, heads, value.shape[-1])
+
+
+def _make_traceable() -> None:
+    library.register_fake("kvengine::layer_attention", like_found)
+
+
+KERNELS = Operators(
+    Path(__file__).with_suffix(".cpp"), "The fastest attention of many rows and long texts", _make_traceable
+)
 
 
 def attend_to(prefix: torch.Tensor, suffix: torch.Tensor | None) -> Attend | None:
@@ -74,33 +87,29 @@ def one_token_attention(
     return None if found is None else found.transpose(1, 2)
 
 
-def appending_attention(
-    layers: Sequence[OpenSlots], mask: torch.Tensor | None, scales: Sequence[float | None]
-) -> list[Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] | None:
-    """For each layer of a step, until `close_layers`: attention of one new token per row that first writes its key and
-    value to the last slot of its row. None where the kernel cannot compute it.
+def open_layers(layers: Sequence[OpenSlots], mask: torch.Tensor | None, scales: Sequence[float | None]) -> bool:
+    """Let the operator `layer_attention` compute these layers of a step, in their order, until `close_layers`.
 
-    Functions that an earlier call in this thread has returned must not be called any more.
+    It computes attention of one new token per row, and writes its key and value to the last slot of its row first.
+    Returns whether the kernel can do that; where not, no layer is open.
 
     layers: of the same caches. mask: of all heads, [rows or 1, 1, 1, slots], aligned right, or None. scales: of each
-    layer, see `one_token_attention`. The functions: from query [rows, heads, 1, width], key and value
+    layer, see `one_token_attention`. The operator: from query [rows, heads, 1, width], key and value
     [rows, KV heads, 1, width] to [rows, 1, heads, width].
     """
     keys, values = [one for slots in layers for one in slots.keys], [one for slots in layers for one in slots.values]
     are_plain = _is_supported(keys[0]) and all(type(one) is torch.Tensor for one in (*keys, *values))
     if not (are_plain and _can_compute(*keys, *values)):
-        return None
+        return False
     if any(slots.parts != layers[0].parts for slots in layers):
-        return None
+        return False
     if mask is not None and not (mask.ndim == 4 and all(mask.shape[1:] == (1, 1, slots.most) for slots in layers)):
-        return None
+        return False
     added = None if mask is None else to_add(mask, torch.float32).float()
     by_layer = [slots.keys[0].shape[-1] ** -0.5 if scale is None else scale
                 for slots, scale in zip(layers, scales, strict=True)]  # fmt: skip
-    operators = KERNELS.or_error()
-    if not operators.open_layers(keys, values, layers[0].parts, added, by_layer):
-        return None
-    return [partial(operators.append_and_attend.default, layer) for layer in range(len(layers))]
+    opened: bool = KERNELS.or_error().open_layers(keys, values, layers[0].parts, added, by_layer)
+    return opened
 
 
 def close_layers() -> None:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from caches.attention.dense_attention import KERNELS
 from caches.torch_api import buffers_of, load_package, parameters_of, tree_flatten, tree_leaves, tree_unflatten
 from engine.model.layer_attention import AttentionCall, Compute, LayerAttention, OpenCache, attentions_of, run
 from engine.model.layer_step import Call, LayerStep, Place, Shape, have_shapes, open_size, tensors_of
@@ -20,8 +21,8 @@ from engine.model.package_builder import LAYER
 Code: TypeAlias = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
-Attentions: TypeAlias = Callable[[Sequence["CompiledLayer"], Any], list[Compute]]
-"""Attention of some layers, which are computed next, given the mask of all of them."""
+Attentions: TypeAlias = Callable[[Sequence["CompiledLayer"], Any], Sequence[Compute | None]]
+"""Attention of some layers, which are computed next, given the mask of all of them; None where they are open."""
 
 
 class OtherInputs(Exception):
@@ -97,6 +98,7 @@ class CompiledLayer:
         self.weights = [tensor.detach() for tensor in self._present_weights()]
         self._addresses = [tensor.data_ptr() for tensor in self.weights]
         named = dict([*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers()])
+        KERNELS.or_error()  # have the operator that the code calls
         self._code = load_package(
             str(self.package), lambda names: {name: named[name.removeprefix(LAYER)].detach() for name in names}
         )
@@ -130,7 +132,7 @@ class CompiledLayer:
             raise OtherInputs
         return inputs, mask
 
-    def compute(self, inputs: list[torch.Tensor], attention: Compute) -> list[torch.Tensor]:
+    def compute(self, inputs: list[torch.Tensor], attention: Compute | None) -> list[torch.Tensor]:
         """What the code returns for the tensors of a call."""
         assert self._code is not None
         return run(self._code, inputs, attention)
@@ -178,7 +180,7 @@ class CompiledLayer:
 def attentions_with(handle: Any) -> Attentions:
     """Those of a step, which update the cache that is the model's argument `handle`."""
 
-    def attentions(layers: Sequence[CompiledLayer], mask: Any) -> list[Compute]:
+    def attentions(layers: Sequence[CompiledLayer], mask: Any) -> Sequence[Compute | None]:
         return attentions_of([layer.known_attention for layer in layers], handle, mask)
 
     return attentions

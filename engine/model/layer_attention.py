@@ -1,6 +1,7 @@
 """Attention of compiled layers, whose code leaves the cache and attention over it to the step: it is the same for all.
 
-The code calls an operator, which hands the new query, key and value to what `run` was given.
+The code calls the operator `layer_attention` of `dense_attention.cpp`. It computes attention itself in layers that are
+open, and otherwise hands the new query, key and value to what `run` was given.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import library, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from caches import Cache
-from caches.attention.dense_attention import appending_attention
+from caches.attention.dense_attention import KERNELS, like_found, open_layers
 from caches.hf.joined import JoinedCaches
 from engine.errors import OptionError
 from engine.model.packed_attention import is_plain
@@ -52,25 +53,27 @@ class LayerAttention(NamedTuple):
         return self.function(self.module, query, keys, values, mask, **self.options)[0]
 
 
-def attentions_of(layers: Sequence[LayerAttention], handle: Any, mask: Any) -> list[Compute]:
-    """Those of layers that are computed next in this thread, until `close_layers`. handle, mask: see `compute`; all
-    layers take the same mask."""
-    return _appending(layers, handle, mask) or [partial(layer.compute, handle, mask) for layer in layers]
+def attentions_of(layers: Sequence[LayerAttention], handle: Any, mask: Any) -> Sequence[Compute | None]:
+    """Those of layers that are computed next in this thread, in this order, until `close_layers`; None for what the
+    operator computes itself. handle, mask: see `compute`; all layers take the same mask."""
+    if _are_opened(layers, handle, mask):
+        return [None] * len(layers)
+    return [partial(layer.compute, handle, mask) for layer in layers]
 
 
-def _appending(layers: Sequence[LayerAttention], handle: Any, mask: Any) -> list[Compute] | None:
-    """One operator for each layer, in a step of one token per row; None where the cache or attention need more."""
+def _are_opened(layers: Sequence[LayerAttention], handle: Any, mask: Any) -> bool:
+    """Open them, in a step of one token per row, unless the cache or attention need more."""
     if not (isinstance(handle, (Cache, JoinedCaches)) and all(layer.is_plain for layer in layers)):
-        return None
+        return False
     slots = []
     for layer in layers:
         of_layer = handle.open_slots(layer.number)
         if of_layer is None:
-            return None
+            return False
         slots.append(of_layer)
     if isinstance(handle, JoinedCaches) and handle.are_visible(layers[0].number, slots[0].most):
         mask = None
-    return appending_attention(slots, mask, [layer.options.get("scaling") for layer in layers])
+    return open_layers(slots, mask, [layer.options.get("scaling") for layer in layers])
 
 
 class AttentionCall(NamedTuple):
@@ -161,7 +164,7 @@ class TracedCache:
 
 
 def _traced(function: Function, module: nn.Module, *inputs: Any, **options: Any) -> tuple[torch.Tensor, None]:
-    return torch.ops.kvengine.layer_attention(*inputs[:3]), None
+    return KERNELS.or_error().layer_attention(*inputs[:3]), None
 
 
 class _Watched(threading.local):
@@ -205,8 +208,9 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def run(code: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor], compute: Compute) -> Any:
-    """`code(inputs)`, compiled code whose attention is `compute`. Raises what that raises."""
+def run(code: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor], compute: Compute | None) -> Any:
+    """`code(inputs)`, compiled code whose attention is `compute`; None where its layer is open. Raises what that
+    raises."""
     _running.compute = compute
     try:
         result = code(inputs)
@@ -230,15 +234,9 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> t
         return _running.compute(query, key, value).contiguous()
     except BaseException as error:  # on its way through compiled code it would lose its type
         _running.error = error
-        return _found_like(query, key, value).zero_()
-
-
-def _found_like(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    rows, heads, tokens, _ = query.shape
-    return query.new_empty(rows, tokens, heads, value.shape[-1])
+        return like_found(query, key, value).zero_()
 
 
 _LIBRARY = library.Library("kvengine", "FRAGMENT")  # is kept: its end is that of the operator
-_LIBRARY.define("layer_attention(Tensor query, Tensor key, Tensor value) -> Tensor")
-_LIBRARY.impl("layer_attention", _attention, "CPU")
-library.register_fake("kvengine::layer_attention", _found_like, lib=_LIBRARY)
+_LIBRARY.define("layer_attention_in_python(Tensor query, Tensor key, Tensor value) -> Tensor")
+_LIBRARY.impl("layer_attention_in_python", _attention, "CPU")

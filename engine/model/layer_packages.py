@@ -221,10 +221,10 @@ class _Set:
         found: dict[CompiledLayer, torch.Tensor] = {}
 
         def kept(layers: Sequence[CompiledLayer], mask: Any) -> list[Compute]:
-            [layer], [attention] = layers, attentions_with(handle)(layers, mask)
+            [layer] = layers
 
             def compute(*new: torch.Tensor) -> torch.Tensor:
-                result = attention(*new)
+                result = layer.known_attention.compute(handle, mask, *new)
                 found[layer] = result.clone()  # the code may write other values there
                 return result
 

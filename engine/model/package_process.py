@@ -24,7 +24,7 @@ from engine.model.layer_step import LayerStep
 from engine.model.linear_backend import Table
 from engine.model.package_builder import failure_of, write_job
 
-_FORMAT = 9  # of packages: those of other versions are ignored
+_FORMAT = 10  # of packages: those of other versions are ignored
 _PRIORITY = 5  # a lower one costs more: every slice that it gets delays both threads of a product, for longer in all
 
 

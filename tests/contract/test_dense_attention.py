@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import caches
 import engine
 from caches.attention import dense_attention
-from caches.attention.dense_attention import appending_attention, close_layers, one_token_attention
+from caches.attention.dense_attention import close_layers, one_token_attention, open_layers
 from caches.attention.joined_tensor import JoinedTensor
 from caches.attention.open_slots import OpenSlots
 from caches.attention.segmented_tensor import SegmentedTensor, plain
@@ -195,14 +195,16 @@ def test_a_token_is_appended_first(parts, prompts, heads, repeats, width, mask):
     added = torch.zeros(is_seen.shape).masked_fill(~is_seen, torch.finfo(torch.float32).min)
     given = {None: None, "seen": is_seen, "added": added}[mask]
     other = OpenSlots([one.clone() for one in slots.keys], [one.clone() for one in slots.values], slots.parts)
-    before = [one.clone() for one in (*other.keys, *other.values)]
-    of_layers = appending_attention([other, slots], given, [None, 0.3])
-    found = of_layers[1](query, *new)
-    assert all(map(torch.equal, before, [*other.keys, *other.values]))
+    attend = dense_attention.KERNELS.or_error().layer_attention
+    assert open_layers([other, slots], given, [None, 0.3])
+    attend(query, *new)
+    assert not any(torch.equal(buffer, after) for buffer, after in buffers)
+    found = attend(query, *new)
     assert all(torch.equal(buffer, after) for buffer, after in buffers)
+    assert all(map(torch.equal, [*other.keys, *other.values], [*slots.keys, *slots.values]))
+    with pytest.raises(RuntimeError, match="all of 2 open layers are computed already"):
+        attend(query, *new)
     close_layers()
-    with pytest.raises(RuntimeError, match="layer 1 of 0 open ones"):
-        of_layers[1](query, *new)
     first = 0
     for (own, _), keys, values in zip(parts, full[::2], full[1::2], strict=True):
         seen = None if mask is None else is_seen.expand(rows, -1, -1, -1)[first : first + own, ..., -keys.shape[2] :]
@@ -240,7 +242,7 @@ def test_what_does_not_fit_is_not_appended(changes, why):
 
     def append(query, key, value, keys, values, parts, mask, scale):
         operators.open_layers(keys, values, parts, mask, [scale])
-        operators.append_and_attend(0, query, key, value)
+        operators.layer_attention(query, key, value)
 
     append(**given)
     assert not given["keys"][0][:, :, 4].any()
@@ -254,22 +256,22 @@ def test_what_does_not_fit_is_not_appended(changes, why):
 @needs_kernels
 def test_what_no_token_is_appended_to():
     slots = torch.zeros(2, 2, 5, 8)
-    made = lambda one, mask=None: appending_attention([OpenSlots([one], [one], [2, 1])], mask, [None])  # noqa: E731
+    opened = lambda one, mask=None: open_layers([OpenSlots([one], [one], [2, 1])], mask, [None])  # noqa: E731
     for keys, mask in (
         (slots.double(), None), (torch.zeros(2, 2, 5, 12), None), (slots, torch.ones(2, 1, 1, 6)),
         (slots, torch.ones(2, 2, 1, 5)), (slots, torch.ones(2, 5)), (slots, torch.ones(2, 1, 2, 5)),
         (torch.zeros(2, 2, 8, 5).mT, None), (slots.to("meta"), None),
     ):  # fmt: skip
-        assert made(keys, mask) is None
+        assert not opened(keys, mask)
     slots.requires_grad_()
-    assert made(slots) is None
+    assert not opened(slots)
     with torch.no_grad():
-        assert made(slots) is not None
+        assert opened(slots)
     with torch.autocast("cpu"), torch.no_grad():
-        assert made(slots) is None
+        assert not opened(slots)
     other = OpenSlots([slots[:1], slots], [slots[:1], slots], [2, 2])
     with torch.no_grad():
-        assert appending_attention([OpenSlots([slots] * 2, [slots] * 2, [2, 1, 2, 1]), other], None, [None] * 2) is None
+        assert not open_layers([OpenSlots([slots] * 2, [slots] * 2, [2, 1, 2, 1]), other], None, [None] * 2)
     close_layers()
 
 

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import shutil
+import sys
 import weakref
 from functools import partial
 
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import caches
 import engine
+from caches.attention.dense_attention import KERNELS
 from engine.model import layer_attention, layer_packages
 
 pytestmark = [
@@ -122,8 +124,31 @@ def test_a_dropped_result_frees_its_cache(llama):
 def test_no_layer_is_open_after_a_step(llama, appended):
     generator_of(llama).generate(prompt(2), **GREEDY)
     assert appended
-    with pytest.raises(RuntimeError, match="layer 0 of 0 open ones"):
-        torch.ops.kvengine.append_and_attend(0, *torch.zeros(3, 2, 4, 1, 8))
+    asked = []
+    layer_attention.run(calling_attention, list(torch.zeros(3, 2, 4, 1, 8)), lambda *new: asked.append(new) or new[0])
+    assert len(asked) == 1
+
+
+def calling_attention(inputs):
+    return [torch.ops.kvengine.layer_attention(*inputs)]
+
+
+@needs_kernels
+def test_an_exception_as_attention_begins():
+    """As of a signal, before Python's code could catch it."""
+
+    def interrupting(frame, event, _):
+        if frame.f_code is layer_attention._attention.__code__:
+            raise KeyboardInterrupt
+
+    KERNELS.or_error()
+    before = sys.gettrace()
+    sys.settrace(interrupting)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            layer_attention.run(calling_attention, list(torch.zeros(3, 2, 4, 1, 8)), lambda *new: new[0])
+    finally:
+        sys.settrace(before)
 
 
 def test_an_exception_of_a_signal_comes_through_compiled_code():
@@ -157,15 +182,14 @@ def test_all_caches(llama, cache):
 @pytest.fixture
 def appended(monkeypatch):
     """The caches that the kernel appends to, in each layer of each step."""
-    parts, own = [], layer_attention.appending_attention
+    parts, own = [], layer_attention.open_layers
 
     def noting(layers, *arguments):
         parts.extend(slots.parts for slots in layers)
-        found = own(layers, *arguments)
-        assert found is not None
-        return found
+        assert own(layers, *arguments)
+        return True
 
-    monkeypatch.setattr(layer_attention, "appending_attention", noting)
+    monkeypatch.setattr(layer_attention, "open_layers", noting)
     return parts
 
 
@@ -212,12 +236,13 @@ def test_eager_attention(llama):
     assert out.stats.compiled == "4 layers"
 
 
+@needs_kernels
 def test_a_cache_may_keep_what_it_is_given():
     """Compiled code writes other values there."""
     kept = []
 
     def code(inputs):
-        found = torch.ops.kvengine.layer_attention(*inputs)
+        found = KERNELS.or_error().layer_attention(*inputs)
         for tensor in inputs:
             tensor.zero_()
         return [found]
