@@ -33,6 +33,7 @@ def linears(path: str | None, threads: int | None, as_json: bool) -> None:
         found = linear_routes.fastest(layers)
     report = {
         "threads": torch.get_num_threads(),
+        "measured": linear_routes.are_measured(layers),
         "shapes": [
             {"outputs": shape[0], "inputs": shape[1], "layers": layers[shape],
              "fastest": dict(zip(linear_routes.ROW_NAMES, found[shape], strict=True))}
@@ -52,4 +53,9 @@ def _as_text(report: dict[str, Any], width: int) -> str:
         f"The fastest product by rows (tokens of all sequences in a step), float32, {report['threads']} threads. "
         '"torch" is its own, "kernel" this package\'s; another than torch\'s is used where it is faster by a tenth.'
     )
+    if not report["measured"]:
+        closing += (
+            " They are not measured but what is the fastest on most machines, as other programs use the processors or "
+            "memory is out: later commands and calls measure."
+        )
     return f"{fitted(columns, rows, width)}\n\n{wrapped(closing, width)}"

@@ -79,6 +79,24 @@ inline Lanes load(const int8_t* from) {
 #endif
 }
 
+// As one instruction everywhere, or sums of equal products differ: compilers add to a single sum in two (GCC on AMD Zen).
+#ifdef __FMA__
+inline void add_product(Eight& sum, Eight one, Eight other) {
+  sum = (Eight)_mm256_fmadd_ps((__m256)one, (__m256)other, (__m256)sum);
+}
+#ifdef __AVX512F__
+inline void add_product(Lanes& sum, Lanes one, Lanes other) {
+  sum = (Lanes)_mm512_fmadd_ps((__m512)one, (__m512)other, (__m512)sum);
+}
+#endif
+inline void add_product(float& sum, float one, float other) { sum = __builtin_fmaf(one, other, sum); }
+#else
+template <class Value>
+inline void add_product(Value& sum, Value one, Value other) {
+  sum += one * other;
+}
+#endif
+
 inline float sum(Lanes values) {
   Quarter parts[lanes / 4];
   std::memcpy(parts, &values, sizeof(values));
@@ -143,7 +161,7 @@ struct Product {
       }
       for (int other = 0; other < some_rows; other++) {
         const Lanes values = load(from + other * input_stride + i);
-        for (int one = 0; one < some_outs; one++) sums[other][one] += values * weights[one];
+        for (int one = 0; one < some_outs; one++) add_product(sums[other][one], values, weights[one]);
       }
     }
     float totals[some_rows][some_outs];
@@ -152,7 +170,8 @@ struct Product {
       for (int other = 0; other < some_rows; other++)
         for (int one = 0; one < some_outs; one++)
           for (int64_t rest = i; rest < width; rest++)
-            totals[other][one] += from[other * input_stride + rest] * static_cast<float>(by[one * weight_stride + rest]);
+            add_product(totals[other][one], from[other * input_stride + rest],
+                        static_cast<float>(by[one * weight_stride + rest]));
     for (int one = 0; one < some_outs; one++) {
       const float scale = scales ? scales[first + one] : 1;
       for (int other = 0; other < some_rows; other++)
@@ -202,7 +221,7 @@ struct Product {
       Vector values[vectors];
       for (int v = 0; v < vectors; v++) values[v] = load<Vector>(from + v * each);
       for (int one = 0; one < some_outs; one++)
-        for (int v = 0; v < vectors; v++) sums[one][v] += values[v] * by[one * weight_stride + i];
+        for (int v = 0; v < vectors; v++) add_product(sums[one][v], values[v], by[one * weight_stride + i] + Vector{});
     }
     float found[some_outs][vectors * each];
     std::memcpy(found, sums, sizeof(found));

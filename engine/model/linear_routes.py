@@ -1,7 +1,8 @@
 """The matrix products of linear layers other than torch's own, and which is the fastest for each shape of matrix.
 
 They are measured once per machine, and the results are kept in a file. With a measurement per process, the results of a
-script would differ from run to run: routes differ by rounding, and near a tie the choice is random.
+script would differ from run to run: routes differ by rounding, and near a tie the choice is random. Nothing is measured
+while other programs use the processors: products whose threads wait for each other would lose to those of one thread.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ ROW_LIMITS = (1, 4, 8, 16, 32, 64)  # the most rows of each bucket; the last buc
 ROW_NAMES = ("1 row", "2-4", "5-8", "9-16", "17-32", "33-64", "more")
 ALL_TORCH: Names = (TORCH,) * len(ROW_NAMES)
 
-_MEASUREMENT = 13  # version of the method: results of other versions are ignored
+_MEASUREMENT = 14  # version of the method: results of other versions are ignored
 _MARGIN = 1.1  # a route has to be so many times as fast as torch's own
 _REPEATS = 7
 _ROWS = (*ROW_LIMITS[:-1], 48, 256)  # one for each bucket: 4, 8 and 16 rows are more usual than those between
@@ -55,6 +56,8 @@ _TIMED = 2**22  # elements that one timing reads, at least: 16 MB. From 16 rows 
 _SMALL = 2**17  # elements: for smaller ones calling a route takes as long as what it would save
 _LARGEST = 2**23  # elements: a larger matrix is measured by its first rows, which are computed alike
 _POOL_BYTES = (2**26, 2**29)  # bounds of what the measured matrices are taken from
+_QUIET = 0.85  # of the time of its threads, that the processors give to this process where no other uses them
+_PROBE_SECONDS = 0.05
 _lock = threading.Lock()
 _known: dict[str, dict[Shape, Names]] = {}
 
@@ -104,12 +107,12 @@ def routes() -> dict[str, Route]:
 def fastest(shapes: Iterable[Shape]) -> dict[Shape, Names]:
     """For each shape and bucket of rows the name of the fastest route, or "torch".
 
-    Measured (about 0.6 s per shape) unless there is a result for this processor, number of threads, release of torch
-    and list of routes. Small matrices use torch's own. If memory is out, it is "torch", and the next call measures
-    again.
+    Measured (about 1 s per shape) unless there is a result for this processor, number of threads, release of torch and
+    list of routes. Small matrices use torch's own. While other programs use the processors it is what is the fastest on
+    most machines, and if memory is out it is "torch"; then the next call measures again.
     """
     shapes = set(shapes)
-    wanted = {shape for shape in shapes if shape[0] * shape[1] >= _SMALL}
+    wanted = _large(shapes)
     if not wanted:
         return dict.fromkeys(shapes, ALL_TORCH)
     with _lock:
@@ -117,10 +120,27 @@ def fastest(shapes: Iterable[Shape]) -> dict[Shape, Names]:
         known = _known.setdefault(machine, {})
         if wanted - known.keys():
             known.update(_read())
-        missing = sorted(wanted - known.keys())
-        if missing and (measured := _measure(missing)):
-            known.update(_stored_with(measured))
-        return {shape: known.get(shape, ALL_TORCH) if shape in wanted else ALL_TORCH for shape in shapes}
+        missing, other = sorted(wanted - known.keys()), ALL_TORCH
+        try:
+            if missing and (measured := _measure(missing)):
+                known.update(_stored_with(measured))
+        except _Busy:
+            other = _usual()
+        return {shape: known.get(shape, other) if shape in wanted else ALL_TORCH for shape in shapes}
+
+
+def are_measured(shapes: Iterable[Shape]) -> bool:
+    """Whether `fastest` has results for them."""
+    return _large(shapes) <= _known.get(_machine(), {}).keys()
+
+
+def _large(shapes: Iterable[Shape]) -> set[Shape]:
+    return {shape for shape in shapes if shape[0] * shape[1] >= _SMALL}
+
+
+def _usual() -> Names:
+    """What is the fastest on most machines."""
+    return ("kernel",) * len(ROW_LIMITS) + (TORCH,) if "kernel" in routes() else ALL_TORCH
 
 
 def path() -> Path:
@@ -160,7 +180,7 @@ def _stored_with(measured: dict[Shape, Names]) -> dict[Shape, Names]:
 @torch.autocast("cpu", enabled=False)
 @torch.no_grad()
 def _measure(shapes: Iterable[Shape]) -> dict[Shape, Names]:
-    """The fastest route per shape and bucket; none if memory is out."""
+    """The fastest route per shape and bucket; none if memory is out. Raises `_Busy`."""
     assert len(_ROWS) == len(ROW_LIMITS) + 1
     once_per_machine.info("measuring matrix products on this machine, once")
     least, most = _POOL_BYTES
@@ -169,12 +189,25 @@ def _measure(shapes: Iterable[Shape]) -> dict[Shape, Names]:
         bytes = min(max(least, last_level_cache_bytes() * 5 // 4), most)
         pool = torch.full((bytes // 4,), 0.01, dtype=torch.float32, device="cpu")
         works = {(shape, rows): _works(_matrices(pool, shape, rows), rows) for shape in shapes for rows in _ROWS}
-        found = against_torch(works)
+        found = against_torch(works, partial(_check_quiet, pool))
         return {shape: tuple(_fastest(found[shape, rows]) for rows in _ROWS) for shape in shapes}
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         return {}
+
+
+class _Busy(Exception):
+    """Other programs use the processors."""
+
+
+def _check_quiet(pool: torch.Tensor) -> None:
+    """Raise `_Busy` where the processors give this process less than they have. pool: large enough for all threads."""
+    begun, used = time.perf_counter(), time.process_time()
+    while (seconds := time.perf_counter() - begun) < _PROBE_SECONDS:
+        pool.sum()
+    if time.process_time() - used < _QUIET * seconds * torch.get_num_threads():
+        raise _Busy
 
 
 def _matrices(pool: torch.Tensor, shape: Shape, rows: int = 1) -> Callable[[], list[torch.Tensor]]:
@@ -207,12 +240,17 @@ def _fastest(relative: dict[str, float]) -> str:
     return best if relative[best] * _MARGIN < 1 else TORCH
 
 
-def against_torch(groups: Mapping[Group, dict[str, Callable[[], float]]]) -> dict[Group, dict[str, float]]:
+def against_torch(
+    groups: Mapping[Group, dict[str, Callable[[], float]]], check: Callable[[], None] = lambda: None
+) -> dict[Group, dict[str, float]]:
     """For each group the seconds that its works return, relative to those of "torch" in the same round: the medians.
 
     On a machine that others use too the speed of memory changes from second to second, and the least of all seconds may
     be that of a lucky one. What is 3 times slower than the fastest of its group is called no more, and left out.
+
+    check: called before the first round and after each of them; it may raise.
     """
+    check()
     for works in groups.values():
         for work in works.values():
             work()  # warm-up
@@ -220,6 +258,7 @@ def against_torch(groups: Mapping[Group, dict[str, Callable[[], float]]]) -> dic
     for _ in range(_REPEATS):
         for group, works in groups.items():
             rounds[group].append({name: works[name]() for name in _kept(works, rounds[group])})
+        check()
     return {group: _medians(taken) for group, taken in rounds.items()}
 
 

@@ -17,6 +17,7 @@ from helpers import in_terminal
 import caches
 import configs
 import engine
+from engine.model import linear_routes
 
 PROMPT = "import os\n"
 ENGINE = [sys.executable, "-m", "engine.cli"]
@@ -288,9 +289,16 @@ def test_sizes_are_found_without_weights(cli, tmp_path, name):
     assert cache["bytes"] == out.stats.cache_bytes
 
 
+def test_linears_says_what_is_not_measured(cli, monkeypatch):
+    monkeypatch.setattr(linear_routes, "are_measured", lambda shapes: False)
+    assert "They are not measured" in cli(["linears"]).stdout
+    assert json.loads(cli(["linears", "--json"]).stdout)["measured"] is False
+
+
 def test_linears_lists_the_products_by_shape(cli):
     report = json.loads(cli(["linears", "--json", "--threads", str(torch.get_num_threads())]).stdout)
     assert report["threads"] == torch.get_num_threads()
+    assert report["measured"] is True
     found = {(one["outputs"], one["inputs"]): one for one in report["shapes"]}
     assert set(found) == {(128, 256), (256, 256), (256, 704), (704, 256), (4096, 256)}
     assert found[704, 256]["layers"] == 12

@@ -2,9 +2,13 @@
 
 import copy
 import json
+import os
 import pickle
-from contextlib import contextmanager
+import subprocess
+import sys
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -318,9 +322,22 @@ def test_the_kernel(rows, outs, width):
 
 @needs_kernels
 @pytest.mark.parametrize("rows", [2, 3, 5, 7, 9, 13, 18, 23, 31])
-def test_equal_rows_have_equal_products(rows):
-    input, weight = torch.randn(1, 264).expand(rows, -1).contiguous(), torch.randn(101, 264)
-    out = kernels().linears(input, [weight])
+@pytest.mark.parametrize("width", [264, 13])
+def test_equal_rows_have_equal_products(rows, width):
+    input, found = torch.randn(1, width).expand(rows, -1).contiguous(), kernels()
+    codes = torch.randint(-127, 128, (101, width), dtype=torch.int8)
+    for out in (found.linears(input, [torch.randn(101, width)]), found.int8_linears(input, [codes], [torch.rand(101)])):
+        assert torch.equal(out, out[:1].expand(rows, -1))
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [2, 3, 5, 7, 9, 13])
+def test_equal_rows_have_equal_products_of_4_bits(rows):
+    if (layout := low_bit_linears._layout()) is None or not layout.halves or layout.outs < 32:
+        pytest.skip("this torch packs in another way")
+    input = torch.randn(1, 128).expand(rows, -1).contiguous()
+    packed = pack_int4(torch.randint(0, 16, (192, 128), dtype=torch.int32))
+    out = kernels().int4_linears(input, [packed], [torch.rand(2, 192, 2).bfloat16()], layout.outs)
     assert torch.equal(out, out[:1].expand(rows, -1))
 
 
@@ -483,6 +500,7 @@ def _small(monkeypatch):
     monkeypatch.setattr(linear_routes, "_POOL_BYTES", (2**16, 2**16))
     monkeypatch.setattr(linear_routes, "_TIMED", 2**12)
     monkeypatch.setattr(linear_routes, "_LARGEST", 2**13)
+    monkeypatch.setattr(linear_routes, "_check_quiet", lambda pool: None)  # other tests run beside this one
 
 
 @pytest.mark.usefixtures("_small")
@@ -540,3 +558,55 @@ def test_without_memory_to_measure_in_torchs_own_is_taken_for_now(cache_folder, 
     assert not cache_folder.exists()
     monkeypatch.setattr(linear_routes, "_fastest", lambda relative: "mm")
     assert linear_routes.fastest([ONE]) == {ONE: ("mm",) * 7}
+
+
+@needs_kernels
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("quiet", [0, 1, 7])
+def test_on_a_busy_machine_the_usual_ones_are_taken_for_now(cache_folder, monkeypatch, quiet):
+    """quiet: how many rounds it is not."""
+    checks, works = [], []
+
+    def check(pool):
+        checks.append(len(works))
+        if len(checks) > quiet:
+            raise linear_routes._Busy
+
+    monkeypatch.setattr(linear_routes, "_fastest", lambda relative: "mm")
+    with monkeypatch.context() as busy:
+        busy.setattr(linear_routes, "_check_quiet", check)
+        busy.setattr(linear_routes, "_matrices", lambda *of: works.append(of) or partial(torch.ones, 1, 8, 8))
+        assert linear_routes.fastest([ONE, (8, 8)]) == {ONE: ("kernel",) * 6 + ("torch",), (8, 8): ALL_TORCH}
+        assert len(checks) == quiet + 1
+    assert not list(cache_folder.glob("linears*"))
+    assert not linear_routes.are_measured([ONE])
+    assert linear_routes.are_measured([(8, 8)])
+    assert linear_routes.fastest([ONE]) == {ONE: ("mm",) * 7}
+    assert linear_routes.are_measured([ONE, (8, 8)])
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+def test_a_processor_that_another_program_uses_is_busy(monkeypatch):
+    monkeypatch.setattr(linear_routes, "_PROBE_SECONDS", 0.3)
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        other = subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE)
+        try:
+            other.stdout.readline()
+            with pytest.raises(linear_routes._Busy):
+                linear_routes._check_quiet(torch.ones(2**16))
+        finally:
+            other.kill()
+            other.communicate()
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@pytest.mark.parametrize(("used", "is_busy"), [(1.9, False), (1.5, True)])
+def test_how_much_of_the_processors_is_quiet(monkeypatch, used, is_busy):
+    clocks = {"perf_counter": iter([0.0, 1.0]).__next__, "process_time": iter([0.0, used]).__next__}
+    monkeypatch.setattr(linear_routes, "time", SimpleNamespace(**clocks))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    with pytest.raises(linear_routes._Busy) if is_busy else nullcontext():
+        linear_routes._check_quiet(torch.ones(8))
