@@ -47,6 +47,13 @@ def processor() -> str:
     return "\n".join(found[name] for name in _FIELDS if name in found) or platform.machine()
 
 
+def usable_processors() -> int:
+    """How many processors the system lets this process use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 @functools.cache
 def last_level_cache_bytes() -> int:
     """The size of the processor's largest cache; 0 where the system does not report it."""

@@ -34,9 +34,9 @@ class EngineConfig(Config):
         their weights, also those of a model that was given. 4 bits have groups of 64 inputs. The text changes.
     linears: the matrix product of float32 linear layers on a CPU. "default": torch's own; "onednn"; "auto": the fastest
         for each shape of the matrix and number of rows, if it is at least 10 % faster than torch's own, as measured
-        once per machine and shape (0.6 s; stored in `$KVENGINE_CACHE`, by default the user's cache folder). Where there
-        is a C++ compiler, a kernel of this package takes part, which is compiled first (3 s, once per machine). Results
-        differ by rounding. `Stats.linears` reports the choice.
+        once per machine and shape (1 s; stored in `$KVENGINE_CACHE`, by default the user's cache folder), while no
+        other program uses the processors. Where there is a C++ compiler, a kernel of this package takes part, which is
+        compiled first (3 s, once per machine). Results differ by rounding. `Stats.linears` reports the choice.
     on_oom: the fallbacks, in this order, when an allocation fails during a run; after the last one the run ends with
         `engine.OutOfMemoryError`. "release": free compiled graphs, stored prefixes and idle memory. "chunk": compute
         the prompt in smaller chunks. "offload": move the live cache to host memory, or to disk if the model computes on

@@ -14,14 +14,11 @@
 #include <limits>
 #include <numeric>
 #include <optional>
+#include <stdexcept>
 #include <vector>
 
 #ifdef __AVX2__
 #include <immintrin.h>
-#endif
-
-#ifndef STABLE_TORCH_ERROR_CODE_CHECK  // of torch 2.13: the error that it throws has the text of the first one
-#define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
 #endif
 
 namespace {
@@ -687,19 +684,26 @@ bool open_layers(std::vector<Tensor> keys, std::vector<Tensor> values, std::vect
   return true;
 }
 
+Tensor layer_attention_in_python(const Tensor& query, const Tensor& key, const Tensor& value) {
+  std::array<StableIValue, 3> stack{torch::stable::detail::from(query), torch::stable::detail::from(key),
+                                    torch::stable::detail::from(value)};
+  // It keeps its errors. What is raised before it can is raised by the handler of a signal.
+  if (torch_call_dispatcher("kvengine::layer_attention_in_python", "", stack.data(), TORCH_ABI_VERSION))
+#if TORCH_FEATURE_VERSION >= TORCH_VERSION_2_13_0
+    throw std::runtime_error(torch_exception_get_what_without_backtrace());
+#else
+    throw std::runtime_error("KeyboardInterrupt: ");  // most likely
+#endif
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
 // Attention of a compiled layer. query: [rows, heads, tokens, width]. key, value: of its new tokens, [rows, KV heads,
 // tokens, width]. Returns [rows, tokens, heads, width].
 //
 // Open layers are computed in their order: the slots that are not written yet take the key and value of the one token of
-// each row first. What does not fit is not written. Where no layer is open, `layer_attention_in_python` computes it.
+// each row first. What does not fit is not written. Where no layer is open, the package `engine` computes it in Python.
 Tensor layer_attention(Tensor query, Tensor key, Tensor value) {
-  if (open_step.layers.empty()) {
-    std::array<StableIValue, 3> stack{torch::stable::detail::from(query), torch::stable::detail::from(key),
-                                      torch::stable::detail::from(value)};
-    STABLE_TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("kvengine::layer_attention_in_python", "", stack.data(), TORCH_ABI_VERSION));
-    return torch::stable::detail::to<Tensor>(stack[0]);
-  }
+  if (open_step.layers.empty()) return layer_attention_in_python(query, key, value);
   STD_TORCH_CHECK(open_step.next < open_step.layers.size(), "all of ", open_step.layers.size(),
                   " open layers are computed already");
   const OpenLayer& of = open_step.layers[open_step.next++];

@@ -55,7 +55,6 @@ def _as_text(report: dict[str, Any], width: int) -> str:
     )
     if not report["measured"]:
         closing += (
-            " They are not measured but what is the fastest on most machines, as other programs use the processors or "
-            "memory is out: later commands and calls measure."
+            " Not all are measured, as other programs use the processors or memory is out: a later call measures."
         )
     return f"{fitted(columns, rows, width)}\n\n{wrapped(closing, width)}"

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from caches.attention.dense_attention import KERNELS
 from caches.torch_api import buffers_of, load_package, parameters_of, tree_flatten, tree_leaves, tree_unflatten
 from engine.model.layer_attention import AttentionCall, Compute, LayerAttention, OpenCache, attentions_of, run
 from engine.model.layer_step import Call, LayerStep, Place, Shape, have_shapes, open_size, tensors_of
@@ -93,12 +92,12 @@ class CompiledLayer:
         self.step_call = None
 
     def load(self) -> None:
-        """Load the package and bind it to this layer's weights, without a copy of them."""
+        """Load the package and bind it to this layer's weights, without a copy of them. The operators that it calls
+        have to be there."""
         self.discard_call()
         self.weights = [tensor.detach() for tensor in self._present_weights()]
         self._addresses = [tensor.data_ptr() for tensor in self.weights]
         named = dict([*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers()])
-        KERNELS.or_error()  # have the operator that the code calls
         self._code = load_package(
             str(self.package), lambda names: {name: named[name.removeprefix(LAYER)].detach() for name in names}
         )

@@ -19,7 +19,7 @@ from torch import library, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from caches import Cache
-from caches.attention.dense_attention import KERNELS, like_found, open_layers
+from caches.attention.dense_attention import KERNELS, close_layers, like_found, open_layers
 from caches.hf.joined import JoinedCaches
 from engine.errors import OptionError
 from engine.model.packed_attention import is_plain
@@ -58,6 +58,7 @@ def attentions_of(layers: Sequence[LayerAttention], handle: Any, mask: Any) -> S
     operator computes itself. handle, mask: see `compute`; all layers take the same mask."""
     if _are_opened(layers, handle, mask):
         return [None] * len(layers)
+    close_layers()  # that an earlier layer of the step has opened
     return [partial(layer.compute, handle, mask) for layer in layers]
 
 
@@ -211,14 +212,14 @@ _running = _Running()
 def run(code: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor], compute: Compute | None) -> Any:
     """`code(inputs)`, compiled code whose attention is `compute`; None where its layer is open. Raises what that
     raises."""
-    _running.compute = compute
+    _running.compute, _running.error = compute, None
     try:
         result = code(inputs)
         if _running.error is not None:
             raise _running.error
         return result
     except RuntimeError as error:
-        # A signal's handler may raise on entry to `_attention`: torch has only the name and the text of that left.
+        # A signal's handler may raise on entry to `_attention`: only its name and text are left.
         name, _, text = str(error).partition(": ")
         kind = getattr(builtins, name, None)
         if isinstance(kind, type) and issubclass(kind, BaseException) and error is not _running.error:

@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
 from caches import CacheError, read_specs
-from caches.attention.dense_attention import close_layers
+from caches.attention.dense_attention import KERNELS, close_layers
 from caches.out_of_memory import is_out_of_memory
 from caches.torch_api import hooks_of
 from caches.transformers_api import attn_implementation, records_outputs
@@ -366,6 +366,7 @@ class _Set:
             raise OptionError(why_failed(missing))
 
     def _load(self) -> None:
+        KERNELS.or_error()  # its operator is what packages call for attention
         for layer in self._layers:
             try:
                 layer.load()

@@ -38,7 +38,7 @@ class Place(Enum):
 
 class LayerStep(nn.Module):
     """A layer's forward as a function of tensors, in a step of one token per row or of several tokens of one row:
-    attention is the operator of `engine.model.layer_attention`.
+    attention is the operator `layer_attention`.
 
     call: the arguments that the model gives to the layer, with a `Place` for the cache and for the mask.
     Raises `OptionError` where such a step cannot be compiled.

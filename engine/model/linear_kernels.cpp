@@ -79,8 +79,8 @@ inline Lanes load(const int8_t* from) {
 #endif
 }
 
-// As one instruction everywhere, or sums of equal products differ: compilers add to a single sum in two (GCC on AMD Zen).
-#ifdef __FMA__
+// In one instruction: GCC on AMD Zen takes two where there is one sum only, and then equal rows have other products.
+#if defined(__AVX2__) && defined(__FMA__)
 inline void add_product(Eight& sum, Eight one, Eight other) {
   sum = (Eight)_mm256_fmadd_ps((__m256)one, (__m256)other, (__m256)sum);
 }

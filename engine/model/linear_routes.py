@@ -8,10 +8,11 @@ while other programs use the processors: products whose threads wait for each ot
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from hashlib import sha256
 from itertools import cycle, islice
@@ -20,6 +21,7 @@ from statistics import median
 from typing import TypeAlias, TypeVar
 
 import torch
+from filelock import FileLock
 from torch.nn import functional
 
 from caches.machine import (
@@ -27,6 +29,7 @@ from caches.machine import (
     last_level_cache_bytes,
     once_per_machine,
     processor,
+    usable_processors,
     write_atomically,
 )
 from caches.out_of_memory import is_out_of_memory
@@ -56,8 +59,9 @@ _TIMED = 2**22  # elements that one timing reads, at least: 16 MB. From 16 rows 
 _SMALL = 2**17  # elements: for smaller ones calling a route takes as long as what it would save
 _LARGEST = 2**23  # elements: a larger matrix is measured by its first rows, which are computed alike
 _POOL_BYTES = (2**26, 2**29)  # bounds of what the measured matrices are taken from
-_QUIET = 0.85  # of the time of its threads, that the processors give to this process where no other uses them
+_QUIET = 0.85  # the least share of the processors' time that a quiet machine gives to the threads that ask for it
 _PROBE_SECONDS = 0.05
+_PATIENCE_SECONDS = 60  # with another process that measures
 _lock = threading.Lock()
 _known: dict[str, dict[Shape, Names]] = {}
 
@@ -108,8 +112,8 @@ def fastest(shapes: Iterable[Shape]) -> dict[Shape, Names]:
     """For each shape and bucket of rows the name of the fastest route, or "torch".
 
     Measured (about 1 s per shape) unless there is a result for this processor, number of threads, release of torch and
-    list of routes. Small matrices use torch's own. While other programs use the processors it is what is the fastest on
-    most machines, and if memory is out it is "torch"; then the next call measures again.
+    list of routes. Small matrices use torch's own. If other programs use the processors, shapes without a result get
+    the usual routes, and if memory is out, "torch"; then the next call measures again.
     """
     shapes = set(shapes)
     wanted = _large(shapes)
@@ -120,12 +124,16 @@ def fastest(shapes: Iterable[Shape]) -> dict[Shape, Names]:
         known = _known.setdefault(machine, {})
         if wanted - known.keys():
             known.update(_read())
-        missing, other = sorted(wanted - known.keys()), ALL_TORCH
-        try:
-            if missing and (measured := _measure(missing)):
-                known.update(_stored_with(measured))
-        except _Busy:
-            other = _usual()
+        other = ALL_TORCH
+        if wanted - known.keys():
+            with _alone():
+                known.update(_read())
+                missing = sorted(wanted - known.keys())
+                try:
+                    if missing and (measured := _measure(missing)):
+                        known.update(_stored_with(measured))
+                except _Busy:
+                    other = _usual()
         return {shape: known.get(shape, other) if shape in wanted else ALL_TORCH for shape in shapes}
 
 
@@ -139,8 +147,20 @@ def _large(shapes: Iterable[Shape]) -> set[Shape]:
 
 
 def _usual() -> Names:
-    """What is the fastest on most machines."""
-    return ("kernel",) * len(ROW_LIMITS) + (TORCH,) if "kernel" in routes() else ALL_TORCH
+    """The kernel for few rows, which is the fastest on most processors that were measured: on Linux it has threads."""
+    is_known = sys.platform == "linux" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    return ("kernel",) * len(ROW_LIMITS) + (TORCH,) if is_known and "kernel" in routes() else ALL_TORCH
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """While no other process measures, as they would disturb each other: it waits for them."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            lock = path().with_suffix(".lock")
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(FileLock(lock, timeout=_PATIENCE_SECONDS))
+        yield
 
 
 def path() -> Path:
@@ -182,12 +202,13 @@ def _stored_with(measured: dict[Shape, Names]) -> dict[Shape, Names]:
 def _measure(shapes: Iterable[Shape]) -> dict[Shape, Names]:
     """The fastest route per shape and bucket; none if memory is out. Raises `_Busy`."""
     assert len(_ROWS) == len(ROW_LIMITS) + 1
-    once_per_machine.info("measuring matrix products on this machine, once")
     least, most = _POOL_BYTES
     try:
         # Larger than the processor's caches. Not torch.zeros: its pages may all be one physical page.
         bytes = min(max(least, last_level_cache_bytes() * 5 // 4), most)
         pool = torch.full((bytes // 4,), 0.01, dtype=torch.float32, device="cpu")
+        _check_quiet(pool)
+        once_per_machine.info("measuring matrix products on this machine, once")
         works = {(shape, rows): _works(_matrices(pool, shape, rows), rows) for shape in shapes for rows in _ROWS}
         found = against_torch(works, partial(_check_quiet, pool))
         return {shape: tuple(_fastest(found[shape, rows]) for rows in _ROWS) for shape in shapes}
@@ -202,11 +223,14 @@ class _Busy(Exception):
 
 
 def _check_quiet(pool: torch.Tensor) -> None:
-    """Raise `_Busy` where the processors give this process less than they have. pool: large enough for all threads."""
-    begun, used = time.perf_counter(), time.process_time()
+    """Raise `_Busy` where the threads of a sum do not get the processors' time. pool: what is summed."""
+    if sys.platform == "win32":  # its clock of processor time is too coarse
+        return
+    begun, of_all, of_this = time.perf_counter(), time.process_time(), time.thread_time()
     while (seconds := time.perf_counter() - begun) < _PROBE_SECONDS:
         pool.sum()
-    if time.process_time() - used < _QUIET * seconds * torch.get_num_threads():
+    wanted = _QUIET * seconds * min(torch.get_num_threads(), usable_processors())
+    if time.process_time() - of_all < wanted or time.thread_time() - of_this < _QUIET * seconds:
         raise _Busy
 
 
@@ -248,9 +272,8 @@ def against_torch(
     On a machine that others use too the speed of memory changes from second to second, and the least of all seconds may
     be that of a lucky one. What is 3 times slower than the fastest of its group is called no more, and left out.
 
-    check: called before the first round and after each of them; it may raise.
+    check: called after each round; it may raise.
     """
-    check()
     for works in groups.values():
         for work in works.values():
             work()  # warm-up

@@ -67,7 +67,7 @@ def build(job: Path) -> None:
     torch.set_num_threads(threads)
     install()
     kernels()  # before layers that use them are traced
-    ATTENTION_KERNELS.or_none()  # so that the first step with these packages does not wait for them
+    ATTENTION_KERNELS.or_none()  # have the operator for attention
     for package, (layer, call) in steps.items():
         try:
             with FileLock(package.with_suffix(".lock")):  # another process may build it now

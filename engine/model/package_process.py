@@ -32,7 +32,8 @@ def package_of(step: LayerStep, attention: str | None, linears: Table | None) ->
     """The path of the package for a step, by everything that shapes it. attention: the model's implementation."""
     releases = [torch.__version__, transformers.__version__, sys.version]
     machine = [str(torch.get_num_threads()), processor()]
-    parts = [str(_FORMAT), str(attention), *step.describe(), str(linears), *machine, *releases]
+    products = linears and linears.for_compiled_code()
+    parts = [str(_FORMAT), str(attention), *step.describe(), str(products), *machine, *releases]
     key = sha256("\0".join(parts).encode()).hexdigest()[:32]
     return cache_folder() / "layers" / f"{key}.pt2"
 

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import caches
 import engine
-from caches.attention.dense_attention import KERNELS
 from engine.model import layer_attention, layer_packages
 
 pytestmark = [
@@ -133,32 +132,50 @@ def calling_attention(inputs):
     return [torch.ops.kvengine.layer_attention(*inputs)]
 
 
-@needs_kernels
-def test_an_exception_as_attention_begins():
-    """As of a signal, before Python's code could catch it."""
+def test_a_signal_as_attention_begins_comes_through_compiled_code(llama):
+    """Its handler raises before the operator can keep the error."""
+    generator, arguments, calls = generator_of(llama), GREEDY | {"cache": "offloaded"}, []
+    expected = generator.generate(prompt(2), **arguments).sequences
 
     def interrupting(frame, event, _):
         if frame.f_code is layer_attention._attention.__code__:
-            raise KeyboardInterrupt
+            calls.append(frame)
+            if len(calls) == 4 * 3 + 2:  # the third step, layer 1
+                raise KeyboardInterrupt
 
-    KERNELS.or_error()
     before = sys.gettrace()
     sys.settrace(interrupting)
     try:
-        with pytest.raises(KeyboardInterrupt):
-            layer_attention.run(calling_attention, list(torch.zeros(3, 2, 4, 1, 8)), lambda *new: new[0])
+        with pytest.raises(KeyboardInterrupt) as stopped:
+            generator.generate(prompt(2), **arguments)
     finally:
         sys.settrace(before)
+    found = stopped.value.partial.sequences
+    assert 10 < found.shape[1] < expected.shape[1]
+    assert torch.equal(found, expected[:, : found.shape[1]])
 
 
-def test_an_exception_of_a_signal_comes_through_compiled_code():
-    """Its handler ran before the operator could catch it: torch has made another error of it."""
-
+@pytest.mark.parametrize(("text", "kind"), [("SystemExit: SIGTERM", SystemExit), ("no name: SIGTERM", RuntimeError)])
+def test_the_name_of_an_exception_is_read(text, kind):
     def code(inputs):
-        raise RuntimeError("SystemExit: SIGTERM")
+        raise RuntimeError(text)
 
-    with pytest.raises(SystemExit, match="SIGTERM"):
+    with pytest.raises(kind, match="SIGTERM"):
         layer_attention.run(code, [], lambda *new: new[0])
+
+
+@needs_kernels
+@pytest.mark.parametrize("arguments", [{"num_beams": 3}, {"cache": "offloaded_static"}, {"cache": "quantized"}])
+def test_layers_some_of_which_the_kernel_appends_to(arguments, appended):
+    """Layers with a window keep their tokens in another way than those without."""
+    model = tiny_model("qwen3")
+    generator = generator_of(model, 3)
+    for _ in range(2):
+        out = generator.generate(prompt(1, tokens=30, pads=0), **GREEDY | arguments)
+        assert out.stats.compiled == f"{model.config.num_hidden_layers} layers"
+    off = engine.Generator(model).generate(prompt(1, tokens=30, pads=0), **GREEDY | arguments)
+    assert torch.equal(out.sequences, off.sequences)
+    assert appended
 
 
 def test_a_run_without_steps_says_so(llama):
@@ -236,13 +253,12 @@ def test_eager_attention(llama):
     assert out.stats.compiled == "4 layers"
 
 
-@needs_kernels
 def test_a_cache_may_keep_what_it_is_given():
     """Compiled code writes other values there."""
     kept = []
 
     def code(inputs):
-        found = KERNELS.or_error().layer_attention(*inputs)
+        found = torch.ops.kvengine.layer_attention_in_python(*inputs)
         for tensor in inputs:
             tensor.zero_()
         return [found]

@@ -17,6 +17,7 @@ from transformers import StoppingCriteriaList
 import caches
 import engine
 from caches.machine import cache_folder
+from configs import ConfigError
 from engine.model import compiled_layer, layer_packages, package_process
 from engine.model.layer_step import _structure, have_shapes, rows_like
 from engine.model.package_builder import failure_of
@@ -244,6 +245,22 @@ def test_settings_of_a_configuration_are_part_of_the_key():
     first, clipped, other_vocabulary = (list(_structure(layer)) for layer in layers)
     assert first == other_vocabulary
     assert first != clipped
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_without_a_kernel_packages_stay_for_others(llama, monkeypatch):
+    generator_of(llama)
+    packages = set((cache_folder() / "layers").glob("*.pt2"))
+
+    def fail():
+        raise ConfigError("no compiler")
+
+    monkeypatch.setattr(layer_packages.KERNELS, "or_error", fail)
+    out = engine.Generator(copy.deepcopy(llama), config=AUTO).generate(prompt(2), **GREEDY)
+    assert torch.equal(out.sequences, reference(llama, prompt(2)))
+    assert "no compiler" in out.stats.compiled
+    assert packages
+    assert set((cache_folder() / "layers").glob("*.pt2")) == packages
 
 
 @pytest.mark.usefixtures("own_folder")

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from architectures import prompt, tiny_model
+from filelock import FileLock
 from helpers import needs_kernels
 from rich.progress import Progress
 from torch import nn
@@ -436,7 +438,7 @@ def test_a_measurement_is_made_once_per_machine(cache_folder, measured):
         assert linear_routes.fastest([ONE]) == {ONE: NAMES}
         assert linear_routes.fastest([ONE, OTHER]) == {ONE: NAMES, OTHER: NAMES}
     assert measured == [ONE, OTHER]
-    (file,) = cache_folder.iterdir()
+    (file,) = cache_folder.glob("*.json")
     assert json.loads(file.read_text()) == {"640x320": list(NAMES), "320x640": list(NAMES)}
     linear_routes._known.clear()  # as in another process
     assert linear_routes.fastest([OTHER]) == {OTHER: NAMES}
@@ -555,34 +557,60 @@ def test_without_memory_to_measure_in_torchs_own_is_taken_for_now(cache_folder, 
     with monkeypatch.context() as full:
         full.setattr(torch, "full", none)
         assert linear_routes.fastest([ONE]) == {ONE: ALL_TORCH}
-    assert not cache_folder.exists()
+    assert not list(cache_folder.glob("*.json"))
     monkeypatch.setattr(linear_routes, "_fastest", lambda relative: "mm")
     assert linear_routes.fastest([ONE]) == {ONE: ("mm",) * 7}
 
 
-@needs_kernels
 @pytest.mark.usefixtures("_small")
 @pytest.mark.parametrize("quiet", [0, 1, 7])
-def test_on_a_busy_machine_the_usual_ones_are_taken_for_now(cache_folder, monkeypatch, quiet):
-    """quiet: how many rounds it is not."""
-    checks, works = [], []
+@pytest.mark.parametrize("kernel", [True, False])
+def test_on_a_busy_machine_the_usual_ones_are_taken_for_now(cache_folder, monkeypatch, quiet, kernel):
+    """quiet: how many checks find that it is not. kernel: whether there is one."""
+    checks, known = [], {"mm": linear_routes.mm} | ({"kernel": linear_routes.mm} if kernel else {})
 
     def check(pool):
-        checks.append(len(works))
+        checks.append(pool)
         if len(checks) > quiet:
             raise linear_routes._Busy
 
     monkeypatch.setattr(linear_routes, "_fastest", lambda relative: "mm")
+    monkeypatch.setattr(linear_routes, "routes", lambda: known)
+    monkeypatch.setattr(linear_routes.sys, "platform", "linux")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     with monkeypatch.context() as busy:
         busy.setattr(linear_routes, "_check_quiet", check)
-        busy.setattr(linear_routes, "_matrices", lambda *of: works.append(of) or partial(torch.ones, 1, 8, 8))
-        assert linear_routes.fastest([ONE, (8, 8)]) == {ONE: ("kernel",) * 6 + ("torch",), (8, 8): ALL_TORCH}
+        usual = ("kernel",) * 6 + ("torch",) if kernel else ALL_TORCH
+        assert linear_routes.fastest([ONE, (8, 8)]) == {ONE: usual, (8, 8): ALL_TORCH}
         assert len(checks) == quiet + 1
-    assert not list(cache_folder.glob("linears*"))
-    assert not linear_routes.are_measured([ONE])
-    assert linear_routes.are_measured([(8, 8)])
-    assert linear_routes.fastest([ONE]) == {ONE: ("mm",) * 7}
+    assert not list(cache_folder.glob("*.json"))
+    assert not linear_routes.are_measured([ONE, (8, 8)])
+    assert linear_routes.fastest([ONE, (8, 8)]) == {ONE: ("mm",) * 7, (8, 8): ALL_TORCH}
     assert linear_routes.are_measured([ONE, (8, 8)])
+
+
+@pytest.mark.parametrize(("system", "capability"), [("darwin", "AVX2"), ("linux", "DEFAULT")])
+def test_where_the_kernel_is_not_the_usual_one(monkeypatch, system, capability):
+    monkeypatch.setattr(linear_routes.sys, "platform", system)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(linear_routes, "routes", lambda: {"kernel": None})
+    assert linear_routes._usual() == ALL_TORCH
+
+
+def test_processes_measure_one_after_the_other(cache_folder, monkeypatch):
+    """What another one has measured in the meantime is taken."""
+
+    def measure(shapes):
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(linear_routes, "_measure", measure)
+    cache_folder.mkdir(parents=True)
+    with ThreadPoolExecutor() as pool, FileLock(linear_routes.path().with_suffix(".lock")):
+        found = pool.submit(linear_routes.fastest, [ONE])
+        with pytest.raises(TimeoutError):
+            found.result(timeout=0.3)
+        linear_routes.path().write_text(json.dumps({"640x320": NAMES}))
+    assert found.result() == {ONE: NAMES}
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
@@ -603,10 +631,14 @@ def test_a_processor_that_another_program_uses_is_busy(monkeypatch):
         os.sched_setaffinity(0, before)
 
 
-@pytest.mark.parametrize(("used", "is_busy"), [(1.9, False), (1.5, True)])
-def test_how_much_of_the_processors_is_quiet(monkeypatch, used, is_busy):
-    clocks = {"perf_counter": iter([0.0, 1.0]).__next__, "process_time": iter([0.0, used]).__next__}
+@pytest.mark.parametrize(("of_all", "of_this", "threads", "is_busy"), [
+    (1.9, 1.0, 2, False), (1.5, 1.0, 2, True), (2.0, 0.7, 2, True), (1.9, 1.0, 64, False), (1.0, 1.0, 1, False),
+])  # fmt: skip
+def test_how_much_of_two_processors_is_quiet(monkeypatch, of_all, of_this, threads, is_busy):
+    clocks = {"perf_counter": 1.0, "process_time": of_all, "thread_time": of_this}
+    clocks = {name: iter([0.0, time]).__next__ for name, time in clocks.items()}
     monkeypatch.setattr(linear_routes, "time", SimpleNamespace(**clocks))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(linear_routes, "usable_processors", lambda: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     with pytest.raises(linear_routes._Busy) if is_busy else nullcontext():
         linear_routes._check_quiet(torch.ones(8))
