@@ -165,11 +165,13 @@ def test_the_name_of_an_exception_is_read(text, kind):
 
 
 @needs_kernels
-@pytest.mark.parametrize("arguments", [{"num_beams": 3}, {"cache": "offloaded_static"}, {"cache": "quantized"}])
-def test_layers_some_of_which_the_kernel_appends_to(arguments, appended):
+@pytest.mark.parametrize(("rows", "arguments"), [
+    (3, {"num_beams": 3}), (1, {"cache": "offloaded_static"}), (1, {"cache": "quantized"}),
+])  # fmt: skip
+def test_layers_some_of_which_the_kernel_appends_to(rows, arguments, appended):
     """Layers with a window keep their tokens in another way than those without."""
     model = tiny_model("qwen3")
-    generator = generator_of(model, 3)
+    generator = generator_of(model, rows)
     for _ in range(2):
         out = generator.generate(prompt(1, tokens=30, pads=0), **GREEDY | arguments)
         assert out.stats.compiled == f"{model.config.num_hidden_layers} layers"
