@@ -91,7 +91,7 @@ def open_layers(layers: Sequence[OpenSlots], mask: torch.Tensor | None, scales: 
     """Let the operator `layer_attention` compute these layers of a step, in their order, until `close_layers`.
 
     It computes attention of one new token per row, and writes its key and value to the last slot of its row first.
-    Returns whether the kernel can do that; where not, no layer is open.
+    Returns whether the kernel can do that.
 
     layers: of the same caches. mask: of all heads, [rows or 1, 1, 1, slots], aligned right, or None. scales: of each
     layer, see `one_token_attention`. The operator: from query [rows, heads, 1, width], key and value
