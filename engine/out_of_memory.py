@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-from contextlib import suppress
-
 from accelerate.utils.memory import clear_device_cache
+
+from engine.host_allocator import give_back_freed_memory
 
 
 class Exhausted(Exception):
@@ -40,6 +39,4 @@ def in_words(error: BaseException) -> str:
 def empty_allocators() -> None:
     """Give back what nothing refers to. Not while the error is handled: its frames refer to what the step has made."""
     clear_device_cache(garbage_collection=True)
-    # glibc keeps what is freed, in holes too small for something large. Windows has no library without a name.
-    with suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    give_back_freed_memory()

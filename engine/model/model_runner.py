@@ -20,6 +20,7 @@ from caches.spec.accelerate_hooks import is_dispatched, prompt_device
 from caches.torch_api import compiled_graphs, discard_compiled, graph_errors
 from caches.transformers_api import can_compile_fullgraph
 from engine.errors import InputError, OptionError
+from engine.host_allocator import keep_freed_memory
 from engine.model import packed_attention
 from engine.model.columns import Columns
 from engine.model.compiled_step import compiled, first_reason, makes_graphs, step_of
@@ -73,6 +74,8 @@ class ModelRunner:
         # What is fastest is measured, and may differ between ranks, which have to compute the same.
         self._table = None if self.ranks.size > 1 else table_for(model, linears)
         packed_attention.install()
+        if prompt_device(model).type == "cpu":
+            keep_freed_memory()
         self.dynamic_ropes = dynamic_ropes(model)
         self.arguments = ForwardArguments(model)
         self.takes_cache = self.arguments.of_cache.can_be_ours

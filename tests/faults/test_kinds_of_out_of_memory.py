@@ -15,7 +15,7 @@ from fallbacks import OutAt, prompt, run
 import engine
 from caches.out_of_memory import is_out_of_memory
 from configs import EngineConfig
-from engine import out_of_memory
+from engine import host_allocator, out_of_memory
 
 YES = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
@@ -168,5 +168,6 @@ def test_windows_has_no_library_without_a_name(monkeypatch):
     def refuses(name):
         raise TypeError("bad argument type for built-in operation")
 
-    monkeypatch.setattr(out_of_memory.ctypes, "CDLL", refuses)
+    monkeypatch.setattr(host_allocator.ctypes, "CDLL", refuses)
     out_of_memory.empty_allocators()
+    host_allocator.keep_freed_memory.__wrapped__()

@@ -99,7 +99,7 @@ class Watched(engine.Generator):
         ids = torch.randint(3, 100, (batch_size, prompt_tokens))
         parameters |= {"cache": cache, "cache_config": options or None, "max_new_tokens": new}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("engine.generator.new_cache", watched)
+            patch.setattr("engine.run_builder.new_cache", watched)
             out = self.generate(ids, logits_processor=[Look()], **parameters)
         return max(self.most, out.stats.cache_bytes)
 

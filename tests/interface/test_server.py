@@ -625,7 +625,7 @@ def test_memory_that_is_out(gen):
 def test_errors_of_our_own_show_nothing(gen, monkeypatch, caplog):
     """An error that the engine does not know is named, but its message, which may hold a text, is not shown."""
     with served(gen) as server, caplog.at_level(logging.DEBUG, "engine"):
-        monkeypatch.setattr(gen, "_start", lambda *_, **__: (_ for _ in ()).throw(KeyError("canary")))
+        monkeypatch.setattr(gen._builder, "start", lambda *_, **__: (_ for _ in ()).throw(KeyError("canary")))
         for stream in (False, True):
             answer = server.http.post(CHAT, json={"model": NAME, "messages": MESSAGES, "stream": stream})
             assert answer.status_code == 500

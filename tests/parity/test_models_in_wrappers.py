@@ -59,7 +59,7 @@ def test_a_draft_too():
     for _ in range(2):
         out = generator.generate(prompt(), assistant_model=draft, max_new_tokens=NEW)
         assert out.stats.accepted_tokens == out.stats.drafted_tokens > 0
-    assert generator._draft.given is draft
+    assert generator._builder.draft.given is draft
     with pytest.raises(engine.OptionError, match=r"assistant_model: .* but a Linear was given"):
         generator.generate(prompt(), assistant_model=nn.Linear(2, 2))
 

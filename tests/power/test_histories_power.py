@@ -7,12 +7,12 @@ from histories import THEIRS, pairs, play
 import caches
 from caches.hf import adapter
 from caches.transfer import comparison
-from engine import generator
+from engine import run_builder
 from engine.request import continuation
 
 BREAKAGES = {
-    "unknown content passes": (generator, "check_content", lambda *arguments: None),
-    "known content passes": (generator, "check_continues", lambda cache, request, reader: True),
+    "unknown content passes": (run_builder, "check_content", lambda *arguments: None),
+    "known content passes": (run_builder, "check_continues", lambda cache, request, reader: True),
     "nothing differs": (
         comparison.KeptTokens,
         "differ",

@@ -7,12 +7,13 @@ from places import ROOMS, ROOT
 
 # Lowest first. A part may import those of lower lines, and the parts of the first line each other.
 ENGINE = [
-    {"errors", "out_of_memory", "result", "prompt", "rows", "tables", "version", "warn_once"},
+    {"errors", "host_allocator", "out_of_memory", "result", "prompt", "rows", "tables", "version", "warn_once"},
     {"output", "model"},
     {"request"},
     {"decoding", "planning"},
     {"memory", "streaming"},
     {"reuse", "serving"},
+    {"run_builder"},
     {"generator"},
     {"distributed"},
     {"__init__"},

@@ -1,0 +1,235 @@
+"""`RunBuilder`: checks what a call asks for, and builds the objects of its run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from caches import EngineCache
+from caches.spec.accelerate_hooks import prompt_device
+from caches.torch_api import set_grad_enabled
+from configs import EngineConfig, checked_fallbacks
+from engine.decoding.cancellation import Cancellation
+from engine.decoding.draft import Draft
+from engine.decoding.driver import Driver
+from engine.decoding.fed_ids import CachedPrefix
+from engine.decoding.guided_session import GuidedSession
+from engine.decoding.loop import DecodingLoop
+from engine.decoding.model_session import ModelSession
+from engine.decoding.pauses import FindPauses
+from engine.decoding.run_clock import RunClock
+from engine.decoding.session_options import SessionOptions
+from engine.errors import OptionError, OutOfMemoryError
+from engine.memory.budget import Budget
+from engine.memory.cache_choice import CacheChoice, new_cache, read_cache_choice
+from engine.memory.fallbacks import Recovery
+from engine.model.columns import Columns
+from engine.model.compiled_step import makes_graphs
+from engine.model.model_inputs import ModelInputs
+from engine.model.model_runner import ModelRunner
+from engine.out_of_memory import Exhausted
+from engine.output.hf_streamers import adapter_for, ending
+from engine.output.stream_buffer import StreamBuffer
+from engine.prompt import without_padding
+from engine.request.call import Call, read_call
+from engine.request.compatibility import check_together
+from engine.request.continuation import check_content, check_continues, check_padding_ahead
+from engine.request.draft import DraftRequest, read_draft_request
+from engine.request.parameters import read_parameters
+from engine.request.read_request import read_request
+from engine.request.request import Request
+from engine.result import Fallback, nothing_generated
+from engine.reuse.prefix_store import PrefixStore, Reused, can_reuse
+
+
+class RunBuilder:
+    """Of one `Generator`. tokenizer: of calls that bring none. store: of caches that later calls begin with."""
+
+    def __init__(self, runner: ModelRunner, tokenizer: Any, config: EngineConfig, store: PrefixStore | None):
+        self._runner, self._config, self._store = runner, config, store
+        self.tokenizer = tokenizer
+        self.draft: Draft | None = None  # the last one
+
+    def release(self) -> None:
+        """Free the draft and the stored caches."""
+        self.draft = None
+        self._clear_store()
+
+    def check(self, arguments: dict[str, Any]) -> None:
+        """Refuse arguments of later calls that no call takes, whatever its prompt."""
+        one_token = without_padding(torch.zeros(1, 1, dtype=torch.long))
+        call = read_parameters(read_call(one_token, **{"tokenizer": self.tokenizer} | arguments))
+        read_cache_choice(self._runner.model, call, self._config)
+        self._read(call, None, self._draft_of(call.assistant_model))
+
+    def start(
+        self,
+        call: Call,
+        streams: bool,
+        make_room: Callable[[], bool] = lambda: False,
+        pauses: FindPauses = lambda cache: (),
+        instead: Call | None = None,
+    ) -> Driver:
+        """The run of a call; that of `instead` where an `OptionError` refuses it.
+
+        streams: whether the run is a `Stream`. make_room: called first when memory is out; it says whether it has freed
+        some. pauses: in reading the prompt.
+        """
+        ranks, grad = self._runner.ranks, torch.is_grad_enabled()
+        try:
+            with ending(call.streamer):
+                ranks.resume()
+                try:
+                    return self._build(call, streams, make_room, pauses)
+                except OptionError:
+                    if instead is None:
+                        raise
+                    ranks.end()
+                    ranks.resume()
+                return self._build(instead, streams, make_room, pauses)
+        except BaseException:
+            ranks.end()
+            raise
+        finally:
+            set_grad_enabled(grad)  # Ctrl-C may have come where torch.no_grad() ended
+
+    def _build(self, call: Call, streams: bool, make_room: Callable[[], bool], pauses: FindPauses) -> Driver:
+        """The run that `call` asks for. Checks come first, then the encoder's forward, then the run's objects."""
+        started = time.perf_counter()
+        call = read_parameters(call)
+        call = replace(call, tokenizer=self.tokenizer) if call.tokenizer is None else call
+        runner, config, ranks = self._runner, self._config, self._runner.ranks
+        stop = Cancellation(call.cancellation, ranks)
+        fallbacks = config.on_oom if call.on_oom is None else checked_fallbacks(call.on_oom)
+        taken: list[Fallback] = []
+        recovery, draft_recovery = (Recovery(fallbacks, taken, self._clear_store, make_room) for _ in range(2))
+        budget = Budget(config.max_cache_bytes, config.over_budget, taken)
+        draft = self._draft_of(call.assistant_model)
+        choice = read_cache_choice(runner.model, call, config)
+        request, draft_request = self._read(call, choice.live, draft)
+        said = fallbacks, choice.name, request.max_columns, request.chunk_tokens, request.strategy.name, request.rows
+        with stop.noting_keys():
+            ranks.begin(prompt_device(runner.model), request.prompt.ids.tolist(), *said)
+        cache, known = self._cache_for(choice, request, budget)
+        if request.source is not None:
+            with _reporting_out_of_memory(request, call, taken, started):
+                request = request.encoded(runner.model, recovery.apply_before)
+                if draft is not None and draft_request is not None:
+                    draft_request = draft_request.encoded(draft.model, draft_recovery.apply_before)
+            cache, known = self._cache_for(choice, request, budget)
+        reused = self._reused(cache, request) if choice.live is None else Reused(cache)
+        read, mask = request.read
+        model_kwargs = dict(read.model_kwargs)
+        columns = Columns(mask, request.columns, model_kwargs.pop("position_ids", None))
+        inputs = ModelInputs(request.prompt.embeds, model_kwargs, flags=request.output_flags)
+        if not known and not call.trust_cache:
+            check_content(runner, cache, request, columns, inputs, call.tokenizer)
+        own = () if request.guidance is not None or request.output_flags else pauses(reused.cache)
+        options = SessionOptions(
+            request.chunk_tokens,
+            stop.check,
+            recovery.apply_next,
+            ranks,
+            shares_prefixes=not makes_graphs(config.compile),  # a graph cannot read shared prefixes
+            rolls_back=request.needs.verifies,
+            make_room=None if config.max_cache_bytes is None else budget.keep,
+            pauses=sorted((*own, *reused.pauses), key=lambda one: one.columns),
+        )
+        prefix = CachedPrefix(request.before, request.prompt.columns_without_ids)
+        session = ModelSession(runner, reused.cache, columns, inputs, prefix, options)
+        draft_session = None
+        if draft is not None and draft_request is not None:
+            options = SessionOptions(request.chunk_tokens, stop.check, draft_recovery.apply_next, ranks)
+            draft_session = draft.session(draft_request, options)
+        loop = DecodingLoop(
+            request,
+            session if request.guidance is None else GuidedSession(session, request.guidance),
+            _stream_buffer(request, call, streams),
+            RunClock(started),
+            tokenizer=call.tokenizer,
+            legacy=bool(call.return_legacy_cache),
+            draft=draft_session,
+            fallbacks=taken,
+            ranks=ranks,
+        )
+        return Driver(loop, stop, lambda: reused.keep(session.cache), budget.planned_bytes)
+
+    def _read(self, call: Call, live: EngineCache | None, draft: Draft | None) -> tuple[Request, DraftRequest | None]:
+        """The requests to the model and to its draft. live: the cache that was given."""
+        model, chunk_tokens = self._runner.model, self._config.prefill_chunk_tokens
+        request = read_request(
+            model, call, live, draft=None if draft is None else draft.model, chunk_tokens=chunk_tokens
+        )
+        if draft is None:
+            return request, None
+        read = read_draft_request(draft.model, model, request, live, call)
+        return replace(request, drafts=draft.drafts(request.strategy), translation=read.translation), read
+
+    def _draft_of(self, model: Any) -> Draft | None:
+        """The draft with this model, kept from the last call where it is the same."""
+        if model is None:
+            return None
+        draft = self.draft  # another thread may release it
+        if draft is None or draft.given is not model:
+            draft = self.draft = Draft(model, self._config.linears if self._runner.ranks.size == 1 else "default")
+        return draft
+
+    def _cache_for(self, choice: CacheChoice, request: Request, budget: Budget) -> tuple[EngineCache, bool]:
+        """The cache, checked with the request as far as possible, and whether its content surely begins the prompt."""
+        runner, cache, known = self._runner, choice.live, True
+        if cache is None:
+            cache = new_cache(runner.model, choice, request, self._config, budget, runner.takes_cache)
+        elif request.guidance is None:  # else it is empty
+            known = check_continues(cache, request, runner.model)
+            check_padding_ahead(runner, cache, request.mask)
+        check_together(runner, cache, request, self._config.compile)
+        return cache, known
+
+    def _reused(self, cache: EngineCache, request: Request) -> Reused:
+        """A stored cache of the same kind that the prompt begins with, or the new one."""
+        store, ranks = self._store, self._runner.ranks
+        if store is None or not can_reuse(self._runner, request):
+            return Reused(cache)
+        found = store.find(cache, request.prompt.ids[0], request.needs.rows_per_prompt > 1)
+        pause = max((one.columns for one in found.pauses), default=0)
+        agreed = ranks.agree(found.cache.total_tokens) and ranks.agree(pause)  # else memory was out on one of them
+        return found if agreed else Reused(cache)
+
+    def _clear_store(self) -> None:
+        if self._store is not None:
+            self._store.clear()
+
+
+@contextmanager
+def _reporting_out_of_memory(request: Request, call: Call, taken: list[Fallback], started: float) -> Iterator[None]:
+    """Where memory is out in the encoder the error has a result without tokens, which says what was tried."""
+    try:
+        yield
+    except Exhausted as error:
+        seconds, with_text = time.perf_counter() - started, call.tokenizer is not None
+        nothing = nothing_generated(request.prompt.ids, with_text, taken, seconds, request.grammar is not None)
+        message = f"memory was out in the encoder, before the first token ({error})"
+        raise OutOfMemoryError(message, nothing) from error.__cause__
+
+
+def _stream_buffer(request: Request, call: Call, streams: bool) -> StreamBuffer:
+    prompts = request.prompt.ids
+    adapter = adapter_for(
+        call.streamer,
+        prompts,
+        request.mask[:, request.first_known_column :],
+        returned=request.needs.texts_per_prompt,
+        pad_id=request.pad_id,
+        stop_strings=request.stop_strings,
+    )
+    wants_text = streams or request.stop_strings or request.grammar is not None
+    has_form = [False] * len(prompts)
+    if request.grammar is not None:
+        has_form = [constraint is not None for constraint in request.grammar.constraints]
+    tokenizer = call.tokenizer if wants_text else None
+    return StreamBuffer(prompts, tokenizer, request.stop_strings, adapter, has_form, request.eos_ids, streams)
