@@ -42,6 +42,7 @@ from rich.table import Table
 import caches
 import configs
 import engine
+from engine.host_allocator import keep_freed_memory
 
 PIECE = 512  # tokens of the prompt that are read at once
 _console = Console()
@@ -106,6 +107,7 @@ def rows_for(setting: Setting) -> dict[str, Row]:
 
 @lru_cache(maxsize=1)
 def load(setting: Setting) -> Any:
+    keep_freed_memory()  # the peers too
     torch.set_num_threads(setting.threads)
     transformers.logging.set_verbosity_error()
     # Longer contexts than the shape says: random weights know no better.

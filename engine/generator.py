@@ -46,19 +46,19 @@ class Generator:
     """
 
     def __init__(self, model: PreTrainedModel | str | Path, tokenizer: Any = None, config: EngineConfig | None = None):
-        self.config = _checked(config)
-        self.model, tokenizer = load(model, read("tokenizer", tokenizer), self.config)
-        if self.config.weights != "full":
-            convert_linears(self.model, self.config.weights)
-        self._runner = ModelRunner(self.model, self.config.compile, self.config.linears)
+        self.config = config = _checked(config)
+        self.model, tokenizer = load(model, read("tokenizer", tokenizer), config)
+        if config.weights != "full":
+            convert_linears(self.model, config.weights)
+        self._runner = ModelRunner(self.model, config.compile, config.linears)
         self._store: PrefixStore | None = None
-        if self.config.prefix_store_bytes is not None:
-            self._store = PrefixStore(self.model, self.config.prefix_store_bytes, self.config.prefix_store_folder)
-        self._builder = RunBuilder(self._runner, tokenizer, self.config, self._store)
+        if config.prefix_store_bytes is not None:
+            self._store = PrefixStore(self.model, config.prefix_store_bytes, config.prefix_store_folder)
+        self._builder = RunBuilder(self._runner, tokenizer, config, self._store)
 
     @property
     def tokenizer(self) -> Any:
-        """Of calls that bring none; it may be replaced."""
+        """The tokenizer of calls that bring none. Assign another one to replace it."""
         return self._builder.tokenizer
 
     @tokenizer.setter
@@ -228,8 +228,8 @@ class Generator:
 
         Later calls and running streams compile and load again what they need: no text changes.
         """
-        self._builder.release()
         self._runner.discard_graphs()
+        self._builder.release()  # after the model's turn, at the end of which a run may store its cache
         empty_allocators()
 
     def _start_turn(

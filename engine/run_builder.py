@@ -48,12 +48,15 @@ from engine.reuse.prefix_store import PrefixStore, Reused, can_reuse
 
 
 class RunBuilder:
-    """Of one `Generator`. tokenizer: of calls that bring none. store: of caches that later calls begin with."""
+    """Builds the runs of one `Generator`.
+
+    tokenizer: for calls that bring none. store: caches that later calls may begin with, or None.
+    """
 
     def __init__(self, runner: ModelRunner, tokenizer: Any, config: EngineConfig, store: PrefixStore | None):
         self._runner, self._config, self._store = runner, config, store
         self.tokenizer = tokenizer
-        self.draft: Draft | None = None  # the last one
+        self.draft: Draft | None = None  # of the last call with an assistant_model
 
     def release(self) -> None:
         """Free the draft and the stored caches."""
@@ -75,7 +78,7 @@ class RunBuilder:
         pauses: FindPauses = lambda cache: (),
         instead: Call | None = None,
     ) -> Driver:
-        """The run of a call; that of `instead` where an `OptionError` refuses it.
+        """The run of a call; that of `instead` where an `OptionError` refuses it. The other ranks begin one too.
 
         streams: whether the run is a `Stream`. make_room: called first when memory is out; it says whether it has freed
         some. pauses: in reading the prompt.

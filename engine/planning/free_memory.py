@@ -14,6 +14,7 @@ import torch
 
 from caches import CapacityError
 from caches.memory.folders import disk_folder
+from engine.host_allocator import give_back_freed_memory
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -29,6 +30,7 @@ class Free:
 
 def find_free(device: torch.device, folder: str | None = None) -> Free:
     """What is free on a device, in host memory and in `folder` (default: that of caches on disk)."""
+    give_back_freed_memory()
     # What the machine has left, or the limits of this process and of its group leave it, whichever is least.
     host = min(psutil.virtual_memory().available, *_of_groups(), *_of_limits())
     on_device = host if device.type == "cpu" else _device_bytes(device)

@@ -165,9 +165,13 @@ def test_a_library_that_raises_without_text_while_studied(monkeypatch):
 
 
 def test_windows_has_no_library_without_a_name(monkeypatch):
+    calls = []
+
     def refuses(name):
+        calls.append(name)
         raise TypeError("bad argument type for built-in operation")
 
     monkeypatch.setattr(host_allocator.ctypes, "CDLL", refuses)
     out_of_memory.empty_allocators()
     host_allocator.keep_freed_memory.__wrapped__()
+    assert calls == [None, None]
