@@ -638,11 +638,15 @@ struct FourBits {
     constexpr int at_once = lanes == 16 ? 4 : 3;
     for (int64_t one = from; one < to; one++) {
       const int64_t first = one * 2 * chunks * lanes;
-      int64_t row = 0;
-      for (; row + at_once <= rows; row += at_once) some<at_once, chunks>(row, first);
-      if (rows - row == 3) some<3, chunks>(row, first);
-      if (rows - row == 2) some<2, chunks>(row, first);
-      if (rows - row == 1) some<1, chunks>(row, first);
+      for (int64_t row = 0, size; row < rows; row += size) {
+        const int64_t left = rows - row;
+        // Never the last of several alone: one row is added up in another order, and equal rows have equal products.
+        size = left == at_once + 1 ? at_once - 1 : std::min<int64_t>(left, at_once);
+        if (size == at_once) some<at_once, chunks>(row, first);
+        if (size == 3 && at_once > 3) some<3, chunks>(row, first);
+        if (size == 2) some<2, chunks>(row, first);
+        if (size == 1) some<1, chunks>(row, first);
+      }
     }
   }
 };
