@@ -166,6 +166,7 @@ def test_layers_that_are_no_chain_are_called_one_by_one(llama, monkeypatch, chan
     assert (out.stats.compiled, len(calls)) == ("4 layers", 1)
 
 
+@pytest.mark.slow
 def test_layers_with_other_masks_are_no_chain():
     """While a text is shorter than the window, all get the same mask: none."""
     model = copy.deepcopy(tiny_model("qwen3"))

@@ -248,6 +248,7 @@ def test_prompts_of_a_batch(llama, appended):
     assert [1] * 6 in appended, "three caches of one row and one segment"
 
 
+@pytest.mark.slow
 def test_eager_attention(llama):
     llama.set_attn_implementation("eager")
     out = generator_of(llama).generate(prompt(2), **GREEDY)
