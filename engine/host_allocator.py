@@ -17,9 +17,10 @@ _SETTINGS = {"MALLOC_MMAP_THRESHOLD_": (-3, 32 * 2**20), "MALLOC_TRIM_THRESHOLD_
 def keep_freed_memory() -> None:
     """Let glibc keep what tensors of up to 32 MiB free, in this process: at the end of the heap up to 256 MiB.
 
-    Otherwise it gives memory back to the system several times per layer of a prompt, and the next tensor takes it page
-    by page: 5 to 15 % of the time of a prompt of 1,000 tokens. Free memory between blocks that are in use, and that of
-    other threads, it keeps in any case. A setting that the environment has stays (`man mallopt`).
+    Otherwise, until the first block of 32 MiB is freed, it gives memory back to the system several times per layer of a
+    prompt, and the next tensor takes it page by page: 5 to 15 % of the time of a prompt of 1,000 tokens. Free memory
+    between blocks that are in use, and that of other threads, it keeps in any case. A setting that the environment has
+    stays (`man mallopt`).
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     with suppress(*_NO_ALLOCATOR):
