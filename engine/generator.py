@@ -46,7 +46,7 @@ class Generator:
     """
 
     def __init__(self, model: PreTrainedModel | str | Path, tokenizer: Any = None, config: EngineConfig | None = None):
-        self.config = config = _checked(config)
+        config = _checked(config)
         self.model, tokenizer = load(model, read("tokenizer", tokenizer), config)
         if config.weights != "full":
             convert_linears(self.model, config.weights)
@@ -55,6 +55,11 @@ class Generator:
         if config.prefix_store_bytes is not None:
             self._store = PrefixStore(self.model, config.prefix_store_bytes, config.prefix_store_folder)
         self._builder = RunBuilder(self._runner, tokenizer, config, self._store)
+
+    @property
+    def config(self) -> EngineConfig:
+        """How it works: another one needs another `Generator`."""
+        return self._builder.config
 
     @property
     def tokenizer(self) -> Any:

@@ -54,8 +54,8 @@ class RunBuilder:
     """
 
     def __init__(self, runner: ModelRunner, tokenizer: Any, config: EngineConfig, store: PrefixStore | None):
-        self._runner, self._config, self._store = runner, config, store
-        self.tokenizer = tokenizer
+        self._runner, self._store = runner, store
+        self.config, self.tokenizer = config, tokenizer
         self.draft: Draft | None = None  # of the last call with an assistant_model
 
     def release(self) -> None:
@@ -67,7 +67,7 @@ class RunBuilder:
         """Refuse arguments of later calls that no call takes, whatever its prompt."""
         one_token = without_padding(torch.zeros(1, 1, dtype=torch.long))
         call = read_parameters(read_call(one_token, **{"tokenizer": self.tokenizer} | arguments))
-        read_cache_choice(self._runner.model, call, self._config)
+        read_cache_choice(self._runner.model, call, self.config)
         self._read(call, None, self._draft_of(call.assistant_model))
 
     def start(
@@ -106,7 +106,7 @@ class RunBuilder:
         started = time.perf_counter()
         call = read_parameters(call)
         call = replace(call, tokenizer=self.tokenizer) if call.tokenizer is None else call
-        runner, config, ranks = self._runner, self._config, self._runner.ranks
+        runner, config, ranks = self._runner, self.config, self._runner.ranks
         stop = Cancellation(call.cancellation, ranks)
         fallbacks = config.on_oom if call.on_oom is None else checked_fallbacks(call.on_oom)
         taken: list[Fallback] = []
@@ -164,7 +164,7 @@ class RunBuilder:
 
     def _read(self, call: Call, live: EngineCache | None, draft: Draft | None) -> tuple[Request, DraftRequest | None]:
         """The requests to the model and to its draft. live: the cache that was given."""
-        model, chunk_tokens = self._runner.model, self._config.prefill_chunk_tokens
+        model, chunk_tokens = self._runner.model, self.config.prefill_chunk_tokens
         request = read_request(
             model, call, live, draft=None if draft is None else draft.model, chunk_tokens=chunk_tokens
         )
@@ -179,18 +179,18 @@ class RunBuilder:
             return None
         draft = self.draft  # another thread may release it
         if draft is None or draft.given is not model:
-            draft = self.draft = Draft(model, self._config.linears if self._runner.ranks.size == 1 else "default")
+            draft = self.draft = Draft(model, self.config.linears if self._runner.ranks.size == 1 else "default")
         return draft
 
     def _cache_for(self, choice: CacheChoice, request: Request, budget: Budget) -> tuple[EngineCache, bool]:
         """The cache, checked with the request as far as possible, and whether its content surely begins the prompt."""
         runner, cache, known = self._runner, choice.live, True
         if cache is None:
-            cache = new_cache(runner.model, choice, request, self._config, budget, runner.takes_cache)
+            cache = new_cache(runner.model, choice, request, self.config, budget, runner.takes_cache)
         elif request.guidance is None:  # else it is empty
             known = check_continues(cache, request, runner.model)
             check_padding_ahead(runner, cache, request.mask)
-        check_together(runner, cache, request, self._config.compile)
+        check_together(runner, cache, request, self.config.compile)
         return cache, known
 
     def _reused(self, cache: EngineCache, request: Request) -> Reused:

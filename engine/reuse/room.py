@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from caches import convert
 from caches.transfer.convert import can_migrate
+from configs import EngineConfig
 from engine.errors import EngineError
 from engine.request.call import read_call
 from engine.request.parameters import read_parameters
@@ -19,7 +20,9 @@ class HasModel(Protocol):
 
     model: Any
     tokenizer: Any
-    config: Any
+
+    @property
+    def config(self) -> EngineConfig: ...
 
 
 def with_room_for(cache: Any, generator: HasModel, inputs: Any, parameters: dict[str, Any]) -> Any:

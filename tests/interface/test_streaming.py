@@ -246,3 +246,13 @@ def test_a_stop_string_across_the_end_of_the_prompt(shipped, options):
     shown = TextIteratorStreamer(shipped.tokenizer, skip_prompt=True)
     shipped.generate("import os\n", **given, streamer=shown)
     assert "".join(shown).split("\n")[0] == ""
+
+
+def test_the_tokenizer_of_a_generator_may_be_replaced_its_configuration_not(shipped, tokenizer):
+    generator = engine.Generator(shipped.model)
+    ids = tokenizer("import os", return_tensors="pt").input_ids
+    assert generator.generate(ids, max_new_tokens=2).text is None
+    generator.tokenizer = tokenizer
+    assert generator.generate(ids, max_new_tokens=2).text == shipped.generate(ids, max_new_tokens=2).text
+    with pytest.raises(AttributeError, match="config"):
+        generator.config = engine.EngineConfig(on_oom=[])
