@@ -174,7 +174,6 @@ def settings(cli, monkeypatch):
     """The `EngineConfig` that a command line means; nothing is generated."""
 
     def record(self, model, config):
-        self.config = config
         raise engine.OptionError(json.dumps(dict(config)))
 
     def read(*arguments):
