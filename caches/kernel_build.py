@@ -6,13 +6,14 @@ import atexit
 import functools
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from hashlib import sha256
 from logging import getLogger
@@ -121,7 +122,7 @@ def _library(source: Path, name: str) -> Path:
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     options = [*_FLAGS, *_threads(), *_LIBRARY, abi]
     releases = [torch.__version__, sys.version, *platform.libc_ver()]
-    inputs = [source.read_text(), *options, *_compiler(), processor(), *releases]
+    inputs = [*_texts(source), *options, *_compiler(), processor(), *releases]
     key = sha256("\0".join(inputs).encode()).hexdigest()[:16]
     folder = _writable_folder()
     for path in folder.glob(f"{name}_{key}_*.so"):
@@ -143,6 +144,14 @@ def _library(source: Path, name: str) -> Path:
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return path
+
+
+def _texts(source: Path) -> Iterator[str]:
+    """Of a file and those it includes by a name in quotes."""
+    text = source.read_text()
+    yield text
+    for name in re.findall(r'^#include "(.+)"', text, re.MULTILINE):
+        yield from _texts(source.parent / name)
 
 
 def _digest(file: Path) -> str:

@@ -2,12 +2,13 @@
 
 The products are kernels of this package, with inputs in float32. Where they cannot be compiled they are torch's
 operators, which are fast with bfloat16 only: a float32 layer casts its input and its output.
-Steps of many rows multiply with the weights in full, a block of them at a time.
+Where neither is fast, as with many rows, torch multiplies with the weights in full, a block of them at a time.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -21,11 +22,11 @@ from transformers.pytorch_utils import Conv1D
 from caches.spec.accelerate_hooks import is_dispatched
 from caches.torch_api import int4_product, int8_product, pack_int4
 from engine.errors import OptionError
-from engine.model.linear_kernels import kernels
+from engine.model.linear_kernels import has_matrix_units, kernels
 from engine.model.ranks import plan_name
 from engine.warn_once import warn_once
 
-_FEW_ROWS = 16  # up to so many the low-bit product is the faster one
+_FEW_ROWS = 16  # up to so many torch's operators are faster than products with the weights in full
 _BLOCK = 2**22  # elements of the weights in full at a time
 _FITTED = 2**18  # those whose codes are found at a time: they fit a processor's cache
 _GROUP = 64  # inputs with one scale, 4 bits
@@ -63,13 +64,24 @@ class Int8Linear(_LowBitLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = input.reshape(-1, input.shape[-1])
-        if rows.shape[0] <= _FEW_ROWS:
+        if rows.shape[0] <= _most_rows(input.dtype):
             out = _int8_product(rows, self.codes, self.scales)
         else:
             dtype = torch.float32 if input.dtype == torch.float16 else input.dtype  # sums of codes exceed 65504
             blocks = (codes.to(dtype) for codes in self.codes.split(_block(input)))
             out = torch.cat([functional.linear(rows.to(dtype), block) for block in blocks], dim=-1) * self.scales
         return _shaped(out.to(input.dtype), input, self.bias)
+
+
+def _most_rows(dtype: torch.dtype) -> float:
+    """Up to so many the product with codes of 8 bits is faster than one with the weights in full, as measured."""
+    if kernels() is None:
+        return _FEW_ROWS
+    if dtype == torch.bfloat16:  # torch's product is twice as fast as in float32
+        return 128 if has_matrix_units() else _FEW_ROWS
+    if has_matrix_units():
+        return math.inf
+    return 64 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 24
 
 
 def _int8_product(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -102,21 +114,18 @@ class Int4Linear(_LowBitLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = input.reshape(-1, input.shape[-1])
-        if rows.shape[0] <= _FEW_ROWS or self.layout is None:
-            out = self._product(rows).to(input.dtype)
+        layout, scales = self.layout, self.scales.to(torch.bfloat16)
+        if layout is not None and layout.suits_kernels and (operators := kernels()) is not None:
+            found = operators.int4_linears(rows.float().contiguous(), [self.packed], [scales], layout.outs)
+            out = found.to(input.dtype)
+        elif rows.shape[0] <= _FEW_ROWS or layout is None:
+            out = int4_product(rows.to(torch.bfloat16), self.packed, self.group, scales).to(input.dtype)
         else:
             step = -(-_block(input) // _PACKED) * _PACKED
             parts = zip(self.packed.split(step), self.scales.split(step, dim=1), strict=True)
-            blocks = (_decoded(self.layout.unpack(packed), scales.transpose(0, 1)) for packed, scales in parts)
+            blocks = (_decoded(layout.unpack(packed), scales.transpose(0, 1)) for packed, scales in parts)
             out = torch.cat([functional.linear(rows, block.to(input.dtype)) for block in blocks], dim=-1)
         return _shaped(out[:, : self.out_features], input, self.bias)
-
-    def _product(self, rows: torch.Tensor) -> torch.Tensor:
-        rows, scales, layout = rows.contiguous(), self.scales.to(torch.bfloat16), self.layout
-        if layout is not None and layout.halves and layout.outs >= 32 and (operators := kernels()) is not None:
-            out: torch.Tensor = operators.int4_linears(rows.float(), [self.packed], [scales], layout.outs)
-            return out
-        return int4_product(rows.to(torch.bfloat16), self.packed, self.group, scales)
 
 
 class Int8Embedding(nn.Module):
@@ -190,6 +199,10 @@ class _Layout(NamedTuple):
 
     outs: int
     halves: bool
+
+    @property
+    def suits_kernels(self) -> bool:
+        return self.halves and self.outs >= 32
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
         """Codes [outs, width]."""

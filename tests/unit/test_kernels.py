@@ -79,6 +79,18 @@ def test_another_processor_source_or_release_has_a_file_of_its_own(folder, compi
     assert "flags" in machine._FIELDS
 
 
+def test_another_header_has_a_file_of_its_own(folder, compiler):
+    compiler(0)
+    (folder / "parts").mkdir()
+    (folder / "one.cpp").write_text('#include <vector>\n#include "parts/a.h"\n')
+    (folder / "parts" / "a.h").write_text('#pragma once\n#include "b.h"\n')
+    found = []
+    for text in ("int b = 1;\n", "int b = 2;\n"):
+        (folder / "parts" / "b.h").write_text(text)
+        found.append(library(folder))
+    assert len(set(found)) == 2
+
+
 def test_two_at_once_both_succeed(folder, compiler):
     compiler(0.2)
     with ThreadPoolExecutor() as pool:

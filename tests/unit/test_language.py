@@ -105,6 +105,11 @@ ALLOWED = {
     ("caches/transfer/export_buffers.py", "seen", "seen"): "public: an argument of the exported program",
     ("engine/model/linear_kernels.cpp", "lane", "lane"): "a lane of a SIMD register",
     ("engine/model/linear_kernels.cpp", "lanes", ""): "lanes of a SIMD register",
+    **{
+        (f"engine/model/products/{name}.h", word, ""): "lanes of a SIMD register"
+        for name in ("vectors", "plain", "panels", "four_bits", "matrix_units", "eight_bits")
+        for word in ("lane", "lanes")
+    },
     ("caches/quantization/fused_attention.cpp", "lanes", ""): "lanes of a SIMD register",
     ("caches/attention/dense_attention.cpp", "lanes", ""): "lanes of a SIMD register",
 }
@@ -159,7 +164,7 @@ def markdown_texts(source: str) -> Iterator[Text]:
         yield Text(line, text, False)
 
 
-READERS = {".py": python_texts, ".cpp": cpp_texts, ".md": markdown_texts}
+READERS = {".py": python_texts, ".cpp": cpp_texts, ".h": cpp_texts, ".md": markdown_texts}
 
 
 def offenders(root: Path, path: Path) -> list[str]:
@@ -191,7 +196,7 @@ def is_allowed(where: str, word: str, text: str) -> bool:
 
 
 def files() -> list[Path]:
-    sources = [path for room in ROOMS for end in ("*.py", "*.cpp") for path in sorted((ROOT / room).rglob(end))]
+    sources = [path for room in ROOMS for end in ("*.py", "*.cpp", "*.h") for path in sorted((ROOT / room).rglob(end))]
     pages = [path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md") if path.exists()]
     return [*sources, *pages, *sorted((ROOT / "docs").rglob("*.md"))]
 

@@ -1,0 +1,245 @@
+// Products of inputs in float32 with codes of few bits, by a processor's matrix units (Intel AMX). A code is a bfloat16
+// and an input the sum of three, so that products are exact; sums are in float32. An infinite input gives NaN.
+#pragma once
+
+#include "vectors.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <cstdlib>
+#include <memory>
+
+#include "vectors.h"
+
+#if defined(__linux__) && defined(__AMX_BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define HAS_MATRIX_UNITS
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace {
+
+// A tile has 16 rows of 64 bytes: 32 bfloat16 of an input, pairs of bfloat16 for 16 outputs, or 16 sums in float32.
+constexpr int64_t side = 16, depth = 32, bytes_of_tile = 1024, parts = 3;
+constexpr int64_t outs_of_units = 4 * side;  // at a time
+
+// Linux lets a process use them that has asked for it.
+bool has_matrix_units() {
+  constexpr int request = 0x1023, tile_data = 18;
+  static const bool granted = syscall(SYS_arch_prctl, request, tile_data) == 0;
+  return granted;
+}
+
+// Of a thread, which is as before afterwards: oneDNN uses the units too.
+class TileConfiguration {
+ public:
+  TileConfiguration() {
+    _tile_storeconfig(before);
+    alignas(64) char wanted[64] = {1};
+    for (int tile = 0; tile < 8; tile++) wanted[16 + 2 * tile] = 64, wanted[48 + tile] = side;
+    _tile_loadconfig(wanted);
+  }
+  ~TileConfiguration() {
+    if (before[0])
+      _tile_loadconfig(before);
+    else
+      _tile_release();
+  }
+
+ private:
+  alignas(64) char before[64];
+};
+
+struct Freed {
+  void operator()(void* from) const { std::free(from); }
+};
+
+template <class Value>
+std::unique_ptr<Value, Freed> aligned(int64_t count) {
+  const int64_t bytes = (count * sizeof(Value) + 63) / 64 * 64;
+  return std::unique_ptr<Value, Freed>(static_cast<Value*>(std::aligned_alloc(64, bytes)));
+}
+
+inline __mmask16 first_of(int64_t count) { return count >= 16 ? 0xFFFF : count <= 0 ? 0 : (1 << count) - 1; }
+
+// The upper halves of 32 floats, which are bfloat16: pairs of the `one` and the `other` of each place.
+inline __m512i pairs_of(__m512 one, __m512 other) {
+  const __m512i upper = _mm512_set1_epi32(0xFFFF0000);
+  const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(one), 16);
+  return _mm512_ternarylogic_epi32(low, _mm512_castps_si512(other), upper, 0xF8);  // low | (other & upper)
+}
+
+inline __m512 upper_half(__m512 of) {
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(of), _mm512_set1_epi32(0xFFFF0000)));
+}
+
+// Rows and columns of 16 x 16 values of 4 bytes are swapped.
+inline void swap_sides(__m512i (&rows)[16]) {
+  __m512i other[16];
+  for (int i = 0; i < 16; i += 2) {
+    other[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+    other[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int half = 0; half < 2; half++) {
+      rows[i + 2 * half] = _mm512_unpacklo_epi64(other[i + half], other[i + 2 + half]);
+      rows[i + 2 * half + 1] = _mm512_unpackhi_epi64(other[i + half], other[i + 2 + half]);
+    }
+  for (int i = 0; i < 4; i++)
+    for (int half = 0; half < 2; half++) {
+      other[i + 8 * half] = _mm512_shuffle_i32x4(rows[i + 8 * half], rows[i + 4 + 8 * half], 0x88);
+      other[i + 4 + 8 * half] = _mm512_shuffle_i32x4(rows[i + 8 * half], rows[i + 4 + 8 * half], 0xDD);
+    }
+  for (int i = 0; i < 8; i++) {
+    rows[i] = _mm512_shuffle_i32x4(other[i], other[i + 8], 0x88);
+    rows[i + 8] = _mm512_shuffle_i32x4(other[i], other[i + 8], 0xDD);
+  }
+}
+
+// Codes of 64 outputs for some inputs: four tiles for each 32 inputs. A pair is an input and the one 16 further on.
+struct CodeTiles {
+  const char* tiles;
+  const Lanes *scales, *offsets;  // [4] each: weights = codes * scales + offsets. Null: weights = codes
+};
+
+// Strips of 16 rows of an input, and blocks of 32 inputs.
+struct Part {
+  int64_t strip, last_strip, block, last_block;
+};
+
+// An input as tiles: the sum of the tiles of its three parts.
+class InputTiles {
+ public:
+  const int64_t rows, width, group, strips, blocks;
+
+  // group: inputs of which there are sums, for offsets
+  InputTiles(const Rows& input, int64_t group)
+      : rows(input.count), width(input.width), group(group), strips((rows + side - 1) / side),
+        blocks((width + depth - 1) / depth), tiles(aligned<char>(strips * blocks * parts * bytes_of_tile)),
+        sums_of_groups(new float[(width + group - 1) / group * strips * side]) {
+    torch::stable::parallel_for(0, strips, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin * side; row < end * side; row++) split(input.values + row * input.stride, row);
+    });
+  }
+
+  // Calls `multiply(part)` for parts of the input that the cache of one of the processor's cores holds.
+  // unit: the blocks of a part are a multiple of it
+  template <class Multiply>
+  void by_parts(int64_t unit, Multiply multiply) const {
+    constexpr int64_t most_blocks = 24, most_bytes = 1'000'000;
+    const int64_t slices = (blocks + most_blocks - 1) / most_blocks;
+    const int64_t some = ((blocks + slices - 1) / slices + unit - 1) / unit * unit;
+    const int64_t high = std::max<int64_t>(1, most_bytes / (some * parts * bytes_of_tile));
+    for (int64_t strip = 0; strip < strips; strip += high)
+      for (int64_t block = 0; block < blocks; block += some)
+        multiply(Part{strip, std::min(strip + high, strips), block, std::min(block + some, blocks)});
+  }
+
+  // The products of some blocks of a part, added to `sums` [strips, 4, 16, 16]. Those of its first block are written.
+  void multiply(const Part& part, int64_t block, int64_t some, const CodeTiles& weights, float* sums) const {
+    alignas(64) float found[4][side][side];
+    for (int64_t strip = part.strip; strip < part.last_strip; strip++, sums += 4 * side * side) {
+      if (!weights.scales) {
+        products(tile(strip, block), weights.tiles, some, block > part.block ? sums : nullptr, sums);
+        continue;
+      }
+      products(tile(strip, block), weights.tiles, some, nullptr, found[0][0]);
+      const float* of_rows = sums_of_groups.get() + block * depth / group * strips * side + strip * side;
+      for (int64_t i = 0; i < 4; i++)
+        for (int64_t row = 0; row < side; row++) {
+          Lanes* to = (Lanes*)sums + i * side + row;
+          const Lanes added = load(found[i][row]) * weights.scales[i] + of_rows[row] * weights.offsets[i];
+          *to = block > part.block ? *to + added : added;
+        }
+    }
+  }
+
+  // Writes the `sums` of a part to its rows of `out`, and adds to what the blocks before it gave. scales: [4], or null
+  void write(const Part& part, const float* sums, const Lanes* scales, float* out, int64_t out_stride, int64_t outs) const {
+    for (int64_t strip = part.strip; strip < part.last_strip; strip++, sums += 4 * side * side)
+      for (int64_t row = strip * side; row < std::min(rows, (strip + 1) * side); row++)
+        for (int64_t i = 0; i < 4; i++) {
+          const __mmask16 valid = first_of(outs - i * side);
+          float* to = out + row * out_stride + i * side;
+          Lanes sum = load(sums + (i * side + row % side) * side);
+          if (scales) sum *= scales[i];
+          if (part.block) sum += (Lanes)_mm512_maskz_loadu_ps(valid, to);
+          _mm512_mask_storeu_ps(to, valid, (__m512)sum);
+        }
+  }
+
+ private:
+  std::unique_ptr<char, Freed> tiles;       // [strips, blocks, parts]
+  std::unique_ptr<float[]> sums_of_groups;  // [groups, rows]
+
+  char* tile(int64_t strip, int64_t block) const { return tiles.get() + (strip * blocks + block) * parts * bytes_of_tile; }
+
+  void split(const float* from, int64_t row) const {
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t block = 0; block < blocks; block++, from += depth) {
+      const int64_t left = row < rows ? width - block * depth : 0;
+      __m512 one = _mm512_maskz_loadu_ps(first_of(left), from);
+      __m512 other = _mm512_maskz_loadu_ps(first_of(left - side), from + side);
+      sum = _mm512_add_ps(sum, _mm512_add_ps(one, other));
+      char* to = tile(row / side, block) + row % side * 64;
+      for (int part = 0; part < parts; part++, to += bytes_of_tile) {
+        _mm512_store_si512(to, pairs_of(one, other));
+        one = _mm512_sub_ps(one, upper_half(one)), other = _mm512_sub_ps(other, upper_half(other));
+      }
+      const int64_t next = (block + 1) * depth;
+      if (next % group == 0 || next >= width) {
+        sums_of_groups[block * depth / group * strips * side + row] = _mm512_reduce_add_ps(sum);
+        sum = _mm512_setzero_ps();
+      }
+    }
+  }
+
+  // from: sums to add to, or null
+  static void products(const char* inputs, const char* weights, int64_t blocks, const float* from, float* to) {
+    constexpr int64_t size = side * side;
+    if (from) {
+      _tile_loadd(0, from, 64);
+      _tile_loadd(1, from + size, 64);
+      _tile_loadd(2, from + 2 * size, 64);
+      _tile_loadd(3, from + 3 * size, 64);
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    for (int64_t block = 0; block < blocks; block++, inputs += parts * bytes_of_tile, weights += 4 * bytes_of_tile) {
+      _tile_loadd(4, inputs, 64);
+      _tile_loadd(5, inputs + bytes_of_tile, 64);
+      _tile_loadd(6, inputs + 2 * bytes_of_tile, 64);
+#define ADD_PRODUCTS(sum)                            \
+  _tile_loadd(7, weights + sum * bytes_of_tile, 64); \
+  _tile_dpbf16ps(sum, 6, 7);                         \
+  _tile_dpbf16ps(sum, 5, 7);                         \
+  _tile_dpbf16ps(sum, 4, 7)
+      ADD_PRODUCTS(0);
+      ADD_PRODUCTS(1);
+      ADD_PRODUCTS(2);
+      ADD_PRODUCTS(3);
+#undef ADD_PRODUCTS
+    }
+    _tile_stored(0, to, 64);
+    _tile_stored(1, to + size, 64);
+    _tile_stored(2, to + 2 * size, 64);
+    _tile_stored(3, to + 3 * size, 64);
+  }
+};
+
+}  // namespace
+
+#else
+
+namespace {
+
+class InputTiles {};
+
+bool has_matrix_units() { return false; }
+
+}  // namespace
+
+#endif
