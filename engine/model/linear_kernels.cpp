@@ -17,26 +17,33 @@ namespace {
 
 using torch::stable::Tensor;
 
-// Products of the same input, in one parallel region. Threads take shares of the outputs in turn: the one that memory or
+// Products of the same rows, in one parallel region. Threads take shares of the outputs in turn: the one that memory or
 // other processes delay takes fewer of them.
 template <class Any>
-void compute(const std::vector<Any>& products) {
-  int64_t tiles = 0;
-  bool has_small_shares = false;
-  for (const Any& product : products) tiles += product.tiles(), has_small_shares = product.has_small_shares();
-  const int64_t threads = torch::stable::get_num_threads();
-  const int64_t share = has_small_shares ? std::max<int64_t>(1, tiles / (8 * threads)) : (tiles + threads - 1) / threads;
+void compute(const Rows& rows, const std::vector<Any>& products) {
+  int64_t shares = 0;
+  bool are_small = false;
+  for (const Any& product : products) shares += product.shares(), are_small = product.has_small_shares();
+  const int64_t threads = rows.threads;
+  const int64_t at_once = are_small ? std::max<int64_t>(1, shares / (8 * threads)) : (shares + threads - 1) / threads;
   std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, std::min(threads, tiles), 1, [&](int64_t, int64_t) {
-    for (int64_t from; (from = next.fetch_add(share, std::memory_order_relaxed)) < tiles;) {
-      int64_t to = std::min(from + share, tiles);
+  torch::stable::parallel_for(0, std::min(threads, shares), 1, [&](int64_t, int64_t) {
+    for (int64_t from; (from = next.fetch_add(at_once, std::memory_order_relaxed)) < shares;) {
+      int64_t to = std::min(from + at_once, shares);
       for (const Any& product : products) {
-        const int64_t own = product.tiles();
+        const int64_t own = product.shares();
         if (from < own && to > 0) product.compute(std::max<int64_t>(from, 0), std::min(to, own));
         from -= own, to -= own;
       }
     }
   });
+}
+
+constexpr int64_t most_rows = 512;  // at once: copies of more would take much memory
+
+int64_t rows_of(const Tensor& input) {
+  const int64_t width = input.size(input.dim() - 1);
+  return width ? input.numel() / width : 0;
 }
 
 int64_t outs_of(const std::vector<Tensor>& weights) {
@@ -55,21 +62,34 @@ const Value* values_of(const Tensor& tensor) {
   return static_cast<const Value*>(tensor.data_ptr());
 }
 
-// The outputs [..., all] for an input [..., width], by `compute(rows, out)` for some rows at a time.
+// The outputs [..., all] for an input [..., width], by `compute_rows(rows, out)` for `at_once` rows or less. If there are
+// pieces for all threads, each computes some of them: its part of the input stays in the cache of its core.
 template <class Compute>
-Tensor product(const Tensor& input, int64_t all, Compute compute) {
-  constexpr int64_t most_at_once = 512;  // copies of more rows would take much memory
-  const int64_t axes = input.dim(), width = input.size(axes - 1), rows = width ? input.numel() / width : 0;
+Tensor product(const Tensor& input, int64_t all, int64_t at_once, Compute compute_rows) {
+  const int64_t axes = input.dim(), width = input.size(axes - 1), rows = rows_of(input);
   check_contiguous(input);
   STD_TORCH_CHECK(axes == 2 || input.is_contiguous(), "an input of more axes than two has to be contiguous");
   const auto sizes_in = input.sizes();
   std::vector<int64_t> sizes(sizes_in.begin(), sizes_in.end());
   sizes.back() = all;
   Tensor out = torch::stable::new_empty(input, sizes);
-  const int64_t stride = axes == 2 ? input.stride(0) : width;
-  for (int64_t row = 0; row < rows; row += most_at_once)
-    compute(Rows{values_of<float>(input) + row * stride, std::min(most_at_once, rows - row), width, stride},
-            static_cast<float*>(out.data_ptr()) + row * all);
+  const int64_t stride = axes == 2 ? input.stride(0) : width, threads = torch::stable::get_num_threads();
+  if (rows == 0) return out;
+  int64_t pieces = (rows + at_once - 1) / at_once;
+  const bool by_pieces = pieces >= threads;
+  if (by_pieces) pieces = (pieces + threads - 1) / threads * threads;
+  const auto compute_some = [&](int64_t begin, int64_t end) {
+    for (int64_t row = rows * begin / pieces, next; begin < end; row = next) {
+      next = rows * ++begin / pieces;
+      const float* from = values_of<float>(input) + row * stride;
+      float* to = static_cast<float*>(out.data_ptr()) + row * all;
+      compute_rows({from, next - row, width, stride, by_pieces ? 1 : threads}, to);
+    }
+  };
+  if (by_pieces)
+    torch::stable::parallel_for(0, pieces, 1, compute_some);
+  else
+    compute_some(0, pieces);
   return out;
 }
 
@@ -81,58 +101,62 @@ Tensor plain_product(const Tensor& input, const std::vector<Tensor>& weights, co
     check_contiguous(weight);
     STD_TORCH_CHECK(weight.size(1) == width, "the inputs are ", width, " wide, and the weights ", weight.size(1));
   }
-  return product(input, all, [&](const Rows& rows, float* out) {
-#ifdef HAS_MATRIX_UNITS
-    if constexpr (sizeof(Weight) == 1)
-      if (rows.count >= EightBits::least_rows && has_matrix_units()) {
-        const InputTiles tiles(rows, width);
-        std::vector<EightBits> products;
-        for (size_t i = 0; i < weights.size(); i++) {
-          products.push_back({&tiles, values_of<int8_t>(weights[i]), values_of<float>(scales[i]), out, weights[i].size(0),
-                              weights[i].stride(0), all});
-          out += weights[i].size(0);
-        }
-        return compute(products);
-      }
-#endif
+  return product(input, all, most_rows, [&](const Rows& rows, float* out) {
     std::unique_ptr<float[]> columns;
     if (sizeof(Weight) == sizeof(float)) columns = columns_of(rows);
     std::vector<Product<Weight>> products;
     for (size_t i = 0; i < weights.size(); i++) {
-      products.push_back({rows.values, values_of<Weight>(weights[i]), scales.empty() ? nullptr : values_of<float>(scales[i]),
-                          out, rows.count, weights[i].size(0), width, rows.stride, weights[i].stride(0), all,
-                          columns.get()});
+      const float* of_outs = scales.empty() ? nullptr : values_of<float>(scales[i]);
+      products.push_back({rows.values, values_of<Weight>(weights[i]), of_outs, out, rows.count, weights[i].size(0), width,
+                          rows.stride, weights[i].stride(0), all, columns.get()});
       out += weights[i].size(0);
     }
-    compute(products);
+    compute(rows, products);
   });
 }
 
 Tensor linears(Tensor input, std::vector<Tensor> weights) { return plain_product<float>(input, weights, {}); }
 
 Tensor int8_linears(Tensor input, std::vector<Tensor> codes, std::vector<Tensor> scales) {
+#ifdef HAS_MATRIX_UNITS
+  if (rows_of(input) >= EightBits::least_rows && has_matrix_units()) {
+    const int64_t all = outs_of(codes);
+    return product(input, all, InputTiles::most_rows, [&](const Rows& rows, float* out) {
+      const InputTiles tiles(rows, rows.width);
+      std::vector<EightBits> products;
+      for (size_t i = 0; i < codes.size(); i++) {
+        products.push_back({&tiles, values_of<int8_t>(codes[i]), values_of<float>(scales[i]), out, codes[i].size(0),
+                            codes[i].stride(0), all});
+        out += codes[i].size(0);
+      }
+      compute(rows, products);
+    });
+  }
+#endif
   return plain_product<int8_t>(input, codes, scales);
 }
 
 Tensor int4_linears(Tensor input, std::vector<Tensor> packed, std::vector<Tensor> scales, int64_t outs_of_block) {
-  const int64_t all = outs_of(packed), width = input.size(1), group = width / scales[0].size(0);
+  const int64_t rows = rows_of(input), width = input.size(1), group = width / scales[0].size(0), all = outs_of(packed);
+  STD_TORCH_CHECK(rows == 1 || input.stride(0) == width, "the rows of the input have to follow each other");
   for (const Tensor& one : scales)
     STD_TORCH_CHECK(one.size(0) * group == width && group % 2 == 0, "groups have an even number of inputs");
-  return product(input, all, [&](const Rows& rows, float* out) {
-    STD_TORCH_CHECK(rows.count == 1 || rows.stride == width, "the rows of the input have to follow each other");
+  const bool by_units = FourBits::fit_units(rows, outs_of_block, group);
+  const bool by_panels = !by_units && FourBits::fit_panels(rows, outs_of_block);
+  return product(input, all, by_units ? InputTiles::most_rows : most_rows, [&](const Rows& rows, float* out) {
     std::unique_ptr<Panels> panels;
     std::unique_ptr<InputTiles> tiles;
 #ifdef HAS_MATRIX_UNITS
-    if (FourBits::fit_units(rows.count, outs_of_block, group)) tiles = std::make_unique<InputTiles>(rows, group);
+    if (by_units) tiles = std::make_unique<InputTiles>(rows, group);
 #endif
-    if (!tiles && FourBits::fit_panels(rows.count, outs_of_block)) panels = std::make_unique<Panels>(rows);
+    if (by_panels) panels = std::make_unique<Panels>(rows);
     std::vector<FourBits> products;
     for (size_t i = 0; i < packed.size(); i++) {
       products.push_back({rows.values, values_of<uint8_t>(packed[i]), values_of<uint16_t>(scales[i]), out, rows.count,
                           packed[i].size(0), width, group, all, outs_of_block / lanes / 2, panels.get(), tiles.get()});
       out += packed[i].size(0);
     }
-    compute(products);
+    compute(rows, products);
   });
 }
 

@@ -17,27 +17,27 @@ struct EightBits {
   float* out;           // [rows, outs]
   int64_t outs, codes_stride, out_stride;
 
-  int64_t tiles() const { return (outs + outs_of_units - 1) / outs_of_units; }
+  int64_t shares() const { return (outs + outs_of_units - 1) / outs_of_units; }
 
   bool has_small_shares() const { return false; }
 
   void compute(int64_t from, int64_t to) const {
     const TileConfiguration configuration;
-    alignas(64) char tiles[at_once * 4 * bytes_of_tile];
-    input->by_parts(at_once, [&](const Part& part) {
-      const auto sums = aligned<float>((part.last_strip - part.strip) * 4 * side * side);
+    alignas(64) char decoded[at_once * 4 * bytes_of_tile];
+    const auto sums = input->new_sums();
+    input->by_slices(at_once, [&](const Slice& slice) {
       for (int64_t first = from * outs_of_units; first < std::min(to * outs_of_units, outs); first += outs_of_units) {
-        for (int64_t block = part.block; block < part.last_block; block += at_once) {
-          const int64_t some = std::min(at_once, part.last_block - block);
+        for (int64_t block = slice.begin; block < slice.end; block += at_once) {
+          const int64_t some = std::min(at_once, slice.end - block);
           for (int64_t one = 0; one < some; one++)
             for (int64_t i = 0; i < 4; i++)
-              decode(first + i * side, (block + one) * depth, tiles + (one * 4 + i) * bytes_of_tile);
-          input->multiply(part, block, some, {tiles, nullptr, nullptr}, sums.get());
+              decode(first + i * side, (block + one) * depth, decoded + (one * 4 + i) * bytes_of_tile);
+          input->multiply(slice, block, some, {decoded, nullptr, nullptr}, sums.get());
         }
         Lanes scale[4];
         for (int64_t i = 0; i < 4; i++)
           scale[i] = (Lanes)_mm512_maskz_loadu_ps(first_of(outs - first - i * side), scales + first + i * side);
-        input->write(part, sums.get(), scale, out + first, out_stride, outs - first);
+        input->write(slice, sums.get(), scale, out + first, out_stride, outs - first);
       }
     });
   }

@@ -18,18 +18,16 @@ struct FourBits {
   int64_t rows, outs, width, group, out_stride;
   int64_t half_block;  // in chunks of `lanes` bytes
   const Panels* panels;     // for many rows, or null
-  const InputTiles* units;  // instead of panels, or null
+  const InputTiles* tiles;  // instead of panels, or null
 
   // Whether there are rows enough. Blocks of 4 vectors are the usual ones of both kinds of processors.
   static bool fit_panels(int64_t rows, int64_t outs_of_block) {
     return rows >= (lanes == 16 ? 5 : 9) && outs_of_block == 4 * lanes;
   }
 
-#ifdef HAS_MATRIX_UNITS
   static bool fit_units(int64_t rows, int64_t outs_of_block, int64_t group) {
-    return rows >= 4 && outs_of_block == outs_of_units && group % depth == 0 && has_matrix_units();
+    return rows >= 4 && outs_of_block == 64 && group % 32 == 0 && has_matrix_units();
   }
-#endif
 
   static float as_float(uint32_t bits) {
     float found;
@@ -230,7 +228,7 @@ struct FourBits {
   }
 #endif
 
-  int64_t tiles() const { return outs / (2 * half_block * lanes); }
+  int64_t shares() const { return outs / (2 * half_block * lanes); }
 
   bool has_small_shares() const { return false; }
 
@@ -249,7 +247,7 @@ struct FourBits {
     }
   }
 
-  // The weights of a block of outputs in full, for the inputs of a group: a panel of the first half and one of the second.
+  // The weights of a block of outputs in full, for the inputs of a group: a panel for each half of the outputs.
   void decode(int64_t first, int64_t i, float* to) const {
     Lanes scale[4], offset[4];
     scales_of(first, i, scale, offset);
@@ -278,7 +276,7 @@ struct FourBits {
 
 #ifdef HAS_MATRIX_UNITS
   // The codes of a block of 64 outputs as tiles, for the inputs of a group.
-  void decode_tiles(int64_t first, int64_t i, char* tiles) const {
+  void decode_tiles(int64_t first, int64_t i, char* to) const {
     alignas(64) uint16_t of_codes[32];  // as bfloat16, by the lowest five bits
     for (int code = 0; code < 32; code++) {
       const float weight = code % 16 - 8;
@@ -286,7 +284,7 @@ struct FourBits {
     }
     const __m512i table = _mm512_load_si512(of_codes);
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // so that unpacking sorts outputs into tiles
-    for (int64_t block = 0; block < group / depth; block++, tiles += 4 * bytes_of_tile)
+    for (int64_t block = 0; block < group / depth; block++, to += 4 * bytes_of_tile)
       for (int64_t pair = 0; pair < side; pair++) {
         __m512i found[2][2];  // by input, then by half of the block
         for (int one = 0; one < 2; one++) {
@@ -297,27 +295,27 @@ struct FourBits {
           found[one][1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(both, 4), table);
         }
         for (int half = 0; half < 2; half++) {
-          char* to = tiles + 2 * half * bytes_of_tile + pair * 64;
-          _mm512_store_si512(to, _mm512_unpacklo_epi16(found[0][half], found[1][half]));
-          _mm512_store_si512(to + bytes_of_tile, _mm512_unpackhi_epi16(found[0][half], found[1][half]));
+          char* of_half = to + 2 * half * bytes_of_tile + pair * 64;
+          _mm512_store_si512(of_half, _mm512_unpacklo_epi16(found[0][half], found[1][half]));
+          _mm512_store_si512(of_half + bytes_of_tile, _mm512_unpackhi_epi16(found[0][half], found[1][half]));
         }
       }
   }
 
   void by_units(int64_t from, int64_t to) const {
     const TileConfiguration configuration;
-    const auto tiles = aligned<char>(group / depth * 4 * bytes_of_tile);
+    const auto decoded = aligned<char>(group / depth * 4 * bytes_of_tile);
     const int64_t of_group = group / depth;
-    units->by_parts(of_group, [&](const Part& part) {
-      const auto sums = aligned<float>((part.last_strip - part.strip) * 4 * side * side);
+    const auto sums = tiles->new_sums();
+    tiles->by_slices(of_group, [&](const Slice& slice) {
       for (int64_t first = from * outs_of_units; first < to * outs_of_units; first += outs_of_units) {
-        for (int64_t block = part.block; block < part.last_block; block += of_group) {
+        for (int64_t block = slice.begin; block < slice.end; block += of_group) {
           Lanes scale[4], offset[4];
           scales_of(first, block * depth, scale, offset);
-          decode_tiles(first, block * depth, tiles.get());
-          units->multiply(part, block, of_group, {tiles.get(), scale, offset}, sums.get());
+          decode_tiles(first, block * depth, decoded.get());
+          tiles->multiply(slice, block, of_group, {decoded.get(), scale, offset}, sums.get());
         }
-        units->write(part, sums.get(), nullptr, out + first, out_stride, outs_of_units);
+        tiles->write(slice, sums.get(), nullptr, out + first, out_stride, outs_of_units);
       }
     });
   }
@@ -325,7 +323,7 @@ struct FourBits {
 
   void compute(int64_t from, int64_t to) const {
 #ifdef HAS_MATRIX_UNITS
-    if (units) return by_units(from, to);
+    if (tiles) return by_units(from, to);
 #endif
     if (panels) return by_panels(from, to);
     half_block == 1 ? blocks<1>(from, to) : half_block == 2 ? blocks<2>(from, to) : blocks<4>(from, to);

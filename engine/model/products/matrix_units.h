@@ -8,6 +8,7 @@
 
 #include <cstdlib>
 #include <memory>
+#include <new>
 
 #include "vectors.h"
 
@@ -57,7 +58,9 @@ struct Freed {
 template <class Value>
 std::unique_ptr<Value, Freed> aligned(int64_t count) {
   const int64_t bytes = (count * sizeof(Value) + 63) / 64 * 64;
-  return std::unique_ptr<Value, Freed>(static_cast<Value*>(std::aligned_alloc(64, bytes)));
+  void* found = std::aligned_alloc(64, bytes);
+  if (!found) throw std::bad_alloc();
+  return std::unique_ptr<Value, Freed>(static_cast<Value*>(found));
 }
 
 inline __mmask16 first_of(int64_t count) { return count >= 16 ? 0xFFFF : count <= 0 ? 0 : (1 << count) - 1; }
@@ -102,14 +105,15 @@ struct CodeTiles {
   const Lanes *scales, *offsets;  // [4] each: weights = codes * scales + offsets. Null: weights = codes
 };
 
-// Strips of 16 rows of an input, and blocks of 32 inputs.
-struct Part {
-  int64_t strip, last_strip, block, last_block;
+// Blocks of 32 inputs.
+struct Slice {
+  int64_t begin, end;
 };
 
 // An input as tiles: the sum of the tiles of its three parts.
 class InputTiles {
  public:
+  static constexpr int64_t most_rows = 224, most_blocks = 24;  // 1 MB: the cache of one of the processor's cores
   const int64_t rows, width, group, strips, blocks;
 
   // group: inputs of which there are sums, for offsets
@@ -122,57 +126,58 @@ class InputTiles {
     });
   }
 
-  // Calls `multiply(part)` for parts of the input that the cache of one of the processor's cores holds.
-  // unit: the blocks of a part are a multiple of it
+  // Of 64 outputs: [strips, 4, 16, 16].
+  std::unique_ptr<float, Freed> new_sums() const { return aligned<float>(strips * 4 * side * side); }
+
+  // Calls `multiply(slice)` for slices of `unit` blocks, or a multiple of them.
   template <class Multiply>
-  void by_parts(int64_t unit, Multiply multiply) const {
-    constexpr int64_t most_blocks = 24, most_bytes = 1'000'000;
+  void by_slices(int64_t unit, Multiply multiply) const {
     const int64_t slices = (blocks + most_blocks - 1) / most_blocks;
     const int64_t some = ((blocks + slices - 1) / slices + unit - 1) / unit * unit;
-    const int64_t high = std::max<int64_t>(1, most_bytes / (some * parts * bytes_of_tile));
-    for (int64_t strip = 0; strip < strips; strip += high)
-      for (int64_t block = 0; block < blocks; block += some)
-        multiply(Part{strip, std::min(strip + high, strips), block, std::min(block + some, blocks)});
+    for (int64_t block = 0; block < blocks; block += some) multiply(Slice{block, std::min(block + some, blocks)});
   }
 
-  // The products of some blocks of a part, added to `sums` [strips, 4, 16, 16]. Those of its first block are written.
-  void multiply(const Part& part, int64_t block, int64_t some, const CodeTiles& weights, float* sums) const {
+  // The products of some blocks, added to `sums`. Those of the slice's first blocks are written.
+  void multiply(const Slice& slice, int64_t block, int64_t some, const CodeTiles& weights, float* sums) const {
     alignas(64) float found[4][side][side];
-    for (int64_t strip = part.strip; strip < part.last_strip; strip++, sums += 4 * side * side) {
+    for (int64_t strip = 0; strip < strips; strip++, sums += 4 * side * side) {
+      const bool first = block == slice.begin;
       if (!weights.scales) {
-        products(tile(strip, block), weights.tiles, some, block > part.block ? sums : nullptr, sums);
+        products(tile(strip, block), weights.tiles, some, first ? nullptr : sums, sums);
         continue;
       }
       products(tile(strip, block), weights.tiles, some, nullptr, found[0][0]);
-      const float* of_rows = sums_of_groups.get() + block * depth / group * strips * side + strip * side;
+      const float* of_rows = sums_of_groups.get() + (block * depth / group * strips + strip) * side;
       for (int64_t i = 0; i < 4; i++)
         for (int64_t row = 0; row < side; row++) {
           Lanes* to = (Lanes*)sums + i * side + row;
           const Lanes added = load(found[i][row]) * weights.scales[i] + of_rows[row] * weights.offsets[i];
-          *to = block > part.block ? *to + added : added;
+          *to = first ? added : *to + added;
         }
     }
   }
 
-  // Writes the `sums` of a part to its rows of `out`, and adds to what the blocks before it gave. scales: [4], or null
-  void write(const Part& part, const float* sums, const Lanes* scales, float* out, int64_t out_stride, int64_t outs) const {
-    for (int64_t strip = part.strip; strip < part.last_strip; strip++, sums += 4 * side * side)
-      for (int64_t row = strip * side; row < std::min(rows, (strip + 1) * side); row++)
-        for (int64_t i = 0; i < 4; i++) {
-          const __mmask16 valid = first_of(outs - i * side);
-          float* to = out + row * out_stride + i * side;
-          Lanes sum = load(sums + (i * side + row % side) * side);
-          if (scales) sum *= scales[i];
-          if (part.block) sum += (Lanes)_mm512_maskz_loadu_ps(valid, to);
-          _mm512_mask_storeu_ps(to, valid, (__m512)sum);
-        }
+  // Writes the `sums` of a slice to `out`, and adds to what the slices before it gave. scales: [4], or null
+  void write(
+      const Slice& slice, const float* sums, const Lanes* scales, float* out, int64_t out_stride, int64_t outs) const {
+    for (int64_t row = 0; row < rows; row++)
+      for (int64_t i = 0; i < 4; i++) {
+        const __mmask16 valid = first_of(outs - i * side);
+        float* to = out + row * out_stride + i * side;
+        Lanes sum = load(sums + ((row / side * 4 + i) * side + row % side) * side);
+        if (scales) sum *= scales[i];
+        if (slice.begin) sum += (Lanes)_mm512_maskz_loadu_ps(valid, to);
+        _mm512_mask_storeu_ps(to, valid, (__m512)sum);
+      }
   }
 
  private:
   std::unique_ptr<char, Freed> tiles;       // [strips, blocks, parts]
   std::unique_ptr<float[]> sums_of_groups;  // [groups, rows]
 
-  char* tile(int64_t strip, int64_t block) const { return tiles.get() + (strip * blocks + block) * parts * bytes_of_tile; }
+  char* tile(int64_t strip, int64_t block) const {
+    return tiles.get() + (strip * blocks + block) * parts * bytes_of_tile;
+  }
 
   void split(const float* from, int64_t row) const {
     __m512 sum = _mm512_setzero_ps();
@@ -236,7 +241,10 @@ class InputTiles {
 
 namespace {
 
-class InputTiles {};
+class InputTiles {
+ public:
+  static constexpr int64_t most_rows = 0;
+};
 
 bool has_matrix_units() { return false; }
 

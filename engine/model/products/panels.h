@@ -9,8 +9,8 @@
 
 namespace {
 
-// A panel [inputs, 2 vectors of outputs] is decoded at a time: the processor's nearest cache holds it while all rows are
-// multiplied with it.
+// A panel [inputs, 2 vectors of outputs] is decoded at a time: it stays in the processor's nearest cache while all rows
+// are multiplied with it.
 class Panels {
  public:
   explicit Panels(const Rows& input) : rows(input.count), width(input.width), values(new float[rows * width]) {

@@ -147,7 +147,7 @@ struct Product {
     for (; first < end; first++) column_tile<Vector, vectors, 1>(row, first, nullptr);
   }
 
-  int64_t tiles() const { return (outs + outs_of_tile - 1) / outs_of_tile; }
+  int64_t shares() const { return (outs + outs_of_tile - 1) / outs_of_tile; }
 
   // With more rows or smaller weights, taking a share costs more than it saves.
   bool has_small_shares() const { return rows == 1 && sizeof(Weight) == sizeof(float); }

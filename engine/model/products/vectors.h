@@ -21,10 +21,10 @@ typedef float Lanes __attribute__((vector_size(4 * lanes)));
 typedef float Eight __attribute__((vector_size(32)));
 typedef float Quarter __attribute__((vector_size(16)));
 
-// Rows of an input: float32 [count, width].
+// Rows of an input, float32 [count, width], and how many threads share the outputs.
 struct Rows {
   const float* values;
-  int64_t count, width, stride;
+  int64_t count, width, stride, threads;
 };
 
 constexpr int64_t bytes_of_line = 64, bytes_ahead = 4096;
