@@ -37,6 +37,7 @@ COMMANDS: dict[str, list[str]] = {
     "out-of-memory": ["out_of_memory.py"],
     "startup": ["startup.py"],
     "compiling": ["compiling.py"],
+    "weights": ["weights.py"],
 }
 PLOTTED = ("decode", "branching", "scaling", "quality", "many")
 

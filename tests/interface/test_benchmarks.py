@@ -161,6 +161,17 @@ def test_startup(tmp_path):
 
 
 @pytest.mark.product
+def test_weights(tmp_path):
+    found = run("weights.py", tmp_path / "weights.json", "--model tiny --runs 1")
+    ours = {"transformers", "float32", "int8 weights", "int4 weights"}
+    assert all(ours <= taken.keys() for taken in found["prompts_ms"].values())
+    assert all(ours == taken.keys() for taken in found["steps_ms"].values())
+    assert (list(found["prompts_ms"]), list(found["steps_ms"])) == (["16", "100", "1000"], ["1", "4", "16", "40"])
+    taken = [one for part in ("prompts_ms", "steps_ms") for case in found[part].values() for one in case.values()]
+    assert min(one["median"] for one in taken) > 0
+
+
+@pytest.mark.product
 def test_compiling(tmp_path):
     found = run("compiling.py", tmp_path / "compiling.json", "--model tiny --runs 1 --calls 10")
     assert len(found["package_bytes"]) >= 2, "one for a row, one for two to four, ..."

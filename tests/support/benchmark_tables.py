@@ -309,6 +309,18 @@ def startup(report: Report) -> str:
     )
 
 
+def weights(report: Report) -> str:
+    parts = {"prompts_ms": "ms to the first token of a prompt of", "steps_ms": "ms per step after 64 tokens, beams"}
+    tables = []
+    for part, title in parts.items():
+        cases = report[part]
+        names = next(iter(cases.values()))
+        rows = [[name, *(spread(taken[name]) for taken in cases.values())] for name in names]
+        tables.append(table([title, *cases], rows, "l" + "r" * len(cases)))
+    units = "with matrix units (AMX)" if report["matrix_units"] else "without matrix units"
+    return text(f'{machine(report)}; {units}; the model "small"; median (least to most).', *tables)
+
+
 def compiling(report: Report) -> str:
     mixed, ms = report["mixed"], report["built"]["ms_per_token"]
     assert report["other_weights_loaded"]
@@ -434,6 +446,7 @@ TABLES = {
     "reuse": ("reuse-cpu", reuse),
     "compiling": ("compiling-cpu", compiling),
     "startup": ("startup-cpu", startup),
+    "weights": ("weights-cpu", weights),
     "structured": ("structured-cpu", structured),
 }
 """By the name of the generated part: the file in benchmarks/results, and what makes the part of it."""
