@@ -14,9 +14,9 @@ struct FourBits {
   const float* input;  // [rows, width]
   const uint8_t* packed;
   const uint16_t* scales;  // bfloat16 [width / group, outs, 2]: scale and offset
-  float* out;  // [rows, outs]
+  float* out;              // [rows, outs]
   int64_t rows, outs, width, group, out_stride;
-  int64_t half_block;  // in chunks of `lanes` bytes
+  int64_t half_block;       // in chunks of `lanes` bytes
   const Panels* panels;     // for many rows, or null
   const InputTiles* tiles;  // instead of panels, or null
 
@@ -234,16 +234,12 @@ struct FourBits {
 
   // Of a block of 4 vectors of outputs, for the group of the input `i`.
   void scales_of(int64_t first, int64_t i, Lanes (&scale)[4], Lanes (&offset)[4]) const {
+    typedef uint32_t Pairs __attribute__((vector_size(4 * lanes)));
     const uint16_t* of_group = scales + (i / group * outs + first) * 2;
     for (int v = 0; v < 4; v++) {
-      float found[2][lanes];
-      for (int64_t one = 0; one < lanes; one++) {
-        uint32_t both;
-        std::memcpy(&both, of_group + 2 * (v * lanes + one), sizeof(both));
-        found[0][one] = as_float(both << 16);
-        found[1][one] = as_float(both & 0xFFFF0000);
-      }
-      scale[v] = load(found[0]), offset[v] = load(found[1]);
+      Pairs both;
+      std::memcpy(&both, of_group + 2 * v * lanes, sizeof(both));
+      scale[v] = (Lanes)(both << 16), offset[v] = (Lanes)(both & 0xFFFF0000);
     }
   }
 
