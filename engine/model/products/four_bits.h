@@ -300,8 +300,8 @@ struct FourBits {
 
   void by_units(int64_t from, int64_t to) const {
     const TileConfiguration configuration;
-    const auto decoded = aligned<char>(group / depth * 4 * bytes_of_tile);
     const int64_t of_group = group / depth;
+    const auto decoded = aligned<char>(of_group * 4 * bytes_of_tile);
     const auto sums = tiles->new_sums();
     tiles->by_slices(of_group, [&](const Slice& slice) {
       for (int64_t first = from * outs_of_units; first < to * outs_of_units; first += outs_of_units) {

@@ -31,6 +31,9 @@ bool has_matrix_units() {
   return granted;
 }
 
+// GCC does not know that instructions read a tile, or its configuration, from memory: what is written before is there.
+inline void finish_writing() { asm volatile("" ::: "memory"); }
+
 // Of a thread, which is as before afterwards: oneDNN uses the units too.
 class TileConfiguration {
  public:
@@ -38,6 +41,7 @@ class TileConfiguration {
     _tile_storeconfig(before);
     alignas(64) char wanted[64] = {1};
     for (int tile = 0; tile < 8; tile++) wanted[16 + 2 * tile] = 64, wanted[48 + tile] = side;
+    finish_writing();
     _tile_loadconfig(wanted);
   }
   ~TileConfiguration() {
@@ -202,6 +206,7 @@ class InputTiles {
   // from: sums to add to, or null
   static void products(const char* inputs, const char* weights, int64_t blocks, const float* from, float* to) {
     constexpr int64_t size = side * side;
+    finish_writing();
     if (from) {
       _tile_loadd(0, from, 64);
       _tile_loadd(1, from + size, 64);
