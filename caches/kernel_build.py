@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
 from logging import getLogger
@@ -146,12 +146,16 @@ def _library(source: Path, name: str) -> Path:
     return path
 
 
-def _texts(source: Path) -> Iterator[str]:
-    """Of a file and those it includes by a name in quotes."""
-    text = source.read_text()
-    yield text
-    for name in re.findall(r'^#include "(.+)"', text, re.MULTILINE):
-        yield from _texts(source.parent / name)
+def _texts(source: Path) -> list[str]:
+    """Of a file and of those that it includes by a name in quotes, once each."""
+    found: dict[Path, str] = {}
+    waiting = [source]
+    while waiting:
+        path = waiting.pop().resolve()
+        if path not in found:
+            found[path] = path.read_text()
+            waiting += [path.parent / name for name in re.findall(r'^#include "([^"]+)"', found[path], re.MULTILINE)]
+    return list(found.values())
 
 
 def _digest(file: Path) -> str:

@@ -93,14 +93,18 @@ Tensor product(const Tensor& input, int64_t all, int64_t at_once, Compute comput
   return out;
 }
 
-// scales: none, or those of each weight.
-template <class Weight>
-Tensor plain_product(const Tensor& input, const std::vector<Tensor>& weights, const std::vector<Tensor>& scales) {
-  const int64_t all = outs_of(weights), width = input.size(input.dim() - 1);
+void check_widths(const Tensor& input, const std::vector<Tensor>& weights) {
+  const int64_t width = input.size(input.dim() - 1);
   for (const Tensor& weight : weights) {
     check_contiguous(weight);
     STD_TORCH_CHECK(weight.size(1) == width, "the inputs are ", width, " wide, and the weights ", weight.size(1));
   }
+}
+
+// scales: none, or those of each weight.
+template <class Weight>
+Tensor plain_product(const Tensor& input, const std::vector<Tensor>& weights, const std::vector<Tensor>& scales) {
+  const int64_t all = outs_of(weights), width = input.size(input.dim() - 1);
   return product(input, all, most_rows, [&](const Rows& rows, float* out) {
     std::unique_ptr<float[]> columns;
     if (sizeof(Weight) == sizeof(float)) columns = columns_of(rows);
@@ -115,9 +119,13 @@ Tensor plain_product(const Tensor& input, const std::vector<Tensor>& weights, co
   });
 }
 
-Tensor linears(Tensor input, std::vector<Tensor> weights) { return plain_product<float>(input, weights, {}); }
+Tensor linears(Tensor input, std::vector<Tensor> weights) {
+  check_widths(input, weights);
+  return plain_product<float>(input, weights, {});
+}
 
 Tensor int8_linears(Tensor input, std::vector<Tensor> codes, std::vector<Tensor> scales) {
+  check_widths(input, codes);
 #ifdef HAS_MATRIX_UNITS
   if (rows_of(input) >= EightBits::least_rows && has_matrix_units()) {
     const int64_t all = outs_of(codes);
@@ -137,13 +145,19 @@ Tensor int8_linears(Tensor input, std::vector<Tensor> codes, std::vector<Tensor>
 }
 
 Tensor int4_linears(Tensor input, std::vector<Tensor> packed, std::vector<Tensor> scales, int64_t outs_of_block) {
-  const int64_t rows = rows_of(input), width = input.size(1), group = width / scales[0].size(0), all = outs_of(packed);
+  const int64_t rows = rows_of(input), width = input.size(1), all = outs_of(packed);
   STD_TORCH_CHECK(rows == 1 || input.stride(0) == width, "the rows of the input have to follow each other");
-  for (const Tensor& one : scales)
-    STD_TORCH_CHECK(one.size(0) * group == width && group % 2 == 0, "groups have an even number of inputs");
+  STD_TORCH_CHECK(packed.size() == scales.size() && !packed.empty(), "weights have codes and scales");
+  const int64_t group = width / scales[0].size(0);
+  for (size_t i = 0; i < packed.size(); i++) {
+    const int64_t in = 2 * packed[i].size(1), outs = packed[i].size(0);
+    STD_TORCH_CHECK(in == width, "the inputs are ", width, " wide, and the weights ", in);
+    STD_TORCH_CHECK(scales[i].size(1) == outs, outs, " outputs have codes, and ", scales[i].size(1), " scales");
+    STD_TORCH_CHECK(scales[i].size(0) * group == width && group % 2 == 0, "groups have an even number of inputs");
+  }
   const bool by_units = FourBits::fit_units(rows, outs_of_block, group);
-  const bool by_panels = !by_units && FourBits::fit_panels(rows, outs_of_block);
-  return product(input, all, by_units ? InputTiles::most_rows : most_rows, [&](const Rows& rows, float* out) {
+  const bool by_panels = !by_units && FourBits::fit_panels(rows);
+  return product(input, all, by_units ? InputTiles::most_rows : Panels::most_rows, [&](const Rows& rows, float* out) {
     std::unique_ptr<Panels> panels;
     std::unique_ptr<InputTiles> tiles;
 #ifdef HAS_MATRIX_UNITS

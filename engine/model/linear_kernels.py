@@ -1,11 +1,10 @@
 """Products with the weights of a linear layer, in C++ kernels (float32 inputs on a CPU).
 
-They are compiled on first use, in about 3 s, once per machine. Without a compiler there are none.
+They are compiled on first use, in about 5 s, once per machine. Without a compiler there are none.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -35,14 +34,12 @@ def join_products(graph: torch.fx.Graph) -> None:
             _join(graph, nodes)
 
 
-@functools.cache
 def has_matrix_units() -> bool:
     """Whether the kernels, once loaded, multiply codes of 8 and 4 bits by the processor's matrix units (Intel AMX)."""
     return bool(torch.ops.kvengine.matrix_units())
 
 
 def _make_traceable() -> None:
-    has_matrix_units()  # before anything is traced
     for product in _products():
         library.register_fake(product, _empty_product)
 

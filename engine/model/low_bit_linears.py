@@ -8,7 +8,7 @@ Where neither is fast, as with many rows, torch multiplies with the weights in f
 from __future__ import annotations
 
 import functools
-import math
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -58,13 +58,14 @@ class Int8Linear(_LowBitLinear):
         scales = (weight.abs().amax(dim=1) / 127).clamp_min(1e-30)
         self.register_buffer("codes", (weight / scales[:, None]).round().to(torch.int8))
         self.register_buffer("scales", scales)
+        self.most_rows, self.most_in_bfloat16 = _most_rows()  # numbers: asking is nothing that can be compiled
 
     codes: torch.Tensor
     scales: torch.Tensor
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = input.reshape(-1, input.shape[-1])
-        if rows.shape[0] <= _most_rows(input.dtype):
+        if rows.shape[0] <= (self.most_in_bfloat16 if input.dtype == torch.bfloat16 else self.most_rows):
             out = _int8_product(rows, self.codes, self.scales)
         else:
             dtype = torch.float32 if input.dtype == torch.float16 else input.dtype  # sums of codes exceed 65504
@@ -73,15 +74,17 @@ class Int8Linear(_LowBitLinear):
         return _shaped(out.to(input.dtype), input, self.bias)
 
 
-def _most_rows(dtype: torch.dtype) -> float:
-    """Up to so many the product with codes of 8 bits is faster than one with the weights in full, as measured."""
+def _most_rows() -> tuple[int, int]:
+    """Up to so many rows, in float32 and bfloat16, products with codes of 8 bits beat those with the weights in full.
+
+    Measured. A compiled layer has one kind of product: its rows are between two of `linear_routes.ROW_LIMITS`.
+    """
     if kernels() is None:
-        return _FEW_ROWS
-    if dtype == torch.bfloat16:  # torch's product is twice as fast as in float32
-        return 128 if has_matrix_units() else _FEW_ROWS
+        return _FEW_ROWS, _FEW_ROWS
     if has_matrix_units():
-        return math.inf
-    return 64 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 24
+        return sys.maxsize, 128  # torch's product in bfloat16 uses them too
+    most = 64 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 16
+    return most, most
 
 
 def _int8_product(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -90,7 +93,7 @@ def _int8_product(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor)
         return out
     # torch's operator takes scales in bfloat16, which would change all weights of an output alike.
     ones = torch.ones_like(scales, dtype=torch.bfloat16)
-    return int8_product(rows.to(torch.bfloat16), codes, ones) * scales
+    return int8_product(rows.to(torch.bfloat16).contiguous(), codes, ones) * scales
 
 
 class Int4Linear(_LowBitLinear):
@@ -119,7 +122,8 @@ class Int4Linear(_LowBitLinear):
             found = operators.int4_linears(rows.float().contiguous(), [self.packed], [scales], layout.outs)
             out = found.to(input.dtype)
         elif rows.shape[0] <= _FEW_ROWS or layout is None:
-            out = int4_product(rows.to(torch.bfloat16), self.packed, self.group, scales).to(input.dtype)
+            found = int4_product(rows.to(torch.bfloat16).contiguous(), self.packed, self.group, scales)
+            out = found.to(input.dtype)
         else:
             step = -(-_block(input) // _PACKED) * _PACKED
             parts = zip(self.packed.split(step), self.scales.split(step, dim=1), strict=True)

@@ -83,7 +83,7 @@ def test_another_header_has_a_file_of_its_own(folder, compiler):
     compiler(0)
     (folder / "parts").mkdir()
     (folder / "one.cpp").write_text('#include <vector>\n#include "parts/a.h"\n')
-    (folder / "parts" / "a.h").write_text('#pragma once\n#include "b.h"\n')
+    (folder / "parts" / "a.h").write_text('#pragma once\n#include "b.h"  // and "c"\n#include "../one.cpp"\n')
     found = []
     for text in ("int b = 1;\n", "int b = 2;\n"):
         (folder / "parts" / "b.h").write_text(text)

@@ -3,8 +3,13 @@
 import argparse
 import copy
 import inspect
+import itertools
 import logging
+import os
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
 import optimum.quanto
 import peft
@@ -17,16 +22,22 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import caches
 import engine
-from engine.model import low_bit_linears
-from engine.model.linear_kernels import kernels
+from engine.model import linear_routes, low_bit_linears
+from engine.model.linear_kernels import has_matrix_units, kernels
 from engine.model.low_bit_linears import KINDS, Int4Linear, Int8Embedding, Int8Linear, convert_linears
 from engine.warn_once import warn_once
 
 
-def weights_of(layer, width):
-    """What the layer multiplies with, [outs, width]: its outputs for unit vectors, without the bias."""
-    units = torch.eye(max(width, 17), width)  # enough rows for weights in full
-    return (layer(units) - (0 if layer.bias is None else layer.bias))[:width].T
+def weights_of(layer):
+    """The weights in full, [outs, width]."""
+    if isinstance(layer, Int8Linear):
+        return layer.codes * layer.scales[:, None]
+    codes = layer.layout.unpack(layer.packed)
+    return low_bit_linears._decoded(codes, layer.scales.transpose(0, 1))[: layer.out_features]
+
+
+def without_kernels(monkeypatch):
+    monkeypatch.setattr(low_bit_linears, "kernels", lambda: None)
 
 
 def relative(one, other):
@@ -44,21 +55,27 @@ def model_with(weights, **sizes):
     return model
 
 
+@pytest.mark.parametrize("has_kernels", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("weights", KINDS)
 @pytest.mark.parametrize(("outs", "width"), [(33, 64), (64, 128), (1, 64), (200, 192)])
 @pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
-def test_few_rows_and_many_rows_have_the_same_weights(bias, outs, width, weights):
+def test_any_rows_of_any_shape(bias, outs, width, weights, dtype, has_kernels, monkeypatch):
+    if not has_kernels:
+        without_kernels(monkeypatch)
     linear = nn.Linear(width, outs, bias=bias)
-    layer = KINDS[weights](linear.weight, linear.bias)
-    full = weights_of(layer, width)
+    layer = KINDS[weights](linear.weight, linear.bias).to(dtype)
+    full, offsets = weights_of(layer).float(), layer.bias.float() if bias else None
     assert relative(full, linear.weight) < {"int8": 0.01, "int4": 0.1}[weights]
-    for shape in [(1, 1), (3, 5), (16,), (17,), (2, 40), (), (0,)]:
-        input = torch.randn(*shape, width)
-        out, expected = layer(input), nn.functional.linear(input, full, linear.bias)
+    shapes = [(1, 1), (3, 5), (16,), (17,), (2, 40), (130,), (), (0,)]
+    inputs = [torch.randn(*shape, width).to(dtype) for shape in shapes]
+    last_tokens, transposed = torch.randn(3, 5, width).to(dtype)[:, -1:], torch.randn(width, 16).to(dtype).T
+    for input in [*inputs, last_tokens, transposed]:
+        out, expected = layer(input), nn.functional.linear(input.float(), full, offsets)
         assert out.shape == expected.shape
-        assert out.dtype == expected.dtype
-        most = input.norm(dim=-1, keepdim=True) * full.norm(dim=-1)
+        assert out.dtype == dtype
+        most = input.float().norm(dim=-1, keepdim=True) * full.norm(dim=-1) + expected.abs()
         assert ((out - expected).abs() <= 0.005 * most).all()  # activations and results in bfloat16
 
 
@@ -71,7 +88,7 @@ def test_products_in_float32(weights, rows, width):
     if kernels() is None:
         pytest.skip("needs a C++ compiler")
     layer, input = KINDS[weights](torch.randn(200, width), None), torch.randn(rows, width) + 3
-    expected = nn.functional.linear(input.double(), weights_of(layer, width).double())
+    expected = nn.functional.linear(input.double(), weights_of(layer).double())
     limit = 1e-4 if weights == "int4" and rows < 9 else 2e-6  # few rows of 4 bits have codes with a bias
     assert all(relative(one, other) < limit for one, other in zip(layer(input), expected, strict=True))
 
@@ -88,14 +105,61 @@ def test_products_of_codes_of_8_bits_have_any_width(rows):
         assert relative(out, input.double() @ (codes.double() * scales[:, None].double()).T) < 2e-6
 
 
+@pytest.mark.parametrize("rows", [11, 20])
+@torch.no_grad()
+def test_inputs_of_another_width_are_refused(rows):
+    for kind in KINDS.values():
+        with pytest.raises(RuntimeError, match="128 wide, and the weights 64"):
+            kind(torch.randn(100, 64), None)(torch.randn(rows, 128))
+
+
 @torch.no_grad()
 def test_blocks_of_weights_in_full(monkeypatch):
+    without_kernels(monkeypatch)
     for kind in KINDS.values():
         layer, input = kind(torch.randn(300, 64), None), torch.randn(20, 64)
         at_once = layer(input)
         monkeypatch.setattr(low_bit_linears, "_BLOCK", 64 * 70)
         assert torch.allclose(layer(input), at_once, atol=1e-5)
-        monkeypatch.undo()
+        assert torch.allclose(at_once, input @ weights_of(layer).T, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_layers_are_traced_without_a_break(dtype):
+    for kind in KINDS.values():
+        layer = kind(torch.randn(96, 64), None).to(dtype)
+        compiled = torch.compile(layer, fullgraph=True, backend="eager", dynamic=False)
+        for rows in (1, 20):
+            input = torch.randn(rows, 64).to(dtype)
+            assert torch.equal(compiled(input), layer(input))
+
+
+def test_compiled_rows_have_one_kind_of_product(monkeypatch):
+    for units, capability in itertools.product([True, False], ["AVX2", "AVX512"]):
+        monkeypatch.setattr(low_bit_linears, "has_matrix_units", lambda: units)  # noqa: B023
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)  # noqa: B023
+        for most in low_bit_linears._most_rows():
+            assert most in linear_routes.ROW_LIMITS or most > linear_routes.ROW_LIMITS[-1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_matrix_units_are_used_where_there_are_some():
+    if kernels() is None:
+        pytest.skip("needs a C++ compiler")
+    assert has_matrix_units() == ("amx_bf16" in Path("/proc/cpuinfo").read_text())
+
+
+@pytest.mark.slow
+def test_products_without_matrix_units(tmp_path):
+    if kernels() is None or not has_matrix_units():
+        pytest.skip("there are none: the other tests are without them")
+    environment = os.environ | {"CXX": "c++ -mno-amx-bf16", "KVENGINE_CACHE": str(tmp_path)}
+    module = "from engine.model.linear_kernels import has_matrix_units, kernels"
+    code = f"{module}; assert kernels() is not None; assert not has_matrix_units()"
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "products_in_float32"]
+    subprocess.run(command, env=environment, check=True)
 
 
 @torch.no_grad()
@@ -114,7 +178,7 @@ def test_scales_of_four_bits_lose_less_than_the_whole_range():
     least, most = groups.aminmax(dim=-1, keepdim=True)
     scale = (most - least) / 15
     plain = (((groups - least) / scale).round() * scale + least).flatten(1)
-    assert relative(weights_of(Int4Linear(weight, None), 256), weight) < 0.95 * relative(plain, weight)
+    assert relative(weights_of(Int4Linear(weight, None)), weight) < 0.95 * relative(plain, weight)
 
 
 @pytest.mark.parametrize("weights", KINDS)
@@ -156,7 +220,7 @@ def test_tied_embeddings_share_the_codes_of_the_output_layer(weights):
     assert type(embeddings) is Int8Embedding
     assert embeddings.head is model.lm_head
     assert relative(embeddings(ids), full[ids]) < 0.01
-    assert torch.equal(embeddings(ids)[0], weights_of(model.lm_head, 64)[ids[0]])
+    assert torch.equal(embeddings(ids)[0], weights_of(model.lm_head)[ids[0]])
     generated = engine.generate(model, ids, max_new_tokens=5)
     assert torch.equal(generated.sequences, model.generate(ids, max_new_tokens=5, do_sample=False))
 
@@ -297,7 +361,7 @@ def test_layers_that_hqq_has_quantized():
     full = layer.dequantize()
     holder = Holder(nn.Sequential(layer))
     convert_linears(holder, "int4")
-    assert relative(weights_of(holder.model[0], 64), full) < 0.05
+    assert relative(weights_of(holder.model[0]), full) < 0.05
 
 
 class Holder(nn.Module):

@@ -20,10 +20,7 @@ struct FourBits {
   const Panels* panels;     // for many rows, or null
   const InputTiles* tiles;  // instead of panels, or null
 
-  // Whether there are rows enough. Blocks of 4 vectors are the usual ones of both kinds of processors.
-  static bool fit_panels(int64_t rows, int64_t outs_of_block) {
-    return rows >= (lanes == 16 ? 5 : 9) && outs_of_block == 4 * lanes;
-  }
+  static bool fit_panels(int64_t rows) { return rows >= (lanes == 16 ? 5 : 9); }
 
   static bool fit_units(int64_t rows, int64_t outs_of_block, int64_t group) {
     return rows >= 4 && outs_of_block == 64 && group % 32 == 0 && has_matrix_units();
@@ -232,41 +229,46 @@ struct FourBits {
 
   bool has_small_shares() const { return false; }
 
-  // Of a block of 4 vectors of outputs, for the group of the input `i`.
-  void scales_of(int64_t first, int64_t i, Lanes (&scale)[4], Lanes (&offset)[4]) const {
+  // Of the vectors of outputs in a block, for the group of the input `i`.
+  template <int vectors>
+  void scales_of(int64_t first, int64_t i, Lanes (&scale)[vectors], Lanes (&offset)[vectors]) const {
     typedef uint32_t Pairs __attribute__((vector_size(4 * lanes)));
     const uint16_t* of_group = scales + (i / group * outs + first) * 2;
-    for (int v = 0; v < 4; v++) {
+    for (int v = 0; v < vectors; v++) {
       Pairs both;
       std::memcpy(&both, of_group + 2 * v * lanes, sizeof(both));
       scale[v] = (Lanes)(both << 16), offset[v] = (Lanes)(both & 0xFFFF0000);
     }
   }
 
-  // The weights of a block of outputs in full, for the inputs of a group: a panel for each half of the outputs.
+  // The weights of a block of outputs in full, for the inputs of a group: [chunks, group, 2 vectors].
+  template <int chunks>
   void decode(int64_t first, int64_t i, float* to) const {
-    Lanes scale[4], offset[4];
+    Lanes scale[2 * chunks], offset[2 * chunks];
     scales_of(first, i, scale, offset);
-    for (int v = 0; v < 4; v++) offset[v] -= 8 * scale[v];
-    const uint8_t* codes = packed + first * width / 2 + i * 2 * lanes;
-    for (int64_t k = 0; k < group; k++, codes += 2 * lanes)
-      for (int v = 0; v < 2; v++) {
-        const std::array<Lanes, 2> both = halves(codes + v * lanes);
+    for (int v = 0; v < 2 * chunks; v++) offset[v] -= 8 * scale[v];
+    const uint8_t* codes = packed + first * width / 2 + i * chunks * lanes;
+    for (int64_t k = 0; k < group; k++, codes += chunks * lanes)
+      for (int chunk = 0; chunk < chunks; chunk++) {
+        const std::array<Lanes, 2> both = halves(codes + chunk * lanes);
         for (int half = 0; half < 2; half++) {
-          const Lanes weights = both[half] * scale[2 * half + v] + offset[2 * half + v];
-          std::memcpy(to + ((half * group + k) * 2 + v) * lanes, &weights, sizeof(weights));
+          const int v = half * chunks + chunk;
+          const Lanes weights = both[half] * scale[v] + offset[v];
+          std::memcpy(to + ((v / 2 * group + k) * 2 + v % 2) * lanes, &weights, sizeof(weights));
         }
       }
   }
 
+  template <int chunks>
   void by_panels(int64_t from, int64_t to) const {
-    const int64_t half = 2 * lanes;
-    std::unique_ptr<float[]> weights(new float[2 * half * group]);
-    for (int64_t first = from * 2 * half; first < to * 2 * half; first += 2 * half)
+    constexpr int64_t outs_of_panel = 2 * lanes, outs_of_block = chunks * outs_of_panel;
+    std::unique_ptr<float[]> weights(new float[outs_of_block * group]);
+    for (int64_t first = from * outs_of_block; first < to * outs_of_block; first += outs_of_block)
       for (int64_t i = 0; i < width; i += group) {
-        decode(first, i, weights.get());
-        panels->multiply(weights.get(), i, group, out + first, out_stride);
-        panels->multiply(weights.get() + half * group, i, group, out + first + half, out_stride);
+        decode<chunks>(first, i, weights.get());
+        for (int64_t panel = 0; panel < chunks; panel++)
+          panels->multiply(weights.get() + panel * group * outs_of_panel, i, group, out + first + panel * outs_of_panel,
+                           out_stride);
       }
   }
 
@@ -318,10 +320,6 @@ struct FourBits {
 #endif
 
   void compute(int64_t from, int64_t to) const {
-#ifdef HAS_MATRIX_UNITS
-    if (tiles) return by_units(from, to);
-#endif
-    if (panels) return by_panels(from, to);
     half_block == 1 ? blocks<1>(from, to) : half_block == 2 ? blocks<2>(from, to) : blocks<4>(from, to);
   }
 
@@ -337,6 +335,10 @@ struct FourBits {
 
   template <int chunks>
   void blocks(int64_t from, int64_t to) const {
+#ifdef HAS_MATRIX_UNITS
+    if (tiles) return by_units(from, to);
+#endif
+    if (panels) return by_panels<chunks>(from, to);
     constexpr int at_once = lanes == 16 ? 4 : 3;
     for (int64_t one = from; one < to; one++) {
       const int64_t first = one * 2 * chunks * lanes;

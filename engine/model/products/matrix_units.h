@@ -1,8 +1,7 @@
 // Products of inputs in float32 with codes of few bits, by a processor's matrix units (Intel AMX). A code is a bfloat16
-// and an input the sum of three, so that products are exact; sums are in float32. An infinite input gives NaN.
+// and an input the sum of three, so that products are exact; sums are in float32. Not so for inputs near 1e-33 and below,
+// whose last parts the units take for zero, and for infinite ones, which give NaN.
 #pragma once
-
-#include "vectors.h"
 
 #include <torch/csrc/stable/ops.h>
 
@@ -117,7 +116,7 @@ struct Slice {
 // An input as tiles: the sum of the tiles of its three parts.
 class InputTiles {
  public:
-  static constexpr int64_t most_rows = 224, most_blocks = 24;  // 1 MB: the cache of one of the processor's cores
+  static constexpr int64_t most_rows = 224, most_blocks = 24;  // of a slice, which is 1 MB: half of a core's cache
   const int64_t rows, width, group, strips, blocks;
 
   // group: inputs of which there are sums, for offsets
