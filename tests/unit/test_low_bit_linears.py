@@ -105,9 +105,11 @@ def test_products_of_codes_of_8_bits_have_any_width(rows):
         assert relative(out, input.double() @ (codes.double() * scales[:, None].double()).T) < 2e-6
 
 
-@pytest.mark.parametrize("rows", [11, 20])
+@pytest.mark.parametrize("rows", [11, 16])
 @torch.no_grad()
 def test_inputs_of_another_width_are_refused(rows):
+    if kernels() is None:
+        pytest.skip("needs a C++ compiler")
     for kind in KINDS.values():
         with pytest.raises(RuntimeError, match="128 wide, and the weights 64"):
             kind(torch.randn(100, 64), None)(torch.randn(rows, 128))

@@ -13,7 +13,7 @@ namespace {
 // are multiplied with it.
 class Panels {
  public:
-  static constexpr int64_t most_rows = 256;  // whose inputs of a panel stay in the cache too
+  static constexpr int64_t most_rows = lanes == 16 ? 256 : 128;  // whose inputs of a panel stay in the cache too
 
   explicit Panels(const Rows& input) : rows(input.count), width(input.width), values(new float[rows * width]) {
     constexpr int64_t most = lanes == 16 ? 12 : 6;  // rows whose sums stay in registers
