@@ -81,9 +81,9 @@ class Operators:
 def load_operators(source: Path, option: str) -> None:
     """Register the operators of a C++ file, from a library in the user's cache folder or compiled into it.
 
-    The library's name has a hash of the source and its headers, the compiler, its options, the processor and the releases
-    of torch, Python and the C library, and one of its own content. It is renamed into place when complete, so processes
-    never see half of it. A library that is damaged or cannot be loaded is compiled once more.
+    The library's name has a hash of the source and its headers, the compiler, its options, the processor and the
+    releases of torch, Python and the C library, and one of its own content. It is renamed into place when complete, so
+    processes never see half of it. A library that is damaged or cannot be loaded is compiled once more.
 
     option: what needs them, for messages. Raises `ConfigError` if it cannot be compiled or loaded.
     """
