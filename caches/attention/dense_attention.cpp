@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -17,126 +16,18 @@
 #include <stdexcept>
 #include <vector>
 
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
+#include "kernels/in_parallel.h"
+#include "kernels/lanes.h"
+#include "kernels/prompt.h"
+#include "kernels/query_lanes.h"
+#include "kernels/slots.h"
 
 namespace {
 
-using torch::stable::Tensor;
-constexpr auto Float = torch::headeronly::ScalarType::Float;
+constexpr auto Float = torch::headeronly::ScalarType::Float, Bool = torch::headeronly::ScalarType::Bool;
 
-#ifdef __AVX512F__
-constexpr int64_t lanes = 16;
-#else
-constexpr int64_t lanes = 8;
-#endif
-constexpr int most_vectors = lanes == 16 ? 3 : 2;  // of a group of queries
-constexpr int at_once = lanes == 16 ? 8 : 6;  // sums of a tile that stay in registers, each of so many vectors
-constexpr int64_t block = 96;  // slots: their scores stay in the L1 cache
 constexpr int most_summed = lanes == 16 ? 4 : 2;  // vectors of a value that `OfRow` sums up at once
 constexpr int64_t most_groups = 4;  // groups of queries that read a block of keys one after another
-constexpr float lowest = std::numeric_limits<float>::lowest();
-
-typedef float Lanes __attribute__((vector_size(4 * lanes)));
-typedef int32_t Ints __attribute__((vector_size(4 * lanes)));
-typedef float Eight __attribute__((vector_size(32)));  // widths are multiples of 8
-typedef int32_t EightInts __attribute__((vector_size(32)));
-typedef float Four __attribute__((vector_size(16)));
-
-template <class Vector = Lanes>
-inline Vector load(const float* from) {
-  Vector found;
-  std::memcpy(&found, from, sizeof(found));
-  return found;
-}
-
-template <class Vector>
-inline void store(Vector from, float* to) {
-  std::memcpy(to, &from, sizeof(from));
-}
-
-inline float total(Eight of) {
-  float sum = 0;
-  for (int64_t i = 0; i < 8; i++) sum += of[i];
-  return sum;
-}
-
-// The totals of four vectors.
-inline Four totals(const Eight* of) {
-#ifdef __AVX2__
-  const __m256 halves = _mm256_hadd_ps(_mm256_hadd_ps((__m256)of[0], (__m256)of[1]),
-                                       _mm256_hadd_ps((__m256)of[2], (__m256)of[3]));
-  return (Four)_mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
-#else
-  return Four{total(of[0]), total(of[1]), total(of[2]), total(of[3])};
-#endif
-}
-
-#ifdef __AVX512F__
-inline Four totals(const Lanes* of) {
-  Eight halves[4];
-  for (int i = 0; i < 4; i++) {
-    Eight parts[2];
-    std::memcpy(parts, of + i, sizeof(Lanes));
-    halves[i] = parts[0] + parts[1];
-  }
-  return totals(halves);
-}
-#endif
-
-template <class Vector>
-inline Vector larger(Vector one, Vector other) {
-  return one > other ? one : other;
-}
-
-// exp(x) for x <= 0, with a relative error of 2e-7, and 0 below -87. Coefficients: Cephes' expf.
-template <class Vector, class Integers>
-inline Vector power_of(Vector x) {
-  const Vector least = Vector{} - 87.0f, bounded = x < least ? least : x;  // keeps NaN
-  const Integers exponent = __builtin_convertvector(bounded * 1.44269504f - 0.5f, Integers);
-  const Vector number = __builtin_convertvector(exponent, Vector);
-  const Vector rest = bounded - number * 0.693359375f + number * 2.12194440e-4f;
-  Vector sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
-  sum = sum * rest + 8.3334519073e-3f;
-  sum = sum * rest + 4.1665795894e-2f;
-  sum = sum * rest + 1.6666665459e-1f;
-  sum = sum * rest + 5.0000001201e-1f;
-  sum = sum * rest * rest + rest + 1.0f;
-  return x < least ? Vector{} : sum * (Vector)((exponent + 127) << 23);
-}
-
-inline Lanes power(Lanes x) { return power_of<Lanes, Ints>(x); }
-#ifdef __AVX512F__
-inline Eight power(Eight x) { return power_of<Eight, EightInts>(x); }
-#endif
-
-// The keys or values of some slots of one head.
-struct HeadSlots {
-  const float* data;
-  int64_t stride, count;
-
-  // Processors prefetch by themselves within a page of memory only.
-  void prefetch(int64_t slot, int64_t from, int64_t to) const {
-    for (int64_t at = from; slot < count && at < to; at += 16) __builtin_prefetch(data + slot * stride + at, 0, 2);
-  }
-};
-
-// Keys or values [rows, heads, slots, width] of a segment.
-struct Slots {
-  const float* data;
-  int64_t rows, count, of_row, of_head, stride;
-
-  explicit Slots(const Tensor& of)
-      : data(static_cast<const float*>(of.const_data_ptr())), rows(of.size(0)), count(of.size(2)),
-        of_row(of.stride(0)), of_head(of.stride(1)), stride(of.stride(2)) {
-    STD_TORCH_CHECK(of.size(3) == 1 || of.stride(3) == 1, "the elements of a slot have to be contiguous");
-  }
-
-  HeadSlots of(int64_t row, int64_t head, int64_t first, int64_t some) const {
-    return {data + row * of_row + head * of_head + first * stride, stride, some};
-  }
-};
 
 struct Segment {
   Slots keys, values;
@@ -185,55 +76,19 @@ struct Work {
   }
 };
 
-// to[o, :] (+)= sum over i of a[o, i] * b[i, :], where a row of `b` and `to` is some vectors.
-template <int vectors, int outs, bool adds>
-inline void tile(const float* a, int64_t a_out, int64_t a_in, const float* b, int64_t count, float* to) {
-  constexpr int64_t each = vectors * lanes;
-  Lanes sums[outs][vectors] = {};
-  if (adds)
-    for (int o = 0; o < outs; o++)
-      for (int v = 0; v < vectors; v++) sums[o][v] = load(to + o * each + v * lanes);
-  for (int64_t i = 0; i < count; i++, a += a_in, b += each) {
-    Lanes values[vectors];
-    for (int v = 0; v < vectors; v++) values[v] = load(b + v * lanes);
-    for (int o = 0; o < outs; o++)
-      for (int v = 0; v < vectors; v++) sums[o][v] += values[v] * a[o * a_out];
-  }
-  for (int o = 0; o < outs; o++)
-    for (int v = 0; v < vectors; v++) store(sums[o][v], to + o * each + v * lanes);
-}
-
-template <int vectors, bool adds>
-inline void product(const float* a, int64_t outs, int64_t a_out, int64_t a_in, const float* b, int64_t count,
-                    float* to) {
-  constexpr int64_t each = vectors * lanes;
-  int64_t o = 0;
-  for (; o + at_once <= outs; o += at_once)
-    tile<vectors, at_once, adds>(a + o * a_out, a_out, a_in, b, count, to + o * each);
-  for (; o + 2 <= outs; o += 2)
-    tile<vectors, 2, adds>(a + o * a_out, a_out, a_in, b, count, to + o * each);
-  for (; o < outs; o++) tile<vectors, 1, adds>(a + o * a_out, a_out, a_in, b, count, to + o * each);
-}
-
-// Some queries of one head whose rows share a prompt, as the lanes of vectors.
+// Some queries of one head whose rows share a prompt.
 template <int vectors>
 struct Group {
-  static constexpr int64_t size = vectors * lanes;
   const Work& work;
   const Part& part;
   int64_t prompt, head, first, count;  // first: counted over the queries of the prompt
-  std::vector<float> transposed, sums;  // [width, size] and [out_width, size]
-  alignas(64) float scores[block * size], most[size], total[size];
+  QueryLanes<vectors> queries;
 
   Group(const Work& work, const Part& part, int64_t prompt, int64_t head, int64_t first, int64_t count)
       : work(work), part(part), prompt(prompt), head(head), first(first), count(count),
-        transposed(work.width * size), sums(work.out_width * size) {
-    std::fill(most, most + size, lowest);
-    std::fill(total, total + size, 0.0f);
-    for (int64_t one = 0; one < count; one++) {
-      const float* from = work.queries + work.at(row_of(one), head, query_of(one)) * work.width;
-      for (int64_t i = 0; i < work.width; i++) transposed[i * size + one] = from[i];
-    }
+        queries(work.width, work.out_width) {
+    for (int64_t one = 0; one < count; one++)
+      queries.set(one, work.queries + work.at(row_of(one), head, query_of(one)) * work.width, 1);
   }
 
   int64_t row_of(int64_t one) const {
@@ -242,40 +97,21 @@ struct Group {
   int64_t query_of(int64_t one) const { return (first + one) % work.each; }
 
   void read(const Segment& segment, int64_t begin, int64_t slots) {
-    const HeadSlots keys = segment.keys.of(prompt, head, begin, slots);
-    const HeadSlots values = segment.values.of(prompt, head, begin, slots);
-    product<vectors, false>(keys.data, slots, keys.stride, 1, transposed.data(), work.width, scores);
+    queries.score(segment.keys.of(prompt, head, begin, slots));
     if (work.mask)
       for (int64_t one = 0; one < count; one++)
         for (int64_t i = 0; i < slots; i++)
-          scores[i * size + one] += work.added(row_of(one), head, query_of(one), segment.begin + begin + i);
-    for (int64_t v = 0; v < size; v += lanes) weigh(v, slots);
-    product<vectors, true>(values.data, work.out_width, 1, values.stride, scores, slots, sums.data());
-  }
-
-  // Turns the scores of a vector of queries into weights.
-  void weigh(int64_t v, int64_t slots) {
-    const Lanes before = load(most + v);
-    Lanes now = before, sum = {};
-    for (int64_t i = 0; i < slots; i++) now = larger(load(scores + i * size + v), now);
-    for (int64_t i = 0; i < slots; i++) {
-      const Lanes weights = power(load(scores + i * size + v) - now);
-      sum += weights;
-      store(weights, scores + i * size + v);
-    }
-    const Lanes factor = power(before - now);
-    store(now, most + v), store(load(total + v) * factor + sum, total + v);
-    bool rescales = false;
-    for (int64_t i = 0; i < lanes; i++) rescales |= factor[i] != 1;
-    if (rescales)
-      for (int64_t i = 0; i < work.out_width; i++) store(load(&sums[i * size + v]) * factor, &sums[i * size + v]);
+          queries.scores[i * queries.size + one] +=
+            work.added(row_of(one), head, query_of(one), segment.begin + begin + i);
+    queries.add(segment.values.of(prompt, head, begin, slots));
   }
 
   void write(Work& to, int64_t share) const {
     for (int64_t one = 0; one < count; one++) {
       const int64_t at = to.common_at(part, share, row_of(one), head, query_of(one));
-      to.softmax[at] = {most[one], total[one]};
-      for (int64_t i = 0; i < to.out_width; i++) to.sums[at * to.out_width + i] = sums[i * size + one];
+      to.softmax[at] = {queries.most[one], queries.total[one]};
+      for (int64_t i = 0; i < to.out_width; i++)
+        to.sums[at * to.out_width + i] = queries.sums[i * queries.size + one];
     }
   }
 };
@@ -421,17 +257,6 @@ struct OfRow {
     }
   }
 };
-
-// Threads take tasks in turn: the one that memory or other processes delay takes fewer of them.
-template <class Function>
-void in_parallel(int64_t tasks, const Function& function) {
-  const int64_t threads = torch::stable::get_num_threads(), share = std::max<int64_t>(1, tasks / (8 * threads));
-  std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, std::min(threads, tasks), 1, [&](int64_t, int64_t) {
-    for (int64_t from; (from = next.fetch_add(share, std::memory_order_relaxed)) < tasks;)
-      for (int64_t task = from; task < std::min(from + share, tasks); task++) function(task);
-  });
-}
 
 // The rows of a cache. layout: their number, and how many segments they have. Those are read in this order.
 Part part_of(int64_t first, const int64_t* layout, const Tensor* keys, const Tensor* values, int64_t mask_slots) {
@@ -642,6 +467,38 @@ Tensor dense_attention(Tensor queries, std::vector<Tensor> keys, std::vector<Ten
   return attend(queries, keys, values, parts, mask, scale, nullptr, nullptr);
 }
 
+// Attention of several tokens per row. query: [rows, heads, tokens, width]. key, value: [rows, KV heads, slots, width],
+// of as many consecutive heads each. mask: bool [rows or 1, 1, tokens, slots], whether a token sees a slot. is_causal:
+// with no mask, token i sees i + 1 slots. Returns [rows, tokens, heads, width of a value]; zeros where a token sees no slot.
+Tensor prompt_attention(Tensor query, Tensor key, Tensor value, std::optional<Tensor> mask, bool is_causal,
+                        double scale) {
+  const int64_t rows = query.size(0), heads = key.size(1), tokens = query.size(2), slots = key.size(2);
+  for (const Tensor& one : {query, key, value})
+    STD_TORCH_CHECK(one.scalar_type() == Float && one.stride(3) == 1, "not contiguous vectors of float32");
+  STD_TORCH_CHECK(key.size(0) == rows && query.size(1) % heads == 0 && key.size(3) == query.size(3) &&
+                    value.size(0) == rows && value.size(1) == heads && value.size(2) == slots,
+                  "keys and values that do not fit the queries");
+  STD_TORCH_CHECK(!mask || (mask->scalar_type() == Bool && mask->stride(3) == 1 && mask->size(1) == 1 &&
+                            mask->size(2) == tokens && mask->size(3) == slots &&
+                            (mask->size(0) == rows || mask->size(0) == 1)),
+                  "a mask that does not fit the queries");
+  std::vector<Visible> visible(rows * tokens);
+  for (int64_t token = 0; !mask && token < rows * tokens; token++)
+    visible[token] = {0, is_causal ? std::min(token % tokens + 1, slots) : slots, nullptr};
+  if (mask) {
+    const bool* of_mask = static_cast<const bool*>(mask->const_data_ptr());
+    const int64_t of_row = mask->size(0) > 1 ? mask->stride(0) : 0, of_token = mask->stride(2);
+    in_parallel(rows * tokens, [&](int64_t token) {
+      visible[token] = visible_by(of_mask + token / tokens * of_row + token % tokens * of_token, slots);
+    });
+  }
+  Tensor out = torch::stable::new_empty(query, {rows, tokens, query.size(1), value.size(3)});
+  read_prompt({static_cast<const float*>(query.const_data_ptr()), query.stride(0), query.stride(1), query.stride(2),
+               Slots(key), Slots(value), rows, heads, query.size(1) / heads, tokens, query.size(3), value.size(3),
+               static_cast<float>(scale), visible.data(), static_cast<float*>(out.mutable_data_ptr())});
+  return out;
+}
+
 // What the layers of a step attend to, from `open_layers` to `close_layers` in the same thread.
 struct OpenLayer {
   std::vector<Tensor> keys, values;
@@ -720,6 +577,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kvengine, library) {
     " -> Tensor");
   library.def("layer_attention(Tensor query, Tensor key, Tensor value) -> Tensor");
   library.def(
+    "prompt_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float scale) -> Tensor");
+  library.def(
     "open_layers(Tensor(a!)[] keys, Tensor(b!)[] values, int[] parts, Tensor? mask, float[] scales) -> bool");
 }
 
@@ -727,6 +586,7 @@ STABLE_TORCH_LIBRARY_IMPL(kvengine, CPU, library) {
   library.impl("dense_attention", TORCH_BOX(&dense_attention));
   library.impl("layer_attention", TORCH_BOX(&layer_attention));
   library.impl("open_layers", TORCH_BOX(&open_layers));
+  library.impl("prompt_attention", TORCH_BOX(&prompt_attention));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvengine, CompositeExplicitAutograd, library) {

@@ -37,10 +37,10 @@ KERNELS = Operators(
 
 def attend_to(prefix: torch.Tensor, suffix: torch.Tensor | None) -> Attend | None:
     """`attention` if it can read these keys or values [rows, heads, slots, width], of prompts and of their rows."""
-    return attention if _is_supported(prefix) and (suffix is None or _is_supported(suffix)) else None
+    return attention if is_supported(prefix) and (suffix is None or is_supported(suffix)) else None
 
 
-def _is_supported(part: torch.Tensor) -> bool:
+def is_supported(part: torch.Tensor) -> bool:
     is_plain = type(part) is torch.Tensor and part.is_cpu and part.dtype == torch.float32
     return is_plain and part.shape[-1] % 8 == 0 and part.stride(-1) == 1
 
@@ -98,8 +98,8 @@ def open_layers(layers: Sequence[OpenSlots], mask: torch.Tensor | None, scales: 
     [rows, KV heads, 1, width] to [rows, 1, heads, width].
     """
     keys, values = [one for slots in layers for one in slots.keys], [one for slots in layers for one in slots.values]
-    are_plain = _is_supported(keys[0]) and all(type(one) is torch.Tensor for one in (*keys, *values))
-    if not (are_plain and _can_compute(*keys, *values)):
+    are_plain = is_supported(keys[0]) and all(type(one) is torch.Tensor for one in (*keys, *values))
+    if not (are_plain and can_compute(*keys, *values)):
         return False
     if any(slots.parts != layers[0].parts for slots in layers):
         return False
@@ -122,7 +122,7 @@ def _tensors(part: torch.Tensor) -> list[torch.Tensor] | None:
     """The keys or values of a cache; None if the kernel cannot read them."""
     if isinstance(part, SegmentedTensor):
         return [_tensor(segment) for segment in part.segments()] if part.attend is attention else None
-    return [part] if _is_supported(part) else None
+    return [part] if is_supported(part) else None
 
 
 def _tensor(segment: Segment) -> torch.Tensor:
@@ -141,13 +141,13 @@ def _computed(
 ) -> torch.Tensor | None:
     added = None if mask is None else mask.flatten(2, 3).float()
     is_float = queries.dtype == torch.float32 and queries.is_cpu
-    if not (is_float and _can_compute(queries, *keys, *values, *(() if added is None else (added,)))):
+    if not (is_float and can_compute(queries, *keys, *values, *(() if added is None else (added,)))):
         return None
     found: torch.Tensor = KERNELS.or_error().dense_attention(queries, keys, values, parts, added, scale)
     return found
 
 
-def _can_compute(*given: torch.Tensor) -> bool:
+def can_compute(*given: torch.Tensor) -> bool:
     """Whether the kernel is there and can take the place of torch: it has no derivatives and follows no autocast."""
     needs_derivative = torch.is_grad_enabled() and any(one.requires_grad for one in given)
     is_followed = needs_derivative or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()

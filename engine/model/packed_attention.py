@@ -1,8 +1,9 @@
-"""Attention of one new token per row on a CPU, with the query heads that share a key head packed together.
+"""Attention on a CPU, with the query heads that share a key head packed together.
 
 torch's kernel for grouped heads reads the keys and values once per query head, and a model that repeats them copies
-them. Packed, the query heads of a group are the tokens of one head, and the kernel reads its keys once. Where a cache
-holds much, the kernel of this package reads it faster (`caches.attention.dense_attention`). Results differ by rounding.
+them. Packed, the query heads of a group are the tokens of one head, and the kernel reads its keys once. Where keys are
+many, kernels of this package are faster: for one new token per row (`caches.attention.dense_attention`) and for several
+(`caches.attention.prompt_attention`). Results differ by rounding.
 
 The model is not changed. transformers' attention function "sdpa" is replaced once per process by one that does the same
 as the original, unless the calling thread is in a step of the engine.
@@ -23,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from caches.attention.dense_attention import one_token_attention
 from caches.attention.joined_tensor import JoinedTensor, attend
+from caches.attention.prompt_attention import prompt_attention
 
 _MUCH = 2**17  # elements of the keys: with fewer, calling the kernel takes as long as what it saves
 _NOT_PACKED = ("position_bias", "cache", "softcap")
@@ -66,11 +68,19 @@ class _PackedAttention:
             if found is None:
                 found = attend(partial(self, module, **kwargs), query, key, value, attention_mask)
             return found, None
-        if not (can_differ and active.packs and _can_be_packed(query, key, value, attention_mask)):
+        if can_differ and active.packs and _can_be_packed(query, key, value, attention_mask):
+            is_one_token, is_much = query.shape[2] == 1, key.numel() >= _MUCH
+            if is_one_token and is_much:
+                found = one_token_attention(query, [key], [value], attention_mask, scale)
+            elif is_much and not kwargs.get("dropout"):
+                is_causal = kwargs.get("is_causal")
+                is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+                found = prompt_attention(query, key, value, attention_mask, is_causal, scale)
+            if found is None and is_one_token:
+                found = _packed(query, key, value, attention_mask, scale)
+        if found is None:
             return self._original(module, query, key, value, attention_mask, **kwargs)
-        if key.numel() >= _MUCH:
-            found = one_token_attention(query, [key], [value], attention_mask, scale)
-        return _packed(query, key, value, attention_mask, scale) if found is None else found, None
+        return found, None
 
 
 def is_plain(function: Any, options: dict[str, Any]) -> bool:
@@ -89,7 +99,7 @@ def _packed(
 
 
 def _can_be_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    if query.shape[2] != 1 or not query.is_cpu or type(key) is not torch.Tensor:
+    if not query.is_cpu or type(key) is not torch.Tensor:
         return False
     is_of_groups = query.shape[1] >= key.shape[1] == value.shape[1] and query.shape[0] == key.shape[0]
     is_of_all_heads = mask is None or (mask.shape[1] == 1 and mask.shape[-1] == key.shape[2])

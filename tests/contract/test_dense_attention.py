@@ -1,12 +1,10 @@
 """The kernel for many rows gives what torch gives for each row's keys and values alone."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from architectures import prompt, tiny_model
 from forks import PROMPTS, ROWS, SIBLINGS, Loop
-from helpers import needs_kernels
+from helpers import needs_kernels, threads_of_torch, wide
 from torch.nn.functional import scaled_dot_product_attention
 
 import caches
@@ -34,22 +32,6 @@ def view(prefixes, own, rows_per_prefix):
     base = (prompts * rows_per_prefix, heads, sum(one.slots for one in segments), width)
     attend = dense_attention.attention
     return SegmentedTensor(lambda: segments, base, prefixes[0], no_copy, rows_per_prefix=rows_per_prefix, attend=attend)
-
-
-@contextmanager
-def threads_of_torch(number):
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def wide(*shape):
-    """A part of a larger tensor, as buffers with free slots are."""
-    rows, heads, slots, width = shape
-    return torch.randn(rows, heads, slots + 5, width)[:, :, :slots]
 
 
 @needs_kernels
@@ -318,6 +300,9 @@ def taken(monkeypatch):
         def dense_attention(self, queries, keys, values, parts, *others):
             calls.append([[len(one) for one in keys], parts])
             return operators.dense_attention(queries, keys, values, parts, *others)
+
+        def __getattr__(self, name):
+            return getattr(operators, name)
 
     monkeypatch.setattr(dense_attention.KERNELS, "or_error", Counting)
     return calls

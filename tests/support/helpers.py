@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -138,3 +139,19 @@ class StopAfter(StoppingCriteria):
     def __call__(self, ids, scores, **kwargs):
         done = ids.shape[1] >= self.columns
         return torch.full((ids.shape[0],), done, dtype=torch.bool)
+
+
+@contextmanager
+def threads_of_torch(number):
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def wide(*shape):
+    """A part of a larger tensor, as buffers with free slots are."""
+    rows, heads, slots, width = shape
+    return torch.randn(rows, heads, slots + 5, width)[:, :, :slots]

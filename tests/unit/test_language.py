@@ -112,6 +112,11 @@ ALLOWED = {
     },
     ("caches/quantization/fused_attention.cpp", "lanes", ""): "lanes of a SIMD register",
     ("caches/attention/dense_attention.cpp", "lanes", ""): "lanes of a SIMD register",
+    **{
+        (f"caches/attention/kernels/{name}.h", word, ""): "lanes of a SIMD register"
+        for name in ("lanes", "query_lanes", "prompt")
+        for word in ("lane", "lanes")
+    },
 }
 # Texts that are taken out of prose before it is searched.
 PROPER_NAMES = re.compile(r"Hugging ?Face|huggingface", re.IGNORECASE)

@@ -1,0 +1,83 @@
+// Attention of some queries, which are the lanes of vectors: a key is read once for all of them.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "lanes.h"
+#include "slots.h"
+
+namespace {
+
+constexpr int64_t block = 96;  // slots: their scores stay in the L1 cache
+
+// Floats that vectors do not cross the lines of the cache in.
+class AlignedFloats {
+  struct alignas(64) Line {
+    float values[16];
+  };
+  std::vector<Line> lines;
+
+ public:
+  explicit AlignedFloats(int64_t count) : lines((count + 15) / 16) {}
+  float& operator[](int64_t at) { return lines[0].values[at]; }
+  const float& operator[](int64_t at) const { return lines[0].values[at]; }
+};
+
+// The queries read a block of slots at a time: `score`, then `add`. Lanes without a query are not used.
+template <int vectors>
+struct QueryLanes {
+  static constexpr int64_t size = vectors * lanes;
+  int64_t width, out_width;
+  AlignedFloats transposed, sums;  // [width, size] and [out_width, size]
+  alignas(64) float scores[block * size];  // [slots, size]
+  alignas(64) float most[size], total[size];  // of the softmax: the largest score, the sum of exp(score - largest)
+
+  QueryLanes(int64_t width, int64_t out_width)
+      : width(width), out_width(out_width), transposed(width * size), sums(out_width * size) {
+    std::fill(most, most + size, lowest);
+    std::fill(total, total + size, 0.0f);
+  }
+
+  void set(int64_t lane, const float* query, float scale) {
+    float* to = &transposed[lane];
+    for (int64_t i = 0; i < width; i++) to[i * size] = query[i] * scale;
+  }
+
+  // The sums of a query, times `factor`.
+  void get(int64_t lane, float factor, float* to) const {
+    const float* from = &sums[lane];
+    for (int64_t i = 0; i < out_width; i++) to[i] = from[i * size] * factor;
+  }
+
+  __attribute__((noinline)) void score(const HeadSlots& keys) {
+    product<vectors, false>(keys.data, keys.count, keys.stride, 1, &transposed[0], width, scores);
+  }
+
+  // Turns the scores into weights, and adds the values times these.
+  __attribute__((noinline)) void add(const HeadSlots& values) {
+    for (int64_t v = 0; v < size; v += lanes) weigh(v, values.count);
+    product<vectors, true>(values.data, out_width, 1, values.stride, scores, values.count, &sums[0]);
+  }
+
+  // Of one vector of queries.
+  void weigh(int64_t v, int64_t slots) {
+    const Lanes before = load(most + v);
+    Lanes now = before, sum = {};
+    for (int64_t i = 0; i < slots; i++) now = larger(load(scores + i * size + v), now);
+    for (int64_t i = 0; i < slots; i++) {
+      const Lanes weights = power(load(scores + i * size + v) - now);
+      sum += weights;
+      store(weights, scores + i * size + v);
+    }
+    const Lanes factor = power(before - now);
+    store(now, most + v), store(load(total + v) * factor + sum, total + v);
+    bool rescales = false;
+    for (int64_t i = 0; i < lanes; i++) rescales |= factor[i] != 1;
+    if (rescales)
+      for (int64_t i = 0; i < out_width; i++) store(load(&sums[i * size + v]) * factor, &sums[i * size + v]);
+  }
+};
+
+}  // namespace

@@ -1,0 +1,39 @@
+// Where the slots of keys and values are.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+
+namespace {
+
+using torch::stable::Tensor;
+
+// The keys or values of some slots of one head.
+struct HeadSlots {
+  const float* data;
+  int64_t stride, count;
+
+  // Processors prefetch by themselves within a page of memory only.
+  void prefetch(int64_t slot, int64_t from, int64_t to) const {
+    for (int64_t at = from; slot < count && at < to; at += 16) __builtin_prefetch(data + slot * stride + at, 0, 2);
+  }
+};
+
+// Keys or values [rows, heads, slots, width] of a segment.
+struct Slots {
+  const float* data;
+  int64_t rows, count, of_row, of_head, stride;
+
+  explicit Slots(const Tensor& of)
+      : data(static_cast<const float*>(of.const_data_ptr())), rows(of.size(0)), count(of.size(2)),
+        of_row(of.stride(0)), of_head(of.stride(1)), stride(of.stride(2)) {
+    STD_TORCH_CHECK(of.size(3) == 1 || of.stride(3) == 1, "the elements of a slot have to be contiguous");
+  }
+
+  HeadSlots of(int64_t row, int64_t head, int64_t first, int64_t some) const {
+    return {data + row * of_row + head * of_head + first * stride, stride, some};
+  }
+};
+
+}  // namespace
