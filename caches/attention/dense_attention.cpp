@@ -1,5 +1,4 @@
-// Attention over the float32 keys and values of many rows, each of its own length. Where rows share those of a prompt,
-// their queries are the lanes of vectors, so that a key is read once for all of them.
+// Attention over float32 keys and values: of one token for each of many rows, and of several tokens.
 
 #include <torch/csrc/stable/library.h>  // the stable interface compiles in seconds
 #include <torch/csrc/stable/ops.h>
@@ -9,254 +8,20 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
-#include <limits>
-#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <vector>
 
+#include "kernels/common_slots.h"
 #include "kernels/in_parallel.h"
-#include "kernels/lanes.h"
+#include "kernels/own_slots.h"
 #include "kernels/prompt.h"
-#include "kernels/query_lanes.h"
 #include "kernels/slots.h"
+#include "kernels/work.h"
 
 namespace {
 
 constexpr auto Float = torch::headeronly::ScalarType::Float, Bool = torch::headeronly::ScalarType::Bool;
-
-constexpr int most_summed = lanes == 16 ? 4 : 2;  // vectors of a value that `OfRow` sums up at once
-constexpr int64_t most_groups = 4;  // groups of queries that read a block of keys one after another
-
-struct Segment {
-  Slots keys, values;
-  int64_t begin;  // its first slot in the mask
-};
-
-// Softmax so far of one query: the largest score, and the sum of exp(score - largest).
-struct Softmax {
-  float most = lowest, total = 0;
-};
-
-// Adds the softmax and the sums [width] of a query over other slots.
-inline void join(Softmax& all, float* sums, const Softmax& other, const float* of_other, int64_t width) {
-  const float most = std::max(all.most, other.most);
-  const float factor = std::exp(all.most - most), of_others = std::exp(other.most - most);
-  for (int64_t i = 0; i < width; i++) sums[i] = sums[i] * factor + of_other[i] * of_others;
-  all = {most, all.total * factor + other.total * of_others};
-}
-
-// Consecutive rows: of one cache.
-struct Part {
-  int64_t first, rows, prompts;
-  std::vector<Segment> common, own;  // of prompts, and of rows
-  int64_t common_slots = 0;
-  int64_t shares = 0;  // of the common slots, each with a softmax of its own
-  int64_t at = 0;  // where those of its queries begin: [shares, rows, heads, queries]
-};
-
-struct Work {
-  const float* queries;  // [rows, heads, queries, width]
-  const float* mask;  // or null
-  int64_t rows, heads, each, width, out_width;  // each: queries per row and head
-  int64_t mask_strides[4];
-  std::vector<Part> parts;
-  std::vector<float> sums;  // of each softmax of the common slots [out_width]
-  std::vector<Softmax> softmax;
-
-  int64_t at(int64_t row, int64_t head, int64_t query) const { return (row * heads + head) * each + query; }
-
-  int64_t common_at(const Part& part, int64_t share, int64_t row, int64_t head, int64_t query) const {
-    return part.at + at(share * part.rows + row - part.first, head, query);
-  }
-
-  float added(int64_t row, int64_t head, int64_t query, int64_t slot) const {
-    return mask[row * mask_strides[0] + head * mask_strides[1] + query * mask_strides[2] + slot * mask_strides[3]];
-  }
-};
-
-// Some queries of one head whose rows share a prompt.
-template <int vectors>
-struct Group {
-  const Work& work;
-  const Part& part;
-  int64_t prompt, head, first, count;  // first: counted over the queries of the prompt
-  QueryLanes<vectors> queries;
-
-  Group(const Work& work, const Part& part, int64_t prompt, int64_t head, int64_t first, int64_t count)
-      : work(work), part(part), prompt(prompt), head(head), first(first), count(count),
-        queries(work.width, work.out_width) {
-    for (int64_t one = 0; one < count; one++)
-      queries.set(one, work.queries + work.at(row_of(one), head, query_of(one)) * work.width, 1);
-  }
-
-  int64_t row_of(int64_t one) const {
-    return part.first + prompt * (part.rows / part.prompts) + (first + one) / work.each;
-  }
-  int64_t query_of(int64_t one) const { return (first + one) % work.each; }
-
-  void read(const Segment& segment, int64_t begin, int64_t slots) {
-    queries.score(segment.keys.of(prompt, head, begin, slots));
-    if (work.mask)
-      for (int64_t one = 0; one < count; one++)
-        for (int64_t i = 0; i < slots; i++)
-          queries.scores[i * queries.size + one] +=
-            work.added(row_of(one), head, query_of(one), segment.begin + begin + i);
-    queries.add(segment.values.of(prompt, head, begin, slots));
-  }
-
-  void write(Work& to, int64_t share) const {
-    for (int64_t one = 0; one < count; one++) {
-      const int64_t at = to.common_at(part, share, row_of(one), head, query_of(one));
-      to.softmax[at] = {queries.most[one], queries.total[one]};
-      for (int64_t i = 0; i < to.out_width; i++)
-        to.sums[at * to.out_width + i] = queries.sums[i * queries.size + one];
-    }
-  }
-};
-
-// The queries from `first` to `end` of one head of a prompt, and a share of its slots.
-struct Task {
-  int64_t part, prompt, head, first, end, share;
-};
-
-// A block of slots at a time for all groups of queries.
-template <int vectors>
-void read_common(Work& work, const Task& task, int64_t first, int64_t end) {
-  const Part& part = work.parts[task.part];
-  constexpr int64_t size = vectors * lanes;
-  std::vector<Group<vectors>> groups;
-  groups.reserve((end - first + size - 1) / size);
-  for (; first < end; first += size)
-    groups.emplace_back(work, part, task.prompt, task.head, first, std::min(size, end - first));
-  int64_t from = part.common_slots * task.share / part.shares, to = part.common_slots * (task.share + 1) / part.shares;
-  for (const Segment& segment : part.common) {
-    const int64_t last = std::min(segment.keys.count, to);
-    for (int64_t begin = std::max<int64_t>(0, from); begin < last; begin += block)
-      for (auto& group : groups) group.read(segment, begin, std::min(block, last - begin));
-    from -= segment.keys.count, to -= segment.keys.count;
-  }
-  for (const auto& group : groups) group.write(work, task.share);
-}
-
-// The queries of one row and head, with the slots of its own.
-struct OfRow {
-  const Work& work;
-  const Part& part;
-  int64_t row, head;
-  float* out;  // [queries, out_width]
-  Softmax* softmax;  // of each query
-
-  void read_common() {
-    for (int64_t share = 0; share < part.shares; share++)
-      for (int64_t query = 0; query < work.each; query++) {
-        const int64_t at = work.common_at(part, share, row, head, query), width = work.out_width;
-        join(softmax[query], out + query * width, work.softmax[at], &work.sums[at * width], width);
-      }
-  }
-
-  // The scores of four slots from `slot` on. Slots after the last get the score of the last.
-  template <class Vector, int some>
-  void score(const float* asked, const HeadSlots& keys, int64_t slot, float* scores) const {
-    const float* from[4];
-    for (int i = 0; i < 4; i++) from[i] = keys.data + std::min(slot + i, keys.count - 1) * keys.stride;
-    Vector sums[some][4] = {};
-    for (int64_t at = 0; at < work.width; at += sizeof(Vector) / sizeof(float))
-      for (int one = 0; one < some; one++) {
-        const Vector of_query = load<Vector>(asked + one * work.width + at);
-        for (int i = 0; i < 4; i++) sums[one][i] += of_query * load<Vector>(from[i] + at);
-      }
-    for (int one = 0; one < some; one++) store(totals(sums[one]), scores + one * block + slot);
-  }
-
-  // Adds some vectors of the weighted values of all slots. Prefetches the keys of the next ones.
-  template <class Vector, int some, int vectors>
-  void add(const HeadSlots& values, int64_t at, const float* scores, float* to, const HeadSlots& next) const {
-    constexpr int64_t size = sizeof(Vector) / sizeof(float);
-    const float* from = values.data + at;
-    Vector sums[some][vectors];
-    for (int one = 0; one < some; one++)
-      for (int v = 0; v < vectors; v++) sums[one][v] = load<Vector>(to + one * work.out_width + at + v * size);
-    for (int64_t i = 0; i < values.count; i++, from += values.stride) {
-      next.prefetch(i, at, at + vectors * size);
-      for (int v = 0; v < vectors; v++) {
-        const Vector value = load<Vector>(from + v * size);
-        for (int one = 0; one < some; one++) sums[one][v] += value * scores[one * block + i];
-      }
-    }
-    for (int one = 0; one < some; one++)
-      for (int v = 0; v < vectors; v++) store(sums[one][v], to + one * work.out_width + at + v * size);
-  }
-
-  // Some queries with a block of slots, the next of which are prefetched.
-  template <class Vector, int some>
-  void read(int64_t query, const HeadSlots& keys, const HeadSlots& values, const HeadSlots& next, int64_t mask_at) {
-    constexpr int64_t size = sizeof(Vector) / sizeof(float);
-    alignas(64) float scores[some * block];
-    const float* asked = work.queries + work.at(row, head, query) * work.width;
-    const int64_t slots = keys.count, end = (slots + 7) / 8 * 8;
-    for (int64_t slot = 0; slot < slots; slot += 4) {
-      for (int64_t i = slot; query == 0 && i < slot + 4; i++) values.prefetch(i, 0, work.out_width);
-      score<Vector, some>(asked, keys, slot, scores);
-    }
-    for (int one = 0; one < some; one++) {
-      float* of = scores + one * block;
-      if (work.mask)
-        for (int64_t i = 0; i < slots; i++) of[i] += work.added(row, head, query + one, mask_at + i);
-      std::fill(of + slots, of + end, -std::numeric_limits<float>::infinity());
-      weigh(of, end, softmax[query + one], out + (query + one) * work.out_width);
-    }
-    float* to = out + query * work.out_width;
-    int64_t at = 0;
-    for (; at + most_summed * size <= work.out_width; at += most_summed * size)
-      add<Vector, some, most_summed>(values, at, scores, to, next);
-    for (; at < work.out_width; at += size) add<Vector, some, 1>(values, at, scores, to, next);
-  }
-
-  void weigh(float* scores, int64_t slots, Softmax& softmax, float* sums) const {
-    Eight largest = Eight{} + softmax.most, sum = {};
-    for (int64_t i = 0; i < slots; i += 8) largest = larger(load<Eight>(scores + i), largest);
-    float now = softmax.most;
-    for (int64_t i = 0; i < 8; i++) now = std::max(now, largest[i]);
-    if (now != softmax.most) {
-      const float factor = std::exp(softmax.most - now);
-      softmax = {now, softmax.total * factor};
-      for (int64_t i = 0; i < work.out_width; i++) sums[i] *= factor;
-    }
-    for (int64_t i = 0; i < slots; i += 8) {
-      const Eight weights = power(load<Eight>(scores + i) - now);
-      store(weights, scores + i);
-      sum += weights;
-    }
-    softmax.total += total(sum);
-  }
-
-  template <class Vector>
-  void read_from(const Segment& segment, int64_t begin, int64_t end) {
-    for (; begin < end; begin += block) {
-      const int64_t slots = std::min(block, end - begin), mask_at = segment.begin + begin;
-      const HeadSlots keys = segment.keys.of(row - part.first, head, begin, slots);
-      const HeadSlots values = segment.values.of(row - part.first, head, begin, slots);
-      HeadSlots next = segment.keys.of(row - part.first, head, begin + slots, std::min(block, end - begin - slots));
-      int64_t query = 0;
-      for (; query + 4 <= work.each; query += 4, next.count = 0) read<Vector, 4>(query, keys, values, next, mask_at);
-      if (work.each - query == 3) read<Vector, 3>(query, keys, values, next, mask_at);
-      if (work.each - query == 2) read<Vector, 2>(query, keys, values, next, mask_at);
-      if (work.each - query == 1) read<Vector, 1>(query, keys, values, next, mask_at);
-    }
-  }
-
-  // A share of the slots of its own.
-  void read_own(int64_t share, int64_t shares) {
-    const bool fill_lanes = work.width % lanes == 0 && work.out_width % lanes == 0;
-    for (const Segment& segment : part.own) {
-      const int64_t begin = segment.keys.count * share / shares, end = segment.keys.count * (share + 1) / shares;
-      if (fill_lanes) read_from<Lanes>(segment, begin, end);
-      else read_from<Eight>(segment, begin, end);
-    }
-  }
-};
 
 // The rows of a cache. layout: their number, and how many segments they have. Those are read in this order.
 Part part_of(int64_t first, const int64_t* layout, const Tensor* keys, const Tensor* values, int64_t mask_slots) {
@@ -275,78 +40,6 @@ Part part_of(int64_t first, const int64_t* layout, const Tensor* keys, const Ten
     begin += segment.keys.count;
   }
   return part;
-}
-
-// What reads the common slots: some tasks for each thread, for then all threads have work until the end.
-std::vector<Task> tasks_of(Work& work) {
-  constexpr int64_t size = most_vectors * lanes;
-  const int64_t wanted = 2 * torch::stable::get_num_threads();
-  std::vector<Task> tasks;
-  int64_t at = 0;
-  for (int64_t number = 0; number < static_cast<int64_t>(work.parts.size()); number++) {
-    Part& part = work.parts[number];
-    if (part.common.empty()) continue;
-    const int64_t asked = part.rows / part.prompts * work.each, heads = part.prompts * work.heads;
-    const int64_t groups = (asked + size - 1) / size;
-    int64_t together = std::min(groups, most_groups);
-    while (together > 1 && heads * ((groups + together - 1) / together) < wanted) together--;
-    const int64_t runs = heads * ((groups + together - 1) / together);
-    part.shares = std::min(std::max<int64_t>(1, part.common_slots / (4 * block)), (wanted + runs - 1) / runs);
-    part.at = at, at += part.shares * part.rows * work.heads * work.each;
-    for (int64_t prompt = 0; prompt < part.prompts; prompt++)
-      for (int64_t head = 0; head < work.heads; head++)
-        for (int64_t first = 0; first < asked; first += together * size)
-          for (int64_t share = 0; share < part.shares; share++)
-            tasks.push_back({number, prompt, head, first, std::min(asked, first + together * size), share});
-  }
-  work.softmax.resize(at), work.sums.resize(at * work.out_width);
-  return tasks;
-}
-
-// How many shares the own slots of each row are read in: more than one where the heads of all rows, as tasks, would
-// leave threads without work.
-int64_t shares_of_own(const Work& work) {
-  const int64_t threads = torch::stable::get_num_threads(), tasks = work.rows * work.heads;
-  const int64_t rounds = (tasks + threads - 1) / threads;
-  if (10 * rounds * threads <= 11 * tasks) return 1;
-  int64_t most = 0;
-  for (const Part& part : work.parts)
-    for (const Segment& segment : part.own) most = std::max(most, segment.keys.count);
-  const int64_t even = threads / std::gcd(tasks, threads), enough = (4 * threads + tasks - 1) / tasks;
-  return std::max<int64_t>(1, std::min({even, enough, most / (2 * block)}));
-}
-
-// What each row finds: in the slots that it shares, and in its own. out: [rows, heads, each, out_width].
-void read_rows(const Work& work, const std::vector<int64_t>& part_of_row, float* out) {
-  const int64_t count = work.heads * work.rows, shares = shares_of_own(work), width = work.out_width;
-  const int64_t queries = count * work.each;
-  std::vector<Softmax> softmax(shares * queries);
-  std::vector<float> others((shares - 1) * queries * width);  // sums of all shares but the first
-  std::fill(out, out + queries * width, 0.0f);
-  const auto sums_of = [&](int64_t share, int64_t query) {
-    return share == 0 ? out + query * width : &others[((share - 1) * queries + query) * width];
-  };
-  // Neighbours are rows, which may have different lengths: a thread takes some of all.
-  const auto first_of = [&](int64_t number) { return work.at(number % work.rows, number / work.rows, 0); };
-  const auto finish = [&](int64_t number) {
-    for (int64_t query = first_of(number), end = query + work.each; query < end; query++) {
-      Softmax& all = softmax[query];
-      float* sums = sums_of(0, query);
-      for (int64_t share = 1; share < shares; share++)
-        join(all, sums, softmax[share * queries + query], sums_of(share, query), width);
-      if (all.total != 0)  // else the query sees no slot
-        for (int64_t i = 0; i < width; i++) sums[i] /= all.total;
-    }
-  };
-  in_parallel(shares * count, [&](int64_t task) {
-    const int64_t share = task / count, number = task % count, row = number % work.rows, first = first_of(number);
-    OfRow of_row{work, work.parts[part_of_row[row]], row, number / work.rows, sums_of(share, first),
-                 &softmax[share * queries + first]};
-    if (share == 0) of_row.read_common();
-    of_row.read_own(share, shares);
-    if (shares == 1) finish(number);
-  });
-  if (shares > 1) in_parallel(count, finish);
 }
 
 void check_fit(const Work& work, int64_t rows, const std::vector<Tensor>& keys, const std::vector<Tensor>& values,
@@ -426,8 +119,7 @@ std::vector<float> scaled(const Tensor& queries, float scale) {
 // of each segment, [rows or prompts of its cache, KV heads, slots, width]; as many consecutive rows share those of each
 // prompt, which come first. mask: added to the scores, [rows, KV heads, queries per KV head, slots] or 1 where it is the
 // same for all, the last slots of each row. All widths are multiples of 8. Returns [rows, heads, tokens, width of a
-// value].
-// new_key, new_value: see `layer_attention`; null for none.
+// value]. new_key, new_value: see `layer_attention`; null for none.
 Tensor attend(const Tensor& queries, const std::vector<Tensor>& keys, const std::vector<Tensor>& values,
               const std::vector<int64_t>& parts, const std::optional<Tensor>& mask, double scale, const Tensor* new_key,
               const Tensor* new_value) {
@@ -448,15 +140,7 @@ Tensor attend(const Tensor& queries, const std::vector<Tensor>& keys, const std:
   }
   check_fit(work, part_of_row.size(), keys, values, mask);
   if (new_key) append(work, *new_key, *new_value, keys, values);
-  const std::vector<Task> tasks = tasks_of(work);
-  in_parallel(tasks.size(), [&](int64_t number) {
-    const Task& task = tasks[number];
-    const int64_t vectors = (task.end - task.first + lanes - 1) / lanes, rest = vectors % most_vectors;
-    const int64_t last = rest ? task.first + (vectors - rest) * lanes : task.end;  // a smaller group
-    if (last > task.first) read_common<most_vectors>(work, task, task.first, last);
-    if (rest == 1) read_common<1>(work, task, last, task.end);
-    if (rest == 2) read_common<2>(work, task, last, task.end);
-  });
+  read_common_slots(work);
   Tensor out = torch::stable::new_empty(queries, {work.rows, queries.size(1), queries.size(2), work.out_width});
   read_rows(work, part_of_row, static_cast<float*>(out.mutable_data_ptr()));
   return out;
@@ -468,35 +152,37 @@ Tensor dense_attention(Tensor queries, std::vector<Tensor> keys, std::vector<Ten
 }
 
 // Attention of several tokens per row. query: [rows, heads, tokens, width]. key, value: [rows, KV heads, slots, width],
-// of as many consecutive heads each. mask: bool [rows or 1, 1, tokens, slots], whether a token sees a slot. is_causal:
-// with no mask, token i sees i + 1 slots. Returns [rows, tokens, heads, width of a value]; zeros where a token sees no slot.
-Tensor prompt_attention(Tensor query, Tensor key, Tensor value, std::optional<Tensor> mask, bool is_causal,
-                        double scale) {
+// of as many consecutive heads each. mask: bool [rows or 1, 1, tokens, slots], whether a token sees a slot; without one,
+// token i sees i + 1 slots. out: [rows, tokens, heads, width of a value], contiguous, for what the tokens find; zeros
+// where a token sees no slot.
+void prompt_attention(Tensor query, Tensor key, Tensor value, std::optional<Tensor> mask, double scale, Tensor out) {
   const int64_t rows = query.size(0), heads = key.size(1), tokens = query.size(2), slots = key.size(2);
-  for (const Tensor& one : {query, key, value})
+  for (const Tensor& one : {query, key, value, out})
     STD_TORCH_CHECK(one.scalar_type() == Float && one.stride(3) == 1, "not contiguous vectors of float32");
-  STD_TORCH_CHECK(key.size(0) == rows && query.size(1) % heads == 0 && key.size(3) == query.size(3) &&
+  STD_TORCH_CHECK(heads > 0 && query.size(1) % heads == 0 && key.size(0) == rows && key.size(3) == query.size(3) &&
                     value.size(0) == rows && value.size(1) == heads && value.size(2) == slots,
                   "keys and values that do not fit the queries");
+  STD_TORCH_CHECK(out.is_contiguous() && out.size(0) == rows && out.size(1) == tokens &&
+                    out.size(2) == query.size(1) && out.size(3) == value.size(3),
+                  "an output that does not fit the queries");
+  const int64_t mask_rows = mask ? mask->size(0) : 1;
   STD_TORCH_CHECK(!mask || (mask->scalar_type() == Bool && mask->stride(3) == 1 && mask->size(1) == 1 &&
-                            mask->size(2) == tokens && mask->size(3) == slots &&
-                            (mask->size(0) == rows || mask->size(0) == 1)),
+                            mask->size(2) == tokens && mask->size(3) == slots && (mask_rows == rows || mask_rows == 1)),
                   "a mask that does not fit the queries");
-  std::vector<Visible> visible(rows * tokens);
-  for (int64_t token = 0; !mask && token < rows * tokens; token++)
-    visible[token] = {0, is_causal ? std::min(token % tokens + 1, slots) : slots, nullptr};
+  std::vector<Visible> visible(mask_rows * tokens);
   if (mask) {
-    const bool* of_mask = static_cast<const bool*>(mask->const_data_ptr());
-    const int64_t of_row = mask->size(0) > 1 ? mask->stride(0) : 0, of_token = mask->stride(2);
-    in_parallel(rows * tokens, [&](int64_t token) {
+    const uint8_t* of_mask = static_cast<const uint8_t*>(mask->const_data_ptr());
+    const int64_t of_row = mask->stride(0), of_token = mask->stride(2);
+    in_parallel(mask_rows * tokens, [&](int64_t token) {
       visible[token] = visible_by(of_mask + token / tokens * of_row + token % tokens * of_token, slots);
     });
+  } else {
+    for (int64_t token = 0; token < tokens; token++) visible[token] = {0, std::min(token + 1, slots), nullptr};
   }
-  Tensor out = torch::stable::new_empty(query, {rows, tokens, query.size(1), value.size(3)});
   read_prompt({static_cast<const float*>(query.const_data_ptr()), query.stride(0), query.stride(1), query.stride(2),
                Slots(key), Slots(value), rows, heads, query.size(1) / heads, tokens, query.size(3), value.size(3),
-               static_cast<float>(scale), visible.data(), static_cast<float*>(out.mutable_data_ptr())});
-  return out;
+               static_cast<float>(scale), visible.data(), mask_rows > 1 ? tokens : 0,
+               static_cast<float*>(out.mutable_data_ptr())});
 }
 
 // What the layers of a step attend to, from `open_layers` to `close_layers` in the same thread.
@@ -577,7 +263,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kvengine, library) {
     " -> Tensor");
   library.def("layer_attention(Tensor query, Tensor key, Tensor value) -> Tensor");
   library.def(
-    "prompt_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float scale) -> Tensor");
+    "prompt_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale, Tensor(a!) out) -> ()");
   library.def(
     "open_layers(Tensor(a!)[] keys, Tensor(b!)[] values, int[] parts, Tensor? mask, float[] scales) -> bool");
 }

@@ -28,6 +28,7 @@ from caches.attention.prompt_attention import prompt_attention
 
 _MUCH = 2**17  # elements of the keys: with fewer, calling the kernel takes as long as what it saves
 _NOT_PACKED = ("position_bias", "cache", "softcap")
+_ONLY_ORIGINAL = ("dropout", "output_attentions")  # which the original computes, or warns of
 
 
 class _Active(threading.local):
@@ -69,14 +70,11 @@ class _PackedAttention:
                 found = attend(partial(self, module, **kwargs), query, key, value, attention_mask)
             return found, None
         if can_differ and active.packs and _can_be_packed(query, key, value, attention_mask):
-            is_one_token, is_much = query.shape[2] == 1, key.numel() >= _MUCH
-            if is_one_token and is_much:
+            if query.shape[2] > 1:
+                found = _of_prompt(module, query, key, value, attention_mask, **kwargs)
+            elif key.numel() >= _MUCH:
                 found = one_token_attention(query, [key], [value], attention_mask, scale)
-            elif is_much and not kwargs.get("dropout"):
-                is_causal = kwargs.get("is_causal")
-                is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-                found = prompt_attention(query, key, value, attention_mask, is_causal, scale)
-            if found is None and is_one_token:
+            if found is None and query.shape[2] == 1:
                 found = _packed(query, key, value, attention_mask, scale)
         if found is None:
             return self._original(module, query, key, value, attention_mask, **kwargs)
@@ -89,6 +87,24 @@ def is_plain(function: Any, options: dict[str, Any]) -> bool:
     return is_own and all(options.get(name) is None for name in _NOT_PACKED)
 
 
+def _of_prompt(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> torch.Tensor | None:
+    if key.numel() < _MUCH or any(map(others.get, _ONLY_ORIGINAL)):
+        return None
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    sees_all = mask is None and not is_causal  # which torch computes as fast
+    return None if sees_all else prompt_attention(query, key, value, mask, scaling)
+
+
 def _packed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
 ) -> torch.Tensor:
@@ -99,7 +115,7 @@ def _packed(
 
 
 def _can_be_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    if not query.is_cpu or type(key) is not torch.Tensor:
+    if not query.is_cpu or type(key) is not torch.Tensor or query.ndim != 4 or key.ndim != 4:
         return False
     is_of_groups = query.shape[1] >= key.shape[1] == value.shape[1] and query.shape[0] == key.shape[0]
     is_of_all_heads = mask is None or (mask.shape[1] == 1 and mask.shape[-1] == key.shape[2])

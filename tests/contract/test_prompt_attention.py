@@ -12,6 +12,13 @@ from caches.attention.prompt_attention import prompt_attention
 from engine.model import packed_attention
 
 
+@pytest.fixture(autouse=True)
+def on_any_processor(monkeypatch):
+    monkeypatch.setattr(module, "_IS_FASTER", True)
+    with threads_of_torch(2):
+        yield
+
+
 def causal(rows, tokens, slots):
     return torch.ones(rows, 1, tokens, slots, dtype=torch.bool).tril(slots - tokens)
 
@@ -62,7 +69,7 @@ def test_it_is_attention(rows, heads, repeats, tokens, slots, widths, threads, m
     query, key, value = asked(rows, heads, repeats, tokens, slots, widths)
     given = MASKS[mask](rows, tokens, slots)
     with threads_of_torch(threads):
-        found = prompt_attention(query, key, value, given, True, 0.2)
+        found = prompt_attention(query, key, value, given, 0.2)
     if given is None:
         given = torch.ones(tokens, slots, dtype=torch.bool).tril()
     torch.testing.assert_close(
@@ -71,24 +78,48 @@ def test_it_is_attention(rows, heads, repeats, tokens, slots, widths, threads, m
 
 
 @needs_kernels
-def test_tokens_that_see_all():
-    query, key, value = asked(2, 2, 3, 50, 130, (16, 16))
-    found = prompt_attention(query, key, value, None, False, None)
-    torch.testing.assert_close(found.double(), expected_of(query, key, value), atol=2e-5, rtol=1e-4)
+def test_the_same_keys_for_all_heads():
+    query, key, value = asked(2, 2, 3, 50, 50, (16, 16))
+    key, value = (one[:, :1].expand(-1, 2, -1, -1) for one in (key, value))
+    found, mask = prompt_attention(query, key, value, None, None), torch.ones(50, 50, dtype=torch.bool).tril()
+    torch.testing.assert_close(found.double(), expected_of(query, key, value, attn_mask=mask), atol=2e-5, rtol=1e-4)
 
 
 @needs_kernels
-def test_what_is_not_a_number_stays_so():
+@pytest.mark.parametrize("threads", [2, 7, 10, 11])
+def test_few_heads_for_many_threads(threads):
+    """Threads take fewer queries at once, and torch computes where these are too few."""
+    query, key, value = asked(1, 1, 4, 40, 40, (16, 16))
+    with threads_of_torch(threads):
+        found = prompt_attention(query, key, value, None, None)
+    assert (found is None) == (threads > 10)
+    if found is not None:
+        mask = torch.ones(40, 40, dtype=torch.bool).tril()
+        torch.testing.assert_close(found.double(), expected_of(query, key, value, attn_mask=mask), atol=2e-5, rtol=1e-4)
+
+
+@needs_kernels
+def test_a_mask_of_other_bytes():
     query, key, value = asked(1, 2, 2, 40, 40, (16, 16))
-    key[0, 1, 30] = torch.nan
-    found = prompt_attention(query, key, value, None, True, None)
-    assert found[0, 30:, 2:].isnan().all()
-    assert not found[0, :30].isnan().any()
-    assert not found[0, :, :2].isnan().any()
+    mask = scattered(1, 40, 40)
+    found = prompt_attention(query, key, value, (mask.to(torch.uint8) * 3).view(torch.bool), None)
+    assert torch.equal(found, prompt_attention(query, key, value, mask, None))
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("part", ["key", "value"])
+def test_what_is_not_a_number_stays_so(part):
+    """For the tokens that see it."""
+    query, key, value = asked(1, 2, 2, 200, 200, (16, 16))
+    (key if part == "key" else value)[0, 1, 130] = torch.nan
+    found = prompt_attention(query, key, value, None, None)
+    assert found[0, 130:, 2:].isnan().all()
+    assert not found[0, :, :2].isnan().any()
+    assert not found[0, :96, 2:].isnan().any()
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "gemma2"])  # which caps its scores
 def test_the_text_is_that_of_torchs_attention(name, monkeypatch):
     """Of prompts, of a text that goes on, and of drafts, in layers with windows and without."""
     model, found = tiny_model(name), []
@@ -99,52 +130,82 @@ def test_the_text_is_that_of_torchs_attention(name, monkeypatch):
         return result
 
     in_chunks = engine.Generator(model, config=engine.EngineConfig(prefill_chunk_tokens=5))
-
-    def texts():
-        yield engine.generate(model, prompt(1, 19), max_new_tokens=12).sequences
-        yield engine.generate(model, prompt(1, 19), max_new_tokens=12, prompt_lookup_num_tokens=3).sequences
-        yield engine.generate(model, prompt(2, 12), cache="static", max_new_tokens=8).sequences
-        yield in_chunks.generate(prompt(1, 19), max_new_tokens=12).sequences
-
-    expected = [*texts()]
+    calls = [
+        lambda: engine.generate(model, prompt(1, 19), max_new_tokens=12),
+        lambda: engine.generate(model, prompt(1, 19), max_new_tokens=12, prompt_lookup_num_tokens=3),
+        lambda: engine.generate(model, prompt(2, 12, pads=3), cache="static", max_new_tokens=8),
+        lambda: in_chunks.generate(prompt(1, 19), max_new_tokens=12),
+    ]
+    expected = [call().sequences for call in calls]
     monkeypatch.setattr(packed_attention, "_MUCH", 0)
     monkeypatch.setattr(packed_attention, "prompt_attention", counting)
-    monkeypatch.setattr(module, "_QUERIES_OF_THREAD", 0)
-    assert all(map(torch.equal, texts(), expected))
-    assert any(found) == (name != "gemma2"), "whose scores are capped"
+    for call, text in zip(calls, expected, strict=True):
+        found.clear()
+        assert torch.equal(call().sequences, text)
+        assert found
+        assert all(found)
+
+
+@needs_kernels
+def test_memory_that_is_out_is_reported_as_by_torch(monkeypatch):
+    """What the tokens find is allocated by torch, whose error says so."""
+    query, key, value = asked(1, 2, 2, 64, 64, (16, 16))
+    error = RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *sizes: (_ for _ in ()).throw(error))
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        prompt_attention(query, key, value, None, None)
 
 
 @needs_kernels
 def test_derivatives_and_autocast_are_torchs():
     query, key, value = asked(1, 2, 2, 64, 64, (16, 16))
+    assert prompt_attention(query, key, value, None, None) is not None
     with torch.autocast("cpu", torch.bfloat16):
-        assert prompt_attention(query, key, value, None, True, None) is None
-    assert prompt_attention(query.requires_grad_(), key, value, None, True, None) is None
+        assert prompt_attention(query, key, value, None, None) is None
+    assert prompt_attention(query.requires_grad_(), key, value, None, None) is None
+
+
+def zeros(*shape):
+    return torch.zeros(shape)
 
 
 @needs_kernels
 @pytest.mark.parametrize("changed", [
-    {"mask": torch.zeros(1, 1, 64, 64)}, {"mask": torch.ones(1, 4, 64, 64, dtype=torch.bool)},
+    {"mask": zeros(1, 1, 64, 64)}, {"mask": torch.ones(1, 4, 64, 64, dtype=torch.bool)},
     {"mask": torch.ones(1, 1, 64, 65, dtype=torch.bool)}, {"mask": torch.ones(1, 1, 64, 128).bool()[..., ::2]},
-    {"key": torch.zeros(1, 2, 64, 16).double()}, {"key": torch.zeros(1, 2, 16, 64).mT},
-    {"key": torch.zeros(1, 3, 64, 16)}, {"value": torch.zeros(1, 2, 63, 16)}, {"query": torch.zeros(1, 4, 1, 16)},
+    {"key": zeros(1, 2, 64, 16).double()}, {"key": zeros(1, 2, 16, 64).mT}, {"value": zeros(1, 2, 63, 16)},
+    {"key": zeros(1, 3, 64, 16), "value": zeros(1, 3, 64, 16)},
+    {"key": zeros(2, 2, 64, 16), "value": zeros(2, 2, 64, 16)},
+    {"key": zeros(1, 2, 64, 8)}, {"key": zeros(1, 64, 2, 16).transpose(1, 2)},
+    {"query": zeros(1, 4, 64, 12), "key": zeros(1, 2, 64, 12)},
 ])  # fmt: skip
 def test_what_it_cannot_read(changed):
     query, key, value = asked(1, 2, 2, 64, 64, (16, 16))
-    given = {"query": query, "key": key, "value": value, "mask": None} | changed
-    assert prompt_attention(**given, is_causal=True, scale=None) is None
+    given = {"query": query, "key": key, "value": value, "mask": None}
+    assert prompt_attention(**given, scale=None) is not None
+    assert prompt_attention(**given | changed, scale=None) is None
 
 
 @needs_kernels
 @pytest.mark.parametrize(("shapes", "mask", "why"), [
-    (((2, 4, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8)), None, "do not fit the queries"),
-    (((1, 4, 9, 8), (1, 2, 9, 16), (1, 2, 9, 8)), None, "do not fit the queries"),
-    (((1, 4, 9, 8), (1, 2, 9, 8), (1, 2, 8, 8)), None, "do not fit the queries"),
-    (((1, 3, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8)), None, "do not fit the queries"),
-    (((1, 4, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8)), (1, 1, 9, 8), "a mask that does not fit"),
+    (((2, 4, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8), (2, 9, 4, 8)), None, "keys and values that do not fit"),
+    (((1, 4, 9, 8), (1, 2, 9, 16), (1, 2, 9, 8), (1, 9, 4, 8)), None, "keys and values that do not fit"),
+    (((1, 4, 9, 8), (1, 2, 9, 8), (1, 2, 8, 8), (1, 9, 4, 8)), None, "keys and values that do not fit"),
+    (((1, 3, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8), (1, 9, 3, 8)), None, "keys and values that do not fit"),
+    (((1, 3, 9, 8), (1, 0, 9, 8), (1, 0, 9, 8), (1, 9, 3, 8)), None, "keys and values that do not fit"),
+    (((1, 4, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8), (1, 9, 4, 16)), None, "an output that does not fit"),
+    (((1, 4, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8), (1, 9, 4, 8)), (1, 1, 9, 8), "a mask that does not fit"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(shapes, mask, why):
     kernel = module.KERNELS.or_error().prompt_attention
-    given = [torch.zeros(shape) for shape in shapes]
+    query, key, value, out = map(torch.zeros, shapes)
     with pytest.raises(RuntimeError, match=why):
-        kernel(*given, None if mask is None else torch.ones(mask, dtype=torch.bool), True, 1.0)
+        kernel(query, key, value, None if mask is None else torch.ones(mask, dtype=torch.bool), 1.0, out)
+
+
+@needs_kernels
+def test_other_types_are_refused():
+    kernel = module.KERNELS.or_error().prompt_attention
+    query, key, value = asked(1, 2, 2, 64, 64, (16, 16))
+    with pytest.raises(RuntimeError, match="float32"):
+        kernel(query, key.double(), value, None, 1.0, torch.zeros(1, 64, 4, 16))

@@ -12,6 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import engine
+from caches.attention import prompt_attention
 from engine.model import packed_attention
 
 HEADS, GROUPS, WIDTH, COLUMNS = 6, 3, 16, 40
@@ -37,11 +38,12 @@ def in_a_step(monkeypatch):
     monkeypatch.setattr(packed_attention.active, "packs", True)
 
 
-def attention(mask=None, tokens=1, heads=HEADS, **options):
-    """The result, and what transformers' own function computes."""
+def attention(mask=None, tokens=1, heads=HEADS, of_module=None, **options):
+    """The result, and what transformers' own function computes. of_module: attributes of the layer."""
     torch.manual_seed(0)
     module = torch.nn.Module()
     module.num_key_value_groups = heads // (HEADS // GROUPS)
+    vars(module).update(of_module or {})
     query = torch.randn(2, heads, tokens, WIDTH)
     key, value = (torch.randn(2, HEADS // GROUPS, COLUMNS, WIDTH) for _ in range(2))
     ours = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -70,6 +72,48 @@ def test_the_kernel_reads_much(in_a_step, queries, monkeypatch):
         found.append(attention())
     torch.testing.assert_close(found[0][0], found[1][0])
     assert len(queries) == 3, "of which two are transformers' own"
+
+
+PROMPTS = {
+    "as models call it": {}, "scale": {"scaling": 0.5}, "the layer": {"of_module": {"is_causal": True}},
+    "the call wins": {"is_causal": True, "of_module": {"is_causal": False}}, "as many as slots": {"tokens": COLUMNS},
+    "mask": {"mask": torch.rand(2, 1, 9, COLUMNS) < 0.7},
+    "mask of all rows": {"mask": torch.rand(1, 1, 9, COLUMNS) < 0.7},
+    "a mask wins": {"mask": torch.rand(2, 1, 9, COLUMNS) < 0.7, "is_causal": False},
+    "no dropout": {"dropout": 0.0, "output_attentions": False},
+}  # fmt: skip
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", PROMPTS)
+def test_several_tokens_have_a_kernel(in_a_step, queries, monkeypatch, name):
+    monkeypatch.setattr(packed_attention, "_MUCH", 0)
+    monkeypatch.setattr(prompt_attention, "_IS_FASTER", True)
+    found, expected = attention(**{"tokens": 9} | PROMPTS[name])
+    torch.testing.assert_close(found, expected)
+    assert len(queries) == 1, "of transformers' own"
+
+
+@needs_kernels
+@pytest.mark.parametrize("options", [
+    {"position_bias": torch.randn(2, HEADS, 9, COLUMNS)}, {"output_attentions": True},
+    {"mask": torch.ones(2, HEADS, 9, COLUMNS, dtype=torch.bool)}, {"mask": torch.zeros(2, 1, 9, COLUMNS)},
+    {"mask": torch.ones(9, COLUMNS, dtype=torch.bool)}, {"mask": torch.ones(2, 1, 1, COLUMNS, dtype=torch.bool)},
+    {"is_causal": False}, {"of_module": {"is_causal": False}}, {"is_causal": False, "of_module": {"is_causal": True}},
+])  # fmt: skip
+def test_other_attention_of_several_tokens_is_transformers_own(in_a_step, queries, monkeypatch, options):
+    monkeypatch.setattr(packed_attention, "_MUCH", 0)
+    monkeypatch.setattr(prompt_attention, "_IS_FASTER", True)
+    found, expected = attention(tokens=9, **options)
+    assert torch.equal(found, expected)
+    assert len(queries) == 2
+
+
+@needs_kernels
+def test_dropout_is_transformers_own(in_a_step, queries, monkeypatch):
+    monkeypatch.setattr(packed_attention, "_MUCH", 0)
+    attention(tokens=9, dropout=0.5)
+    assert len(queries) == 2
 
 
 def test_a_mask_that_does_not_fit_is_torchs_to_refuse(in_a_step, monkeypatch):

@@ -18,17 +18,25 @@ namespace {
 // The slots that a token sees: those from `begin` to `end`, unless the mask hides some of them.
 struct Visible {
   int64_t begin, end;
-  const bool* mask;  // of all slots; null where it hides none of these
+  const uint8_t* mask;  // of all slots, not 0 for those visible; null where it hides none of these
 };
 
-Visible visible_by(const bool* mask, int64_t slots) {
-  const auto find = [&](int64_t from, bool wanted) -> int64_t {
-    const void* found = std::memchr(mask + from, wanted, slots - from);
-    return found ? static_cast<const bool*>(found) - mask : slots;
-  };
-  const int64_t begin = find(0, true), end = find(begin, false);
+inline int64_t first_visible(const uint8_t* mask, int64_t from, int64_t slots) {
+  uint64_t eight;
+  for (; from + 8 <= slots; from += 8) {
+    std::memcpy(&eight, mask + from, 8);
+    if (eight) break;
+  }
+  while (from < slots && !mask[from]) from++;
+  return from;
+}
+
+inline Visible visible_by(const uint8_t* mask, int64_t slots) {
+  const int64_t begin = first_visible(mask, 0, slots);
   if (begin == slots) return {0, 0, nullptr};
-  return find(end, true) == slots ? Visible{begin, end, nullptr} : Visible{begin, slots, mask};
+  const void* hidden = std::memchr(mask + begin, 0, slots - begin);
+  const int64_t end = hidden ? static_cast<const uint8_t*>(hidden) - mask : slots;
+  return first_visible(mask, end, slots) == slots ? Visible{begin, end, nullptr} : Visible{begin, slots, mask};
 }
 
 struct Prompt {
@@ -37,8 +45,11 @@ struct Prompt {
   Slots keys, values;
   int64_t rows, heads, each, tokens, width, out_width;  // each: heads of queries that read one head of keys
   float scale;
-  const Visible* visible;  // [rows, tokens]
+  const Visible* visible;  // [rows or 1, tokens]
+  int64_t visible_of_row;  // its stride
   float* out;  // [rows, tokens, heads * each, out_width]
+
+  const Visible& visible_to(int64_t row, int64_t token) const { return visible[row * visible_of_row + token]; }
 };
 
 // `count` queries of a head from `first` on. Those of one token follow one another.
@@ -70,7 +81,7 @@ struct PromptLanes {
     const int64_t token = first / prompt.each, end = (first + count - 1) / prompt.each + 1;
     Visible any{prompt.keys.count, 0, nullptr}, all{0, prompt.keys.count, nullptr};  // by any of the tokens, by all
     for (int64_t one = token; one < end; one++) {
-      const Visible& visible = prompt.visible[row * prompt.tokens + one];
+      const Visible& visible = prompt.visible_to(row, one);
       any = {std::min(any.begin, visible.begin), std::max(any.end, visible.end), nullptr};
       all = {std::max(all.begin, visible.begin), std::min(all.end, visible.end), visible.mask ? visible.mask : all.mask};
     }
@@ -87,7 +98,7 @@ struct PromptLanes {
   void hide(int64_t token, int64_t begin, int64_t end) {
     const int64_t from = std::max<int64_t>(0, token * prompt.each - first);
     const int64_t to = std::min(count, (token + 1) * prompt.each - first);
-    const Visible& visible = prompt.visible[row * prompt.tokens + token];
+    const Visible& visible = prompt.visible_to(row, token);
     const auto lower = [&](int64_t slot) {
       float* scores = queries.scores + (slot - begin) * queries.size;
       for (int64_t lane = from; lane < to; lane++) scores[lane] = -std::numeric_limits<float>::infinity();
@@ -116,17 +127,21 @@ void read_prompt(const Prompt& prompt, int64_t row, int64_t head, int64_t first,
   part.write();
 }
 
-void read_prompt(const Prompt& prompt) {
-  constexpr int64_t size = most_vectors * lanes;
-  const int64_t queries = prompt.tokens * prompt.each, groups = (queries + size - 1) / size;
-  in_parallel(prompt.rows * prompt.heads * groups, [&](int64_t task) {
+inline void read_prompt(const Prompt& prompt) {
+  const int64_t queries = prompt.tokens * prompt.each, heads = prompt.rows * prompt.heads;
+  const auto groups_of = [&](int64_t size) { return (queries + size - 1) / size; };
+  int64_t size = most_vectors * lanes;
+  while (size > lanes && heads * groups_of(size) < torch::stable::get_num_threads()) size -= lanes;
+  const int64_t groups = groups_of(size);
+  const auto read = [&](int64_t task) {
     const int64_t number = groups - 1 - task % groups;  // the last tokens see most: they come first
     const int64_t head = task / groups % prompt.heads, row = task / groups / prompt.heads;
     const int64_t first = number * size, count = std::min(size, queries - first);
     if (count <= lanes) read_prompt<1>(prompt, row, head, first, count);
     else if (count <= 2 * lanes) read_prompt<2>(prompt, row, head, first, count);
     else read_prompt<most_vectors>(prompt, row, head, first, count);
-  });
+  };
+  in_parallel(heads * groups, read, 32);
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t block = 96;  // slots: their scores stay in the L1 cache
 
-// Floats that vectors do not cross the lines of the cache in.
+// Floats, of which vectors do not cross the lines of the cache.
 class AlignedFloats {
   struct alignas(64) Line {
     float values[16];
@@ -21,8 +21,8 @@ class AlignedFloats {
 
  public:
   explicit AlignedFloats(int64_t count) : lines((count + 15) / 16) {}
-  float& operator[](int64_t at) { return lines[0].values[at]; }
-  const float& operator[](int64_t at) const { return lines[0].values[at]; }
+  float* data() { return reinterpret_cast<float*>(lines.data()); }
+  const float* data() const { return reinterpret_cast<const float*>(lines.data()); }
 };
 
 // The queries read a block of slots at a time: `score`, then `add`. Lanes without a query are not used.
@@ -41,24 +41,24 @@ struct QueryLanes {
   }
 
   void set(int64_t lane, const float* query, float scale) {
-    float* to = &transposed[lane];
+    float* to = transposed.data() + lane;
     for (int64_t i = 0; i < width; i++) to[i * size] = query[i] * scale;
   }
 
   // The sums of a query, times `factor`.
   void get(int64_t lane, float factor, float* to) const {
-    const float* from = &sums[lane];
+    const float* from = sums.data() + lane;
     for (int64_t i = 0; i < out_width; i++) to[i] = from[i * size] * factor;
   }
 
   __attribute__((noinline)) void score(const HeadSlots& keys) {
-    product<vectors, false>(keys.data, keys.count, keys.stride, 1, &transposed[0], width, scores);
+    product<vectors, false>(keys.data, keys.count, keys.stride, 1, transposed.data(), width, scores);
   }
 
   // Turns the scores into weights, and adds the values times these.
   __attribute__((noinline)) void add(const HeadSlots& values) {
     for (int64_t v = 0; v < size; v += lanes) weigh(v, values.count);
-    product<vectors, true>(values.data, out_width, 1, values.stride, scores, values.count, &sums[0]);
+    product<vectors, true>(values.data, out_width, 1, values.stride, scores, values.count, sums.data());
   }
 
   // Of one vector of queries.
@@ -76,7 +76,7 @@ struct QueryLanes {
     bool rescales = false;
     for (int64_t i = 0; i < lanes; i++) rescales |= factor[i] != 1;
     if (rescales)
-      for (int64_t i = 0; i < out_width; i++) store(load(&sums[i * size + v]) * factor, &sums[i * size + v]);
+      for (float *at = sums.data() + v, *end = at + out_width * size; at < end; at += size) store(load(at) * factor, at);
   }
 };
 
