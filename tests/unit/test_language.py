@@ -114,7 +114,7 @@ ALLOWED = {
     ("caches/attention/dense_attention.cpp", "lanes", ""): "lanes of a SIMD register",
     **{
         (f"caches/attention/kernels/{name}.h", word, ""): "lanes of a SIMD register"
-        for name in ("lanes", "query_lanes", "prompt")
+        for name in ("lanes", "query_lanes", "common_slots", "own_slots", "work", "prompt")
         for word in ("lane", "lanes")
     },
 }
