@@ -51,6 +51,7 @@ struct QueryLanes {
     for (int64_t i = 0; i < out_width; i++) to[i] = from[i * size] * factor;
   }
 
+  // `score` and `add` are not inlined, so that their code is compiled once.
   __attribute__((noinline)) void score(const HeadSlots& keys) {
     product<vectors, false>(keys.data, keys.count, keys.stride, 1, transposed.data(), width, scores);
   }

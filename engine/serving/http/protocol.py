@@ -16,6 +16,7 @@ _SCHEMA_CHARACTERS, _GRAMMAR_CHARACTERS = 16_384, 8_192
 _SIZES_OF_THE_SERVER = ("folder", "max_batch_size", "device", "dtype", "layer_device_map")
 _Text: TypeAlias = Annotated[str, Field(max_length=2000)]
 _Objects: TypeAlias = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1000)]
+_TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
 _UNKNOWN_FIELDS = 16  # of which each has an error of its own
 _TEMPLATE_OWN = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
@@ -118,7 +119,7 @@ class _Request(_Body):
     stream_options: StreamOptions | None = None
     presence_penalty: float = Field(default=0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0, ge=-2, le=2)
-    logit_bias: Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], _at_most(1024)] = {}
+    logit_bias: Annotated[dict[_TokenId, Annotated[float, Field(ge=-100, le=100)]], _at_most(1024)] = {}
     user: str | None = None
     metadata: Annotated[dict[str, str], _at_most(64)] | None = None
     response_format: _Schema | None = None

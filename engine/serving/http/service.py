@@ -212,6 +212,7 @@ class Service:
         model = self._generator.model
         for ids in prompts:
             check_vocabulary(model, torch.tensor(ids))
+        check_vocabulary(model, torch.tensor([*body.logit_bias]), "logit_bias: ")
         has_encoder = model.config.is_encoder_decoder  # then its answer has a context of its own
         return prompts, [parameters(body, 0 if has_encoder else len(ids), self.limits) for ids in prompts]
 
