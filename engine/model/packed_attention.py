@@ -70,12 +70,10 @@ class _PackedAttention:
                 found = attend(partial(self, module, **kwargs), query, key, value, attention_mask)
             return found, None
         if can_differ and active.packs and _can_be_packed(query, key, value, attention_mask):
-            if query.shape[2] > 1:
-                found = _of_prompt(module, query, key, value, attention_mask, **kwargs)
-            elif key.numel() >= _MUCH:
-                found = one_token_attention(query, [key], [value], attention_mask, scale)
-            if found is None and query.shape[2] == 1:
-                found = _packed(query, key, value, attention_mask, scale)
+            if query.shape[2] == 1:
+                found = _of_one_token(query, key, value, attention_mask, scale)
+            else:
+                found = _of_several(module, query, key, value, attention_mask, **kwargs)
         if found is None:
             return self._original(module, query, key, value, attention_mask, **kwargs)
         return found, None
@@ -87,7 +85,14 @@ def is_plain(function: Any, options: dict[str, Any]) -> bool:
     return is_own and all(options.get(name) is None for name in _NOT_PACKED)
 
 
-def _of_prompt(
+def _of_one_token(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> torch.Tensor:
+    found = one_token_attention(query, [key], [value], mask, scale) if key.numel() >= _MUCH else None
+    return _packed(query, key, value, mask, scale) if found is None else found
+
+
+def _of_several(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -97,12 +102,13 @@ def _of_prompt(
     is_causal: bool | None = None,
     **others: Any,
 ) -> torch.Tensor | None:
-    if key.numel() < _MUCH or any(map(others.get, _ONLY_ORIGINAL)):
-        return None
+    """None where the original computes it."""
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     sees_all = mask is None and not is_causal  # which torch computes as fast
-    return None if sees_all else prompt_attention(query, key, value, mask, scaling)
+    if sees_all or key.numel() < _MUCH or any(map(others.get, _ONLY_ORIGINAL)):
+        return None
+    return prompt_attention(query, key, value, mask, scaling)
 
 
 def _packed(
