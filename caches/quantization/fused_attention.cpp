@@ -22,6 +22,8 @@
 #include <optional>
 #include <vector>
 
+#include "../attention/kernels/exponential.h"
+
 namespace {
 
 using torch::stable::Tensor;
@@ -409,20 +411,7 @@ void add(const float* weights, const Unpacked& values, float* out) {
   }
 }
 
-// exp(x) for x <= 0, with a relative error of 2e-7, and 0 below -87. Coefficients: Cephes' expf.
-inline Lanes power(Lanes x) {
-  const Lanes least = Lanes{} - 87.0f, bounded = x < least ? least : x;  // keeps NaN
-  const Ints exponent = __builtin_convertvector(bounded * 1.44269504f - 0.5f, Ints);
-  const Lanes number = __builtin_convertvector(exponent, Lanes);
-  const Lanes rest = bounded - number * 0.693359375f + number * 2.12194440e-4f;
-  Lanes sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
-  sum = sum * rest + 8.3334519073e-3f;
-  sum = sum * rest + 4.1665795894e-2f;
-  sum = sum * rest + 1.6666665459e-1f;
-  sum = sum * rest + 5.0000001201e-1f;
-  sum = sum * rest * rest + rest + 1.0f;
-  return x < least ? Lanes{} : sum * (Lanes)((exponent + 127) << 23);
-}
+inline Lanes power(Lanes x) { return power_of<Lanes, Ints>(x); }
 
 // Online softmax of one query: the largest score, and the sum of exp(score - largest).
 struct alignas(64) Softmax {  // one cache line each: no false sharing between threads
