@@ -28,6 +28,7 @@ from caches.core.implicit_steps import ImplicitSteps
 from caches.core.layer_stack import LayerStack
 from caches.core.prefix_sharing import PrefixSharing
 from caches.errors import CacheError, CacheFileError, UnsupportedLayerError
+from caches.out_of_memory import is_out_of_memory
 from caches.protocol import TokenLog
 from caches.registry import recipe
 from caches.spec.accelerate_hooks import prompt_device
@@ -162,6 +163,8 @@ def load(path: str | Path, model: nn.Module, device: torch.device | str | None =
                 _restore(stack, state)
                 steps.require_all()
         except (CacheError, ConfigError, KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
             raise CacheFileError(f"{path} cannot be loaded: {error}") from error
     if log is not None:
         cache.log = TokenLog(**log, reader=ref(reader), adapters=active_adapters(reader))

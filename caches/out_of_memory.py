@@ -43,7 +43,7 @@ def is_of_onednn(error: BaseException) -> bool:
 
 def _is_free(size: int) -> bool:
     try:
-        torch.empty(size, dtype=torch.uint8)
+        torch.empty(size, dtype=torch.uint8, device="cpu")
     except (RuntimeError, MemoryError):
         return False
     return True

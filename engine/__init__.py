@@ -95,7 +95,8 @@ def generate(
     """Generate text with a cache chosen by name.
 
     A parameter that transformers' `generate` has means the same here. One that would do nothing is refused, if it was
-    said in the call; a whole `generation_config` may hold anything.
+    said in the call; a whole `generation_config` may hold anything. What the call leaves out comes from
+    `generation_config`, then from the model's own generation config; the defaults below are for what is in neither.
 
     Parameters
     ----------

@@ -200,7 +200,8 @@ class Generator:
         own = dict(request.parameters)
         check_common({name: own.get(name) for name in ("streamer", "return_legacy_cache")})
         if own.get("seed") is None:
-            own["seed"] = self._runner.ranks.most(int(torch.randint(2**31, ())))
+            own["seed"] = self._runner.ranks.most(int(torch.randint(2**31, (), device="cpu")))
+        read("cancellation", own.get("cancellation"))
         own["cancellation"] = request
         return self._builder.start(
             read_call(request.inputs, **with_own_processors(own)), streams=True, make_room=make_room

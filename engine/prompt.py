@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from caches.as_tensor import as_tensor
 from engine.errors import InputError
 
 ENCODED = "mm_encoder_outputs"  # transformers' name for the outputs of a model's image and sound encoders
@@ -80,7 +81,7 @@ def read_prompt(
     elif inputs is None and ids is None:
         if bos_id is None:
             raise InputError("there is no prompt, and the model has no bos_token_id to begin with")
-        ids = torch.tensor([[bos_id]])
+        ids = torch.tensor([[bos_id]], device="cpu")
         model_kwargs.setdefault(
             "attention_mask", torch.ones_like(ids)
         )  # no pad, also where a model has one id for both
@@ -155,7 +156,7 @@ def _check_integers(rows: Sequence[Any], what: str = "token ids") -> None:
 def _tensor(value: Any, what: str) -> torch.Tensor:
     """A tensor of an array or lists in any form. what: what it is, in errors. Raises `InputError`."""
     try:
-        tensor = torch.as_tensor(value)
+        tensor = as_tensor(value)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise InputError(f"{what}, but: {error}") from error
     if tensor.layout != torch.strided or tensor.is_meta:
@@ -234,7 +235,7 @@ def _padded(
         return gap + row if pad_left else row + gap
 
     mask = [filled([1] * len(row), 0) for row in rows]
-    return _tensor([filled(row, pad) for row in rows], what), torch.tensor(mask)
+    return _tensor([filled(row, pad) for row in rows], what), torch.tensor(mask, device="cpu")
 
 
 def _tokenize(inputs: Any, tokenizer: Any, pad_left: bool) -> tuple[torch.Tensor, torch.Tensor]:

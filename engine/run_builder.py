@@ -65,7 +65,7 @@ class RunBuilder:
 
     def check(self, arguments: dict[str, Any]) -> None:
         """Refuse arguments of later calls that no call takes, whatever its prompt."""
-        one_token = without_padding(torch.zeros(1, 1, dtype=torch.long))
+        one_token = without_padding(torch.zeros(1, 1, dtype=torch.long, device="cpu"))
         call = read_parameters(read_call(one_token, **{"tokenizer": self.tokenizer} | arguments))
         read_cache_choice(self._runner.model, call, self.config)
         self._read(call, None, self._draft_of(call.assistant_model))

@@ -284,7 +284,7 @@ def needs_of(strategy: Strategy) -> Needs:
 
 def repeat_rows_index(rows: int, times: int) -> torch.Tensor:
     """The index that repeats every row: for 2 rows 3 times 0, 0, 0, 1, 1, 1."""
-    return torch.arange(rows).repeat_interleave(times)
+    return torch.arange(rows, device="cpu").repeat_interleave(times)
 
 
 def read_prompt(task: Task, branches: int) -> Generator[Operation, Any, tuple[torch.Tensor, torch.Tensor]]:

@@ -56,7 +56,7 @@ class PromptLookup:
                 found = known[:0] if over else self.look_up(known[padding[row] :])
                 rows.append(torch.cat([known[columns:], found]))
             k = max(0, min(text.room, max(map(len, rows))))
-            drafted = torch.full((len(rows), k), task.pad_id)
+            drafted = torch.full((len(rows), k), task.pad_id, device="cpu")
             for row, tokens in enumerate(rows):
                 drafted[row, : len(tokens)] = tokens[:k]
             return Proposal(drafted.to(text.ids.device))

@@ -38,7 +38,7 @@ def select_rows(cache: C, index: torch.Tensor | Sequence[int]) -> C:
     """
     check_has_layers_of_ours(cache)
     rows = cache.stacks[0].batch_size
-    chosen = checked_index(index, rows) if rows != -1 else torch.arange(0)
+    chosen = checked_index(index, rows) if rows != -1 else torch.arange(0, device="cpu")
     cache.unshare()
     new = cache.empty_like()
     for stack, source in zip(new.stacks, cache.stacks, strict=True):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from caches.as_tensor import as_tensor
 from caches.core.layer import RowHolder
 from caches.core.layer_stack import LayerStack
 from caches.core.prefix_sharing import PrefixSharing
@@ -38,7 +39,7 @@ class Choice:
 def repeated(rows: int, times: int) -> torch.Tensor:
     """The index that repeats each of `rows` `times` times."""
     check_times(times)
-    return torch.arange(max(0, rows)).repeat_interleave(times)
+    return torch.arange(max(0, rows), device="cpu").repeat_interleave(times)
 
 
 def check_times(times: int) -> None:
@@ -56,7 +57,7 @@ def checked_index(index: torch.Tensor | Sequence[int], rows: int) -> torch.Tenso
 
     Raises `StepError` unless it names some of `rows` rows. An index on an accelerator is not read.
     """
-    index = torch.as_tensor(index)
+    index = as_tensor(index)
     is_mask = index.dtype == torch.bool
     if index.ndim != 1 or index.is_floating_point() or index.is_complex() or (is_mask and len(index) != rows):
         raise StepError(

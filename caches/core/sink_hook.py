@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from caches.as_tensor import as_tensor
 from caches.core.layer import Layer, RowHolder
 from caches.core.step_hook import Layers, StepHook
 from caches.core.wrapped_layer import WrappedLayer
@@ -66,7 +67,7 @@ class SinkHook(StepHook):
     def set_padding(self, layers: Layers, padding: torch.Tensor | Sequence[int] | None, rows: int) -> None:
         """See `StepHook`. Raises `StepError` for another padding than before once tokens were evicted."""
         before = self.padding.of(max(rows, 0), torch.device("cpu")).tolist()
-        after = [0] * len(before) if padding is None else torch.as_tensor(padding).tolist()
+        after = [0] * len(before) if padding is None else as_tensor(padding).tolist()
         if before != after and any(sinks.timeline.evicted_tokens for sinks in _sinks(layers)):
             raise StepError(
                 f"rows that begin with {before} padding tokens have evicted tokens by now, so they cannot begin with "

@@ -272,7 +272,7 @@ class SharedMethods:
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.batch_size > 0:
-            self.select_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
+            self.select_rows(torch.arange(self.batch_size, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """indices: the rows that stay, as integers or as a bool mask of all rows."""
@@ -282,7 +282,7 @@ class SharedMethods:
         """Caches of `split_size` rows each, the last one of what is left. The layers count themselves."""
         if full_batch_size != self.batch_size:
             raise StepError(f"batch_split({full_batch_size}, ...), but the cache holds {self.batch_size} rows")
-        return [select_rows(self, rows) for rows in torch.arange(full_batch_size).split(split_size)]
+        return [select_rows(self, rows) for rows in torch.arange(full_batch_size, device="cpu").split(split_size)]
 
     # Layers, as the tensors they hold. A step of another loop that is complete counts as committed.
 

@@ -134,5 +134,5 @@ def _direction(module: Any) -> tuple[bool, bool]:
     rotate = getattr(module, "rotate_half", None) or getattr(module, "rotate_every_two", None)
     if rotate is None:  # models with `apply_rotary_emb` multiply complex numbers, whose parts are neighbours
         return False, hasattr(module, "apply_rotary_emb")
-    rotated = rotate(torch.arange(1.0, 5.0)).tolist()
+    rotated = rotate(torch.arange(1.0, 5.0, device="cpu")).tolist()
     return rotated[0] > 0, abs(rotated[0]) == 2

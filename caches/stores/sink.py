@@ -12,6 +12,7 @@ from itertools import chain
 
 import torch
 
+from caches.as_tensor import as_tensor
 from caches.errors import StepError
 from caches.spec.rope import RopeRotation
 from caches.stores.dense import FixedStore
@@ -32,7 +33,7 @@ class LeftPadding:
 
     def take(self, counts: torch.Tensor | Sequence[int] | None) -> None:
         """Set the padding of every row; None: there is none."""
-        self._counts = None if counts is None else torch.as_tensor(counts, dtype=torch.long)
+        self._counts = None if counts is None else as_tensor(counts).long()
         known = [0] if self._counts is None else self._counts.tolist()
         self.least, self.most = min(known), max(known)
 

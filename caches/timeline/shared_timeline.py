@@ -94,7 +94,8 @@ class ForkedTimeline(Timeline):
 
     def before_unshare(self) -> None:
         """Every row is about to get a prefix of its own."""
-        self.prompts, self._rows_per_prefix_to_come = torch.arange(self.rows or 0) // self.rows_per_prefix, 1
+        self.prompts = torch.arange(self.rows or 0, device="cpu") // self.rows_per_prefix
+        self._rows_per_prefix_to_come = 1
 
     def after_rows(self, rows: int) -> None:
         self.rows_per_prefix, self.prompts = self._rows_per_prefix_to_come, None

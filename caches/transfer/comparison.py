@@ -142,8 +142,9 @@ def _rounded(codec: Any, values: torch.Tensor) -> torch.Tensor:
     fill = -tokens % codec.block
     blocks = torch.cat([values, values[:, :, -1:].expand(-1, -1, fill, -1)], dim=2) if fill else values
     out = torch.empty_like(blocks, memory_format=torch.contiguous_format)
-    scratch = torch.empty(blocks.numel() // blocks.shape[3] * -(-blocks.shape[3] // 8) * 8, dtype=torch.uint8)
-    segment = codec.decode(codec.encode(blocks), lambda: (out, scratch.to(blocks.device)))
+    scratch_bytes = blocks.numel() // blocks.shape[3] * -(-blocks.shape[3] // 8) * 8
+    scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=blocks.device)
+    segment = codec.decode(codec.encode(blocks), lambda: (out, scratch))
     return segment.materialize()[:, :, :tokens]
 
 

@@ -159,7 +159,7 @@ def _shares_of(full: Cache, parts: Sequence[Cache], sizes: Sequence[int], patter
     found = []
     for (full_holder, *others), old in zip(pairs, _holders(pattern), strict=True):
         times = rows_per_prefix.get(old.timeline, 1)
-        own = torch.arange(sum(sizes) // times).split([size // times for size in sizes])
+        own = torch.arange(sum(sizes) // times, device="cpu").split([size // times for size in sizes])
         found.append(_Share(full_holder, others, list(own)))
     return found
 
@@ -171,7 +171,7 @@ def _holders(cache: Cache) -> list[TensorHolder]:
 def _hand_over_hooks_and_logs(full: Cache, parts: Sequence[Cache], sizes: Sequence[int], is_dealt: bool) -> None:
     if is_dealt:
         state = full.stack.hook.state_dict(sum(sizes))
-        for part, index in zip(parts, torch.arange(sum(sizes)).split(list(sizes)), strict=True):
+        for part, index in zip(parts, torch.arange(sum(sizes), device="cpu").split(list(sizes)), strict=True):
             part.stack.hook.load_state_dict(chosen_rows(state, index))
             part.log = None if full.log is None else full.log.select_rows(index)
     else:

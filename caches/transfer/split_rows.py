@@ -99,10 +99,10 @@ class SplitCache:
             part.abort()
 
     def select_rows(self, index: torch.Tensor) -> None:
-        owners = torch.bucketize(index, torch.tensor(self.sizes).cumsum(0), right=True)
+        owners = torch.bucketize(index, torch.tensor(self.sizes, device="cpu").cumsum(0), right=True)
         if bool((owners[1:] < owners[:-1]).any()):
             raise StepError(f"select_rows({index.tolist()}) would move rows between parts of {self.sizes}")
-        begins = torch.tensor([0, *self.sizes]).cumsum(0)
+        begins = torch.tensor([0, *self.sizes], device="cpu").cumsum(0)
         chosen = [index[owners == number] - begins[number] for number in range(len(self.parts))]
         kept = [(part, own) for part, own in zip(self.parts, chosen, strict=True) if len(own)]
         self.parts, self.sizes = [part for part, _ in kept], [len(own) for _, own in kept]

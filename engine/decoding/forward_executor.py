@@ -18,7 +18,7 @@ from engine.model.columns import Columns
 from engine.model.linear_routes import TORCH
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ForwardOptions, ModelRunner
-from engine.model.rope_frequencies import Frequencies
+from engine.model.rope_frequencies import Frequencies, starts_again
 from engine.rows import join_rows
 
 _SMALLEST_CHUNK = 8  # tokens of a prompt
@@ -46,7 +46,7 @@ class ForwardExecutor:
         self.inputs = inputs.extended(self.model, columns.room)
         self._chunk_tokens = self._given_chunk_tokens = chunk_tokens
         # Per row, the row of the prompt that it goes on from: rows of one prompt share its inputs.
-        self._origins = torch.arange(columns.rows)
+        self._origins = torch.arange(columns.rows, device="cpu")
         self._compiled = True
         self._frequencies = Frequencies(runner.model, runner.dynamic_ropes)
         self._quantized_to_save_memory = False
@@ -140,6 +140,8 @@ class ForwardExecutor:
             return f"the model gets {', '.join(self.inputs.model_kwargs)} with every step"
         if not self.columns.are_plain:
             return "its prompts have padding, or positions of their own"
+        if self._depends_on_length(self.columns.total):
+            return f"its position embeddings depend on the length of a text of up to {self.columns.total} tokens"
         return why_not_joined(self.cache) or self._runner.why_alone or self._runner.why_not_shown(self.cache)
 
     @property
@@ -148,6 +150,7 @@ class ForwardExecutor:
         is_plain = not (capabilities(self.cache).is_quantized or self._has_media or self.inputs.flags)
         # Models leave padding out of their states only where several tokens are read at once.
         is_plain = is_plain and not (self._runner.has_states and self.columns.first_full)
+        is_plain = is_plain and self._is_same_in_pieces(self.columns.prompt)
         return is_plain and self.cache.handle is not None and self._runner.reads_on
 
     @property
@@ -155,7 +158,16 @@ class ForwardExecutor:
         """Whether its tokens, read again, give the same cache without taking more memory than it has now."""
         is_forked, able = len(self._origins) > len(self._origins.unique()), capabilities(self.cache)
         is_exact = able.can_migrate and not (able.is_quantized or able.imposes_windows)
-        return is_exact and not is_forked
+        return is_exact and not is_forked and self._is_same_in_pieces(self.cache.total_tokens + 1)
+
+    def _is_same_in_pieces(self, tokens: int) -> bool:
+        """Whether the keys of so many tokens depend on their positions, not on how many are read at once."""
+        return not self._depends_on_length(tokens) or starts_again(self.model)
+
+    def _depends_on_length(self, tokens: int) -> bool:
+        """Whether keys of a text of so many tokens depend on more than their positions."""
+        plain = self._runner.plain_tokens
+        return plain is not None and tokens > plain
 
     def empty(self) -> None:
         """Empty the cache and free its memory."""
@@ -182,6 +194,8 @@ class ForwardExecutor:
         is_quantized = capabilities(self.cache).is_quantized and not self._quantized_to_save_memory
         if tokens <= _SMALLEST_CHUNK or is_quantized or self.cache.handle is None or self._has_media:
             return None
+        if not self._is_same_in_pieces(self.cache.total_tokens + waiting):
+            raise StepError("the keys of a text as long as this one depend on how many tokens are read at once")
         self._chunk_tokens = max(_SMALLEST_CHUNK, tokens // 4)
         return self._chunk_tokens
 
@@ -224,6 +238,8 @@ class ForwardExecutor:
         """Compute the rows in smaller groups from here on: how many there are. None where none can be smaller."""
         if self._has_media:
             return None
+        if self._depends_on_length(self.columns.total):
+            raise StepError("the keys of texts as long as these depend on the longest one that is read with them")
         cache = halves(self.cache, self._origins)
         if cache is None:
             return None

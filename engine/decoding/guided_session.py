@@ -118,7 +118,7 @@ class GuidedSession:
             session.end()
         if fed == 0:
             return
-        own, known = torch.arange(len(log.ids)), self.cache.log
+        own, known = torch.arange(len(log.ids), device="cpu"), self.cache.log
         try:
             self.cache.select_rows(own)
             if self._lead > 0:

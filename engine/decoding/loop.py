@@ -126,7 +126,7 @@ class DecodingLoop:
 
     def _return_to(self, rows: list[int]) -> None:
         """Select the rows of the result. Where the cache has no memory for that it is emptied."""
-        index = torch.tensor(rows)
+        index = torch.tensor(rows, device="cpu")
         try:
             select = self._row_selection(index)
             self._session.select_rows(index)

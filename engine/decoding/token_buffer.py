@@ -71,7 +71,7 @@ class Tokens:
         """Append `tokens` [rows, n], of which row i ends after `lengths[i]`. Nothing comes after them."""
         self.reserve(tokens.shape[1])
         end = self.written + tokens.shape[1]
-        ended = torch.arange(tokens.shape[1]) >= torch.tensor(lengths)[:, None]
+        ended = torch.arange(tokens.shape[1], device="cpu") >= torch.tensor(lengths, device="cpu")[:, None]
         ended = ended.to(self._ids.device)
         self._ids[:, self.written : end] = tokens.masked_fill(ended, self._pad_id)
         self._mask[:, self.written : end] = ~ended
@@ -127,7 +127,7 @@ def arrived(sent: Sent) -> list[Any]:
 def _copy_to_host(column: torch.Tensor) -> Sent:
     if column.device.type not in ASYNCHRONOUS:
         return column.clone(), None
-    copy = torch.empty(column.shape, dtype=column.dtype, pin_memory=True)
+    copy = torch.empty(column.shape, dtype=column.dtype, device="cpu", pin_memory=True)
     copy.copy_(column, non_blocking=True)
     event = torch.Event(column.device)
     event.record()

@@ -26,7 +26,7 @@ class Columns:
         # positions it is kept: transformers takes gaps in positions without a mask for packed sequences.
         self._mask = mask if positions is not None or not bool(mask.all()) else None
         self.left_padding = (
-            torch.zeros(rows, dtype=torch.long) if self._mask is None else (mask == 0).int().argmin(dim=1)
+            torch.zeros(rows, dtype=torch.long, device="cpu") if self._mask is None else (mask == 0).int().argmin(dim=1)
         )
         """The number of padding columns at the beginning of each row, [rows]."""
         self.first_full = int(self.left_padding.max())

@@ -30,8 +30,9 @@ def joined_step(feed: Feed, parts: Sequence[Part]) -> list[ModelOutput]:
     """
     joined = JoinedCaches([cache for cache, _ in parts if isinstance(cache, Cache)])
     columns, ids = joined.total_tokens + 1, torch.cat([tokens for _, tokens in parts])
-    lengths = torch.tensor([cache.total_tokens + 1 for cache, tokens in parts for _ in range(len(tokens))])
-    mask = torch.arange(columns) >= columns - lengths[:, None]
+    of_rows = [cache.total_tokens + 1 for cache, tokens in parts for _ in range(len(tokens))]
+    lengths = torch.tensor(of_rows, device="cpu")
+    mask = torch.arange(columns, device="cpu") >= columns - lengths[:, None]
     outputs = feed(ids, Columns(mask.long().to(ids.device), columns), joined, columns - 1)
     joined.write_states()
     logits = outputs.logits.split(joined.sizes)

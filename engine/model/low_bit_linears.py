@@ -109,7 +109,7 @@ class Int4Linear(_LowBitLinear):
         codes, scales = zip(*(_four_bits(block.float()) for block in blocks), strict=True)
         self.register_buffer("packed", pack_int4(torch.cat(codes)))
         self.register_buffer("scales", torch.cat(scales, dim=1))
-        self.register_buffer("group", torch.tensor([[_GROUP]]))  # a scalar would be part of compiled code
+        self.register_buffer("group", torch.tensor([[_GROUP]], device="cpu"))  # a scalar would be part of compiled code
 
     packed: torch.Tensor
     scales: torch.Tensor
@@ -288,7 +288,9 @@ def convert_linears(model: PreTrainedModel, weights: str) -> None:
     _warn_of_rest(model, weights)
     if next(model.parameters(), None) is None:  # transformers reads the model's data type and device from the first one
         dtype = next(module.weight.dtype for module in model.modules() if isinstance(module, _LowBitLinear))
-        model.register_parameter("low_bit_dtype", nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False))
+        model.register_parameter(
+            "low_bit_dtype", nn.Parameter(torch.empty(0, dtype=dtype, device="cpu"), requires_grad=False)
+        )
 
 
 def _only_scales(table: nn.Embedding) -> bool:
@@ -297,7 +299,7 @@ def _only_scales(table: nn.Embedding) -> bool:
         return True
     if (scale := getattr(table, "embed_scale", None)) is None:
         return False
-    ids = torch.arange(0, table.num_embeddings, max(1, table.num_embeddings // 8))[None]
+    ids = torch.arange(0, table.num_embeddings, max(1, table.num_embeddings // 8), device="cpu")[None]
     return torch.equal(table(ids), _scaled(functional.embedding(ids, table.weight), scale))
 
 

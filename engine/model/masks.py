@@ -51,8 +51,8 @@ def one_token_mask(model: Any, cache: TransformersCache | None, kinds: MaskKinds
         if not isinstance(cache, JoinedCaches):
             masks[spec.layer_type] = columns.step_mask(offset, offset + length, dtype)
         else:
-            slots = torch.tensor(cache.slots_of_rows(layer))
-            visible = (torch.arange(length) >= length - slots[:, None, None, None]).to(columns.device)
+            slots = torch.tensor(cache.slots_of_rows(layer), device="cpu")
+            visible = (torch.arange(length, device="cpu") >= length - slots[:, None, None, None]).to(columns.device)
             masks[spec.layer_type] = visible if dtype == torch.bool else additive(visible, dtype)
     return with_parts(masks) if isinstance(kinds, dict) else next(iter(masks.values()))
 

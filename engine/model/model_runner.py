@@ -34,7 +34,7 @@ from engine.model.masks import takes_step_masks
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_lock import turn_of
 from engine.model.ranks import ranks_of
-from engine.model.rope_frequencies import Frequencies, dynamic_ropes
+from engine.model.rope_frequencies import Frequencies, dynamic_ropes, plain_tokens
 
 
 class ForwardOptions(NamedTuple):  # made for every forward: a frozen dataclass takes 1 µs more
@@ -76,7 +76,7 @@ class ModelRunner:
         packed_attention.install()
         if prompt_device(model).type == "cpu":
             keep_freed_memory()
-        self.dynamic_ropes = dynamic_ropes(model)
+        self.dynamic_ropes, self.plain_tokens = dynamic_ropes(model), plain_tokens(model)
         self.arguments = ForwardArguments(model)
         self.takes_cache = self.arguments.of_cache.can_be_ours
         self._backend, self._compiled = compile, None

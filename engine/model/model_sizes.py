@@ -17,5 +17,7 @@ def most_positions(model: PreTrainedModel) -> int | None:
     """None: no limit, or one that rotations stretch with the text."""
     config = model.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None) or 0
+    if config.model_type == "whisper":
+        positions = config.max_target_positions
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     return None if positions <= 0 or rope_type == "dynamic" else positions

@@ -172,8 +172,8 @@ class Ranks(OneProcess):
         with self._noticing_ends():
             if self._board is not None:
                 return self._board.swap(values)
-            found = torch.empty(self.size, len(values), dtype=torch.int64)
-            distributed.all_gather(list(found), torch.tensor(values), group=self._group)
+            found = torch.empty(self.size, len(values), dtype=torch.int64, device="cpu")
+            distributed.all_gather(list(found), torch.tensor(values, device="cpu"), group=self._group)
             return found.tolist()
 
     @contextmanager

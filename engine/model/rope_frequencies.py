@@ -1,4 +1,7 @@
-"""Frequencies of dynamic RoPE per run: transformers stores them in the model, for the longest text so far."""
+"""RoPE whose frequencies depend on the length of the text.
+
+Those of dynamic RoPE are kept per run: transformers stores them in the model, for the longest text so far.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,36 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
+from transformers import PreTrainedModel
 
 _NAMES = ("inv_freq", "max_seq_len_cached", "attention_scaling")
+_BY_LENGTH = {"dynamic", "longrope"}
+_START_AGAIN = {"phi3", "phimoe", "phi4_multimodal"}  # which read all tokens again once a text gets longer
 _last: WeakKeyDictionary[nn.Module, ref[Frequencies]] = WeakKeyDictionary()  # the run that used a model last
 
 
 def dynamic_ropes(model: nn.Module) -> list[nn.Module]:
     """The rotary modules of a model that change their frequencies with the length of the text."""
     return [module for module in model.modules() if "dynamic" in str(getattr(module, "rope_type", ""))]
+
+
+def plain_tokens(model: PreTrainedModel) -> int | None:
+    """Up to how many tokens of a text the rotation of its keys depends on their positions alone; None for any number.
+
+    Keys of a longer text also depend on how long it was when they were computed.
+    """
+    config = model.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+    if not any(part.get("rope_type") in _BY_LENGTH for part in parts):
+        return None
+    trained = getattr(config, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
+    return trained or getattr(config, "max_position_embeddings", None) or 0
+
+
+def starts_again(model: PreTrainedModel) -> bool:
+    """Whether a model reads all tokens again when a text gets longer than `plain_tokens`."""
+    return model.config.get_text_config(decoder=True).model_type in _START_AGAIN
 
 
 class Frequencies:

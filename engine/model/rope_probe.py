@@ -34,7 +34,7 @@ def check_rope(runner: ModelRunner, cache: EngineCache) -> None:
         first, later = firsts[layer], laters[layer]
         assert first is not None
         assert later is not None
-        difference = rotation.rotated(first, torch.tensor([[far]])) - later
+        difference = rotation.rotated(first, torch.tensor([[far]], device="cpu")) - later
         error = float(difference.float().norm() / later.float().norm())
         if not error < (0.01 if first.dtype in (torch.float32, torch.float64) else 0.2):
             raise UnsupportedLayerError(

@@ -84,7 +84,7 @@ class _IdsAdapter:
         if not any(self._waiting):
             return False
         column = [tokens.pop(0) if tokens else self._pad_id for tokens in self._waiting]
-        self._streamer.put(torch.tensor(column))
+        self._streamer.put(torch.tensor(column, device="cpu"))
         return True
 
     def end(self, is_lost: bool) -> None:

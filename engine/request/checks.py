@@ -304,12 +304,14 @@ def check_length(prompt_columns: int, total: int) -> None:
         )
 
 
-def check_positions(model: PreTrainedModel, cache: EngineCache | None, prompt_columns: int, total: int) -> None:
+def check_positions(
+    model: PreTrainedModel, cache: EngineCache | None, prompt_columns: int, total: int, fed: int
+) -> None:
+    """Raise `InputError` where the model lacks positions for `fed` of `total` columns: the last may not be fed."""
     positions = most_positions(model)
     if positions is None:
         return
-    # The last new token is never fed, so it needs no position.
-    needed = attention_view(cache).positions_needed(total - 1)
+    needed = attention_view(cache).positions_needed(fed)
     if needed > positions:
         raise InputError(
             f"{prompt_columns} prompt tokens and {total - prompt_columns} new ones need {needed} positions, but the "

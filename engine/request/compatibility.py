@@ -26,7 +26,7 @@ def check_together(runner: ModelRunner, cache: EngineCache, request: Request, co
     """Refuse what model, cache and request cannot do together: `OptionError`, `InputError`, `caches.CacheError`."""
     model = runner.model
     read, mask = request.read
-    check_positions(model, cache, mask.shape[1], request.columns)
+    check_positions(model, cache, mask.shape[1], request.columns, request.cached_columns)
     _check_room_for_rows(cache, len(request.prompt.ids), len(read.ids), request.rows)
     check_takes_masks(model, cache)
     _check_places(cache, mask, read.model_kwargs.get("position_ids"))
@@ -56,9 +56,9 @@ def check_together(runner: ModelRunner, cache: EngineCache, request: Request, co
         _check_rolls_back(runner, cache, request)
     _check_cache(model, cache, request)
     _check_placement(model, cache)
+    if request.config.disable_compile and compile != "off":
+        raise OptionError(f"disable_compile=True contradicts EngineConfig(compile={compile!r})")
     if makes_graphs(compile):
-        if request.config.disable_compile:
-            raise OptionError(f"disable_compile=True contradicts EngineConfig(compile={compile!r})")
         check_compiles(cache, compile)
     if request.guidance is not None:
         check_padding_is_neutral(runner, request.guidance)

@@ -16,6 +16,7 @@ from engine.errors import InputError
 from engine.model.columns import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner
+from engine.model.rope_frequencies import plain_tokens
 from engine.prompt import PER_TOKEN
 from engine.request.encoder import source_of
 from engine.request.model_kwargs import has_placeholders
@@ -130,15 +131,9 @@ def _check_comparable(model: PreTrainedModel, request: Request, cached: int) -> 
         raise UnknownContentError(
             "some of them stand for images or sounds, of which only the cache knows what was there"
         )
-    config = model.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
-    trained = getattr(config, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
-    trained = trained or getattr(config, "max_position_embeddings", None) or 0
-    if kinds & {"dynamic", "longrope"} and cached > trained:
-        raise UnknownContentError(
-            f"behind {trained} tokens the keys of this model also depend on how long the text was"
-        )
+    plain = plain_tokens(model)
+    if plain is not None and cached > plain:
+        raise UnknownContentError(f"behind {plain} tokens the keys of this model also depend on how long the text was")
 
 
 def _check_columns(

@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from caches.as_tensor import as_tensor
 from caches.out_of_memory import is_out_of_memory
 from caches.spec.accelerate_hooks import input_embeddings, prompt_device
 from caches.transformers_api import (
@@ -251,7 +252,7 @@ def _read_source(
 def _as_features(given: Any, name: str) -> torch.Tensor:
     """A tensor [rows, ...] of features in any form; arrays of double precision in torch's usual one."""
     try:
-        features = torch.as_tensor(given)
+        features = as_tensor(given)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise InputError(f"{name} are a rectangular array of numbers, but: {error}") from error
     if features.ndim < 2:

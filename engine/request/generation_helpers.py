@@ -16,6 +16,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from caches.as_tensor import as_tensor
 from caches.transformers_api import logits_processors, stopping_criteria
 from engine.errors import OptionError
 from engine.model.model_sizes import vocabulary_of
@@ -139,7 +140,7 @@ class Criteria(StoppingCriteriaList):
 def _checked(name: str, verdict: Any, rows: int) -> torch.Tensor:
     expected = f"the stopping criterion {name} returns whether each of {rows} rows ends, bool [{rows}]"
     try:
-        found = torch.as_tensor(verdict)
+        found = as_tensor(verdict)
     except (ValueError, TypeError, RuntimeError) as error:
         raise OptionError(f"{expected}, but it returned {verdict!r:.80}") from error
     if found.is_floating_point() or found.is_complex() or list(found.shape) not in ([], [1], [rows]):

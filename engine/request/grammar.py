@@ -88,7 +88,7 @@ class Grammar(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         texts = self._reached(input_ids)
-        mask = torch.ones(scores.shape, dtype=torch.uint8)
+        mask = torch.ones(scores.shape, dtype=torch.uint8, device="cpu")
         for row, text in enumerate(texts):
             if text is None:
                 continue

@@ -52,7 +52,7 @@ class Processing:
         functions = [constraint_of(constraint) for constraint in constraints]
         self._stateful = [one for one in [*processors, *functions] if _is_stateful(one)]
         self._last_ids: torch.Tensor | None = None  # the ids that they were called with last
-        self._origins = torch.arange(self._prompts)  # of which prompt each row is
+        self._origins = torch.arange(self._prompts, device="cpu")  # of which prompt each row is
         self._by_place = next((processor for processor in processors if _knows_rows_by_place(processor)), None)
         self._rows_mixed = False
         self.given = tuple(processors)

@@ -110,13 +110,13 @@ def read_request(
     total = before + prompt.columns_without_ids + _read_length(model, said, prompt, source, call.stopping_criteria)
     check_length(mask.shape[1], total)
     if source is not None:  # other models need positions for the tokens that their cache shows
-        check_positions(model, None, mask.shape[1], total)
+        check_positions(model, None, mask.shape[1], total, total - 1)
     eos, pad, _ = special_tokens(config)
     if pad is None and tokenizer is not None and tokenizer.pad_token_id is not None:
-        pad = torch.tensor(tokenizer.pad_token_id)
+        pad = torch.tensor(tokenizer.pad_token_id, device="cpu")
     eos_ids = () if eos is None or replaces(call.stopping_criteria, EosTokenCriteria) else tuple(eos.tolist())
     if pad is not None and config.pad_token_id is None and (vocabulary := vocabulary_of(model)) is not None:
-        pad = pad if 0 <= int(pad) < vocabulary else torch.tensor(0)  # of an end id by which no text ends
+        pad = pad if 0 <= int(pad) < vocabulary else torch.zeros((), dtype=torch.long, device="cpu")
     grammar = read_grammar(model, call, config, prompt, eos_ids, total - mask.shape[1])
     given = [*(call.logits_processor or []), *([] if grammar is None else [grammar])]
     request = Request(

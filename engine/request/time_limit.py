@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import MaxTimeCriteria, StoppingCriteria
 
+from caches.as_tensor import as_tensor
 from engine.model.ranks import OneProcess
 
 
@@ -17,7 +18,7 @@ class TimeLimit(StoppingCriteria):
         self._limit, self._ranks = limit, ranks
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        own = bool(torch.as_tensor(self._limit(input_ids, scores, **kwargs)).all())
+        own = bool(as_tensor(self._limit(input_ids, scores, **kwargs)).all())
         return torch.full((len(input_ids),), bool(self._ranks.most(own)), device=input_ids.device)
 
 

@@ -20,6 +20,7 @@ from caches.transfer.convert import can_migrate
 from configs import CacheConfig
 from engine.decoding.pauses import FindPauses, Pause
 from engine.errors import EngineError, InputError, OptionError
+from engine.model.rope_frequencies import plain_tokens
 from engine.output.hf_streamers import ending
 from engine.prompt import without_padding
 from engine.result import Generation, StreamChunk
@@ -171,9 +172,9 @@ class Chat:
         with self._ending(given):
             messages, parameters = find_messages(), self._parameters | _checked(given) | _ONE_ANSWER
             if not self._conversation.has_template:
-                parameters = parameters | {"stop_strings": [_PLAIN_STOP, *_as_list(parameters.get("stop_strings"))]}
+                parameters = parameters | {"stop_strings": [_PLAIN_STOP, *self._stop_strings(parameters)]}
             asked = self._conversation.ids(messages)
-            ids = torch.tensor([flat(asked)])
+            ids = torch.tensor([flat(asked)], device="cpu")
             self._go_back_to(ids[0])
             if self.cache is not None:
                 # Before the turn starts: one that fails ends the caller's streamer.
@@ -193,6 +194,14 @@ class Chat:
             self.cache = _engine_cache(chunks.result())  # what was read stays there
             raise
         self._finish(messages, asked, chunks.result())
+
+    def _stop_strings(self, parameters: dict[str, Any]) -> list[str]:
+        """Those of the parameters, else of their generation config, else of the model's."""
+        config = parameters.get("generation_config")
+        config = config.get if isinstance(config, dict) else partial(getattr, config)
+        own = getattr(self._generator.model.generation_config, "stop_strings", None)
+        given = (parameters.get("stop_strings"), config("stop_strings", None), own)
+        return _as_list(next((one for one in given if one is not None), None))
 
     @property
     def _without_size(self) -> dict[str, Any]:
@@ -241,6 +250,9 @@ class Chat:
         if self.cache is None:
             return
         common = self._common(self.cache, ids)
+        plain = plain_tokens(self._generator.model)
+        if plain is not None and len(ids) <= plain < self.cache.total_tokens:
+            common = 0  # its keys are those of a longer text
         if common < self.cache.total_tokens:
             try:
                 self.cache.crop(common) if common else self.cache.reset()
@@ -341,6 +353,7 @@ def _checked(parameters: dict[str, Any]) -> dict[str, Any]:
 _REFUSED = {
     "num_return_sequences": "whose turn has one answer: leave it out",
     "inputs": "whose turn has a message: give it first",
+    "tokenizer": "which has that of its generator: Generator(model, tokenizer)",
     **dict.fromkeys(
         ("cache", "cache_config", "max_cache_len", "cache_implementation", "past_key_values"),
         "whose turns have one cache: Chat.use() puts it in another backend",

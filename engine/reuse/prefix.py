@@ -72,12 +72,12 @@ class Prefix:
     def _prompt(self, inputs: Any, parameters: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Any]:
         if "cache" in parameters:
             raise OptionError("a prefix is in a cache already: leave cache= out, or give it to prefill()")
-        rows = [list(row) for row in self._rows(inputs)]
+        rows = [list(row) for row in self._rows(inputs, parameters.get("tokenizer") or self._generator.tokenizer)]
         if not rows or not all(rows):
             raise InputError("a continuation is empty: every row needs a token at least")
         longest = max(map(len, rows))
-        own = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
-        own_mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+        own = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device="cpu")
+        own_mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device="cpu")
         before = self.ids.cpu().expand(len(rows), -1)
         cache: Any = branch(self.cache)  # type: ignore[type-var]
         if len(set(map(len, rows))) > 1 and has_windows(cache):
@@ -92,7 +92,7 @@ class Prefix:
             cache.fork(len(rows))
         return inputs, cache
 
-    def _rows(self, inputs: Any) -> Sequence[Sequence[int]]:
+    def _rows(self, inputs: Any, tokenizer: Any) -> Sequence[Sequence[int]]:
         if isinstance(inputs, torch.Tensor):
             rows: list[list[int]] = (inputs if inputs.ndim > 1 else inputs[None]).tolist()
             return rows
@@ -102,19 +102,19 @@ class Prefix:
             raise InputError(f"continuations are texts or token ids, not a {type(inputs).__name__}")
         if inputs and isinstance(inputs[0], int):
             return [inputs]
-        rows = [self._tokenized(row) if isinstance(row, str) else row for row in inputs]
+        rows = [_tokenized(row, tokenizer) if isinstance(row, str) else row for row in inputs]
         if not all(isinstance(row, Sequence) and all(isinstance(one, int) for one in row) for row in rows):
             raise InputError(
                 "continuations are texts or lists of token ids: what goes on from a chat is Generator.chat()"
             )
         return rows
 
-    def _tokenized(self, text: str) -> list[int]:
-        tokenizer = self._generator.tokenizer
-        if tokenizer is None:
-            raise InputError("a text needs a tokenizer: Generator(model, tokenizer), or give token ids")
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+
+def _tokenized(text: str, tokenizer: Any) -> list[int]:
+    if tokenizer is None:
+        raise InputError("a text needs a tokenizer: Generator(model, tokenizer), or give token ids")
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
 
 
 def read_prefix(generator: Generates, path: str | Path) -> Prefix:

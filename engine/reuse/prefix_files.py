@@ -52,7 +52,10 @@ class PrefixFiles:
             return set()
         cache.save(path, self._model)
         write_atomically(index, json.dumps(asdict(file)).encode())
-        sizes = {one: one.stat().st_size for one in self._folder.glob("*.safetensors")}
+        sizes = {}
+        for one in self._folder.glob("*.safetensors"):
+            with suppress(OSError):  # removed by another process
+                sizes[one] = one.stat().st_size
         removed = set()
         for one in sorted(sizes, key=_modified):
             if sum(sizes.values()) <= self._most:

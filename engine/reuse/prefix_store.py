@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from caches import CacheError, EngineCache, branch, select_rows
 from caches.out_of_memory import is_out_of_memory
+from caches.spec.accelerate_hooks import prompt_device
 from caches.spec.fingerprint import weights_version
 from caches.torch_api import storage_key
 from caches.transfer.convert import can_migrate
@@ -236,7 +237,9 @@ class PrefixStore:
         if self._files is not None:
             try:
                 removed = self._files.write(entry.file, cache)
-            except (CacheError, OSError) as error:
+            except Exception as error:
+                if not (isinstance(error, (CacheError, OSError)) or is_out_of_memory(error)):
+                    raise
                 logging.getLogger("engine").warning("a stored prefix cannot be written: %s", error)
                 self._discard(entry)
                 return
@@ -257,7 +260,8 @@ class PrefixStore:
             return
         beginning = branch(cache, tokens)
         if (_storages_of(beginning).keys() & _storages_of(cache).keys()) - self._storages.keys():
-            beginning = select_rows(beginning, torch.arange(1))  # a copy: else all of it would stay in memory
+            # A copy: else all of it would stay in memory.
+            beginning = select_rows(beginning, torch.arange(1, device="cpu"))
         shorter = replace(entry, ids=ids, cache=beginning)
         self._index(entry.kind).add(shorter)
         self._hold(beginning)
@@ -292,7 +296,9 @@ def can_reuse(runner: ModelRunner, request: Request) -> bool:
     is_plain = len(prompt.ids) == 1 and prompt.embeds is None and not prompt.model_kwargs and bool(request.mask.all())
     is_one_text = request.source is None and request.guidance is None
     is_enough = not request.output_flags and not request.needs.hidden_states
-    return is_plain and is_one_text and is_enough and not runner.dynamic_ropes and _reads_on(runner)
+    is_short = runner.plain_tokens is None or request.columns <= runner.plain_tokens
+    has_its_type = not torch.is_autocast_enabled(prompt_device(runner.model).type)  # else keys have that of autocast
+    return is_plain and is_one_text and is_enough and is_short and has_its_type and _reads_on(runner)
 
 
 def _reads_on(runner: ModelRunner) -> bool:

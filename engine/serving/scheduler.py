@@ -37,6 +37,14 @@ _SMALLEST_PIECE, _LARGEST_PIECE = 32, 256  # tokens of a prompt; fewer take abou
 _OF_THE_PROCESS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
+def _is_cancelled(request: BatchRequest) -> bool:
+    """Errors of the event that was given with the request are its run's, which asks the event before each step."""
+    try:
+        return request.is_set()
+    except Exception:
+        return False
+
+
 def _as_exception(error: BaseException) -> BaseException:
     """What the caller of a request gets, who catches `Exception`."""
     if isinstance(error, (Exception, *_OF_THE_PROCESS)):
@@ -137,7 +145,7 @@ class Scheduler:
         """Do a turn; the requests that have ended in it."""
         runs = self._runs if self._next is None else [*self._runs, self._next]
         requests = [*self._waiting, *(run.request for run in runs)]
-        cancelled = {request.index for request in requests if request.is_set()}
+        cancelled = {request.index for request in requests if _is_cancelled(request)}
         self._cancelled = self.ranks.share(cancelled) if self.ranks.most(bool(cancelled)) else set()
         if self._cancelled:
             self._end_cancelled()
@@ -168,7 +176,7 @@ class Scheduler:
         """End the requests that were cancelled, also those that wait, are read, or are parked."""
         for request in [request for request in self._waiting if request.index in self._cancelled]:
             self._waiting.remove(request)
-            nothing = nothing_generated(torch.empty(1, 0, dtype=torch.long), True, (), 0.0)
+            nothing = nothing_generated(torch.empty(1, 0, dtype=torch.long, device="cpu"), True, (), 0.0)
             self._end(request, GenerationCancelled("generation was cancelled before this prompt had its turn", nothing))
         if self._next is not None and self._next.request.index in self._cancelled:
             self._runs.append(self._next)

@@ -41,10 +41,18 @@ def test_what_contradicts_each_other(model):
     few_rows = caches.build("static", model.config, max_cache_len=64, max_batch_size=2)
     assert "holds at most 5 tokens" in refused(model, cache="static", cache_config={"max_cache_len": 5})
     assert "in pieces of 3 tokens" in refused(model, cache="none", prefill_chunk_size=3)
-    assert "disable_compile" in refused(model, compiles, cache="static", disable_compile=True)
+    for config in (compiles, EngineConfig(compile="auto")):
+        assert "disable_compile" in refused(model, config, cache="static", disable_compile=True)
     assert "cannot be with the dynamic cache" in refused(model, compiles, cache="dynamic")
     assert "the draft has none" in refused(model, assistant_model=tiny("llama")[0])
     assert "max_batch_size=8" in refused(model, cache=few_rows, num_beams=4)
+
+
+def test_whisper_has_positions_for_so_many_tokens():
+    model = copy.deepcopy(tiny_encoder_decoder("whisper"))
+    del model.config.max_position_embeddings  # which checkpoints of Whisper do not have
+    assert "the model has 256" in refused(model, max_new_tokens=257)
+    assert len(engine.generate(model, source("whisper"), max_new_tokens=256).tokens[0]) == 256
 
 
 def test_a_cache_that_holds_something_else(model):

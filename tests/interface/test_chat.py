@@ -231,6 +231,26 @@ def test_a_stop_string_is_no_part_of_the_conversation(template, tokenizer):
     check_history(chat)
 
 
+@pytest.mark.parametrize("of_model", [False, True])
+def test_stop_strings_of_a_configuration_end_answers_without_a_template_too(of_model, tokenizer):
+    generator = generator_of("llama", tokenizer, None)
+    answer = generator.chat(max_new_tokens=12).send("import os").text[0]
+    config = GenerationConfig(stop_strings=[answer[4:6]])
+    if of_model:
+        generator.model.generation_config.stop_strings = config.stop_strings
+    given = {} if of_model else {"generation_config": config}
+    out = generator.chat(max_new_tokens=12, **given).send("import os")
+    assert (out.text, out.finish_reasons) == ([answer[: answer.index(answer[4:6])]], ["stop_string"])
+
+
+def test_the_tokenizer_of_a_chat_is_that_of_its_generator(tokenizer):
+    generator = generator_of("llama", tokenizer)
+    with pytest.raises(engine.OptionError, match="tokenizer cannot apply to a chat, which has that of its generator"):
+        generator.chat(tokenizer=tokenizer)
+    with pytest.raises(engine.OptionError, match="tokenizer cannot apply to a chat"):
+        generator.chat(max_new_tokens=3).send("a", tokenizer=tokenizer)
+
+
 def test_the_next_question_ends_an_answer_once(tokenizer):
     """Without a template a model goes on with it, also where other strings end an answer too."""
     # What was generated is not read again. A state cannot take back the forced token behind it: it goes on from the end

@@ -104,6 +104,32 @@ def test_rows_of_one_length_may_keep_different_slots(kind, first):
         assert found[index] == gen.generate(own.pop("prompt"), **own).tokens
 
 
+class BrokenEvent:
+    def is_set(self):
+        raise OSError("the process that held it has ended")
+
+
+def test_an_event_that_fails_ends_its_own_request_alone():
+    gen, parameters = engine.Generator(tiny_model("llama")), {"max_new_tokens": NEW}
+    events = [None, threading.Event, BrokenEvent(), 5]
+    with gen.batch(slots=2) as batch:
+        found = [batch.submit(ids(5), cancellation=event, **parameters) for event in events]
+        good = [one.result().tokens for one in (found[0], batch.submit(ids(5), **parameters))]
+    assert good == [gen.generate(ids(5), **parameters).tokens] * 2
+    for one, error, why in zip(
+        found[1:],
+        (engine.OptionError, engine.GenerationInterrupted, engine.OptionError),
+        (
+            "cancellation is the class Event",
+            "the process that held it has ended",
+            "cancellation is a int without is_set",
+        ),
+        strict=True,
+    ):
+        with pytest.raises(error, match=why):
+            one.result()
+
+
 def test_all_slots_are_taken_at_once():
     """Also by short texts, which end before slots that are taken one by one would be full."""
     gen = engine.Generator(tiny_model("llama"))

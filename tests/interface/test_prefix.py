@@ -179,6 +179,17 @@ def test_texts_files_and_streams(tmp_path):
     assert [token for chunk in chunks for token in chunk.tokens] == out.tokens[0]
 
 
+def test_the_tokenizer_of_a_continuation():
+    tokenizer = AutoTokenizer.from_pretrained(engine.SHIPPED_MODEL)
+    shipped = engine.Generator(engine.SHIPPED_MODEL)
+    expected = shipped.prefill("import os\n").generate("def main(", max_new_tokens=NEW)
+    prefix = engine.Generator(shipped.model).prefill(shipped.prefill("import os\n").ids)
+    out = prefix.generate("def main(", tokenizer=tokenizer, max_new_tokens=NEW)
+    assert (out.tokens, out.text) == (expected.tokens, expected.text)
+    chunks = prefix.stream("def main(", tokenizer=tokenizer, max_new_tokens=NEW)
+    assert "".join(chunk.text for chunk in chunks) == expected.text[0]
+
+
 def test_what_is_no_prefix_is_refused(tmp_path):
     generator = engine.Generator(tiny_model("llama"))
     with pytest.raises(engine.InputError, match="a prefix is one prompt"):

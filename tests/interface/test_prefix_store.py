@@ -2,12 +2,15 @@
 
 import inspect
 import threading
+from pathlib import Path
 
 import pytest
 import reused
 import torch
 from architectures import prompt, tiny_model
+from fallbacks import OutAt
 
+import caches.files
 import engine
 from configs import ConfigError
 
@@ -186,6 +189,70 @@ def test_what_has_no_room_is_in_a_folder_also_for_the_next_process(tmp_path):
     for text, tokens in zip(texts, expected, strict=True):
         out = damaged.generate(text, max_new_tokens=NEW)
         assert (out.tokens, out.stats.cached_tokens) == (tokens, 0)
+
+
+def test_an_entry_for_whose_file_there_is_no_memory_is_forgotten(tmp_path, monkeypatch):
+    """Memory that is out calls for `release`, which empties the store: that has to succeed."""
+    generator = generator_of(prefix_store_folder=str(tmp_path))
+    expected = generator.generate(ids_of(100), max_new_tokens=NEW).tokens
+
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(caches.Cache, "save", no_memory)
+    model = generator.model
+    with OutAt(model, [0]):
+        out = generator.generate(ids_of(100, 1), max_new_tokens=NEW, on_oom=["release"])
+    assert [one.name for one in out.stats.fallbacks] == ["release"]
+    assert generator.generate(ids_of(100), max_new_tokens=NEW).tokens == expected
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_memory_that_is_out_removes_no_file(tmp_path, monkeypatch):
+    folder = {"prefix_store_folder": str(tmp_path)}
+    generator = generator_of(**folder)
+    expected = generator.generate(ids_of(100), max_new_tokens=NEW).tokens
+    generator.release()
+    [file] = tmp_path.rglob("*.safetensors")
+
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    other = generator_of(**folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(caches.files, "_restore", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            caches.load(file, other.model)
+        out = other.generate(ids_of(100), max_new_tokens=NEW)
+        assert (out.tokens, out.stats.cached_tokens) == (expected, 0)
+    assert file.exists()
+    assert generator_of(**folder).generate(ids_of(100), max_new_tokens=NEW).stats.cached_tokens == 99
+
+
+def test_files_that_another_process_removes_meanwhile(tmp_path, monkeypatch):
+    generator = generator_of(store_bytes=70_000, prefix_store_folder=str(tmp_path))
+    found = Path.glob
+
+    def glob(folder, pattern):
+        yield folder / "removed.safetensors"
+        yield from found(folder, pattern)
+
+    monkeypatch.setattr(Path, "glob", glob)
+    for seed in range(3):
+        generator.generate(ids_of(100, seed), max_new_tokens=NEW)
+    assert len(list(found(tmp_path, "*/*.safetensors"))) == 2
+    assert len(generator._store) == 3
+
+
+def test_under_autocast_nothing_is_stored():
+    generator, text = generator_of(), ids_of(100)
+    with torch.autocast("cpu", torch.bfloat16):
+        generator.generate(text, max_new_tokens=NEW)
+        assert generator.generate(text, max_new_tokens=NEW).stats.cached_tokens == 0
+    assert generator.generate(text, max_new_tokens=NEW).stats.cached_tokens == 0
+    assert generator.generate(text, max_new_tokens=NEW).stats.cached_tokens == 99
+    with torch.autocast("cpu", torch.bfloat16):
+        assert generator.generate(text, max_new_tokens=NEW).stats.cached_tokens == 0
 
 
 def test_files_that_are_gone_hide_no_others(tmp_path):

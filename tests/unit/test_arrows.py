@@ -21,7 +21,16 @@ ENGINE = [
     {"__main__"},
 ]
 CACHES = [
-    {"errors", "out_of_memory", "heavy_imports", "torch_api", "transformers_api", "machine", "kernel_build"},
+    {
+        "as_tensor",
+        "errors",
+        "out_of_memory",
+        "heavy_imports",
+        "torch_api",
+        "transformers_api",
+        "machine",
+        "kernel_build",
+    },
     {"spec", "timeline", "attention", "memory"},
     {"protocol", "quantization"},
     {"registry", "stores"},

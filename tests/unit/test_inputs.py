@@ -123,6 +123,15 @@ def test_extra_model_inputs_reach_the_model():
     assert not torch.equal(engine.generate(model, inputs, max_new_tokens=20).sequences, expected)
 
 
+def test_contrastive_search_needs_a_position_for_its_last_token_too():
+    model, options = tiny_model("gpt2"), {"penalty_alpha": 0.6, "top_k": 4}
+    most = model.config.n_positions - IDS.shape[1]
+    assert len(engine.generate(model, IDS, max_new_tokens=most + 1).tokens[0]) == most + 1
+    assert len(engine.generate(model, IDS, max_new_tokens=most, **options).tokens[0]) == most
+    with pytest.raises(engine.InputError, match=f"need {model.config.n_positions + 1} positions"):
+        engine.generate(model, IDS, max_new_tokens=most + 1, **options)
+
+
 def test_positions_of_the_callers_own():
     model, inputs = tiny_model("gpt2"), prompt(pads=0)
     positions = torch.arange(13).expand(2, -1) * 2

@@ -211,8 +211,8 @@ class Service:
         prompts = [chat_ids(body, tokenizer)] if isinstance(body, ChatRequest) else completion_ids(body, tokenizer)
         model = self._generator.model
         for ids in prompts:
-            check_vocabulary(model, torch.tensor(ids))
-        check_vocabulary(model, torch.tensor([*body.logit_bias]), "logit_bias: ")
+            check_vocabulary(model, torch.tensor(ids, device="cpu"))
+        check_vocabulary(model, torch.tensor([*body.logit_bias], device="cpu"), "logit_bias: ")
         has_encoder = model.config.is_encoder_decoder  # then its answer has a context of its own
         return prompts, [parameters(body, 0 if has_encoder else len(ids), self.limits) for ids in prompts]
 
@@ -227,7 +227,7 @@ class Service:
             raise Refusal(429, error(message, "rate_limit_error", "queue_full"), max(1, wait_s))
 
     def _submitted(self, ids: list[int], parameters: dict[str, Any], prompt_tokens: int) -> BatchRequest:
-        request = self._batch.submit(without_padding(torch.tensor([ids])), **parameters)
+        request = self._batch.submit(without_padding(torch.tensor([ids], device="cpu")), **parameters)
         task = asyncio.create_task(self._count(request, prompt_tokens))
         self._open.add(task)
         task.add_done_callback(self._open.discard)
