@@ -338,4 +338,6 @@ def _readable(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
+        if is_out_of_memory(error):
+            raise
         raise CacheFileError(f"{path} is no saved cache, or damaged: {error}") from error

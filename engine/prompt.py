@@ -77,7 +77,7 @@ def read_prompt(
         raise InputError("the prompt was given twice: as inputs and as input_ids")
     embeds = as_embeds(model_kwargs.pop("inputs_embeds", None))
     if embeds is not None and inputs is None and ids is None:
-        ids = torch.empty(len(embeds), 0, dtype=torch.long)
+        ids = torch.empty(len(embeds), 0, dtype=torch.long, device="cpu")
     elif inputs is None and ids is None:
         if bos_id is None:
             raise InputError("there is no prompt, and the model has no bos_token_id to begin with")

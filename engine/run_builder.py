@@ -142,6 +142,7 @@ class RunBuilder:
             rolls_back=request.needs.verifies,
             make_room=None if config.max_cache_bytes is None else budget.keep,
             pauses=sorted((*own, *reused.pauses), key=lambda one: one.columns),
+            compiled=not request.config.disable_compile,
         )
         prefix = CachedPrefix(request.before, request.prompt.columns_without_ids)
         session = ModelSession(runner, reused.cache, columns, inputs, prefix, options)

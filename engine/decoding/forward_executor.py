@@ -27,8 +27,8 @@ _SMALLEST_CHUNK = 8  # tokens of a prompt
 class ForwardExecutor:
     """Feeds one model. Fallbacks that save memory change `cache`, the tokens per forward and the rows per forward.
 
-    before: columns in the cache that come before the ids. chunk_tokens, check: see `ForwardOptions`. routed: whether
-    linear layers are routed; False where the runner has no table of routes.
+    before: columns in the cache that come before the ids. chunk_tokens, check, compiled: see `ForwardOptions`.
+    routed: whether linear layers are routed; False where the runner has no table of routes.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class ForwardExecutor:
         before: int,
         chunk_tokens: int | None,
         check: Callable[[], None] | None,
+        compiled: bool,
     ):
         self.model, self.cache, self.columns, self.routed = runner.model, cache, columns, runner.linears != TORCH
         self._runner, self._before, self._check = runner, before, check
@@ -47,7 +48,7 @@ class ForwardExecutor:
         self._chunk_tokens = self._given_chunk_tokens = chunk_tokens
         # Per row, the row of the prompt that it goes on from: rows of one prompt share its inputs.
         self._origins = torch.arange(columns.rows, device="cpu")
-        self._compiled = True
+        self._why_not_compiled = None if compiled else "disable_compile=True"
         self._frequencies = Frequencies(runner.model, runner.dynamic_ropes)
         self._quantized_to_save_memory = False
 
@@ -59,7 +60,12 @@ class ForwardExecutor:
     @property
     def compiled(self) -> str:
         """See `Stats`."""
-        return self._runner.compiled if self._compiled else "off: memory was out"
+        return self._runner.compiled if self.is_compiled else f"off: {self._why_not_compiled}"
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compiled steps are used."""
+        return self._why_not_compiled is None
 
     def run(
         self, ids: torch.Tensor, prefill: bool, collected: CollectedOutputs
@@ -102,7 +108,7 @@ class ForwardExecutor:
             on_outputs=collected.of(rows),
             check=self._check,
             resume=self._frequencies.resume,
-            compiled=self._compiled,
+            compiled=self.is_compiled,
             routed=self.routed,
         )
         return self._runner.feed(ids, columns, cache, inputs, self._before, options)
@@ -133,15 +139,15 @@ class ForwardExecutor:
 
     # Together with other requests: see `engine.serving`.
 
-    @property
-    def why_alone(self) -> str | None:
-        """Why no step of it can be joined with those of others; None where one can."""
+    def why_alone(self, tokens: int) -> str | None:
+        """Why the step after which its texts have so many tokens cannot be joined with those of others; None where it
+        can."""
         if self.inputs.model_kwargs:
             return f"the model gets {', '.join(self.inputs.model_kwargs)} with every step"
         if not self.columns.are_plain:
             return "its prompts have padding, or positions of their own"
-        if self._depends_on_length(self.columns.total):
-            return f"its position embeddings depend on the length of a text of up to {self.columns.total} tokens"
+        if self._depends_on_length(tokens):
+            return f"its position embeddings depend on the length of its text, {tokens} tokens"
         return why_not_joined(self.cache) or self._runner.why_alone or self._runner.why_not_shown(self.cache)
 
     @property
@@ -150,7 +156,7 @@ class ForwardExecutor:
         is_plain = not (capabilities(self.cache).is_quantized or self._has_media or self.inputs.flags)
         # Models leave padding out of their states only where several tokens are read at once.
         is_plain = is_plain and not (self._runner.has_states and self.columns.first_full)
-        is_plain = is_plain and self._is_same_in_pieces(self.columns.prompt)
+        is_plain = is_plain and self.is_same_in_pieces(self.columns.prompt)
         return is_plain and self.cache.handle is not None and self._runner.reads_on
 
     @property
@@ -158,16 +164,16 @@ class ForwardExecutor:
         """Whether its tokens, read again, give the same cache without taking more memory than it has now."""
         is_forked, able = len(self._origins) > len(self._origins.unique()), capabilities(self.cache)
         is_exact = able.can_migrate and not (able.is_quantized or able.imposes_windows)
-        return is_exact and not is_forked and self._is_same_in_pieces(self.cache.total_tokens + 1)
+        return is_exact and not is_forked and self.is_same_in_pieces(self.cache.total_tokens + 1)
 
-    def _is_same_in_pieces(self, tokens: int) -> bool:
-        """Whether the keys of so many tokens depend on their positions, not on how many are read at once."""
+    def is_same_in_pieces(self, tokens: int) -> bool:
+        """Whether keys of a text of so many tokens do not depend on how many of them are read at once."""
         return not self._depends_on_length(tokens) or starts_again(self.model)
 
     def _depends_on_length(self, tokens: int) -> bool:
         """Whether keys of a text of so many tokens depend on more than their positions."""
         plain = self._runner.plain_tokens
-        return plain is not None and tokens > plain
+        return plain is not None and (tokens > plain or self.columns.are_given)
 
     def empty(self) -> None:
         """Empty the cache and free its memory."""
@@ -180,7 +186,7 @@ class ForwardExecutor:
 
     def release(self) -> None:
         """Go on without compiled graphs and free the scratch memory; a step allocates what it needs of it again."""
-        self._compiled = False
+        self._why_not_compiled = "memory was out"
         self._runner.discard_graphs()
         for _, cache in self.parts:
             if can_migrate(cache):
@@ -194,7 +200,7 @@ class ForwardExecutor:
         is_quantized = capabilities(self.cache).is_quantized and not self._quantized_to_save_memory
         if tokens <= _SMALLEST_CHUNK or is_quantized or self.cache.handle is None or self._has_media:
             return None
-        if not self._is_same_in_pieces(self.cache.total_tokens + waiting):
+        if not self.is_same_in_pieces(self.cache.total_tokens + waiting):
             raise StepError("the keys of a text as long as this one depend on how many tokens are read at once")
         self._chunk_tokens = max(_SMALLEST_CHUNK, tokens // 4)
         return self._chunk_tokens
@@ -238,7 +244,7 @@ class ForwardExecutor:
         """Compute the rows in smaller groups from here on: how many there are. None where none can be smaller."""
         if self._has_media:
             return None
-        if self._depends_on_length(self.columns.total):
+        if self._depends_on_length(self.columns.total) and not self.columns.are_plain:
             raise StepError("the keys of texts as long as these depend on the longest one that is read with them")
         cache = halves(self.cache, self._origins)
         if cache is None:

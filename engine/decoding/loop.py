@@ -166,6 +166,11 @@ class DecodingLoop:
         """Whether linear layers are routed: see `ForwardOptions`."""
         return self._session.executor.routed
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compiled steps are used."""
+        return self._session.executor.is_compiled
+
     def why_alone(self, forward: Forward) -> str | None:
         """Why this forward cannot be computed together with those of other runs; None where it can."""
         if forward.model != "main" or forward.tokens.shape[1] > 1:

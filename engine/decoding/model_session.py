@@ -52,7 +52,8 @@ class ModelSession:
         options: SessionOptions,
     ):
         before = prefix.columns
-        self.executor = ForwardExecutor(runner, cache, columns, inputs, before, options.chunk_tokens, options.check)
+        given = options.chunk_tokens, options.check, options.compiled
+        self.executor = ForwardExecutor(runner, cache, columns, inputs, before, *given)
         self._prefix, self._options, self._ranks = prefix, options, options.ranks
         self._ids, self._pauses = FedIds(columns, prefix), Pauses(options.pauses, before)
         self._log_before, self._total_before = cache.log, cache.total_tokens
@@ -89,7 +90,7 @@ class ModelSession:
         """
         ids = self._ids
         end = self._write(tokens) if computed is None else ids.count + tokens.shape[1]
-        if self._pauses and not (hidden or all_logits):
+        if self._pauses and not (hidden or all_logits) and self.executor.is_same_in_pieces(self._prefix.columns + end):
             while (pause := self._pauses.next_after(ids.count)) < end:
                 self._read(pause)
         columns = end - ids.count
@@ -127,12 +128,12 @@ class ModelSession:
 
     @property
     def why_alone(self) -> str | None:
-        """Why no step of it can be computed together with those of other sessions; None where one can."""
+        """Why its next step cannot be computed together with those of other sessions; None where it can."""
         if self._prefix.columns_without_ids:
             return "its prompt begins with embeddings"
         if self.is_empty and not self._step_open:
             return "its cache was emptied, so all tokens are read again"
-        return self.executor.why_alone
+        return self.executor.why_alone(self._prefix.columns + self._ids.count + 1)
 
     def prepare(self, tokens: torch.Tensor) -> torch.Tensor:
         """Before a joined step: commit the open step and make room for `tokens` [rows, 1]. Returns what is fed."""

@@ -19,7 +19,7 @@ class SessionOptions:
     shares_prefixes: whether rows that come from one row share it in the cache, which compiled steps cannot read.
     rolls_back: whether the flow rolls back tokens. make_room: called with the session and the number of tokens that are
     about to be fed. pauses: in the order of their columns; a prompt whose last hidden states or logits are all wanted
-    is read without them.
+    is read without them, and so is one whose keys depend on how much is read at once. compiled: see `ForwardOptions`.
     """
 
     chunk_tokens: int | None
@@ -30,3 +30,4 @@ class SessionOptions:
     rolls_back: bool = False
     make_room: Callable[[Any, int], None] | None = None
     pauses: Sequence[Pause] = ()
+    compiled: bool = True

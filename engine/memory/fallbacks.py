@@ -104,7 +104,7 @@ def _applied(fallback: Callable[[ModelSession], str | None], session: ModelSessi
 
 def _release(session: ModelSession) -> str | None:
     session.executor.release()
-    return "compiled graphs, stored prefixes, scratch memory and what the allocator kept were dropped"
+    return "compiled graphs, scratch memory, what the allocator kept, and stored prefixes (from memory) were dropped"
 
 
 def _chunk(session: ModelSession) -> str | None:

@@ -32,7 +32,8 @@ class Columns:
         self.first_full = int(self.left_padding.max())
         """The first column in which no row has padding."""
         self._step_masks: dict[torch.dtype, torch.Tensor] = {}  # [rows, 1, 1, columns], by data type
-        self._are_given = positions is not None
+        self.are_given = positions is not None
+        """Whether the positions are the caller's."""
         if positions is None:
             self._following = mask.sum(dim=1, keepdim=True)
             positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -48,7 +49,7 @@ class Columns:
     @property
     def are_plain(self) -> bool:
         """Whether there is no padding, and the positions count the tokens."""
-        return self._mask is None and not self._are_given
+        return self._mask is None and not self.are_given
 
     def reserve(self, columns: int) -> None:
         """Allocate at least `columns` columns. Other methods do this as needed. Raises without changing anything."""
@@ -119,7 +120,7 @@ class Columns:
     def own_positions(self, columns: int) -> torch.Tensor | None:
         """The caller's position ids [..., rows, columns] of the first columns; None if they count the tokens."""
         self.reserve(columns)
-        return self._positions[..., :columns] if self._are_given else None
+        return self._positions[..., :columns] if self.are_given else None
 
     def of_rows(self, index: torch.Tensor) -> Columns:
         """A copy with row `index[i]` as row i."""

@@ -31,7 +31,7 @@ _BLOCK = 2**22  # elements of the weights in full at a time
 _FITTED = 2**18  # those whose codes are found at a time: they fit a processor's cache
 _GROUP = 64  # inputs with one scale, 4 bits
 _PACKED = 64  # outputs that are packed together, 4 bits: the most of all processors
-_RANGES = torch.linspace(0.75, 1, 4).tolist()  # parts of a group's range that are tried
+_RANGES = torch.linspace(0.75, 1, 4, device="cpu").tolist()  # parts of a group's range that are tried
 _FITS = 5  # of scale and offset to codes, for each
 _MUCH = 0.25  # share of the bytes in full from which on there is a warning
 _READ = ("dt_proj", "classifier")  # layers whose weights models read: state spaces, and LongCat's router

@@ -211,9 +211,11 @@ class ModelRunner:
             return None
         return f"the window of its {cache.name} cache needs masks that the model does not take for each row"
 
-    def step_together(self, parts: Sequence[Part], hidden_states: bool, routed: bool) -> list[ModelOutput]:
-        """See `joined_step`; hidden_states, routed: see `ForwardOptions`."""
-        options = ForwardOptions(hidden_states=hidden_states, routed=routed)
+    def step_together(
+        self, parts: Sequence[Part], hidden_states: bool, routed: bool, compiled: bool
+    ) -> list[ModelOutput]:
+        """See `joined_step`; hidden_states, routed, compiled: see `ForwardOptions`."""
+        options = ForwardOptions(hidden_states=hidden_states, routed=routed, compiled=compiled)
         return joined_step(self._feed_with(options), parts)
 
     def feed(

@@ -5,6 +5,7 @@ Those of dynamic RoPE are kept per run: transformers stores them in the model, f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -12,7 +13,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 _NAMES = ("inv_freq", "max_seq_len_cached", "attention_scaling")
-_BY_LENGTH = {"dynamic", "longrope"}
 _START_AGAIN = {"phi3", "phimoe", "phi4_multimodal"}  # which read all tokens again once a text gets longer
 _last: WeakKeyDictionary[nn.Module, ref[Frequencies]] = WeakKeyDictionary()  # the run that used a model last
 
@@ -22,18 +22,24 @@ def dynamic_ropes(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if "dynamic" in str(getattr(module, "rope_type", ""))]
 
 
-def plain_tokens(model: PreTrainedModel) -> int | None:
+def plain_tokens(model: nn.Module) -> int | None:
     """Up to how many tokens of a text the rotation of its keys depends on their positions alone; None for any number.
 
     Keys of a longer text also depend on how long it was when they were computed.
     """
-    config = model.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or {}
-    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
-    if not any(part.get("rope_type") in _BY_LENGTH for part in parts):
-        return None
-    trained = getattr(config, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
-    return trained or getattr(config, "max_position_embeddings", None) or 0
+    return min((tokens for module in model.modules() for tokens in _plain_tokens(module)), default=None)
+
+
+def _plain_tokens(rope: nn.Module) -> Iterator[int]:
+    """Those of a rotary module: one for each type of layers whose frequencies it changes."""
+    kinds = getattr(rope, "rope_type", None)
+    for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+        config: Any = getattr(rope, "config", None)
+        if "dynamic" in str(kind):
+            yield config.max_position_embeddings
+        elif kind == "longrope":
+            parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+            yield parameters["original_max_position_embeddings"]
 
 
 def starts_again(model: PreTrainedModel) -> bool:

@@ -56,9 +56,9 @@ def check_together(runner: ModelRunner, cache: EngineCache, request: Request, co
         _check_rolls_back(runner, cache, request)
     _check_cache(model, cache, request)
     _check_placement(model, cache)
-    if request.config.disable_compile and compile != "off":
-        raise OptionError(f"disable_compile=True contradicts EngineConfig(compile={compile!r})")
     if makes_graphs(compile):
+        if request.config.disable_compile:
+            raise OptionError(f"disable_compile=True contradicts EngineConfig(compile={compile!r})")
         check_compiles(cache, compile)
     if request.guidance is not None:
         check_padding_is_neutral(runner, request.guidance)

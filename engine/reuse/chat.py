@@ -251,9 +251,9 @@ class Chat:
             return
         common = self._common(self.cache, ids)
         plain = plain_tokens(self._generator.model)
-        if plain is not None and len(ids) <= plain < self.cache.total_tokens:
-            common = 0  # its keys are those of a longer text
         if common < self.cache.total_tokens:
+            if plain is not None and self.cache.total_tokens > plain:
+                common = 0  # its keys are those of a longer text
             try:
                 self.cache.crop(common) if common else self.cache.reset()
             except StepError:

@@ -13,6 +13,7 @@ from typing import Any
 
 from caches import CacheError, EngineCache, load
 from caches.machine import write_atomically
+from caches.out_of_memory import is_out_of_memory
 from caches.spec.fingerprint import fingerprint
 
 
@@ -66,13 +67,20 @@ class PrefixFiles:
         return removed
 
     def read(self, file: StoredFile) -> EngineCache | None:
-        """The cache in it; None where the file is gone, damaged or of another release."""
+        """The cache in it; None where it cannot be read. A file that is gone, damaged or of another release is removed.
+
+        Raises the error of memory that is out.
+        """
         path = self._path(file)
         try:
             cache: Any = load(path, self._model)
             os.utime(path)
-        except (CacheError, OSError):
-            _remove(path)
+        except (CacheError, OSError) as error:
+            if is_out_of_memory(error):
+                raise
+            cause = error if isinstance(error, OSError) else error.__cause__
+            if not isinstance(cause, OSError) or isinstance(cause, FileNotFoundError):
+                _remove(path)
             return None
         return cache
 

@@ -37,12 +37,12 @@ _SMALLEST_PIECE, _LARGEST_PIECE = 32, 256  # tokens of a prompt; fewer take abou
 _OF_THE_PROCESS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
-def _is_cancelled(request: BatchRequest) -> bool:
-    """Errors of the event that was given with the request are its run's, which asks the event before each step."""
+def _is_cancelled(request: BatchRequest, fails: bool) -> bool:
+    """fails: the answer where the event given with the request fails. Its run asks again, and gets the error."""
     try:
         return request.is_set()
     except Exception:
-        return False
+        return fails
 
 
 def _as_exception(error: BaseException) -> BaseException:
@@ -144,8 +144,8 @@ class Scheduler:
     def turn(self) -> list[BatchRequest]:
         """Do a turn; the requests that have ended in it."""
         runs = self._runs if self._next is None else [*self._runs, self._next]
-        requests = [*self._waiting, *(run.request for run in runs)]
-        cancelled = {request.index for request in requests if _is_cancelled(request)}
+        cancelled = {request.index for request in self._waiting if _is_cancelled(request, fails=False)}
+        cancelled |= {run.request.index for run in runs if _is_cancelled(run.request, fails=True)}
         self._cancelled = self.ranks.share(cancelled) if self.ranks.most(bool(cancelled)) else set()
         if self._cancelled:
             self._end_cancelled()
@@ -333,7 +333,8 @@ class Scheduler:
                 parts.append(run.driver.loop.prepare(run.forward))
             hidden = any(run.forward is not None and run.forward.hidden for run in runs)
             routed = all(run.driver.loop.is_routed for run in runs)
-            found = self._runner.step_together(parts, hidden, routed)
+            compiled = all(run.driver.loop.is_compiled for run in runs)
+            found = self._runner.step_together(parts, hidden, routed, compiled)
         rows = sum(len(tokens) for _, tokens in parts)
         self._count(rows, sum(len(tokens) * (cache.total_tokens + 1) for cache, tokens in parts))
         return found

@@ -41,8 +41,7 @@ def test_what_contradicts_each_other(model):
     few_rows = caches.build("static", model.config, max_cache_len=64, max_batch_size=2)
     assert "holds at most 5 tokens" in refused(model, cache="static", cache_config={"max_cache_len": 5})
     assert "in pieces of 3 tokens" in refused(model, cache="none", prefill_chunk_size=3)
-    for config in (compiles, EngineConfig(compile="auto")):
-        assert "disable_compile" in refused(model, config, cache="static", disable_compile=True)
+    assert "disable_compile" in refused(model, compiles, cache="static", disable_compile=True)
     assert "cannot be with the dynamic cache" in refused(model, compiles, cache="dynamic")
     assert "the draft has none" in refused(model, assistant_model=tiny("llama")[0])
     assert "max_batch_size=8" in refused(model, cache=few_rows, num_beams=4)

@@ -105,8 +105,16 @@ def test_rows_of_one_length_may_keep_different_slots(kind, first):
 
 
 class BrokenEvent:
+    """Its process ends after some answers."""
+
+    def __init__(self, answers=0):
+        self.answers = answers
+
     def is_set(self):
-        raise OSError("the process that held it has ended")
+        self.answers -= 1
+        if self.answers < 0:
+            raise OSError("the process that held it has ended")
+        return False
 
 
 def test_an_event_that_fails_ends_its_own_request_alone():
@@ -128,6 +136,17 @@ def test_an_event_that_fails_ends_its_own_request_alone():
     ):
         with pytest.raises(error, match=why):
             one.result()
+
+
+def test_an_event_that_fails_while_steps_are_joined():
+    gen, event = engine.Generator(tiny_model("llama")), BrokenEvent(answers=20)
+    with gen.batch() as batch:
+        broken = batch.submit(ids(5), max_new_tokens=100, cancellation=event)
+        good = batch.submit(ids(9), max_new_tokens=40)
+        with pytest.raises(engine.GenerationInterrupted, match="the process that held it has ended") as raised:
+            broken.result()
+        assert 1 < len(raised.value.partial.tokens[0]) < 30
+        assert good.result().tokens == gen.generate(ids(9), max_new_tokens=40).tokens
 
 
 def test_all_slots_are_taken_at_once():

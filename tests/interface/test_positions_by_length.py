@@ -10,6 +10,7 @@ from fallbacks import OutAt
 from transformers import AutoTokenizer
 
 import engine
+from engine.model.rope_frequencies import plain_tokens
 
 PLAIN = 24  # tokens up to which keys depend on positions alone
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [6.0, 4.0, 10.0, 8.0]}
@@ -73,11 +74,11 @@ def test_prompts_that_may_be_read_in_pieces(kind):
 def test_short_texts_of_longrope_are_joined_and_long_ones_say_why_not():
     generator = engine.Generator(copy.deepcopy(model_of("longrope")))
     with generator.batch() as batch:
-        for one in [batch.submit(ids_of(tokens), max_new_tokens=NEW) for tokens in (6, 9)]:
+        for one in [batch.submit(ids_of(tokens), max_new_tokens=17 - tokens) for tokens in (6, 9)]:
             one.result()
         assert batch.counts.alone_steps == 0
         batch.submit(ids_of(40), max_new_tokens=NEW).result()
-        assert any("depend on the length of a text of up to 45 tokens" in why for why in batch.counts.why_alone)
+        assert any("depend on the length of its text, 41 tokens" in why for why in batch.counts.why_alone)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -95,23 +96,40 @@ def test_stored_prefixes_are_those_of_short_texts(kind, monkeypatch):
     assert reused[0] == reused[1] == reused[3] == 0
 
 
+@pytest.fixture
+def chats():
+    """From a kind of model to a function that begins a chat with it."""
+
+    def of(kind):
+        tokenizer = copy.deepcopy(AutoTokenizer.from_pretrained(engine.SHIPPED_MODEL))
+        tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+        model = copy.deepcopy(model_of(kind))
+        model.resize_token_embeddings(len(tokenizer))
+        for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+            torch.nn.init.normal_(table.weight, std=0.3, generator=torch.Generator().manual_seed(0))
+        generator = engine.Generator(model, tokenizer)
+        return lambda **arguments: generator.chat(max_new_tokens=3, **arguments)
+
+    return of
+
+
+LONG = " ".join(["import os"] * 20)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_chat_that_gets_shorter(kind):
-    tokenizer = copy.deepcopy(AutoTokenizer.from_pretrained(engine.SHIPPED_MODEL))
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    big = copy.deepcopy(model_of(kind))
-    big.resize_token_embeddings(len(tokenizer))
-    torch.nn.init.normal_(big.get_input_embeddings().weight, std=0.3)
-    torch.nn.init.normal_(big.get_output_embeddings().weight, std=0.3)
-    generator = engine.Generator(big, tokenizer)
-    chat, short = generator.chat(max_new_tokens=3), "a b"
-    chat.send(short)
-    chat.send(" ".join(["import os"] * 20))
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_chat_that_gets_shorter(kind, fails, chats):
+    begin = chats(kind)
+    chat, fresh = begin(), begin()
+    chat.send("a b")
+    chat.send(LONG)
     assert chat.cache.total_tokens > PLAIN
     chat.undo()
+    if fails:
+        with pytest.raises(engine.OptionError, match="temperature"):
+            chat.send(LONG + "x", temperature=0.5)
     chat.send("c")
-    fresh = generator.chat(max_new_tokens=3)
-    fresh.send(short)
+    fresh.send("a b")
     fresh.send("c")
     assert chat.cache.total_tokens <= PLAIN
     assert [one["content"] for one in chat.messages] == [one["content"] for one in fresh.messages]
@@ -120,21 +138,57 @@ def test_a_chat_that_gets_shorter(kind):
         torch.testing.assert_close(one.keys[:, :, :tokens], expected.keys[:, :, :tokens])
 
 
-def out_of_memory(kind, fallback):
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_chat_with_a_window_reads_long_texts_at_once(kind, chats):
+    window = {"cache": "sliding_window", "cache_config": {"window_length": 200}}
+    chat = chats(kind)(system="a b c d", **window)
+    out = chat.send(LONG)
+    assert chat.cache.total_tokens > PLAIN
+    expected = engine.generate(copy.deepcopy(chat._generator.model), out.sequences[:, :-3], max_new_tokens=3, **window)
+    assert out.tokens == expected.tokens
+
+
+def test_the_lengths_of_each_type_of_layers():
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24, **FACTORS}
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    layers = {"layer_types": ["sliding_attention", "full_attention"]}
+    for ropes, expected in (
+        ({"sliding_attention": plain, "full_attention": rope}, 24),
+        ({"sliding_attention": plain, "full_attention": plain}, None),
+    ):
+        model = randomised("Gemma3TextConfig", sizes | layers | {"rope_parameters": ropes})
+        assert plain_tokens(model) == expected
+    assert [plain_tokens(model_of(kind)) for kind in KINDS] == [PLAIN] * 3
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_of_the_callers_own(kind):
+    ids, positions = ids_of(16), torch.arange(0, 48, 3)[None]
+    generator = engine.Generator(copy.deepcopy(model_of(kind)))
+    expected = generator.generate(ids, position_ids=positions, max_new_tokens=NEW).tokens
+    with engine.Generator(copy.deepcopy(model_of(kind))).batch(piece_tokens=4) as batch:
+        assert batch.submit(ids, position_ids=positions, max_new_tokens=NEW).result().tokens == expected
+
+
+def out_of_memory(kind, fallback, pads=25):
     """The text of a run whose first forward runs out of memory, and that of an undisturbed one."""
     ids = torch.cat([ids_of(40), ids_of(40, 1)])
     mask = torch.ones_like(ids)
-    mask[0, :25] = 0
+    mask[0, :pads] = 0
     inputs, model = {"input_ids": ids, "attention_mask": mask}, copy.deepcopy(model_of(kind))
     expected = engine.generate(copy.deepcopy(model), inputs, max_new_tokens=NEW)
     with OutAt(model, [0]):
         return engine.generate(model, inputs, max_new_tokens=NEW, on_oom=[fallback]), expected
 
 
-def test_a_model_that_starts_again_is_read_in_smaller_chunks():
-    out, expected = out_of_memory("phi3", "chunk")
+@pytest.mark.parametrize(("kind", "fallback", "pads"), [("phi3", "chunk", 25), *((kind, "split", 0) for kind in KINDS)])
+def test_fallbacks_that_do_not_change_the_text(kind, fallback, pads):
+    """A model that starts again may be read in smaller chunks, and rows of equal length apart."""
+    out, expected = out_of_memory(kind, fallback, pads)
     assert torch.equal(out.sequences, expected.sequences)
-    assert [one.name for one in out.stats.fallbacks] == ["chunk"]
+    assert [one.name for one in out.stats.fallbacks] == [fallback]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Caches of earlier calls: prompts that begin in the same way are read once, and every text is as without."""
 
+import errno
 import inspect
 import threading
 from pathlib import Path
@@ -206,6 +207,24 @@ def test_an_entry_for_whose_file_there_is_no_memory_is_forgotten(tmp_path, monke
     assert [one.name for one in out.stats.fallbacks] == ["release"]
     assert generator.generate(ids_of(100), max_new_tokens=NEW).tokens == expected
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.EMFILE])
+def test_files_that_cannot_be_read_now_stay(number, tmp_path, monkeypatch):
+    folder = {"prefix_store_folder": str(tmp_path)}
+    generator = generator_of(**folder)
+    expected = generator.generate(ids_of(100), max_new_tokens=NEW).tokens
+    generator.release()
+    [file] = tmp_path.rglob("*.safetensors")
+
+    def fails(*_, **__):
+        raise OSError(number, "not now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(caches.files, "safe_open", fails)
+        out = generator_of(**folder).generate(ids_of(100), max_new_tokens=NEW)
+        assert (out.tokens, out.stats.cached_tokens) == (expected, 0)
+    assert file.exists()
 
 
 def test_memory_that_is_out_removes_no_file(tmp_path, monkeypatch):

@@ -32,6 +32,23 @@ def test_weights_that_move_are_bound_again(llama):
     assert out.stats.compiled == "4 layers"
 
 
+def test_a_call_without_compiled_layers(llama, monkeypatch):
+    """Also in a batch, where a step is joined with those of calls that would take them."""
+    generator, calls = generator_of(llama), []
+    compute = LayerChain._compute
+    monkeypatch.setattr(LayerChain, "_compute", lambda *args, **kwargs: calls.append(1) or compute(*args, **kwargs))
+    out = generator.generate(prompt(2), **GREEDY, disable_compile=True)
+    assert torch.equal(out.sequences, reference(llama, prompt(2)))
+    assert (out.stats.compiled, calls) == ("off: disable_compile=True", [])
+    plain = prompt(1, pads=0)["input_ids"]
+    for disabled in (False, True):
+        calls.clear()
+        asked = [{"prompt": plain, **GREEDY}, {"prompt": plain, "disable_compile": disabled, **GREEDY}]
+        for one in generator.generate_many(asked):
+            assert torch.equal(one.result().sequences, reference(llama, prompt(1, pads=0)))
+        assert (len(calls) == 0) == disabled
+
+
 def test_hooks_of_the_user_are_called(llama):
     generator, calls = generator_of(llama), []
     hook = llama.model.layers[1].mlp.register_forward_hook(lambda *_: calls.append(1))
