@@ -134,6 +134,9 @@ EDGES = [4, 1, 1, 1, 5, 14, 1]  # to before, onto and past the edges of windows
 
 Tokens = Sequence[Sequence[int]]  # of every row
 _PRIME = 1_000_003
+_OF_KEYS = torch.tensor([[[0.0, 1.0]], [[2.0, 3.0]]], dtype=torch.float64)
+_OF_INDEX = torch.tensor([4.0, 5.0], dtype=torch.float64)
+_OF_CONV = torch.tensor([[6.0], [7.0]], dtype=torch.float64)
 
 
 def numbers(tokens: Tokens, layer: int) -> torch.Tensor:
@@ -142,17 +145,17 @@ def numbers(tokens: Tokens, layer: int) -> torch.Tensor:
 
 def keys_of(tokens: Tokens, layer: int) -> torch.Tensor:
     """[rows, 2 heads, tokens, 2]; values are the negative of it."""
-    return numbers(tokens, layer)[:, None, :, None] + torch.tensor([[[0.0, 1.0]], [[2.0, 3.0]]], dtype=torch.float64)
+    return numbers(tokens, layer)[:, None, :, None] + _OF_KEYS
 
 
 def index_of(tokens: Tokens, layer: int) -> torch.Tensor:
     """[rows, tokens, 2]"""
-    return numbers(tokens, layer)[:, :, None] + torch.tensor([4.0, 5.0], dtype=torch.float64)
+    return numbers(tokens, layer)[:, :, None] + _OF_INDEX
 
 
 def conv_of(tokens: Tokens, layer: int, number: int) -> torch.Tensor:
     """[rows, 2 channels, tokens]"""
-    return numbers(tokens, layer)[:, None, :] + torch.tensor([[6.0], [7.0]], dtype=torch.float64) + number / 4
+    return numbers(tokens, layer)[:, None, :] + _OF_CONV + number / 4
 
 
 def states_of(spec: LayerSpec) -> tuple[int, bool]:
