@@ -147,7 +147,7 @@ class ForwardExecutor:
         if not self.columns.are_plain:
             return "its prompts have padding, or positions of their own"
         if self._depends_on_length(tokens):
-            return f"its position embeddings depend on the length of its text, {tokens} tokens"
+            return f"behind {self._runner.plain_tokens} tokens its position embeddings depend on the length of the text"
         return why_not_joined(self.cache) or self._runner.why_alone or self._runner.why_not_shown(self.cache)
 
     @property
