@@ -34,6 +34,7 @@ from caches.registry import recipe
 from caches.spec.accelerate_hooks import prompt_device
 from caches.spec.fingerprint import active_adapters, fingerprint, inner_model
 from caches.spec.layer_spec import PLAIN, LayerSpec, read_specs
+from caches.torch_api import storage_key
 from configs import ConfigError, EncoderDecoderCacheConfig
 
 _VERSION = 1
@@ -209,7 +210,9 @@ def _saved_options(options: dict[str, Any]) -> dict[str, Any]:
 def _packed(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     """`value` in types of JSON; its tensors are put into `tensors`, by names that begin with `name`."""
     if isinstance(value, torch.Tensor):
-        tensors[name] = value.detach().cpu().contiguous()
+        content = value.detach().cpu().contiguous()
+        is_shared = storage_key(content) in map(storage_key, tensors.values())  # which safetensors refuses
+        tensors[name] = content.clone() if is_shared else content
         return {"tensor": name}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"dict": {key: _packed(part, f"{name}.{key}", tensors) for key, part in value.items()}}

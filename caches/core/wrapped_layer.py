@@ -37,6 +37,16 @@ class WrappedLayer:
             raise AttributeError(name)
         return getattr(self._layer, name)
 
+    @property
+    def conv_states(self) -> dict[int, torch.Tensor]:
+        """Those of transformers' layer, by their number."""
+        return dict(vars(self._layer).get("conv_states", {}))
+
+    @property
+    def recurrent_states(self) -> dict[int, torch.Tensor]:
+        """Those of transformers' layer, by their number."""
+        return dict(vars(self._layer).get("recurrent_states", {}))
+
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._layer.update(keys, values)
 
@@ -63,10 +73,7 @@ class WrappedLayer:
         self._layer.indexer_position_ids = positions.transpose(0, 1)
 
     def begin(self) -> None:
-        attributes = vars(self._layer)
-        self._before = {
-            name: copy.copy(value) if isinstance(value, dict) else value for name, value in attributes.items()
-        }
+        self._before = self.dense_state()
 
     def _does_by_itself(self, *arguments: int) -> None:
         """transformers' layer makes its own room and evicts by itself; no committed token can be rolled back."""
@@ -98,8 +105,9 @@ class WrappedLayer:
         self._layer = self.spec.new_layer()
 
     def dense_state(self) -> dict[str, Any]:
-        """The attributes of transformers' layer."""
-        return dict(vars(self._layer))
+        """The attributes of transformers' layer; of dicts, which the model writes into, copies."""
+        attributes = vars(self._layer).items()
+        return {name: copy.copy(value) if isinstance(value, dict) else value for name, value in attributes}
 
     def load_dense(self, content: dict[str, Any]) -> None:
         self.reset()

@@ -49,6 +49,8 @@ class OffloadedStore:
 
     def _write(self, new: torch.Tensor) -> None:
         timeline = self.timeline
+        if not timeline.kept_tokens:  # nothing was read: a prefetch would be of tokens that were cropped since
+            self._scratch.prefetcher.discard(self)
         if timeline.overflow:  # more tokens than the room of a window
             self.buffer.reserve(timeline.end + timeline.pending, keep=timeline.end)
         self.buffer.write(timeline.end, new)

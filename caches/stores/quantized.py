@@ -117,6 +117,9 @@ class QuantizedStore:
     def _encode(self, dense: torch.Tensor, slot: int, block: int) -> None:
         """Append whole blocks, from `slot` and `block` on. They are read once the timeline has committed them."""
         self._segments = None
+        if self.timeline.evicted[0] >= self.timeline.encoded:  # nothing is read: see `OffloadedStore._write`
+            for known in self.parts.values():
+                known.has_changed()
         for name, part in self.codec.encode(dense).items():
             begin = block if self.codec.per_block(name) else slot
             room = max(_room(self.timeline, self.codec, name, self.timeline.room), begin + part.shape[2])

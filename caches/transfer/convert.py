@@ -10,11 +10,12 @@ from torch import nn
 
 from caches import files
 from caches.core.layer import Layer
-from caches.errors import UnsupportedLayerError
+from caches.errors import StepError, UnsupportedLayerError
 from caches.hf.cache import Cache
 from caches.hf.encoder_decoder import EncoderDecoder
 from caches.protocol import EngineCache, capabilities, check_has_layers_of_ours
 from caches.registry import recipe
+from caches.timeline.timeline import Timeline
 from configs import CacheConfig, ConfigError, EncoderDecoderCacheConfig
 
 C = TypeVar("C", Cache, EncoderDecoder)
@@ -40,6 +41,8 @@ def convert(cache: C, name: str, **options: object) -> C:
                 layer.timeline.kept_tokens if isinstance(layer, Layer) and layer.stores else None
                 for layer in old.layers
             ]
+            for one, other in zip(old.layers, new.layers, strict=True):
+                check_sinks(one.timeline, other.timeline)
             contents = (layer.dense_state() for layer in old.layers)  # of codes and files, copies
             hook_state = old.stack.hook.state_dict(old.batch_size)
             new.stack.load_dense(old.total_tokens, old.batch_size, kept, contents, hook_state)
@@ -67,6 +70,16 @@ def load(
     if options:
         raise ConfigError(f"{', '.join(options)}: options are for another backend, so name it: cache=...")
     return loaded
+
+
+def check_sinks(old: Timeline, new: Timeline) -> None:
+    """Raise `StepError` where one keeps the first tokens of a text whose window has moved, and the other does not."""
+    counts = [getattr(timeline.retention, "sinks", 0) for timeline in (old, new)]
+    if old.evicted_tokens and counts[0] != counts[1]:
+        raise StepError(
+            f"after {old.total_tokens} tokens the cache has a window and the first {counts[0]} tokens of each row, and "
+            f"the other backend keeps the first {counts[1]}: give it the same num_sink_tokens, or read the text again"
+        )
 
 
 def empty_for(cache: C, config: CacheConfig) -> C:

@@ -24,7 +24,7 @@ from caches.registry import recipe
 from caches.stores.store import Store, chosen_rows
 from caches.timeline.shared_timeline import ForkedTimeline
 from caches.timeline.timeline import Timeline
-from caches.transfer.convert import can_migrate, empty_for
+from caches.transfer.convert import can_migrate, check_sinks, empty_for
 from configs import PlacedCacheConfig, QuantizedCacheConfig
 
 C = TypeVar("C", Cache, EncoderDecoder)
@@ -193,6 +193,8 @@ def _steps(old: Cache, new: Cache) -> list[TensorMigration]:
                 f"the {old.name} cache encoded tokens after its rows were forked, and a {new.name} cache that evicts "
                 "what is out of a window has no place for them: convert() it, which decodes everything first"
             )
+    for one, other in _groups(old, new):
+        check_sinks(one, other)
     new.sharing.share_like(old.stack.timelines)
     hook_state = old.stack.hook.state_dict(old.batch_size)
     for holder in old.stack.hook.row_holders():

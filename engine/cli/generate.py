@@ -103,7 +103,9 @@ def _print(chunks: Stream, work: Work, given: dict[str, Any], limit: int | None)
 def assistant(path: str, generator: Generator) -> dict[str, Any]:
     """The arguments of `generate` for the draft model at `path`."""
     from engine.model.loading import load
+    from engine.model.model_sizes import vocabulary_of
 
     model, tokenizer = load(path, None, generator.config)
     is_same = tokenizer.get_vocab() == generator.tokenizer.get_vocab()
+    is_same &= vocabulary_of(model) == vocabulary_of(generator.model)  # one may have more ids, as padding
     return {"assistant_model": model} | ({} if is_same else {"assistant_tokenizer": tokenizer})

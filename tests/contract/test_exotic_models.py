@@ -84,6 +84,34 @@ def test_beams_after_a_prompt_shorter_than_what_is_compressed(deepseek_v4, token
         assert torch.equal(out.sequences, reference(deepseek_v4, inputs, **BEAMS))
 
 
+def test_copies_share_nothing_that_the_model_writes_into(deepseek_v4, tmp_path):
+    """Its layers keep tensors in dicts."""
+    generator, options = engine.Generator(deepseek_v4), {"max_new_tokens": NEW}
+    first, *others = (prompt(rows=1, tokens=tokens, pads=0, seed=tokens)["input_ids"] for tokens in (13, 5, 6))
+    asked = [torch.cat([first, other], dim=1) for other in (*others, others[0])]
+    expected = [generator.generate(ids, **options).tokens for ids in asked]
+    prefix = generator.prefill(first)
+    for ids, tokens in zip(asked, expected, strict=True):
+        assert prefix.generate(ids[:, 13:], **options).tokens == tokens
+    for copied in (caches.branch(prefix.cache), caches.convert(prefix.cache, "dynamic")):
+        for ids, tokens in zip(asked, expected, strict=True):
+            assert generator.generate(ids, cache=caches.branch(copied), **options).tokens == tokens
+    prefix.save(tmp_path / "prefix")  # keys and values are one tensor
+    saved = generator.prefill(resume=tmp_path / "prefix")
+    for ids, tokens in zip(asked, expected, strict=True):
+        assert saved.generate(ids[:, 13:], **options).tokens == tokens
+
+
+def test_layers_with_an_index_and_states_read_on():
+    model, ids = made("qwen4_exp"), prompt(rows=1, pads=0)["input_ids"]
+    expected = engine.generate(model, ids, max_new_tokens=NEW)
+    assert engine.generate(model, ids, max_new_tokens=NEW, prompt_lookup_num_tokens=3).tokens == expected.tokens
+    assert engine.generate(model, ids, max_new_tokens=NEW, prefill_chunk_size=4).tokens == expected.tokens
+    first = engine.generate(model, ids, max_new_tokens=4)
+    rest = engine.generate(model, first.sequences, cache=first.cache, max_new_tokens=NEW - 4)
+    assert torch.equal(rest.sequences, expected.sequences)
+
+
 def test_positions_of_a_forward_that_died_in_a_foreign_loop():
     model, ids = made("qwen4_exp"), prompt(pads=0)["input_ids"]
     cache = caches.build("dynamic", model.config)

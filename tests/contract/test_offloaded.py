@@ -511,3 +511,23 @@ def test_options_that_contradict_each_other():
     specs = [LayerSpec("unknown", frozenset({"something unknown"}))]
     with pytest.raises(caches.UnsupportedLayerError, match="offloaded"):
         caches.recipe("offloaded").make(specs, caches.recipe("offloaded").options())
+
+
+@pytest.mark.parametrize("cache", [*BACKENDS, "offloaded_quantized"])
+@pytest.mark.parametrize("residency", ["host", "disk"])
+def test_what_was_prefetched_of_cropped_tokens_is_not_read(cache, residency, tmp_path):
+    """Rows that share a prompt: all that each has for itself is cropped, and other tokens take their place."""
+    generator, ids = engine.Generator(tiny_model("llama")), prompt(rows=1, tokens=12, pads=0)["input_ids"]
+    other = torch.cat([ids, prompt(rows=1, tokens=6, pads=0, seed=4)["input_ids"]], dim=1).repeat(2, 1)
+    own = {"max_cache_len": 80} if cache == "offloaded_static" else {}
+    own |= {"residual_length": 0} if cache == "offloaded_quantized" else {}
+    away = {"residency": residency} | ({"folder": str(tmp_path)} if residency == "disk" else {})
+
+    def run(name, options):
+        forked = {"do_sample": True, "seed": 1, "num_return_sequences": 2, "max_new_tokens": NEW}
+        first = generator.generate(ids, cache=name, cache_config=options, **forked)
+        first.cache.crop(11)
+        return generator.generate(other, cache=first.cache, max_new_tokens=NEW).tokens
+
+    here = {"offloaded": "dynamic", "offloaded_static": "static", "offloaded_quantized": "quantized"}[cache]
+    assert run(cache, own | away) == run(here, own)

@@ -330,3 +330,27 @@ def test_a_model_without_keys_and_values_told_later():
     """A `SinkCache` that is built without a configuration learns of its layers with the first call."""
     with pytest.raises(caches.UnsupportedLayerError, match="no layer of this model keeps any"):
         engine.generate(tiny_model("mamba2"), torch.tensor([[3, 4, 5]]), cache=caches.SinkCache(W, S))
+
+
+@pytest.mark.parametrize("move", [caches.convert, caches.migrate])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"name": "sink", "num_sink_tokens": S}, {"name": "sliding_window"}),
+        ({"name": "sliding_window"}, {"name": "sink", "num_sink_tokens": S}),
+        ({"name": "sink", "num_sink_tokens": S}, {"name": "sink", "num_sink_tokens": S - 1}),
+    ],
+    ids=lambda options: f"{options['name']} {options.get('num_sink_tokens', 0)}",
+)
+def test_a_window_that_has_moved_goes_to_no_backend_with_other_sinks(move, old, new):
+    model, ids = tiny_model("llama"), prompt(rows=1, pads=0)["input_ids"]
+    for tokens, moves in ((W - 4, True), (W + 4, False)):
+        window = {"window_length": W}
+        config = configs.CacheConfig.from_dict(old | window)
+        cache = engine.generate(model, ids[:, :2], cache=config, max_new_tokens=tokens).cache
+        if moves:
+            assert move(cache, **new | window).total_tokens == tokens + 1
+            continue
+        with pytest.raises(caches.StepError, match=r"the first \d tokens of each row, and the other .* the first \d"):
+            move(cache, **new | window)
+        assert cache.total_tokens == tokens + 1  # it stays as it is

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 from architectures import ARCHITECTURES, tiny_model
 from encoder_decoders import tiny_encoder_decoder
 from helpers import in_terminal
@@ -395,3 +396,13 @@ def test_ctrl_c_prints_what_there_is():
     assert told.splitlines()[-1] == f"interrupted after {new_tokens} tokens"
     assert (begun + rest).endswith("\n")
     assert len(begun + rest) < 1500
+
+
+def test_a_draft_whose_vocabulary_has_more_ids_as_padding(cli, tmp_path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(engine.SHIPPED_MODEL)
+    model.resize_token_embeddings(model.config.vocab_size + 64)
+    model.save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(engine.SHIPPED_MODEL).save_pretrained(tmp_path)
+    plain = cli(["generate", PROMPT, "--max-new-tokens", "8"])
+    drafted = cli(["generate", PROMPT, "--max-new-tokens", "8", "--draft", str(tmp_path)])
+    assert (drafted.exit_code, drafted.stdout) == (0, plain.stdout), drafted.stderr

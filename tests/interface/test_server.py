@@ -274,6 +274,19 @@ class TestCompletions:
         assert pieces[0].startswith(PROMPT)
         assert "".join(pieces) == PROMPT + said
 
+    def test_the_models_own_settings_hinder_neither_scores_nor_greedy_search(self, gen):
+        model = copy.deepcopy(gen.model)
+        model.generation_config.stop_strings = ["\n"]
+        model.generation_config.num_beams = 4
+        with served(engine.Generator(model, gen.tokenizer)) as server:
+            scored = complete(server, "import os\nimport sys", echo=True, logprobs=0, max_tokens=0).choices[0]
+            assert scored.logprobs.token_logprobs[0] is None
+            assert len(scored.logprobs.token_logprobs) == len(gen.tokenizer("import os\nimport sys")["input_ids"])
+            greedy = gen.generate("import os", max_new_tokens=12, stop_strings=["\n"]).text[0]
+            for more in ({}, {"logprobs": 1}):
+                assert complete(server, "import os", **more).choices[0].text.strip() == greedy.strip()
+            complete(server, "import os", logprobs=1, temperature=None)
+
     def test_echo_scores_the_prompt(self, server, gen):
         prompt = PROMPT * 9
         ids = gen.tokenizer(prompt, return_tensors="pt")["input_ids"]

@@ -133,7 +133,10 @@ def parameters(body: ChatRequest | CompletionRequest, prompt_tokens: int, limits
     if body.presence_penalty or body.frequency_penalty:
         found["logits_processor"] = [Penalties(body.presence_penalty, body.frequency_penalty, prompt_tokens)]
     found["num_return_sequences"] = body.n  # also where the model's own settings have another number
-    if (likeliest := logprobs_asked(body)) is not None:
+    likeliest, searches = logprobs_asked(body), {"num_beams", "num_beam_groups", "strategy"} & found.keys()
+    if not searches and (body.temperature == 0 or likeliest is not None):
+        found["num_beams"] = 1  # also where the model's own settings have more
+    if likeliest is not None:
         if found.get("num_beams", 1) > 1 or found.get("strategy") in ("beam", "diverse_beam"):
             raise OptionError(
                 "logprobs cannot apply to a beam search (best_of, engine.num_beams): leave one of them out"

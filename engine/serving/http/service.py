@@ -300,8 +300,8 @@ async def _chunks_of(text: _Text) -> AsyncIterator[StreamChunk | None]:
 def _scoring(ids: Sequence[int], given: dict[str, Any]) -> dict[str, Any]:
     """The parameters of the run that gives the log probabilities of a prompt."""
     kept = {name: given[name] for name in ("cache", "cache_config", "max_time", "top_logprobs") if name in given}
-    text = {"strategy": ScoredText(tuple(ids[1:])), "max_new_tokens": len(ids) - 1, "eos_token_id": []}
-    return kept | text
+    text = {"strategy": ScoredText(tuple(ids[1:])), "max_new_tokens": len(ids) - 1}
+    return kept | text | {"eos_token_id": [], "stop_strings": []}  # not even those of the model's own settings
 
 
 def refusal(failed: Exception) -> Refusal:
