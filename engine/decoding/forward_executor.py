@@ -168,7 +168,8 @@ class ForwardExecutor:
 
     def is_same_in_pieces(self, tokens: int) -> bool:
         """Whether keys of a text of so many tokens do not depend on how many of them are read at once."""
-        return not self._depends_on_length(tokens) or starts_again(self.model)
+        starts = starts_again(self.model) and not self.columns.are_given  # it counts tokens, not positions
+        return starts or not self._depends_on_length(tokens)
 
     def _depends_on_length(self, tokens: int) -> bool:
         """Whether keys of a text of so many tokens depend on more than their positions."""

@@ -20,7 +20,7 @@ from caches.transfer.convert import can_migrate
 from configs import CacheConfig
 from engine.decoding.pauses import FindPauses, Pause
 from engine.errors import EngineError, InputError, OptionError
-from engine.model.rope_frequencies import plain_tokens
+from engine.model.rope_frequencies import plain_tokens, starts_again
 from engine.output.hf_streamers import ending
 from engine.prompt import without_padding
 from engine.result import Generation, StreamChunk
@@ -249,11 +249,11 @@ class Chat:
         """Let the cache hold a beginning of `ids`, shorter than they are, as long as possible."""
         if self.cache is None:
             return
-        common = self._common(self.cache, ids)
-        plain = plain_tokens(self._generator.model)
+        common, model = self._common(self.cache, ids), self._generator.model
+        plain = plain_tokens(model)
         if common < self.cache.total_tokens:
-            if plain is not None and self.cache.total_tokens > plain:
-                common = 0  # its keys are those of a longer text
+            if plain is not None and self.cache.total_tokens > plain and not (starts_again(model) and common > plain):
+                common = 0  # the keys are those of a longer text
             try:
                 self.cache.crop(common) if common else self.cache.reset()
             except StepError:

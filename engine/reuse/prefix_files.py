@@ -74,7 +74,6 @@ class PrefixFiles:
         path = self._path(file)
         try:
             cache: Any = load(path, self._model)
-            os.utime(path)
         except (CacheError, OSError) as error:
             if is_out_of_memory(error):
                 raise
@@ -82,6 +81,8 @@ class PrefixFiles:
             if not isinstance(cause, OSError) or isinstance(cause, FileNotFoundError):
                 _remove(path)
             return None
+        with suppress(OSError):  # of another user, or not to be written
+            os.utime(path)
         return cache
 
     def remove(self, file: StoredFile) -> None:

@@ -33,6 +33,7 @@ class BatchRequest:
         self._future: Future[Generation] = Future()
         self._future.set_running_or_notify_cancel()  # a task that is cancelled while it waits does not end it
         self._cancelled = threading.Event()
+        self._failure: Exception | None = None  # of the event that it was given
         self._chunks: queue.SimpleQueue[StreamChunk | None] = queue.SimpleQueue()
         self._on_chunk: list[Callable[[], None]] = []  # called from the thread that runs the batch
 
@@ -102,9 +103,18 @@ class BatchRequest:
     # For the scheduler.
 
     def is_set(self) -> bool:
-        """As an event for `cancellation`: whether it was cancelled, here or by the event that it was given."""
+        """As an event for `cancellation`: whether it was cancelled, here or by the event that it was given.
+
+        Raises the error of that event, also in later calls.
+        """
         given = self.parameters.get("cancellation")
-        return self._cancelled.is_set() or (given is not None and given.is_set())
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return self._cancelled.is_set() or (given is not None and given.is_set())
+        except Exception as error:
+            self._failure = error
+            raise
 
     def add_chunk(self, chunk: StreamChunk | None) -> None:
         """None: there are no more."""

@@ -354,3 +354,6 @@ def test_a_window_that_has_moved_goes_to_no_backend_with_other_sinks(move, old, 
         with pytest.raises(caches.StepError, match=r"the first \d tokens of each row, and the other .* the first \d"):
             move(cache, **new | window)
         assert cache.total_tokens == tokens + 1  # it stays as it is
+        if old["name"] == "sink":
+            with pytest.raises(caches.StepError, match="are missing"):
+                move(cache, "dynamic")

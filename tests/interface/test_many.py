@@ -105,14 +105,14 @@ def test_rows_of_one_length_may_keep_different_slots(kind, first):
 
 
 class BrokenEvent:
-    """Its process ends after some answers."""
+    """Its process ends after some answers, and may come back."""
 
-    def __init__(self, answers=0):
-        self.answers = answers
+    def __init__(self, answers=0, comes_back=False):
+        self.answers, self.comes_back = answers, comes_back
 
     def is_set(self):
         self.answers -= 1
-        if self.answers < 0:
+        if self.answers == -1 or (self.answers < 0 and not self.comes_back):
             raise OSError("the process that held it has ended")
         return False
 
@@ -138,8 +138,9 @@ def test_an_event_that_fails_ends_its_own_request_alone():
             one.result()
 
 
-def test_an_event_that_fails_while_steps_are_joined():
-    gen, event = engine.Generator(tiny_model("llama")), BrokenEvent(answers=20)
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_an_event_that_fails_while_steps_are_joined(comes_back):
+    gen, event = engine.Generator(tiny_model("llama")), BrokenEvent(20, comes_back)
     with gen.batch() as batch:
         broken = batch.submit(ids(5), max_new_tokens=100, cancellation=event)
         good = batch.submit(ids(9), max_new_tokens=40)

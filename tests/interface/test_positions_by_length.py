@@ -163,7 +163,19 @@ def test_the_lengths_of_each_type_of_layers():
     assert [plain_tokens(model_of(kind)) for kind in KINDS] == [PLAIN] * 3
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_long_chat_of_a_model_that_starts_again_goes_back_without_reading_all(chats):
+    chat = chats("phi3")()
+    chat.send(LONG)
+    chat.retry()
+    assert chat.last.stats.cached_tokens > PLAIN
+    chat.undo()
+    out = chat.send(LONG + "x")
+    assert out.stats.cached_tokens > PLAIN
+    model = copy.deepcopy(chat._generator.model)
+    assert out.tokens == engine.generate(model, out.sequences[:, :-3], max_new_tokens=3).tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_positions_of_the_callers_own(kind):
     ids, positions = ids_of(16), torch.arange(0, 48, 3)[None]
     generator = engine.Generator(copy.deepcopy(model_of(kind)))

@@ -209,6 +209,19 @@ def test_an_entry_for_whose_file_there_is_no_memory_is_forgotten(tmp_path, monke
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
+def test_files_of_another_user_are_read(tmp_path, monkeypatch):
+    folder = {"prefix_store_folder": str(tmp_path)}
+    generator = generator_of(**folder)
+    generator.generate(ids_of(100), max_new_tokens=NEW)
+    generator.release()
+
+    def fails(path):
+        raise PermissionError(path)
+
+    monkeypatch.setattr("os.utime", fails)
+    assert generator_of(**folder).generate(ids_of(100), max_new_tokens=NEW).stats.cached_tokens == 99
+
+
 @pytest.mark.parametrize("number", [errno.ENOMEM, errno.EMFILE])
 def test_files_that_cannot_be_read_now_stay(number, tmp_path, monkeypatch):
     folder = {"prefix_store_folder": str(tmp_path)}

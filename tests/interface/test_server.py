@@ -286,6 +286,11 @@ class TestCompletions:
             for more in ({}, {"logprobs": 1}):
                 assert complete(server, "import os", **more).choices[0].text.strip() == greedy.strip()
             complete(server, "import os", logprobs=1, temperature=None)
+            searched = gen.generate(
+                "import os", max_new_tokens=12, stop_strings=["\n"], num_beams=4, length_penalty=2.0
+            )
+            found = complete(server, "import os", engine={"length_penalty": 2.0}).choices[0].text
+            assert found.strip() == searched.text[0].strip()
 
     def test_echo_scores_the_prompt(self, server, gen):
         prompt = PROMPT * 9

@@ -116,6 +116,11 @@ def _tokenized(text: str, tokenizer: Any, special: bool = True) -> list[int]:
     return list(ids)
 
 
+_OF_SEARCHES = {
+    "strategy", "num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "early_stopping",
+}  # fmt: skip
+
+
 def parameters(body: ChatRequest | CompletionRequest, prompt_tokens: int, limits: Limits) -> dict[str, Any]:
     """The parameters of `engine.generate` for a prompt of so many tokens. Raises `OptionError`, `InputError`."""
     own = body.engine.model_dump(exclude_none=True, exclude={"chat_template_kwargs"})
@@ -133,7 +138,7 @@ def parameters(body: ChatRequest | CompletionRequest, prompt_tokens: int, limits
     if body.presence_penalty or body.frequency_penalty:
         found["logits_processor"] = [Penalties(body.presence_penalty, body.frequency_penalty, prompt_tokens)]
     found["num_return_sequences"] = body.n  # also where the model's own settings have another number
-    likeliest, searches = logprobs_asked(body), {"num_beams", "num_beam_groups", "strategy"} & found.keys()
+    likeliest, searches = logprobs_asked(body), _OF_SEARCHES & found.keys()
     if not searches and (body.temperature == 0 or likeliest is not None):
         found["num_beams"] = 1  # also where the model's own settings have more
     if likeliest is not None:
