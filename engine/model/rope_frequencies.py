@@ -31,15 +31,14 @@ def plain_tokens(model: nn.Module) -> int | None:
 
 
 def _plain_tokens(rope: nn.Module) -> Iterator[int]:
-    """Those of a rotary module: one for each type of layers whose frequencies it changes."""
-    kinds = getattr(rope, "rope_type", None)
+    """Those of a rotary module: one for each type of layers whose frequencies it changes. 0 where it does not say."""
+    kinds, config = getattr(rope, "rope_type", None), getattr(rope, "config", None)
     for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
-        config: Any = getattr(rope, "config", None)
         if "dynamic" in str(kind):
-            yield config.max_position_embeddings
+            yield getattr(config, "max_position_embeddings", 0)
         elif kind == "longrope":
-            parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
-            yield parameters["original_max_position_embeddings"]
+            parameters = getattr(config, "rope_parameters", None) or {}
+            yield parameters.get(layer_type, parameters).get("original_max_position_embeddings", 0)
 
 
 def starts_again(model: PreTrainedModel) -> bool:

@@ -161,6 +161,10 @@ def test_the_lengths_of_each_type_of_layers():
         model = randomised("Gemma3TextConfig", sizes | layers | {"rope_parameters": ropes})
         assert plain_tokens(model) == expected
     assert [plain_tokens(model_of(kind)) for kind in KINDS] == [PLAIN] * 3
+    for kind in ("dynamic", "longrope"):  # of code from elsewhere
+        rope = torch.nn.Module()
+        rope.rope_type = kind
+        assert plain_tokens(rope) == 0
 
 
 def test_a_long_chat_of_a_model_that_starts_again_goes_back_without_reading_all(chats):
