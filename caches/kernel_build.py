@@ -27,6 +27,7 @@ from configs import ConfigError
 
 # As fast as -ffast-math, but NaN and infinity keep their meaning and no other code changes its rounding.
 _FLAGS = ("-O3", "-march=native", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno")
+_NOT_MAPPED = "failed to map segment"  # by the loader, where memory is out or the folder's files may not be run
 _LIBRARY = ("-std=c++20", "-shared", "-fPIC")
 
 
@@ -83,7 +84,8 @@ def load_operators(source: Path, option: str) -> None:
 
     The library's name has a hash of the source and its headers, the compiler, its options, the processor and the
     releases of torch, Python and the C library, and one of its own content. It is renamed into place when complete, so
-    processes never see half of it. A library that is damaged or cannot be loaded is compiled once more.
+    processes never see half of it. A library that is damaged or cannot be loaded is compiled once more, but not where
+    memory is out.
 
     option: what needs them, for messages. Raises `ConfigError` if it cannot be compiled or loaded.
     """
@@ -102,11 +104,13 @@ def load_operators(source: Path, option: str) -> None:
             return
         except OSError as error:
             refused = error
+            if _NOT_MAPPED in str(error.__cause__ or error):  # the file is whole: another would not be mapped either
+                break
             with suppress(OSError):
                 path.unlink()
     raise ConfigError(
-        f"{option} needs kernels that were compiled but cannot be loaded: {refused}. Set the variable CXX to the "
-        "compiler that fits this Python and its torch, or leave it out"
+        f"{option} needs kernels that were compiled but cannot be loaded: {refused.__cause__ or refused}. Set the "
+        "variable CXX to the compiler that fits this Python and its torch, free memory, or leave it out"
     ) from refused
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Callable
 
 import torch
 
@@ -34,6 +35,18 @@ def is_out_of_memory(error: BaseException, size: int = 0) -> bool:
     if is_of_onednn(error):
         return size > 0 and not _is_free(size)
     return isinstance(error, RuntimeError) and _MESSAGES.match(str(error).strip()) is not None
+
+
+def has_memory_for(work: Callable[[], object]) -> bool:
+    """Whether memory suffices for `work()`, which is done then. What makes room comes after this call: while an error
+    is handled its frames refer to the tensors that filled the memory."""
+    try:
+        work()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    return True
 
 
 def is_of_onednn(error: BaseException) -> bool:

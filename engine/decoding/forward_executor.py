@@ -219,10 +219,12 @@ class ForwardExecutor:
             if moved is not None:
                 self._replace(number, moved)  # at once: the part that it replaces is empty
                 changes += 1
-        self._quantized_to_save_memory |= quantized and changes > 0
+        if not changes:
+            return None
+        self._quantized_to_save_memory |= quantized
         self._chunk_tokens = self._given_chunk_tokens  # the cache may have been the part without room, not the forward
         place = "on disk" if residency == "disk" else "in host memory"
-        return f"the cache goes on as {self.cache.name} {place}" if changes else None
+        return f"the cache goes on as {self.cache.name} {place}"
 
     def impose_window(self, window_length: int) -> None:
         """Go on with the last `window_length` tokens of the cache alone."""

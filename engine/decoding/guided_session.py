@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn.functional import pad
 from transformers.utils import ModelOutput
 
 from caches import EngineCache, TokenLog
-from caches.out_of_memory import is_out_of_memory
+from caches.out_of_memory import has_memory_for
 from caches.torch_api import tree_map
 from engine.decoding.forward_executor import ForwardExecutor
 from engine.decoding.model_session import ModelSession
@@ -118,14 +119,13 @@ class GuidedSession:
             session.end()
         if fed == 0:
             return
-        own, known = torch.arange(len(log.ids), device="cpu"), self.cache.log
-        try:
-            self.cache.select_rows(own)
-            if self._lead > 0:
-                self.cache.reset()
-            else:
-                self.cache.log = None if known is None else known.select_rows(own)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
+        if not has_memory_for(partial(self._select_prompts, len(log.ids))):
             session.discard_cache()  # better no cache than no text
+
+    def _select_prompts(self, rows: int) -> None:
+        own, known = torch.arange(rows, device="cpu"), self.cache.log
+        self.cache.select_rows(own)
+        if self._lead > 0:
+            self.cache.reset()
+        else:
+            self.cache.log = None if known is None else known.select_rows(own)

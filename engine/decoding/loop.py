@@ -126,14 +126,16 @@ class DecodingLoop:
 
     def _return_to(self, rows: list[int]) -> None:
         """Select the rows of the result. Where the cache has no memory for that it is emptied."""
-        index = torch.tensor(rows, device="cpu")
+        index, select = torch.tensor(rows, device="cpu"), None
         try:
-            select = self._row_selection(index)
+            selection = self._row_selection(index)
             self._session.select_rows(index)
+            select = selection
         except Exception as error:
             if not (isinstance(error, (CacheError, Exhausted)) or is_out_of_memory(error)):
                 raise
             _logger.warning("the cache is emptied, because its rows could not follow those of the result: %s", error)
+        if select is None:  # outside of `except`: the error refers to what was made
             self._session.discard_cache()  # this makes room
             select = self._row_selection(index)
         select()

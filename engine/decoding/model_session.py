@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 
 from caches import CacheError, EngineCache, TokenLog
 from caches.hf.adapter import may_be_lost
-from caches.out_of_memory import is_of_onednn, is_out_of_memory
+from caches.out_of_memory import has_memory_for, is_of_onednn, is_out_of_memory
 from caches.protocol import KeepsPast, capabilities
 from caches.spec.fingerprint import active_adapters
 from caches.torch_api import always_writable
@@ -431,12 +431,7 @@ class ModelSession:
 
     def close(self, log: TokenLog) -> None:
         """End with a cache that another call can continue: it holds the first columns of `log`, the run's tokens."""
-        try:
-            if self._ids.count > 0 or self._selecting_rows:
-                self._leave(log)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
+        if (self._ids.count > 0 or self._selecting_rows) and not has_memory_for(partial(self._leave, log)):
             self.discard_cache()  # better no cache than no text
         self.end()
 

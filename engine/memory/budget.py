@@ -104,7 +104,6 @@ class Budget:
         )
         if self._action == "error" or self._has_acted:
             raise Exhausted(f"{why}; over_budget={self._action!r}" + (" was not enough" if self._has_acted else ""))
-        self._has_acted = True
         tokens_before, bytes_before = cache.total_tokens, cache.device_bytes
         try:
             if self._action == "offload":
@@ -117,6 +116,7 @@ class Budget:
             raise Exhausted(f"{why}; over_budget={self._action!r} is not possible: {error}") from None
         if what is None:
             raise Exhausted(f"{why}; over_budget={self._action!r} is not possible: it is offloaded already")
+        self._has_acted = True  # where memory was out instead, a later call can act
         self._taken.append(Fallback(self._action, what, tokens_before, bytes_before, session.cache.device_bytes))
         _logger.warning("%s; %s", why, self._taken[-1])
 

@@ -212,7 +212,7 @@ def _measure(shapes: Iterable[Shape]) -> dict[Shape, Names]:
         works = {(shape, rows): _works(_matrices(pool, shape, rows), rows) for shape in shapes for rows in _ROWS}
         found = against_torch(works, partial(_check_quiet, pool))
         return {shape: tuple(_fastest(found[shape, rows]) for rows in _ROWS) for shape in shapes}
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         return {}

@@ -32,10 +32,12 @@ def find_free(device: torch.device, folder: str | None = None) -> Free:
     """What is free on a device, in host memory and in `folder` (default: that of caches on disk)."""
     give_back_freed_memory()
     # What the machine has left, or the limits of this process and of its group leave it, whichever is least.
-    host = min(psutil.virtual_memory().available, *_of_groups(), *_of_limits())
+    limits = _of_limits()
+    host = min(psutil.virtual_memory().available, *_of_groups(), *limits.values())
     on_device = host if device.type == "cpu" else _device_bytes(device)
     try:
         disk = shutil.disk_usage(disk_folder(folder)).free
+        disk = min(disk, limits.get("addresses", disk))  # a file is mapped
     except CapacityError:  # no folder is on a disk
         disk = 0
     except OSError:
@@ -84,16 +86,17 @@ def _of_groups() -> Iterator[int]:
                 break
 
 
-def _of_limits() -> Iterator[int]:
-    """RLIMIT_DATA and RLIMIT_AS, less what this process has taken of them, where there are such limits."""
+def _of_limits() -> dict[str, int]:
+    """What RLIMIT_DATA ("data") and RLIMIT_AS ("addresses") leave this process, where there are such limits."""
     if not hasattr(psutil, "RLIMIT_DATA"):  # not on macOS and Windows
-        return
+        return {}
     process = psutil.Process()
-    taken = process.memory_info()
-    for limit, used in ((psutil.RLIMIT_DATA, taken.data), (psutil.RLIMIT_AS, taken.vms)):
+    taken, left = process.memory_info(), {}
+    for name, limit, used in (("data", psutil.RLIMIT_DATA, taken.data), ("addresses", psutil.RLIMIT_AS, taken.vms)):
         most, _ = process.rlimit(limit)
         if most != psutil.RLIM_INFINITY:
-            yield max(0, most - used)
+            left[name] = max(0, most - used)
+    return left
 
 
 def _number(file: Path, before: str = r"\A\s*") -> int | None:
