@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST := -m pytest -n auto --dist worksteal
 PROMPT := 'def open(self, path, mode="r"):\n    """Open the file named path'
 
-.PHONY: bench demo test test-full nightly torture histories random-calls interrupts check docs test-oldest clean
+.PHONY: bench demo test test-full nightly torture histories random-calls interrupts limits check docs test-oldest clean
 
 demo: .venv/installed
 	@for cache in dynamic static; do \
@@ -24,13 +24,18 @@ test: .venv/installed
 test-full: .venv/installed
 	$(BIN)/python $(PYTEST) -m "slow and not product and not cuda"
 
-# What takes hours: every cell of the products, memory that runs out at random, histories of caches, calls beside
-# transformers, Ctrl-C at any moment.
-nightly: .venv/installed torture histories random-calls interrupts
+# What takes hours: every cell of the products, memory that runs out at random or by limits of the system, histories of
+# caches, calls beside transformers, Ctrl-C at any moment.
+nightly: .venv/installed torture limits histories random-calls interrupts
 	$(BIN)/python $(PYTEST) -m "product and not cuda"
 
 torture: .venv/installed
 	$(BIN)/python tests/support/torture.py 20000
+
+# Real limits of memory; 60 of them are among the slow tests.
+limits: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/limits.py 300
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/limits.py 60 --cold
 
 # Random histories of live caches; 500 of them are among the tests.
 histories: .venv/installed

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from caches import EngineCache
+from caches.out_of_memory import is_out_of_memory
 from caches.spec.accelerate_hooks import prompt_device
 from caches.torch_api import set_grad_enabled
 from configs import EngineConfig, checked_fallbacks
@@ -32,7 +33,7 @@ from engine.model.columns import Columns
 from engine.model.compiled_step import makes_graphs
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner
-from engine.out_of_memory import Exhausted
+from engine.out_of_memory import Exhausted, in_words, without_frames
 from engine.output.hf_streamers import adapter_for, ending
 from engine.output.stream_buffer import StreamBuffer
 from engine.prompt import without_padding
@@ -81,28 +82,40 @@ class RunBuilder:
         """The run of a call; that of `instead` where an `OptionError` refuses it. The other ranks begin one too.
 
         streams: whether the run is a `Stream`. make_room: called first when memory is out; it says whether it has freed
-        some. pauses: in reading the prompt.
+        some. pauses: in reading the prompt. Raises `OutOfMemoryError` without tokens where memory is out by now.
         """
         ranks, grad = self._runner.ranks, torch.is_grad_enabled()
+        read: list[Request] = []
         try:
             with ending(call.streamer):
                 ranks.resume()
                 try:
-                    return self._build(call, streams, make_room, pauses)
+                    return self._build(call, streams, make_room, pauses, read)
                 except OptionError:
                     if instead is None:
                         raise
                     ranks.end()
                     ranks.resume()
-                return self._build(instead, streams, make_room, pauses)
-        except BaseException:
+                return self._build(instead, streams, make_room, pauses, read)
+        except BaseException as error:
             ranks.end()
-            raise
+            if not (read and is_out_of_memory(error)):
+                raise
+            failure = without_frames(error)
         finally:
             set_grad_enabled(grad)  # Ctrl-C may have come where torch.no_grad() ended
+        prompts, with_text = read[-1].prompt.ids, (call.tokenizer or self.tokenizer) is not None
+        nothing = nothing_generated(prompts, with_text, (), 0.0, read[-1].grammar is not None)
+        message = f"memory was out while the run was prepared, before the first token ({in_words(failure)})"
+        raise OutOfMemoryError(message, nothing) from failure
 
-    def _build(self, call: Call, streams: bool, make_room: Callable[[], bool], pauses: FindPauses) -> Driver:
-        """The run that `call` asks for. Checks come first, then the encoder's forward, then the run's objects."""
+    def _build(
+        self, call: Call, streams: bool, make_room: Callable[[], bool], pauses: FindPauses, read: list[Request]
+    ) -> Driver:
+        """The run that `call` asks for. Checks come first, then the encoder's forward, then the run's objects.
+
+        read: the list to which the request is added once it is known.
+        """
         started = time.perf_counter()
         call = read_parameters(call)
         call = replace(call, tokenizer=self.tokenizer) if call.tokenizer is None else call
@@ -115,6 +128,7 @@ class RunBuilder:
         draft = self._draft_of(call.assistant_model)
         choice = read_cache_choice(runner.model, call, config)
         request, draft_request = self._read(call, choice.live, draft)
+        read.append(request)
         said = fallbacks, choice.name, request.max_columns, request.chunk_tokens, request.strategy.name, request.rows
         with stop.noting_keys():
             ranks.begin(prompt_device(runner.model), request.prompt.ids.tolist(), *said)
@@ -126,8 +140,8 @@ class RunBuilder:
                     draft_request = draft_request.encoded(draft.model, draft_recovery.apply_before)
             cache, known = self._cache_for(choice, request, budget)
         reused = self._reused(cache, request) if choice.live is None else Reused(cache)
-        read, mask = request.read
-        model_kwargs = dict(read.model_kwargs)
+        fed, mask = request.read
+        model_kwargs = dict(fed.model_kwargs)
         columns = Columns(mask, request.columns, model_kwargs.pop("position_ids", None))
         inputs = ModelInputs(request.prompt.embeds, model_kwargs, flags=request.output_flags)
         if not known and not call.trust_cache:

@@ -10,6 +10,7 @@ from fallbacks import NEW, OOM, OutAt, expected, prompt, run, same
 import caches
 import engine
 from configs import EngineConfig
+from engine.memory import fallbacks
 
 
 @pytest.mark.parametrize("error", OOM.values(), ids=OOM)
@@ -57,6 +58,42 @@ def test_what_was_generated_comes_back_when_no_rung_is_left():
     assert [fallback.name for fallback in partial.stats.fallbacks] == ["release", "offload", "split", "split"]
     rest = engine.generate(tiny_model("llama"), partial.sequences, cache=partial.cache, max_new_tokens=NEW - 3)
     assert torch.equal(rest.sequences, reference.sequences)
+
+
+ON_DISK = {"cache_config": {"residency": "disk"}}
+OUT_OF_WAY = 30  # failures: more than any run of these has fallbacks
+
+
+@pytest.mark.parametrize(
+    ("cache", "options"),
+    [
+        ("offloaded", ON_DISK),
+        ("offloaded_quantized", ON_DISK),
+        ("dynamic", {}),
+        ("none", {}),
+        ("sink", {"cache_config": {"window_length": 32}}),
+    ],
+)
+@pytest.mark.parametrize("on_oom", [EngineConfig().on_oom, ("offload", "chunk"), ("quantize", "split", "chunk")])
+def test_a_run_ends_where_nothing_helps(cache, options, on_oom):
+    """A cache that is on disk already is not moved, so nothing begins anew."""
+    model, out = tiny_model("llama"), OutAt(tiny_model("llama"), range(OUT_OF_WAY))
+    with out, pytest.raises(engine.OutOfMemoryError) as raised:
+        engine.generate(model, prompt(), max_new_tokens=NEW, on_oom=on_oom, cache=cache, **options)
+    assert out.raised == len(raised.value.partial.stats.fallbacks) + 1 < OUT_OF_WAY
+
+
+def test_what_is_done_again_at_one_place_is_no_progress(monkeypatch):
+    """Whatever a fallback says that it has done."""
+    monkeypatch.setitem(fallbacks._APPLY, "chunk", lambda session: "the prompt is read on in pieces of 9 tokens")
+    model, out = tiny_model("llama"), OutAt(tiny_model("llama"), range(OUT_OF_WAY))
+    with out, pytest.raises(engine.OutOfMemoryError, match=r"chunk \(.* 9 tokens, as before") as raised:
+        engine.generate(model, prompt(), max_new_tokens=NEW, on_oom=["chunk", "offload"])
+    # After the cache has moved a step may have room that had none before.
+    assert [one.name for one in raised.value.partial.stats.fallbacks] == ["chunk", "offload", "chunk"]
+    assert out.raised == 4
+    with OutAt(model, [0, 3]) as out:  # at another place it is another one
+        assert len(engine.generate(model, prompt(), max_new_tokens=NEW, on_oom=["chunk"]).stats.fallbacks) == 2
 
 
 def test_an_empty_ladder_gives_up_at_once():

@@ -330,14 +330,22 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path):
 
 
 def test_limits_of_the_process_count():
+    """A file on a disk is mapped, so a limit of addresses is one of what can be kept there."""
     script = (
         "import resource, torch; from engine.planning.free_memory import find_free; cpu = torch.device('cpu')\n"
-        "free = find_free(cpu).host; resource.setrlimit(resource.RLIMIT_DATA, (2**31, 2**31))\n"
-        "print(free, find_free(cpu).host)"
+        "found = find_free(cpu); print(found.host, found.disk)\n"
+        "for limit, most in ((resource.RLIMIT_DATA, 2**31), (resource.RLIMIT_AS, 2**32)):\n"
+        "    resource.setrlimit(limit, (most, -1)); found = find_free(cpu); print(found.host, found.disk)\n"
+        "    resource.setrlimit(limit, (-1, -1))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    free, limited = map(int, done.stdout.split())
-    assert 0 < limited < min(free, 2**31)
+    (free, disk), (of_data, data_disk), (of_addresses, addresses_disk) = (
+        map(int, line.split()) for line in done.stdout.splitlines()
+    )
+    assert 0 < of_data < min(free, 2**31)
+    assert 0 < of_addresses < min(free, 2**32)
+    assert data_disk > 2**32 or data_disk == pytest.approx(disk, rel=0.1)
+    assert addresses_disk == of_addresses
 
 
 def test_limits_of_control_groups_count(tmp_path, monkeypatch):

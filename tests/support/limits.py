@@ -22,7 +22,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from random import Random
@@ -36,6 +36,7 @@ import engine
 from caches.attention import dense_attention
 from caches.quantization import fused_attention
 from engine.host_allocator import give_back_freed_memory
+from engine.planning.plan import cache_bytes
 
 PER_CALL = 6  # limits for the same call, which is run once without any
 LIMITS = {"VmSize": resource.RLIMIT_AS, "VmData": resource.RLIMIT_DATA}  # by what counts against them
@@ -51,12 +52,11 @@ PLACES: list[tuple[str, dict[str, Any]]] = [
     ("auto", {}),
     ("dynamic", {}),
     ("static", {}),
-    ("hybrid", {}),
     ("sliding_window", WINDOW),
     ("sink", WINDOW),
     ("quantized_sink", WINDOW),
     ("quantized", {"nbits": 4}),
-    ("quantized", {"nbits": 8}),
+    ("quantized", {"nbits": 2}),
     ("none", {}),
     *[
         (name, {"residency": place} | more)
@@ -64,18 +64,23 @@ PLACES: list[tuple[str, dict[str, Any]]] = [
         for place in ("host", "disk")
     ],
 ]
+WITH_BUDGET = ("auto", "dynamic", "static", "quantized")
 STRATEGIES: list[dict[str, Any]] = [{}, {}, {}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 4}, {"do_sample": True}]
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
+    """budget: `max_cache_bytes`, as a share of what a dynamic cache takes. share: of the longest prompt."""
+
     cache: str
     cache_config: dict[str, Any]
-    config: dict[str, Any]
+    budget: float | None
+    over_budget: str
+    chunk_tokens: int | None
     on_oom: tuple[str, ...]
     strategy: dict[str, Any]
     rows: int
-    share: float  # of the longest prompt that is drawn
+    share: float
     new: int
 
     @staticmethod
@@ -83,15 +88,13 @@ class Call:
     def drawn(number: int) -> Call:
         draw = Random(f"call {number}")
         name, cache_config = PLACES[number % len(PLACES)]
-        config: dict[str, Any] = {"prefill_chunk_tokens": draw.choice([None, None, 256])}
-        if draw.random() < 0.3:
-            config |= {"max_cache_bytes": draw.randrange(500_000, 20_000_000)}
-            config |= {"over_budget": draw.choice(["offload", "slide", "error"])}
         every = ("release", "chunk", "offload", "split")
         return Call(
             cache=name,
             cache_config=cache_config,
-            config={name: value for name, value in config.items() if value is not None},
+            budget=draw.uniform(0.5, 1.5) if draw.random() < 0.4 and name in WITH_BUDGET else None,
+            over_budget=draw.choice(["offload", "offload", "slide", "error"]),
+            chunk_tokens=draw.choice([None, None, 256]) if name != "none" else None,
             on_oom=draw.choice([every, every, every, ("offload", "chunk"), (*every, "quantize"), ("release",)]),
             strategy=draw.choice(STRATEGIES) if name != "none" else {},
             rows=draw.choice([1, 1, 2]),
@@ -150,10 +153,15 @@ class Bench:
     def generated(self, call: Call) -> Result:
         """In this process. An error is part of the result."""
         prompt, begun = self.prompt(call), time.process_time()
+        config = engine.EngineConfig(prefill_chunk_tokens=call.chunk_tokens)
+        if call.budget is not None:
+            rows = call.rows * call.strategy.get("num_beams", 1)
+            whole = sum(cache_bytes(self.model.config, "dynamic", rows=rows, tokens=prompt.shape[1]).values())
+            config = replace(config, max_cache_bytes=int(call.budget * whole), over_budget=call.over_budget)
         options = {} if call.cache == "auto" or not call.cache_config else {"cache_config": call.cache_config}
         result = Result()
         try:
-            out = engine.Generator(self.model, config=engine.EngineConfig(**call.config)).generate(
+            out = engine.Generator(self.model, config=config).generate(
                 prompt, cache=call.cache, on_oom=list(call.on_oom), max_new_tokens=call.new, seed=5, **call.strategy,
                 **options,
             )  # fmt: skip
@@ -220,8 +228,8 @@ def counted_bytes(name: str) -> int:
     return 1024 * int(line.split()[1])
 
 
-def verdict(found: Result, whole: Result) -> tuple[str, bool]:
-    """What came of it, and whether that is allowed."""
+def verdict(found: Result, whole: Result, is_search: bool) -> tuple[str, bool]:
+    """What came of it, and whether that is allowed. is_search: whether the best text so far may begin otherwise."""
     if found.seconds > TIMES * whole.seconds + START_S:
         return "too slow" if found.error is None else f"too slow: {found.error}", False
     changes = [one for one in found.fallbacks if one.startswith(CHANGING)]
@@ -234,7 +242,7 @@ def verdict(found: Result, whole: Result) -> tuple[str, bool]:
     if whole.error is not None and found.error.split(":")[0] == whole.error.split(":")[0]:
         return f"{found.error.split(':')[0]}, as without a limit", True
     begins = [ids == all_ids[: len(ids)] for ids, all_ids in zip(found.tokens, whole.tokens, strict=False)]
-    return found.error.split(":")[0], bool(changes) or all(begins)
+    return found.error.split(":")[0], is_search or bool(changes) or all(begins)
 
 
 def judged(bench: Bench, seeds: Iterable[int]) -> Iterator[tuple[int, str, bool, str]]:
@@ -244,7 +252,7 @@ def judged(bench: Bench, seeds: Iterable[int]) -> Iterator[tuple[int, str, bool,
         whole = bench.free(call)
         assert whole.ours, f"without a limit, seed {seed}: {call}: {whole.error}"
         found = forked(lambda: bench.generated(call), limit)  # noqa: B023
-        told, is_allowed = verdict(found, whole)
+        told, is_allowed = verdict(found, whole, "num_beams" in call.strategy)
         particulars = f"{call}, {limit}: {found.seconds:.1f} s, without a limit {whole.seconds:.1f} s; "
         yield seed, told, is_allowed, particulars + "; ".join([*found.fallbacks, found.error or ""])
 
@@ -252,17 +260,18 @@ def judged(bench: Bench, seeds: Iterable[int]) -> Iterator[tuple[int, str, bool,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("seeds", nargs="?", type=int, default=300)
-    parser.add_argument("--seed", type=int)
+    parser.add_argument("--seed", type=int, nargs="+")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--model", default=engine.SHIPPED_MODEL)
     parser.add_argument("--cold", action="store_true", help="no call before the limit")
     parser.add_argument("--all", action="store_true", help="print the particulars of all runs")
     given = parser.parse_args()
     logging.getLogger("engine").setLevel(logging.ERROR)  # every fallback that is taken is a warning
-    seeds = range(given.first, given.seeds) if given.seed is None else [given.seed]
+    seeds = range(given.first, given.seeds) if given.seed is None else given.seed
     counts: Counter[str] = Counter()
     failed = 0
-    for seed, told, is_allowed, particulars in judged(Bench(given.model, not given.cold), seeds):
+    bench = Bench(given.model, not given.cold)
+    for seed, told, is_allowed, particulars in judged(bench, seeds):
         counts[told] += 1
         failed += not is_allowed
         if given.all or given.seed is not None or not is_allowed:

@@ -221,3 +221,19 @@ def test_the_folder_follows_the_system(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert tmp_path in machine.cache_folder().parents
+
+
+def test_a_library_for_which_memory_is_out_stays(folder, compiler, monkeypatch):
+    """Compiling it again takes half a minute, in every process, and it would not be mapped either."""
+    compiler(0)
+    path, calls = kernel_build._library(folder / "one.cpp", "kvengine_one"), []
+
+    def load(path):
+        calls.append(path)
+        raise OSError("Could not load this library") from OSError(f"{path}: failed to map segment from shared object")
+
+    monkeypatch.setattr(kernel_build.torch.ops, "load_library", load)
+    with pytest.raises(ConfigError, match=r"cannot be loaded: .*failed to map segment.*free memory"):
+        kernel_build.load_operators(folder / "one.cpp", "fused=True")
+    assert calls == [str(path)]
+    assert path.exists()
