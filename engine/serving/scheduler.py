@@ -66,6 +66,7 @@ class _Run:
     is_reading: bool = True
     is_parked: bool = False
     ended_before: int = 0  # how many requests had ended when it was parked
+    fed_before: int = -1  # columns that it had been fed then
 
     @property
     def rows(self) -> int:
@@ -390,19 +391,23 @@ class Scheduler:
     # When memory is out.
 
     def _park(self, asking: _Run | None) -> bool:
-        """Free the cache of the newest run but `asking`, until others have ended; whether there was one."""
+        """Free the cache of the newest run but `asking`, until others have ended; whether there was one.
+
+        A run is not parked again before it has been fed more: else newer ones could keep it from ever ending.
+        """
         busy = [asking, self._active, *self._joined]
         for run in reversed(self._runs):
-            if run in busy or run.is_parked or not run.driver.loop.cache_bytes:
+            loop = run.driver.loop
+            if run in busy or run.is_parked or not loop.cache_bytes or loop.fed <= run.fed_before:
                 continue
             try:
                 with torch.no_grad():
-                    run.driver.loop.park()
+                    loop.park()
             except Exception as error:
                 _logger.warning("a request could not be parked: %s", error)
                 without_frames(error)  # a handler may keep it, and its frames have caches
                 continue
-            run.is_parked, run.ended_before = True, self._ended_count
+            run.is_parked, run.ended_before, run.fed_before = True, self._ended_count, loop.fed
             self.counts.parked += 1
             return True
         return False

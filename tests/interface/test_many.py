@@ -501,6 +501,24 @@ class TestRequests:
                     scheduler._runs[0].driver.loop.park()
         assert request.result().tokens == expected
 
+    @pytest.mark.parametrize("cache", ["dynamic", "quantized"])  # that is read again, and that moves
+    def test_a_run_is_not_parked_again_before_it_has_gone_on(self, cache):
+        """Requests that come later could keep it from ever ending."""
+        gen = engine.Generator(tiny_model("llama"))
+        scheduler = gen._scheduler(4, None, reads_first=True)
+        request = BatchRequest(0, ids(9), {"max_new_tokens": 6, "cache": cache})
+        scheduler.add(request)
+        scheduler.turn()
+        parked = 0
+        while not request.done:
+            assert scheduler._park(None)
+            scheduler._resume()
+            assert not scheduler._park(None)
+            scheduler.turn()
+            parked += 1
+        assert parked == 4
+        assert request.result().tokens == gen.generate(ids(9), max_new_tokens=6, cache=cache).tokens
+
     def test_memory_that_stays_out_ends_the_requests(self):
         """Every joined step and every step alone fails, and no cache can be parked: no turn goes on for ever."""
         gen = engine.Generator(tiny_model("llama"))
