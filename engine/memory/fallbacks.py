@@ -35,10 +35,10 @@ class Recovery:
 
     def apply_next(self, session: ModelSession, error: BaseException) -> None:
         """Apply the next fallback that may help `session`, which failed with `error`. Raises `Exhausted`."""
-        if self._make_room():
-            empty_allocators()
-            return
+        has_room = self._make_room()
         empty_allocators()
+        if has_room:
+            return
         why = in_words(error)
         refused = []
         for name in self._in_order():
@@ -50,8 +50,7 @@ class Recovery:
                 refused.append(f"{name} ({refusal})")
             if what is None:
                 continue
-            if name != "chunk":  # it frees nothing
-                empty_allocators()
+            empty_allocators(collects=name == "release")  # compiled graphs are in cycles, caches are not
             fallback = Fallback(name, what, session.cache.total_tokens, before, session.cache.device_bytes)
             if self._is_repeated(fallback, session.cache.batch_size):
                 refused.append(f"{name} ({what}, as before with as many tokens: that is no progress)")

@@ -10,6 +10,7 @@ from fallbacks import NEW, OOM, OutAt, expected, prompt, run, same
 import caches
 import engine
 from configs import EngineConfig
+from engine.decoding.forward_executor import ForwardExecutor
 from engine.memory import fallbacks
 
 
@@ -174,6 +175,23 @@ def test_a_budget_is_kept_before_more_memory_is_taken():
         within(int(100 * per_token), "error")
     assert len(raised.value.partial.tokens[0]) == 64 - 30 + 1
     assert raised.value.partial.cache.device_bytes <= 100 * per_token
+
+
+def test_a_budget_that_memory_was_out_for_is_kept_later(monkeypatch):
+    offload, calls = ForwardExecutor.offload, []
+
+    def fails_once(self):
+        calls.append(self.cache.total_tokens)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return offload(self)
+
+    monkeypatch.setattr(ForwardExecutor, "offload", fails_once)
+    undisturbed = engine.generate(tiny_model("llama"), long_prompt(), max_new_tokens=120)
+    out = within(int(undisturbed.stats.cache_bytes * 100 / 192), "offload", on_oom=["release"])
+    assert torch.equal(out.sequences, undisturbed.sequences)
+    assert [fallback.name for fallback in out.stats.fallbacks] == ["release", "offload"]
+    assert calls == [64, 64]
 
 
 def test_a_quantized_cache_is_offloaded_with_its_options():

@@ -42,7 +42,7 @@ PER_CALL = 6  # limits for the same call, which is run once without any
 LIMITS = {"VmSize": resource.RLIMIT_AS, "VmData": resource.RLIMIT_DATA}  # by what counts against them
 LEAST_BYTES, MOST_BYTES = 4_000_000, 300_000_000
 LEAST_TOKENS, MOST_TOKENS = 1500, 4000  # of a prompt
-TIMES, START_S = 3, 4  # that a run may take as long as without a limit, and what it needs to start
+TIMES, START_S = 3, 6  # that a run may take as long as without a limit, and what it needs to start
 TIMEOUT_S = 300
 CHANGING = ("quantize", "slide")  # the fallbacks that change the text
 
