@@ -68,7 +68,8 @@ class OffloadedStore:
         """The kept tokens and the new ones, on the device."""
         begin, kept = self.timeline.start, self.timeline.kept_tokens
         if not kept:
-            return new
+            # Kernels are chosen by the last axis, and their 16 bits differ: there is to be one text with any cache.
+            return new if new.stride(-1) == 1 else new.contiguous()
         room = kept if self.timeline.overflow else self.timeline.room - begin
         fetched = self._scratch.prefetcher.take(self, begin, self.timeline.end, room)
         if self.timeline.overflow:

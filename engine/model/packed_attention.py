@@ -3,7 +3,7 @@
 torch's kernel for grouped heads reads the keys and values once per query head, and a model that repeats them copies
 them. Packed, the query heads of a group are the tokens of one head, and the kernel reads its keys once. Where keys are
 many, kernels of this package are faster: for one new token per row (`caches.attention.dense_attention`) and for several
-(`caches.attention.prompt_attention`). Results differ by rounding.
+(`caches.attention.prompt_attention`). Results differ by rounding, so 16 bits are left to the original.
 
 The model is not changed. transformers' attention function "sdpa" is replaced once per process by one that does the same
 as the original, unless the calling thread is in a step of the engine.
@@ -29,6 +29,7 @@ from caches.attention.prompt_attention import prompt_attention
 _MUCH = 2**17  # elements of the keys: with fewer, calling the kernel takes as long as what it saves
 _NOT_PACKED = ("position_bias", "cache", "softcap")
 _ONLY_ORIGINAL = ("dropout", "output_attentions")  # which the original computes, or warns of
+_EXACT_ENOUGH = (torch.float32, torch.float64)  # in 16 bits another order of sums is another text
 
 
 class _Active(threading.local):
@@ -121,7 +122,8 @@ def _packed(
 
 
 def _can_be_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    if not query.is_cpu or type(key) is not torch.Tensor or query.ndim != 4 or key.ndim != 4:
+    is_plain = query.is_cpu and query.dtype in _EXACT_ENOUGH and type(key) is torch.Tensor
+    if not is_plain or query.ndim != 4 or key.ndim != 4:
         return False
     is_of_groups = query.shape[1] >= key.shape[1] == value.shape[1] and query.shape[0] == key.shape[0]
     is_of_all_heads = mask is None or (mask.shape[1] == 1 and mask.shape[-1] == key.shape[2])
