@@ -197,9 +197,6 @@ def encoder_decoder(specs: Layers, options: EncoderDecoderCacheConfig) -> Encode
     own = _part(specs, options.self_cache)
     rows = getattr(options.self_cache, "max_batch_size", None)
     cross = _part([CROSS] * len(own.specs), options.cross_cache or _default_cross(own, options.self_cache, rows))
-    for part in (own, cross):
-        if part.imposes_windows:
-            raise UnsupportedLayerError(f"cache={part.name!r} cannot impose a window on an encoder-decoder model")
     return EncoderDecoder(own, cross)
 
 

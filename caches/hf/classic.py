@@ -16,7 +16,7 @@ from caches.errors import StepError, UnsupportedLayerError
 from caches.hf.cache import Cache
 from caches.hf.encoder_decoder import EncoderDecoder
 from caches.registry import build, recipe
-from caches.spec.layer_spec import read_specs
+from caches.spec.layer_spec import CROSS, read_specs
 from configs import ConfigError, QuantizedCacheConfig
 
 
@@ -176,18 +176,33 @@ class HybridMambaAttentionDynamicCache:
 
 
 class EncoderDecoderCache:
-    """Two caches of ours as one: of the decoder's own tokens, and of the encoder's."""
+    """Two caches of ours as one: of the decoder's own tokens, and of the encoder's.
 
-    def __new__(cls, self_attention_cache: Cache, cross_attention_cache: Cache) -> Any:
+    A cache that was built for an encoder-decoder model is a pair already: here it stands for the one of the decoder's
+    tokens, or, as the second, for an equal one of the encoder's.
+    """
+
+    def __new__(cls, self_attention_cache: Cache | EncoderDecoder, cross_attention_cache: Cache | EncoderDecoder) -> Any:
         for part in (self_attention_cache, cross_attention_cache):
-            if not isinstance(part, Cache):
+            if not isinstance(part, (Cache, EncoderDecoder)):
                 raise UnsupportedLayerError(
                     f"the parts of an EncoderDecoderCache of ours are caches of ours, not a {type(part).__name__}: "
                     "pass transformers' own EncoderDecoderCache as it is"
                 )
-        return EncoderDecoder(self_attention_cache, cross_attention_cache)
+        return EncoderDecoder(self_attention_cache.parts[0], _of_encoder(cross_attention_cache))
 
     from_legacy_cache = staticmethod(from_legacy_cache)
+
+
+def _of_encoder(cache: Cache | EncoderDecoder) -> Cache:
+    """The part of a pair that keeps the encoder's tokens. One that is empty attends to all of them, as they need."""
+    if cache.total_tokens > 0:
+        return cache.parts[-1]
+    part = cache.parts[0]
+    if part.specs:
+        part.stack.bind_layers([CROSS] * len(part.specs))
+        part.implicit.require_all()
+    return part
 
 
 def _build(name: str, config: Any, options: dict[str, Any]) -> Any:

@@ -21,6 +21,9 @@ class EncoderDecoder(SharedMethods, TransformersEncoderDecoderCache):
     """
 
     def __init__(self, own: Cache, cross: Cache):
+        for part in (own, cross):
+            if part.imposes_windows:
+                raise UnsupportedLayerError(f"cache={part.name!r} cannot impose a window on an encoder-decoder model")
         self.self_attention_cache, self.cross_attention_cache = own, cross
         self.stacks, self.implicit_steps = (own.stack, cross.stack), (own.implicit, cross.implicit)
         self.is_updated = Updated(cross)

@@ -198,6 +198,32 @@ def test_encoder_decoder_of_two_caches_without_configs():
     assert torch.equal(engine.generate(model, inputs, cache=build(), max_new_tokens=NEW).sequences, expected)
 
 
+@pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache", "OffloadedCache"])
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper", "t5gemma"])
+def test_encoder_decoder_of_two_caches_with_the_models_config(name, kind):
+    model, inputs = tiny_encoder_decoder(name), source(name)
+    expected = engine.generate(model, inputs, max_new_tokens=NEW)
+    config = model.config.get_text_config(decoder=True)  # of t5gemma it has windows, and no encoder
+    options = {"max_cache_len": 40} if kind == "StaticCache" else {}
+    build = lambda: caches.EncoderDecoderCache(*(getattr(caches, kind)(config=config, **options) for _ in range(2)))  # noqa: E731
+    ours = build()
+    assert torch.equal(engine.generate(model, inputs, cache=ours, max_new_tokens=NEW).sequences, expected.sequences)
+    assert [part.name for part in ours.parts] == [build().parts[0].name] * 2
+    assert ours.cross_attention_cache.total_tokens > ours.cross_attention_cache.layers[0].keys.shape[0]
+    if name in ("t5", "bart"):
+        out = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, past_key_values=build())
+        assert torch.equal(out, expected.sequences)
+
+
+def test_a_filled_pair_gives_its_parts():
+    model, inputs = tiny_encoder_decoder("bart"), source("bart")
+    filled = engine.generate(model, inputs, max_new_tokens=NEW)
+    again = caches.EncoderDecoderCache(filled.cache, filled.cache)
+    assert again.parts == filled.cache.parts
+    with pytest.raises(caches.UnsupportedLayerError, match="cannot impose a window on an encoder-decoder model"):
+        caches.EncoderDecoderCache(caches.SinkCache(8, config=tiny_model("llama").config), caches.DynamicCache())
+
+
 def test_refusals():
     model, inputs = tiny_model("llama"), prompt()
     static = caches.StaticCache
