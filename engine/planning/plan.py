@@ -14,7 +14,7 @@ import caches
 import strategies
 from caches.spec.accelerate_hooks import prompt_device
 from configs import CacheConfig, EngineConfig
-from engine.errors import OptionError
+from engine.errors import InputError, OptionError
 from engine.model.loading import load, load_config
 from engine.model.placement import read_device, read_dtype
 from engine.model.ranks import OneProcess, ranks_of
@@ -154,6 +154,16 @@ def choose_cache(model: PreTrainedModel, run_shape: RunShape, compiled: bool) ->
         return caches.recipe("none").options()
     logging.getLogger("engine").warning(f"cache='auto': {why}")
     return configs[found.index(choice)]
+
+
+def usable_caches(model: PreTrainedModel) -> list[str]:
+    """The names of the backends that the model can have with their default options; all where no plan can say it."""
+    try:
+        planner, one_token = Planner(read_planned_model(model, None, None), Free(None, None, None)), RunShape(1, 1)
+    except InputError:
+        return caches.names()
+    found = (planner.backend(caches.recipe(name).options(), one_token) for name in caches.names())
+    return [plan.cache for plan in found if plan.refused is None]
 
 
 def _agreed(free: Free, ranks: OneProcess) -> Free:

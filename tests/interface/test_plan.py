@@ -34,7 +34,7 @@ from engine.planning import plan
 from engine.planning.free_memory import Free, find_free
 from engine.planning.model_footprint import _Inspection, inspect_model
 from engine.planning.peak_memory import FusedAttention, PeakMemory
-from engine.planning.plan import cache_bytes, read_planned_model
+from engine.planning.plan import cache_bytes, read_planned_model, usable_caches
 from engine.planning.planner import _FRAGMENTS, Planner, choose
 from engine.planning.report import BackendPlan
 from engine.request.run_shape import RunShape
@@ -567,3 +567,16 @@ def test_the_command(cli, tmp_path):
     assert "there is no folder" in done.stderr
     done = cli(["generate", "x", "--cache", "auto", "--max-new-tokens", "3", "--json"])
     assert json.loads(done.stdout)["stats"]["cache"] == "dynamic"
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "mamba2", "bamba"])
+def test_usable_caches_are_those_that_a_run_takes(kind):
+    gen = engine.Generator(tiny_model(kind))
+    usable = []
+    for name in caches.names():
+        try:
+            gen.generate([[5, 6, 7]], max_new_tokens=2, cache=name)
+            usable.append(name)
+        except (caches.CacheError, engine.EngineError):
+            pass
+    assert usable_caches(gen.model) == usable

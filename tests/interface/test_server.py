@@ -361,9 +361,15 @@ class TestOptionsOfOurs:
         assert model.id == NAME
         assert server.openai.models.retrieve(NAME).id == NAME
         assert {"static", "quantized"} <= set(model.engine["caches"])
+        assert not {"mamba", "encoder_decoder", "sliding_window"} & set(model.engine["caches"])  # not of this model
         assert "contrastive" in model.engine["strategies"]
         with pytest.raises(openai.NotFoundError, match="this server has 'shipped'"):
             server.openai.models.retrieve("gpt")
+
+
+def test_the_icon(server):
+    icon = server.http.get("/favicon.ico")
+    assert (icon.status_code, icon.headers["content-type"]) == (200, "image/svg+xml; charset=utf-8")
 
 
 # Each wrong field, and what the answer says of it.

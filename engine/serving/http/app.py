@@ -17,7 +17,6 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 import strategies
-from configs import CacheConfig
 from engine.result import StreamChunk
 from engine.serving.http.answers import error
 from engine.serving.http.gate import Gate
@@ -30,6 +29,7 @@ _PAGE = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
+    "/favicon.ico": ("favicon.svg", "image/svg+xml"),
 }
 _SAFE = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
@@ -110,7 +110,7 @@ def _file(name: str, kind: str) -> Any:
 
 def _described(service: Service) -> dict[str, Any]:
     limits = service.limits
-    own = {"caches": CacheConfig.names(), "strategies": strategies.names(), "context_tokens": limits.context_tokens}
+    own = {"caches": service.caches, "strategies": strategies.names(), "context_tokens": limits.context_tokens}
     most = {"max_tokens": limits.max_tokens, "max_rows": limits.max_rows}
     return {"id": service.name, "object": "model", "created": 0, "owned_by": "kvengine", "engine": own | most}
 

@@ -22,6 +22,7 @@ from engine.errors import (
     OptionError,
     OutOfMemoryError,
 )
+from engine.planning.plan import usable_caches
 from engine.prompt import without_padding
 from engine.request.checks import check_vocabulary
 from engine.result import Generation, StreamChunk, TokenLogprob
@@ -129,6 +130,7 @@ class Service:
         self._batch = generator.batch(slots=limits.max_rows)
         self._open: set[asyncio.Task[None]] = set()  # one for each run, until its end
         self._typical_s = 1.0  # of a run
+        self.caches = usable_caches(generator.model)  # their names
         self.metrics = Metrics(self)
 
     @property

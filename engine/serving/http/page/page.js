@@ -29,6 +29,8 @@ async function loadModel() {
     at("cache").append(new Option("the server's", ""), ...model.engine.caches.map((name) => new Option(name, name)));
   }
   at("tokens").max = model.engine.max_tokens;
+  at("tokens").value = Math.min(at("tokens").value, model.engine.max_tokens);
+  at("beams").hidden = at("beams").disabled = model.engine.max_rows < 4;
 }
 
 function decoding() {
@@ -47,7 +49,7 @@ async function* events(response) {
   let text = "";
   for (;;) {
     const {done, value} = await reader.read();
-    if (done) return;
+    if (done) throw new Error("the connection ended before the answer did");
     text += value;
     const parts = text.split("\n\n");
     text = parts.pop();
@@ -61,87 +63,124 @@ async function* events(response) {
   }
 }
 
-// talk: the messages so far; another conversation may begin meanwhile.
-async function answer(talk, shown) {
+// The answer's usage, or null where it was stopped. seen: called with the text so far.
+async function answer(talk, seen, signal) {
+  if (!model) await loadModel();
+  if (!model) throw new Error("the server asks for an API key, or does not answer");
   const body = {
     model: model.id, messages: talk, stream: true, stream_options: {include_usage: true},
-    max_tokens: Number(at("tokens").value), ...decoding(),
+    max_tokens: Number(at("tokens").value) || undefined, ...decoding(),
   };
-  stopping = new AbortController();
-  const begun = performance.now();
   let text = "", usage = null;
   try {
     const response = await fetch("v1/chat/completions", {
-      method: "POST", headers: headers(), body: JSON.stringify(body), signal: stopping.signal,
+      method: "POST", headers: headers(), body: JSON.stringify(body), signal,
     });
     if (!response.ok) throw new Error(await failure(response));
     for await (const event of events(response)) {
       usage = event.usage ?? usage;
-      text += event.choices[0]?.delta?.content ?? "";
-      shown.textContent = text;
-      at("messages").scrollTop = at("messages").scrollHeight;
+      const piece = event.choices[0]?.delta?.content;
+      if (piece) seen(text += piece);
     }
   } catch (error) {
-    if (error.name !== "AbortError") throw error;
+    if (!signal.aborted) throw error;
+    return null;
   }
-  talk.push({role: "assistant", content: text});
-  if (usage) {
-    const seconds = (performance.now() - begun) / 1000;
-    const note = document.createElement("span");
-    note.className = "note";
-    note.textContent = `${usage.completion_tokens} tokens in ${seconds.toFixed(1)} s, ` +
-      `${usage.prompt_tokens_details.cached_tokens} of ${usage.prompt_tokens} prompt tokens were stored`;
-    shown.append("\n", note);
-  }
+  if (!text) throw new Error("the model ended its answer before the first word");
+  return usage;
 }
 
 // The conversation.
+
+let follows = true;  // false where the reader has scrolled up: new text then does not move the page
+
+function follow() {
+  if (follows) at("messages").scrollTop = at("messages").scrollHeight;
+}
 
 function show(kind, text) {
   const element = document.createElement("div");
   element.className = `message ${kind}`;
   element.textContent = text;
   at("messages").append(element);
-  at("messages").scrollTop = at("messages").scrollHeight;
+  follow();
   return element;
 }
 
+function inWords(usage, seconds) {
+  return `${usage.completion_tokens} tokens in ${seconds.toFixed(1)} s, ` +
+    `${usage.prompt_tokens_details.cached_tokens} of ${usage.prompt_tokens} prompt tokens were stored`;
+}
+
+function setBusy(controller) {
+  stopping = controller;
+  at("messages").ariaBusy = String(controller !== null);
+  at("send").hidden = controller !== null;
+  at("stop").hidden = controller === null;
+  return controller;
+}
+
+// Messages that get no answer leave the history and return into the box: none of them is lost, and none is sent twice.
 async function send(event) {
   event?.preventDefault();
-  const text = at("message").value;
-  if (!text.trim() || stopping) return;
+  const content = at("message").value;
+  if (!content.trim() || stopping) return;
+  const talk = messages, start = performance.now(), {signal} = setBusy(new AbortController());
+  talk.push({role: "user", content});
   at("message").value = "";
-  const talk = messages;
-  talk.push({role: "user", content: text});
-  show("user", text);
-  const shown = show("assistant", "");
-  at("send").hidden = true;
-  at("stop").hidden = false;
+  at("message").focus();
+  at("status").textContent = "The model answers.";
+  follows = true;
+  const asked = show("user", content), shown = show("assistant", "");
+  let text = "", usage = null, failed = null;
   try {
-    if (!model) await loadModel();
-    if (!model) throw new Error("the server asks for an API key, or does not answer");
-    await answer(talk, shown);
+    usage = await answer(talk, (begun) => { shown.textContent = text = begun; follow(); }, signal);
   } catch (error) {
-    talk.pop();
-    shown.classList.add("error");
-    shown.textContent = error.message;
-  } finally {
-    stopping = null;
-    at("send").hidden = false;
-    at("stop").hidden = true;
+    failed = error.message;
   }
+  if (text) {
+    talk.push({role: "assistant", content: text});
+  } else {
+    talk.pop();
+    shown.remove();
+    if (!failed) asked.remove();
+    if (talk === messages) at("message").value = [content, at("message").value].filter(Boolean).join("\n");
+  }
+  if (usage) {
+    const note = document.createElement("span");
+    note.className = "note";
+    note.textContent = inWords(usage, (performance.now() - start) / 1000);
+    shown.append("\n", note);
+    follow();
+  }
+  if (failed && talk === messages) show("error", failed);
+  at("status").textContent = failed ?? (usage ? text : "Stopped.");
+  setBusy(null);
 }
 
 at("form").addEventListener("submit", send);
 at("message").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey) send(event);
+  const composes = event.isComposing || event.keyCode === 229;  // Enter then ends the input method's word
+  if (event.key === "Enter" && !event.shiftKey && !composes) send(event);
 });
-at("stop").addEventListener("click", () => stopping?.abort());
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && !event.isComposing) stopping?.abort();
+});
+at("stop").addEventListener("click", () => {
+  stopping?.abort();
+  at("message").focus();  // the button goes, and the focus would go with it
+});
 at("new").addEventListener("click", () => {
   stopping?.abort();
   messages = [];
   at("messages").replaceChildren();
+  at("message").focus();
 });
+at("messages").addEventListener("scroll", () => {
+  const {scrollHeight, scrollTop, clientHeight} = at("messages");
+  follows = scrollHeight - scrollTop - clientHeight < 40;
+});
+new ResizeObserver(follow).observe(at("messages"));
 at("key").addEventListener("change", loadModel);
 
 // The pictures: read from /metrics twice a second.
