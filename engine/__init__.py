@@ -160,10 +160,11 @@ def generate(
         What a token's score loses for each beam of the earlier groups that chose the token in this step.
     penalty_alpha : float, optional
         Contrastive search, with `top_k`: how strongly to avoid what was said, 0 to 1.
-    assistant_model : PreTrainedModel, optional
-        A small model that proposes tokens, of which the model verifies several at once.
+    assistant_model : PreTrainedModel, str or Path, optional
+        A small model that proposes tokens, of which the model verifies several at once. A path or hub id also brings
+        its tokenizer; a `Generator` keeps the last one that it loaded.
     assistant_tokenizer : PreTrainedTokenizerBase, optional
-        That of the assistant, if it has a vocabulary of its own.
+        That of an assistant that was given as an object, if it has a vocabulary of its own.
     num_assistant_tokens : int, default 20
         Tokens that the assistant proposes at a time.
     prompt_lookup_num_tokens, max_matching_ngram_size : int, optional

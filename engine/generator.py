@@ -21,7 +21,7 @@ from engine.model.low_bit_linears import convert_linears
 from engine.model.model_runner import ModelRunner
 from engine.out_of_memory import empty_allocators
 from engine.planning.free_memory import find_free
-from engine.request.call import ONE_TOKEN, parameters, read_call, takes
+from engine.request.call import ONE_TOKEN, Call, parameters, read_call, takes
 from engine.request.logits_processors import with_own_processors
 from engine.request.parameters import read
 from engine.result import Generation
@@ -73,7 +73,7 @@ class Generator:
     @takes(parameters, documented_by=engine.generate)
     def generate(self, inputs: Any = None, generation_config: Any = None, **arguments: Any) -> Generation:
         """Generate to the end. Parameters: those of `engine.generate`, without its model."""
-        return self._builder.start(read_call(inputs, generation_config, **arguments), streams=False).to_end()
+        return self._builder.start(self._call(inputs, generation_config, arguments), streams=False).to_end()
 
     @takes(parameters, documented_by=engine.generate)
     def stream(self, inputs: Any = None, generation_config: Any = None, **arguments: Any) -> Stream:
@@ -81,7 +81,7 @@ class Generator:
 
         Parameters: those of `engine.generate`, without its model.
         """
-        return Stream(self._builder.start(read_call(inputs, generation_config, **arguments), streams=True), self._title)
+        return Stream(self._builder.start(self._call(inputs, generation_config, arguments), streams=True), self._title)
 
     def warmup(self, inputs: Any, **arguments: Any) -> str:
         """Prepare what calls of this kind need, and wait for it: with `EngineConfig(compile="auto")` compiled layers.
@@ -181,6 +181,7 @@ class Generator:
         parameters: as of `generate`, for all prompts.
         """
         check_common(parameters)
+        parameters = self.with_draft(parameters)
         return generate_many(self._scheduler(slots, max_cache_bytes, reads_first=True), prompts, parameters, progress)
 
     def _scheduler(
@@ -204,7 +205,7 @@ class Generator:
         read("cancellation", own.get("cancellation"))
         own["cancellation"] = request
         return self._builder.start(
-            read_call(request.inputs, **with_own_processors(own)), streams=True, make_room=make_room
+            self._call(request.inputs, None, with_own_processors(own)), streams=True, make_room=make_room
         )
 
     def __repr__(self) -> str:
@@ -238,12 +239,20 @@ class Generator:
         self._builder.release()  # after the model's turn, at the end of which a run may store its cache
         empty_allocators()
 
+    def with_draft(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        """The parameters of a call, in which a path as `assistant_model` is the model that it names."""
+        return self._builder.with_draft(parameters)
+
+    def _call(self, inputs: Any, generation_config: Any, arguments: dict[str, Any]) -> Call:
+        return read_call(inputs, **{"generation_config": generation_config} | self.with_draft(arguments))
+
     def _start_turn(
         self, inputs: Any, arguments: dict[str, Any], instead: dict[str, Any], pauses: FindPauses
     ) -> Stream:
         """`stream` for a chat. instead: what takes the place of arguments that an `OptionError` refuses."""
-        other = read_call(inputs, **arguments | instead) if instead else None
-        run = self._builder.start(read_call(inputs, **arguments), streams=True, pauses=pauses, instead=other)
+        other = self._call(inputs, None, arguments | instead) if instead else None
+        call = self._call(inputs, None, arguments)
+        run = self._builder.start(call, streams=True, pauses=pauses, instead=other)
         return Stream(run, self._title)
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
-from engine.tables import html_table
+from engine.tables import counted, facts, html_table
 
 _SHORT = 50  # characters of a text in a line
 _LONG, _MOST_ROWS = 500, 20  # characters of a text in a table, and its rows
+_WIDTH = 100  # characters of a line of measurements
 _NO_TEXT = "none: no tokenizer was given (tokenizer=..., or the model as a path)"
 
 
@@ -41,8 +42,8 @@ class Fallback:
 
     def __str__(self) -> str:
         return (
-            f"{self.name}: {self.what} (after {self.tokens} tokens per row; cache on the device {self.bytes_before:,} "
-            f"-> {self.bytes_after:,} bytes)"
+            f"{self.name}: {self.what} (after {counted(self.tokens, 'token')} per row; cache on the device "
+            f"{self.bytes_before:,} -> {self.bytes_after:,} bytes)"
         )
 
 
@@ -100,6 +101,30 @@ class Stats:
     fallbacks: tuple[Fallback, ...] = ()
     linears: str = "torch"
     compiled: str = "off"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, as values of JSON."""
+        return asdict(self) | {"fallbacks": [asdict(fallback) for fallback in self.fallbacks]}
+
+    def __str__(self) -> str:
+        """A short table of what was measured."""
+        return facts(self.facts(), _WIDTH)
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Names and values of what was measured, in words."""
+        known = f"{self.cached_tokens} in the cache, " if self.cached_tokens else ""
+        found = [("cache", self.cache), ("tokens", f"{known}{self.prompt_tokens} read, {self.new_tokens} new")]
+        if self.ttft_s is not None:
+            found += [("time to first token", f"{1000 * self.ttft_s:.1f} ms")]
+        if self.decode_tokens_per_s is not None:
+            found += [("speed", f"{self.decode_tokens_per_s:.1f} tokens/s")]
+        if self.drafted_tokens and self.accepted_tokens is not None:
+            share = self.accepted_tokens / self.drafted_tokens
+            found += [("proposed", f"{self.drafted_tokens} tokens, {self.accepted_tokens} accepted ({share:.0%})")]
+        if self.compiled != "off":
+            found += [("compiled", self.compiled)]
+        found += [("cache size", f"{self.cache_bytes:,} bytes")]
+        return found + [("out of memory", str(fallback)) for fallback in self.fallbacks]
 
 
 @dataclass(frozen=True)
@@ -195,6 +220,16 @@ class Generation:
         """
         return self.cache.to_legacy_cache() if self.legacy and self.cache is not None else self.cache
 
+    def to_dict(self) -> dict[str, Any]:
+        """Values of JSON: `rows`, each with `tokens`, `finish_reason`, `text` with a tokenizer and `logprobs` where
+        they were asked for, and `stats`, the fields of `Stats`."""
+        rows: list[dict[str, Any]] = []
+        for row, (tokens, reason) in enumerate(zip(self.tokens, self.finish_reasons, strict=True)):
+            text = {} if self.text is None else {"text": self.text[row]}
+            scored = {} if self.logprobs is None else {"logprobs": [asdict(token) for token in self.logprobs[row]]}
+            rows.append(text | {"tokens": tokens, "finish_reason": reason} | scored)
+        return {"rows": rows, "stats": self.stats.to_dict()}
+
     def __repr__(self) -> str:
         """Two or three lines for a result of any size."""
         text = f"text={_NO_TEXT}" if self.text is None else f"text[0]={_cut(self.text[0], _SHORT)!r}"
@@ -213,7 +248,7 @@ class Generation:
             rows.append([row, _cut(str(tokens) if text is None else text, _LONG), len(tokens), reason])
         below = [_summary(self), *map(str, self.stats.fallbacks)]
         if len(self.tokens) > len(rows):
-            below.insert(0, f"and {_count(len(self.tokens) - len(rows), 'row')} more")
+            below.insert(0, f"and {counted(len(self.tokens) - len(rows), 'row')} more")
         if self.text is None:
             below.append(f"text: {_NO_TEXT}")
         return html_table(["row", "text" if self.text is not None else "token ids", "tokens", "ended by"], rows, below)
@@ -224,13 +259,9 @@ def _summary(out: Generation) -> str:
     stats, ended = out.stats, Counter(reason or "unfinished" for reason in out.finish_reasons)
     reasons = ", ".join(f"{count} {reason}" for reason, count in ended.most_common())
     speed = stats.decode_tokens_per_s
-    parts = [_count(len(out.tokens), "row"), _count(stats.new_tokens, "new token"), f"ended: {reasons}"]
+    parts = [counted(len(out.tokens), "row"), counted(stats.new_tokens, "new token"), f"ended: {reasons}"]
     parts.append(f"cache={stats.cache!r}")
     return ", ".join(parts if speed is None else [*parts, f"{speed:.1f} tokens/s"])
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _cut(text: str, most: int) -> str:
@@ -271,3 +302,8 @@ class StreamChunk:
     text: str | None
     finish_reason: str | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, as values of JSON; `logprobs` where they were asked for."""
+        found = asdict(self)
+        return found if self.logprobs else {name: found[name] for name in found if name != "logprobs"}

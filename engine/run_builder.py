@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from caches import EngineCache
 from caches.out_of_memory import is_out_of_memory
@@ -25,14 +27,16 @@ from engine.decoding.model_session import ModelSession
 from engine.decoding.pauses import FindPauses
 from engine.decoding.run_clock import RunClock
 from engine.decoding.session_options import SessionOptions
-from engine.errors import OptionError, OutOfMemoryError
+from engine.errors import InputError, OptionError, OutOfMemoryError
 from engine.memory.budget import Budget
 from engine.memory.cache_choice import CacheChoice, new_cache, read_cache_choice
 from engine.memory.fallbacks import Recovery
 from engine.model.columns import Columns
 from engine.model.compiled_step import makes_graphs
+from engine.model.loading import load
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner
+from engine.model.model_sizes import vocabulary_of
 from engine.out_of_memory import Exhausted, in_words, without_frames
 from engine.output.hf_streamers import adapter_for, ending
 from engine.output.stream_buffer import StreamBuffer
@@ -58,16 +62,37 @@ class RunBuilder:
         self._runner, self._store = runner, store
         self.config, self.tokenizer = config, tokenizer
         self.draft: Draft | None = None  # of the last call with an assistant_model
+        self._loaded: tuple[str, PreTrainedModel, Any] | None = None  # the last one that a path named
 
     def release(self) -> None:
         """Free the draft and the stored caches."""
-        self.draft = None
+        self.draft = self._loaded = None
         self._clear_store()
+
+    def with_draft(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call, in which a path or hub id as `assistant_model` is the model that it names.
+
+        Its tokenizer comes with it where the two vocabularies differ. Raises `OptionError` if it cannot be loaded.
+        """
+        path = arguments.get("assistant_model")
+        if not isinstance(path, (str, Path)):
+            return arguments
+        loaded = self._loaded  # another thread may release it
+        if loaded is None or loaded[0] != str(path):
+            try:
+                loaded = self._loaded = str(path), *load(path, None, self.config)
+            except InputError as error:
+                raise OptionError(f"assistant_model: {error}") from error
+        _, model, own = loaded
+        tokenizer = self.tokenizer if arguments.get("tokenizer") is None else arguments["tokenizer"]
+        is_same = tokenizer is None or own.get_vocab() == tokenizer.get_vocab()
+        is_same &= vocabulary_of(model) == vocabulary_of(self._runner.model)  # one may have more ids, as padding
+        return ({} if is_same else {"assistant_tokenizer": own}) | arguments | {"assistant_model": model}
 
     def check(self, arguments: dict[str, Any]) -> None:
         """Refuse arguments of later calls that no call takes, whatever its prompt."""
         one_token = without_padding(torch.zeros(1, 1, dtype=torch.long, device="cpu"))
-        call = read_parameters(read_call(one_token, **{"tokenizer": self.tokenizer} | arguments))
+        call = read_parameters(read_call(one_token, **{"tokenizer": self.tokenizer} | self.with_draft(arguments)))
         read_cache_choice(self._runner.model, call, self.config)
         self._read(call, None, self._draft_of(call.assistant_model))
 
@@ -175,7 +200,13 @@ class RunBuilder:
             fallbacks=taken,
             ranks=ranks,
         )
-        return Driver(loop, stop, lambda: reused.keep(session.cache), budget.planned_bytes)
+
+        def finish() -> None:
+            reused.keep(session.cache)
+            if draft is not None:
+                draft.judge(request.drafts, runner.model)
+
+        return Driver(loop, stop, finish, budget.planned_bytes)
 
     def _read(self, call: Call, live: EngineCache | None, draft: Draft | None) -> tuple[Request, DraftRequest | None]:
         """The requests to the model and to its draft. live: the cache that was given."""

@@ -54,6 +54,16 @@ def facts(pairs: Iterable[tuple[str, str]], width: int) -> str:
     return aligned([Column(), Column(wraps=True)], pairs, width)
 
 
+def counted(number: int, noun: str) -> str:
+    """The number and its noun, in the plural where it is not 1."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def lengths(prompt_tokens: int, new_tokens: int) -> str:
+    """The tokens of a run, as subject of a sentence."""
+    return f"{counted(prompt_tokens, 'prompt token')} and {counted(new_tokens, 'new one')}"
+
+
 def megabytes(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 from engine import tables
 from engine.cli import options, output
@@ -23,7 +22,7 @@ def cache(action: str | None, path: str | None, as_json: bool) -> None:
 
         found = caches.inspect(path)
     if as_json:
-        output.say(json.dumps(dataclasses.asdict(found) | {"path": str(found.path)}))
+        output.say_json(dataclasses.asdict(found) | {"path": str(found.path)})
         return
     given = ", ".join(f"{name}={value}" for name, value in found.options.items() if value is not None)
     facts = [("cache", found.backend), ("options", given or "none")]

@@ -32,7 +32,7 @@ def caches(name: str | None, model: str | None, tokens: int, as_json: bool) -> N
     report = {"model": str(model or "shipped"), "tokens": tokens, "dtype": dtype, "caches": found}
     width = terminal_width(100)
     shown = one_as_text(report, recipes[0].options, width) if name else all_as_text(report, width)
-    output.say(json.dumps(report) if as_json else shown)
+    output.say_json(report) if as_json else output.say(shown)
 
 
 def _entry(recipe: Any, model_config: Any, tokens: int) -> dict[str, Any]:

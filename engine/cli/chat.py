@@ -10,7 +10,6 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from engine.cli import options, output, rendering, values
-from engine.cli.generate import assistant
 from engine.cli.libraries import load_generator, start_libraries
 from engine.cli.progress import Work
 from engine.errors import EngineError, OptionError
@@ -37,7 +36,7 @@ def chat(**given: Any) -> None:
         start_libraries(work, given["model"], given["assistant_model"])
         generator = load_generator(work, given["model"], settings)
         if given["assistant_model"] is not None:
-            parameters |= assistant(given["assistant_model"], generator)
+            parameters["assistant_model"] = given["assistant_model"]
         talk = generator.chat(
             given["system"], cache=given["cache"], cache_config=cache_config, resume=given["resume"], **parameters
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from engine.cli import options, output, rendering, values
@@ -10,11 +9,10 @@ from engine.cli.libraries import load_generator, start_libraries
 from engine.cli.lines import Lines, digests_of, open_lines, write_lines
 from engine.cli.progress import Work
 from engine.errors import OptionError
-from engine.tables import terminal_width
+from engine.tables import counted, terminal_width
 
 if TYPE_CHECKING:
     from configs import EngineConfig
-    from engine.generator import Generator
     from engine.result import Generation
     from engine.streaming import Stream
 
@@ -47,7 +45,7 @@ def generate(**given: Any) -> None:
         start_libraries(work, given["model"], given["assistant_model"])
         generator = load_generator(work, given["model"], settings)
         if given["assistant_model"] is not None:
-            parameters |= assistant(given["assistant_model"], generator)
+            parameters["assistant_model"] = given["assistant_model"]
         if lines is not None:
             work.hide()
             write_lines(generator, inputs, lines, parameters | {"cache": given["cache"], "cache_config": cache_config})
@@ -58,7 +56,7 @@ def generate(**given: Any) -> None:
     has_limit = {"max_new_tokens", "max_length"} & set(parameters)
     if is_first and "length" in result.finish_reasons and not given["stats"] and not has_limit:
         most = max(map(len, result.tokens))
-        output.remark(f"(ended at the limit of {most} tokens: --max-new-tokens or -n sets another)")
+        output.remark(f"(ended at the limit of {counted(most, 'token')}: --max-new-tokens or -n sets another)")
 
 
 def _lines(given: dict[str, Any], inputs: list[Any], parameters: dict[str, Any], settings: EngineConfig) -> Lines:
@@ -80,7 +78,10 @@ def _print(chunks: Stream, work: Work, given: dict[str, Any], limit: int | None)
         for chunk in chunks:
             if streams:
                 work.hide()
-                output.say(rendering.chunk_as_json(chunk) if as_json else chunk.text or "", end="\n" if as_json else "")
+                if as_json:
+                    output.say_json(chunk.to_dict())
+                else:
+                    output.say(chunk.text or "", end="")
             else:
                 work.count(chunk, limit)
     except KeyboardInterrupt as stopped:
@@ -92,20 +93,9 @@ def _print(chunks: Stream, work: Work, given: dict[str, Any], limit: int | None)
         if not chunks.given_up:
             result = chunks.result()
             if as_json:
-                output.say(json.dumps(rendering.as_dict(result)))
+                output.say_json(result.to_dict())
             else:
                 output.say("" if streams else rendering.as_text(result))
             if given["stats"]:
                 output.tell(rendering.stats(result, terminal_width(100)))
     return result
-
-
-def assistant(path: str, generator: Generator) -> dict[str, Any]:
-    """The arguments of `generate` for the draft model at `path`."""
-    from engine.model.loading import load
-    from engine.model.model_sizes import vocabulary_of
-
-    model, tokenizer = load(path, None, generator.config)
-    is_same = tokenizer.get_vocab() == generator.tokenizer.get_vocab()
-    is_same &= vocabulary_of(model) == vocabulary_of(generator.model)  # one may have more ids, as padding
-    return {"assistant_model": model} | ({} if is_same else {"assistant_tokenizer": tokenizer})

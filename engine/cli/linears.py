@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from typing import Any
 
@@ -40,7 +39,7 @@ def linears(path: str | None, threads: int | None, as_json: bool) -> None:
             for shape in sorted(layers)
         ],
     }  # fmt: skip
-    output.say(json.dumps(report) if as_json else _as_text(report, terminal_width(100)))
+    output.say_json(report) if as_json else output.say(_as_text(report, terminal_width(100)))
 
 
 def _as_text(report: dict[str, Any], width: int) -> str:

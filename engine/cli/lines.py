@@ -11,7 +11,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.cli import output, rendering
+from engine.cli import output
+from engine.cli.rendering import as_json
 from engine.errors import EngineError, OptionError
 
 if TYPE_CHECKING:
@@ -68,10 +69,10 @@ def write_lines(generator: Generator, prompts: list[Any], lines: Lines, paramete
         for request in requests:
             index, error = missing[request.index], request.error
             if error is None:
-                found = rendering.as_dict(request.result())
+                found = request.result().to_dict()
             else:
                 found, failed = {"error": " ".join(str(error).split())}, failed + 1
-            file.write(json.dumps({"index": index, "digest": lines.digests[index]} | found) + "\n")
+            file.write(as_json({"index": index, "digest": lines.digests[index]} | found) + "\n")
             file.flush()
     if failed:
         raise EngineError(

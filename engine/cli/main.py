@@ -30,6 +30,7 @@ from engine.cli.linears import linears
 from engine.cli.plan import plan
 from engine.cli.serve import serve
 from engine.errors import EngineError, GenerationInterrupted, OptionError
+from engine.tables import counted
 
 NAME = "engine"
 _settings = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda name: name.replace("_", "-")}
@@ -124,7 +125,7 @@ def _report(error: BaseException, prints_traceback: bool) -> int:
     try:
         if isinstance(error, KeyboardInterrupt):
             partial = getattr(error, "partial", None)
-            output.tell("interrupted" + (f" after {partial.stats.new_tokens} tokens" if partial else ""))
+            output.tell("interrupted" + (f" after {counted(partial.stats.new_tokens, 'token')}" if partial else ""))
             return 130
         code, message = _code_and_message(error)
         output.complain(message)

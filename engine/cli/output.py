@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 import typer
 from rich.console import Console
+
+from engine.cli.rendering import as_json
 
 UNREAD = 141  # the exit code that shells show for SIGPIPE
 
@@ -15,6 +17,11 @@ UNREAD = 141  # the exit code that shells show for SIGPIPE
 def say(text: str, end: str = "\n") -> None:
     """Write to standard output and flush. If the reader closed the pipe (`| head`), the command ends."""
     write(sys.stdout, text + end)
+
+
+def say_json(value: Any) -> None:
+    """Write a line of JSON to standard output, with real characters where its encoding has them."""
+    say(as_json(value, getattr(sys.stdout, "encoding", None)))
 
 
 def mute() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import typer
@@ -25,6 +24,6 @@ def plan(path: str | None, model: str | None, free_gib: float | None, as_json: b
 
         work.doing(f"planning the run with {asked['cache'] or 'every cache'}")
         found = engine.plan(model or engine.SHIPPED_MODEL, cache_config=cache_config, free_bytes=free_bytes, **asked)
-    output.say(json.dumps(found.to_dict()) if as_json else str(found))
+    output.say_json(found.to_dict()) if as_json else output.say(str(found))
     if asked["cache"] and found.choice is None:
         raise typer.Exit(1)

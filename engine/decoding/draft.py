@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
-from pathlib import Path
 
 from transformers import PreTrainedModel
 
@@ -22,16 +22,13 @@ from engine.request.draft import DraftRequest
 from strategies import SpeculationStats, Strategy
 from strategies.operations import needs_of
 
+_ENOUGH = 100  # proposed tokens of a run after which the share of accepted ones is known
+
 
 class Draft:
     """A model that proposes tokens. A `Generator` keeps the last one. given: that model, maybe in a wrapper."""
 
     def __init__(self, model: PreTrainedModel, linears: str):
-        if isinstance(model, (str, Path)):
-            raise OptionError(
-                f"assistant_model is a PreTrainedModel, not a {type(model).__name__}: load it first, with "
-                "AutoModelForCausalLM.from_pretrained(...)"
-            )
         self.given = model
         try:
             model = unwrapped(model)
@@ -40,6 +37,7 @@ class Draft:
             raise OptionError(f"assistant_model: {error}") from error
         self.model, self._runner = model, ModelRunner(model, linears=linears)
         self._learned: tuple[Strategy, SpeculationStats] | None = None
+        self._was_judged = False
 
     def drafts(self, strategy: Strategy) -> SpeculationStats:
         """The statistics of a new run; where the strategy asks for it, with the length that the last run ended with."""
@@ -50,6 +48,22 @@ class Draft:
                 found.length = learned[1].length
             self._learned = strategy, found
         return found
+
+    def judge(self, drafts: SpeculationStats, model: PreTrainedModel) -> None:
+        """Warn, once, of a draft that costs more time than it saves. drafts: of a run that has ended.
+
+        A step takes about as long as reading the weights, and an accepted token saves one of the model's.
+        """
+        if self._was_judged or drafts.drafted < _ENOUGH:
+            return
+        cost = self.model.get_memory_footprint() / model.get_memory_footprint()
+        if drafts.accepted < cost * drafts.drafted:
+            self._was_judged = True
+            logging.getLogger("engine").warning(
+                f"the assistant_model does not pay: {drafts.accepted} of {drafts.drafted} proposed tokens were "
+                f"accepted ({drafts.accepted / drafts.drafted:.0%}), and each costs about {cost:.0%} of a step of the "
+                "model. Leave it out, give a smaller or a better one, or use prompt_lookup_num_tokens"
+            )
 
     def session(self, request: DraftRequest, options: SessionOptions) -> ModelSession:
         """A session of its own for one run, with an empty cache."""

@@ -24,6 +24,7 @@ from engine.errors import (
 )
 from engine.out_of_memory import Exhausted, empty_allocators, in_words, without_frames
 from engine.result import Generation, StreamChunk
+from engine.tables import counted
 from strategies import Flow, Forward, NoCandidateError
 
 _Result = TypeVar("_Result")
@@ -206,7 +207,7 @@ class Driver:
                 raise failure
             finally:
                 del failure  # as above
-        when = f"after {max(map(len, result.tokens))} new tokens per row"
+        when = f"after {counted(max(map(len, result.tokens)), 'new token')} per row"
         kept = "what was generated is in `partial`, with its cache where that can be continued"
         if isinstance(failure, StopAsked):
             raise GenerationCancelled(f"generation was cancelled {when}; {kept}", result)

@@ -10,6 +10,7 @@ from caches import CapacityError, EngineCache
 from configs import CacheConfig, EncoderDecoderCacheConfig
 from engine.request.checks import is_fixed
 from engine.request.run_shape import RunShape
+from engine.tables import counted
 
 _SIZE_STEP = 128  # tokens
 _MOST_AT_ONCE = 2**21  # tokens per row that room is made for in advance, unless a size is given
@@ -38,9 +39,9 @@ def _sized(choice: str | CacheConfig, run_shape: RunShape) -> CacheConfig:
     if wanted > _MOST_AT_ONCE:
         raise CapacityError(
             f"cache={config.name!r} makes room for all tokens before the first one, and {run_shape.prompt_tokens:,} of "
-            f"the prompt and {run_shape.new_tokens:,} new ones are more than the {_MOST_AT_ONCE:,} per row that it "
-            "makes room for by itself: ask for fewer, give max_cache_len in cache_config, or use cache='dynamic' or "
-            "'sink'"
+            f"the prompt and {counted(run_shape.new_tokens, 'new one')} are more than the {_MOST_AT_ONCE:,} per row "
+            "that it makes room for by itself: ask for fewer, give max_cache_len in cache_config, or use "
+            "cache='dynamic' or 'sink'"
         )
     # A compiled step is compiled for a size: calls of similar length share one.
     return config.update(max_cache_len=-(-wanted // _SIZE_STEP) * _SIZE_STEP)[0]

@@ -20,6 +20,7 @@ from engine.model.masks import check_takes_masks
 from engine.planning.cache_size import empty_cache
 from engine.planning.model_footprint import CacheWrite, MeasuredCache, ModelFootprint
 from engine.request.run_shape import RunShape
+from engine.tables import lengths
 from strategies import repeat_rows_index
 
 _FEW_QUERIES = 64  # with more of them attention reads a quantized or offloaded layer as one tensor
@@ -86,8 +87,8 @@ class _DryRun:
         check_takes_masks(footprint.model, self.cache)
         if self.cache.max_tokens is not None and self.cache.max_tokens < run_shape.kept:
             raise caches.CapacityError(
-                f"the {config.name} cache holds at most {self.cache.max_tokens} tokens, but {run_shape.prompt_tokens} "
-                f"prompt tokens and {run_shape.new_tokens} new ones need {run_shape.kept}: raise max_cache_len"
+                f"the {config.name} cache holds at most {self.cache.max_tokens:,} tokens, but "
+                f"{lengths(run_shape.prompt_tokens, run_shape.new_tokens)} need {run_shape.kept:,}: raise max_cache_len"
             )
         self._rows = run_shape.prompts
         self.samples = [UsageSample({"device": 0}, {})]

@@ -20,7 +20,7 @@ from engine.planning.free_memory import Free
 from engine.planning.model_footprint import ModelFootprint
 from engine.planning.report import BackendPlan
 from engine.request.run_shape import RunShape
-from engine.tables import megabytes
+from engine.tables import lengths, megabytes
 
 _MARGIN = 1.1  # for what is not counted: fragments, libraries, other processes
 _MOST_TOKENS, _MOST_PROMPTS = 2**20, 2**14  # the largest answers
@@ -107,9 +107,9 @@ class Planner:
         needed = attention_view(cache).positions_needed(run_shape.kept)
         if needed > most:
             raise caches.CapacityError(
-                f"{run_shape.prompt_tokens:,} prompt tokens and {run_shape.new_tokens:,} new ones need {needed:,} "
-                f"positions, but the model has {most:,}: its longest context is {most + 1:,} tokens, prompt and new "
-                "ones together (the last one is never read)"
+                f"{lengths(run_shape.prompt_tokens, run_shape.new_tokens)} need {needed:,} positions, but the model "
+                f"has {most:,}: its longest context is {most + 1:,} tokens, prompt and new ones "
+                "together (the last one is never read)"
             )
 
     def _on_device(self, usage: CacheUsage) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from engine.tables import Column, aligned, blocks, facts, fits, html_table, megabytes, terminal_width, wrapped
+from engine.tables import Column, aligned, blocks, counted, facts, fits, html_table, megabytes, terminal_width, wrapped
 
 _UNKNOWN_WIDTH = 160  # characters, where the output is no terminal
 _COLUMNS = [
@@ -150,7 +150,7 @@ class Plan:
             needs = ", ".join(f"{megabytes(size)} ({place})" for place, size in backend.need_bytes.items())
             cells = ["", "", "", "", backend.refused] if backend.refused is not None else [needs, *_found(backend), ""]
             rows.append([backend.title, *cells])
-        tokens = f"{self.prompt_tokens:,} tokens, {self.max_new_tokens:,} new ones, in {self.rows} rows"
+        tokens = f"{_lengths(self)}, in {counted(self.rows, 'row')}"
         below = [f"{self.model}, {self.dtype} on {self.device}; {self.batch_size} x {tokens}",
                  f"choice: {self.choice or 'none of them'}; {self.why}"]  # fmt: skip
         return html_table(["cache", "needs", "fits", "longest context", "largest batch", "refused"], rows, below)
@@ -167,6 +167,10 @@ def plan_as_text(plan: Plan) -> str:
     return "\n\n".join([*paragraphs, "\n".join(wrapped(line, width) for line in closing)])
 
 
+def _lengths(plan: Plan) -> str:
+    return f"{counted(plan.prompt_tokens, 'token')}, {counted(plan.max_new_tokens, 'new one')}"
+
+
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     """Names and values of what does not depend on the cache."""
     rows = f", in {plan.rows} rows" if plan.rows != plan.batch_size else ""
@@ -174,7 +178,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     kinds = _kinds(plan.backends)
     return [
         ("model", f"{plan.model}, {plan.dtype} on {plan.device}"),
-        ("run", f"{plan.batch_size} x {plan.prompt_tokens:,} tokens, {plan.max_new_tokens:,} new ones{rows}"),
+        ("run", f"{plan.batch_size} x {_lengths(plan)}{rows}"),
         ("weights", megabytes(plan.weight_bytes) + (", loaded" if plan.weights_are_loaded else "")),
         ("last logits", megabytes(plan.logits_bytes)),
         ("free", ", ".join(f"{megabytes(size)} ({place})" for place, size in known.items()) or "not known"),

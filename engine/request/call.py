@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVa
 from configs import CacheConfig
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from transformers import GenerationConfig, PreTrainedModel
     from transformers.cache_utils import Cache as TransformersCache
@@ -66,7 +68,7 @@ def parameters(
     length_penalty: float | None = None,
     early_stopping: bool | str | None = None,
     penalty_alpha: float | None = None,
-    assistant_model: PreTrainedModel | None = None,
+    assistant_model: PreTrainedModel | str | Path | None = None,
     assistant_tokenizer: Any = None,
     num_assistant_tokens: int | None = None,
     prompt_lookup_num_tokens: int | None = None,

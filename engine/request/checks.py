@@ -19,6 +19,7 @@ from engine.model.forward_parameters import forward_parameters
 from engine.model.model_sizes import most_positions, vocabulary_of
 from engine.prompt import PER_TOKEN, Prompt
 from engine.request.parameters import SAMPLING
+from engine.tables import lengths
 from strategies import Strategy
 from strategies.operations import needs_of
 
@@ -314,9 +315,9 @@ def check_positions(
     needed = attention_view(cache).positions_needed(fed)
     if needed > positions:
         raise InputError(
-            f"{prompt_columns} prompt tokens and {total - prompt_columns} new ones need {needed} positions, but the "
-            f"model has {positions}: shorten the prompt or max_new_tokens (or raise config.max_position_embeddings if "
-            "its positions are known to reach further)"
+            f"{lengths(prompt_columns, total - prompt_columns)} need {needed:,} positions, but the model "
+            f"has {positions:,}: shorten the prompt or max_new_tokens (or raise config.max_position_embeddings if its "
+            "positions are known to reach further)"
         )
 
 

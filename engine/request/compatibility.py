@@ -18,6 +18,7 @@ from engine.model.rope_probe import check_rope
 from engine.request.checks import check_positions, is_fixed
 from engine.request.guidance import check_padding_is_neutral
 from engine.request.request import Request
+from engine.tables import lengths
 
 _OTHER_STATES = ("gemma3n_text",)  # model types
 
@@ -87,9 +88,9 @@ def _check_cache(model: PreTrainedModel, cache: EngineCache, request: Request) -
     mask = request.read[1]
     if cache.max_tokens is not None and cache.max_tokens < request.cached_columns:
         raise CapacityError(
-            f"the {cache.name} cache holds at most {cache.max_tokens} tokens, but {mask.shape[1]} prompt "
-            f"tokens and {request.new_tokens} new ones need {request.cached_columns}: raise max_cache_len or ask for "
-            "fewer"
+            f"the {cache.name} cache holds at most {cache.max_tokens:,} tokens, but "
+            f"{lengths(mask.shape[1], request.new_tokens)} need {request.cached_columns:,}: raise max_cache_len or ask "
+            "for fewer"
         )
     text_config = model.config.get_text_config(decoder=True)
     by_id = getattr(text_config, "hidden_size_per_layer_input", None)

@@ -17,6 +17,7 @@ from engine.request.call import Call
 from engine.request.encoder import Recover, Source, encode, source_again
 from engine.request.request import Request
 from engine.request.vocabulary import Translator
+from engine.tables import lengths
 from strategies import Translation
 
 _LONGEST = 2**31  # tokens, where nothing limits them
@@ -87,8 +88,8 @@ def _check_fits(draft: PreTrainedModel, model: PreTrainedModel, request: Request
     most, needed = most_positions(draft), request.total - 1
     if most is not None and needed > most:
         raise OptionError(
-            f"the draft has {most} positions, but {request.mask.shape[1]} prompt tokens and {request.new_tokens} new "
-            f"ones need {needed}: ask for fewer, or give another draft"
+            f"the draft has {most:,} positions, but {lengths(request.mask.shape[1], request.new_tokens)} need "
+            f"{needed:,}: ask for fewer, or give another draft"
         )
 
 

@@ -24,13 +24,15 @@ class HasModel(Protocol):
     @property
     def config(self) -> EngineConfig: ...
 
+    def with_draft(self, parameters: dict[str, Any]) -> dict[str, Any]: ...
+
 
 def with_room_for(cache: Any, generator: HasModel, inputs: Any, parameters: dict[str, Any]) -> Any:
     """The cache, or a copy with room for the rows of a call, and for twice as many tokens if it needs more."""
     tokens, rows = cache.max_tokens, cache.max_rows
     if tokens is None and rows is None:
         return cache
-    call = read_call(inputs, **{"tokenizer": generator.tokenizer} | parameters)
+    call = read_call(inputs, **{"tokenizer": generator.tokenizer} | generator.with_draft(parameters))
     try:
         request = read_request(
             generator.model, read_parameters(call), cache, draft=call.assistant_model, chunk_tokens=None

@@ -38,7 +38,7 @@ def test_wrong_usage(cli, arguments):
     [
         (["x", "--cache", "statik"], "error: there is no cache named 'statik'; did you mean 'static'"),
         (["x", "--max-new-tokens", "0"], "error: max_new_tokens=0"),
-        (["x", "--max-new-tokens", "9999"], "error: 1 prompt tokens and 9999 new ones need"),
+        (["x", "--max-new-tokens", "9999"], "error: 1 prompt token and 9,999 new ones need 9,999 positions"),
         ([""], "error: prompt 0 is empty"),
         (["x", "--temperature", "0", "--top-k", "2"], "error: --temperature 0 is greedy"),
         (["x", "--model", "no/such/folder"], "error: there is no folder 'no/such/folder'"),
@@ -98,14 +98,15 @@ def test_errors_of_the_other_commands(cli, arguments, message):
 def test_an_interrupt_says_what_there_is(cli, monkeypatch):
     """Between two pieces Ctrl-C is Python's own; before there is a run, it is told without a number."""
     from engine.cli import generate
+    from engine.result import StreamChunk
 
     def press(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(generate.rendering, "chunk_as_json", press)
+        patch.setattr(StreamChunk, "to_dict", press)
         done = cli(["generate", PROMPT, "-n", "9", "--stream", "--json"])
-    assert (done.exit_code, done.stderr) == (130, "interrupted after 1 tokens\n")
+    assert (done.exit_code, done.stderr) == (130, "interrupted after 1 token\n")
     assert len(json.loads(done.stdout)["rows"][0]["tokens"]) == 1
     monkeypatch.setattr(generate, "start_libraries", press)
     done = cli(["generate", PROMPT])

@@ -539,6 +539,43 @@ def smaller(name, **changes):
     return model
 
 
+def test_a_draft_that_does_not_pay_is_told_once(caplog):
+    model = tiny("llama")[0]
+    gen, draft, options = (
+        engine.Generator(model),
+        draft_of("llama", noise=3),
+        {"assistant_confidence_threshold": 0, "eos_token_id": []},
+    )
+    out = gen.generate([[5, 6, 7]], max_new_tokens=4, assistant_model=draft, **options)
+    assert out.stats.drafted_tokens < 100
+    assert "does not pay" not in caplog.text  # too few to tell
+    for _ in range(2):
+        out = gen.generate([[5, 6, 7]] * 8, max_new_tokens=9, assistant_model=draft, **options)
+    said = f"{out.stats.accepted_tokens} of {out.stats.drafted_tokens} proposed tokens were accepted"
+    assert caplog.text.count(said) == 1
+    caplog.clear()
+    gen.generate([[5, 6, 7]] * 8, max_new_tokens=16, assistant_model=copy.deepcopy(model), **options)
+    assert "does not pay" not in caplog.text  # all are accepted, each at the price of a step
+
+
+def test_a_draft_by_its_path():
+    gen = engine.Generator(engine.SHIPPED_MODEL)
+    path, options = str(engine.SHIPPED_MODEL), {"max_new_tokens": 4, "num_assistant_tokens": 2}
+    expected = gen.generate("import os\n", max_new_tokens=4).tokens
+    out = gen.generate("import os\n", assistant_model=engine.SHIPPED_MODEL, **options)
+    assert out.tokens == expected
+    assert out.stats.accepted_tokens
+    loaded = gen._builder.draft
+    [request] = gen.generate_many(["import os\n"], assistant_model=path, **options)
+    assert request.result().tokens == expected
+    chat = gen.chat(cache="static", assistant_model=path, **options)
+    assert chat.send("x").stats.verifications
+    assert chat.send("y", num_assistant_tokens=3).stats.cached_tokens
+    assert gen._builder.draft is loaded  # loaded once
+    gen.release()
+    assert gen.pools["draft_bytes"] == 0
+
+
 DRAFT = {"assistant_model": lambda: draft_of("llama")}
 WRONG = {
     "another vocabulary": ({"assistant_model": lambda: smaller("llama", vocab_size=77)},
@@ -547,7 +584,7 @@ WRONG = {
                       "the draft has 20 positions, but 13 prompt tokens and 14 new ones need 26: ask for fewer"),
     "training": ({"assistant_model": lambda: copy.deepcopy(tiny_model("llama")).train()},
                  "assistant_model: the model is in training mode.*model.eval()"),
-    "a path": ({"assistant_model": lambda: "gpt2"}, "assistant_model is a PreTrainedModel, not a str: load it first"),
+    "a path": ({"assistant_model": lambda: "gpt2"}, "^assistant_model: .*gpt2"),
     "an encoder": ({"assistant_model": lambda: tiny("t5")[0]}, "the draft has an encoder and the model has none"),
     "beams": (DRAFT | {"num_beams": 3}, "to greedy search and sampling, and beam is neither: leave one of them out"),
     "contrastive": (DRAFT | {"penalty_alpha": 0.6, "top_k": 4}, "and contrastive is neither"),
