@@ -38,9 +38,10 @@ if TYPE_CHECKING:
     from engine.result import Fallback, Generation, Stats, StreamChunk, TokenLogprob
     from engine.reuse.chat import Chat
     from engine.reuse.prefix import Prefix
+    from engine.scoring import TextScore
     from engine.serving.batch import Batch
     from engine.serving.request import BatchRequest
-    from engine.streaming import Stream
+    from engine.streaming import AsyncStream, Stream
     from engine.version import __version__
 
 # Imported on first use: torch and transformers take seconds, and `engine --help` needs neither.
@@ -59,9 +60,10 @@ _CONTENTS = {
     "engine.result": ["Fallback", "Generation", "Stats", "StreamChunk", "TokenLogprob"],
     "engine.reuse.chat": ["Chat"],
     "engine.reuse.prefix": ["Prefix"],
+    "engine.scoring": ["TextScore"],
     "engine.serving.batch": ["Batch"],
     "engine.serving.request": ["BatchRequest"],
-    "engine.streaming": ["Stream"],
+    "engine.streaming": ["AsyncStream", "Stream"],
     "engine.version": ["__version__"],
 }  # fmt: skip
 _HOME = {name: module for module, names in _CONTENTS.items() for name in names}
@@ -295,6 +297,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "SHIPPED_MODEL",
+    "AsyncStream",
     "BackendPlan",
     "Batch",
     "BatchRequest",
@@ -317,6 +320,7 @@ __all__ = [
     "Stats",
     "Stream",
     "StreamChunk",
+    "TextScore",
     "TokenLogprob",
     "UserInterrupt",
     "__version__",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,12 @@ from engine.reuse.chat import Chat
 from engine.reuse.prefix import Prefix, read_prefix
 from engine.reuse.prefix_store import PrefixStore
 from engine.run_builder import RunBuilder
+from engine.scoring import PIECE, TextScore, read_texts, score
 from engine.serving.batch import Batch
 from engine.serving.many import check_common, generate_many
 from engine.serving.request import BatchRequest
 from engine.serving.scheduler import Scheduler
-from engine.streaming import Stream
+from engine.streaming import AsyncStream, Cancelled, Stream
 
 _SHARE_OF_FREE = 0.8  # of the device memory, for the caches of many prompts
 
@@ -144,6 +146,31 @@ class Generator:
             return read_prefix(self, resume)
         parameters |= ONE_TOKEN
         return Prefix(self, self.generate(inputs, cache=cache, cache_config=cache_config, **parameters).cache)
+
+    def score(
+        self, texts: Any, *, rows: int = 8, piece_tokens: int = PIECE, cache: Any = None, cache_config: Any = None
+    ) -> list[TextScore]:
+        """How likely the model finds each of the texts, in their order: see `TextScore`.
+
+        texts: a text, a list of texts, or a list of lists of token ids. Each has 2 tokens or more. rows: texts that are
+        computed together. piece_tokens: a text is read in pieces of so many tokens; with a cache that loses something
+        (quantized, with a window, with sinks) each piece sees what the cache still has of those before it, and 1 is as
+        in generation. cache, cache_config: the backend, as of `generate`, by name. Not for models with an encoder.
+        """
+        if not isinstance(cache, str | CacheConfig | None):
+            raise OptionError("every run of score() begins with an empty cache: give the name of one as cache=")
+        generate = partial(self.generate, cache=cache, cache_config=cache_config)
+        return score(generate, self.model, read_texts(texts, self.tokenizer), rows, piece_tokens)
+
+    @takes(parameters, documented_by=engine.generate)
+    def astream(self, inputs: Any = None, generation_config: Any = None, **arguments: Any) -> AsyncStream:
+        """`stream` for `async for`: the run is in a thread of its own, and begins with the first chunk asked for.
+
+        Parameters: those of `engine.generate`, without its model.
+        """
+        stop = Cancelled(read("cancellation", arguments.get("cancellation")))
+        begin = partial(self.stream, inputs, generation_config, **arguments | {"cancellation": stop})
+        return AsyncStream(begin, stop)
 
     def batch(
         self,

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -450,3 +451,89 @@ def test_the_time_of_a_streams_consumer_is_not_the_runs(shipped):
     for _ in shown:
         time.sleep(0.1)
     assert shown.result().stats.total_s < 0.4
+
+
+class TestAsync:
+    def test_the_chunks_are_those_of_a_stream(self, shipped):
+        async def main():
+            chunks = shipped.astream(PROMPTS, max_new_tokens=NEW)
+            found = [chunk async for chunk in chunks]
+            assert [chunk async for chunk in chunks] == []
+            return found, await chunks.result()
+
+        chunks, result = asyncio.run(main())
+        check(chunks, result)
+        assert result.tokens == shipped.generate(PROMPTS, max_new_tokens=NEW).tokens
+
+    def test_other_tasks_go_on_meanwhile(self, shipped):
+        async def read(prompt):
+            return [chunk.tokens async for chunk in shipped.astream(prompt, max_new_tokens=3)]
+
+        async def main():
+            ticks, reading = 0, asyncio.gather(*map(read, PROMPTS))
+            while not reading.done():
+                ticks += 1
+                await asyncio.sleep(0.001)
+            return ticks, await reading
+
+        ticks, found = asyncio.run(main())
+        assert ticks > 3
+        assert found == [[chunk.tokens for chunk in shipped.stream(prompt, max_new_tokens=3)] for prompt in PROMPTS]
+
+    def test_it_is_left_early(self, shipped):
+        async def main():
+            async with shipped.astream(PROMPTS[0], max_new_tokens=200) as chunks:
+                first = await anext(chunks)
+            assert [chunk async for chunk in chunks] == []
+            never = shipped.astream(PROMPTS[0], max_new_tokens=200)
+            await never.aclose()
+            assert [chunk async for chunk in never] == []
+            return first, await chunks.result()
+
+        first, result = asyncio.run(main())
+        assert result.tokens == [list(first.tokens)]
+        assert result.finish_reasons == [None]
+
+    @pytest.mark.parametrize("way", ["task", "aclose", "event"])
+    def test_a_step_that_runs_is_cancelled(self, shipped, way):
+        steps, goes_on, given = threading.Event(), threading.Event(), threading.Event()
+
+        def waits(ids, scores):
+            if ids.shape[1] > len(shipped.tokenizer(PROMPTS[0])["input_ids"]):
+                steps.set()
+                goes_on.wait(10)
+            return scores
+
+        async def main():
+            options = {"max_new_tokens": 200, "logits_processor": [waits], "cancellation": given}
+            chunks = shipped.astream(PROMPTS[0], **options)
+            await anext(chunks)
+            task = asyncio.ensure_future(anext(chunks))
+            while not steps.is_set():
+                await asyncio.sleep(0.001)
+            leaving = []
+            if way == "task":
+                task.cancel()
+            elif way == "aclose":
+                leaving = [asyncio.ensure_future(chunks.aclose())]
+            else:
+                given.set()
+            await asyncio.sleep(0.01)
+            goes_on.set()
+            ends = {"task": asyncio.CancelledError, "event": engine.GenerationCancelled}
+            with suppress(ends.get(way, StopAsyncIteration)):
+                await task
+                await anext(chunks)
+            await asyncio.gather(*leaving)
+            return await chunks.result()
+
+        assert asyncio.run(main()).stats.new_tokens < 5
+
+    def test_errors(self, shipped):
+        async def main():
+            with pytest.raises(engine.OptionError, match="nonsense"):
+                await anext(shipped.astream("x", nonsense=3))
+            with pytest.raises(engine.OptionError, match="cancellation"):
+                shipped.astream("x", cancellation=3)
+
+        asyncio.run(main())

@@ -11,7 +11,7 @@ ENGINE = [
     {"output", "model"},
     {"request"},
     {"decoding", "planning"},
-    {"memory", "streaming"},
+    {"memory", "scoring", "streaming"},
     {"reuse", "serving"},
     {"run_builder"},
     {"generator"},

@@ -1,5 +1,6 @@
 """How results, plans, generators and streams show themselves."""
 
+import json
 import re
 from dataclasses import fields, replace
 
@@ -46,8 +47,37 @@ def test_it_stays_short_whatever_is_in_it(spoken):
     assert len(repr(replace(spoken, text=["line\n" * 1000]))) < 300
     html = out._repr_html_()
     assert html.count("<tr>") == 21
-    assert "and 9980 rows more" in html
+    assert "and 9,980 rows more" in html
     assert len(html) < 20_000
+
+
+def test_measurements_in_a_table(spoken):
+    shown = str(spoken.stats)
+    assert re.search(r"^tokens +\d+ read, 40 new$", shown, re.MULTILINE)
+    assert 3 <= shown.count("\n") < 12
+    assert max(map(len, shown.splitlines())) < 100
+    fallback = engine.Fallback("split", "rows apart", 1, 20, 10)
+    stats = replace(spoken.stats, drafted_tokens=40, accepted_tokens=10, fallbacks=(fallback,))
+    assert "40 tokens, 10 accepted (25%)" in str(stats)
+    assert "rows apart (after 1 token per row" in " ".join(str(stats).split())
+    assert str(engine.Stats("none")).count("\n") == 2
+
+
+def test_results_are_values_of_json(spoken, shipped):
+    fallback = engine.Fallback("split", "rows apart", 1, 20, 10)
+    stats = replace(spoken.stats, fallbacks=(fallback,)).to_dict()
+    assert json.loads(json.dumps(stats)) == stats
+    assert stats["fallbacks"][0]["bytes_after"] == 10
+    assert set(stats) == {field.name for field in fields(engine.Stats)}
+    found = json.loads(json.dumps(spoken.to_dict()))
+    assert [row["text"] for row in found["rows"]] == spoken.text
+    scored = shipped.generate("x", max_new_tokens=2, top_logprobs=1)
+    row = json.loads(json.dumps(scored.to_dict()))["rows"][0]
+    assert [token["token"] for token in row["logprobs"]] == row["tokens"] == scored.tokens[0]
+    without = engine.generate(tiny_model("llama"), prompt(), max_new_tokens=3).to_dict()
+    assert set(without["rows"][0]) == {"tokens", "finish_reason"}
+    chunks = [chunk.to_dict() for chunk in shipped.stream("x", max_new_tokens=2)]
+    assert json.loads(json.dumps(chunks))[-1]["finish_reason"] == "length"
 
 
 def test_without_a_tokenizer_it_says_how_to_get_text():

@@ -26,13 +26,13 @@ from engine.planning.plan import usable_caches
 from engine.prompt import without_padding
 from engine.request.checks import check_vocabulary
 from engine.result import Generation, StreamChunk, TokenLogprob
+from engine.scoring import scoring
 from engine.serving.batch import Batch
 from engine.serving.counts import BatchState
 from engine.serving.http.answers import Answer, added, error
 from engine.serving.http.metrics import Metrics, TokenClock
 from engine.serving.http.protocol import ChatRequest, CompletionRequest
 from engine.serving.http.reading import Limits, chat_ids, completion_ids, logprobs_asked, parameters
-from engine.serving.http.scored_text import ScoredText
 from engine.serving.request import BatchRequest
 
 _MOST_LOGPROBS = 1_000_000  # in an answer
@@ -302,8 +302,7 @@ async def _chunks_of(text: _Text) -> AsyncIterator[StreamChunk | None]:
 def _scoring(ids: Sequence[int], given: dict[str, Any]) -> dict[str, Any]:
     """The parameters of the run that gives the log probabilities of a prompt."""
     kept = {name: given[name] for name in ("cache", "cache_config", "max_time", "top_logprobs") if name in given}
-    text = {"strategy": ScoredText(tuple(ids[1:])), "max_new_tokens": len(ids) - 1}
-    return kept | text | {"eos_token_id": [], "stop_strings": []}  # not even those of the model's own settings
+    return scoring([ids]) | kept
 
 
 def refusal(failed: Exception) -> Refusal:

@@ -1,0 +1,132 @@
+"""The log probabilities that a model gives to texts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from engine.errors import InputError, OptionError
+from engine.prompt import read_prompt, without_padding
+from engine.request.checks import check_vocabulary
+from engine.result import Generation
+from engine.tables import counted
+from strategies import Emit, Flow, Forward, Task
+
+PIECE = 64  # tokens whose logits exist at once
+# Nothing ends a text that is known, not even the model's own settings.
+_ENDLESS: dict[str, Any] = {"eos_token_id": [], "stop_strings": []}
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """How likely the model finds a text.
+
+    Attributes
+    ----------
+    tokens : tuple of int
+        The token ids of the text, with those that the tokenizer puts around it.
+    logprobs : tuple of float
+        The natural logarithms of the probabilities of all tokens but the first, which has nothing before it.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+    @property
+    def logprob(self) -> float:
+        """Of the text: the sum of `logprobs`."""
+        return math.fsum(self.logprobs)
+
+    @property
+    def perplexity(self) -> float:
+        """e to the negative mean of `logprobs`, as of transformers' loss."""
+        return math.exp(-self.logprob / len(self.logprobs))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields and both properties, as values of JSON."""
+        return asdict(self) | {"logprob": self.logprob, "perplexity": self.perplexity}
+
+
+@dataclass(frozen=True)
+class ScoredText:
+    """A strategy whose text is known: row i goes on with `tokens[i]`, all of one length. samples: it draws nothing.
+
+    piece_tokens: of each forward.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    piece_tokens: int = PIECE
+    name: ClassVar[str] = "scored_text"
+    samples: ClassVar[bool] = False
+
+    def flow(self, task: Task) -> Flow:
+        tokens = torch.tensor(self.tokens, device=task.ids.device)
+        yield Forward(task.ids)
+        yield Emit(tokens[:, :1])
+        for begin in range(0, tokens.shape[1] - 1, self.piece_tokens):
+            fed = tokens[:, begin : begin + self.piece_tokens][:, : tokens.shape[1] - 1 - begin]
+            yield Forward(fed, all_logits=True)
+            yield Emit(tokens[:, begin + 1 : begin + 1 + fed.shape[1]])
+
+
+def scoring(ids: Sequence[Sequence[int]], piece_tokens: int = PIECE) -> dict[str, Any]:
+    """The parameters of a run after the first token of each row, whose `logprobs` are those of the others.
+
+    ids: of rows of one length, 2 tokens or more.
+    """
+    strategy = ScoredText(tuple(tuple(row[1:]) for row in ids), piece_tokens)
+    return {"strategy": strategy, "max_new_tokens": len(ids[0]) - 1, "top_logprobs": 0} | _ENDLESS
+
+
+def score(
+    generate: Callable[..., Generation], model: Any, ids: list[list[int]], rows: int, piece_tokens: int
+) -> list[TextScore]:
+    """See `Generator.score`. generate: as of that, with the cache. ids: of the texts."""
+    if model.config.is_encoder_decoder:
+        raise InputError(
+            f"{type(model).__name__} has an encoder, so a text alone has no score: give one source and its answer to "
+            "the model's own forward, as labels"
+        )
+    for name, value in (("rows", rows), ("piece_tokens", piece_tokens)):
+        if not isinstance(value, int) or value < 1:
+            raise OptionError(f"{name}={value!r}: give a whole number of 1 or more")
+    for row in ids:
+        check_vocabulary(model, torch.tensor(row, device="cpu"))
+    found: dict[int, TextScore] = {}
+    order = sorted(range(len(ids)), key=lambda number: len(ids[number]))  # texts of a run have about one length
+    for begin in range(0, len(order), rows):
+        indices = order[begin : begin + rows]
+        longest = len(ids[indices[-1]])
+        padded = [ids[number] + [0] * (longest - len(ids[number])) for number in indices]  # no token sees later ones
+        firsts = torch.tensor([row[:1] for row in padded], device="cpu")
+        out = generate(without_padding(firsts), **scoring(padded, piece_tokens))
+        assert out.logprobs is not None
+        for number, scored in zip(indices, out.logprobs, strict=True):
+            row = ids[number]
+            found[number] = TextScore(tuple(row), tuple(token.logprob for token in scored[: len(row) - 1]))
+    return [found[number] for number in range(len(ids))]
+
+
+def read_texts(texts: Any, tokenizer: Any) -> list[list[int]]:
+    """The ids of a text, of texts, or of lists of ids. Raises `InputError`."""
+    texts = [texts] if isinstance(texts, str) else texts
+    if not isinstance(texts, Sequence):
+        raise InputError(f"texts={texts!r:.80}: give a text, a list of texts, or a list of lists of token ids")
+    found = []
+    for number, text in enumerate(texts):
+        if not isinstance(text, (str, Sequence)):
+            raise InputError(f"texts[{number}]={text!r:.80}: give a text or a list of token ids")
+        ids: list[int] = (
+            read_prompt(text if isinstance(text, str) else [text], {}, tokenizer, bos_id=None).ids[0].tolist()
+        )
+        if len(ids) < 2:
+            raise InputError(
+                f"texts[{number}] has {counted(len(ids), 'token')}, and a score begins with the second one, which "
+                "follows the first: leave this text out"
+            )
+        found.append(ids)
+    return found

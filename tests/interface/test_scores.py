@@ -1,0 +1,100 @@
+"""`Generator.score`: log probabilities of texts, beside transformers' loss and a model that reads token by token."""
+
+import json
+import math
+
+import pytest
+import torch
+from architectures import tiny_model
+from encoder_decoders import tiny_encoder_decoder
+
+import engine
+
+LOSSY = {
+    "quantized": {"cache": "quantized", "cache_config": {"nbits": 2, "residual_length": 1, "q_group_size": 8}},
+    "sinks": {"cache": "sink", "cache_config": {"window_length": 8}},
+}
+
+
+def texts(*lengths):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 90, (length,), generator=generator).tolist() for length in lengths]
+
+
+def loss(model, ids):
+    with torch.no_grad():
+        return model(torch.tensor([ids]), labels=torch.tensor([ids])).loss.item()
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "mamba2", "bamba"])
+def test_the_perplexity_is_that_of_transformers_loss(kind):
+    model, ids = tiny_model(kind), texts(30, 2, 17, 70)
+    scores = engine.Generator(model).score(ids, rows=3)
+    for score, row in zip(scores, ids, strict=True):
+        assert score.tokens == tuple(row)
+        assert len(score.logprobs) == len(row) - 1
+        assert math.log(score.perplexity) == pytest.approx(loss(model, row), rel=1e-4)
+    found = json.loads(json.dumps(scores[1].to_dict()))
+    assert found["logprob"] == scores[1].logprobs[0] == scores[1].logprob
+
+
+@pytest.mark.parametrize("cache", LOSSY)
+def test_what_a_cache_loses_counts(cache):
+    """Token by token it is what a run gets that generates the text."""
+    gen, [ids] = engine.Generator(tiny_model("llama")), texts(24)
+    out = gen.generate([ids[:1]], max_new_tokens=23, prefix_allowed_tokens_fn=lambda _, so_far: [ids[len(so_far)]],
+                       output_logits=True, eos_token_id=[], **LOSSY[cache])  # fmt: skip
+    expected = [logits[0].log_softmax(-1)[token].item() for logits, token in zip(out.logits, ids[1:], strict=True)]
+    [score] = gen.score([ids], piece_tokens=1, **LOSSY[cache])
+    assert score.logprobs == pytest.approx(expected, abs=1e-4)
+    exact, [in_pieces] = gen.score([ids])[0].logprob, gen.score([ids], piece_tokens=8, **LOSSY[cache])
+    assert abs(in_pieces.logprob - exact) > 1e-4
+    assert in_pieces.logprobs[:7] == pytest.approx(gen.score([ids])[0].logprobs[:7], abs=1e-4)
+
+
+def test_the_models_own_settings_change_nothing():
+    gen, [ids] = engine.Generator(tiny_model("llama")), texts(20)
+    expected = gen.score([ids])[0].logprobs
+    settings = {"do_sample": True, "num_beams": 4, "repetition_penalty": 1.5, "eos_token_id": ids[5], "max_length": 5}
+    before = dict(vars(gen.model.generation_config))
+    try:
+        gen.model.generation_config.update(**settings)
+        assert gen.score([ids])[0].logprobs == expected
+    finally:
+        vars(gen.model.generation_config).update(before)
+
+
+def test_texts(shipped):
+    gen = shipped
+    one, two = gen.score(["import os\n", "def main():\n    return 0\n"])
+    assert list(one.tokens) == gen.tokenizer("import os\n")["input_ids"]
+    [alone] = gen.score("import os\n")
+    assert alone.logprobs == pytest.approx(one.logprobs, abs=1e-4)
+    assert gen.score([]) == []
+    assert one.perplexity < gen.score("os import\n")[0].perplexity
+    assert len(two.logprobs) > len(one.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "match"),
+    [
+        ([[5, 6], [7]], {}, r"^texts\[1\] has 1 token, and a score begins with the second one"),
+        ([[5, 6], []], {}, "prompt|token"),
+        (7, {}, "^texts=7: give a text, a list of texts"),
+        ([5, 6], {}, r"^texts\[0\]=5: give a text or a list of token ids"),
+        (["a text"], {}, "tokenizer"),
+        ([[5, 10**6]], {}, "outside the model's vocabulary"),
+        ([[5, 6]], {"rows": 0}, "^rows=0: give a whole number"),
+        ([[5, 6]], {"piece_tokens": 0.5}, "^piece_tokens=0.5: give"),
+        ([[5, 6]], {"cache": object()}, "begins with an empty cache"),
+    ],
+    ids=str,
+)
+def test_refusals(given, options, match):
+    with pytest.raises(engine.EngineError, match=match):
+        engine.Generator(tiny_model("llama")).score(given, **options)
+
+
+def test_models_with_an_encoder_are_refused():
+    with pytest.raises(engine.InputError, match="has an encoder, so a text alone has no score"):
+        engine.Generator(tiny_encoder_decoder("t5")).score([[5, 6, 7]])
