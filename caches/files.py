@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
+import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -152,9 +154,9 @@ def load(path: str | Path, model: nn.Module, device: torch.device | str | None =
     device = prompt_device(reader) if device is None else _device(device)
     with _readable(path) as file:
         unpacked = partial(_unpacked, file=file, device=device)
-        log, stacks = unpacked(header[_TOKENS]), [_unpacked_stack(packed, unpacked) for packed in header["stacks"]]
-        specs = _specs_of(path, stacks[0], reader)
         try:
+            log, stacks = unpacked(header[_TOKENS]), [_unpacked_stack(packed, unpacked) for packed in header["stacks"]]
+            specs = _specs_of(path, stacks[0], reader)
             configs = [recipe(name).options.from_dict(options) for name, options in header["backends"]]
             config = configs[0] if len(configs) == 1 else EncoderDecoderCacheConfig(*configs)
             cache = cast(Savable, recipe(config.name).make(specs, config))
@@ -163,7 +165,18 @@ def load(path: str | Path, model: nn.Module, device: torch.device | str | None =
                     stack.bind_layers(_specs(state["specs"]))
                 _restore(stack, state)
                 steps.require_all()
-        except (CacheError, ConfigError, KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+        except CacheFileError:
+            raise
+        except (
+            CacheError,
+            ConfigError,
+            SafetensorError,
+            KeyError,
+            TypeError,
+            ValueError,
+            IndexError,
+            RuntimeError,
+        ) as error:
             if is_out_of_memory(error):
                 raise
             raise CacheFileError(f"{path} cannot be loaded: {error}") from error
@@ -294,23 +307,40 @@ def _device(name: torch.device | str) -> torch.device:
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Raises `OSError` where there is no room, or no right to write."""
     path = path.resolve()  # a link stays one
     name = path.parent / f".{path.name}-{token_hex(8)}"
     name.touch(exist_ok=False)
     mode = (path if path.exists() else name).stat().st_mode  # safetensors' files are for their user alone
     try:
-        save_file(tensors, name, metadata)
+        try:
+            save_file(tensors, name, metadata)
+        except SafetensorError as error:
+            raise _as_os_error(error, path, sum(tensor.nbytes for tensor in tensors.values())) from error
         os.chmod(name, stat.S_IMODE(mode))
-        with open(name, "r+b") as file, mmap.mmap(file.fileno(), 0) as content:
-            at = content.find(f'"sha256":"{_UNKNOWN}"'.encode()) + len('"sha256":"')
-            content[at : at + len(_UNKNOWN)] = sha256(content).hexdigest().encode()
-            content.flush()
+        with open(name, "r+b", buffering=0) as file:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                at = content.find(f'"sha256":"{_UNKNOWN}"'.encode()) + len('"sha256":"')
+                digest = sha256(content).hexdigest().encode()
+            file.seek(at)
+            file.write(digest)  # not to the mapping: where a disk is full, that would end the process
             os.fsync(file.fileno())
         os.replace(name, path)
     except BaseException:
         with suppress(OSError):
             os.unlink(name)
         raise
+
+
+def _as_os_error(error: SafetensorError, path: Path, size: int) -> Exception:
+    """The system's error, which safetensors has in its text alone. size: of the file, in bytes."""
+    if (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
+        return CacheFileError(f"{path} cannot be written: {error}")
+    code, free = int(number[1]), ""
+    with suppress(OSError):
+        free = f", where {shutil.disk_usage(path.parent).free:,} are free"
+    why = f"{os.strerror(code)}: the cache needs {size:,} bytes{free}, and was not saved; choose another folder"
+    return OSError(code, why, str(path))
 
 
 def _header(path: Path) -> dict[str, Any]:

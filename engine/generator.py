@@ -257,6 +257,11 @@ class Generator:
             "prefix_bytes": 0 if self._store is None else self._store.bytes,
         }
 
+    @property
+    def prefix_failures(self) -> int:
+        """How often a cache could not be put into the prefix store or its folder, or taken out."""
+        return 0 if self._store is None else self._store.failures
+
     def release(self) -> None:
         """Free what is kept between calls, and empty the allocators' caches.
 

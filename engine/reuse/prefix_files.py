@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -15,6 +18,8 @@ from caches import CacheError, EngineCache, load
 from caches.machine import write_atomically
 from caches.out_of_memory import is_out_of_memory
 from caches.spec.fingerprint import fingerprint
+
+_STALE_S = 600.0  # without a write: the process that wrote a partial file has ended
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,9 @@ class PrefixFiles:
     def __init__(self, model: Any, folder: str | Path, most_bytes: int):
         name = sha256(json.dumps(fingerprint(model), sort_keys=True).encode()).hexdigest()[:16]
         self._model, self._folder, self._most = model, Path(folder) / name, most_bytes
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for partial in self._folder.glob(".*"):
+            if time.time() - _modified(partial) > _STALE_S:
+                _unlink(partial)
 
     def __iter__(self) -> Iterator[StoredFile]:
         for path in sorted(self._folder.glob("*.json"), key=_modified):
@@ -43,7 +50,7 @@ class PrefixFiles:
                 yield StoredFile(**content | {"ids": tuple(content["ids"])})
 
     def write(self, file: StoredFile, cache: Any) -> set[str]:
-        """Save the cache, and remove the oldest files where all together are too large. Raises `OSError`.
+        """Save the cache, and remove the oldest files where all together are too large. Raises `OSError`, `CacheError`.
 
         Returns the names of those that were removed: see `name_of`.
         """
@@ -51,6 +58,10 @@ class PrefixFiles:
         index = path.with_suffix(".json")  # written last: without it a process was killed in between
         if path.exists() and index.exists():
             return set()
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it may have been emptied
+        needed, free = sum(cache.bytes_by_place.values()), shutil.disk_usage(self._folder).free
+        if free < needed:  # to find out by writing takes as long as writing
+            raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed, and {free:,} free", str(self._folder))
         cache.save(path, self._model)
         write_atomically(index, json.dumps(asdict(file)).encode())
         sizes = {}
@@ -106,5 +117,9 @@ def _modified(path: Path) -> float:
 
 def _remove(path: Path) -> None:
     for one in (path.with_suffix(".json"), path):
-        with suppress(OSError):
-            os.unlink(one)
+        _unlink(one)
+
+
+def _unlink(path: Path) -> None:
+    with suppress(OSError):
+        os.unlink(path)

@@ -33,6 +33,7 @@ from engine.reuse.prefix_files import PrefixFiles, StoredFile, name_of
 from engine.reuse.room import SIZES, with_room
 from engine.reuse.token_index import TokenIndex
 
+_logger = logging.getLogger("engine")
 LEAST_TOKENS = 32  # a shorter beginning is read about as fast as it is found
 _FILES_FACTOR = 8  # the files together have at most so many times the bytes of those in memory
 _LEAST_FREED = 8  # a cache is shortened where that frees at least an eighth of it
@@ -90,12 +91,16 @@ class StoredCache:
 class PrefixStore:
     """The caches of one model's calls: see `configs.EngineConfig.prefix_store_bytes`.
 
-    bytes: of memory that they take. version: of the model's weights by which they were filled.
+    bytes: of memory that they take. version: of the model's weights by which they were filled. failures: how often a
+    cache could not be stored, written or read: the call goes on without. Raises `OSError` where there can be no folder.
     """
 
     def __init__(self, model: PreTrainedModel, most_bytes: int, folder: str | Path | None = None):
         self._model, self._most, self._folder = model, most_bytes, folder
         self._lock, self._clock = RLock(), count(1)
+        self.failures, self._causes = 0, set[tuple[str, int | None]]()  # the second: those that were logged
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
         self._begin()
 
     def _begin(self) -> None:
@@ -141,8 +146,7 @@ class PrefixStore:
                 found, end = self._found(kind, most)
                 live = empty if found is None else _fitted(found, empty)
             except Exception as error:
-                if not (isinstance(error, CacheError) or is_out_of_memory(error)):
-                    raise
+                self._go_on("a stored prefix cannot be used", error)
                 live, end = empty, 0
             version = self.version
         end = len(most) if branches else end
@@ -181,8 +185,10 @@ class PrefixStore:
                 self._index(entry.kind).remove(entry)
                 return None
             self._hold(entry.cache)
-        live: EngineCache = branch(entry.cache, tokens)
-        self._make_fit()
+        try:
+            live: EngineCache = branch(entry.cache, tokens)
+        finally:
+            self._make_fit()
         return live
 
     # Storing.
@@ -201,8 +207,7 @@ class PrefixStore:
             if bool(log.mask[:, :total].all()):
                 self._keep(kind, tuple(log.ids[0, :total].tolist()), cache, prompt_tokens)
         except Exception as error:
-            if not is_out_of_memory(error):
-                raise
+            self._go_on("a prefix cannot be stored", error)
 
     def _keep(self, kind: str, ids: tuple[int, ...], cache: EngineCache, prompt_tokens: int) -> None:
         with self._lock:
@@ -238,20 +243,37 @@ class PrefixStore:
             try:
                 removed = self._files.write(entry.file, cache)
             except Exception as error:
-                if not (isinstance(error, (CacheError, OSError)) or is_out_of_memory(error)):
-                    raise
-                logging.getLogger("engine").warning("a stored prefix cannot be written: %s", error)
-                self._discard(entry)
+                self._note("a stored prefix cannot be written", error)
+            else:
+                self._causes.clear()
+                self._release(cache)
+                entry.cache = None
+                for index in self._kinds.values() if removed else ():
+                    for old in [one for one in index if one.cache is None and one.name in removed]:
+                        index.remove(old)
                 return
-            self._release(cache)
-            entry.cache = None
-            for index in self._kinds.values() if removed else ():
-                for old in [one for one in index if one.cache is None and one.name in removed]:
-                    index.remove(old)
-            return
         self._discard(entry)
         if shortens and entry.is_croppable and entry.ends:
-            self._add_beginning(entry, cache, max(entry.ends))
+            try:
+                self._add_beginning(entry, cache, max(entry.ends))
+            except Exception as error:
+                self._note("the beginning of a stored prefix cannot be kept", error)
+
+    def _go_on(self, what: str, error: Exception) -> None:
+        """An error costs what is stored, but no text."""
+        self._note(what, error)
+        if not _is_expected(error):  # what is in memory may be half changed
+            with self._lock:
+                self._kinds, self._storages, self.bytes = {}, {}, 0
+
+    def _note(self, what: str, error: Exception) -> None:
+        """Count an error, and log it, unless its cause was logged since a file was written."""
+        self.failures += 1
+        cause = type(error).__name__, getattr(error, "errno", None)
+        if cause not in self._causes:
+            self._causes.add(cause)
+            said = error if _is_expected(error) else type(error).__name__  # others may have a text in their message
+            _logger.warning("%s, and calls go on without: %s", what, said)
 
     def _add_beginning(self, entry: StoredCache, cache: Any, tokens: int) -> None:
         """Store the first `tokens` of a cache that was forgotten, unless another one begins with them."""
@@ -308,6 +330,10 @@ def _reads_on(runner: ModelRunner) -> bool:
         if not is_out_of_memory(error):
             raise
         return False
+
+
+def _is_expected(error: Exception) -> bool:
+    return isinstance(error, (CacheError, OSError)) or is_out_of_memory(error)
 
 
 def kind_of(cache: EngineCache) -> str | None:

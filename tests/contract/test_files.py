@@ -1,6 +1,7 @@
 """Caches in files: every backend goes on as before; what is damaged or of another model is refused."""
 
 import copy
+import errno
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from architectures import prompt, tiny_model
 from encoder_decoders import source, tiny_encoder_decoder
 from kept import MODELS, NEW, PAIRS, cases, options_of
 from places import ROOT
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -324,6 +326,23 @@ def test_a_failure_leaves_no_file(saved, path, monkeypatch):
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="the disk is full"):
         saved[1].cache.save(path)
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("text", ["I/O error: No space left on device (os error 28)", "a header that is too large"])
+def test_an_error_of_the_library_is_said_in_words(text, saved, path, monkeypatch):
+    """With what the file needs: safetensors says no more than the number of the system's error."""
+    before = path.read_bytes()
+
+    def fail(*_):
+        raise SafetensorError(text)
+
+    monkeypatch.setattr(caches.files, "save_file", fail)
+    said = r"No space left.* needs [\d,]+ bytes, where [\d,]+ are free" if "28" in text else "too large"
+    with pytest.raises(OSError if "28" in text else caches.CacheFileError, match=said) as raised:
+        saved[1].cache.save(path)
+    assert getattr(raised.value, "errno", errno.ENOSPC) == errno.ENOSPC
     assert path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]
 

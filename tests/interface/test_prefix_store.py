@@ -2,7 +2,12 @@
 
 import errno
 import inspect
+import os
+import shutil
+import subprocess
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,6 +15,7 @@ import reused
 import torch
 from architectures import prompt, tiny_model
 from fallbacks import OutAt
+from safetensors import SafetensorError
 
 import caches.files
 import engine
@@ -404,3 +410,101 @@ def test_wrong_options():
         engine.EngineConfig(prefix_store_bytes=0)
     with pytest.raises(ConfigError, match="prefix_store_folder is for what has no room"):
         engine.EngineConfig(prefix_store_folder="prefixes")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder with room for so many bytes, which is full otherwise."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(tmp_path)], capture_output=True)
+    if not os.path.ismount(tmp_path):
+        pytest.skip("no file system can be mounted here")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def fill(folder):
+    with suppress(OSError), open(folder / "others", "wb", buffering=0) as file:
+        while file.write(bytes(4096)) == 4096:
+            pass
+
+
+def test_a_full_disk_costs_no_text(small_disk, caplog):
+    """What is in memory stays within its limit; once there is room, files are written again."""
+    texts = [ids_of(100, seed) for seed in range(6)]
+    generator = generator_of(store_bytes=70_000, prefix_store_folder=str(small_disk))
+    plain = engine.Generator(generator.model)
+
+    def check(text):
+        assert generator.generate(text, max_new_tokens=NEW).tokens == plain.generate(text, max_new_tokens=NEW).tokens
+        assert generator.pools["prefix_bytes"] <= 70_000
+
+    fill(small_disk)
+    for text in texts[:4]:
+        check(text)
+    assert generator.prefix_failures >= 3
+    [said] = [one.message for one in caplog.records if "cannot be written" in one.message]
+    assert "No space left" in said or "bytes are needed" in said
+    os.unlink(small_disk / "others")
+    for text in texts:
+        check(text)
+    assert list(small_disk.rglob("*.json"))
+    assert not list(small_disk.rglob(".*"))
+    caplog.clear()
+    fill(small_disk)
+    for seed in range(10, 13):
+        check(ids_of(100, seed))
+    assert len([one for one in caplog.records if "cannot be written" in one.message]) == 1
+
+
+ERRORS = [OSError(errno.ENOSPC, "no space"), SafetensorError("I/O error"), RuntimeError("anything: canary")]
+
+
+@pytest.mark.covering("values", "pairs")
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: f"{type(error).__name__} {str(error)[:12]}")
+@pytest.mark.parametrize("place", ["caches.Cache.save", "engine.reuse.prefix_files.write_atomically",
+                                   "engine.reuse.prefix_files.load", "engine.reuse.prefix_store.branch"])  # fmt: skip
+def test_an_error_of_the_store_costs_no_text(place, error, tmp_path, monkeypatch, caplog):
+    generator = generator_of(store_bytes=70_000, prefix_store_folder=str(tmp_path))
+    texts = [ids_of(100, seed) for seed in range(3)]
+    expected = [generator.generate(text, max_new_tokens=NEW).tokens for text in texts]
+    before, remaining = generator.prefix_failures, [ids_of(100, seed) for seed in range(5, 8)]
+    assert before == 0
+    wanted = [engine.Generator(generator.model).generate(text, max_new_tokens=NEW).tokens for text in remaining]
+
+    def fail(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, fail)
+        for text, tokens in zip([*texts, *remaining], [*expected, *wanted], strict=True):
+            assert generator.generate(text, max_new_tokens=NEW).tokens == tokens
+            assert generator.pools["prefix_bytes"] <= 70_000
+    assert generator.prefix_failures > 0 or place.endswith("load")
+    assert "canary" not in caplog.text
+    for text, tokens in zip(texts, expected, strict=True):
+        assert generator.generate(text, max_new_tokens=NEW).tokens == tokens
+    assert generator.generate(texts[-1], max_new_tokens=NEW).stats.cached_tokens == 99
+    assert len(list(tmp_path.rglob("*.json"))) == len(list(tmp_path.rglob("*.safetensors"))) > 0
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path):
+    generator = generator_of(store_bytes=70_000, prefix_store_folder=str(tmp_path / "stored"))
+    for seed in range(3):
+        generator.generate(ids_of(100, seed), max_new_tokens=NEW)
+    shutil.rmtree(tmp_path / "stored")
+    for seed in range(3):
+        generator.generate(ids_of(100, seed), max_new_tokens=NEW)
+    assert list(tmp_path.rglob("*.safetensors"))
+
+
+def test_partial_files_of_a_process_that_was_killed_go(tmp_path):
+    folder = {"prefix_store_folder": str(tmp_path)}
+    generator = generator_of(**folder)
+    generator.generate(ids_of(100), max_new_tokens=NEW)
+    generator.release()
+    [own] = tmp_path.iterdir()
+    for name, age in ((".old.safetensors-12", 3600), (".tmpNew", 1)):
+        (own / name).write_bytes(b"part")
+        os.utime(own / name, (time.time() - age,) * 2)
+    assert generator_of(**folder).generate(ids_of(100), max_new_tokens=NEW).stats.cached_tokens == 99
+    assert [one.name for one in own.glob(".*")] == [".tmpNew"]

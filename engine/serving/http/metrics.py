@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from engine.result import Generation, StreamChunk
 from engine.serving.counts import BatchState
@@ -25,6 +25,9 @@ class Shown(Protocol):
 
     @property
     def prefix_bytes(self) -> int: ...
+
+    @property
+    def prefix_failures(self) -> int: ...
 
 
 class Metrics:
@@ -87,6 +90,8 @@ class Metrics:
         yield places
         stored = self._shown.prefix_bytes
         yield GaugeMetricFamily("kvengine_prefix_store_bytes", "Bytes of stored prefixes in memory.", value=stored)
+        failures, said = self._shown.prefix_failures, "Prefixes that could not be stored, written or read."
+        yield CounterMetricFamily("kvengine_prefix_store_failures", said, value=failures)
 
 
 class TokenClock:

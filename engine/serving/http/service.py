@@ -47,6 +47,9 @@ class Generates(Protocol):
     @property
     def pools(self) -> dict[str, int]: ...
 
+    @property
+    def prefix_failures(self) -> int: ...
+
     def batch(self, *, slots: int) -> Batch: ...
 
 
@@ -145,6 +148,10 @@ class Service:
     @property
     def prefix_bytes(self) -> int:
         return self._generator.pools["prefix_bytes"]
+
+    @property
+    def prefix_failures(self) -> int:
+        return self._generator.prefix_failures
 
     async def close(self) -> None:
         """Cancel what still runs."""
