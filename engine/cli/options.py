@@ -200,7 +200,8 @@ SERVER = {
 LIMITS = {
     "max_batch": option(int, "N", "Texts that are computed at once.", default=32, min=1),
     "max_queue": option(int, "N", "Prompts that may wait; more are answered with 429.", default=256, min=0),
-    "max_tokens": option(int, "N", "Most new tokens of a text, and their default in a chat.", default=1024, min=1),
+    "max_tokens": option(int, "N", "Most new tokens of a text, also where more are asked for, and their default in a "
+        "chat. Default: what the context has room for; 4096 where it has no limit.", min=1),
     "context_tokens": option(int, "N", "Most tokens of a prompt and its answer; default: what the model's own settings "
         "say.", min=2),
     "max_time": option(float, "SECONDS", "A text that takes longer ends as it is.", default=600.0, min=0.001),

@@ -7,6 +7,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from socket import socket
 from typing import TYPE_CHECKING, Any
 
 from configs import CacheConfig, EngineConfig
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from engine.generator import Generator
 
 _GIB = 2**30
+_MOST_TOKENS = 4096  # new ones of a text, for models whose context has no limit
 
 
 @options.takes(options.SERVE)
@@ -31,12 +33,26 @@ def serve(**given: Any) -> None:
     api_key, settings = _api_key(given["api_key"]), _settings(given)
     most_bytes = values.size(given["max_body_mib"], 2**20, "--max-body-mib")
     _check_installed()
-    is_first = values.is_first_rank(settings)
+    from engine.serving.http import listening
+
+    hosts = listening.allowed_hosts(given["host"], given["allowed_host"] or ())
+    if api_key is None and listening.allowed_hosts(given["host"]) is None:
+        output.tell(f"Everyone who reaches {given['host']} may use this server: --api-key sets a key.")
+    sockets = listening.listen(given["host"], given["port"]) if values.is_first_rank(settings) else []
+    try:
+        _serve(given, path, settings, sockets, (most_bytes, api_key, hosts))
+    finally:
+        listening.close(sockets)
+
+
+def _serve(given: dict[str, Any], path: Any, settings: EngineConfig, sockets: list[socket], access: Any) -> None:
+    """sockets: at which rank 0 listens; others have none. access: of `make_app`."""
+    is_first = bool(sockets)
     with Work(is_first) as work:
         start_libraries(work, path)
         from engine.serving.http.app import make_app
         from engine.serving.http.reading import Limits
-        from engine.serving.http.server import allowed_hosts, run
+        from engine.serving.http.server import run
         from engine.serving.http.service import Service
 
         generator = load_generator(work, path, settings)
@@ -50,16 +66,11 @@ def serve(**given: Any) -> None:
             return
         text_config = generator.model.config.get_text_config(decoder=True)
         context = given["context_tokens"] or getattr(text_config, "max_position_embeddings", None)
-        limits = Limits(context, given["max_tokens"], given["max_batch"], given["max_time"])
+        limits = Limits(context, given["max_tokens"] or context or _MOST_TOKENS, given["max_batch"], given["max_time"])
         name = given["name"] or ("shipped" if path is None else Path(path).name or str(path))
         service = Service(generator, name, limits, given["max_queue"])
-    host, port = given["host"], given["port"]
-    hosts = allowed_hosts(host, given["allowed_host"] or ())
-    if api_key is None and allowed_hosts(host) is None:
-        output.tell(f"Everyone who reaches {host} may use this server: --api-key sets a key.")
-    app = make_app(service, most_bytes, api_key, hosts)
     started = partial(_announce, name)
-    run(app, service, host, port, given["drain_seconds"], started)
+    run(make_app(service, *access), service, sockets, given["drain_seconds"], started)
 
 
 def _try_texts(generator: Generator, most_rows: int) -> None:

@@ -16,8 +16,9 @@ from openai import OpenAI
 
 import engine
 from engine.serving.http.app import make_app
+from engine.serving.http.listening import LOOPBACK
 from engine.serving.http.reading import Limits
-from engine.serving.http.server import LOOPBACK
+from engine.serving.http.server import uvicorn_config
 from engine.serving.http.service import Service
 
 NAME = "shipped"
@@ -67,8 +68,7 @@ def served(
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
-        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
-        server = uvicorn.Server(config)
+        server = uvicorn.Server(uvicorn_config(app, 5))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         while not server.started:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import traceback
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from importlib.resources import files
@@ -16,10 +15,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
+import engine
 import strategies
+from caches.out_of_memory import is_out_of_memory
+from engine.errors import InputError
 from engine.result import StreamChunk
 from engine.serving.http.answers import error
-from engine.serving.http.gate import Gate
+from engine.serving.http.gate import Gate, places_of
 from engine.serving.http.protocol import ChatRequest, CompletionRequest
 from engine.serving.http.service import Job, Refusal, Service, refusal
 
@@ -49,7 +51,7 @@ def make_app(
         yield
         await service.close()
 
-    app = FastAPI(title="kvengine", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app = FastAPI(title="kvengine", version=engine.__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_middleware(Gate, most_bytes=most_bytes, api_key=api_key, hosts=hosts)
 
     @app.post("/v1/chat/completions")
@@ -71,6 +73,10 @@ def make_app(
             return JSONResponse(error(message, "invalid_request_error", "model_not_found"), 404)
         return JSONResponse(_described(service))
 
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": engine.__version__}
+
     @app.get("/health")
     async def is_alive() -> Response:
         alive = service.is_alive
@@ -87,6 +93,9 @@ def make_app(
     async def invalid(_: Request, wrong: RequestValidationError) -> Response:
         service.metrics.ended("refused")
         first, *others = wrong.errors()
+        if first["type"] == "json_invalid":
+            message = f"the body is no JSON: {first['ctx']['error']} at character {first['loc'][-1]}"
+            return JSONResponse(error(message, "invalid_request_error"), 400)
         param = ".".join(str(part) for part in first["loc"] if part != "body")
         more = f" (and {len(others)} more)" if others else ""
         message = f"{param or 'the body'}: {first['msg'].removeprefix('Value error, ')}{more}"
@@ -94,9 +103,22 @@ def make_app(
 
     @app.exception_handler(HTTPException)
     async def unknown(_: Request, wrong: HTTPException) -> Response:
+        if (cause := wrong.__cause__) is not None:  # of a body that cannot be parsed
+            return _failed(service, _unread(cause))
         return JSONResponse(error(str(wrong.detail), "invalid_request_error"), wrong.status_code, wrong.headers)
 
     return app
+
+
+def _unread(cause: BaseException) -> Exception:
+    """Why a body could not be parsed, as an error that `refusal` has an answer to."""
+    if is_out_of_memory(cause):
+        return MemoryError()
+    if isinstance(cause, RecursionError):
+        return InputError("the body is nested too deeply")
+    if isinstance(cause, UnicodeDecodeError):
+        return InputError(f"the body is no text in UTF-8: byte {cause.start:,} cannot be read")
+    return InputError(f"the body cannot be read: {type(cause).__name__}")
 
 
 def _file(name: str, kind: str) -> Any:
@@ -118,7 +140,10 @@ def _described(service: Service) -> dict[str, Any]:
 async def _answered(service: Service, body: ChatRequest | CompletionRequest, request: Request) -> Response:
     """Run a request to its end, or until its first chunk is there where it streams."""
     try:
-        job = await service.begin(body)
+        job = await _while_connected(request, service.begin(body))
+    except _Disconnected:
+        service.metrics.ended("cancelled")
+        return Response(status_code=499)
     except Exception as failed:
         return _failed(service, failed)
     chunks = service.chunks(job)
@@ -179,9 +204,7 @@ def _counted_refusal(service: Service, failed: Exception) -> Refusal:
     service.metrics.ended("full" if refused.status == 429 else "failed" if refused.status >= 500 else "refused")
     if refused.status == 500:
         origin = failed.__cause__ or failed
-        frames = traceback.extract_tb(origin.__traceback__)
-        places = ", ".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames))
-        _logger.error("a request failed with %s at %s", type(origin).__name__, places)
+        _logger.error("a request failed with %s at %s", type(origin).__name__, places_of(origin))
     return refused
 
 

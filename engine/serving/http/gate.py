@@ -1,33 +1,42 @@
-"""What is refused before a request is read: bodies that are too large or too slow, other hosts, a missing key."""
+"""What is refused before a request is read: bodies that are too large or too slow, other hosts, a missing key.
+
+Every answer has the header x-request-id: that of the request, or one that is made here.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import json
+import logging
+import re
+import traceback
+import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
+from caches.out_of_memory import is_out_of_memory
 from engine.serving.http.answers import error
+from engine.serving.http.listening import host_name
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
+_logger = logging.getLogger("engine")
 _BODY_S = 30.0  # for a body to arrive
+_MOST_BODIES = 32  # of the largest size, that arrive at once
 # A body that is too large is read up to so many times the limit and discarded: many clients read no answer before they
 # have sent everything.
 _READ_FACTOR = 8
+_REQUEST_ID = re.compile(rb"[\w.:=+/-]{1,128}", re.ASCII)
 
 
-def host_name(host: str) -> str:
-    """A name or an address without its port, an IPv6 address without brackets too."""
-    if host.startswith("["):
-        host = host.partition("]")[0].lstrip("[")
-    elif host.count(":") == 1:
-        host = host.partition(":")[0]
-    return host.lower()
+def places_of(failed: BaseException) -> str:
+    """Where an error was raised, for the log: its message may hold a text."""
+    frames = traceback.extract_tb(failed.__traceback__)
+    return ", ".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames))
 
 
 class Gate:
@@ -39,12 +48,40 @@ class Gate:
 
     def __init__(self, app: App, most_bytes: int, api_key: str | None, hosts: tuple[str, ...] | None):
         self._app, self._most_bytes, self._api_key, self._hosts = app, most_bytes, api_key, hosts
+        self._arriving = 0  # bytes of bodies
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
+        asked = headers.get(b"x-request-id", b"")
+        request_id = asked if _REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex.encode()
+        has_begun = False
+
+        async def send_named(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", request_id)]}
+            await send(message)
+
+        try:
+            await self._answer(scope, headers, receive, send_named)
+        except Exception as failed:
+            if has_begun:
+                raise
+            _logger.error(
+                "request %s failed with %s at %s", request_id.decode(), type(failed).__name__, places_of(failed)
+            )
+            status, message = 500, f"an error of the server's own: {type(failed).__name__}"
+            if is_out_of_memory(failed):
+                status, message = 503, "memory is out: try again later"
+            await _refuse(send_named, status, error(message, "server_error"))
+
+    async def _answer(
+        self, scope: MutableMapping[str, Any], headers: dict[bytes, bytes], receive: Receive, send: Send
+    ) -> None:
         if (refusal := self._refusal(scope["path"], headers)) is not None:
             await _refuse(send, *refusal)
             return
@@ -53,6 +90,10 @@ class Gate:
             return
         if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
             message = "the body is JSON: send the header Content-Type: application/json"
+            await _refuse(send, 415, error(message, "invalid_request_error"))
+            return
+        if (coding := headers.get(b"content-encoding", b"identity").strip().lower()) not in (b"identity", b""):
+            message = f"the body is coded as {coding.decode('latin-1')!r:.40}: send it plain, without Content-Encoding"
             await _refuse(send, 415, error(message, "invalid_request_error"))
             return
         try:
@@ -87,16 +128,22 @@ class Gate:
         if said.isdigit() and int(said[:20]) > _READ_FACTOR * self._most_bytes:
             return int(said[:20])
         parts, size = [], 0
-        while True:
-            message = await receive()
-            if message["type"] != "http.request":
-                return None
-            part = message.get("body", b"")
-            size += len(part)
-            if size <= self._most_bytes:
-                parts.append(part)
-            if not message.get("more_body") or size > _READ_FACTOR * self._most_bytes:
-                return b"".join(parts) if size <= self._most_bytes else size
+        try:
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    return None
+                part = message.get("body", b"")
+                size += len(part)
+                if size <= self._most_bytes:
+                    parts.append(part)
+                    self._arriving += len(part)
+                if self._arriving > _MOST_BODIES * self._most_bytes:
+                    raise MemoryError
+                if not message.get("more_body") or size > _READ_FACTOR * self._most_bytes:
+                    return b"".join(parts) if size <= self._most_bytes else size
+        finally:
+            self._arriving -= sum(map(len, parts))
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
@@ -114,7 +161,7 @@ async def _refuse(send: Send, status: int, body: dict[str, Any]) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    if status in (408, 413):  # what is left of the body is not read
+    if status in (408, 413, 503):  # what is left of the body is not read
         headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": content})

@@ -12,9 +12,11 @@ from jinja2 import Environment, meta
 from engine.errors import InputError, OptionError
 from engine.prompt import refused_by_template
 from engine.serving.http.protocol import ChatRequest, CompletionRequest
+from engine.serving.http.texts import Texts
 
 _COMPLETION_TOKENS = 16  # by default, as OpenAI's completions have it
 _CANDIDATES = 4  # of a search that names none: the defaults of the strategies
+MOST_LOGPROBS_WRITTEN = 1_000_000  # in an answer
 _MOST_TOKENS = 2**20  # of a size in cache_config, for models without a limit
 
 
@@ -22,8 +24,9 @@ _MOST_TOKENS = 2**20  # of a size in cache_config, for models without a limit
 class Limits:
     """What a request may ask for.
 
-    context_tokens: of prompt and answer together; None for no limit. max_tokens: new ones per text. max_rows: rows that
-    are computed at once. max_time_s: from the beginning of a text; it then ends as it is.
+    context_tokens: of prompt and answer together; None for no limit. max_tokens: new ones per text, also where more are
+    asked for. max_rows: rows that are computed at once. max_time_s: from the beginning of a text, which then ends as it
+    is.
     """
 
     context_tokens: int | None
@@ -47,8 +50,17 @@ class Penalties:
         return scores - self._frequency * counts - self._presence * (counts > 0)
 
 
-def chat_ids(body: ChatRequest, tokenizer: Any) -> list[int]:
+def characters(body: ChatRequest | CompletionRequest) -> int:
+    """Of the texts that are tokenized, about."""
+    if isinstance(body, CompletionRequest):
+        return sum(len(prompt) for prompt in body.prompts if isinstance(prompt, str))
+    written = sum(len(message.content or "") + len(str(message.model_extra or "")) for message in body.messages)
+    return written + len(str(body.tools or ""))
+
+
+def chat_ids(body: ChatRequest, texts: Texts) -> list[int]:
     """The messages as the model's template writes them, with what makes the model answer. Raises `InputError`."""
+    tokenizer = texts.tokenizer
     messages = [_without_nulls(message.model_dump(exclude_unset=True)) for message in body.messages]
     tools = None if body.tool_choice == "none" else body.tools
     try:
@@ -60,8 +72,8 @@ def chat_ids(body: ChatRequest, tokenizer: Any) -> list[int]:
             text = tokenizer.apply_chat_template(list(map(_with_objects, messages)), **options)
         except TypeError:  # of a template that takes the arguments of tool calls as text
             text = tokenizer.apply_chat_template(messages, **options)
-        return _tokenized(text, tokenizer, special=False)
-    except InputError:
+        return texts.ids(text, special=False)
+    except (InputError, MemoryError):
         raise
     except Exception as error:  # a template raises what it likes
         raise refused_by_template(error) from None
@@ -101,19 +113,9 @@ def _check_template(template: Any, given: dict[str, Any], tools: Any) -> None:
         raise InputError(f"the model's chat template has no place for {', '.join(missing)}: leave it out")
 
 
-def completion_ids(body: CompletionRequest, tokenizer: Any) -> list[list[int]]:
+def completion_ids(body: CompletionRequest, texts: Texts) -> list[list[int]]:
     """The ids of each prompt. Raises `InputError`."""
-    return [_tokenized(one, tokenizer) if isinstance(one, str) else one for one in body.prompts]
-
-
-def _tokenized(text: str, tokenizer: Any, special: bool = True) -> list[int]:
-    try:
-        ids = tokenizer(text, add_special_tokens=special)["input_ids"]
-    except (TypeError, ValueError) as error:  # half of a surrogate pair
-        raise InputError(f"the prompt is no text: {type(error).__name__}") from None
-    if not ids:
-        raise InputError("the prompt is empty: the model needs at least one token to begin with")
-    return list(ids)
+    return [texts.ids(one) if isinstance(one, str) else one for one in body.prompts]
 
 
 _OF_SEARCHES = {
@@ -159,23 +161,26 @@ def logprobs_asked(body: ChatRequest | CompletionRequest) -> int | None:
 
 
 def new_tokens(body: ChatRequest | CompletionRequest, prompt_tokens: int, limits: Limits) -> int:
-    """How many new tokens a text gets at most. Raises `InputError` where the context has no room for them."""
+    """How many new tokens a text gets at most: what was asked for, as far as there is room.
+
+    Raises `InputError` where the context has no room for any.
+    """
     asked = body.max_tokens
     if isinstance(body, ChatRequest):
         asked = body.max_completion_tokens if asked is None else asked
     elif asked is None:
         asked = _COMPLETION_TOKENS
-    context = limits.context_tokens
-    room = limits.max_tokens if context is None else context - prompt_tokens
-    if room < (1 if asked is None else asked) and context is not None:
-        answer = "" if asked is None else f", and max_tokens={asked}"
-        raise InputError(
-            f"the prompt has {prompt_tokens} tokens{answer}, but the model's context has {context} for both: shorten "
-            "the prompt or ask for fewer tokens"
-        )
-    if asked is not None and asked > limits.max_tokens:
-        raise OptionError(f"max_tokens={asked}, but this server generates {limits.max_tokens} per text at most")
-    return min(room, limits.max_tokens) if asked is None else asked
+    context, most = limits.context_tokens, limits.max_tokens
+    if context is not None:
+        most = min(most, context - prompt_tokens)
+        if most < (asked != 0):
+            raise InputError(
+                f"the prompt has {prompt_tokens:,} tokens, but the model's context has {context:,} for prompt and "
+                "answer: shorten the prompt"
+            )
+    if asked is None and (likeliest := logprobs_asked(body)) is not None:
+        return max(1, min(most, MOST_LOGPROBS_WRITTEN // (body.n * (1 + likeliest))))
+    return most if asked is None else min(asked, most)
 
 
 def _check_rows(found: dict[str, Any], limits: Limits) -> None:

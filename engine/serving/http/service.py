@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from caches import CacheError
+from caches.out_of_memory import is_out_of_memory
 from configs import ConfigError
 from engine.errors import (
     EngineError,
@@ -22,6 +24,7 @@ from engine.errors import (
     OptionError,
     OutOfMemoryError,
 )
+from engine.host_allocator import give_back_freed_memory
 from engine.planning.plan import usable_caches
 from engine.prompt import without_padding
 from engine.request.checks import check_vocabulary
@@ -32,10 +35,19 @@ from engine.serving.counts import BatchState
 from engine.serving.http.answers import Answer, added, error
 from engine.serving.http.metrics import Metrics, TokenClock
 from engine.serving.http.protocol import ChatRequest, CompletionRequest
-from engine.serving.http.reading import Limits, chat_ids, completion_ids, logprobs_asked, parameters
+from engine.serving.http.reading import (
+    MOST_LOGPROBS_WRITTEN,
+    Limits,
+    characters,
+    chat_ids,
+    completion_ids,
+    logprobs_asked,
+    parameters,
+)
+from engine.serving.http.texts import LONG_CHARACTERS, Texts
 from engine.serving.request import BatchRequest
 
-_MOST_LOGPROBS = 1_000_000  # in an answer
+_NO_MEMORY = "memory is out, so the request was not read: try again later, or send a shorter one"
 
 
 class Generates(Protocol):
@@ -130,6 +142,9 @@ class Service:
         if generator.tokenizer is None:
             raise OptionError("a server needs a tokenizer: Generator(model, tokenizer)")
         self._generator, self.name, self.limits, self._max_queue = generator, name, limits, max_queue
+        self._has_encoder = generator.model.config.is_encoder_decoder  # then its answer has a context of its own
+        self._texts = Texts(generator.tokenizer, None if self._has_encoder else limits.context_tokens)
+        self._long_texts = ThreadPoolExecutor(1, "long texts")  # one at a time, and short ones do not wait for them
         self._batch = generator.batch(slots=limits.max_rows)
         self._open: set[asyncio.Task[None]] = set()  # one for each run, until its end
         self._typical_s = 1.0  # of a run
@@ -155,6 +170,7 @@ class Service:
 
     async def close(self) -> None:
         """Cancel what still runs."""
+        self._long_texts.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._batch.close, True)
         await asyncio.gather(*self._open, return_exceptions=True)
 
@@ -164,7 +180,7 @@ class Service:
             message = f"the model {body.model!r:.100} is not here: this server has {self.name!r}"
             raise Refusal(404, error(message, "invalid_request_error", "model_not_found"))
         likeliest, is_chat = logprobs_asked(body), isinstance(body, ChatRequest)
-        continues = not (is_chat or self._generator.model.config.is_encoder_decoder)
+        continues = not (is_chat or self._has_encoder)
         answer = Answer(self.name, is_chat, self._generator.tokenizer, likeliest, continues, body.has_form)
         job = Job(body, answer)
         scores = body.echo and likeliest is not None
@@ -172,7 +188,7 @@ class Service:
         self._check_encoder(body)
         self._check_room(needed)  # before the prompts are read, which takes a while, and after
         try:
-            prompts, given = await asyncio.to_thread(self._read, body)
+            prompts, given = await self._reading(body)
             self._check_size(body, prompts, given)
             self._check_room(needed)
             for ids, own in zip(prompts, given, strict=True):
@@ -191,7 +207,7 @@ class Service:
         return job
 
     def _check_encoder(self, body: ChatRequest | CompletionRequest) -> None:
-        if not self._generator.model.config.is_encoder_decoder:
+        if not self._has_encoder:
             return
         asked = ["echo"] if body.echo else []
         asked += [name for name in ("presence_penalty", "frequency_penalty") if getattr(body, name)]
@@ -210,20 +226,33 @@ class Service:
             (len(ids) if body.echo else 0) + own["max_new_tokens"] for ids, own in zip(prompts, given, strict=True)
         ]
         count = body.n * sum(lengths) * (1 + likeliest)
-        if count > _MOST_LOGPROBS:
-            message = f"the answer may have {count:,} log probabilities, and this server writes {_MOST_LOGPROBS:,}"
+        if count > MOST_LOGPROBS_WRITTEN:
+            message = (
+                f"the answer may have {count:,} log probabilities, and this server writes {MOST_LOGPROBS_WRITTEN:,}"
+            )
             raise Refusal.of_bad_request(f"{message}: ask for fewer texts, tokens or top_logprobs")
+
+    async def _reading(self, body: ChatRequest | CompletionRequest) -> tuple[list[list[int]], list[dict[str, Any]]]:
+        """See `_read`, in another thread."""
+        if characters(body) <= LONG_CHARACTERS:
+            return await asyncio.to_thread(self._read, body)
+
+        def read() -> tuple[list[list[int]], list[dict[str, Any]]]:
+            try:
+                return self._read(body)
+            finally:
+                give_back_freed_memory()
+
+        return await asyncio.get_running_loop().run_in_executor(self._long_texts, read)
 
     def _read(self, body: ChatRequest | CompletionRequest) -> tuple[list[list[int]], list[dict[str, Any]]]:
         """The prompts' ids, and the parameters of each."""
-        tokenizer = self._generator.tokenizer
-        prompts = [chat_ids(body, tokenizer)] if isinstance(body, ChatRequest) else completion_ids(body, tokenizer)
-        model = self._generator.model
+        texts, model = self._texts, self._generator.model
+        prompts = [chat_ids(body, texts)] if isinstance(body, ChatRequest) else completion_ids(body, texts)
         for ids in prompts:
             check_vocabulary(model, torch.tensor(ids, device="cpu"))
         check_vocabulary(model, torch.tensor([*body.logit_bias], device="cpu"), "logit_bias: ")
-        has_encoder = model.config.is_encoder_decoder  # then its answer has a context of its own
-        return prompts, [parameters(body, 0 if has_encoder else len(ids), self.limits) for ids in prompts]
+        return prompts, [parameters(body, 0 if self._has_encoder else len(ids), self.limits) for ids in prompts]
 
     def _check_room(self, needed: int) -> None:
         most = self.limits.max_rows + self._max_queue
@@ -317,6 +346,8 @@ def refusal(failed: Exception) -> Refusal:
     if isinstance(failed, OutOfMemoryError):
         body = error(str(failed), "server_error", "out_of_memory")
         return Refusal(503, body | _partial(failed), retry_s=5)
+    if is_out_of_memory(failed):
+        return Refusal(503, error(_NO_MEMORY, "server_error", "out_of_memory"), retry_s=5)
     if isinstance(failed, GenerationCancelled):
         return Refusal(503, error("the server is shutting down", "server_error") | _partial(failed))
     if isinstance(failed, GenerationInterrupted) and isinstance(failed.__cause__, OptionError):

@@ -1,0 +1,66 @@
+"""`Texts`: the texts of requests as token ids. What cannot fit is refused before the work that it would be."""
+
+from __future__ import annotations
+
+import mmap
+from functools import cached_property
+from typing import Any
+
+from engine.errors import InputError
+
+LONG_CHARACTERS = 2**16  # a text of more takes a tenth of a second or longer
+_MARGIN_TOKENS = 64  # by which the beginning of a text may have more tokens than in all of it
+_BYTES_PER_CHARACTER = 512  # that tokenizing takes; 170 to 490 were measured
+
+
+class Texts:
+    """tokenizer: of the model. context_tokens: more than these are refused; None for no limit."""
+
+    def __init__(self, tokenizer: Any, context_tokens: int | None):
+        self.tokenizer, self._context_tokens = tokenizer, context_tokens
+
+    @cached_property
+    def _longest(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
+
+    def ids(self, text: str, special: bool = True) -> list[int]:
+        """special: with the tokens that begin and end each text. Raises `InputError`, `MemoryError`."""
+        self._check_size(text)
+        ids = self._tokenized(text, special)
+        if not ids:
+            raise InputError("the prompt is empty: the model needs at least one token to begin with")
+        return ids
+
+    def _check_size(self, text: str) -> None:
+        most = self._context_tokens
+        if most is None:
+            return
+        if len(text) > most * self._longest:
+            raise InputError(
+                f"the prompt has {len(text):,} characters, but the model's context has {most:,} tokens of "
+                f"{self._longest} characters at most: shorten the prompt"
+            )
+        size = LONG_CHARACTERS
+        while size < len(text):  # the beginning shows whether the rest need be read
+            if (tokens := len(self._tokenized(text[:size], special=False))) > most + _MARGIN_TOKENS:
+                raise InputError(
+                    f"the first {size:,} of {len(text):,} characters of the prompt have {tokens:,} tokens, but the "
+                    f"model's context has {most:,} for prompt and answer: shorten the prompt"
+                )
+            size *= 4
+
+    def _tokenized(self, text: str, special: bool) -> list[int]:
+        _check_memory(_BYTES_PER_CHARACTER * len(text))
+        try:
+            return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+        except (TypeError, ValueError) as error:  # half of a surrogate pair
+            raise InputError(f"the prompt is no text: {type(error).__name__}") from None
+
+
+def _check_memory(size: int) -> None:
+    """Raise `MemoryError` where so many bytes are not there: without memory tokenizers in Rust end the process."""
+    try:
+        mmap.mmap(-1, max(1, size)).close()
+    except OSError as error:
+        raise MemoryError(f"{size:,} bytes to tokenize a prompt: {error.strerror}") from None
