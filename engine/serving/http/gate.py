@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
 from caches.out_of_memory import is_out_of_memory
+from engine.host_allocator import give_back_freed_memory
 from engine.serving.http.answers import error
 from engine.serving.http.listening import host_name
 
@@ -27,6 +28,7 @@ App: TypeAlias = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[N
 _logger = logging.getLogger("engine")
 _BODY_S = 30.0  # for a body to arrive
 _MOST_BODIES = 32  # of the largest size, that arrive at once
+_LARGE_BYTES, _GIVE_BACK_S = 2**16, 1.0  # of a body; after its request, for all that end meanwhile
 # A body that is too large is read up to so many times the limit and discarded: many clients read no answer before they
 # have sent everything.
 _READ_FACTOR = 8
@@ -49,6 +51,7 @@ class Gate:
     def __init__(self, app: App, most_bytes: int, api_key: str | None, hosts: tuple[str, ...] | None):
         self._app, self._most_bytes, self._api_key, self._hosts = app, most_bytes, api_key, hosts
         self._arriving = 0  # bytes of bodies
+        self._gives_back = False  # memory, soon
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -108,7 +111,20 @@ class Gate:
             message = f"the body has {body:,} bytes, and this server reads {self._most_bytes:,}"
             await _refuse(send, 413, error(message, "invalid_request_error"))
             return
-        await self._app(scope, _replayed(body, receive), send)
+        is_large = len(body) > _LARGE_BYTES
+        replayed = _replayed(body, receive)
+        del body
+        try:
+            await self._app(scope, replayed, send)
+        finally:
+            if is_large and not self._gives_back:
+                self._gives_back = True
+                asyncio.get_running_loop().call_later(_GIVE_BACK_S, self._give_back)
+
+    def _give_back(self) -> None:
+        """The memory of large bodies and their tokens, which the allocator would keep."""
+        self._gives_back = False
+        asyncio.get_running_loop().run_in_executor(None, give_back_freed_memory)
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> tuple[int, dict[str, Any]] | None:
         name = host_name(headers.get(b"host", b"").decode("latin-1"))

@@ -24,7 +24,6 @@ from engine.errors import (
     OptionError,
     OutOfMemoryError,
 )
-from engine.host_allocator import give_back_freed_memory
 from engine.planning.plan import usable_caches
 from engine.prompt import without_padding
 from engine.request.checks import check_vocabulary
@@ -234,16 +233,8 @@ class Service:
 
     async def _reading(self, body: ChatRequest | CompletionRequest) -> tuple[list[list[int]], list[dict[str, Any]]]:
         """See `_read`, in another thread."""
-        if characters(body) <= LONG_CHARACTERS:
-            return await asyncio.to_thread(self._read, body)
-
-        def read() -> tuple[list[list[int]], list[dict[str, Any]]]:
-            try:
-                return self._read(body)
-            finally:
-                give_back_freed_memory()
-
-        return await asyncio.get_running_loop().run_in_executor(self._long_texts, read)
+        pool = self._long_texts if characters(body) > LONG_CHARACTERS else None
+        return await asyncio.get_running_loop().run_in_executor(pool, self._read, body)
 
     def _read(self, body: ChatRequest | CompletionRequest) -> tuple[list[list[int]], list[dict[str, Any]]]:
         """The prompts' ids, and the parameters of each."""
