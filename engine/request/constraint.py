@@ -11,20 +11,26 @@ from transformers import GenerationConfig
 
 from engine.errors import OptionError
 from engine.request.call import Call
+from engine.request.number_length import NumberLength, number_length
 
 NAMES = ("response_format", "json_schema", "regex", "choices", "grammar")
-# As Python's json module writes; an "x-guidance" in the schema sets others.
-_SPACES: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Between tokens of JSON a blank, or a line break with its indentation. Small models close a list at once that they may
+# not begin on a new line, and white space without end would take all tokens.
+_PRETTY: Any = {"whitespace_pattern": r"\n[ \t]{0,32}| "}
+# As Python's json module writes. An "x-guidance" in the schema asks for it, or sets other separators.
+_COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_WRITING = {*_PRETTY, *_COMPACT}
 
 
 @dataclass(frozen=True)
 class Constraint:
     """said: the parameter that asks for it. grammar: in the words of llguidance. parse: of a complete text; None where
-    the text itself is all."""
+    the text itself is all. numbers: how long those of a JSON text may get."""
 
     said: str
     grammar: str
     parse: Callable[[str], Any] | None = None
+    numbers: NumberLength | None = None
 
 
 def read_constraints(call: Call, prompts: int) -> tuple[Constraint | None, ...] | None:
@@ -124,7 +130,10 @@ def _of_schema(name: str, value: Any) -> Constraint:
     try:
         if is_pydantic(value):
             value, parse = _closed(value.model_json_schema()), value.model_validate_json
-        return Constraint(name, LLMatcher.grammar_from_json_schema(json.dumps(value), defaults=_SPACES), parse)
+        asked = value.get("x-guidance") if isinstance(value, Mapping) else None
+        writing = _COMPACT if isinstance(asked, Mapping) and not _WRITING.isdisjoint(asked) else _PRETTY
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(value), defaults=writing)
+        return Constraint(name, grammar, parse, number_length(value))
     except Exception as error:  # pydantic has errors of its own
         raise OptionError(f"{name} is no JSON schema: {type(error).__name__}: {error}") from error
 

@@ -17,6 +17,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
 from engine.errors import OptionError
 from engine.request.constraint import Constraint
+from engine.request.number_length import Reading, number_tokens
 
 _logger = logging.getLogger("engine")
 
@@ -31,12 +32,13 @@ _ENDED: _Text = (-1, ())
 @dataclass(eq=False)
 class _State:
     """matcher: after a text. forced, allowed: tokens that have to come next, or a byte for each token: 0 forbids it;
-    both None before they are asked for, and where the text has left the grammar."""
+    both None before they are asked for, and where the text has left the grammar. reading: of the numbers in it."""
 
     matcher: Any
     has_left: bool = False
     forced: list[int] | None = None
-    allowed: bytes | None = None
+    allowed: bytes | bytearray | None = None
+    reading: Reading | None = None
 
 
 class Grammar(LogitsProcessor):
@@ -61,6 +63,7 @@ class Grammar(LogitsProcessor):
                 f"{unique[0].said} ends a text with an end token, and this call has none: give eos_token_id"
             )
         self._library = _library_tokenizer(tokenizer, vocabulary, sorted(self._ends), unique[0].said)
+        self._unique, self._tokenizer = unique, tokenizer
         self._begin = [_State(_matcher(one, self._library)) for one in unique]
         self._states: dict[_Text, _State] = {(number, ()): state for number, state in enumerate(self._begin)}
         self._announced: tuple[torch.Tensor, list[_Text | None]] | None = None
@@ -190,12 +193,26 @@ class Grammar(LogitsProcessor):
         if state.forced is None and not state.has_left:
             state.forced = self._certain(state.matcher)
             if not state.forced:
-                state.allowed = state.matcher.compute_logit_bias()
+                state.allowed = self._allowed(text, state)
             if state.matcher.is_error():
                 said = next(one.said for one, number in zip(self.constraints, self._kinds, strict=True)
                             if one is not None and number == text[0])  # fmt: skip
                 raise OptionError(f"{said} cannot be followed further: {_in_short(state.matcher.get_error())}")
         return state
+
+    def _allowed(self, text: _Text, state: _State) -> bytes | bytearray:
+        """A byte for each token, 0 for those that may not come next."""
+        number, tokens = text
+        length = self._unique[number].numbers
+        if length is None:
+            return state.matcher.compute_logit_bias()  # type: ignore[no-any-return]
+        before = (len(tokens) - new for new in range(1, min(len(tokens), _KEPT) + 1))
+        known = ((end, self._states.get((number, tokens[:end]))) for end in before)
+        end, reading = next(((end, one.reading) for end, one in known if one and one.reading), (0, Reading()))
+        state.reading, _ = length.after(reading, self._library.decode_bytes(list(tokens[end:])))
+        if not state.reading.is_in_number:
+            return state.matcher.compute_logit_bias()  # type: ignore[no-any-return]
+        return number_tokens(self._tokenizer, self._library).allowed(state.matcher, length, state.reading)
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

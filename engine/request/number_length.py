@@ -1,0 +1,161 @@
+"""How long a number in a text with a JSON schema may get: the grammar alone lets its digits go on to the last token."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from enum import Enum, auto
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+SIGNIFICANT_DIGITS = 17  # tell every float64 from every other one
+_WHOLE_DIGITS = 20  # of every 64-bit number
+_EXPONENT_DIGITS = 3
+_DIGITS, _IN_NUMBERS = frozenset(b"0123456789"), frozenset(b"0123456789.eE+-")
+
+
+_SPELLS_DIGITS = re.compile(rb"(?:[eE][+-]?)?[0-9.]")  # how tokens begin that make a number longer
+_MOST_ADDED = 2  # digits behind the limit, where the schema lets no shorter number end, as with multipleOf
+
+
+class Place(Enum):
+    OUTSIDE, STRING, ESCAPE, WHOLE, FRACTION, EXPONENT = (auto() for _ in range(6))
+
+
+class Reading(NamedTuple):
+    """Where a JSON text has come to. digits: of the number or of its exponent, so far; below 0: zeros before the first
+    other digit, which are not significant."""
+
+    place: Place = Place.OUTSIDE
+    digits: int = 0
+
+    @property
+    def is_in_number(self) -> bool:
+        return self.place in (Place.WHOLE, Place.FRACTION, Place.EXPONENT)
+
+
+@dataclass(frozen=True)
+class NumberLength:
+    """whole: digits of a number without a fraction. significant: of one with it, and zeros before them. exponent."""
+
+    whole: int = SIGNIFICANT_DIGITS
+    significant: int = SIGNIFICANT_DIGITS
+    exponent: int = _EXPONENT_DIGITS
+
+    def after(self, reading: Reading, text: bytes) -> tuple[Reading, bool]:
+        """The reading behind `text`, and whether the numbers in it stay within their length."""
+        fits = True
+        for byte in text:
+            reading = _next(reading, byte)
+            fits &= self._fits(reading, byte)
+        return reading, fits
+
+    def _fits(self, reading: Reading, byte: int) -> bool:
+        place, digits = reading
+        if place is Place.WHOLE:
+            return digits <= self.whole
+        if place is Place.FRACTION:  # behind the point there has to be room for a digit
+            return -self.significant <= digits <= self.significant - (byte == ord("."))
+        return place is not Place.EXPONENT or digits <= self.exponent
+
+
+def number_length(schema: Any) -> NumberLength:
+    """17 significant digits and 3 of the exponent; 20 digits where whole numbers are asked for, as identifiers have
+    them; more where a figure of the schema has more."""
+    whole, significant = SIGNIFICANT_DIGITS, SIGNIFICANT_DIGITS
+    for name, value in _entries(schema):
+        if name == "type" and (value == "integer" or (isinstance(value, list) and "integer" in value)):
+            whole = max(whole, _WHOLE_DIGITS)
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf"):
+            before, _, behind = format(abs(Decimal(repr(value))), "f").partition(".")
+            whole, significant = max(whole, len(before)), max(significant, len(before) + len(behind))
+    return NumberLength(whole, significant)
+
+
+def _entries(schema: Any, name: str = "") -> Iterable[tuple[str, Any]]:
+    """(name, value) of everything in it; elements of a list have the name of the list."""
+    yield name, schema
+    inner = schema.items() if isinstance(schema, Mapping) else ()
+    inner = ((name, value) for value in schema) if isinstance(schema, list | tuple) else inner
+    for key, value in inner:
+        yield from _entries(value, key)
+
+
+def _next(reading: Reading, byte: int) -> Reading:
+    """The reading behind one more byte of a JSON text."""
+    place, digits = reading
+    if place is Place.ESCAPE:
+        return Reading(Place.STRING)
+    if place is Place.STRING:
+        return Reading({ord('"'): Place.OUTSIDE, ord("\\"): Place.ESCAPE}.get(byte, Place.STRING))
+    if byte == ord('"'):
+        return Reading(Place.STRING)
+    if place is Place.OUTSIDE or byte not in _IN_NUMBERS:
+        return Reading(Place.WHOLE, int(byte != ord("0"))) if byte in _DIGITS else Reading()
+    if byte == ord("."):
+        return Reading(Place.FRACTION, digits)
+    if byte in b"eE":
+        return Reading(Place.EXPONENT)
+    if byte in _DIGITS:
+        if place is Place.FRACTION and digits <= 0:
+            return Reading(place, digits - 1 if byte == ord("0") else 1)
+        return Reading(place, digits + 1)
+    return reading  # the sign of an exponent
+
+
+class NumberTokens:
+    """The tokens of a vocabulary that make numbers longer. library: llguidance's tokenizer."""
+
+    def __init__(self, library: Any):
+        self._library = library
+        spelled = ((token, library.decode_bytes([token])) for token in range(library.vocab_size))
+        self._spelled = [(token, text) for token, text in spelled if _SPELLS_DIGITS.match(text)]
+        self._digits = [token for token, text in self._spelled if len(text) == 1 and text[0] in _DIGITS]
+        self._too_long: dict[tuple[NumberLength, Reading], list[int]] = {}
+
+    def too_long(self, length: NumberLength, reading: Reading) -> list[int]:
+        """Those that make the number at `reading` longer than `length`."""
+        key = length, reading
+        if key not in self._too_long:
+            self._too_long[key] = [token for token, text in self._spelled if not length.after(reading, text)[1]]
+        return self._too_long[key]
+
+    def allowed(self, matcher: Any, length: NumberLength, reading: Reading) -> bytes | bytearray:
+        """A byte for each token, 0 for those that may not come next at `reading`; `matcher` says so of the schema."""
+        of_schema: bytes = matcher.compute_logit_bias()
+        if within := self._within(of_schema, length, reading):
+            return within
+        for tokens in (tokens for count in range(_MOST_ADDED) for tokens in self._digit_runs(count + 1)):
+            later = matcher.deep_copy()
+            if later.try_consume_tokens(list(tokens)) < len(tokens):
+                continue
+            behind, _ = length.after(reading, self._library.decode_bytes(list(tokens)))
+            if self._within(later.compute_logit_bias(), length, behind):
+                return bytes(of_schema[token] if token == tokens[0] else 0 for token in range(len(of_schema)))
+        return of_schema
+
+    def _digit_runs(self, count: int) -> Iterable[tuple[int, ...]]:
+        return itertools.product(self._digits, repeat=count)
+
+    def _within(self, of_schema: bytes, length: NumberLength, reading: Reading) -> bytes | bytearray | None:
+        """What the schema allows, without the tokens that are too long; None where nothing is left."""
+        if not (tokens := self.too_long(length, reading)):
+            return of_schema
+        within = bytearray(of_schema)
+        for token in tokens:
+            within[token] = 0
+        return within if any(within) else None
+
+
+_TOKENS: WeakKeyDictionary[Any, dict[int, NumberTokens]] = WeakKeyDictionary()
+
+
+def number_tokens(tokenizer: Any, library: Any) -> NumberTokens:
+    """Of a tokenizer of transformers and llguidance's for it. Made once: every token is spelled."""
+    known = _TOKENS.setdefault(tokenizer, {})
+    if library.vocab_size not in known:
+        known[library.vocab_size] = NumberTokens(library)
+    return known[library.vocab_size]
