@@ -281,4 +281,4 @@ def _stream_buffer(request: Request, call: Call, streams: bool) -> StreamBuffer:
     if request.grammar is not None:
         has_form = [constraint is not None for constraint in request.grammar.constraints]
     tokenizer = call.tokenizer if wants_text else None
-    return StreamBuffer(prompts, tokenizer, request.stop_strings, adapter, has_form, request.eos_ids, streams)
+    return StreamBuffer(prompts, tokenizer, request.stop_strings, adapter, has_form, streams)

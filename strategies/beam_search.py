@@ -77,7 +77,6 @@ class BeamState:
         ids = task.ids
         self._task, self._rules, self._size, self._prompt = task, rules, size, ids.shape[1]
         self._first = (torch.arange(len(ids), device=ids.device) * stride + first_row)[:, None]
-        self._eos = torch.tensor(sorted(task.eos_ids), dtype=torch.long, device=ids.device)
         self._candidates = task.candidates_per_beam * size
         scores = torch.full((len(ids), size), _NEVER, dtype=torch.float32, device=ids.device)
         ids = ids[:, None].expand(-1, size, -1)
@@ -105,7 +104,8 @@ class BeamState:
         ends = self._task.ended(found.ids.flatten(0, 1)).view_as(scores)
         # Where all end, the length does it: those of a group without an end token are the beams that run.
         cut = ends.all(dim=1, keepdim=True)
-        stops = torch.isin(tokens, self._eos).where(cut, ends) if self._rules.is_group else ends
+        stops = self._task.ends(found.ids[..., :-1].flatten(0, 1), tokens.flatten()) if self._rules.is_group else ends
+        stops = stops.view_as(ends).where(cut, ends)
         best = (scores + stops.float() * _NEVER).topk(self._size).indices
         self.ended = self.ended.then(self._task.pad_id, -1)
         self._keep_ended(found, stops)

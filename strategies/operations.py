@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -87,7 +87,7 @@ class Task:
     max_columns : int
         No row gets longer than so many columns.
     eos_ids : tuple of int
-        Tokens that end a text, as given.
+        Tokens that end a text, as given: see `ends`.
     candidates_per_beam : int
         How many of the best tokens a search looks at for each beam: enough for one that goes on, whichever end.
     pad_id : int
@@ -112,6 +112,8 @@ class Task:
     announce : (ids [rows, columns]) -> None
         May be called before a `Forward` with the very ids that `process` gets after it: a constraint then makes its
         mask while the device computes.
+    belongs : (ids [any, columns]) -> bool [any], or None
+        Whether the last of the ids, one of `eos_ids`, is text that a constraint asks for. None where none can be.
     """
 
     ids: torch.Tensor
@@ -129,6 +131,16 @@ class Task:
     generator: torch.Generator | None = None
     forced: Callable[[torch.Tensor], list[list[int]]] | None = None
     announce: Callable[[torch.Tensor], None] = nothing
+    belongs: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    @cached_property
+    def _eos(self) -> torch.Tensor:
+        return torch.tensor(sorted(self.eos_ids), dtype=torch.long, device=self.ids.device)
+
+    def ends(self, ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Whether the tokens [any] are ends of the texts ids [any, columns] that they come after, bool [any]."""
+        found = torch.isin(tokens, self._eos)
+        return found if self.belongs is None else found & ~self.belongs(torch.cat([ids, tokens[:, None]], dim=1))
 
 
 class Forward(NamedTuple):  # made for every token: a frozen dataclass takes 1 µs more

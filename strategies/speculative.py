@@ -40,7 +40,7 @@ class VerifiedText:
         self.over = torch.zeros(rows, dtype=torch.bool, device=task.ids.device)
         self.fixed = task.ids[:, :0]
         self.counts = torch.zeros(rows, dtype=torch.long, device=task.ids.device)
-        self._eos = torch.tensor(sorted(task.eos_ids), dtype=torch.long, device=task.ids.device)
+        self._ends = torch.zeros_like(task.ids[:, :0], dtype=torch.bool)  # which of `fixed` end a text
         self._samples = samples
 
     @property
@@ -66,10 +66,12 @@ class VerifiedText:
         goes_on, over = torch.ones_like(self.over), self.over  # those whose tokens so far are what was fed; ended
         certain, accepted = torch.zeros_like(self.counts), torch.zeros_like(self.counts)
         tokens: list[torch.Tensor] = []
+        ends: list[torch.Tensor] = []
         scores: list[torch.Tensor] = []
         for column in range(k + 1):
             try:
-                scores.append(task.process(read[:, : self.ids.shape[1] + column], logits[:, column]))
+                text = read[:, : self.ids.shape[1] + column]
+                scores.append(task.process(text, logits[:, column]))
             except REFUSALS:
                 if not tokens:
                     raise
@@ -81,7 +83,8 @@ class VerifiedText:
             tokens.append(self.known(column, chosen).masked_fill(over, task.pad_id))
             certain += goes_on & ~over
             accepted += goes_on & is_open & agrees
-            over = over | (goes_on & torch.isin(tokens[-1], self._eos))
+            ends.append(goes_on & task.ends(text, tokens[-1]))
+            over = over | ends[-1]
             goes_on = goes_on & (agrees | ~is_open | over)
             if not bool((goes_on & ~over).any()):
                 break
@@ -89,7 +92,7 @@ class VerifiedText:
             self._count(k, accepted)
         # A row that has ended does not hold up the others.
         columns = int(certain.masked_fill(over, len(tokens)).min())
-        self.fixed = torch.stack(tokens, dim=1)
+        self.fixed, self._ends = torch.stack(tokens, dim=1), torch.stack(ends, dim=1)
         self.counts = certain
         return self.fixed[:, :columns], tuple(scores[:columns])
 
@@ -122,7 +125,7 @@ class VerifiedText:
         columns = emitted.shape[1]
         new = ids[:, -columns:]
         # Where it put the pad id, the row had ended in a way that only the driver sees.
-        self.over = self.over | torch.isin(new, self._eos).any(dim=1) | (new != emitted).any(dim=1)
+        self.over = self.over | self._ends[:, :columns].any(dim=1) | (new != emitted).any(dim=1)
         self.ids, self.fixed = ids, self.fixed[:, columns:]
         self.counts = (self.counts - columns).clamp(min=0).masked_fill(self.over, 0)
 

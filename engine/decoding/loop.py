@@ -230,7 +230,7 @@ class DecodingLoop:
             case Report(final, best):
                 self._best = best
                 if self.stream_buffer.watched:
-                    self.stream_buffer.hold(final(), self._stopping.why)
+                    self.stream_buffer.hold(final(), self._stopping.is_end, self._stopping.why)
                 return None, self.stream_buffer.release()
             case Finish():
                 return None, self._finish(operation)
@@ -318,7 +318,7 @@ class DecodingLoop:
         self._tokens.write_rows(torch.tensor(tokens, dtype=torch.long, device=self._device), lengths)
         self._best = None
         self._new_tokens = sum(lengths)
-        self.stream_buffer.hold(texts, self._stopping.why)
+        self.stream_buffer.hold(texts, self._stopping.is_end, self._stopping.why)
         self._stopping.reasons = self.stream_buffer.reasons
 
     def read_all(self) -> list[StreamChunk]:
@@ -340,9 +340,11 @@ class DecodingLoop:
         if not self.clock.has_first_token:
             self.clock.first_token()
         self._new_tokens += sum(running)
-        self.stream_buffer.push(new, running, self._records.logprobs(self._tokens.read - self._tokens.prompt - 1, new))
+        ends = self._stopping.ends(new, lambda: self._tokens.ids[:, : self._tokens.read])
+        logprobs = self._records.logprobs(self._tokens.read - self._tokens.prompt - 1, new)
+        self.stream_buffer.push(new, running, ends, logprobs)
         try:
-            self._stopping.check(self._tokens.read, new, self.stream_buffer.texts, self._read_by_criteria)
+            self._stopping.check(self._tokens.read, ends, self.stream_buffer.texts, self._read_by_criteria)
         finally:
             for row, reason in enumerate(self._stopping.reasons):
                 if reason is not None and running[row]:

@@ -24,7 +24,7 @@ class Stopping:
     def __init__(self, request: Request, ranks: OneProcess):
         self.reasons: list[str | None] = [None] * len(request.prompt.ids)
         self._last_column = request.max_columns
-        self._eos_ids = frozenset(request.eos_ids)
+        self._eos_ids, self._belongs = frozenset(request.eos_ids), request.belongs
         self._time = StoppingCriteriaList()
         self._max_time_s = None if replaces(request.criteria, MaxTimeCriteria) else request.config.max_time
         self._ranks = ranks
@@ -45,17 +45,29 @@ class Stopping:
         """Which rows have not ended."""
         return [reason is None for reason in self.reasons]
 
+    def ends(self, tokens: Sequence[int], ids: Callable[[], torch.Tensor]) -> list[bool]:
+        """Which tokens, the last of ids [rows, columns], are end tokens, and no text that a form goes on with."""
+        found = [token in self._eos_ids for token in tokens]
+        if self._belongs is None or not any(found):
+            return found
+        return [is_end and not is_text for is_end, is_text in zip(found, self._belongs(ids()).tolist(), strict=True)]
+
+    def is_end(self, ids: torch.Tensor, prompt: int) -> bool:
+        """Whether the last of ids [columns], a text that goes on from this prompt, is an end token: see `ends`."""
+        is_end = int(ids[-1]) in self._eos_ids
+        return is_end and not (self._belongs is not None and bool(self._belongs(ids[None], prompt)))
+
     def check(
         self,
         columns: int,
-        tokens: Sequence[int],
+        ends: Sequence[bool],
         texts: Sequence[RowText] | None,
         read_by_criteria: Callable[[], tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]],
     ) -> None:
-        """Check the last of `columns` columns. tokens: its ids. read_by_criteria: the ids and scores so far."""
-        for row, token in enumerate(tokens):
+        """Check the last of `columns` columns. ends: see `ends`. read_by_criteria: the ids and scores so far."""
+        for row, is_end in enumerate(ends):
             if self.reasons[row] is None:
-                self.reasons[row] = self._own_reason(token, None if texts is None else texts[row])
+                self.reasons[row] = _own_reason(is_end, None if texts is None else texts[row])
         # These may raise: the reasons of rows that ended by themselves are set before.
         verdicts = [(reason, criteria(*read_by_criteria()).tolist()) for reason, criteria in self._criteria if criteria]
         if columns >= self._last_column:
@@ -65,14 +77,9 @@ class Stopping:
                 if ends and self.reasons[row] is None:
                     self.reasons[row] = reason
 
-    def _own_reason(self, token: int, text: RowText | None) -> str | None:
-        if token in self._eos_ids:
-            return "eos"
-        return "stop_string" if text is not None and text.stopped else None
-
-    def why(self, ids: torch.Tensor, text: RowText | None) -> str:
-        """The reason that a text ended with `ids` [columns], where the strategy found its end."""
-        said = self._own_reason(int(ids[-1]), text)
+    def why(self, ids: torch.Tensor, is_end: bool, text: RowText | None) -> str:
+        """The reason that a text ended with `ids` [columns], where the strategy found its end. is_end: see `is_end`."""
+        said = _own_reason(is_end, text)
         if said is not None or len(ids) >= self._last_column:
             return said or "length"
         # Criteria of the caller may keep a state of all rows: they are not asked about one.
@@ -80,3 +87,9 @@ class Stopping:
 
     def select_rows(self, index: torch.Tensor) -> None:
         self.reasons = [self.reasons[row] for row in index.tolist()]
+
+
+def _own_reason(is_end: bool, text: RowText | None) -> str | None:
+    if is_end:
+        return "eos"
+    return "stop_string" if text is not None and text.stopped else None

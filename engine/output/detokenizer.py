@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ class RowText:
     of the tokenizer's `decode`; by default without special tokens and without cleaning up spaces. prompt: ids before
     the first token. As in transformers, a stop string may begin in the prompt, may begin with a space that the
     tokenizer strips at the beginning of a text, and may contain special tokens. keeps_space: the text begins with that
-    space. ends: tokens that end the text and are no part of it, also where they are no special tokens.
+    space.
     """
 
     def __init__(
@@ -30,11 +30,10 @@ class RowText:
         decoding: dict[str, Any] | None = None,
         prompt: Sequence[int] = (),
         keeps_space: bool = False,
-        ends: Collection[int] = (),
     ):
         self._tokenizer = tokenizer
         self._decoding = _PLAIN if decoding is None else decoding
-        self._stops, self._ends = tuple(stop_strings), ends
+        self._stops = tuple(stop_strings)
         self._special: dict[int, str] = {}  # not part of the text, but stop strings may contain them
         if self._stops and self._decoding.get("skip_special_tokens"):
             added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -69,7 +68,7 @@ class RowText:
 
     def push(self, token: int) -> str:
         """Add a token; returns the text that became final."""
-        if self.stopped or token in self._ends:
+        if self.stopped:
             return ""
         if token in self._special:
             shown = self._rest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,11 +19,12 @@ from strategies import Hypothesis
 class _Row:
     """One row. prompt: [columns]. text: None without a tokenizer. shown: the number of `tokens` in earlier chunks.
     delta: the text that is in no chunk yet. reason: the finish reason; None while the row runs. logprobs: of `tokens`;
-    empty where none are wanted.
+    empty where none are wanted. has_form: whether a constraint gives the text a form.
     """
 
     prompt: torch.Tensor
     text: RowText | None
+    has_form: bool = False
     tokens: list[int] = field(default_factory=list)
     shown: int = 0
     delta: str = ""
@@ -31,10 +32,11 @@ class _Row:
     has_ended: bool = False  # its last chunk was made
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
-    def add(self, tokens: list[int]) -> None:
+    def add(self, tokens: list[int], has_end: bool) -> None:
+        """has_end: whether the last of the tokens ends the text. It is no part of a form, special or not."""
         self.tokens += tokens
         if self.text is not None:
-            self.delta += "".join(map(self.text.push, tokens))
+            self.delta += "".join(map(self.text.push, tokens[:-1] if has_end and self.has_form else tokens))
 
     def flush(self) -> None:
         """The row gets no more tokens: withheld text is final."""
@@ -44,15 +46,15 @@ class _Row:
     def copy(self) -> _Row:
         text = None if self.text is None else self.text.copy()
         tokens, logprobs = list(self.tokens), list(self.logprobs)
-        return _Row(self.prompt, text, tokens, self.shown, self.delta, self.reason, self.has_ended, logprobs)
+        return replace(self, text=text, tokens=tokens, logprobs=logprobs)
 
 
 class StreamBuffer:
     """Tokens and text of all rows of a run.
 
     prompts: [rows, columns]. tokenizer: None if no text is wanted. adapter: of the streamer, if there is one. has_form:
-    for each row whether a constraint gives it a form, to which its first space belongs and none of `eos_ids`. watched:
-    whether chunks or the streamer need tokens before the end of the run.
+    for each row whether a constraint gives it a form, to which its first space belongs. watched: whether chunks or the
+    streamer need tokens before the end of the run.
     """
 
     def __init__(
@@ -62,18 +64,16 @@ class StreamBuffer:
         stop_strings: tuple[str, ...],
         adapter: StreamerAdapter | None,
         has_form: list[bool],
-        eos_ids: tuple[int, ...],
         watched: bool,
     ):
         self.watched = watched or adapter is not None
-        self._rows = []
+        self._rows: list[_Row] = []
         for prompt, before, form in zip(prompts, ends_of(prompts, stop_strings), has_form, strict=True):
             text = None
             if tokenizer is not None:
-                ends = eos_ids if form else ()
-                text = RowText(tokenizer, stop_strings, prompt=before, keeps_space=form, ends=ends)
-            self._rows.append(_Row(prompt, text))
-        self._holds = False
+                text = RowText(tokenizer, stop_strings, prompt=before, keeps_space=form)
+            self._rows.append(_Row(prompt, text, form))
+        self._prompts, self._holds = len(prompts), False
         self._moved: list[int] | None = None  # the row's index when tokens were last pushed
         self._chunks: list[StreamChunk] = []
         self._adapter, self._is_lost = adapter, False  # a streamer that raised only gets `end`
@@ -125,19 +125,32 @@ class StreamBuffer:
 
     # Tokens
 
-    def push(self, tokens: list[int], running: list[bool], logprobs: list[TokenLogprob] | None = None) -> None:
-        """Add a token to each running row. tokens, running, logprobs: one entry per row."""
+    def push(
+        self,
+        tokens: list[int],
+        running: list[bool],
+        ends: list[bool],
+        logprobs: list[TokenLogprob] | None = None,
+    ) -> None:
+        """Add a token to each running row. tokens, running, ends (whether the token ends the row), logprobs: one entry
+        per row."""
         self._apply_reorder()
         for number, (row, token, runs) in enumerate(zip(self._rows, tokens, running, strict=True)):
             if runs:
-                row.add([token])
+                row.add([token], ends[number])
                 row.logprobs += [] if logprobs is None else [logprobs[number]]
 
-    def hold(self, texts: list[Hypothesis], why: Callable[[torch.Tensor, RowText | None], str]) -> None:
+    def hold(
+        self,
+        texts: list[Hypothesis],
+        is_end: Callable[[torch.Tensor, int], bool],
+        why: Callable[[torch.Tensor, bool, RowText | None], str],
+    ) -> None:
         """Set the texts that the run will return, as far as a search knows them: one row per text from now on.
 
-        why: (ids of an ended text with its prompt, its text) -> finish reason. Raises `EngineError` if a text does not
-        begin with the tokens that its row has shown.
+        is_end: (ids of an ended text with its prompt, the number of the prompt) -> whether the last one is an end
+        token. why: (the ids, that, its text) -> finish reason. Raises `EngineError` if a text does not begin with the
+        tokens that its row has shown.
         """
         if not self._holds:  # until now there was a row per beam
             came_from = range(len(self._rows)) if self._moved is None else self._moved
@@ -151,10 +164,14 @@ class StreamBuffer:
                     f"row {number} was shown with tokens {row.tokens}, but its text begins with {text.tokens[:known]}: "
                     "a strategy may only show what is final"
                 )
-            row.add(text.tokens[known:])
-            if text.ended and row.reason is None:
-                row.flush()
-                row.reason = why(torch.cat([row.prompt, row.prompt.new_tensor(text.tokens)]), row.text)
+            if not text.ended or row.reason is not None:
+                row.add(text.tokens[known:], has_end=False)
+                continue
+            ids = torch.cat([row.prompt, row.prompt.new_tensor(text.tokens)])
+            has_end = is_end(ids, number * self._prompts // len(texts))
+            row.add(text.tokens[known:], has_end)
+            row.flush()
+            row.reason = why(ids, has_end, row.text)
 
     def end(self, number: int, reason: str) -> None:
         """End row `number` with a finish reason."""

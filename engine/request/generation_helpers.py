@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from transformers import (
+    EosTokenCriteria,
     GenerationConfig,
     LogitsProcessorList,
     MaxTimeCriteria,
     PreTrainedModel,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 
 from caches.as_tensor import as_tensor
@@ -92,9 +94,22 @@ def read_grammar(
 
 
 def ended(
-    model: PreTrainedModel, config: GenerationConfig, given: Sequence | None, tokenizer: Any
+    model: PreTrainedModel,
+    config: GenerationConfig,
+    given: Sequence | None,
+    tokenizer: Any,
+    grammar: Grammar | None,
+    answer: int,
 ) -> Callable[[], Callable[[torch.Tensor], torch.Tensor]]:
-    """Called when a run begins, it gives `Task.ended`."""
+    """Called when a run begins, it gives `Task.ended`. answer: the first column in which stop strings may begin."""
+
+    def adapted(criterion: Any) -> Any:
+        """Of the criteria that transformers makes, those that ask less than ours."""
+        if isinstance(criterion, EosTokenCriteria) and grammar is not None:
+            return lambda ids, scores: criterion(ids, scores) & ~grammar.belongs(ids)
+        if isinstance(criterion, StopStringCriteria):
+            return lambda ids, scores: criterion(ids[:, answer:], scores)
+        return criterion
 
     def begin() -> Callable[[torch.Tensor], torch.Tensor]:
         begun = time.time()
@@ -102,10 +117,11 @@ def ended(
         @functools.cache
         def criteria() -> Criteria:  # stop strings take a while to prepare, and only searches ask
             found = stopping_criteria(model, config, StoppingCriteriaList(given or []), tokenizer)
-            for one in found:
-                if isinstance(one, MaxTimeCriteria) and one not in (given or []):  # of the run, not of its first token
+            own = [one for one in found if one not in (given or [])]
+            for one in own:
+                if isinstance(one, MaxTimeCriteria):  # of the run, not of its first token
                     one.initial_timestamp = begun
-            return Criteria(of_all_ranks(one, ranks_of(model)) for one in found)
+            return Criteria(of_all_ranks(adapted(one) if one in own else one, ranks_of(model)) for one in found)
 
         return lambda ids: criteria()(ids, None)
 

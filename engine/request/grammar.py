@@ -32,17 +32,23 @@ _ENDED: _Text = (-1, ())
 @dataclass(eq=False)
 class _State:
     """matcher: after a text. forced, allowed: tokens that have to come next, or a byte for each token: 0 forbids it;
-    both None before they are asked for, and where the text has left the grammar. reading: of the numbers in it."""
+    both None before they are asked for, and where the text has left the grammar. has_ended: it has left with a token
+    that ends it. reading: of the numbers in it."""
 
     matcher: Any
     has_left: bool = False
+    has_ended: bool = False
     forced: list[int] | None = None
-    allowed: bytes | bytearray | None = None
+    allowed: bytearray | None = None
     reading: Reading | None = None
 
 
 class Grammar(LogitsProcessor):
-    """constraints: of each prompt, or None. prompt_columns: columns before the texts."""
+    """constraints: of each prompt, or None. prompt_columns: columns before the texts.
+
+    ordinary_ends: end tokens that are text elsewhere, as that of "." may be. Where the form can go on with such a token
+    it is text; where it cannot and the text is complete, the token ends it.
+    """
 
     def __init__(
         self,
@@ -62,8 +68,13 @@ class Grammar(LogitsProcessor):
             raise OptionError(
                 f"{unique[0].said} ends a text with an end token, and this call has none: give eos_token_id"
             )
-        self._library = _library_tokenizer(tokenizer, vocabulary, sorted(self._ends), unique[0].said)
         self._unique, self._tokenizer = unique, tokenizer
+        special = _special_ids(tokenizer, vocabulary)
+        # The library takes its end tokens for no text: where the call has none of these, another one stands in.
+        library_ends = (self._ends & special) or special or self._ends
+        self.ordinary_ends = self._ends - library_ends
+        self._special_ends, self._stand_ins = self._ends & library_ends, library_ends - self._ends
+        self._library = _library_tokenizer(tokenizer, vocabulary, sorted(library_ends), unique[0].said)
         self._begin = [_State(_matcher(one, self._library)) for one in unique]
         self._states: dict[_Text, _State] = {(number, ()): state for number, state in enumerate(self._begin)}
         self._announced: tuple[torch.Tensor, list[_Text | None]] | None = None
@@ -96,14 +107,14 @@ class Grammar(LogitsProcessor):
             if text is None:
                 continue
             mask[row] = 0
-            if text is _ENDED:  # a beam may go on for want of others
+            if text is _ENDED or self._states[text].has_ended:  # a beam may go on for want of others
                 mask[row, sorted(self._ends)] = 1
                 continue
             state = self._known(text)
             if state.forced:
                 mask[row, state.forced[0]] = 1
             elif state.allowed is not None:
-                mask[row, : len(state.allowed)] = torch.frombuffer(bytearray(state.allowed), dtype=torch.uint8)
+                mask[row, : len(state.allowed)] = torch.frombuffer(state.allowed, dtype=torch.uint8)
         return scores.masked_fill(mask.to(scores.device) == 0, -torch.inf)
 
     def forced(self, ids: torch.Tensor) -> list[list[int]]:
@@ -112,6 +123,23 @@ class Grammar(LogitsProcessor):
         return [
             [] if text is None or text is _ENDED else (self._known(text).forced or [])[:MOST_FORCED] for text in texts
         ]
+
+    def belongs(self, ids: torch.Tensor, prompt: int | None = None) -> torch.Tensor:
+        """Whether the last token of each text ids [rows, columns] is one of `ordinary_ends` and text of its form, bool
+        [rows]. prompt: that of all rows; None where the rows are those of all prompts in turn."""
+        found = [tokens[-1] in self.ordinary_ends for tokens in ids[:, -1:].tolist()]
+        if any(found):
+            texts = self._texts(ids, prompt)
+            found = [is_end and self._holds(text) for is_end, text in zip(found, texts, strict=True)]
+        return torch.tensor(found, device=ids.device)
+
+    def _holds(self, text: _Text | None) -> bool:
+        """Whether all tokens of a text are of its form."""
+        if text is None or text is _ENDED:
+            return False
+        if text not in self._states:
+            self._states[text] = self._after(self._nearest(text), text)
+        return not self._states[text].has_left
 
     def parsed(self, texts: Sequence[str], are_complete: Sequence[bool]) -> list[Any]:
         """What complete texts mean, by row; None for others, and for what a model of pydantic does not accept."""
@@ -126,16 +154,17 @@ class Grammar(LogitsProcessor):
             found.append(value)
         return found
 
-    def _texts(self, ids: torch.Tensor) -> list[_Text | None]:
-        """The text of each row; None where there is no constraint, `_ENDED` behind an end token."""
-        each = len(ids) // len(self._kinds)
-        found: list[_Text | None] = []
+    def _texts(self, ids: torch.Tensor, prompt: int | None = None) -> list[_Text | None]:
+        """The text of each row; None where there is no constraint, `_ENDED` behind an end token without text. prompt:
+        see `belongs`."""
+        numbers = self._kinds if prompt is None else self._kinds[prompt : prompt + 1]
+        each, found = len(ids) // len(numbers), list[_Text | None]()
         for row, tokens in enumerate(ids[:, self._prompt_columns :].tolist()):
-            number = self._kinds[row // each if self.differs else 0]
+            number = numbers[row // each if self.differs else 0]
             if number is None:
                 found.append(None)
             else:
-                found.append((number, tuple(tokens)) if self._ends.isdisjoint(tokens) else _ENDED)
+                found.append((number, tuple(tokens)) if self._special_ends.isdisjoint(tokens) else _ENDED)
         return found
 
     def _reached(self, ids: torch.Tensor) -> list[_Text | None]:
@@ -164,7 +193,9 @@ class Grammar(LogitsProcessor):
         if common < len(source[1]) and not matcher.rollback(len(source[1]) - common):
             matcher, common = self._begin[text[0]].matcher.deep_copy(), 0
         rest = list(text[1][common:])
-        return _State(matcher, has_left=matcher.try_consume_tokens(rest) < len(rest))
+        left = rest[matcher.try_consume_tokens(rest) :]
+        has_ended = bool(left) and left[0] in self.ordinary_ends and matcher.is_accepting()
+        return _State(matcher, has_left=bool(left), has_ended=has_ended)
 
     def _evict(self, wanted: set[_Text]) -> None:
         """Keep the states that are wanted, those of the empty texts, and the newest of the others: searches in groups
@@ -193,7 +224,10 @@ class Grammar(LogitsProcessor):
         if state.forced is None and not state.has_left:
             state.forced = self._certain(state.matcher)
             if not state.forced:
-                state.allowed = self._allowed(text, state)
+                state.allowed = bytearray(self._allowed(text, state))
+                if state.matcher.is_accepting():
+                    for token in self.ordinary_ends | self._stand_ins:
+                        state.allowed[token] = token in self._ends
             if state.matcher.is_error():
                 said = next(one.said for one, number in zip(self.constraints, self._kinds, strict=True)
                             if one is not None and number == text[0])  # fmt: skip
@@ -219,6 +253,13 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens two texts have in common."""
     differs = (number for number, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
     return next(differs, min(len(one), len(other)))
+
+
+def _special_ids(tokenizer: Any, vocabulary: int) -> frozenset[int]:
+    """The tokens that no text spells."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    found = {*getattr(tokenizer, "all_special_ids", ()), *(token for token, one in added.items() if one.special)}
+    return frozenset(token for token in found if token < vocabulary)
 
 
 _TOKENIZERS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()

@@ -134,7 +134,7 @@ def read_request(
         candidates_per_beam=max(2, 1 + (0 if eos is None else eos.numel())),  # transformers counts ids given twice
         pad_id=0 if pad is None else int(pad),
         stop_strings=() if replaces(call.stopping_criteria, StopStringCriteria) else stop_strings(config, tokenizer),
-        ended=ended(model, config, call.stopping_criteria, tokenizer),
+        ended=ended(model, config, call.stopping_criteria, tokenizer, grammar, answer=0),
         chunk_tokens=chunk_tokens,
         generator=seeded(call.seed, prompt_device(model)),
         grammar=grammar,

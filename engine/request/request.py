@@ -51,6 +51,12 @@ class Request:
         return needs_of(self.strategy)
 
     @property
+    def belongs(self) -> Callable[..., torch.Tensor] | None:
+        """`Grammar.belongs`, where an end token may be text of a form."""
+        grammar = self.grammar
+        return None if grammar is None or not grammar.ordinary_ends else grammar.belongs
+
+    @property
     def output_flags(self) -> dict[str, bool]:
         """What the model is asked to return besides its logits."""
         return {name: True for name in ("output_attentions", "output_hidden_states") if getattr(self.config, name)}
@@ -143,6 +149,7 @@ class Request:
             generator=self.generator,
             forced=None if self.grammar is None else self.grammar.forced,
             announce=nothing if self.grammar is None else self.grammar.announce,
+            belongs=self.belongs,
         )
 
     @property
