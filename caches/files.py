@@ -19,7 +19,6 @@ from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Protocol, cast
-from weakref import ref
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,12 +33,13 @@ from caches.out_of_memory import is_out_of_memory
 from caches.protocol import TokenLog
 from caches.registry import recipe
 from caches.spec.accelerate_hooks import prompt_device
-from caches.spec.fingerprint import active_adapters, fingerprint, inner_model
+from caches.spec.fingerprint import differences, fingerprint, inner_model
 from caches.spec.layer_spec import PLAIN, LayerSpec, read_specs
+from caches.spec.read_by import ReadBy
 from caches.torch_api import storage_key
 from configs import ConfigError, EncoderDecoderCacheConfig
 
-_VERSION = 1
+_VERSION = 2
 _UNKNOWN = "0" * 64  # in place of the digest while it is computed
 _TOKENS = "tokens"  # of the log, which begins the names of its tensors
 _OF_THIS_MACHINE = {"folder", "device", "layer_device_map"}  # options that are not saved
@@ -75,7 +75,8 @@ class CacheFile:
     options : dict
         Those of the backend.
     model : dict
-        What tells the model from others: its class, data type, rotation, adapters, a digest of its weights.
+        What tells the model from others: its class, data type, rotation, adapters, digests of its weights, of the
+        buffers that are not saved and of the settings of its modules.
     rows, total_tokens : int
         Rows, and tokens per row.
     layers : int
@@ -107,15 +108,16 @@ def save(
     cache.check_finished()
     cache.finish_step()
     log = cache.log
-    reader = log.live_reader if model is None and log is not None else model
+    known = None if log is None else log.read_by
+    reader = known.live_model if model is None and known is not None else model
     if reader is None:
         raise CacheFileError(
             "which model filled this cache is not known, so a file could not say for which it is: save(path, model)"
         )
-    if log is not None and log.adapters not in (None, active := active_adapters(inner_model(reader))):
+    if log is not None and known is not None and (why := known.why_other(ReadBy.of(reader))):
         raise CacheFileError(
-            f"the cache was filled while these adapters were active: {log.adapters}; now it is: {active}. The file "
-            "would name the wrong ones: activate them again before it is saved"
+            f"the file would name a model with other keys and values than those in the cache: {why}. Save a cache "
+            "before its model changes, or make this one anew"
         )
     config = [stack.layout.config for stack in cache.stacks]
     if None in config:
@@ -181,7 +183,7 @@ def load(path: str | Path, model: nn.Module, device: torch.device | str | None =
                 raise
             raise CacheFileError(f"{path} cannot be loaded: {error}") from error
     if log is not None:
-        cache.log = TokenLog(**log, reader=ref(reader), adapters=active_adapters(reader))
+        cache.log = TokenLog(**log, read_by=ReadBy.of(reader))
     return cache
 
 
@@ -269,14 +271,9 @@ def _unpacked(value: Any, file: Any, device: torch.device) -> Any:
 
 def _check_model(path: Path, saved: dict[str, str], given: dict[str, str]) -> None:
     """Raise `CacheFileError`, with what differs."""
-    different = [
-        f"{name}: {'others' if name == 'weights' else f'{saved.get(name)}, here {given[name]}'}"
-        for name in given
-        if saved.get(name) != given[name]
-    ]
-    if different:
+    if different := differences(saved, given):
         raise CacheFileError(
-            f"{path} is of another model ({'; '.join(different)}), which computes other keys and values: load it with "
+            f"{path} is of another model ({different}), which computes other keys and values: load it with "
             "the model that filled it, or read the tokens again"
         )
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
-from weakref import ref
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
 from caches.errors import StepError, UnsupportedLayerError
 from caches.spec.layer_spec import LayerSpec
+from caches.spec.read_by import ReadBy
 from caches.spec.rope import RopeRotation
 
 
@@ -22,27 +22,24 @@ class TokenLog:
     ids, mask: [rows, tokens], at least those that the cache holds; mask is 0 at padding.
     positions: [kinds, rows, tokens] where the model computes them itself (an image takes fewer than it has tokens),
     else None. source: the encoder's output [rows, tokens, width], else None.
-    reader: a weak reference to the model that read them; None where that is not known. adapters: those active then, as
-    `caches.spec.fingerprint.active_adapters` says; None where that is not known. A log is never written in place.
+    read_by: the model that read them, as it was then; None where that is not known. A log is never written in place.
     """
 
     ids: torch.Tensor
     mask: torch.Tensor
     positions: torch.Tensor | None = None
     source: torch.Tensor | None = None
-    reader: ref[Any] | None = field(default=None, compare=False)
-    adapters: str | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"reader": None}  # a weak reference cannot be pickled
+    read_by: ReadBy | None = field(default=None, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenLog:
         return self
 
-    @property
-    def live_reader(self) -> Any:
-        """The model that read the tokens, while it is alive."""
-        return None if self.reader is None else self.reader()
+    def why_other(self, now: ReadBy) -> str | None:
+        """Why a model, as it is `now`, may compute other keys and values of these tokens; None where it does not.
+
+        Asked wherever a cache goes on.
+        """
+        return "which model has filled it is not known" if self.read_by is None else self.read_by.why_other(now)
 
     def copied(self) -> TokenLog:
         """The same in memory of its own."""
@@ -63,30 +60,21 @@ class TokenLog:
         """The rows of all `logs`, which have equally many tokens."""
         positions = [log.positions for log in logs if log.positions is not None]
         sources = [log.source for log in logs if log.source is not None]
-        reader = logs[0].live_reader
         return TokenLog(
             torch.cat([log.ids for log in logs]),
             torch.cat([log.mask for log in logs]),
             torch.cat(positions, dim=1) if len(positions) == len(logs) else None,
             torch.cat(sources) if len(sources) == len(logs) else None,
-            logs[0].reader if all(log.live_reader is reader for log in logs) else None,
-            _adapters_of(logs),
+            ReadBy.joined([log.read_by for log in logs]),
         )
 
     def then(self, later: TokenLog) -> TokenLog:
-        """Both, one after the other; `later.positions` are those of all tokens."""
+        """Both, one after the other; `later.positions` are those of all tokens.
+
+        Who read the later ones has gone on from the others, which was checked, or the caller has vouched for it.
+        """
         ids, mask = torch.cat([self.ids, later.ids], dim=1), torch.cat([self.mask, later.mask], dim=1)
-        return replace(self, ids=ids, mask=mask, positions=later.positions, adapters=_adapters_of([self, later]))
-
-    def is_of(self, reader: Any, adapters: str) -> bool:
-        """Whether this model has read the tokens, while these adapters were active, as far as is known."""
-        return self.live_reader in (None, reader) and self.adapters in (None, adapters)
-
-
-def _adapters_of(logs: Sequence[TokenLog]) -> str | None:
-    """Of several logs together: those that were active for some of the tokens are never those of one moment."""
-    known = sorted({log.adapters for log in logs if log.adapters is not None})
-    return " | ".join(known) if known else None
+        return replace(self, ids=ids, mask=mask, positions=later.positions, read_by=later.read_by)
 
 
 @runtime_checkable

@@ -24,7 +24,7 @@ __all__ = [
     "DisableTorchFunctionSubclass", "TorchDispatchMode", "always_writable", "buffers_of", "compile_package",
     "compiled_graphs", "discard_compiled", "graph_errors", "has_onednn", "hooks_of", "inside_compiled", "int4_product",
     "int8_product", "load_package", "make_wrapper_subclass", "module_call_code", "onednn_linear", "pack_int4",
-    "parameters_of", "set_grad_enabled", "state_without_hooks", "storage_key", "tree_flatten", "tree_leaves",
+    "parameters_of", "parts_of", "set_grad_enabled", "state_without_hooks", "storage_key", "tree_flatten", "tree_leaves",
     "tree_map", "tree_unflatten", "write_count",
 ]  # fmt: skip
 
@@ -49,6 +49,13 @@ write_count: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 """The parameters of a module itself by name, those that are None too; not those that are computed when asked for."""
+
+
+parts_of: Callable[[nn.Module], tuple[dict[str, Any], dict[str, Any], dict[str, Any], set[str]]] = attrgetter(
+    "_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"
+)
+"""Of a module itself the modules, parameters and buffers in it by name, None among them, and the names of the buffers
+that are not saved."""
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:

@@ -63,7 +63,7 @@ def model_from_config(kind: type[PreTrainedModel], config: PreTrainedConfig, **o
 
 def accelerate_hook(module: Any) -> Any:
     """The hook by which accelerate brings weights and inputs of a module together; None where there is none."""
-    return getattr(module, "_hf_hook", None)
+    return getattr(module, "__dict__", {}).get("_hf_hook")  # a module takes longer to say that it has none
 
 
 def default_generation_params() -> dict[str, Any]:

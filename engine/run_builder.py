@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from caches import EngineCache
 from caches.out_of_memory import is_out_of_memory
 from caches.spec.accelerate_hooks import prompt_device
+from caches.spec.read_by import ReadBy
 from caches.torch_api import set_grad_enabled
 from configs import EngineConfig, checked_fallbacks
 from engine.decoding.cancellation import Cancellation
@@ -43,7 +44,7 @@ from engine.output.stream_buffer import StreamBuffer
 from engine.prompt import without_padding
 from engine.request.call import Call, read_call
 from engine.request.compatibility import check_together
-from engine.request.continuation import check_content, check_continues, check_padding_ahead
+from engine.request.continuation import check_content, check_continues, check_padding_ahead, check_reader
 from engine.request.draft import DraftRequest, read_draft_request
 from engine.request.parameters import read_parameters
 from engine.request.read_request import read_request
@@ -150,27 +151,28 @@ class RunBuilder:
         taken: list[Fallback] = []
         recovery, draft_recovery = (Recovery(fallbacks, taken, self._clear_store, make_room) for _ in range(2))
         budget = Budget(config.max_cache_bytes, config.over_budget, taken)
-        draft = self._draft_of(call.assistant_model)
+        draft, now = self._draft_of(call.assistant_model), ReadBy.of(runner.model)
         choice = read_cache_choice(runner.model, call, config)
         request, draft_request = self._read(call, choice.live, draft)
         read.append(request)
         said = fallbacks, choice.name, request.max_columns, request.chunk_tokens, request.strategy.name, request.rows
         with stop.noting_keys():
             ranks.begin(prompt_device(runner.model), request.prompt.ids.tolist(), *said)
-        cache, known = self._cache_for(choice, request, budget)
+        reader = None if call.trust_cache else now
+        cache, known = self._cache_for(choice, request, budget, reader)
         if request.source is not None:
             with _reporting_out_of_memory(request, call, taken, started):
                 request = request.encoded(runner.model, recovery.apply_before)
                 if draft is not None and draft_request is not None:
                     draft_request = draft_request.encoded(draft.model, draft_recovery.apply_before)
-            cache, known = self._cache_for(choice, request, budget)
-        reused = self._reused(cache, request) if choice.live is None else Reused(cache)
+            cache, known = self._cache_for(choice, request, budget, reader)
+        reused = self._reused(cache, request, now) if choice.live is None else Reused(cache)
         fed, mask = request.read
         model_kwargs = dict(fed.model_kwargs)
         columns = Columns(mask, request.columns, model_kwargs.pop("position_ids", None))
         inputs = ModelInputs(request.prompt.embeds, model_kwargs, flags=request.output_flags)
         if not known and not call.trust_cache:
-            check_content(runner, cache, request, columns, inputs, call.tokenizer)
+            check_content(runner, cache, request, columns, inputs, call.tokenizer, now)
         own = () if request.guidance is not None or request.output_flags else pauses(reused.cache)
         options = SessionOptions(
             request.chunk_tokens,
@@ -182,6 +184,7 @@ class RunBuilder:
             make_room=None if config.max_cache_bytes is None else budget.keep,
             pauses=sorted((*own, *reused.pauses), key=lambda one: one.columns),
             compiled=not request.config.disable_compile,
+            read_by=now,
         )
         prefix = CachedPrefix(request.before, request.prompt.columns_without_ids)
         session = ModelSession(runner, reused.cache, columns, inputs, prefix, options)
@@ -228,23 +231,30 @@ class RunBuilder:
             draft = self.draft = Draft(model, self.config.linears if self._runner.ranks.size == 1 else "default")
         return draft
 
-    def _cache_for(self, choice: CacheChoice, request: Request, budget: Budget) -> tuple[EngineCache, bool]:
-        """The cache, checked with the request as far as possible, and whether its content surely begins the prompt."""
+    def _cache_for(
+        self, choice: CacheChoice, request: Request, budget: Budget, reader: ReadBy | None
+    ) -> tuple[EngineCache, bool]:
+        """The cache, checked with the request as far as possible, and whether its content surely begins the prompt.
+
+        reader: the model that goes on from it; None where the caller has vouched for it.
+        """
         runner, cache, known = self._runner, choice.live, True
         if cache is None:
             cache = new_cache(runner.model, choice, request, self.config, budget, runner.takes_cache)
         elif request.guidance is None:  # else it is empty
-            known = check_continues(cache, request, runner.model)
+            known = check_continues(cache, request)
+            if reader is not None:
+                check_reader(cache, reader)
             check_padding_ahead(runner, cache, request.mask)
         check_together(runner, cache, request, self.config.compile)
         return cache, known
 
-    def _reused(self, cache: EngineCache, request: Request) -> Reused:
+    def _reused(self, cache: EngineCache, request: Request, now: ReadBy) -> Reused:
         """A stored cache of the same kind that the prompt begins with, or the new one."""
         store, ranks = self._store, self._runner.ranks
         if store is None or not can_reuse(self._runner, request):
             return Reused(cache)
-        found = store.find(cache, request.prompt.ids[0], request.needs.rows_per_prompt > 1)
+        found = store.find(cache, request.prompt.ids[0], request.needs.rows_per_prompt > 1, now)
         pause = max((one.columns for one in found.pauses), default=0)
         agreed = ranks.agree(found.cache.total_tokens) and ranks.agree(pause)  # else memory was out on one of them
         return found if agreed else Reused(cache)

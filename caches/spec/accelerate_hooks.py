@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from caches.transformers_api import accelerate_hook
@@ -13,6 +14,12 @@ from caches.transformers_api import accelerate_hook
 def is_dispatched(model: PreTrainedModel) -> bool:
     """Whether a module of the model has a hook of accelerate."""
     return any(accelerate_hook(module) is not None for module in model.modules())
+
+
+def swaps_weights(module: nn.Module) -> bool:
+    """Whether accelerate keeps the module's own weights elsewhere, and brings them in while it computes."""
+    hook = accelerate_hook(module)
+    return hook is not None and any(getattr(part, "offload", False) for part in getattr(hook, "hooks", [hook]))
 
 
 def input_embeddings(model: PreTrainedModel) -> Any:

@@ -1,20 +1,31 @@
-"""What identifies the model that filled a cache."""
+"""What identifies the model that filled a cache, also in another process."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
-from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from caches.torch_api import storage_key, write_count
+from caches.spec.model_version import (
+    ModelVersion,
+    active_adapters,
+    first_elements,
+    model_version,
+    modules_in_use,
+    plain_parts,
+    settings_of,
+    tables_of,
+)
 
 _SUMS = 1021  # a prime, so that two rows of a weight that change places always change the sums
+_DIGESTS = ("weights", "buffers", "settings")
+
+_latest: WeakKeyDictionary[nn.Module, tuple[ModelVersion, dict[str, str]]] = WeakKeyDictionary()
 
 
 def inner_model(model: nn.Module) -> PreTrainedModel:
@@ -26,57 +37,68 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
 
 
 def fingerprint(model: nn.Module) -> dict[str, str]:
-    """Words and a digest of the weights; one of them differs where another model would compute other keys and values.
+    """Words and digests; one of them differs where another model would compute other keys and values.
 
-    All weights are read, at about the speed of memory; of those that are not in memory, the name and the shape. Where
-    several processes compute the model, each has its own: caches have other heads.
+    All weights are read, at about the speed of memory, once per `model_version`; of those that are not in memory, the
+    name and the shape. Where several processes compute the model, each has its own: caches have other heads.
     """
     inner = inner_model(model)
-    config = inner.config.get_text_config(decoder=True)
-    rope = json.dumps(getattr(config, "rope_parameters", None), sort_keys=True, default=str)
-    digest = sha256()
-    for part in _weights(inner):
-        digest.update(part)
-    return {
-        "model": type(inner).__name__,
-        "dtype": str(inner.dtype).removeprefix("torch."),
-        "rope": rope,
-        "adapters": active_adapters(inner),
-        "weights": digest.hexdigest(),
-    }
+    version, (before, found) = model_version(inner), _latest.get(inner, (None, {}))
+    if before != version:
+        config = inner.config.get_text_config(decoder=True)
+        parts = _weights(inner), _tables(inner), _settings(inner)
+        found = {
+            "model": type(inner).__name__,
+            "dtype": str(inner.dtype).removeprefix("torch."),
+            "rope": json.dumps(getattr(config, "rope_parameters", None), sort_keys=True, default=str),
+            "adapters": active_adapters(inner),
+        }
+        found |= {name: sha256(b"".join(part)).hexdigest() for name, part in zip(_DIGESTS, parts, strict=True)}
+        _latest[inner] = version, found
+    return dict(found)
 
 
-def weights_version(model: nn.Module) -> int:
-    """A number that is another one once weights in memory were written or replaced, or other adapters are active.
-
-    Nothing is read of the weights. What is written through `parameter.data` is not noticed.
-    """
-    inner = inner_model(model)
-    return hash((active_adapters(inner), *map(_version, inner.parameters())))
-
-
-def _version(weight: torch.Tensor) -> tuple[Any, ...]:
-    weight = _own_part(weight)
-    is_plain = type(weight) in (nn.Parameter, torch.Tensor)  # others are quantized
-    if not is_plain or weight.is_inference():  # which counts no writes
-        return (id(weight),)
-    return storage_key(weight), write_count(weight), weight.dtype, weight.device
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """In words what differs between two fingerprints; "" if nothing does."""
+    return "; ".join(
+        f"{name}: {'others' if name in _DIGESTS else f'{before.get(name)}, here {now[name]}'}"
+        for name in now
+        if before.get(name) != now[name]
+    )
 
 
 def _weights(model: nn.Module) -> Iterator[bytes]:
-    # Buffers that are not saved are left out: some change while a model computes.
-    for name, tensor in sorted(model.state_dict().items()):
-        if not isinstance(tensor, torch.Tensor):
+    _, inactive = modules_in_use(model)
+    others = tuple(f"{name}." for name, module in model.named_modules() if id(module) in inactive)
+    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
+        if not isinstance(tensor, torch.Tensor) or id(tensor) in inactive or name.startswith(others):
             continue
-        tensor = _own_part(tensor)
-        yield f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode()
-        if type(tensor) is torch.Tensor and not tensor.is_meta and tensor.numel():
-            yield _sums(tensor)
+        parts = list(plain_parts(tensor))
+        for part in parts or [tensor]:
+            yield f"{name} {part.dtype} {list(part.shape)}\n".encode()
+        yield from map(_sums, parts)
 
 
-def _own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a weight that is split over processes, the part that is in this one."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+def _tables(model: nn.Module) -> Iterator[bytes]:
+    for name, module in _in_use(model):
+        for own, table in tables_of(module).items():
+            for part in map(first_elements, plain_parts(table)):
+                # What other processors compute from a configuration may differ in the last bits.
+                rounded = part.to(torch.bfloat16) if part.is_floating_point() else part
+                yield f"{name}.{own} {part.dtype}\n".encode() + rounded.cpu().view(torch.uint8).numpy().tobytes()
+
+
+def _settings(model: nn.Module) -> Iterator[bytes]:
+    for name, module in _in_use(model):
+        yield from (f"{name}.{own} {value!r}\n".encode() for own, value in sorted(settings_of(module).items()))
+
+
+def _in_use(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules by name, sorted, without those of adapters that are not active."""
+    modules = set(map(id, modules_in_use(model)[0]))
+    for name, module in sorted(model.named_modules()):
+        if id(module) in modules:
+            yield name, module
 
 
 def _sums(weight: torch.Tensor) -> bytes:
@@ -87,23 +109,3 @@ def _sums(weight: torch.Tensor) -> bytes:
     size = len(content) // (8 * _SUMS) * 8 * _SUMS
     sums = content[:size].view(torch.int64).view(-1, _SUMS).sum(dim=0)
     return sums.cpu().numpy().tobytes() + content[size:].cpu().numpy().tobytes()
-
-
-def active_adapters(model: nn.Module) -> str:
-    """The adapters that are active and those that are merged into weights, as PEFT's layers say, with their scales."""
-    if "peft" not in sys.modules:
-        return "none"
-    layers = [module for module in model.modules() if hasattr(type(module), "active_adapters")]
-    return ", ".join(sorted({text for layer in layers for text in _adapters_of(layer)})) or "none"
-
-
-def _adapters_of(layer: Any) -> Iterator[str]:
-    active = getattr(layer, "active_adapters", ())
-    if not isinstance(active, (list, tuple)):  # a model has a method of that name
-        return
-    scales = getattr(layer, "scaling", None)
-    scales = scales if isinstance(scales, dict) else {}  # a wrapper shows that of the attention in it
-    for name in () if getattr(layer, "disable_adapters", False) else active:
-        yield f"{name} (scale {scales[name]:g})" if name in scales else str(name)
-    for name in getattr(layer, "merged_adapters", ()):  # PEFT writes them into weights in a way that is not counted
-        yield f"{name} (merged)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +16,7 @@ from caches import CacheError, EngineCache, TokenLog
 from caches.hf.adapter import may_be_lost
 from caches.out_of_memory import has_memory_for, is_of_onednn, is_out_of_memory
 from caches.protocol import KeepsPast, capabilities
-from caches.spec.fingerprint import active_adapters
+from caches.spec.read_by import ReadBy
 from caches.torch_api import always_writable
 from caches.transfer.split_rows import SplitCache
 from engine.decoding.collected_outputs import CollectedOutputs, last_hidden
@@ -58,7 +57,6 @@ class ModelSession:
         self._ids, self._pauses = FedIds(columns, prefix), Pauses(options.pauses, before)
         self._log_before, self._total_before = cache.log, cache.total_tokens
         self._expected = cache.log, cache.total_tokens  # of the cache, until the first token is fed
-        self._adapters = active_adapters(runner.model)
         self._step_open = self._prefilled = False
         self._open_tokens = 0  # of the open step
         # The project's own caches keep what leaves a window until the step is committed in any case.
@@ -481,13 +479,12 @@ class ModelSession:
 
     def _signed(self, log: TokenLog) -> TokenLog:
         """A copy of the log of this run's tokens that says who has read them, and how."""
-        adapters = active_adapters(self.executor.model)
+        begin = self._options.read_by
         return replace(
             log.copied(),  # the ids are the result's, whose owner may write into them
             positions=self.executor.columns.own_positions(self._prefix.columns + log.ids.shape[1]),
             source=source_of(self.executor.inputs.model_kwargs),
-            reader=weakref.ref(self.executor.model),
-            adapters=self._adapters if adapters == self._adapters else f"{self._adapters}, then {adapters}",
+            read_by=None if begin is None else begin.until(ReadBy.of(self.executor.model)),
         )
 
     def discard_cache(self) -> None:

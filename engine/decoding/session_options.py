@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from caches.spec.read_by import ReadBy
 from engine.decoding.pauses import Pause
 from engine.model.ranks import OneProcess
 
@@ -20,6 +21,7 @@ class SessionOptions:
     rolls_back: whether the flow rolls back tokens. make_room: called with the session and the number of tokens that are
     about to be fed. pauses: in the order of their columns; a prompt whose last hidden states or logits are all wanted
     is read without them, and so is one whose keys depend on how much is read at once. compiled: see `ForwardOptions`.
+    read_by: the model as it was when the call began; None for a draft, whose caches end with the run.
     """
 
     chunk_tokens: int | None
@@ -31,3 +33,4 @@ class SessionOptions:
     make_room: Callable[[Any, int], None] | None = None
     pauses: Sequence[Pause] = ()
     compiled: bool = True
+    read_by: ReadBy | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from caches import EngineCache, TokenLog, UnknownContentError, first_layer
-from caches.spec.fingerprint import active_adapters
+from caches.spec.read_by import ReadBy
 from caches.transfer.comparison import KeptTokens
 from engine.errors import InputError
 from engine.model.columns import Columns
@@ -39,8 +38,8 @@ def known_mask(cache: EngineCache | None, ids: torch.Tensor) -> torch.Tensor:
     return log.mask[:, :agreed].to(ids.device)
 
 
-def check_continues(cache: EngineCache, request: Request, reader: PreTrainedModel) -> bool:
-    """Raise `InputError` where the tokens known to be in `cache` do not begin the prompt of the model `reader`.
+def check_continues(cache: EngineCache, request: Request) -> bool:
+    """Raise `InputError` where the tokens known to be in `cache` do not begin the prompt.
 
     Returns whether they certainly do; otherwise `check_content` has to compare keys.
     """
@@ -76,8 +75,6 @@ def check_continues(cache: EngineCache, request: Request, reader: PreTrainedMode
             f"attention_mask says something else about the {cached} tokens in the cache than when they were read or "
             "generated (rows that ended early were filled up with pad tokens): leave it out, and it is remembered"
         )
-    if not log.is_of(reader, active_adapters(reader)):
-        return False
     if source is not None and log.source is None:
         return False
     positions = prompt.model_kwargs.get("position_ids")
@@ -89,18 +86,30 @@ def check_continues(cache: EngineCache, request: Request, reader: PreTrainedMode
     return bool((read[..., :cached] == given[..., :cached]).all())
 
 
+def check_reader(cache: EngineCache, now: ReadBy) -> None:
+    """Raise `InputError` where the model, as it is now, may compute other keys and values than those in the cache."""
+    log = cache.log
+    why = None if log is None or cache.total_tokens == 0 else log.why_other(now)
+    if why is not None:
+        raise InputError(
+            f"the {cache.name} cache holds {cache.total_tokens} tokens of each row, and this model may compute other "
+            f"keys and values of them: {why}. Start with an empty cache, or say trust_cache=True if you know that they "
+            "are the same"
+        )
+
+
 def check_content(
-    runner: ModelRunner, cache: EngineCache, request: Request, columns: Columns, inputs: ModelInputs, tokenizer: Any
+    runner: ModelRunner,
+    cache: EngineCache,
+    request: Request,
+    columns: Columns,
+    inputs: ModelInputs,
+    tokenizer: Any,
+    now: ReadBy,
 ) -> None:
     """Compare the keys of the cache's first layer with the prompt's, and set the cache's log. Raises `InputError`."""
-    cached, adapters = cache.total_tokens, active_adapters(runner.model)
+    cached = cache.total_tokens
     try:
-        if cache.log is not None and not cache.log.is_of(runner.model, adapters):
-            raise UnknownContentError(
-                "another model has filled it, of which the first layer alone could be compared"
-                if cache.log.adapters in (None, adapters)
-                else f"it was filled while these adapters were active: {cache.log.adapters}; now it is: {adapters}"
-            )
         if request.before > 0:
             return
         first = first_layer(cache)
@@ -119,9 +128,7 @@ def check_content(
     if request.prompt.columns_without_ids == 0:
         mask, ids = request.mask[:, :cached].clone(), request.prompt.ids[:, :cached].clone()
         source = source_of(request.prompt.model_kwargs)
-        cache.log = TokenLog(
-            ids, mask, columns.own_positions(cached), source, weakref.ref(runner.model), active_adapters(runner.model)
-        )
+        cache.log = TokenLog(ids, mask, columns.own_positions(cached), source, now)
 
 
 def _check_comparable(model: PreTrainedModel, request: Request, cached: int) -> None:

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache as TransformersCache
 
 from caches import EngineCache, StepError, branch, convert, inspect, load, recipe
 from caches.out_of_memory import is_out_of_memory
-from caches.spec.fingerprint import active_adapters
+from caches.spec.read_by import ReadBy
 from caches.transfer.convert import can_migrate
 from configs import CacheConfig
 from engine.decoding.pauses import FindPauses, Pause
@@ -249,7 +249,9 @@ class Chat:
         """Let the cache hold a beginning of `ids`, shorter than they are, as long as possible."""
         if self.cache is None:
             return
-        common, model = self._common(self.cache, ids), self._generator.model
+        model = self._generator.model
+        now = ReadBy.of(model)
+        common = self._common(self.cache, ids, now)
         plain = plain_tokens(model)
         if common < self.cache.total_tokens:
             if plain is not None and self.cache.total_tokens > plain and not (starts_again(model) and common > plain):
@@ -258,16 +260,16 @@ class Chat:
                 self.cache.crop(common) if common else self.cache.reset()
             except StepError:
                 self.cache.reset()
-        self._branches = [one for one in self._branches if self._common(one, ids) == one.total_tokens]
+        self._branches = [one for one in self._branches if self._common(one, ids, now) == one.total_tokens]
         longest = max(self._branches, key=lambda one: one.total_tokens, default=self.cache)
         if longest.total_tokens > self.cache.total_tokens:
             self.cache = branch(longest)
 
-    def _common(self, cache: EngineCache, ids: torch.Tensor) -> int:
-        """How many of the cache's tokens begin `ids`, which go on behind them; 0 if other adapters have read them."""
+    def _common(self, cache: EngineCache, ids: torch.Tensor, now: ReadBy) -> int:
+        """How many of the cache's tokens begin `ids`, which go on behind them; 0 if they were not read by the model as
+        it is now."""
         log = cache.log
-        model = self._generator.model
-        if log is None or not log.is_of(model, active_adapters(model)):
+        if log is None or log.why_other(now) is not None:
             return 0
         known = log.ids[0, : cache.total_tokens].to(ids.device)
         most = min(len(known), len(ids) - 1)

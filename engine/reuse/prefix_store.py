@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from caches import CacheError, EngineCache, branch, select_rows
 from caches.out_of_memory import is_out_of_memory
 from caches.spec.accelerate_hooks import prompt_device
-from caches.spec.fingerprint import weights_version
+from caches.spec.read_by import ReadBy
 from caches.torch_api import storage_key
 from caches.transfer.convert import can_migrate
 from engine.decoding.pauses import Pause
@@ -91,8 +91,8 @@ class StoredCache:
 class PrefixStore:
     """The caches of one model's calls: see `configs.EngineConfig.prefix_store_bytes`.
 
-    bytes: of memory that they take. version: of the model's weights by which they were filled. failures: how often a
-    cache could not be stored, written or read: the call goes on without. Raises `OSError` where there can be no folder.
+    bytes: of memory that they take. read_by: the model as it was when it filled them. failures: how often a cache could
+    not be stored, written or read: the call goes on without. Raises `OSError` where there can be no folder.
     """
 
     def __init__(self, model: PreTrainedModel, most_bytes: int, folder: str | Path | None = None):
@@ -101,13 +101,13 @@ class PrefixStore:
         self.failures, self._causes = 0, set[tuple[str, int | None]]()  # the second: those that were logged
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
-        self._begin()
+        self._begin(ReadBy.of(model))
 
-    def _begin(self) -> None:
+    def _begin(self, now: ReadBy) -> None:
         self._kinds: dict[str, TokenIndex[StoredCache]] = {}
         self._storages: dict[int, tuple[int, int]] = {}  # by storage: how many caches hold it, and its bytes
         self.bytes = 0
-        self.version = weights_version(self._model)
+        self.read_by = now
         self._files = None
         if self._folder is not None:
             self._files = PrefixFiles(self._model, self._folder, _FILES_FACTOR * self._most)
@@ -129,18 +129,18 @@ class PrefixStore:
 
     # Finding.
 
-    def find(self, empty: EngineCache, ids: torch.Tensor, branches: bool) -> Reused:
+    def find(self, empty: EngineCache, ids: torch.Tensor, branches: bool, now: ReadBy) -> Reused:
         """A cache like `empty` that holds a beginning of `ids` [tokens], not all of them; `empty` itself if nothing is
         stored.
 
-        branches: the row will become several. The cache is stored before that.
+        branches: the row will become several. The cache is stored before that. now: the model that goes on from it.
         """
         kind = kind_of(empty)
         if kind is None or len(ids) <= LEAST_TOKENS:
             return Reused(empty)
         with self._lock:
-            if self.version != weights_version(self._model):
-                self._begin()
+            if self.read_by != now:
+                self._begin(now)
             most = tuple(ids[:-1].tolist())
             try:
                 found, end = self._found(kind, most)
@@ -148,12 +148,11 @@ class PrefixStore:
             except Exception as error:
                 self._go_on("a stored prefix cannot be used", error)
                 live, end = empty, 0
-            version = self.version
         end = len(most) if branches else end
         pauses: tuple[Pause, ...] = ()
         if end >= LEAST_TOKENS and end > live.total_tokens:
-            pauses = (Pause(end, partial(self.keep, prompt_tokens=end, version=version)),)
-        return Reused(live, pauses, partial(self.keep, prompt_tokens=len(ids), version=version))
+            pauses = (Pause(end, partial(self.keep, prompt_tokens=end)),)
+        return Reused(live, pauses, partial(self.keep, prompt_tokens=len(ids)))
 
     def _found(self, kind: str, ids: tuple[int, ...]) -> tuple[EngineCache | None, int]:
         """A branch of what is stored of `ids`; and where a cache that cannot be cropped should end, so that more calls
@@ -193,15 +192,12 @@ class PrefixStore:
 
     # Storing.
 
-    def keep(self, cache: EngineCache, prompt_tokens: int, version: int) -> None:
-        """Store a cache of one row, which can go on.
-
-        prompt_tokens: the first of its tokens that were read. version: of the weights when the call began.
-        """
+    def keep(self, cache: EngineCache, prompt_tokens: int) -> None:
+        """Store a cache of one row, which can go on. prompt_tokens: the first of its tokens that were read."""
         kind, log, total = kind_of(cache), cache.log, cache.total_tokens
         if kind is None or log is None or log.positions is not None or cache.batch_size != 1 or total < LEAST_TOKENS:
             return
-        if version != weights_version(self._model):
+        if log.read_by != self.read_by:
             return
         try:
             if bool(log.mask[:, :total].all()):

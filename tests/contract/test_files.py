@@ -228,7 +228,8 @@ def test_adapters_belong_to_the_model():
     model.model.layers[0].adapter = Adapted()
     assert (before["adapters"], fingerprint(model)["adapters"]) == ("none", "legal")
     model.model.layers[0].adapter.disable_adapters = True
-    assert fingerprint(model) == before
+    assert fingerprint(model)["adapters"] == "none"
+    before = fingerprint(model)
     assert fingerprint(nn.ModuleDict({"inner": model})) == before
 
 

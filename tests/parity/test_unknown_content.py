@@ -136,7 +136,7 @@ def test_what_another_model_has_read_is_refused():
     other = copy.deepcopy(model)
     other.model.layers[3].mlp.down_proj.weight.data.mul_(2)  # of which the first layer tells nothing
     first = engine.generate(model, inputs, max_new_tokens=NEW)
-    with pytest.raises(engine.InputError, match="another model has filled it"):
+    with pytest.raises(engine.InputError, match="another model object has filled it"):
         engine.generate(other, first.sequences, cache=first.cache, max_new_tokens=NEW)
     wrong = first.sequences.clone()
     wrong[1, 5] += 1

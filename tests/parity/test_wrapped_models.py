@@ -109,17 +109,17 @@ def test_a_cache_is_of_the_adapters_that_read_it(tmp_path, tokenizer):
     out = generator.generate(prompt(rows=1, pads=0), max_new_tokens=NEW)
     more = torch.cat([out.sequences, torch.tensor([[5]])], dim=1)
     model.set_adapter("other")
-    with pytest.raises(engine.InputError, match=r"adapters were active: default \(scale 2\); now it is: other"):
+    with pytest.raises(engine.InputError, match=r"adapters changed from default \(scale 2\) to other"):
         generator.generate(more, cache=out.cache, max_new_tokens=NEW)
-    with pytest.raises(caches.CacheFileError, match=r"default \(scale 2\); now it is: other \(scale 2\)"):
+    with pytest.raises(caches.CacheFileError, match=r"default \(scale 2\) to other \(scale 2\)"):
         out.cache.save(tmp_path / "cache")
     seen = torch.ones_like(more)
-    with pytest.raises(engine.InputError, match="adapters were active: default"):  # also with the new tokens alone
+    with pytest.raises(engine.InputError, match="adapters changed from default"):  # also with the new tokens alone
         generator.generate(more[:, -2:], attention_mask=seen, cache=out.cache, max_new_tokens=NEW)
     generator.generate(more, cache=out.cache, max_new_tokens=NEW, trust_cache=True)
     joined = caches.join_rows([generator.generate(more[:, :8], max_new_tokens=NEW).cache,
                                read_by(model, "default", generator, more[:, :8]).cache])  # fmt: skip
-    with pytest.raises(caches.CacheFileError, match=r"default.*other"):
+    with pytest.raises(caches.CacheFileError, match=r"several caches, between which the active adapters changed from other.*default"):
         joined.save(tmp_path / "cache")
 
 
@@ -138,7 +138,7 @@ def test_an_adapter_that_changes_in_the_middle_of_a_stream():
         next(shown)
     shown.close()
     known = live.log.ids[:, : live.total_tokens]
-    with pytest.raises(engine.InputError, match="adapters were active: none, then default"):
+    with pytest.raises(engine.InputError, match="while it was filled, the active adapters changed from none to default"):
         generator.generate(torch.cat([known, ids], dim=1), cache=live, max_new_tokens=NEW)
 
 

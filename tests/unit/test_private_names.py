@@ -234,6 +234,13 @@ def criteria_are_made():
     return "MaxLengthCriteria" in [type(one).__name__ for one in made]
 
 
+def parts_are_found():
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    module.register_buffer("table", torch.zeros(1), persistent=False)
+    children, parameters, buffers, unsaved = torch_api.parts_of(module)
+    return (children.keys(), parameters, buffers.keys(), unsaved) == ({"0"}, {}, {"table"}, {"table"})
+
+
 def gradients_can_be_set():
     torch_api.set_grad_enabled(False)
     off = torch.is_grad_enabled()
@@ -365,6 +372,7 @@ WORK = {
         "module_call_code": frames_are_known,
         "onednn_linear": products_are_equal,
         "parameters_of": lambda: torch_api.parameters_of(nn.Linear(1, 1, bias=False)).keys() == {"weight", "bias"},
+        "parts_of": parts_are_found,
         "set_grad_enabled": gradients_can_be_set,
         "storage_key": storages_are_told_apart,
         "write_count": writes_are_counted,
