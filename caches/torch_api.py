@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
-    "DisableTorchFunctionSubclass", "TorchDispatchMode", "always_writable", "buffers_of", "compile_package",
+    "DisableTorchFunctionSubclass", "KeepsDataTypes", "TorchDispatchMode", "always_writable", "buffers_of", "compile_package",
     "compiled_graphs", "discard_compiled", "graph_errors", "has_onednn", "hooks_of", "inside_compiled", "int4_product",
     "int8_product", "load_package", "make_wrapper_subclass", "module_call_code", "onednn_linear", "pack_int4",
     "parameters_of", "parts_of", "set_grad_enabled", "state_without_hooks", "storage_key", "tree_flatten", "tree_leaves",
@@ -61,6 +61,22 @@ that are not saved."""
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """The buffers of a module itself by name."""
     return module._buffers
+
+
+class KeepsDataTypes(nn.Module):
+    """A module whose buffers keep their data types where it is cast (`half()`, `to(dtype)`); `follow` hears of it."""
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> KeepsDataTypes:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, now in self._buffers.items():
+            if now is not None and (tensor := before[name]) is not None and now.dtype != tensor.dtype:
+                self._buffers[name] = tensor.to(now.device)
+        self.follow(fn)
+        return self
+
+    def follow(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Do with tensors that are neither parameters nor buffers what `fn` does with those."""
 
 
 def state_without_hooks(module: nn.Module) -> dict[str, Any]:

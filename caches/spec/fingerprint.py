@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from hashlib import sha256
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,7 @@ from caches.spec.model_version import (
     settings_of,
     tables_of,
 )
+from caches.torch_api import parts_of
 
 _SUMS = 1021  # a prime, so that two rows of a weight that change places always change the sums
 _DIGESTS = ("weights", "buffers", "settings")
@@ -69,14 +71,23 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> str:
 
 def _weights(model: nn.Module) -> Iterator[bytes]:
     _, inactive = modules_in_use(model)
-    others = tuple(f"{name}." for name, module in model.named_modules() if id(module) in inactive)
-    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
-        if not isinstance(tensor, torch.Tensor) or id(tensor) in inactive or name.startswith(others):
-            continue
-        parts = list(plain_parts(tensor))
-        for part in parts or [tensor]:
-            yield f"{name} {part.dtype} {list(part.shape)}\n".encode()
-        yield from map(_sums, parts)
+    for prefix, module in _in_use(model):
+        for name, tensor in sorted(_saved(module).items()):
+            if not isinstance(tensor, torch.Tensor) or id(tensor) in inactive:
+                continue
+            parts = plain_parts(tensor)
+            for part in parts or [tensor]:
+                yield f"{prefix}.{name} {part.dtype} {list(part.shape)}\n".encode()
+            yield from map(_sums, parts)
+
+
+def _saved(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The parameters and saved buffers of a module itself, or all that it says itself where its class does."""
+    if type(module).state_dict is not nn.Module.state_dict:
+        with suppress(ValueError):  # of a layer that keeps codes
+            return module.state_dict(keep_vars=True)
+    _, parameters, buffers, unsaved = parts_of(module)
+    return parameters | {name: buffer for name, buffer in buffers.items() if name not in unsaved}
 
 
 def _tables(model: nn.Module) -> Iterator[bytes]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from caches.spec.accelerate_hooks import is_dispatched
-from caches.torch_api import int4_product, int8_product, pack_int4
+from caches.torch_api import KeepsDataTypes, int4_product, int8_product, pack_int4
 from engine.errors import OptionError
 from engine.model.linear_kernels import has_matrix_units, kernels
 from engine.model.ranks import plan_name
@@ -37,9 +37,9 @@ _MUCH = 0.25  # share of the bytes in full from which on there is a warning
 _READ = ("dt_proj", "classifier")  # layers whose weights models read: state spaces, and LongCat's router
 
 
-class _LowBitLinear(nn.Module):
+class _LowBitLinear(KeepsDataTypes):
     """in_features, out_features, bias: as of `nn.Linear`. weight: [outs, width] without values (NaN) and memory: models
-    and PEFT read its data type, size and device."""
+    and PEFT read its data type, size and device. Codes and scales are made anew of weights that are loaded into it."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__()
@@ -47,6 +47,35 @@ class _LowBitLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.bias = bias
         self.weight = torch.full((), torch.nan, dtype=weight.dtype, device=weight.device).expand(weight.shape)
+        self.register_load_state_dict_pre_hook(_load_codes)
+
+    def coded(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The buffers for weights [outs, width]."""
+        raise NotImplementedError
+
+    def follow(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.weight = fn(self.weight[0, 0]).expand(self.weight.shape)
+
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """Raises `OptionError`: a checkpoint would have no weights of this layer, and load with random ones."""
+        raise OptionError(
+            f"this model's linear layers keep codes in place of their {self.out_features} x {self.in_features} weights "
+            "and others (EngineConfig(weights=...)), so there is no checkpoint of it: save the model before it is "
+            "given to a Generator with weights='int8' or 'int4', or load it again"
+        )
+
+
+def _load_codes(layer: Any, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, *lists: list[str]) -> None:
+    """Before a state dict is loaded: put codes in the place of the layer's weights in it. lists: the errors last."""
+    weight = state.pop(f"{prefix}weight", None)
+    if weight is None:
+        return
+    wanted = layer.out_features, layer.in_features
+    if tuple(weight.shape) != wanted:
+        lists[-1].append(f"{prefix}weight has the shape {tuple(weight.shape)}, and the layer {wanted}")
+        return
+    with torch.no_grad():
+        state |= {f"{prefix}{name}": part for name, part in layer.coded(weight).items()}
 
 
 class Int8Linear(_LowBitLinear):
@@ -54,18 +83,21 @@ class Int8Linear(_LowBitLinear):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__(weight, bias)
-        weight = weight.float()
-        scales = (weight.abs().amax(dim=1) / 127).clamp_min(1e-30)
-        self.register_buffer("codes", (weight / scales[:, None]).round().to(torch.int8))
-        self.register_buffer("scales", scales)
-        self.most_rows, self.most_in_bfloat16 = _most_rows()  # numbers: asking is nothing that can be compiled
+        for name, part in self.coded(weight).items():
+            self.register_buffer(name, part)
+        self._most_rows, self._most_in_bfloat16 = _most_rows()  # numbers: asking is nothing that can be compiled
 
     codes: torch.Tensor
     scales: torch.Tensor
 
+    def coded(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        weight = weight.float()
+        scales = (weight.abs().amax(dim=1) / 127).clamp_min(1e-30)
+        return {"codes": (weight / scales[:, None]).round().to(torch.int8), "scales": scales}
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = input.reshape(-1, input.shape[-1])
-        if rows.shape[0] <= (self.most_in_bfloat16 if input.dtype == torch.bfloat16 else self.most_rows):
+        if rows.shape[0] <= (self._most_in_bfloat16 if input.dtype == torch.bfloat16 else self._most_rows):
             out = _int8_product(rows, self.codes, self.scales)
         else:
             dtype = torch.float32 if input.dtype == torch.float16 else input.dtype  # sums of codes exceed 65504
@@ -104,16 +136,19 @@ class Int4Linear(_LowBitLinear):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__(weight, bias)
         self.layout = _layout()
-        weight = functional.pad(weight, (0, 0, 0, -weight.shape[0] % _PACKED))
-        blocks = weight.view(weight.shape[0], -1, _GROUP).split(max(1, _FITTED // weight.shape[1]))
-        codes, scales = zip(*(_four_bits(block.float()) for block in blocks), strict=True)
-        self.register_buffer("packed", pack_int4(torch.cat(codes)))
-        self.register_buffer("scales", torch.cat(scales, dim=1))
-        self.register_buffer("group", torch.tensor([[_GROUP]], device="cpu"))  # a scalar would be part of compiled code
+        for name, part in self.coded(weight).items():
+            self.register_buffer(name, part)
 
     packed: torch.Tensor
     scales: torch.Tensor
     group: torch.Tensor
+
+    def coded(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        weight = functional.pad(weight, (0, 0, 0, -weight.shape[0] % _PACKED))
+        blocks = weight.view(weight.shape[0], -1, _GROUP).split(max(1, _FITTED // weight.shape[1]))
+        codes, scales = zip(*(_four_bits(block.float()) for block in blocks), strict=True)
+        group = torch.tensor([[_GROUP]], device="cpu")  # a scalar would be part of compiled code
+        return {"packed": pack_int4(torch.cat(codes)), "scales": torch.cat(scales, dim=1), "group": group}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = input.reshape(-1, input.shape[-1])
@@ -141,7 +176,8 @@ class Int8Embedding(nn.Module):
     def __init__(self, table: nn.Embedding, head: Int8Linear):
         super().__init__()
         self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
-        self.head, self._dtype = head, table.weight.dtype
+        self.head = head
+        self.register_load_state_dict_pre_hook(_load_into_head)
         scale = getattr(table, "embed_scale", 1.0)
         if isinstance(scale, torch.Tensor):
             self.register_buffer("embed_scale", scale, persistent=False)
@@ -154,7 +190,13 @@ class Int8Embedding(nn.Module):
         return self.head.weight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _scaled((self.head.codes[input] * self.head.scales[input, None]).to(self._dtype), self.embed_scale)
+        return _scaled((self.head.codes[input] * self.head.scales[input, None]).to(self.weight.dtype), self.embed_scale)
+
+
+def _load_into_head(table: Int8Embedding, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Before a state dict is loaded: the embeddings in it are the weights of the output layer."""
+    if (weight := state.pop(f"{prefix}weight", None)) is not None:
+        state[f"{prefix}head.weight"] = weight
 
 
 def _scaled(rows: torch.Tensor, scale: Any) -> torch.Tensor:
