@@ -218,18 +218,20 @@ class Buffer(ABC):
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.wait()
-        return _with_memory, (type(self), self._without_memory(), self._memory)
+        content = None if self._memory is None else self._memory.view(torch.uint8)  # torch cannot unpickle float8
+        return _with_memory, (type(self), self._without_memory(), content)
 
     def _without_memory(self) -> dict[str, Any]:
         """The attributes of a copy that has no memory yet."""
         return vars(self) | {"_memory": None}
 
 
-def _with_memory(kind: type[B], attributes: dict[str, Any], memory: torch.Tensor | None) -> B:
-    """A buffer with these attributes and a copy of `memory`."""
+def _with_memory(kind: type[B], attributes: dict[str, Any], content: torch.Tensor | None) -> B:
+    """A buffer with these attributes and a copy of `content`, the bytes of its memory."""
     buffer = object.__new__(kind)
     vars(buffer).update(attributes)
-    if memory is not None:
+    if content is not None:
+        memory = content.view(buffer.dtype)
         buffer._memory = buffer._allocate(memory.numel(), buffer.dtype, buffer.device, None)
         buffer._memory.copy_(memory)
     return buffer

@@ -17,8 +17,8 @@ from caches.spec.model_version import ModelVersion, model_version
 class ReadBy:
     """Which model has read tokens, and what it was when it did.
 
-    model: a weak reference; None after a pickle, where `fingerprint` says which it was, or None if that was not known
-    any more. version: what the model was. mixed: why it is not one model at one moment; "" where it is.
+    model: a weak reference, and version: what it was then; None after a pickle, where `fingerprint` says which it was.
+    mixed: why no model can go on: it is not one model at one moment, or was not any more when it was pickled; else "".
     """
 
     model: ref[nn.Module] | None = None
@@ -42,12 +42,11 @@ class ReadBy:
         if self.mixed:
             return self.mixed
         if self.model is None:
-            if self.fingerprint is None:
-                return "it was pickled after the model that has filled it was freed or changed"
+            assert self.fingerprint is not None
             others = differences(self.fingerprint, fingerprint(now.live_model))
             return f"another model has filled it ({others})" if others else None
         if self.live_model is None:
-            return "the model that has filled it was freed"
+            return _FREED
         if self.live_model is not now.live_model:
             return "another model object has filled it"
         change = self._change(now)
@@ -83,7 +82,11 @@ class ReadBy:
 
         Reads all weights, unless they have been since they were written.
         """
-        said, model = self.fingerprint, self.live_model
-        if model is not None and not self.mixed and self.why_other(ReadBy.of(model)) is None:
-            said = fingerprint(model)
-        return ReadBy, (None, None, said, self.mixed)
+        said, mixed, model = self.fingerprint, self.mixed, self.live_model
+        if self.model is not None:
+            mixed = _FREED if model is None else self.why_other(ReadBy.of(model)) or ""
+            said = None if mixed else fingerprint(model)
+        return ReadBy, (None, None, said, mixed)
+
+
+_FREED = "the model that has filled it was freed"

@@ -321,7 +321,10 @@ class Chat:
     # Files.
 
     def save(self, path: str | Path) -> None:
-        """Write the conversation and its cache to a file: see `Cache.save`. `Generator.chat(resume=path)` goes on."""
+        """Write the conversation and its cache to a file: see `Cache.save`. `Generator.chat(resume=path)` goes on.
+
+        A cache that the model as it is now has not filled is left out: the next turn reads the conversation again.
+        """
         if self.cache is None:
             raise InputError(
                 "there is nothing to save before the first answer"
@@ -331,7 +334,9 @@ class Chat:
         with self._between_turns():
             segments = [[one.text, list(one.ids)] for one in self._conversation.segments]
             notes = {"messages": list(self.messages), "segments": segments}
-            self.cache.save(path, self._generator.model, notes=notes)
+            model, log = self._generator.model, self.cache.log
+            is_right = log is not None and log.why_other(ReadBy.of(model)) is None
+            (self.cache if is_right else self.cache.empty_like()).save(path, model, notes=notes)
 
     def resume(self, path: str | Path) -> None:
         """Take the place of the conversation that was saved there. Raises `caches.CacheFileError`."""

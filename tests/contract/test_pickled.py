@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 import caches
 import engine
-from configs import ConfigError
+from configs import CODECS, ConfigError
 
 
 def saved(value):
@@ -47,6 +47,29 @@ def test_a_run_goes_on_from_what_was_written_down(backend, residency):
             assert one.cache is None or second.stats.prompt_tokens == 2
         runs += 1
     assert runs or backend == "encoder_decoder"
+
+
+def codecs():
+    for backend in caches.names():
+        if "backend" in caches.recipe(backend).options.option_names():
+            for codec, facts in CODECS.items():
+                for bits in facts.bits:
+                    is_rare = bits != facts.bits[0] and backend != "quantized"
+                    yield pytest.param(backend, codec, bits, marks=[pytest.mark.slow] if is_rare else [])
+
+
+@pytest.mark.parametrize(("backend", "codec", "bits"), list(codecs()), ids=str)
+def test_codes_of_every_codec_are_pickled(backend, codec, bits):
+    model, inputs = tiny_model("llama"), prompt(tokens=14)
+    options = options_of(backend, "host") | {"backend": codec, "nbits": bits}
+    first = engine.generate(model, inputs, cache=backend, cache_config=options, max_new_tokens=NEW)
+    kept = [part.tensors() for part in first.cache.layers]
+    assert any(tensor.dtype in (torch.uint8, torch.float8_e4m3fn) for tensors in kept for tensor in tensors)
+    texts = [
+        engine.generate(model, first.sequences, cache=cache, max_new_tokens=NEW).tokens
+        for cache in (pickle.loads(pickle.dumps(first.cache)), saved(first.cache), first.cache)
+    ]
+    assert texts[0] == texts[1] == texts[2]
 
 
 @pytest.mark.parametrize("choice", PAIRS.values(), ids=PAIRS)

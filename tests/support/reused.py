@@ -61,6 +61,7 @@ class History:
     def __init__(self, seed: int, folder: Path):
         self.draw = random.Random(seed)
         self.kind = self.draw.choice(["llama"] * 4 + ["gemma2", "lfm2"])
+        self.model = self.new_model()
         self.options = self.backend()
         self.folder = folder
         self.config = engine.EngineConfig(
@@ -68,15 +69,18 @@ class History:
             prefix_store_folder=str(folder) if self.draw.random() < 0.3 else None,
             linears="default",
         )
-        self.plain = engine.Generator(model_of(self.kind), tokenizer(), engine.EngineConfig(linears="default"))
         self.counts: Counter[str] = Counter()
         self.texts: list[list[int]] = []
         self.chats: list[engine.Chat] = []
         self.begin()
 
+    def new_model(self):
+        return model_of(self.kind)
+
     def begin(self) -> None:
         """As a process that starts."""
-        self.generator = engine.Generator(model_of(self.kind), tokenizer(), self.config)
+        self.generator = engine.Generator(self.model, tokenizer(), self.config)
+        self.plain = engine.Generator(self.model, tokenizer(), engine.EngineConfig(linears="default"))
 
     def backend(self) -> dict:
         backend = self.draw.choice(KINDS[self.kind])
@@ -172,9 +176,8 @@ def restart(history: History, beginnings) -> None:
 def write_weights(history: History, beginnings) -> None:
     """The caches of before are of other weights."""
     with torch.no_grad():
-        weight = model_of(history.kind).get_input_embeddings().weight
+        weight = history.model.get_input_embeddings().weight
         weight[3 : history.draw.randrange(4, 200)] *= -1
-    history.chats = []  # their caches are the user's
 
 
 def new_chat(history: History, beginnings) -> None:
@@ -216,7 +219,7 @@ _OPERATIONS = [*[other_prompt, turn, edit] * 4, *[again, new_chat, chat_turn] * 
                forget, restart, write_weights]  # fmt: skip
 
 
-def run(seeds, operations: int = 8) -> Counter[str]:
+def run(seeds, operations: int = 8, kind: type[History] = History) -> Counter[str]:
     """Run these histories, with a store that also keeps short beginnings. Returns how often what happened."""
     total: Counter[str] = Counter()
     with pytest.MonkeyPatch.context() as patch:
@@ -225,7 +228,7 @@ def run(seeds, operations: int = 8) -> Counter[str]:
             with tempfile.TemporaryDirectory() as folder:
                 torch.manual_seed(seed)
                 try:
-                    total += History(seed, Path(folder)).run(operations)
+                    total += kind(seed, Path(folder)).run(operations)
                 except Exception as error:
                     raise AssertionError(f"seed {seed}: {error}") from error
     return total
