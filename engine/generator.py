@@ -17,6 +17,7 @@ from engine.decoding.driver import Driver
 from engine.decoding.pauses import FindPauses
 from engine.errors import OptionError
 from engine.memory.cache_choice import check_new
+from engine.model.facts import ModelFacts
 from engine.model.loading import load
 from engine.model.low_bit_linears import convert_linears
 from engine.model.model_runner import ModelRunner
@@ -62,6 +63,11 @@ class Generator:
     def config(self) -> EngineConfig:
         """How it works: another one needs another `Generator`."""
         return self._builder.config
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What is so of the model's forwards, found out by trials of a few tokens when something depends on it."""
+        return self._runner.facts
 
     @property
     def tokenizer(self) -> Any:
@@ -140,6 +146,12 @@ class Generator:
         inputs: one prompt, as of `generate`; its last token is read too. cache, cache_config: the backend. resume: a
         file that `Prefix.save` wrote, in place of a prompt. parameters: as of `generate`.
         """
+        why = self.facts.why_not_cut
+        if why is not None:
+            raise OptionError(
+                f"a prefix is read without what comes behind it, and in {type(self.model).__name__} {why}: give "
+                "generate() whole prompts"
+            )
         if resume is not None:
             if (inputs, cache, cache_config) != (None, None, None) or parameters:
                 raise OptionError("resume= brings the prompt and the cache of its file: leave everything else out")

@@ -15,10 +15,11 @@ from caches.transfer.convert import can_migrate
 from caches.transfer.split_rows import SplitCache, halves
 from engine.decoding.collected_outputs import CollectedOutputs
 from engine.model.columns import Columns
+from engine.model.facts import ModelFacts
 from engine.model.linear_routes import TORCH
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ForwardOptions, ModelRunner
-from engine.model.rope_frequencies import Frequencies, starts_again
+from engine.model.rope_frequencies import Frequencies
 from engine.rows import join_rows
 
 _SMALLEST_CHUNK = 8  # tokens of a prompt
@@ -49,8 +50,12 @@ class ForwardExecutor:
         # Per row, the row of the prompt that it goes on from: rows of one prompt share its inputs.
         self._origins = torch.arange(columns.rows, device="cpu")
         self._why_not_compiled = None if compiled else "disable_compile=True"
-        self._frequencies = Frequencies(runner.model, runner.dynamic_ropes)
+        self._frequencies = Frequencies(runner.model, runner.facts.dynamic_ropes)
         self._quantized_to_save_memory = False
+
+    @property
+    def _facts(self) -> ModelFacts:
+        return self._runner.facts
 
     @property
     def linears(self) -> str:
@@ -137,6 +142,10 @@ class ForwardExecutor:
 
         return select
 
+    def forget_order(self) -> None:
+        """Before rows of the cache change places: what the model itself keeps of them does not."""
+        self._facts.note(None)
+
     # Together with other requests: see `engine.serving`.
 
     def why_alone(self, tokens: int) -> str | None:
@@ -147,8 +156,8 @@ class ForwardExecutor:
         if not self.columns.are_plain:
             return "its prompts have padding, or positions of their own"
         if self._depends_on_length(tokens):
-            return f"behind {self._runner.plain_tokens} tokens its position embeddings depend on the length of the text"
-        return why_not_joined(self.cache) or self._runner.why_alone or self._runner.why_not_shown(self.cache)
+            return f"behind {self._facts.plain_tokens} tokens its position embeddings depend on the length of the text"
+        return why_not_joined(self.cache) or self._facts.why_not_joined or self._runner.why_not_shown(self.cache)
 
     @property
     def reads_in_pieces(self) -> bool:
@@ -156,24 +165,27 @@ class ForwardExecutor:
         is_plain = not (capabilities(self.cache).is_quantized or self._has_media or self.inputs.flags)
         # Models leave padding out of their states only where several tokens are read at once.
         is_plain = is_plain and not (self._runner.has_states and self.columns.first_full)
-        is_plain = is_plain and self.is_same_in_pieces(self.columns.prompt)
-        return is_plain and self.cache.handle is not None and self._runner.reads_on
+        if not is_plain or self.cache.handle is None or self.why_not_in_pieces(self.columns.prompt) is not None:
+            return False
+        return self._facts.why_not_several is None
 
     @property
     def reads_again(self) -> bool:
         """Whether its tokens, read again, give the same cache without taking more memory than it has now."""
         is_forked, able = len(self._origins) > len(self._origins.unique()), capabilities(self.cache)
         is_exact = able.can_migrate and not (able.is_quantized or able.imposes_windows)
-        return is_exact and not is_forked and self.is_same_in_pieces(self.cache.total_tokens + 1)
+        return is_exact and not is_forked and self.why_not_in_pieces(self.cache.total_tokens + 1) is None
 
-    def is_same_in_pieces(self, tokens: int) -> bool:
-        """Whether keys of a text of so many tokens do not depend on how many of them are read at once."""
-        starts = starts_again(self.model) and not self.columns.are_given  # it counts tokens, not positions
-        return starts or not self._depends_on_length(tokens)
+    def why_not_in_pieces(self, tokens: int) -> str | None:
+        """Why the cache of a text of so many tokens depends on how many of them are read at once; None where not."""
+        starts_again = self._facts.starts_again and not self.columns.are_given  # it counts tokens, not positions
+        if self._depends_on_length(tokens) and not starts_again:
+            return "the keys of a text as long as this one depend on how many tokens are read at once"
+        return self._facts.why_not_cut
 
     def _depends_on_length(self, tokens: int) -> bool:
         """Whether keys of a text of so many tokens depend on more than their positions."""
-        plain = self._runner.plain_tokens
+        plain = self._facts.plain_tokens
         return plain is not None and (tokens > plain or self.columns.are_given)
 
     def empty(self) -> None:
@@ -201,8 +213,9 @@ class ForwardExecutor:
         is_quantized = capabilities(self.cache).is_quantized and not self._quantized_to_save_memory
         if tokens <= _SMALLEST_CHUNK or is_quantized or self.cache.handle is None or self._has_media:
             return None
-        if not self.is_same_in_pieces(self.cache.total_tokens + waiting):
-            raise StepError("the keys of a text as long as this one depend on how many tokens are read at once")
+        why = self.why_not_in_pieces(self.cache.total_tokens + waiting)
+        if why is not None:
+            raise StepError(why)
         self._chunk_tokens = max(_SMALLEST_CHUNK, tokens // 4)
         return self._chunk_tokens
 

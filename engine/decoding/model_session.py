@@ -88,7 +88,8 @@ class ModelSession:
         """
         ids = self._ids
         end = self._write(tokens) if computed is None else ids.count + tokens.shape[1]
-        if self._pauses and not (hidden or all_logits) and self.executor.is_same_in_pieces(self._prefix.columns + end):
+        can_pause = self._pauses and not (hidden or all_logits)
+        if can_pause and self.executor.why_not_in_pieces(self._prefix.columns + end) is None:
             while (pause := self._pauses.next_after(ids.count)) < end:
                 self._read(pause)
         columns = end - ids.count
@@ -393,6 +394,7 @@ class ModelSession:
         log = log.select_rows(on_device) if select is not None and log is not None else log
         times = len(index) // rows
         self._selecting_rows = True
+        self.executor.forget_order()
         try:
             if self._options.shares_prefixes and times > 1 and torch.equal(index, repeat_rows_index(rows, times)):
                 self._select_in_cache(lambda: self.cache.fork(times))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -12,10 +11,9 @@ from transformers.utils import ModelOutput
 
 from caches import Cache, EngineCache, build
 from caches.hf.joined import JoinedCaches, why_not_joined
-from caches.out_of_memory import is_out_of_memory
 from caches.spec.accelerate_hooks import prompt_device
 from engine.model.columns import Columns
-from engine.model.ranks import OneProcess
+from engine.model.trials import Scale, distance, rounding_of
 
 Part: TypeAlias = tuple[EngineCache, torch.Tensor]
 """A cache with one token at least and without padding, and the next token of each of its rows, [rows, 1]."""
@@ -42,28 +40,22 @@ def joined_step(feed: Feed, parts: Sequence[Part]) -> list[ModelOutput]:
     return [ModelOutput(logits=own, hidden_states=(last,)) for own, last in zip(logits, states, strict=True)]
 
 
-def why_never_joined(model: PreTrainedModel, read: Feed, feed: Feed, ranks: OneProcess) -> str | None:
-    """Why steps of this model cannot be joined; None where they can, which is measured.
+def can_be_joined(model: PreTrainedModel, read: Feed, feed: Feed) -> bool | str | None:
+    """Whether steps of this model can be joined, or why they never can; None where a trial cannot tell.
 
-    The test: the logits of two joined steps of a short and a long text are those of each text alone, to rounding.
-    read: `feed` for a prompt. Raises where memory is out.
+    The trial: the logits of two joined steps of a short and a long text are those of each text alone, to rounding.
+    read: `feed` for a prompt.
     """
     if model.config.is_encoder_decoder:
         return "a model with an encoder reads another source for every row"
     why = why_not_joined(build("dynamic", model.config))
     if why is not None:
         return why
-    try:
-        alone, together = ranks.together(partial(_tried, model, read, feed))
-    except Exception as error:
-        ranks.meet()
-        if ranks.most(is_out_of_memory(error)):  # another time there may be enough
-            raise
-        return f"a joined step of it failed ({type(error).__name__}: {error})"
-    apart = max(float((one - own).abs().max()) for one, own in zip(together, alone, strict=True))
-    # Rounding is far below this, and a wrong position or a token of another text far above.
-    most = torch.finfo(alone[0].dtype).eps ** 0.5 * max(float(own.abs().max()) for own in alone)
-    return None if apart <= most else f"its logits change by {apart:.2g} with the other rows of a batch"
+    alone, together = _tried(model, read, feed)
+    short, long = alone[-2:]  # the same token behind other texts
+    scale = Scale(distance(short, long), max(map(rounding_of, alone)))
+    answers = [scale.is_same(one, own) for one, own in zip(together, alone, strict=True)]
+    return None if None in answers else all(answers)
 
 
 def _tried(model: PreTrainedModel, read: Feed, feed: Feed) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

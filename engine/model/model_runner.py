@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.utils import ModelOutput
 
-from caches import Cache, EngineCache, UnknownContentError, UnsupportedLayerError, build, read_specs
-from caches.out_of_memory import is_out_of_memory
+from caches import EngineCache, UnknownContentError, UnsupportedLayerError, read_specs
 from caches.protocol import attention_view
 from caches.spec.accelerate_hooks import is_dispatched, prompt_device
 from caches.torch_api import compiled_graphs, discard_compiled, graph_errors
@@ -24,9 +23,10 @@ from engine.host_allocator import keep_freed_memory
 from engine.model import packed_attention
 from engine.model.columns import Columns
 from engine.model.compiled_step import compiled, first_reason, makes_graphs, step_of
+from engine.model.facts import ModelFacts
 from engine.model.first_layer_probe import Probe, Reached
 from engine.model.forward_arguments import ForwardArguments, Step
-from engine.model.joined_step import Feed, Part, joined_step, why_never_joined
+from engine.model.joined_step import Feed, Part, can_be_joined, joined_step
 from engine.model.layer_packages import ComputeAgain, LayerPackages
 from engine.model.linear_backend import active, table_for
 from engine.model.linear_routes import TORCH
@@ -34,7 +34,7 @@ from engine.model.masks import takes_step_masks
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_lock import turn_of
 from engine.model.ranks import ranks_of
-from engine.model.rope_frequencies import Frequencies, dynamic_ropes, plain_tokens
+from engine.model.rope_frequencies import Frequencies
 
 
 class ForwardOptions(NamedTuple):  # made for every forward: a frozen dataclass takes 1 µs more
@@ -58,7 +58,6 @@ class ForwardOptions(NamedTuple):  # made for every forward: a frozen dataclass 
     routed: bool = True
 
 
-_CALLS_UNTIL_NEXT_TRIAL = 100  # a number, not a time: all ranks try at once
 _NO_INPUTS, _NO_OPTIONS = ModelInputs(), ForwardOptions()
 
 
@@ -76,11 +75,10 @@ class ModelRunner:
         packed_attention.install()
         if prompt_device(model).type == "cpu":
             keep_freed_memory()
-        self.dynamic_ropes, self.plain_tokens = dynamic_ropes(model), plain_tokens(model)
         self.arguments = ForwardArguments(model)
         self.takes_cache = self.arguments.of_cache.can_be_ours
+        self.facts = ModelFacts(self, self.ranks, self._can_be_joined)
         self._backend, self._compiled = compile, None
-        self._alone_calls = 0  # of `why_alone`, before a joined step is tried again for which memory was out
         self._packages = LayerPackages(model, self._table) if compile == "auto" else None
         if makes_graphs(compile):
             self.check_graph(f"compile={compile!r}")
@@ -143,60 +141,9 @@ class ModelRunner:
         """Whether the model keeps states that change with every token."""
         return self.takes_cache and any(spec.keeps_state for spec in read_specs(self.model.config))
 
-    @property
-    def reads_on(self) -> bool:
-        """Whether a step of several tokens can follow what is in a cache, and be rolled back as one."""
-        if not self.has_states:
-            return True
-        # Not within `_reads_on`: on Python 3.11 it has a lock for all models, which `feed` takes in a model's turn.
-        with self._turn, torch.no_grad():
-            return self._reads_on
-
-    @cached_property
-    def _reads_on(self) -> bool:
-        """Whether a forward of several tokens goes on from the recurrent states in the cache.
-
-        Some models (mamba, jamba) silently start from empty states there, and read them for single tokens only. The
-        test: whether other states change the logits.
-        """
-        ids = torch.arange(4, device=prompt_device(self.model))[None]
-        columns = Columns(torch.ones_like(ids), total=4)
-        logits = []
-        for change in (0, 1):
-            cache = build("dynamic", self.model.config)
-            for begin, end in ((0, 2), (2, 4)):
-                cache.begin(2)
-                step = Step(ids, columns, cache, 0, begin, end, begin == 0)
-                logits.append(self._call(self.arguments.of(step, _NO_INPUTS, 1), step).logits)
-                cache.commit()
-                assert isinstance(cache, Cache)
-                states = [state for layer in cache.layers for state in layer.recurrent_states.values()]
-                for state in states:
-                    state += change
-        return not states or not torch.allclose(logits[1], logits[3])
-
-    @property
-    def why_alone(self) -> str | None:
-        """Why its steps cannot be joined with those of other caches; None where they can. Measured at first."""
-        with self._turn, torch.no_grad():
-            if self._alone_calls == 0:
-                try:
-                    return self._why_alone
-                except Exception as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    self._alone_calls = _CALLS_UNTIL_NEXT_TRIAL
-            self._alone_calls -= 1
-            return "memory was out when a joined step was tried"
-
-    @cached_property
-    def _why_alone(self) -> str | None:
-        if self.dynamic_ropes:
-            return "its position embeddings depend on the longest text of a batch"
-        if not self.takes_cache:
-            return "it takes no cache of keys and values"
+    def _can_be_joined(self) -> bool | str | None:
         read, feed = self._feed_with(ForwardOptions(prefill=True)), self._feed_with(_NO_OPTIONS)
-        return why_never_joined(self.model, read, feed, self.ranks)
+        return can_be_joined(self.model, read, feed)
 
     def _feed_with(self, options: ForwardOptions) -> Feed:
         return lambda ids, columns, cache, before: self.feed(ids, columns, cache, _NO_INPUTS, before, options)
@@ -242,14 +189,17 @@ class ModelRunner:
             if options.check is not None:
                 options.check()
             with self._turn:
-                if options.resume is not None:
+                begin = cache.total_tokens
+                if begin > 0 and not self.facts.is_as_left(cache, begin):
+                    _start_again(cache, before, total)
+                    continue
+                end = self._end_of_step(cache, columns, begin, total, chunk_tokens)
+                if options.resume is not None:  # behind trials, which are texts of their own
                     options.resume()
                 if options.prefill and self._packages is not None:
                     self._packages.begin_run()
-                begin = cache.total_tokens
                 if options.prefill or begin == 0:
                     view.set_padding(columns.left_padding)
-                end = self._end_of_step(cache, columns, begin, total, chunk_tokens)
                 step = Step(ids, columns, cache, before, begin, end, options.prefill)
                 logits = max(1, end - max(begin, total - options.logits_for_last))
                 arguments = self.arguments.of(step, inputs, logits)
@@ -269,7 +219,9 @@ class ModelRunner:
                     self._check_kept(outputs, cache)
                     if options.on_outputs is not None:
                         options.on_outputs(outputs, end)
+                    self.facts.note(cache, end)
                 except BaseException as error:
+                    self.facts.note(None)
                     cache.abort()
                     if isinstance(error, ComputeAgain):
                         continue
@@ -283,12 +235,19 @@ class ModelRunner:
     ) -> int:
         """The column that the next forward ends before."""
         end = total if chunk_tokens is None else min(total, begin + chunk_tokens)
-        if not self.has_states or cache.handle is None:
+        if cache.handle is None or end - begin == 1:
             return end
+        if begin > 0:
+            return end if self.facts.why_not_several is None else begin + 1
+        if columns.prompt < end and self.facts.why_not_cut is not None:  # tokens of a text that is read once more
+            return columns.prompt
         # Models leave padding out of their states only where several tokens are read at once.
-        if begin == 0:
-            return max(end, columns.first_full + 1)
-        return begin + 1 if end - begin > 1 and not self._reads_on else end
+        return max(end, columns.first_full + 1) if self.has_states else end
+
+    def forward_once(self, step: Step, inputs: ModelInputs) -> ModelOutput:
+        """One forward of a trial: of the tokens of `step` at once, with the logits behind each of them."""
+        Frequencies(self.model, self.facts.dynamic_ropes).resume()
+        return self._call(self.arguments.of(step, inputs, step.end - step.begin), step)
 
     def first_keys(
         self, ids: torch.Tensor, columns: Columns, begin: int, end: int, inputs: ModelInputs, cross: bool = False
@@ -300,7 +259,8 @@ class ModelRunner:
         """
         probe = Probe(begin, self.model.config.is_encoder_decoder, cross)
         with self._turn, torch.no_grad():
-            Frequencies(self.model, self.dynamic_ropes).resume()  # of a text that starts here
+            self.facts.note(None)
+            Frequencies(self.model, self.facts.dynamic_ropes).resume()  # of a text that starts here
             step = Step(ids, columns, probe, 0, begin, end, begin == 0)
             arguments = self.arguments.of(step, inputs.extended(self.model, end), 1)
             arguments[self.arguments.of_cache.name] = probe.handle

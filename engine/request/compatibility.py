@@ -56,6 +56,7 @@ def check_together(runner: ModelRunner, cache: EngineCache, request: Request, co
     if request.needs.verifies:
         _check_rolls_back(runner, cache, request)
     _check_cache(model, cache, request)
+    _check_pieces(runner, cache, request)
     _check_placement(model, cache)
     if makes_graphs(compile):
         if request.config.disable_compile:
@@ -105,6 +106,19 @@ def _check_cache(model: PreTrainedModel, cache: EngineCache, request: Request) -
         )
 
 
+def _check_pieces(runner: ModelRunner, cache: EngineCache, request: Request) -> None:
+    """Refuse pieces of a prompt where the model reads them in another way than the whole."""
+    waiting, of_cache = request.read[1].shape[1] - cache.total_tokens, attention_view(cache).max_step_tokens
+    most = min((tokens for tokens in (request.chunk_tokens, of_cache) if tokens is not None), default=waiting)
+    why = runner.facts.why_not_cut if most < waiting else None
+    if why is not None:
+        remedy = "read it at once, without prefill_chunk_tokens or prefill_chunk_size"
+        raise OptionError(
+            f"the prompt is to be read in pieces of {most} tokens of {waiting}, and in {type(runner.model).__name__} "
+            f"{why}: {remedy if most == request.chunk_tokens else 'use another cache than ' + cache.name}"
+        )
+
+
 def _check_room_for_rows(cache: EngineCache, prompts: int, first: int, rows: int) -> None:
     """Whether the rows that `prompts` are to become fit in a cache made for fewer. first: rows when it begins."""
     room = first if cache.max_rows is None and is_fixed(cache) else cache.max_rows
@@ -144,7 +158,7 @@ def _check_rolls_back(runner: ModelRunner, cache: EngineCache, request: Request)
             f"{request.strategy.name} rolls back rejected tokens, and {why}: give a name instead, such as "
             "cache='static', or use another strategy"
         )
-    if request.before > 0 and not runner.reads_on:
+    if request.before > 0 and runner.facts.why_not_several is not None:
         raise OptionError(
             f"{request.strategy.name} rolls back rejected tokens, and {type(runner.model).__name__} then has to "
             f"read all again, but the {request.before} tokens in the cache were not given: give the whole conversation"

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from caches import EngineCache, TokenLog, UnknownContentError, first_layer
 from caches.spec.read_by import ReadBy
@@ -15,7 +14,6 @@ from engine.errors import InputError
 from engine.model.columns import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner
-from engine.model.rope_frequencies import plain_tokens
 from engine.prompt import PER_TOKEN
 from engine.request.encoder import source_of
 from engine.request.model_kwargs import has_placeholders
@@ -38,8 +36,8 @@ def known_mask(cache: EngineCache | None, ids: torch.Tensor) -> torch.Tensor:
     return log.mask[:, :agreed].to(ids.device)
 
 
-def check_continues(cache: EngineCache, request: Request) -> bool:
-    """Raise `InputError` where the tokens known to be in `cache` do not begin the prompt.
+def check_continues(cache: EngineCache, request: Request, runner: ModelRunner) -> bool:
+    """Raise `InputError` where the tokens known to be in `cache` do not begin the prompt, or cannot be gone on from.
 
     Returns whether they certainly do; otherwise `check_content` has to compare keys.
     """
@@ -52,12 +50,7 @@ def check_continues(cache: EngineCache, request: Request) -> bool:
         raise InputError(f"the cache has room for {cache.max_rows} rows, but the prompt has {len(ids)}")
     if cached == 0:
         return True
-    ended = (mask[:, 1:cached] < mask[:, : cached - 1]).any(dim=1).nonzero().flatten().tolist()
-    if ended and _keeps_padding(cache):
-        raise InputError(
-            f"row {ended[0]} of the cache ended early and was filled up with pad tokens, which take places in the "
-            "model's sliding window or went into its state: go on with that row alone, from its own tokens"
-        )
+    _check_goes_on(runner, cache, request)
     if log is None or log.ids.shape[1] < cached or prompt.columns_without_ids > 0:
         return False
     source = source_of(prompt.model_kwargs)
@@ -113,7 +106,7 @@ def check_content(
         if request.before > 0:
             return
         first = first_layer(cache)
-        _check_comparable(runner.model, request, cached)
+        _check_comparable(runner, request, cached)
         if request.source is None:  # media are not encoded again for this
             per_token = {name: value for name, value in inputs.model_kwargs.items() if name in PER_TOKEN}
             inputs = replace(inputs, model_kwargs=per_token)
@@ -131,14 +124,14 @@ def check_content(
         cache.log = TokenLog(ids, mask, columns.own_positions(cached), source, now)
 
 
-def _check_comparable(model: PreTrainedModel, request: Request, cached: int) -> None:
+def _check_comparable(runner: ModelRunner, request: Request, cached: int) -> None:
     """Raise `UnknownContentError` where keys depend on more than a token and its position."""
     ids = request.prompt.ids[:, : max(0, cached - request.prompt.columns_without_ids)]
-    if request.prompt.embeds is None and request.source is None and has_placeholders(model, ids):
+    if request.prompt.embeds is None and request.source is None and has_placeholders(runner.model, ids):
         raise UnknownContentError(
             "some of them stand for images or sounds, of which only the cache knows what was there"
         )
-    plain = plain_tokens(model)
+    plain = runner.facts.plain_tokens
     if plain is not None and cached > plain:
         raise UnknownContentError(f"behind {plain} tokens the keys of this model also depend on how long the text was")
 
@@ -231,23 +224,22 @@ def _differs(different: torch.Tensor, before: int, cached: int, given: torch.Ten
     )
 
 
-def check_padding_ahead(runner: ModelRunner, cache: EngineCache, mask: torch.Tensor) -> None:
-    """Refuse padding after the cached tokens where the model would read them into its states, one token at a time."""
-    padded = (mask[:, cache.total_tokens :] == 0).any(dim=1).nonzero().flatten().tolist()
-    if cache.total_tokens > 0 and padded and not runner.reads_on:
+def _check_goes_on(runner: ModelRunner, cache: EngineCache, request: Request) -> None:
+    """Refuse to go on from `cache` where the text would be another one than without it."""
+    name, cached, log, mask = type(runner.model).__name__, cache.total_tokens, cache.log, request.mask
+    padded = (mask[:, 1:] < mask[:, :-1]).any(dim=1).nonzero().flatten().tolist()
+    why = runner.facts.why_not_pads_between(cache) if padded else None
+    if why is not None:
         raise InputError(
-            f"row {padded[0]} has a pad behind the {cache.total_tokens} tokens in the cache, and "
-            f"{type(runner.model).__name__} "
-            "reads what comes after them one by one, pad tokens too: go on with that row alone, from its own tokens"
+            f"row {padded[0]} has pads between its tokens (rows that end early are filled up with them), and in "
+            f"{name} {why}: go on with that row alone, from its own tokens"
         )
-
-
-def _keeps_padding(cache: EngineCache) -> bool:
-    """Whether padding after a row's end changes windows or states, which no mask can undo."""
-    is_linear = any(getattr(cache.handle, "is_linear", ()))
-    return has_windows(cache) or is_linear or any(spec.keeps_state for spec in getattr(cache.handle, "specs", ()))
-
-
-def has_windows(cache: EngineCache) -> bool:
-    """Whether padding between tokens takes places in windows."""
-    return bool(getattr(cache.handle, "imposes_windows", False)) or any(getattr(cache.handle, "is_sliding", ()))
+    # The token that a run has generated last is read as that run would have read it.
+    is_next = log is not None and mask.shape[1] == log.ids.shape[1] == cached + 1
+    is_next = is_next and torch.equal(log.ids[:, -1:].to(mask.device), request.prompt.ids[:, -1:])
+    why = None if is_next else runner.facts.why_not_cut
+    if why is not None:
+        raise InputError(
+            f"the {cache.name} cache holds {cached} tokens of the {mask.shape[1]}, and in {name} {why}: start with an "
+            "empty cache"
+        )

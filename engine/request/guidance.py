@@ -6,25 +6,19 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.functional import pad
 from transformers import GenerationConfig, PreTrainedModel
 
-from caches import EngineCache, NoCache
-from caches.out_of_memory import is_out_of_memory
-from caches.spec.accelerate_hooks import prompt_device
+from caches import EngineCache
 from engine.errors import InputError, OptionError
-from engine.model.columns import Columns
-from engine.model.model_runner import ForwardOptions, ModelRunner
-from engine.out_of_memory import empty_allocators, without_frames
+from engine.model.model_runner import ModelRunner
 from engine.prompt import Prompt, read_prompt
 from engine.request.checks import check_vocabulary
 from engine.request.model_kwargs import complete_model_kwargs
 
 ARGUMENTS = ("negative_prompt", "negative_prompt_ids", "negative_prompt_attention_mask")
-_changes: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()  # of the logits by left padding
 
 
 @dataclass(frozen=True)
@@ -156,47 +150,12 @@ def _read_negative(
 
 
 def check_padding_is_neutral(runner: ModelRunner, guidance: Guidance) -> None:
-    """Refuse a model whose logits change with left padding. Tried once per model, on a short text."""
-    if not guidance.has_padding:
-        return
-    model = runner.model
-    if model not in _changes:
-        try:
-            change = _change(runner)
-            if math.isnan(change):  # the run will report NaN
-                return
-        except Exception:  # the run will raise the same, and recovers where it can
-            return
-        _changes[model] = change
-    if not _changes[model] < (0.01 if model.dtype in (torch.float32, torch.float64) else 0.05):
+    """Refuse a model whose logits change with left padding."""
+    why = runner.facts.why_not_padded if guidance.has_padding else None
+    if why is not None:
         rows, columns = guidance.mask.shape
         raise OptionError(
-            f"guidance_scale={guidance.scale} needs padding before texts shorter than {columns} tokens, and what "
-            f"{type(model).__name__} goes on with changes by {_changes[model]:.0%} with three pad tokens: give "
-            f"negative_prompt_ids with as many tokens as the prompt has, {columns - guidance.lead}, for all "
-            f"{rows // 2} rows"
+            f"guidance_scale={guidance.scale} needs pads before texts shorter than {columns} tokens, and in "
+            f"{type(runner.model).__name__} {why}: give negative_prompt_ids with as many tokens as the prompt has, "
+            f"{columns - guidance.lead}, for all {rows // 2} rows"
         )
-
-
-def _change(runner: ModelRunner) -> float:
-    """By how much the logits change with pad tokens. Where memory is out, it is tried once more."""
-    for is_last in (False, True):
-        try:
-            alone, padded = (_logits_behind(runner, padding) for padding in (0, 3))
-            break
-        except Exception as error:
-            if is_last or not is_out_of_memory(error):
-                raise
-            without_frames(error)
-        empty_allocators()
-    return float((padded - alone).norm() / alone.norm())
-
-
-def _logits_behind(runner: ModelRunner, padding: int) -> torch.Tensor:
-    """The logits after a few tokens after `padding` pad tokens."""
-    ids = pad(torch.arange(1, 4, device=prompt_device(runner.model))[None], (padding, 0))
-    with torch.no_grad():
-        outputs = runner.feed(
-            ids, Columns((ids != 0).long(), ids.shape[1]), NoCache(), options=ForwardOptions(prefill=True)
-        )
-    return outputs.logits[:, -1].float()

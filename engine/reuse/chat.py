@@ -20,7 +20,6 @@ from caches.transfer.convert import can_migrate
 from configs import CacheConfig
 from engine.decoding.pauses import FindPauses, Pause
 from engine.errors import EngineError, InputError, OptionError
-from engine.model.rope_frequencies import plain_tokens, starts_again
 from engine.output.hf_streamers import ending
 from engine.prompt import without_padding
 from engine.result import Generation, StreamChunk
@@ -249,12 +248,15 @@ class Chat:
         """Let the cache hold a beginning of `ids`, shorter than they are, as long as possible."""
         if self.cache is None:
             return
-        model = self._generator.model
-        now = ReadBy.of(model)
-        common = self._common(self.cache, ids, now)
-        plain = plain_tokens(model)
+        facts = self._generator.facts
+        if facts.why_not_cut is not None:  # all of a turn is read at once
+            self._branches = []
+            self.cache.reset()
+            return
+        now = ReadBy.of(self._generator.model)
+        common, plain = self._common(self.cache, ids, now), facts.plain_tokens
         if common < self.cache.total_tokens:
-            if plain is not None and self.cache.total_tokens > plain and not (starts_again(model) and common > plain):
+            if plain is not None and self.cache.total_tokens > plain and not (facts.starts_again and common > plain):
                 common = 0  # the keys are those of a longer text
             try:
                 self.cache.crop(common) if common else self.cache.reset()

@@ -11,7 +11,6 @@ import torch
 from caches import EngineCache, branch, load
 from engine.errors import InputError, OptionError
 from engine.output.hf_streamers import ending
-from engine.request.continuation import has_windows
 from engine.result import Generation
 from engine.reuse.room import HasModel, with_room_for
 from engine.streaming import Stream
@@ -80,10 +79,13 @@ class Prefix:
         own_mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device="cpu")
         before = self.ids.cpu().expand(len(rows), -1)
         cache: Any = branch(self.cache)  # type: ignore[type-var]
-        if len(set(map(len, rows))) > 1 and has_windows(cache):
+        is_ragged = len(set(map(len, rows))) > 1
+        why = self._generator.facts.why_not_pads_between(cache) if is_ragged else None
+        if why is not None:
             raise InputError(
-                f"continuations of {min(map(len, rows))} to {longest} tokens: shorter ones get padding, which takes "
-                "places in windows: give continuations of equal length, or one after the other"
+                f"continuations of {min(map(len, rows))} to {longest} tokens: shorter ones get pads, and in "
+                f"{type(self._generator.model).__name__} {why}: give continuations of equal length, or one after the "
+                "other"
             )
         ids, mask = torch.cat([before, own], dim=1), torch.cat([torch.ones_like(before), own_mask], dim=1)
         inputs = {"input_ids": ids, "attention_mask": mask}

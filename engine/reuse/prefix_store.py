@@ -314,18 +314,12 @@ def can_reuse(runner: ModelRunner, request: Request) -> bool:
     is_plain = len(prompt.ids) == 1 and prompt.embeds is None and not prompt.model_kwargs and bool(request.mask.all())
     is_one_text = request.source is None and request.guidance is None
     is_enough = not request.output_flags and not request.needs.hidden_states
-    is_short = runner.plain_tokens is None or request.columns <= runner.plain_tokens
+    facts = runner.facts
+    is_short = facts.plain_tokens is None or request.columns <= facts.plain_tokens
     has_its_type = not torch.is_autocast_enabled(prompt_device(runner.model).type)  # else keys have that of autocast
-    return is_plain and is_one_text and is_enough and is_short and has_its_type and _reads_on(runner)
-
-
-def _reads_on(runner: ModelRunner) -> bool:
-    try:
-        return runner.reads_on
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
+    if not (is_plain and is_one_text and is_enough and is_short and has_its_type and runner.takes_cache):
         return False
+    return facts.why_not_several is None and facts.why_not_cut is None and facts.why_not_in_cache is None
 
 
 def _is_expected(error: Exception) -> bool:

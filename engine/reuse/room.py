@@ -8,6 +8,7 @@ from caches import convert
 from caches.transfer.convert import can_migrate
 from configs import EngineConfig
 from engine.errors import EngineError
+from engine.model.facts import ModelFacts
 from engine.request.call import read_call
 from engine.request.parameters import read_parameters
 from engine.request.read_request import read_request
@@ -23,6 +24,9 @@ class HasModel(Protocol):
 
     @property
     def config(self) -> EngineConfig: ...
+
+    @property
+    def facts(self) -> ModelFacts: ...
 
     def with_draft(self, parameters: dict[str, Any]) -> dict[str, Any]: ...
 

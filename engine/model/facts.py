@@ -1,0 +1,250 @@
+"""`ModelFacts`: what is so of a model's forwards, each tried once with a few tokens, when something depends on it."""
+
+from __future__ import annotations
+
+import json
+import re
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from caches import EngineCache, read_specs
+from caches.machine import cache_folder, write_atomically
+from caches.out_of_memory import is_out_of_memory
+from caches.spec.accelerate_hooks import prompt_device
+from caches.transformers_api import attn_implementation
+from engine.model import rope_frequencies, trials
+from engine.model.model_lock import turn_of
+from engine.model.ranks import OneProcess
+from engine.version import __version__
+
+_METHOD = 1  # version of the trials: answers of other versions are ignored
+_CALLS_UNTIL_NEXT_TRIAL = 100  # a number, not a time: all ranks try at once
+_WINDOW = re.compile(r"(.*_)?window(_size|_length)?")
+Answer: TypeAlias = "bool | str | None"
+"""Of a trial: whether something is so, or why it is not; None where that cannot be told."""
+
+# What is not so where a trial says no, by the name of the trial.
+_WHYS = {
+    "several": "several tokens that are read behind others are not read as one by one",
+    "cut": "a text that is read in pieces is not read as at once",
+    "padded": "pads before a text change what comes behind them",
+    "pads between": "pads between tokens change what comes behind them",
+    "in cache": "a part of what was read is kept in the model's modules, not in the cache",
+    "joined": "other rows of a batch change what is computed of a row",
+}
+
+
+@dataclass
+class _Answers:
+    """About one model. later: answers that may change, and for how many calls they stand.
+
+    cache, total_tokens: what the model was fed last.
+    """
+
+    whys: dict[str, str | None] = field(default_factory=dict)
+    later: dict[str, tuple[str, int]] = field(default_factory=dict)
+    cache: weakref.ref[Any] | None = None
+    total_tokens: int = 0
+
+
+_answers: WeakKeyDictionary[PreTrainedModel, _Answers] = WeakKeyDictionary()
+
+
+class ModelFacts:
+    """Each `why_not_` is the reason why something is not so of the model, or None where it is.
+
+    A trial of a few forwards of a few tokens finds it out. Answers are kept with the model, and in a file for all
+    models of this class, configuration and data type. Where memory is out, or logits hardly depend on earlier tokens,
+    the reason says so, and later calls try again.
+
+    plain_tokens, starts_again: see `engine.model.rope_frequencies`. joined: the trial of joined steps.
+    """
+
+    def __init__(self, runner: trials.Runs, ranks: OneProcess, joined: Callable[[], Answer]):
+        self._runner, self._model, self._ranks, self._joined = runner, runner.model, ranks, joined
+        self._answers = _answers.setdefault(runner.model, _Answers())
+        self.dynamic_ropes = rope_frequencies.dynamic_ropes(runner.model)
+        self.plain_tokens = rope_frequencies.plain_tokens(runner.model)
+        self.starts_again = rope_frequencies.starts_again(runner.model)
+
+    @property
+    def why_not_several(self) -> str | None:
+        """Why a forward of several tokens does not go on from a cache as forwards of single tokens do."""
+        return self._why("several", _several)
+
+    @property
+    def why_not_cut(self) -> str | None:
+        """Why a text that is read in two calls, or two pieces, is another one than read at once."""
+        return self._why("cut", _cut)
+
+    @property
+    def why_not_padded(self) -> str | None:
+        """Why pads before a text, masked out, change its logits."""
+        return self._why("padded", _padded)
+
+    @property
+    def why_not_in_cache(self) -> str | None:
+        """Why what the model has read of a text is not in its cache alone."""
+        return self._why("in cache", partial(_in_cache, self._model))
+
+    @property
+    def why_not_joined(self) -> str | None:
+        """Why its steps cannot be joined with those of other caches."""
+        if self.dynamic_ropes:
+            return "its position embeddings depend on the longest text of a batch"
+        if not self._runner.takes_cache:
+            return "it takes no cache of keys and values"
+        return self.why_not_in_cache or self._why("joined", lambda text: self._joined())
+
+    def why_not_pads_between(self, cache: EngineCache) -> str | None:
+        """Why pads behind tokens in `cache`, masked out, change the logits of what comes behind the pads."""
+        handle = cache.handle
+        imposes = bool(getattr(handle, "imposes_windows", False))
+        if imposes or any(getattr(handle, "is_sliding", ())) or _has_other_windows(self._model.config):
+            return "pads take places in windows"  # which a few tokens do not fill
+        return self._why("pads between", _pads_between)
+
+    # What was fed last.
+
+    def is_as_left(self, cache: EngineCache, total_tokens: int) -> bool:
+        """Whether the model can go on from the first `total_tokens` of a text, which `cache` holds."""
+        last = self._answers
+        if "in cache" in last.whys and last.whys["in cache"] is None:
+            return True
+        is_last = last.cache is not None and last.cache() is cache and last.total_tokens == total_tokens
+        return is_last or self.why_not_in_cache is None
+
+    def note(self, cache: EngineCache | None, total_tokens: int = 0) -> None:
+        """The model has read so many tokens of the text in `cache`. None: nothing that could be gone on from."""
+        self._answers.cache = None if cache is None else weakref.ref(cache)
+        self._answers.total_tokens = total_tokens
+
+    # Answers.
+
+    @property
+    def known(self) -> dict[str, str | None]:
+        """The answers so far, by the name of the trial."""
+        return dict(self._answers.whys)
+
+    def _why(self, name: str, trial: Callable[[trials.Text], Answer]) -> str | None:
+        answers = self._answers
+        if name in answers.whys:
+            return answers.whys[name]
+        with turn_of(self._model):
+            why, calls = answers.later.get(name, ("", 0))
+            if calls == 0:
+                file = self._file()
+                stored = {} if file is None else _read(file)
+                if name in stored:
+                    answers.whys[name] = stored[name]
+                    return stored[name]
+                why, is_final = self._try(name, trial)
+                if is_final:
+                    answers.whys[name] = why or None
+                    if file is not None:
+                        with suppress(OSError):  # then the answer is for this model alone
+                            write_atomically(file, json.dumps(stored | {name: why or None}, indent=1).encode())
+                    return why or None
+                calls = _CALLS_UNTIL_NEXT_TRIAL
+            answers.later[name] = why, calls - 1
+        return why
+
+    def _try(self, name: str, trial: Callable[[trials.Text], Answer]) -> tuple[str, bool]:
+        """The reason, empty where it is so, and whether another trial would say the same."""
+        not_so, device = _WHYS[name], prompt_device(self._model).type
+        try:
+            with torch.no_grad(), torch.autocast(device, enabled=False):
+                answer = self._ranks.together(lambda: trial(trials.Text(self._runner)))
+        except Exception as error:
+            self._ranks.meet()
+            if self._ranks.most(is_out_of_memory(error)):
+                return f"memory was out when it was tried whether {not_so}", False
+            return f"it may be that {not_so}: a trial failed ({type(error).__name__}: {error})", True
+        finally:
+            self.note(None)
+        if answer is None:
+            return (
+                f"it may be that {not_so}: rounding changes the logits nearly as much as earlier tokens do, so no trial tells",
+                False,
+            )
+        return (answer if isinstance(answer, str) else "" if answer else not_so), True
+
+    def _file(self) -> Path | None:
+        """Of the answers about all models like this one; None where they are about this one alone."""
+        changed = ("_forward_hooks", "_forward_pre_hooks", "forward")
+        if self._ranks.size > 1 or any(vars(module).get(name) for module in self._model.modules() for name in changed):
+            return None
+        try:
+            return _file_of(type(self._model), self._model.config, self._model.dtype, prompt_device(self._model).type)
+        except OSError:  # the user has no home folder
+            return None
+
+
+def _several(text: trials.Text) -> bool | None:
+    """Steps of some models round in another way than both of the others (zamba2)."""
+    answers = [text.scale.is_same(text.in_pieces, other) for other in (text.one_by_one, text.at_once)]
+    return True if True in answers else None if None in answers else False
+
+
+def _cut(text: trials.Text) -> Answer:
+    several = _several(text)
+    answer = (
+        None if several is None else text.scale.is_same(text.in_pieces if several else text.one_by_one, text.at_once)
+    )
+    if answer is False and not text.is_causal:
+        return "a token is read with the tokens behind it in mind, so a text that is read in pieces is another one"
+    return answer
+
+
+def _padded(text: trials.Text) -> Answer:
+    return text.scale.is_same(text.padded(), text.at_once)
+
+
+def _pads_between(text: trials.Text) -> Answer:
+    several = _several(text)
+    expected = text.in_pieces if several else text.one_by_one
+    return None if several is None else text.scale.is_same(text.with_pads_between(several), expected)
+
+
+def _in_cache(model: PreTrainedModel, text: trials.Text) -> Answer:
+    assert text.at_once is not None  # a forward behind which modules have what they keep
+    return not trials.keeps_tensors(model) or text.scale.is_same(text.interrupted(), text.one_by_one)
+
+
+def _has_other_windows(config: PreTrainedConfig) -> bool:
+    """Whether a configuration names a window that none of its layers announces, as gpt_neo's does."""
+    announced = {spec.attention_span.size for spec in read_specs(config)}
+    fields = config.get_text_config(decoder=True).to_dict().items()
+    sizes = {value for name, value in fields if type(value) is int and value > 0 and _WINDOW.fullmatch(name)}
+    return not sizes <= announced
+
+
+def _file_of(model: type, config: PreTrainedConfig, dtype: torch.dtype, device: str) -> Path:
+    releases = f"{_METHOD}\n{__version__}\ntorch {torch.__version__}\ntransformers {transformers.__version__}"
+    fields = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "dtype")}
+    described = (
+        f"{releases}\n{model.__module__}.{model.__qualname__}\n{dtype}\n{device}\n{attn_implementation(config)}\n"
+    )
+    described += json.dumps(fields, sort_keys=True, default=str)
+    return cache_folder() / "facts" / f"{sha256(described.encode()).hexdigest()[:16]}.json"
+
+
+def _read(file: Path) -> dict[str, str | None]:
+    """The answers in a file; none where it cannot be read."""
+    try:
+        stored = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    items = stored.items() if isinstance(stored, dict) else ()
+    return {name: why for name, why in items if name in _WHYS and isinstance(why, str | None)}

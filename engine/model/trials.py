@@ -1,0 +1,221 @@
+"""Trials of a model: a few forwards of a few tokens, which show what changes its logits and what does not.
+
+A difference of logits is compared with the one that another history makes: rounding is far below that, and a token that
+was not read, or read in another place, is not. Where history itself hardly shows, a trial has no answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import ModelOutput
+
+from caches import EngineCache, NoCache, build
+from caches.protocol import attention_view
+from caches.spec.accelerate_hooks import prompt_device
+from engine.model.columns import Columns
+from engine.model.forward_arguments import Step
+from engine.model.model_inputs import ModelInputs
+
+_CUT, _TOKENS, _PADS = 4, 6, 4  # of the text: where it is cut, how long it is, and pads in it or before it
+_CHANGE, _LEAST_POWER = 0.002, 10.0  # of what another history changes; and how far it has to be above rounding
+
+
+class Runs(Protocol):
+    """A `ModelRunner`."""
+
+    model: PreTrainedModel
+    takes_cache: bool
+
+    def forward_once(self, step: Step, inputs: ModelInputs) -> ModelOutput: ...
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What differences are measured with. history: the norm of the difference that other tokens make. rounding: that of
+    equal computations."""
+
+    history: float
+    rounding: float
+
+    def is_same(self, logits: torch.Tensor, expected: torch.Tensor) -> bool | None:
+        """Whether two logits are equal but for rounding; None where that cannot be told."""
+        most = max(_CHANGE * self.history, 2 * self.rounding)
+        if not most * _LEAST_POWER <= self.history:  # NaN too
+            return None
+        return distance(logits, expected) <= most
+
+
+def distance(logits: torch.Tensor, others: torch.Tensor) -> float:
+    return float((logits.float() - others.float()).norm())
+
+
+def rounding_of(logits: torch.Tensor) -> float:
+    """The norm of a difference that rounding alone may make."""
+    return torch.finfo(logits.dtype).eps / 2 * float(logits.float().norm())
+
+
+class Text:
+    """One text that a model reads in several ways. The logits are those behind its last token, [vocabulary]."""
+
+    def __init__(self, runner: Runs):
+        self._runner, model = runner, runner.model
+        size = model.config.get_text_config(decoder=True).vocab_size
+        self._ids = (torch.arange(_TOKENS, device=prompt_device(model)) + 3)[None] % size
+        history = torch.arange(_TOKENS, device=self._ids.device) < _CUT
+        self._other = torch.where(history, (self._ids + max(1, size // 2)) % size, self._ids)
+
+    @cached_property
+    def at_once(self) -> torch.Tensor:
+        return self._read_at_once[-1]
+
+    @cached_property
+    def in_pieces(self) -> torch.Tensor:
+        """In two forwards of several tokens."""
+        return self._read(self._ids, (_CUT, _TOKENS))[-1]
+
+    @cached_property
+    def one_by_one(self) -> torch.Tensor:
+        """The tokens behind the cut in forwards of their own."""
+        return self._read(self._ids, _SINGLE)[-1]
+
+    @property
+    def is_causal(self) -> bool | None:
+        """Whether logits are the same with and without what comes later."""
+        first = self._read(self._ids[:, :_CUT], (_CUT,))[-1]
+        return self.scale.is_same(first, self._read_at_once[_CUT - 1])
+
+    @cached_property
+    def scale(self) -> Scale:
+        """That of `at_once`; of a model with states also that of what their loss changes, where it is less."""
+        both, other = self._read(torch.cat([self._ids, self._other]), (_TOKENS,)), self.at_once
+        text, other = both[0], both[1]
+        rounding = max(rounding_of(self.at_once), distance(text, self.at_once))
+        history = distance(text, other)
+        cache = self._new_cache()
+        self._read(self._ids, (_CUT,), cache)
+        states = list(_states_of(cache))
+        if states:
+            for state in states:
+                state.zero_()
+            without = self._read(self._ids, _SINGLE[1:], cache)[-1]
+            history = min(history, distance(without, self.one_by_one))
+        return Scale(history, rounding)
+
+    def padded(self) -> torch.Tensor:
+        """Behind pads."""
+        ids = torch.cat([self._pads(), self._ids], dim=1)
+        return self._read(ids, (_PADS + _TOKENS,), mask=_mask(ids, 0))[-1]
+
+    def with_pads_between(self, several: bool) -> torch.Tensor:
+        """With pads at the cut; the first is read as a token, as rows that have ended do. several: in one forward."""
+        ids = torch.cat([self._ids[:, :_CUT], self._pads(), self._ids[:, _CUT:]], dim=1)
+        ends = (ids.shape[1],) if several else range(_CUT + 2, ids.shape[1] + 1)
+        cache = self._new_cache()
+        self._read(ids, (_CUT, _CUT + 1), cache)
+        return self._read(ids, ends, cache, _mask(ids, _CUT))[-1]
+
+    def interrupted(self) -> torch.Tensor:
+        """As `one_by_one`, while another text is read behind the cut."""
+        cache = self._new_cache()
+        self._read(self._ids, _SINGLE[:1], cache)
+        self._read(self._other, _SINGLE)
+        return self._read(self._ids, _SINGLE[1:], cache)[-1]
+
+    @cached_property
+    def _read_at_once(self) -> torch.Tensor:
+        return self._read(self._ids, (_TOKENS,))
+
+    def _read(
+        self,
+        ids: torch.Tensor,
+        ends: Iterable[int],
+        cache: EngineCache | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The logits of the last of these forwards, [rows, tokens, vocabulary]; of one row [tokens, vocabulary].
+
+        ends: the columns that forwards end before. mask: of the ids; default: without pads.
+        """
+        cache = self._new_cache() if cache is None else cache
+        inputs = _other_inputs(self._runner.model, len(ids))
+        logits = None
+        for end in ends:
+            seen = torch.ones_like(ids[:, :end]) if mask is None else mask[:, :end]
+            begin = cache.total_tokens
+            columns = Columns(seen, ids.shape[1])
+            if begin == 0:
+                attention_view(cache).set_padding(columns.left_padding)
+            step = Step(ids, columns, cache, 0, begin, end, begin == 0)
+            cache.begin(end - begin)
+            try:
+                logits = self._runner.forward_once(step, inputs).logits[:, begin - end :]
+            except BaseException:
+                cache.abort()
+                raise
+            cache.commit()
+        assert logits is not None
+        return logits[0] if len(ids) == 1 else logits[:, -1]
+
+    def _new_cache(self) -> EngineCache:
+        return build("dynamic", self._runner.model.config) if self._runner.takes_cache else NoCache()
+
+    def _pads(self) -> torch.Tensor:
+        return torch.zeros_like(self._ids[:, :1]).expand(-1, _PADS)
+
+
+_SINGLE = (_CUT, *range(_CUT + 1, _TOKENS + 1))
+
+
+def _mask(ids: torch.Tensor, first: int) -> torch.Tensor:
+    """The mask of ids with pads from column `first` on."""
+    mask = torch.ones_like(ids)
+    mask[:, first : first + _PADS] = 0
+    return mask
+
+
+def _states_of(cache: Any) -> Iterator[torch.Tensor]:
+    for layer in getattr(cache, "layers", ()):
+        yield from getattr(layer, "conv_states", {}).values()
+        yield from getattr(layer, "recurrent_states", {}).values()
+
+
+class _Encoded(BaseModelOutput):
+    """Outputs of an encoder; what a decoder looks for besides the states is not there."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return
+
+
+def _other_inputs(model: PreTrainedModel, rows: int) -> ModelInputs:
+    """What a decoder reads besides its tokens: some states, in place of those that an encoder has computed."""
+    if not model.config.is_encoder_decoder:
+        return ModelInputs()
+    width = getattr(model.get_encoder(), "config", model.config).get_text_config().hidden_size
+    values = torch.linspace(-1, 1, _CUT * width, device=prompt_device(model), dtype=model.dtype)
+    states = values.view(1, _CUT, width).expand(rows, -1, -1).contiguous()
+    return ModelInputs(model_kwargs={"encoder_outputs": _Encoded(last_hidden_state=states)})
+
+
+def keeps_tensors(model: nn.Module) -> bool:
+    """Whether modules have tensors that are neither parameters nor buffers, as those have that keep states."""
+    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    kept = (value for module in model.modules() for value in vars(module).values())
+    return any(id(tensor) not in known for value in kept for tensor in _tensors_in(value))
+
+
+def _tensors_in(value: Any, depth: int = 2) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, (list, tuple, dict)) and value:
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(part, depth - 1)
