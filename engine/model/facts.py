@@ -174,10 +174,7 @@ class ModelFacts:
         finally:
             self.note(None)
         if answer is None:
-            return (
-                f"it may be that {not_so}: rounding changes the logits nearly as much as earlier tokens do, so no trial tells",
-                False,
-            )
+            return f"it may be that {not_so}: rounding changes logits as much as earlier tokens do", False
         return (answer if isinstance(answer, str) else "" if answer else not_so), True
 
     def _file(self) -> Path | None:
@@ -231,12 +228,10 @@ def _has_other_windows(config: PreTrainedConfig) -> bool:
 
 
 def _file_of(model: type, config: PreTrainedConfig, dtype: torch.dtype, device: str) -> Path:
-    releases = f"{_METHOD}\n{__version__}\ntorch {torch.__version__}\ntransformers {transformers.__version__}"
     fields = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "dtype")}
-    described = (
-        f"{releases}\n{model.__module__}.{model.__qualname__}\n{dtype}\n{device}\n{attn_implementation(config)}\n"
-    )
-    described += json.dumps(fields, sort_keys=True, default=str)
+    releases = [_METHOD, __version__, torch.__version__, transformers.__version__]
+    of_model = [f"{model.__module__}.{model.__qualname__}", str(dtype), device, attn_implementation(config)]
+    described = json.dumps([*releases, *of_model, fields], sort_keys=True, default=str)
     return cache_folder() / "facts" / f"{sha256(described.encode()).hexdigest()[:16]}.json"
 
 

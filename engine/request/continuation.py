@@ -235,9 +235,10 @@ def _check_goes_on(runner: ModelRunner, cache: EngineCache, request: Request) ->
             f"{name} {why}: go on with that row alone, from its own tokens"
         )
     # The token that a run has generated last is read as that run would have read it.
-    is_next = log is not None and mask.shape[1] == log.ids.shape[1] == cached + 1
-    is_next = is_next and torch.equal(log.ids[:, -1:].to(mask.device), request.prompt.ids[:, -1:])
-    why = None if is_next else runner.facts.why_not_cut
+    is_next = log is not None and mask.shape[1] == cached + 1 == log.ids.shape[1]
+    if is_next and log is not None and torch.equal(log.ids[:, -1:].to(mask.device), request.prompt.ids[:, -1:]):
+        return
+    why = runner.facts.why_not_cut
     if why is not None:
         raise InputError(
             f"the {cache.name} cache holds {cached} tokens of the {mask.shape[1]}, and in {name} {why}: start with an "
