@@ -190,11 +190,11 @@ class ModelRunner:
                 options.check()
             with self._turn:
                 begin = cache.total_tokens
+                end = self._end_of_step(cache, columns, begin, total, chunk_tokens)
                 if begin > 0 and not self.facts.is_as_left(cache, begin):
                     _start_again(cache, before, total)
                     continue
-                end = self._end_of_step(cache, columns, begin, total, chunk_tokens)
-                if options.resume is not None:  # behind trials, which are texts of their own
+                if options.resume is not None:  # after trials, which are texts of their own
                     options.resume()
                 if options.prefill and self._packages is not None:
                     self._packages.begin_run()

@@ -1,0 +1,146 @@
+"""What is so of a model is tried: the text of every row is that of the row alone, or the call is refused."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from architectures import _EXPERTS, _TINY, ARCHITECTURES, MORE_ARCHITECTURES, RARE_ARCHITECTURES, prompt, randomised
+from exotic import MODELS
+from multimodal import SPECIAL, seeing_model
+from pages import check_generated
+
+import caches
+import engine
+from engine.model import facts as facts_module
+from engine.model import trials
+from engine.model.model_runner import ModelRunner
+
+NEW = 5
+_SMALL = dict(vocab_size=101, hidden_size=32)
+MORE = MODELS | {
+    "recurrent_gemma": ("RecurrentGemmaConfig", _TINY | dict(
+        num_hidden_layers=3, lru_width=32, attention_window_size=64, block_types=["recurrent", "attention"])),
+    "minimax": ("MiniMaxConfig", _EXPERTS | dict(block_size=4, layer_types=["full_attention", "linear_attention"])),
+    "cpmant": ("CpmAntConfig", _SMALL | dict(
+        num_attention_heads=4, dim_head=8, dim_ff=64, num_hidden_layers=2, position_bias_num_buckets=32,
+        position_bias_max_distance=64, prompt_types=8, prompt_length=4, segment_types=8)),
+    "reformer": ("ReformerConfig", _SMALL | dict(
+        is_decoder=True, num_attention_heads=4, attention_head_size=8, feed_forward_size=64, num_hidden_layers=2,
+        attn_layers=["local"] * 2, axial_pos_embds=False, max_position_embeddings=256, local_attn_chunk_length=8)),
+    "xlnet": ("XLNetConfig", dict(vocab_size=101, d_model=32, n_layer=2, n_head=4, d_inner=64)),
+    "paligemma": None,
+}  # fmt: skip
+EVERY = ARCHITECTURES | MORE_ARCHITECTURES | RARE_ARCHITECTURES | MORE
+USUAL = ("llama", "gemma2", "gpt_neo", "mpt", "jamba", "mamba2", "recurrent_gemma", "paligemma", "xlnet")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in EVERY if name not in USUAL]
+_made = {}
+
+
+def made(name):
+    if name not in _made:
+        if name == "paligemma":
+            _made[name] = seeing_model(name)
+        else:
+            if not hasattr(transformers, EVERY[name][0]):
+                pytest.skip("this release of transformers does not know it yet")
+            _made[name] = randomised(*EVERY[name])
+    return _made[name]
+
+
+def ids_of(tokens, seed):
+    return prompt(rows=1, tokens=tokens, pads=0, seed=seed)["input_ids"]
+
+
+class Calls:
+    """Calls of one model, each of one row of ids [1, tokens]."""
+
+    def __init__(self, model):
+        self.generator = engine.Generator(model)
+        self.cache = "dynamic" if self.generator._runner.takes_cache else "none"
+        # A text without pad ids: without a mask they would be pads.
+        unwanted = [0, *SPECIAL] if model.config.model_type == "paligemma" else [0]
+        self.options = {"cache": self.cache, "max_new_tokens": NEW, "suppress_tokens": unwanted}
+
+    def text(self, ids, **more):
+        return self.generator.generate(ids, **self.options | more).tokens[0]
+
+    def rest(self, ids, cache, **more):
+        return self.generator.generate(ids, **self.options | {"cache": cache} | more)
+
+
+def ragged_prefix(calls):
+    first, rows = ids_of(9, 0), [[5, 6, 7, 8], [9]]
+    options = {name: value for name, value in calls.options.items() if name != "cache"}
+    out = calls.generator.prefill(first, cache=calls.cache).generate(rows, **options)
+    return out.tokens, [calls.text(torch.cat([first, torch.tensor([row])], dim=1)) for row in rows]
+
+
+def prompt_in_pieces(calls):
+    return [calls.text(ids_of(13, 1), prefill_chunk_size=4)], [calls.text(ids_of(13, 1))]
+
+
+def batch(calls):
+    rows = [ids_of(12, 2), ids_of(7, 3)]
+    requests = list(calls.generator.generate_many(rows, slots=2, **calls.options))
+    texts = {request.index: request.result().tokens[0] for request in requests}
+    return [texts[0], texts[1]], [calls.text(ids) for ids in rows]
+
+
+def turn_after_an_early_end(calls):
+    rows = torch.cat([ids_of(8, 4), ids_of(8, 5)])
+    alone = [calls.text(row[None]) for row in rows]
+    end = next(token for token in alone[0][:-1] if token not in alone[1])
+    out = calls.generator.generate(rows, **calls.options | {"eos_token_id": end, "pad_token_id": 0})
+    told = [out.tokens[0], out.tokens[1]]
+    assert len(told[0]) < len(told[1])
+    new = torch.tensor([[7, 8, 9], [4, 5, 6]])
+    texts = calls.rest(torch.cat([out.sequences, new], dim=1), out.cache).tokens
+    whole = [torch.cat([rows[row], torch.tensor(told[row]), new[row]])[None] for row in (0, 1)]
+    return texts, [calls.text(ids) for ids in whole]
+
+
+def next_turn(calls):
+    first = calls.generator.generate(ids_of(8, 6), **calls.options)
+    calls.text(ids_of(6, 7))
+    ids = torch.cat([first.sequences, ids_of(4, 8)], dim=1)
+    return [calls.rest(ids, first.cache).tokens[0]], [calls.text(ids)]
+
+
+def interrupted_stream(calls):
+    expected = calls.text(ids_of(9, 9))
+    stream = calls.generator.stream(ids_of(9, 9), **calls.options)
+    next(stream)
+    calls.text(ids_of(6, 7))
+    list(stream)
+    return [stream.result().tokens[0]], [expected]
+
+
+def prompt_lookup(calls):
+    ids = torch.cat([ids_of(6, 10)] * 2, dim=1)
+    return [calls.text(ids, prompt_lookup_num_tokens=3)], [calls.text(ids)]
+
+
+OPERATIONS = [
+    ragged_prefix,
+    prompt_in_pieces,
+    batch,
+    turn_after_an_early_end,
+    next_turn,
+    interrupted_stream,
+    prompt_lookup,
+]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("name", [*USUAL, *SLOW])
+def test_every_row_has_the_text_that_it_has_alone_or_is_refused(name, operation):
+    calls = Calls(made(name))
+    if calls.cache == "none" and operation in (turn_after_an_early_end, next_turn, prompt_lookup):
+        pytest.skip("there is no cache to go on from, and logits behind the last token alone")
+    try:
+        texts, expected = operation(calls)
+    except (engine.InputError, engine.OptionError, caches.UnsupportedLayerError) as refused:
+        assert name != "llama", refused
+        return
+    assert texts == expected
