@@ -31,7 +31,7 @@ class Recovery:
     ):
         self._left, self._allowed, self.taken = list(fallbacks), tuple(fallbacks), taken
         self._free, self._make_room = release, make_room
-        self._tried: set[tuple[str, int, int]] = set()  # since the last one that can be applied once
+        self._tried: set[tuple[str, int, int]] = set()  # since one that is applied once
 
     def apply_next(self, session: ModelSession, error: BaseException) -> None:
         """Apply the next fallback that may help `session`, which failed with `error`. Raises `Exhausted`."""
@@ -52,24 +52,22 @@ class Recovery:
                 continue
             empty_allocators(collects=name == "release")  # compiled graphs are in cycles, caches are not
             fallback = Fallback(name, what, session.cache.total_tokens, before, session.cache.device_bytes)
-            if self._is_repeated(fallback, session.cache.batch_size):
-                refused.append(f"{name} ({what}, as before with as many tokens: that is no progress)")
-                continue
-            self._note(why, fallback)
-            return
+            if self._is_progress(fallback, session.cache.batch_size):
+                self._note(why, fallback)
+                return
+            refused.append(f"{name} ({what}, as before with as many tokens: that is no progress)")
         raise Exhausted(self._why_exhausted(why, refused)) from error
 
-    def _is_repeated(self, fallback: Fallback, rows: int) -> bool:
-        """Whether it did before what it does now, at the same place, and nothing else has changed: the step would fail
-        again. Every other one goes on from there, so a run ends."""
+    def _is_progress(self, fallback: Fallback, rows: int) -> bool:
+        """Note what a fallback has done. False where it did the same before at this place, and nothing else has changed
+        since: the step would fail again, and again, and the run would never end."""
         if fallback.name not in _REPEATABLE:
             self._left.remove(fallback.name)
             self._tried.clear()
-            return False
-        place = f"{fallback.name}: {fallback.what}", fallback.tokens, rows
-        is_repeated = place in self._tried
-        self._tried.add(place)
-        return is_repeated
+            return True
+        tried = len(self._tried)
+        self._tried.add((f"{fallback.name}: {fallback.what}", fallback.tokens, rows))
+        return len(self._tried) > tried
 
     def apply_before(self, error: BaseException, parts: int, most: int) -> int:
         """Apply the next fallback for an encoder: in how many parts to encode next, `most` at most."""
