@@ -275,5 +275,7 @@ def _offloaded(cache: EngineCache, residency: str, quantized: bool) -> EngineCac
     if capabilities(cache).imposes_windows:
         raise StepError(f"the {cache.name} cache imposes a window on the model, and no offloaded cache does")
     name = "offloaded_quantized" if quantized or cache.is_quantized else "offloaded"
-    is_away = cache.name == name and (residency == "host" or "disk" in cache.bytes_by_place)
-    return None if is_away else migrate(cache, name, residency=residency)
+    # By the options, as an empty cache has no bytes anywhere.
+    options = [part.stack.layout.config for part in cache.parts]
+    is_there = residency == "host" or all(getattr(config, "residency", None) == residency for config in options)
+    return None if cache.name == name and is_there else migrate(cache, name, residency=residency)

@@ -84,6 +84,16 @@ def test_a_run_ends_where_nothing_helps(cache, options, on_oom):
     assert out.raised == len(raised.value.partial.stats.fallbacks) + 1 < OUT_OF_WAY
 
 
+@pytest.mark.parametrize("name", ["offloaded", "offloaded_quantized"])
+def test_an_empty_cache_is_on_disk_too(name):
+    """It has no bytes there yet, and to move it would change nothing."""
+    on_oom = ["offload"] if name == "offloaded" else ["offload", "quantize"]
+    model, out = tiny_model("llama"), OutAt(tiny_model("llama"), [0])
+    with out, pytest.raises(engine.OutOfMemoryError) as raised:
+        engine.generate(model, prompt(), max_new_tokens=NEW, on_oom=on_oom, cache=name, **ON_DISK)
+    assert raised.value.partial.stats.fallbacks == ()
+
+
 def test_what_is_done_again_at_one_place_is_no_progress(monkeypatch):
     """Whatever a fallback says that it has done."""
     monkeypatch.setitem(fallbacks._APPLY, "chunk", lambda session: "the prompt is read on in pieces of 9 tokens")

@@ -174,15 +174,19 @@ class Bench:
             result.tokens, result.fallbacks = out.tokens, [str(one) for one in out.stats.fallbacks]
         return result
 
+    def generated_in_a_fork(self, call: Call, limit: Limit | None = None) -> Result:
+        found = in_a_fork(lambda: vars(self.generated(call)), limit)
+        return Result(error=found["died"], seconds=TIMEOUT_S, ours=False) if "died" in found else Result(**found)
+
     def free(self, call: Call) -> Result:
         """Without a limit."""
         if self._last is not call:
-            self._last, self._whole = call, forked(lambda: self.generated(call), None)
+            self._last, self._whole = call, self.generated_in_a_fork(call)
         return self._whole
 
 
-def forked(work: Callable[[], Result], limit: Limit | None) -> Result:
-    """What the work gives in a copy of this process with a limit, or how that ended."""
+def in_a_fork(work: Callable[[], dict[str, Any]], limit: Limit | None = None) -> dict[str, Any]:
+    """What the work gives in a copy of this process with a limit; or how that ended, as "died"."""
     give_back_freed_memory()
     reads, writes = os.pipe()
     child = os.fork()
@@ -200,23 +204,25 @@ def forked(work: Callable[[], Result], limit: Limit | None) -> Result:
             os.kill(child, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status == 0 and told:
-        return Result(**json.loads(told))
-    why = f"no end after {TIMEOUT_S} s" if status == -signal.SIGKILL else f"the process ended with {status}"
-    return Result(error=why, seconds=TIMEOUT_S, ours=False)
+        return json.loads(told)
+    return {"died": f"no end after {TIMEOUT_S} s" if status == -signal.SIGKILL else f"the process ended with {status}"}
 
 
-def _work_in_child(work: Callable[[], Result], limit: Limit | None, writes: int) -> None:
+def _work_in_child(work: Callable[[], dict[str, Any]], limit: Limit | None, writes: int) -> None:
     code = 1
     try:
-        before = {}
-        if limit is not None:
-            kind = LIMITS[limit.counted]
-            before[kind] = resource.getrlimit(kind)
-            resource.setrlimit(kind, (counted_bytes(limit.counted) + limit.more_bytes, before[kind][1]))
-        result = work()
-        for kind, limits in before.items():
-            resource.setrlimit(kind, limits)
-        os.write(writes, json.dumps(vars(result)).encode())
+        kind = None if limit is None else LIMITS[limit.counted]
+        if limit is not None and kind is not None:
+            before = resource.getrlimit(kind)
+            resource.setrlimit(kind, (counted_bytes(limit.counted) + limit.more_bytes, before[1]))
+        try:
+            result = work()
+        except BaseException as error:
+            result = {"died": f"{type(error).__name__}: {error}"}
+        if kind is not None:
+            resource.setrlimit(kind, before)
+        with os.fdopen(writes, "w") as out:
+            json.dump(result, out)
         code = 0
     finally:
         os._exit(code)
@@ -251,7 +257,7 @@ def judged(bench: Bench, seeds: Iterable[int]) -> Iterator[tuple[int, str, bool,
         call, limit = Call.drawn(seed // PER_CALL), Limit.drawn(seed)
         whole = bench.free(call)
         assert whole.ours, f"without a limit, seed {seed}: {call}: {whole.error}"
-        found = forked(lambda: bench.generated(call), limit)  # noqa: B023
+        found = bench.generated_in_a_fork(call, limit)
         told, is_allowed = verdict(found, whole, "num_beams" in call.strategy)
         particulars = f"{call}, {limit}: {found.seconds:.1f} s, without a limit {whole.seconds:.1f} s; "
         yield seed, told, is_allowed, particulars + "; ".join([*found.fallbacks, found.error or ""])

@@ -17,7 +17,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from starved import build, in_a_fork, theirs, told
+from limits import Limit, in_a_fork
+from starved import build, theirs, told
 
 import engine
 
@@ -51,16 +52,17 @@ def compare(margin: int, runs: int, model: Any, ids: torch.Tensor, linears: str)
     """Both under one limit, `runs` times in turns."""
     options = {"max_new_tokens": NEW}
     ours = partial(run, engine.Generator(model, config=engine.EngineConfig(linears=linears)))
+    limit = Limit("VmData", margin)
     found: dict[str, list] = {"ours": [], "theirs": []}
     for _ in range(runs):
-        found["theirs"].append(in_a_fork(timed, theirs, model, ids, options, margin_bytes=margin))
-        found["ours"].append(in_a_fork(timed, ours, ids, options, margin_bytes=margin))
+        found["theirs"].append(in_a_fork(partial(timed, theirs, model, ids, options), limit))
+        found["ours"].append(in_a_fork(partial(timed, ours, ids, options), limit))
     last_ours, last_theirs = found["ours"][-1], found["theirs"][-1]
     seconds = {who: [one.get("seconds") for one in all_of_it] for who, all_of_it in found.items()}
     ratios = [a / b for a, b in zip(seconds["ours"], seconds["theirs"], strict=True) if a and b]
     return {
         "margin_mb": margin / 1e6,
-        "plan": in_a_fork(planned, model, margin_bytes=margin),
+        "plan": in_a_fork(partial(planned, model), limit),
         "seconds": seconds,
         "ratio": statistics.median(ratios) if ratios else None,
         "fallbacks": last_ours.get("fallbacks"),
@@ -74,7 +76,7 @@ def least_of_theirs(model: Any, ids: torch.Tensor) -> int:
     low, high = 0, 400_000_000
     while high - low > 1_000_000:
         middle = (low + high) // 2
-        died = "died" in in_a_fork(theirs, model, ids, {"max_new_tokens": NEW}, margin_bytes=middle)
+        died = "died" in in_a_fork(partial(theirs, model, ids, {"max_new_tokens": NEW}), Limit("VmData", middle))
         low, high = (middle, high) if died else (low, middle)
     return high
 

@@ -11,14 +11,11 @@ Linux only: it counts what a process has for itself against RLIMIT_DATA, but not
 from __future__ import annotations
 
 import json
-import os
-import resource
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from limits import Limit, in_a_fork
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import engine
@@ -36,12 +33,6 @@ def build(shape: dict[str, int] = SHAPE) -> PreTrainedModel:
             torch.nn.init.normal_(parameter, std=0.1)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model
-
-
-def data_bytes() -> int:
-    """What counts against RLIMIT_DATA."""
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData:")]
-    return 1024 * int(line.split()[1])
 
 
 def ours(model: PreTrainedModel, ids: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:
@@ -63,42 +54,20 @@ def theirs(model: PreTrainedModel, ids: torch.Tensor, options: dict[str, Any]) -
     return {"tokens": out[:, ids.shape[1] :].tolist()}
 
 
-def in_a_fork(work: Callable[..., dict[str, Any]], *arguments: Any, margin_bytes: int | None = None) -> dict[str, Any]:
-    """What the work gives in a copy of this process that may take so many bytes more; or how that died."""
-    reads, writes = os.pipe()
-    child = os.fork()
-    if child == 0:
-        no_limit = resource.getrlimit(resource.RLIMIT_DATA)
-        try:
-            if margin_bytes is not None:
-                resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + margin_bytes, no_limit[1]))
-            found = work(*arguments)
-        except BaseException as error:
-            found = {"died": f"{type(error).__name__}: {error}"}
-        resource.setrlimit(resource.RLIMIT_DATA, no_limit)
-        with os.fdopen(writes, "w") as out:
-            json.dump(found, out)
-        os._exit(0)
-    os.close(writes)
-    with os.fdopen(reads) as result:
-        told = result.read()
-    status = os.waitpid(child, 0)[1]
-    return json.loads(told) if told else {"died": f"status {status}"}
-
-
 def main(rows: int, tokens: int, margin_bytes: int, options: dict[str, Any], peer: bool = True) -> None:
     model = build()
     ids = torch.randint(3, 2000, (rows, tokens), generator=torch.Generator().manual_seed(0))
     for cache in ("dynamic", "offloaded"):  # what is loaded or measured once per process
         engine.generate(model, ids[:, :20], cache=cache, max_new_tokens=2)
     model.generate(ids[:, :20], max_new_tokens=2, do_sample=False)
+    limit = Limit("VmData", margin_bytes)
     found = {
-        "free": in_a_fork(ours, model, ids, options),
-        "ours": in_a_fork(ours, model, ids, options, margin_bytes=margin_bytes),
+        "free": in_a_fork(lambda: ours(model, ids, options)),
+        "ours": in_a_fork(lambda: ours(model, ids, options), limit),
     }
     if peer:
         shared = {name: value for name, value in options.items() if name != "on_oom"}
-        found["theirs"] = in_a_fork(theirs, model, ids, shared, margin_bytes=margin_bytes)
+        found["theirs"] = in_a_fork(lambda: theirs(model, ids, shared), limit)
     print(json.dumps(found))
 
 
